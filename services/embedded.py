@@ -64,7 +64,7 @@ class EmbeddedDraft:
         weights: HeadWeights | None = None,
     ) -> None:
         """Args:
-        rounds: what the draft lends to the target for rounds on the device.
+        rounds: the draft's head and pages, for the target's rounds on the device.
         weights: of the draft, for whoever swaps them.
         """
         self._target = target
@@ -203,7 +203,7 @@ def _opening(sequence: OpenedSequence) -> Opening:
         num_prompt_tokens=sequence.num_prompt_tokens,
         sampling=sequence.sampling,
         round=sequence.round,
-        wish=sequence.wish,
+        tree_request=sequence.tree_request,
         request_id=sequence.request_id,
         traceparent=sequence.traceparent,
         cache_salt=sequence.cache_salt,

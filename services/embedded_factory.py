@@ -118,15 +118,15 @@ def _follow_weights(
     texts: features of other weights made it."""
     if chosen.target_model_path != settings.model_path:
         return
-    lent, decoder = _host(target, settings, chosen).decoder, target.decoder
-    borrowed = borrowed_tensors(chosen, drafter, lent)
+    shared, decoder = _host(target, settings, chosen).decoder, target.decoder
+    borrowed = borrowed_tensors(chosen, drafter, shared)
     if borrowed is None:
         return
     tensors: TargetTensors
-    if lent is None:
+    if shared is None:
         tensors = ReadTensors(decoder.config, partial(target.read_table, dtype=borrowed.dtype))
     else:
-        tensors = DecoderTensors(lent, borrowed.dtype)
+        tensors = DecoderTensors(shared, borrowed.dtype)
 
     def follow() -> None:
         borrowed.follow(tensors)
@@ -139,7 +139,7 @@ def _follow_weights(
 def _rounds(
     target: Engine, settings: TargetSettings, chosen: DraftSettings, drafter: Drafter
 ) -> RoundSource | None:
-    """Returns what the drafter lends for rounds on the device, if it can and is asked to."""
+    """Returns the drafter's head and pages for rounds on the device; None where it has none."""
     is_wanted = settings.has_device_rounds(is_cuda=target.device.type == "cuda")
     is_coupled = settings.verification is VerificationMode.COUPLED
     if not (is_wanted and is_coupled) or type(drafter) is not EagleDrafter:
@@ -150,15 +150,15 @@ def _rounds(
             *(chosen.page_size, settings.page_size),
         )
         return None
-    loan, trees = drafter.lend(), _round_trees(settings, chosen)
+    shared, trees = drafter.share_head(), _round_trees(settings, chosen)
     _log_capacities(settings, trees)
     (tree, max_sequences), *others = trees.items()
     return RoundSource(
-        head=loan.head,
-        pool=loan.pool,
-        pages=loan.pages,
+        head=shared.head,
+        pool=shared.pool,
+        pages=shared.pages,
         tree=tree,
-        max_context_tokens=min(loan.max_context_tokens, target.limits.max_sequence_tokens),
+        max_context_tokens=min(shared.max_context_tokens, target.limits.max_sequence_tokens),
         max_sequences=max_sequences,
         other_trees=dict(others),
         is_pinned=chosen.is_shape_pinned,

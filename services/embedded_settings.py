@@ -16,7 +16,7 @@ from shared.settings_field import declared_fields
 
 HEADS = "an EAGLE, EAGLE3 or one-layer MTP head"
 _PREFIX = "--draft-"
-_WITHOUT_LAWS = {
+_WITHOUT_DISTRIBUTIONS = {
     Algorithm.NGRAM: "repeats tokens and draws none",
     Algorithm.DFLASH: "scores a block at once, not each token after those before it",
 }
@@ -88,7 +88,7 @@ def _round_problems(settings: TargetSettings, draft: DraftSettings) -> list[str]
     if settings.device_rounds is not DeviceRoundsChoice.ON:
         return []
     problems = []
-    if not draft.algorithm.lends_head:
+    if not draft.algorithm.shares_head:
         problems.append(
             f"--device-rounds on needs {HEADS}; --speculative-algorithm is {draft.algorithm.value}"
         )
@@ -105,10 +105,10 @@ def _distribution_problems(settings: TargetSettings, draft: DraftSettings) -> li
         return []
     flag, algorithm = rejection_flag(settings), draft.algorithm
     problems = []
-    if algorithm in _WITHOUT_LAWS:
+    if algorithm in _WITHOUT_DISTRIBUTIONS:
         problems.append(
             f"{flag} needs the distribution that each token was drawn from; {algorithm.value} "
-            f"{_WITHOUT_LAWS[algorithm]}"
+            f"{_WITHOUT_DISTRIBUTIONS[algorithm]}"
         )
     elif draft.speculative_eagle_topk not in (None, 1):
         problems.append(

@@ -300,7 +300,7 @@ def _placement(
     if not is_on_gpu or len(algorithms) != 1:
         return Placement.REMOTE
     is_apart = any(_is_given(making, line.services[DRAFT], DRAFT, flag) for flag in _APART)
-    is_head = Algorithm(algorithms[0]).lends_head and not is_apart
+    is_head = Algorithm(algorithms[0]).shares_head and not is_apart
     shares_gpus = making.num_gpus <= target.tp_size
     return Placement.EMBEDDED if shares_gpus or is_head else Placement.REMOTE
 

@@ -310,7 +310,7 @@ Choice = TreeShape | None
 
 
 @dataclass(frozen=True, slots=True)
-class TreeWish:
+class TreeRequest:
     """The target's request for a draft's next tree of a sequence.
 
     Attributes:
@@ -324,8 +324,8 @@ class TreeWish:
     num_outcomes: int | None = None
 
 
-ANY_TREE = TreeWish()
-NO_TREE = TreeWish(is_paused=True)
+ANY_TREE = TreeRequest()
+NO_TREE = TreeRequest(is_paused=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +334,7 @@ class DraftReport:
 
     Attributes:
         draft_s: time the drafter computed for them, in seconds; None when it did not say.
-        pinned_shape: an operator fixed the shape there, so that wishes have no effect.
+        pinned_shape: an operator fixed the shape there, so that tree requests have no effect.
         is_warming: it prepares what is needed once, so that what it sends meanwhile is late.
     """
 
@@ -402,7 +402,7 @@ class Verdict:
         committed_token_ids: tokens this round commits: the accepted path, then the bonus token.
             Shorter when the sequence stopped inside the path.
         committed_token_count: prompt plus output after this round.
-        wish: what is wanted for the next round.
+        tree_request: what is wanted for the next round.
         candidate_id: the candidate that was verified; None when none of the draft's was.
         next_candidate_id: the candidate pushed ahead that is verified next already.
         runner_ups: tokens beside the bonus token that the target finds most probable there, best
@@ -415,7 +415,7 @@ class Verdict:
     accepted_node_indices: tuple[int, ...]
     committed_token_ids: tuple[int, ...]
     committed_token_count: int
-    wish: TreeWish = ANY_TREE
+    tree_request: TreeRequest = ANY_TREE
     candidate_id: int | None = None
     next_candidate_id: int | None = None
     runner_ups: tuple[tuple[int, float], ...] = ()

@@ -37,6 +37,6 @@ class Algorithm(enum.Enum):
         return self not in (Algorithm.NGRAM, Algorithm.DFLASH)
 
     @property
-    def lends_head(self) -> bool:
+    def shares_head(self) -> bool:
         """Whether rounds on the device can take its head, if that has one layer."""
         return self.reads_features and self is not Algorithm.DFLASH

@@ -109,7 +109,7 @@ class Answers:
     def _row(self, proposal: Proposal, tree: TokenTree) -> CandidateRow | None:
         """Returns the candidate; None when no verdict can make use of it."""
         sequence, condition = proposal.sequence, proposal.condition
-        shape = None if sequence.wish.shape is None else proposal.shape
+        shape = None if sequence.tree_request.shape is None else proposal.shape
         if condition is not None:
             return conditional_row(sequence, tree, condition, shape)
         if not self._is_launched(sequence) or not tree.token_ids:

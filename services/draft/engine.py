@@ -90,7 +90,7 @@ class DraftEngine:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether trees keep to `shape` whatever their targets wish."""
+        """Whether trees keep to `shape` whatever tree their targets request."""
         return self._rounds.is_pinned
 
     @property
@@ -172,7 +172,7 @@ class DraftEngine:
         """Replaces the shape of trees between two steps.
 
         Args:
-            is_pinned: False lets targets wish for others.
+            is_pinned: False lets targets tree_request for others.
         """
 
         def replace() -> None:

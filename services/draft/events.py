@@ -13,8 +13,8 @@ from shared.tokens import (
     DraftReport,
     SamplingParams,
     TokenTree,
+    TreeRequest,
     TreeShape,
-    TreeWish,
     Verdict,
 )
 
@@ -82,7 +82,7 @@ class Opening:
         token_ids: every committed token.
         num_prompt_tokens: how many of them are the prompt.
         round: round the first candidate is for.
-        wish: what the target wants of the first tree.
+        tree_request: what the target requests of the first tree.
         request_id, traceparent: of the request, for logs and traces.
         shape: of a probe; overrides the live tree shape.
         is_probe: see `DraftSequence`.
@@ -98,7 +98,7 @@ class Opening:
     shape: TreeShape | None = None
     is_probe: bool = False
     features: FeatureRows | None = None
-    wish: TreeWish = ANY_TREE
+    tree_request: TreeRequest = ANY_TREE
     request_id: str = ""
     traceparent: str | None = None
     cache_salt: str = ""

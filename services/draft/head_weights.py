@@ -115,12 +115,12 @@ class HeadWeights:
         from shared.models.heads.config import HeadKind
         from shared.models.heads.loader import load_head
         from shared.models.heads.mtp_loader import load_mtp
-        from shared.models.heads.target_tensors import LentTensors
+        from shared.models.heads.target_tensors import SharedTensors
         from shared.models.weights import BESIDE_STEPS
 
         assert isinstance(self._drafter, EagleDrafter)
         running, settings = self._drafter.head, self._settings
-        lent = LentTensors(running, ModelConfig.from_folder(settings.target_folder))
+        shared = SharedTensors(running, ModelConfig.from_folder(settings.target_folder))
         how: dict[str, Any] = {
             "dtype": running.dtype,
             "device": running.device,
@@ -128,9 +128,9 @@ class HeadWeights:
             "pace": BESIDE_STEPS,
         }
         if settings.algorithm is Algorithm.MTP:
-            return running, load_mtp(folder, lent, **how)
+            return running, load_mtp(folder, shared, **how)
         kind = HeadKind(settings.algorithm.value)
-        new = load_head(folder, kind, lent, **how)
+        new = load_head(folder, kind, shared, **how)
         if kind is HeadKind.EAGLE:  # its lm_head is what a token map left of the target's
             known = running.vocabulary
             vocabulary = replace(new.vocabulary, token_ids=known.token_ids, lm_head=known.lm_head)

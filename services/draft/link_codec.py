@@ -30,7 +30,7 @@ from shared.rpc.columns import (
     ColumnReader,
     add_candidates,
     malformed_verdicts,
-    opening_wish,
+    opening_tree_request,
     verdicts_from_message,
 )
 from shared.rpc.requests import sampling_from_message, shape_message
@@ -179,7 +179,7 @@ def _opening(message: pb.SequenceOpened) -> Opening:
         # The target always sends its seed; any will do for a draft that has none to mirror.
         sampling=sampling_from_message(message.sampling_params, draw_seed=lambda: 0),
         round=message.round,
-        wish=opening_wish(message),
+        tree_request=opening_tree_request(message),
         request_id=message.trace_request_id,
         traceparent=message.traceparent or None,
         cache_salt=message.cache_salt,

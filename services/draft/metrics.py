@@ -33,7 +33,7 @@ class DraftMetrics(Collector):
     | `outrider_draft_ahead_steps` | steps for them, mostly of a forward | |
     | `outrider_draft_ahead_seconds` | seconds of those | share of time: its rate |
     | `outrider_draft_lookahead_hits` | verdicts one was for | hit rate: over verdicts |
-    | `outrider_draft_preparations`, `…_preparation_seconds` | graphs captured for wishes | |
+    | `outrider_draft_preparations`, `…_preparation_seconds` | graphs captured for tree_requests | |
     | `outrider_draft_wire_bytes`, `…_wire_messages` | by `direction` | |
     | `outrider_draft_caught_up_tokens` | committed tokens taken in beside proposals | |
     | `outrider_draft_caught_up_seconds` | seconds of that | share of time: its rate |

@@ -38,7 +38,7 @@ class DraftCounters:
         ahead_s: time of those and of choosing the verdicts, beside that of its batches.
         num_lookahead_hits: verdicts that one of them was for.
         num_prepared: things done once, such as graphs captured, while sequences were open or for a
-            shape that was wished for.
+            requested shape.
         prepared_s: time of those.
         num_opened, num_released: sequences taken, and given back for want of memory or sense.
         batch_seconds: of the drafter, for one batch of trees.

@@ -6,7 +6,7 @@ delays the others by one chunk, never by the whole prompt. A sequence more than 
 answered with an empty tree at once: a target would wait for nothing.
 
 What time is left goes into the verdicts to come, one forward a step, so that a verdict that
-arrives is heeded after the forward in progress. Shapes that are wished for are prepared beside.
+arrives is handled after the forward in progress. Requested shapes are prepared beside.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Rounds:
     Attributes:
         shape: bounds of every tree whose sequence does not bring its own; may be replaced
             between steps.
-        is_pinned: trees keep to `shape` whatever their targets wish.
+        is_pinned: trees keep to `shape` whatever tree their targets request.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Rounds:
         return self._shape_for(sequence).max_node_count
 
     def prepare(self) -> bool:
-        """Prepares one thing for a shape that is wished for, if it is time; whether there is more
+        """Prepares one thing for a requested shape, if it is time; whether there is more
         to do without waiting for an event."""
         is_idle, is_owed = not len(self._table), bool(self._table.due)
         if not self._preparation.is_due(is_idle=is_idle, is_owed=is_owed):
@@ -143,7 +143,7 @@ class Rounds:
 
     @property
     def num_unprepared(self) -> int:
-        """Shapes that are wished for and not prepared yet."""
+        """Requested shapes that are not prepared yet."""
         return self._preparation.num_wanted
 
     def announce(self, link: int) -> None:
@@ -188,7 +188,7 @@ class Rounds:
     def _budget(self, sequence: DraftSequence) -> int:
         """Returns how many verdicts a sequence's tree is prepared for at most: what is set here, or
         less where the target finds that it does not pay."""
-        wanted = None if self.is_pinned else sequence.wish.num_outcomes
+        wanted = None if self.is_pinned else sequence.tree_request.num_outcomes
         budget = self._fan_out.budget
         return budget if wanted is None else min(budget, wanted)
 
@@ -272,10 +272,10 @@ class Rounds:
             sequence.draft_s += elapsed_s
 
     def _shape_for(self, sequence: DraftSequence) -> TreeShape:
-        wished = None if self.is_pinned else sequence.wish.shape
-        if wished is not None and self._needs_graphs(sequence):
-            wished = self._preparation.shape_for(wished, self.shape, len(self._table))
-        shape = sequence.shape or wished or self.shape
+        requested = None if self.is_pinned else sequence.tree_request.shape
+        if requested is not None and self._needs_graphs(sequence):
+            requested = self._preparation.shape_for(requested, self.shape, len(self._table))
+        shape = sequence.shape or requested or self.shape
         most = sequence.max_nodes + 1
         return replace(shape, num_draft_tokens=most) if shape.num_draft_tokens > most else shape
 

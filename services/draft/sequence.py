@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shared.candidate_columns import ConditionKey, condition_key
-from shared.tokens import ANY_TREE, SamplingParams, TokenTree, TreeShape, TreeWish, Verdict
+from shared.tokens import ANY_TREE, SamplingParams, TokenTree, TreeRequest, TreeShape, Verdict
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class DraftSequence:
             from.
         vocab_size: trees may hold only tokens below it.
         max_nodes: most nodes of a tree the target takes.
-        wish: what the target wants of the next tree.
+        tree_request: what the target requests of the next tree.
         max_conditional: most candidates the target keeps for the verdicts of a round.
         in_flight: the tree under verification; None when the target has none of this draft.
         shape: of a probe; overrides the engine's shape.
@@ -84,7 +84,7 @@ class DraftSequence:
     draws_chains: bool = False
     cache_salt: str = ""
     draft_s: float = 0.0
-    wish: TreeWish = ANY_TREE
+    tree_request: TreeRequest = ANY_TREE
     max_conditional: int = 0
     in_flight: InFlightTree | None = None
     _candidate_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))

@@ -156,7 +156,7 @@ class SequenceTable:
             max_nodes=terms.max_nodes,
             shape=opening.shape,
             is_probe=opening.is_probe,
-            wish=opening.wish,
+            tree_request=opening.tree_request,
             cache_salt=opening.cache_salt,
             max_conditional=terms.max_conditional,
             # A greedy target takes the likeliest token, so that is what to propose.
@@ -164,7 +164,7 @@ class SequenceTable:
         )
         self._sequences[key] = sequence
         self.recorder.opened(key, opening)
-        if not sequence.wish.is_paused:
+        if not sequence.tree_request.is_paused:
             self.due[key] = sequence
         self._drafter.open(sequence)
         if opening.features is not None:
@@ -199,12 +199,12 @@ class SequenceTable:
         self.recorder.decided(key, verdict)
         sequence.token_ids.extend(committed)
         sequence.round = verdict.round + 1
-        sequence.wish = verdict.wish
+        sequence.tree_request = verdict.tree_request
         self._sequences.move_to_end(key)
         self._follow(sequence, verdict)
         self.due[key] = sequence
         is_ahead = sequence.in_flight is not None or verdict.outcome is Outcome.VERIFIED_NEXT_READY
-        if is_ahead or verdict.wish.is_paused:
+        if is_ahead or verdict.tree_request.is_paused:
             # A tree pushed ahead is verified next, or none is wanted; a later verdict makes the
             # next one due.
             del self.due[key]
@@ -214,7 +214,7 @@ class SequenceTable:
         """Moves on to the tree that was pushed for the verdict, if one was."""
         in_flight, sequence.in_flight = sequence.in_flight, None
         self.unprepared.pop(sequence.key, None)
-        if in_flight is not None and not verdict.wish.is_paused:
+        if in_flight is not None and not verdict.tree_request.is_paused:
             sequence.in_flight = in_flight.successor(verdict)
         if sequence.in_flight is not None:
             self.recorder.lookahead_hit()

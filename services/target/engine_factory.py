@@ -46,7 +46,7 @@ def build_engine(
     Args:
         followers: the other processes that hold a part of the model; None holds it all.
         feature_layers: whose features a draft in this process will want.
-        has_lanes: it lends a head for rounds on the device.
+        has_lanes: it shares a head for rounds on the device.
 
     Raises:
         CheckpointError: the model folder cannot be served.

@@ -49,7 +49,7 @@ def engine_gauges(
     """Returns the live figures.
 
     Args:
-        standing: of rounds with a lent head.
+        standing: of rounds with an embedded head.
         selected_shape: of the round under way whose trees the device selects; None without one.
     """
     assignments, policies = attachments.assignments, attachments.drafts.policies

@@ -67,7 +67,7 @@ def build_runner(
         leader: of rank 0.
         feature_layers: whose features graphs return; those with others are captured when a draft
             first wants them, in the middle of its first rounds.
-        has_lanes: an embedded head will lend itself, so that planned steps verify hardly a tree.
+        has_lanes: sequences draft in lanes with an embedded head; planned steps verify few trees.
 
     Raises:
         CheckpointError: the model folder cannot be served.
@@ -177,7 +177,7 @@ def _log_other_products(settings: TargetSettings, decoder: Decoder) -> None:
         return
     weights = [layer.weight for layer in linears(decoder)]
     plain = [each for each in weights if isinstance(each, LinearWeight)]
-    num_others = sum(not each.is_steady for each in plain)
+    num_others = sum(not each.is_batch_invariant for each in plain)
     if num_others:
         logger.warning(
             "--enable-deterministic-inference: %d of %d products keep the library's kernels, whose "

@@ -37,7 +37,7 @@ class ExpertWeight:
         bias: `[E, N]`; None in most families.
         is_packed: whether 8-bit `values` are in the order of `quantised.in_words`.
         num_saved_bytes: memory this takes less than the weights it was made from.
-        is_steady: tiles of one size are taken for any number of pairs.
+        is_batch_invariant: tiles of one size are taken for any number of pairs.
     """
 
     experts: tuple[LinearWeight | QuantisedWeight, ...]
@@ -45,7 +45,7 @@ class ExpertWeight:
     scales: Tensor | None
     bias: Tensor | None
     num_saved_bytes: int = 0
-    is_steady: bool = False
+    is_batch_invariant: bool = False
     is_packed: bool = False
 
     @classmethod
@@ -80,7 +80,7 @@ class ExpertWeight:
 
     def steadied(self) -> ExpertWeight:
         """Returns the same weights for products that keep their pairs' bits for any number."""
-        return replace(self, is_steady=True)
+        return replace(self, is_batch_invariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def plain_tiles(experts: Tensor, num_experts: int, num_rows: int, num_tiles: int
 
 def tile_rows(num_pairs: int, weight: ExpertWeight) -> int:
     """Returns how many rows a tile takes."""
-    if weight.is_steady:
+    if weight.is_batch_invariant:
         return FEWEST_ROWS
     pairs_each = num_pairs / weight.num_experts
     return next((rows for rows, most in _TILE_ROWS.items() if pairs_each < most), _MOST_ROWS)

@@ -85,8 +85,8 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One program a tile of pairs and some channels of their expert, which it reads once.
 
-    The weight is the left operand, as in `steady_triton`: sums run over the whole depth in one
-    order, so a pair's bits depend neither on its tile nor on the size of tiles.
+    The weight is the left operand, as in `batch_invariant_triton`: sums run over the whole depth in
+    one order, so a pair's bits depend neither on its tile nor on the size of tiles.
 
     Args:
         IS_PACKED: weights are words of four 8-bit numbers, in the order of `quantised.in_words`.
@@ -223,7 +223,7 @@ class TileShape:
     num_stages: int
 
 
-# As in `steady_triton`, whose products of few rows are the same.
+# As in `batch_invariant_triton`, whose products of few rows are the same.
 TILE_SHAPES = {
     16: TileShape(64, 128, 4, 4),
     32: TileShape(64, 128, 4, 4),

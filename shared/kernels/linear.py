@@ -33,7 +33,7 @@ _FEWEST_ROWS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class SteadyOperand:
+class BatchInvariantOperand:
     """The weight of a product, `[N, K]`.
 
     Attributes:
@@ -47,7 +47,7 @@ class SteadyOperand:
     counters: Tensor
 
 
-def can_be_steady(weight: Tensor) -> bool:
+def can_be_batch_invariant(weight: Tensor) -> bool:
     """Whether a product with `weight` `[N, K]` in half precision can keep its rows' bits.
 
     It needs the matrix instructions of compute capability 9.0, and K must be a multiple of 128.
@@ -70,25 +70,27 @@ def tile_counters(num_channels: int, device: torch.device) -> Tensor:
     return torch.zeros(num_tiles, dtype=torch.int32, device=device)
 
 
-def steady_linear(inputs: Tensor, weight: SteadyOperand, bias: Tensor | None) -> Tensor:
+def batch_invariant_linear(
+    inputs: Tensor, weight: BatchInvariantOperand, bias: Tensor | None
+) -> Tensor:
     """Returns `inputs @ weight.T + bias`, `[T, N]`, of `[T, K]` in half precision on CUDA."""
     # Triton is not installed where there is no CUDA.
-    from shared.kernels.steady_triton import launch
+    from shared.kernels.batch_invariant_triton import launch
 
     return launch(inputs, weight, bias)
 
 
-def steady_partials(inputs: Tensor, weight: SteadyOperand) -> Tensor | Partials:
-    """Returns `steady_linear` without a bias, in parts where it is made of some."""
-    from shared.kernels.steady_triton import launch, launch_partials
+def batch_invariant_partials(inputs: Tensor, weight: BatchInvariantOperand) -> Tensor | Partials:
+    """Returns `batch_invariant_linear` without a bias, in parts where it is made of some."""
+    from shared.kernels.batch_invariant_triton import launch, launch_partials
 
     partials = launch_partials(inputs, weight)
     return launch(inputs, weight, None) if partials is None else partials
 
 
-def steady_gated(inputs: Tensor, weight: SteadyOperand) -> Tensor:
-    """Returns `silu_mul` of `steady_linear` without a bias, with its bits."""
-    from shared.kernels.steady_triton import launch, launch_gated
+def batch_invariant_gated(inputs: Tensor, weight: BatchInvariantOperand) -> Tensor:
+    """Returns `silu_mul` of `batch_invariant_linear` without a bias, with its bits."""
+    from shared.kernels.batch_invariant_triton import launch, launch_gated
 
     gated = launch_gated(inputs, weight)
     return silu_mul(launch(inputs, weight, None)) if gated is None else gated
@@ -106,67 +108,72 @@ class LinearWeight:
     Attributes:
         values: the plain `[N, K]` tensor, or the opaque packed one.
         counters: of a product on CUDA that keeps its rows' bits, see `tile_counters`; else None.
-        is_steady: whether that is taken for any number of rows, or only where it is the fastest.
+        is_batch_invariant: the product is taken for any number of rows, not only where it is the
+            fastest.
     """
 
     values: Tensor
     is_packed: bool
     counters: Tensor | None = None
-    is_steady: bool = False
+    is_batch_invariant: bool = False
 
     @classmethod
     def prepare(cls, weight: Tensor) -> LinearWeight:
         """Packs `weight` `[N, K]` if its device and dtype have a packed product."""
-        if can_be_steady(weight) and weight.is_contiguous():
+        if can_be_batch_invariant(weight) and weight.is_contiguous():
             return cls(weight, False, tile_counters(len(weight), weight.device))
-        if not has_steady_product(weight.device, weight.dtype):
+        if not has_batch_invariant_product(weight.device, weight.dtype):
             return cls(weight, is_packed=False)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKING_ROWS)
         return cls(packed, is_packed=True)
 
     def steadied(self) -> LinearWeight:
         """Returns the same weight for products that keep their rows' bits, where there are any."""
-        return self if self.counters is None else replace(self, is_steady=True)
+        return self if self.counters is None else replace(self, is_batch_invariant=True)
 
-    def steady_operand(self, inputs: Tensor) -> SteadyOperand | None:
+    def batch_invariant_operand(self, inputs: Tensor) -> BatchInvariantOperand | None:
         """Returns the weight for the product that keeps bits, if that is to take `inputs`."""
         # A compiler gains more from a product that it knows.
         is_faster = len(inputs) <= MOST_FEW_ROWS and not torch.compiler.is_compiling()
-        if self.counters is None or not (self.is_steady or is_faster):
+        if self.counters is None or not (self.is_batch_invariant or is_faster):
             return None
-        return SteadyOperand(self.values, None, self.counters)
+        return BatchInvariantOperand(self.values, None, self.counters)
 
 
 def linear(inputs: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
     """Returns `inputs @ weight.T + bias`: `[T, K]` to `[T, N]`."""
-    operand = weight.steady_operand(inputs)
+    operand = weight.batch_invariant_operand(inputs)
     if operand is not None:
-        return steady_linear(inputs, operand, bias)
+        return batch_invariant_linear(inputs, operand, bias)
     if weight.is_packed:
-        return steady_product(inputs, weight.values, bias)
+        return batch_invariant_product(inputs, weight.values, bias)
     return F.linear(inputs, weight.values, bias)
 
 
 def linear_partials(inputs: Tensor, weight: LinearWeight) -> Tensor | Partials:
     """Returns `linear` without a bias, in parts where it is made of some."""
-    operand = weight.steady_operand(inputs)
-    return linear(inputs, weight, None) if operand is None else steady_partials(inputs, operand)
+    operand = weight.batch_invariant_operand(inputs)
+    return (
+        linear(inputs, weight, None)
+        if operand is None
+        else batch_invariant_partials(inputs, operand)
+    )
 
 
 def gated_linear(inputs: Tensor, weight: LinearWeight) -> Tensor:
     """Returns `silu_mul` of `linear` without a bias, by one kernel where there is one."""
-    operand = weight.steady_operand(inputs)
+    operand = weight.batch_invariant_operand(inputs)
     if operand is not None:
-        return steady_gated(inputs, operand)
+        return batch_invariant_gated(inputs, operand)
     return silu_mul(linear(inputs, weight, None))
 
 
 def wide_linear(inputs: Tensor, weight: LinearWeight) -> Tensor | Partials:
     """Returns `linear` without a bias in float32, whatever the dtypes, in parts where it is made
     of some."""
-    operand = weight.steady_operand(inputs)
+    operand = weight.batch_invariant_operand(inputs)
     if operand is not None:
-        product = steady_partials(inputs, operand)
+        product = batch_invariant_partials(inputs, operand)
         if isinstance(product, Partials):
             return replace(product, dtype=torch.float32)
     if weight.is_packed:
@@ -174,12 +181,12 @@ def wide_linear(inputs: Tensor, weight: LinearWeight) -> Tensor | Partials:
     return F.linear(inputs.float(), weight.values.float())
 
 
-def has_steady_product(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `steady_product` takes such tensors."""
+def has_batch_invariant_product(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `batch_invariant_product` takes such tensors."""
     return device.type == "cpu" and dtype == torch.float32 and torch._C._has_mkldnn
 
 
-def steady_product(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def batch_invariant_product(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Returns `inputs @ weight.T + bias`; a row's bits do not depend on the number of rows.
 
     Args:

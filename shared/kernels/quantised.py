@@ -17,11 +17,11 @@ from torch import Tensor
 from shared.kernels.cache import LARGEST, widened
 from shared.kernels.linear import (
     WORD_BLOCK,
-    SteadyOperand,
-    can_be_steady,
-    has_steady_product,
-    steady_linear,
-    steady_product,
+    BatchInvariantOperand,
+    batch_invariant_linear,
+    batch_invariant_product,
+    can_be_batch_invariant,
+    has_batch_invariant_product,
     tile_counters,
 )
 
@@ -65,7 +65,7 @@ class QuantisedWeight:
         scales = torch.where(largest > 0.0, largest / limit, 1.0)
         scaled = (exact / scales).clamp_(-limit, limit)
         values = (scaled.round_() if stored is torch.int8 else scaled).to(stored)
-        is_packed = can_be_steady(weight)
+        is_packed = can_be_batch_invariant(weight)
         values = in_words(values) if is_packed else values
         counters = tile_counters(len(weight), weight.device)
         return cls(values, scales, counters, weight.dtype, is_packed)
@@ -115,9 +115,9 @@ def quantised_linear(inputs: Tensor, weight: QuantisedWeight, bias: Tensor | Non
     product, which saves memory and no time.
     """
     if weight.is_packed and inputs.dtype in _HALF_PRECISION:
-        operand = SteadyOperand(weight.values, weight.scales, weight.counters)
-        return steady_linear(inputs, operand, bias)
+        operand = BatchInvariantOperand(weight.values, weight.scales, weight.counters)
+        return batch_invariant_linear(inputs, operand, bias)
     expanded = weight.dequantised(inputs.dtype)
-    if has_steady_product(inputs.device, inputs.dtype):
-        return steady_product(inputs, expanded, bias)
+    if has_batch_invariant_product(inputs.device, inputs.dtype):
+        return batch_invariant_product(inputs, expanded, bias)
     return F.linear(inputs, expanded, bias)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shared.kernels.experts import ExpertWeight
-from shared.kernels.linear import can_be_steady
+from shared.kernels.linear import can_be_batch_invariant
 from shared.kernels.pointwise import Activation
 from shared.layers.decoder_layer import Mlp
 from shared.layers.experts import Experts, Router
@@ -144,7 +144,7 @@ def build_experts(
         )
     router = tensors.pop(f"{prefix}router.weight")
     is_wide = config.family.is_wide
-    if is_wide and not can_be_steady(router):
+    if is_wide and not can_be_batch_invariant(router):
         router = router.float()
     return Experts(
         router=Router(

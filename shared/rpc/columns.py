@@ -16,7 +16,7 @@ from shared.candidate_columns import CandidateColumns
 from shared.errors import InvalidArgument
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.rpc.requests import shape_from_message, shape_message
-from shared.tokens import ANY_TREE, NO_TREE, DraftReport, Outcome, TreeShape, TreeWish, Verdict
+from shared.tokens import ANY_TREE, NO_TREE, DraftReport, Outcome, TreeRequest, TreeShape, Verdict
 
 T = TypeVar("T")
 Refusal = Callable[[str], InvalidArgument]
@@ -285,7 +285,7 @@ def add_verdicts(batch: pb.VerdictBatch, verdicts: Sequence[Verdict]) -> None:
     _add_ragged(batch.accepted_offsets, batch.accepted_node_indices, accepted)
     add_optional(batch.candidate_ids, [each.candidate_id or 0 for each in verdicts], 0)
     add_optional(batch.next_candidate_ids, [each.next_candidate_id or 0 for each in verdicts], 0)
-    _add_wishes(batch, [each.wish for each in verdicts])
+    _add_tree_requests(batch, [each.tree_request for each in verdicts])
     if any(each.runner_ups for each in verdicts):
         runner_ups = [each.runner_ups for each in verdicts]
         tokens = [[token for token, _ in own] for own in runner_ups]
@@ -313,7 +313,7 @@ def verdicts_from_message(batch: pb.VerdictBatch) -> list[Verdict]:
             ),
             _committed(read, batch),
             read.required("committed_token_counts"),
-            _wishes(read),
+            _tree_requests(read),
             [each or None for each in read.optional("candidate_ids", 0)],
             [each or None for each in read.optional("next_candidate_ids", 0)],
             _runner_ups(read, batch),
@@ -321,7 +321,7 @@ def verdicts_from_message(batch: pb.VerdictBatch) -> list[Verdict]:
     )
 
 
-def opening_wish(message: pb.SequenceOpened) -> TreeWish:
+def opening_tree_request(message: pb.SequenceOpened) -> TreeRequest:
     """Returns what the target wants of the first tree of a sequence.
 
     Raises:
@@ -331,7 +331,7 @@ def opening_wish(message: pb.SequenceOpened) -> TreeWish:
     num_outcomes = message.wanted_outcome_count if message.HasField("wanted_outcome_count") else -1
     if message.HasField("wanted_outcome_count") and num_outcomes < 0:
         raise InvalidArgument.out_of_range("wanted_outcome_count", num_outcomes, "at least 0")
-    return _wish(shape, num_outcomes, is_paused=message.paused)
+    return _tree_request(shape, num_outcomes, is_paused=message.paused)
 
 
 def malformed_verdicts(message: str) -> InvalidArgument:
@@ -339,14 +339,16 @@ def malformed_verdicts(message: str) -> InvalidArgument:
     return InvalidArgument.of("VERDICTS_MALFORMED", "verdicts", f"malformed verdicts: {message}")
 
 
-def _add_wishes(batch: pb.VerdictBatch, wishes: Sequence[TreeWish]) -> None:
-    add_shapes([each.shape for each in wishes], batch.wanted_shape_numbers, batch.wanted_shapes)
-    add_optional(batch.paused, [each.is_paused for each in wishes], absent=False)
-    counts = [-1 if each.num_outcomes is None else each.num_outcomes for each in wishes]
+def _add_tree_requests(batch: pb.VerdictBatch, tree_requests: Sequence[TreeRequest]) -> None:
+    add_shapes(
+        [each.shape for each in tree_requests], batch.wanted_shape_numbers, batch.wanted_shapes
+    )
+    add_optional(batch.paused, [each.is_paused for each in tree_requests], absent=False)
+    counts = [-1 if each.num_outcomes is None else each.num_outcomes for each in tree_requests]
     add_optional(batch.wanted_outcome_counts, counts, -1)
 
 
-def _wishes(read: ColumnReader) -> list[TreeWish]:
+def _tree_requests(read: ColumnReader) -> list[TreeRequest]:
     shapes = read.shapes("wanted_shape_numbers", "wanted_shapes")
     paused = read.optional("paused", absent=False)
     counts = read.optional("wanted_outcome_counts", -1)
@@ -354,16 +356,16 @@ def _wishes(read: ColumnReader) -> list[TreeWish]:
         raise InvalidArgument.out_of_range("wanted_outcome_counts", min(counts), "at least -1")
     # Few differ, and making one costs a microsecond.
     keys = list(zip(shapes, counts, paused, strict=True))
-    made = {key: _wish(key[0], key[1], is_paused=key[2]) for key in set(keys)}
+    made = {key: _tree_request(key[0], key[1], is_paused=key[2]) for key in set(keys)}
     return [made[key] for key in keys]
 
 
-def _wish(shape: TreeShape | None, num_outcomes: int, *, is_paused: bool) -> TreeWish:
+def _tree_request(shape: TreeShape | None, num_outcomes: int, *, is_paused: bool) -> TreeRequest:
     if is_paused:
         return NO_TREE
     if shape is None and num_outcomes < 0:
         return ANY_TREE
-    return TreeWish(shape, num_outcomes=None if num_outcomes < 0 else num_outcomes)
+    return TreeRequest(shape, num_outcomes=None if num_outcomes < 0 else num_outcomes)
 
 
 def _outcome(number: int) -> Outcome:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shared.kv.upload import uploaded_numbers
 from shared.runtime.host_copy import HostCopy
-from shared.runtime.round_sequences import Newcomer
+from shared.runtime.round_sequences import NewLane
 from shared.runtime.round_state import LENGTH, RoundState
 from shared.speculation.logprobs import packed_logprobs, unpacked_logprobs
 from shared.speculation.row_sampling import (
@@ -79,23 +79,23 @@ class LaneSampling:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._shaped: dict[int, Newcomer] = {}
+        self._shaped: dict[int, NewLane] = {}
         self._num_top: dict[int, int] = {}
         self._temperatures: dict[int, float] = {}
         # By rows of a tree; empty since somebody came or left.
         self._groups: dict[int, list[_Group]] = {}
         self._counts = _LaneCounts(device)
 
-    def join(self, slot: int, newcomer: Newcomer) -> None:
+    def join(self, slot: int, new_lane: NewLane) -> None:
         """A sequence has got a lane."""
-        if newcomer.top_logprobs is not None:
-            self._num_top[slot] = newcomer.top_logprobs
-            self._temperatures[slot] = newcomer.logprob_temperature
-        if newcomer.is_shaped:
-            self._shaped[slot] = newcomer
+        if new_lane.top_logprobs is not None:
+            self._num_top[slot] = new_lane.top_logprobs
+            self._temperatures[slot] = new_lane.logprob_temperature
+        if new_lane.is_shaped:
+            self._shaped[slot] = new_lane
             self._groups.clear()
-        if newcomer.sampling.has_penalties:
-            self._counts.join(slot, newcomer)
+        if new_lane.sampling.has_penalties:
+            self._counts.join(slot, new_lane)
 
     def leave(self, slot: int) -> None:
         """A lane is given up."""
@@ -192,7 +192,7 @@ class LaneSampling:
             self._bans(own, num_rows),
         )
 
-    def _bans(self, own: Sequence[Newcomer], num_rows: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _bans(self, own: Sequence[NewLane], num_rows: int) -> tuple[Tensor, Tensor, Tensor] | None:
         triples = [
             (place * num_rows + row, token_id, each.min_length)
             for place, each in enumerate(own)
@@ -211,14 +211,14 @@ class _LaneCounts:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._new: dict[int, Newcomer] = {}
+        self._new: dict[int, NewLane] = {}
         self._places: dict[int, int] = {}
         self._output = torch.zeros(0, 0, device=device)
         self._in_prompt = torch.zeros(0, 0, dtype=torch.bool, device=device)
         self._slots = torch.zeros(0, dtype=torch.int64, device=device)
 
-    def join(self, slot: int, newcomer: Newcomer) -> None:
-        self._new[slot] = newcomer
+    def join(self, slot: int, new_lane: NewLane) -> None:
+        self._new[slot] = new_lane
 
     def leave(self, slot: int) -> None:
         self._new.pop(slot, None)

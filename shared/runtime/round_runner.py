@@ -26,7 +26,7 @@ from shared.runtime.round_graphs import CapturedRound, RoundGraphs, TreeSource
 from shared.runtime.round_lockstep import CaptureRound, QueueRound, RoundLeader, SentTrees
 from shared.runtime.round_parts import RoundParts
 from shared.runtime.round_sampling import RoundSampling
-from shared.runtime.round_sequences import Newcomer, SequenceRound
+from shared.runtime.round_sequences import NewLane, SequenceRound
 from shared.runtime.round_slots import RoundSlots
 from shared.runtime.round_state import RoundState
 from shared.tokens import TreeShape
@@ -241,29 +241,29 @@ class RoundRunner:
         return self.shape.num_kv_tokens(length), self.shape.num_head_kv_tokens(length)
 
     @torch.inference_mode()
-    def place(self, newcomers: Sequence[Newcomer]) -> None:
+    def place(self, new_lanes: Sequence[NewLane]) -> None:
         """Takes sequences into the next round; their heads catch up first, together.
 
         Raises:
             torch.OutOfMemoryError: to catch up does not fit the device's memory; the sequences have
                 to be removed.
         """
-        slots = self._slots.take(newcomers, self.shape.max_committed)
-        backlogs = {each.sequence_id: self._backlog(each) for each in newcomers}
-        for each in newcomers:
+        slots = self._slots.take(new_lanes, self.shape.max_committed)
+        backlogs = {each.sequence_id: self._backlog(each) for each in new_lanes}
+        for each in new_lanes:
             if each.reads_prompt:
                 self._reading[each.sequence_id] = backlogs.pop(each.sequence_id)
         if backlogs:
             self._catch_up.run(backlogs.values())
         self._slots.fill(slots)
 
-    def _backlog(self, newcomer: Newcomer) -> HeadBacklog:
+    def _backlog(self, new_lane: NewLane) -> HeadBacklog:
         """Returns what its head lacks before the first round from whose tokens a tree grows."""
-        tokens, size = newcomer.token_ids, self.shape.max_committed
-        num_open = len(cut(newcomer.uncomputed_token_ids, size)[-1])
-        end = len(tokens) - (num_open if newcomer.reads_prompt else 2)
+        tokens, size = new_lane.token_ids, self.shape.max_committed
+        num_open = len(cut(new_lane.uncomputed_token_ids, size)[-1])
+        end = len(tokens) - (num_open if new_lane.reads_prompt else 2)
         return HeadBacklog(
-            tuple(tokens), newcomer.num_head_rows, end, newcomer.pages, newcomer.head_pages
+            tuple(tokens), new_lane.num_head_rows, end, new_lane.pages, new_lane.head_pages
         )
 
     def set_pages(self, sequence_id: int, pages: Sequence[int], head_pages: Sequence[int]) -> None:

@@ -10,7 +10,7 @@ from shared.tokens import SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
-class Newcomer:
+class NewLane:
     """A sequence that is to take part.
 
     Attributes:

@@ -14,7 +14,7 @@ from shared.runtime.prompt_chunks import cut
 from shared.runtime.round_batches import MAX_PENDING_ROUNDS
 from shared.runtime.round_graphs import RoundOutput
 from shared.runtime.round_sampling import RoundSampling
-from shared.runtime.round_sequences import Newcomer, SequenceRound
+from shared.runtime.round_sequences import NewLane, SequenceRound
 from shared.runtime.round_state import NewPage, RoundState, SlotSequence
 from shared.runtime.round_verification import RESULT_COUNTS
 from shared.tokens import SamplingParams
@@ -67,7 +67,7 @@ class RoundSlots:
 
     Attributes:
         placed: by the sequence's number.
-        num_used: slots up to the last one that is taken or lent; those of sequences that left stay
+        num_used: slots up to the last one that is taken; those of sequences that left stay
             empty.
         sampling: what a round of all that are placed needs, beside what `lanes` does.
         lanes: draws for those with penalties and the like.
@@ -104,17 +104,17 @@ class RoundSlots:
         """Prompt tokens by slot that the next round computes in place of trees."""
         return {slot: each for own in self._chunks.values() for slot, each in own.items()}
 
-    def take(self, newcomers: Sequence[Newcomer], chunk_size: int = 1) -> dict[int, Newcomer]:
-        """Gives each newcomer a slot, which `fill` has yet to write; returns them by slot. The next
-        round lends it more of them where the target has not computed its tokens.
+    def take(self, new_lanes: Sequence[NewLane], chunk_size: int = 1) -> dict[int, NewLane]:
+        """Gives each new lane a slot, which `fill` has yet to write; returns them by slot. The next
+        round gives it more of them where the target has not computed its tokens.
 
         Args:
             chunk_size: tokens that a round commits in a slot.
         """
         used = {placed.slot for placed in self.placed.values()}
         free = (slot for slot in range(self.state.num_slots) if slot not in used)
-        slots = {slot: each for each, slot in zip(newcomers, free, strict=False)}
-        assert len(slots) == len(newcomers), f"{len(newcomers)} sequences for {len(slots)} slots"
+        slots = {slot: each for each, slot in zip(new_lanes, free, strict=False)}
+        assert len(slots) == len(new_lanes), f"{len(new_lanes)} sequences for {len(slots)} slots"
         for slot, each in slots.items():
             assert len(each.token_ids) >= 2, "a round starts from a computed token"
             assert each.sequence_id not in self.placed, f"sequence {each.sequence_id} is placed"
@@ -135,15 +135,15 @@ class RoundSlots:
         self._look()
         return slots
 
-    def fill(self, slots: dict[int, Newcomer]) -> None:
+    def fill(self, slots: dict[int, NewLane]) -> None:
         """Writes sequences to the slots they took."""
         in_slots: dict[int, SlotSequence] = {}
         for slot, each in slots.items():
             start = len(each.token_ids) - self.placed[each.sequence_id].num_given - 1
             in_slots[slot] = each.in_slot(start)
             start = len(each.token_ids) - len(each.uncomputed_token_ids)
-            for lent, chunk in self._lent(each.sequence_id).items():
-                in_slots[lent] = each.in_slot(start, is_last=False)
+            for extra, chunk in self._extra(each.sequence_id).items():
+                in_slots[extra] = each.in_slot(start, is_last=False)
                 start += len(chunk)
             self.lanes.join(slot, each)
         self.state.place(in_slots)
@@ -173,13 +173,13 @@ class RoundSlots:
         """Leaves sequences out from the next launch on."""
         self.write_pages()  # before somebody else has a slot
         gone = list(sequence_ids)
-        lent = [slot for each in gone for slot in self._lent(each)]
+        extra = [slot for each in gone for slot in self._extra(each)]
         slots = [self.placed.pop(each).slot for each in gone]
         for each in gone:
             self._chunks.pop(each, None)
         for slot in slots:
             self.lanes.leave(slot)
-        slots += lent
+        slots += extra
         if slots:
             self._look()
             self.state.clear(slots)
@@ -197,11 +197,11 @@ class RoundSlots:
         self._pending.append(
             PendingRound(copy, output.logprobs, sequences, num_slots, sampling, max_committed)
         )
-        lent = [slot for each in self._chunks for slot in self._lent(each)]
+        extra = [slot for each in self._chunks for slot in self._extra(each)]
         self._chunks = {}
-        if lent:
+        if extra:
             self._look()
-            self.state.clear(lent)
+            self.state.clear(extra)
 
     def result(self) -> tuple[SequenceRound, ...]:
         """Returns what the oldest unread round did, those removed since included; waits for it."""
@@ -220,7 +220,7 @@ class RoundSlots:
             rounds.append(SequenceRound(sequence_id, drawn, num_drafted - first, own))
         return tuple(rounds)
 
-    def _lent(self, sequence_id: int) -> dict[int, Sequence[int]]:
+    def _extra(self, sequence_id: int) -> dict[int, Sequence[int]]:
         """Returns the chunks of a sequence in slots beside its own."""
         chunks = self._chunks.get(sequence_id, {})
         own = self.placed[sequence_id].slot

@@ -26,7 +26,7 @@ from shared.runtime.round_parts import SelectionParts
 from shared.runtime.round_runner import RoundLimits
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_selection import PreparedBlock, PreparedTree
-from shared.runtime.round_sequences import Newcomer, SequenceRound
+from shared.runtime.round_sequences import NewLane, SequenceRound
 from shared.runtime.round_slots import RoundSlots
 from shared.runtime.round_state import RoundState
 from shared.tokens import TokenTree, TreeShape
@@ -186,9 +186,9 @@ class SelectionRunner:
         return self._slots.placed[sequence_id].longest - 1 + shape.num_draft_tokens
 
     @torch.inference_mode()
-    def place(self, newcomers: Sequence[Newcomer]) -> None:
-        """Gives sequences a slot each; what newcomers say of a head is not read."""
-        self._slots.fill(self._slots.take(newcomers))
+    def place(self, new_lanes: Sequence[NewLane]) -> None:
+        """Gives sequences a slot each; what `new_lanes` say of a head is not read."""
+        self._slots.fill(self._slots.take(new_lanes))
 
     def set_pages(self, sequence_id: int, pages: Sequence[int]) -> None:
         """Gives a placed sequence its pages; those it has had already must be the same."""

@@ -34,7 +34,7 @@ from shared.speculation.row_sampling import uploaded, uploaded_ids
 from shared.speculation.verify import AcceptedPath, coupled_draw
 from shared.tokens import TokenTree
 
-_MAX_LAW_ELEMENTS = 2**23
+_MAX_DISTRIBUTION_ELEMENTS = 2**23
 """Elements of a float64 tensor of distributions: 64 MiB, of which a decision takes about ten at a
 time."""
 
@@ -214,7 +214,9 @@ def _drawn_rows(
     thresholds: list[Tensor] = []
     drawn: list[Tensor] = []
     start = 0
-    for batch in _batches(chains, max_rows=max(_MAX_LAW_ELEMENTS // log_probs.shape[1], 1)):
+    for batch in _batches(
+        chains, max_rows=max(_MAX_DISTRIBUTION_ELEMENTS // log_probs.shape[1], 1)
+    ):
         end = start + sum(len(chain) + 1 for chain in batch)
         rows = rule.rows(ChainDistributions.of(log_probs[start:end], batch))
         seeds = uploaded(fresh_seeds(end - start, generator), log_probs.device)

@@ -31,7 +31,7 @@ from shared.runtime.round_graphs import CapturedRound
 from shared.runtime.round_parts import RoundParts
 from shared.runtime.round_runner import RoundLimits, RoundRunner
 from shared.runtime.round_sampling import RoundSampling
-from shared.runtime.round_sequences import Newcomer
+from shared.runtime.round_sequences import NewLane
 from shared.runtime.round_state import RoundState
 from shared.runtime.round_verification_fused import FusedRoundVerification
 from shared.speculation.tree import TreeRows
@@ -234,7 +234,7 @@ def place_all(runner: RoundRunner, batch: int, sampling: SamplingParams) -> None
     for number in range(batch):
         pages = range(1 + number * num_pages, 1 + (number + 1) * num_pages)
         tokens = [(7 * place + number) % 1000 for place in range(CONTEXT)]
-        runner.place([Newcomer(number, tokens, sampling, pages, pages, CONTEXT - 2)])
+        runner.place([NewLane(number, tokens, sampling, pages, pages, CONTEXT - 2)])
 
 
 def _replayed_rounds_ms(captured: CapturedRound) -> float:

@@ -200,16 +200,16 @@ def _attached(target: Engine, drafting: Drafting, num_sequences: int) -> DraftEn
 def _lent(drafter: Drafter, drafting: Drafting, target: Engine, num_sequences: int) -> RoundSource:
     """Returns what rounds on the device need of the drafter."""
     assert isinstance(drafter, EagleDrafter), "only EAGLE heads are lent"
-    loan, shape = drafter.lend(), drafting.shape
+    shared, shape = drafter.share_head(), drafting.shape
     trees = {shape: num_sequences}
     if drafting.is_chosen:
         trees = capacities(DEFAULT_CONFIG.round_shapes(shape), num_sequences)
     return RoundSource(
-        head=loan.head,
-        pool=loan.pool,
-        pages=loan.pages,
+        head=shared.head,
+        pool=shared.pool,
+        pages=shared.pages,
         tree=shape,
-        max_context_tokens=min(loan.max_context_tokens, target.limits.max_sequence_tokens),
+        max_context_tokens=min(shared.max_context_tokens, target.limits.max_sequence_tokens),
         max_sequences=trees.pop(shape),
         other_trees=trees,
         is_pinned=not drafting.is_chosen,

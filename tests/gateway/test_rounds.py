@@ -202,7 +202,7 @@ async def test_depth_of_trees_travels_with_the_request(
         ({"num_steps": 5}, "draft_token_count", None),
     ],
 )
-async def test_wishes_travel_with_the_request_if_there_are_any(
+async def test_tree_requests_travel_with_the_request_if_there_are_any(
     client: httpx.AsyncClient,
     target: FakeTarget,
     tokenizer: Tokenizer,

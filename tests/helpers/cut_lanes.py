@@ -21,7 +21,7 @@ from shared.runtime.runner import ModelRunner
 from shared.tokens import TreeShape
 from tests.helpers.device_rounds import Pair
 from tests.helpers.engines import PAGE_SIZE, engine_over
-from tests.helpers.lent_rounds import SilentDraft, lending, write_pair
+from tests.helpers.shared_head_rounds import SilentDraft, sharing_head, write_pair
 
 TREE = TreeShape(3, 3, 9)
 OTHER_TREES = {TreeShape(4, 1, 5): 8, TreeShape(1, 5, 6): 3}
@@ -58,7 +58,7 @@ class CutTarget:
             adaptive=None if other_trees is None else DEFAULT_CONFIG,
         )
         is_pinned, trees = other_trees is None, other_trees or {}
-        engine.attach(lending(self.whole, SilentDraft(), TREE, trees, is_pinned=is_pinned))
+        engine.attach(sharing_head(self.whole, SilentDraft(), TREE, trees, is_pinned=is_pinned))
         return engine
 
     def _leases(self, num_pages: int) -> KvLeases:

@@ -22,7 +22,7 @@ from shared.runtime.round_batches import RoundTree
 from shared.runtime.round_draft import RoundDraft
 from shared.runtime.round_parts import RoundParts
 from shared.runtime.round_runner import RoundLimits, RoundRunner
-from shared.runtime.round_sequences import Newcomer
+from shared.runtime.round_sequences import NewLane
 from shared.runtime.round_verification import RoundVerification, VerifiedTrees
 from shared.runtime.runner import ModelRunner
 from shared.speculation.tree import TreeRows
@@ -118,10 +118,10 @@ class DeviceRounds:
     ) -> None:
         """Computes all tokens but the last as the general path does, and places the sequence."""
         self.runner.place(
-            [self.newcomer(sequence_id, token_ids, sampling, num_head_rows=num_head_rows)]
+            [self.new_lane(sequence_id, token_ids, sampling, num_head_rows=num_head_rows)]
         )
 
-    def newcomer(
+    def new_lane(
         self,
         sequence_id: int,
         token_ids: Sequence[int],
@@ -129,14 +129,14 @@ class DeviceRounds:
         *,
         num_head_rows: int = 0,
         num_computed: int | None = None,
-    ) -> Newcomer:
+    ) -> NewLane:
         """Computes the first tokens, all but the last unless told otherwise, and returns what is to
         be placed."""
         pages = self._pages.setdefault(sequence_id, ([], []))
         self._grow(pages[0], self._free[0], len(token_ids))
         self._grow(pages[1], self._free[1], len(token_ids))
         self._compute(token_ids[: -1 if num_computed is None else num_computed], pages[0])
-        return Newcomer(sequence_id, token_ids, sampling, *pages, num_head_rows, num_computed)
+        return NewLane(sequence_id, token_ids, sampling, *pages, num_head_rows, num_computed)
 
     def remove(self, sequence_id: int) -> None:
         """Takes a sequence out; its pages stay its own."""

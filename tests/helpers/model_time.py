@@ -18,7 +18,7 @@ from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
 from shared.runtime.runner import ModelRunner, RunnerOutput
-from shared.tokens import NO_REPORT, Candidate, DraftReport, TokenTree, TreeShape, TreeWish
+from shared.tokens import NO_REPORT, Candidate, DraftReport, TokenTree, TreeRequest, TreeShape
 from tests.helpers.engines import VOCAB_SIZE, Collector, build_engine
 
 IDLE_S = 0.0005
@@ -78,8 +78,8 @@ class TimedRunner(ModelRunner):
 class TimedDraft:
     """A draft that knows the answers and gets each level right with some probability.
 
-    It obeys wishes, works off one batch after another, and takes `draft_s` of depth and sequences
-    for each.
+    It obeys tree requests, computes one batch after another, and takes `draft_s` of depth and
+    sequences for each.
 
     Attributes:
         right: probability of each level, by whole committed text.
@@ -119,21 +119,21 @@ class TimedDraft:
         self.engine.attach(Attachment(identity, self, DraftTimeout(0.5)))
 
     def send(self, message: DraftMessage) -> bool:
-        wanted: list[tuple[int, int, TreeWish]] = []
+        wanted: list[tuple[int, int, TreeRequest]] = []
         for sequence_id in message.closed:
             del self._committed[sequence_id]
         for opened in message.opened:
             self._committed[opened.sequence_id] = list(opened.token_ids)
-            wanted.append((opened.sequence_id, opened.round, opened.wish))
+            wanted.append((opened.sequence_id, opened.round, opened.tree_request))
         for verdict in message.verdicts:
             if verdict.sequence_id in message.closed:
                 continue
             self._committed[verdict.sequence_id].extend(verdict.committed_token_ids)
-            wanted.append((verdict.sequence_id, verdict.round + 1, verdict.wish))
+            wanted.append((verdict.sequence_id, verdict.round + 1, verdict.tree_request))
         by_shape: dict[TreeShape, list[tuple[int, int]]] = {}
-        for sequence_id, round_, wish in wanted:
-            if not wish.is_paused:
-                shape = wish.shape or self.shape
+        for sequence_id, round_, tree_request in wanted:
+            if not tree_request.is_paused:
+                shape = tree_request.shape or self.shape
                 by_shape.setdefault(shape, []).append((sequence_id, round_))
         for shape, rounds in by_shape.items():
             self._draft(shape, rounds)

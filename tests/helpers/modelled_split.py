@@ -33,8 +33,8 @@ from shared.tokens import (
     SamplingParams,
     StopParams,
     TokenTree,
+    TreeRequest,
     TreeShape,
-    TreeWish,
 )
 from tests.helpers.engines import VOCAB_SIZE, build_engine, request
 from tests.helpers.model_time import ModelClock
@@ -194,7 +194,7 @@ class World:
 
 @dataclass
 class ModelledDraft:
-    """Obeys wishes, works off one batch after another, in the time that its kind says."""
+    """Obeys tree requests, computes one batch after another, in the time that its kind says."""
 
     engine: Engine
     clock: ModelClock
@@ -210,8 +210,8 @@ class ModelledDraft:
     budgets: list[int] = field(default_factory=list)
     _ids: itertools.count[int] = field(default_factory=itertools.count)
     _pushed: dict[int, dict[Condition, Candidate]] = field(default_factory=dict)
-    _wishes: dict[int, TreeWish] = field(default_factory=dict)
-    _due: dict[int, tuple[int, TreeWish]] = field(default_factory=dict)
+    _tree_requests: dict[int, TreeRequest] = field(default_factory=dict)
+    _due: dict[int, tuple[int, TreeRequest]] = field(default_factory=dict)
     _unread: list[int] = field(default_factory=list)
     _flying: list[Candidate] = field(default_factory=list)
     _captured: set[tuple[str, TreeShape, int]] = field(default_factory=set)
@@ -259,16 +259,16 @@ class ModelledDraft:
         for opened in message.opened:
             self._lengths[opened.sequence_id] = len(opened.token_ids)
             self._unread.append(opened.sequence_id)
-            self._due[opened.sequence_id] = opened.round, opened.wish
-            self._wishes[opened.sequence_id] = opened.wish
+            self._due[opened.sequence_id] = opened.round, opened.tree_request
+            self._tree_requests[opened.sequence_id] = opened.tree_request
             self._num_read[opened.sequence_id] = len(opened.token_ids)
         for verdict in message.verdicts:
             self._lengths[verdict.sequence_id] = verdict.committed_token_count
-            self._wishes[verdict.sequence_id] = verdict.wish
-            self._fall_behind(verdict.sequence_id, is_paused=verdict.wish.is_paused)
+            self._tree_requests[verdict.sequence_id] = verdict.tree_request
+            self._fall_behind(verdict.sequence_id, is_paused=verdict.tree_request.is_paused)
             ready = self._pushed.pop(verdict.sequence_id, {}).get(verdict.condition)
             if ready is None:
-                self._due[verdict.sequence_id] = verdict.round + 1, verdict.wish
+                self._due[verdict.sequence_id] = verdict.round + 1, verdict.tree_request
             else:
                 self._flying.append(replace(ready, round=verdict.round + 1))
         for sequence_id in message.closed:
@@ -292,9 +292,9 @@ class ModelledDraft:
     def _work(self) -> None:
         """Answers all that is due, or else reads a prompt."""
         ready = {
-            sequence_id: (round_, wish)
-            for sequence_id, (round_, wish) in self._due.items()
-            if not wish.is_paused and sequence_id not in self._unread
+            sequence_id: (round_, tree_request)
+            for sequence_id, (round_, tree_request) in self._due.items()
+            if not tree_request.is_paused and sequence_id not in self._unread
         }
         self.free_s = self.clock.now_s
         self._preparation.begin_step()
@@ -345,7 +345,7 @@ class ModelledDraft:
         by_shape: Counter[TreeShape] = Counter()
         for candidate in self._flying:
             length = self._lengths.get(candidate.sequence_id)
-            wanted = self._wishes[candidate.sequence_id].num_outcomes
+            wanted = self._tree_requests[candidate.sequence_id].num_outcomes
             budget = self.kind.budget if wanted is None else min(wanted, self.kind.budget)
             if length is not None and self.kind.budget:
                 self.budgets.append(budget)
@@ -383,7 +383,7 @@ class ModelledDraft:
         return pushed
 
     def _shape_for(self, sequence_id: int) -> TreeShape:
-        wished = None if self.is_pinned else self._wishes[sequence_id].shape
+        wished = None if self.is_pinned else self._tree_requests[sequence_id].shape
         if wished is None:
             return self.kind.shape
         return self._preparation.shape_for(wished, self.kind.shape, len(self))

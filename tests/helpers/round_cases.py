@@ -107,7 +107,7 @@ def check_reading(pair: Pair, shape: TreeShape, *, is_recorded: bool) -> None:
     begun.launch()
     rounds.runner.place(
         [
-            rounds.newcomer(number, text, samplings[number % 2], num_computed=num_computed[number])
+            rounds.new_lane(number, text, samplings[number % 2], num_computed=num_computed[number])
             for number, text in enumerate(texts)
         ]
     )

@@ -12,7 +12,7 @@ from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
 from shared.runtime.round_runner import RoundLimits
 from shared.runtime.round_selection import MAX_PREPARED, Ending, PreparedTree
-from shared.runtime.round_sequences import Newcomer, SequenceRound
+from shared.runtime.round_sequences import NewLane, SequenceRound
 from shared.runtime.runner import ModelRunner
 from shared.runtime.selection_runner import SelectionRunner, covering_shape
 from shared.tokens import EMPTY_TREE, SamplingParams, StopParams, TokenTree
@@ -68,7 +68,7 @@ class SelectedRounds:
         self._grow(pages, num_tokens)
         self._compute(tokens[:-1], pages)
         self.committed[number] = num_tokens
-        self.runner.place([Newcomer(number, tokens, sampling, pages, (), 0)])
+        self.runner.place([NewLane(number, tokens, sampling, pages, (), 0)])
 
     def prepare(self, prepared: Mapping[int, Sequence[PreparedTree]]) -> None:
         shape = covering_shape(each.tree for trees in prepared.values() for each in trees)

@@ -10,8 +10,8 @@ from shared.tokens import (
     Condition,
     Outcome,
     TokenTree,
+    TreeRequest,
     TreeShape,
-    TreeWish,
     Verdict,
 )
 
@@ -38,8 +38,8 @@ tokens = st.lists(int31, min_size=1, max_size=5).map(tuple)
 shapes = st.builds(TreeShape, st.integers(1, 32), st.integers(1, 16), st.integers(2, 257))
 runner_ups = st.lists(st.tuples(int31, st.floats(-1e6, 0, width=32)), max_size=3).map(tuple)
 candidates = st.builds(Candidate, int63, int63, int31, trees(), conditions, ids, st.none() | shapes)
-wishes = st.just(NO_TREE) | st.builds(
-    TreeWish, st.none() | shapes, num_outcomes=st.none() | st.integers(0, 64)
+tree_requests = st.just(NO_TREE) | st.builds(
+    TreeRequest, st.none() | shapes, num_outcomes=st.none() | st.integers(0, 64)
 )
 verdicts = st.builds(
     Verdict,
@@ -49,7 +49,7 @@ verdicts = st.builds(
     indices,
     tokens,
     int31,
-    wishes,
+    tree_requests,
     ids,
     ids,
     runner_ups,

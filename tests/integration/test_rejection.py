@@ -68,7 +68,7 @@ SAMPLINGS = {
     ),
 }
 Outputs = dict[tuple[int, ...], float]
-LawOf = Callable[[GenerationRequest], Outputs]
+DistributionOf = Callable[[GenerationRequest], Outputs]
 
 
 @pytest.fixture(scope="module")
@@ -174,12 +174,12 @@ def _service(
 
 
 @pytest.fixture(scope="module")
-def law_of() -> LawOf:
+def distribution_of() -> DistributionOf:
     """The exact distribution of the output, from the model in transformers."""
     model = build_model("llama", TinyShape(vocab_size=VOCAB_SIZE), seed=3)
 
     @torch.no_grad()
-    def law_of(asked: GenerationRequest) -> Outputs:
+    def distribution_of(asked: GenerationRequest) -> Outputs:
         distribution: Outputs = {}
         heads: Outputs = {(): 1.0}
         for _ in range(NUM_TOKENS):
@@ -198,7 +198,7 @@ def law_of() -> LawOf:
                 break
         return distribution | heads
 
-    return law_of
+    return distribution_of
 
 
 def _has_ended(asked: GenerationRequest, head: tuple[int, ...]) -> bool:
@@ -261,34 +261,38 @@ def _assert_follows(found: Counter[tuple[int, ...]], distribution: Outputs) -> N
 @pytest.mark.parametrize("mode", RULES)
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_output_follows_the_targets_distribution(
-    decoder: Decoder, near: Decoder, law_of: LawOf, mode: VerificationMode, name: str
+    decoder: Decoder,
+    near: Decoder,
+    distribution_of: DistributionOf,
+    mode: VerificationMode,
+    name: str,
 ) -> None:
     asked = _asked(SAMPLINGS[name])
     found, num_accepted = _service(decoder, _standalone(near), mode).sample(asked, NUM_REQUESTS)
     assert num_accepted > NUM_REQUESTS / 4
-    _assert_follows(found, law_of(asked))
+    _assert_follows(found, distribution_of(asked))
 
 
 @pytest.mark.parametrize("mode", RULES)
 def test_distributions_that_tokens_were_not_drawn_from_are_noticed(
-    decoder: Decoder, near: Decoder, law_of: LawOf, mode: VerificationMode
+    decoder: Decoder, near: Decoder, distribution_of: DistributionOf, mode: VerificationMode
 ) -> None:
     """Negative control of the statistics."""
     asked = _asked(SAMPLINGS["top-k"])
     service = _service(decoder, _standalone(near, Sharpened), mode)
     found, _ = service.sample(asked, NUM_REQUESTS)
-    assert _p_value(found, law_of(asked)) < 1e-6
+    assert _p_value(found, distribution_of(asked)) < 1e-6
 
 
 @pytest.mark.parametrize("mode", RULES)
 def test_chains_of_requests_that_narrow_them_keep_the_distribution(
-    decoder: Decoder, near: Decoder, law_of: LawOf, mode: VerificationMode
+    decoder: Decoder, near: Decoder, distribution_of: DistributionOf, mode: VerificationMode
 ) -> None:
     asked = replace(_asked(SAMPLINGS["top-k"]), num_draft_tokens=2)
     service = _service(decoder, _standalone(near), mode)
     found, num_accepted = service.sample(asked, NUM_REQUESTS)
     assert num_accepted > NUM_REQUESTS / 4
-    _assert_follows(found, law_of(asked))
+    _assert_follows(found, distribution_of(asked))
 
 
 def _without_odd_tokens(tree: TokenTree, num_draft_tokens: int | None) -> Kept | None:
@@ -298,47 +302,50 @@ def _without_odd_tokens(tree: TokenTree, num_draft_tokens: int | None) -> Kept |
 
 
 def test_narrowing_by_what_was_drawn_is_noticed(
-    decoder: Decoder, near: Decoder, law_of: LawOf, monkeypatch: pytest.MonkeyPatch
+    decoder: Decoder,
+    near: Decoder,
+    distribution_of: DistributionOf,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Negative control: tokens must have no say in which of them are verified."""
     monkeypatch.setattr("services.target.drafts.assignment.narrowed", _without_odd_tokens)
     asked = replace(_asked(SAMPLINGS["top-k"]), num_draft_tokens=2)
     service = _service(decoder, _standalone(near), VerificationMode.REJECTION)
     found, _ = service.sample(asked, NUM_REQUESTS)
-    assert _p_value(found, law_of(asked)) < 1e-6
+    assert _p_value(found, distribution_of(asked)) < 1e-6
 
 
 def test_head_with_a_vocabulary_of_its_own_keeps_the_distribution(
-    folder: Path, decoder: Decoder, law_of: LawOf, tmp_path: Path
+    folder: Path, decoder: Decoder, distribution_of: DistributionOf, tmp_path: Path
 ) -> None:
     asked = _asked(SamplingParams(temperature=2.0, top_k=8))
     service = _service(decoder, _eagle3(tmp_path, folder), VerificationMode.BLOCK)
     found, num_accepted = service.sample(asked, 600)
     assert num_accepted > 60
-    _assert_follows(found, law_of(asked))
+    _assert_follows(found, distribution_of(asked))
 
 
 @pytest.mark.parametrize("mode", RULES)
 def test_grammar_keeps_the_distribution(
-    decoder: Decoder, near: Decoder, law_of: LawOf, mode: VerificationMode
+    decoder: Decoder, near: Decoder, distribution_of: DistributionOf, mode: VerificationMode
 ) -> None:
     """The draft does not know the grammar; some of its chains go on beyond the end."""
     asked = _asked(SamplingParams(), regex("(a|ab|bc|x)(0|1|12)?"))
     found, num_accepted = _service(decoder, _standalone(near), mode).sample(asked, 600)
     assert num_accepted > 0
-    _assert_follows(found, law_of(asked))
+    _assert_follows(found, distribution_of(asked))
 
 
 @pytest.mark.parametrize("mode", RULES)
 def test_trees_without_distributions_are_decided_as_point_masses(
-    decoder: Decoder, near: Decoder, law_of: LawOf, mode: VerificationMode
+    decoder: Decoder, near: Decoder, distribution_of: DistributionOf, mode: VerificationMode
 ) -> None:
     """Trees with branches are never drawn."""
     asked = _asked(SAMPLINGS["top-k"])
     service = _service(decoder, _standalone(near), mode, TreeShape(2, 2, 5))
     found, num_accepted = service.sample(asked, 600)
     assert num_accepted > 0
-    _assert_follows(found, law_of(asked))
+    _assert_follows(found, distribution_of(asked))
 
 
 @pytest.mark.parametrize("mode", RULES)

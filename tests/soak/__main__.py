@@ -14,8 +14,8 @@ from tqdm import tqdm
 from shared.models.decoder import Decoder
 from shared.runtime.device import device_named, launch_on
 from tests.helpers.engines import tiny_decoder
-from tests.helpers.lent_rounds import write_pair
 from tests.helpers.mixtures import MIXTURES, load_mixture
+from tests.helpers.shared_head_rounds import write_pair
 from tests.soak.soak import Soak
 from tests.soak.soak_time import SoakTime
 

@@ -34,7 +34,7 @@ from tests.helpers.engines import (
 )
 from tests.helpers.poisoned import POISON
 from tests.soak.drafts import Drafts
-from tests.soak.lent_head import LentHead
+from tests.soak.shared_head import SoakHead
 from tests.soak.traffic import Traffic
 
 # Less than eight long sequences need, so that some are preempted.
@@ -134,10 +134,10 @@ class Soak:
         self._engine = self._build(
             overlaps, selects, DEFAULT_CONFIG if head else ALWAYS_ON if chooses else None
         )
-        self._drafts: Drafts | LentHead = (
+        self._drafts: Drafts | SoakHead = (
             Drafts(self._engine, draft_decoders, seed)
             if head is None
-            else LentHead(self._engine, Pair(decoder, head), seed)
+            else SoakHead(self._engine, Pair(decoder, head), seed)
         )
         self._open: dict[int, _Open] = {}
         self._ended: list[_Open] = []

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from shared.models.decoder import Decoder
-from tests.helpers.lent_rounds import write_pair
 from tests.helpers.mixtures import MIXTURES, load_mixture
+from tests.helpers.shared_head_rounds import write_pair
 from tests.soak import soak as module
 from tests.soak.__main__ import decoders
 from tests.soak.soak import Soak, SoakFailed, SoakFigures

@@ -39,11 +39,11 @@ from shared.speculation.growth import Children, TreeGrowth, choose_children, par
 from shared.speculation.noise import fresh_generator
 from shared.tokens import EMPTY_TREE, TreeShape, Verdict
 
-_LENT_EIGHTHS = 7
+_SHARED_EIGHTHS = 7
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeadLoan:
+class SharedHead:
     """A head and KV pages that its drafter keeps off for good.
 
     Attributes:
@@ -57,11 +57,13 @@ class HeadLoan:
     max_context_tokens: int
 
     @classmethod
-    def of_most(cls, runner: HeadRunner, leases: KvLeases, *, max_context_tokens: int) -> HeadLoan:
+    def of_most(
+        cls, runner: HeadRunner, leases: KvLeases, *, max_context_tokens: int
+    ) -> SharedHead:
         """Takes most of the free pages; the drafter keeps some for requests that have no lane."""
         lease = leases.open(())
-        num_lent = leases.num_free_pages * _LENT_EIGHTHS // 8
-        leases.grow(lease, num_lent * leases.page_size)
+        num_shared = leases.num_free_pages * _SHARED_EIGHTHS // 8
+        leases.grow(lease, num_shared * leases.page_size)
         return cls(runner.head, runner.pool, tuple(lease.pages), max_context_tokens)
 
 
@@ -134,10 +136,10 @@ class EagleDrafter:
         """The weights, which others may copy into between two forwards."""
         return self._runner.head
 
-    def lend(self) -> HeadLoan:
+    def share_head(self) -> SharedHead:
         """Lends the head and half of the free pages; called before any sequence is opened."""
         longest = self._max_context_tokens - CONTEXT_MARGIN
-        return HeadLoan.of_most(self._runner, self._contexts.leases, max_context_tokens=longest)
+        return SharedHead.of_most(self._runner, self._contexts.leases, max_context_tokens=longest)
 
     def open(self, sequence: DraftSequence) -> None:
         self._contexts.open(sequence)

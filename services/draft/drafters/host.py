@@ -14,7 +14,7 @@ class Host:
     """Objects that a target shares with a drafter in its process.
 
     Attributes:
-        decoder: lends its tensors; None where they are read from the target's folder.
+        decoder: shares its tensors; None where they are read from the target's folder.
         num_tokens: of the target's cache; None where that is in another process.
         cache: of the target, which takes what the drafter may lack; None likewise.
     """

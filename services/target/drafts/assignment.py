@@ -23,8 +23,8 @@ from shared.tokens import (
     Choice,
     Outcome,
     TokenTree,
+    TreeRequest,
     TreeShape,
-    TreeWish,
     Verdict,
 )
 
@@ -112,7 +112,7 @@ class Assignment:
     attachment: Attachment
     sequence: Sequence
     deadline_s: float
-    asked: TreeWish = ANY_TREE
+    asked: TreeRequest = ANY_TREE
     asked_s: float | None = None
     heard_s: float | None = None
     candidate: Candidate | None = None
@@ -146,18 +146,18 @@ class Assignment:
         return self.sequence.request.num_draft_steps is not None
 
     @property
-    def wish(self) -> TreeWish:
+    def tree_request(self) -> TreeRequest:
         """The tree request for the next round."""
         request, base = self.sequence.request, self.attachment.base_shape
         steps = request.num_draft_steps
         if steps is not None and not self.attachment.policy.is_pinned:
             num_nodes = steps if base.topk == 1 else max(steps, base.max_node_count)
-            wish = TreeWish(TreeShape(steps, base.topk, num_nodes + 1))
+            tree_request = TreeRequest(TreeShape(steps, base.topk, num_nodes + 1))
         else:
-            wish = self.attachment.policy.wish
-        if request.num_outcomes is None or wish.is_paused:
-            return wish
-        return replace(wish, num_outcomes=request.num_outcomes)
+            tree_request = self.attachment.policy.tree_request
+        if request.num_outcomes is None or tree_request.is_paused:
+            return tree_request
+        return replace(tree_request, num_outcomes=request.num_outcomes)
 
     @property
     def choice(self) -> Choice:
@@ -267,8 +267,8 @@ class Assignment:
         key = accepted[-1] if accepted else -1, committed_token_ids[-1], verified_id or 0
         selected = self._pushed_for(key)
         outcome, next_id = self._outcome(selected, was_verified=was_verified)
-        self.asked = wish = self.wish
-        self.num_asked = 0 if wish.is_paused else self.num_asked + 1
+        self.asked = tree_request = self.tree_request
+        self.num_asked = 0 if tree_request.is_paused else self.num_asked + 1
         verdict = Verdict(
             self.sequence.sequence_id,
             round_,
@@ -276,7 +276,7 @@ class Assignment:
             accepted,
             committed_token_ids,
             num_tokens,
-            wish,
+            tree_request,
             verified_id,
             next_id,
         )
@@ -309,7 +309,7 @@ class Assignment:
     @property
     def is_idle(self) -> bool:
         """Whether no tree is wanted, neither for this round nor for the next."""
-        return self.asked.is_paused and self.wish.is_paused
+        return self.asked.is_paused and self.tree_request.is_paused
 
     @property
     def has_pushed(self) -> bool:

@@ -44,7 +44,7 @@ class Assignments:
     @property
     def are_trees_wanted(self) -> bool:
         """Whether a tree is wanted for the next round of any sequence."""
-        return any(not each.wish.is_paused for each in self)
+        return any(not each.tree_request.is_paused for each in self)
 
     @property
     def needs_every_step(self) -> bool:
@@ -177,7 +177,7 @@ class Assignments:
         """Opens a sequence at a draft."""
         # A first tree is never waited for: the draft may have a long prompt to read.
         assignment = Assignment(attachment, sequence, now_s)
-        assignment.asked = assignment.wish
+        assignment.asked = assignment.tree_request
         self._by_sequence_id[sequence.sequence_id] = assignment
         attachment.sequence_ids.add(sequence.sequence_id)
         attachment.outbox_opened.append(

@@ -17,8 +17,8 @@ from shared.tokens import (
     NO_REPORT,
     DraftReport,
     SamplingParams,
+    TreeRequest,
     TreeShape,
-    TreeWish,
     Verdict,
 )
 
@@ -46,7 +46,7 @@ class OpenedSequence:
     num_prompt_tokens: int
     sampling: SamplingParams
     round: int
-    wish: TreeWish = ANY_TREE
+    tree_request: TreeRequest = ANY_TREE
     request_id: str = ""
     traceparent: str | None = None
     cache_salt: str = ""
@@ -173,7 +173,7 @@ class Attachment:
         outcomes: how well it foresees verdicts, over its life.
         policy: what drafts of its kind are asked for; set when it is added.
         warm_up: whether it makes CUDA graphs or compiles kernels now.
-        rounds: what it lends for rounds on the device; None when it drafts by itself alone.
+        rounds: its head and pages, for rounds on the device; None where it drafts by itself.
         refusal: why it was not added; set before its port is closed.
         learns: it is told of sequences that have ended, and drafts for none.
         max_context_tokens: of these sequences, that it wants at most; None for all.

@@ -221,6 +221,6 @@ def _wanted_shape(attachment: Attachment, own: SequenceOf[Assignment]) -> TreeSh
     if own:
         base = pinned or attachment.base_shape
         asked = [each.asked for each in own if not each.asked.is_paused]
-        shapes = Counter(wish.shape or base for wish in asked)
+        shapes = Counter(tree_request.shape or base for tree_request in asked)
         return shapes.most_common(1)[0][0] if shapes else None
     return pinned or attachment.policy.choice

@@ -144,9 +144,11 @@ def _opened(sequence: OpenedSequence) -> pb.SequenceOpened:
         sampling_params=sampling_message(sequence.sampling),
         round=sequence.round,
         prompt_token_count=sequence.num_prompt_tokens,
-        wanted_shape=None if sequence.wish.shape is None else shape_message(sequence.wish.shape),
-        paused=sequence.wish.is_paused,
-        wanted_outcome_count=sequence.wish.num_outcomes,
+        wanted_shape=None
+        if sequence.tree_request.shape is None
+        else shape_message(sequence.tree_request.shape),
+        paused=sequence.tree_request.is_paused,
+        wanted_outcome_count=sequence.tree_request.num_outcomes,
         trace_request_id=sequence.request_id,
         traceparent=sequence.traceparent or "",
         cache_salt=sequence.cache_salt,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from services.target.acceptance import FORGET_S, Acceptance
 from services.target.adaptive_config import AdaptiveConfig
-from shared.tokens import ANY_TREE, NO_TREE, Choice, TreeShape, TreeWish
+from shared.tokens import ANY_TREE, NO_TREE, Choice, TreeRequest, TreeShape
 
 MIN_GAIN = 1.03
 """A choice must have been this much faster than the one in force to replace it."""
@@ -235,11 +235,11 @@ class DraftPolicy:
         return self.current is not None
 
     @property
-    def wish(self) -> TreeWish:
+    def tree_request(self) -> TreeRequest:
         """The tree request of a sequence that asks for nothing by itself."""
         if self.current is None:
             return NO_TREE
-        return ANY_TREE if self.current == self.base else TreeWish(self.current)
+        return ANY_TREE if self.current == self.base else TreeRequest(self.current)
 
     @property
     def pays(self) -> bool | None:

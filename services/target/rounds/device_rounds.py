@@ -1,8 +1,8 @@
 """Lanes: sequences that draft, verify and commit on the device, without the host.
 
-A draft in the target's process may lend its head, see `round_source.py`. A sequence whose request a
-round can serve gets a lane when its prompt is computed but for the last token, and keeps it until
-it ends. Everyone else, prompts and requests with a grammar, steps beside the lanes.
+A draft in the target's process may share its head, see `round_source.py`. A sequence whose request
+a round can serve gets a lane when its prompt is computed but for the last token, and keeps it until
+it ends. All others, prompts and requests with a grammar, step beside the lanes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from services.target.sequence import Sequence
 from shared.kv.leases import KvLeases, OutOfPages, PagePool
 from shared.runtime.memory import Shortage
 from shared.runtime.round_runner import RoundRunner
-from shared.runtime.round_sequences import Newcomer, SequenceRound
+from shared.runtime.round_sequences import NewLane, SequenceRound
 from shared.runtime.runner import ModelRunner
 from shared.tokens import TreeShape
 
 
 @dataclass(slots=True)
-class Guest:
+class Lane:
     """The state that rounds keep of a running sequence.
 
     Attributes:
@@ -40,10 +40,10 @@ class Guest:
     num_head_rows: int = 0
 
     @property
-    def newcomer(self) -> Newcomer:
+    def new_lane(self) -> NewLane:
         """What places it; the head lacks one row at least, from which a tree starts."""
         num_head_rows = min(self.num_head_rows, len(self.sequence.token_ids) - 2)
-        return newcomer_of(self.sequence, self.head_pages, num_head_rows)
+        return new_lane_of(self.sequence, self.head_pages, num_head_rows)
 
     def has_features(self, store: FeatureStore, page_size: int) -> bool:
         """Whether the features are there that the head has not read; the sequence takes no part."""
@@ -66,11 +66,11 @@ class Guest:
         return True
 
 
-def newcomer_of(
+def new_lane_of(
     sequence: Sequence, head_pages: SequenceOf[int] = (), num_head_rows: int = 0
-) -> Newcomer:
+) -> NewLane:
     """Returns what gives a sequence its lane; without a head there is nothing to say of one."""
-    return Newcomer(
+    return NewLane(
         sequence.sequence_id,
         sequence.token_ids,
         sequence.sampling,
@@ -141,7 +141,7 @@ class DeviceRounds:
         self._head_pages = PagePool.of(source.pages)
         self._max_context_tokens = source.max_context_tokens
         self._runners = RoundRunners(source, runner, store.rows)
-        self._guests: dict[int, Guest] = {}
+        self._lanes: dict[int, Lane] = {}
         # Whether rounds can serve a request at all, by sequence.
         self._can_serve: dict[int, bool] = {}
         # At which of the leases' returns there was no room for a sequence.
@@ -209,7 +209,7 @@ class DeviceRounds:
     @property
     def sequences(self) -> list[Sequence]:
         """The sequences that have a lane."""
-        return [self._guests[each].sequence for each in self._runner.sequence_ids]
+        return [self._lanes[each].sequence for each in self._runner.sequence_ids]
 
     @property
     def num_placed(self) -> int:
@@ -229,16 +229,16 @@ class DeviceRounds:
         if not is_read or not self._runner.reads_prompts or sequence.is_scoring:
             return 0
         # Their penalties would count the prompt as output.
-        if newcomer_of(sequence).is_shaped:
+        if new_lane_of(sequence).is_shaped:
             return 0
         return -(-count // self._runner.shape.max_committed)
 
-    def launch(self, newcomers: SequenceOf[Sequence]) -> bool:
-        """Launches a round of all who have a lane and of `newcomers`, whose last tokens are read;
+    def launch(self, joining: SequenceOf[Sequence]) -> bool:
+        """Launches a round of all lanes and of the sequences `joining`, whose last tokens are read;
         those before are computed, or can be read by the round.
 
         False, with nothing launched, where a sequence outgrows its lane or its pages while rounds
-        are unread: they have to be read first. Newcomers without room are refused.
+        are unread: they have to be read first. Sequences without room are refused.
         """
         placed = self.sequences
         lacking = [each for each in placed if not self._may_go_on(each)]
@@ -246,11 +246,11 @@ class DeviceRounds:
             return False
         for each in lacking:
             self.evict(each)
-        for each in newcomers:
+        for each in joining:
             # Equal prompts need not wait for this one to end. A lane's pages are not replaced, as
             # sharing may do.
             self._leases.publish(each.open_lease, each.token_ids[: each.num_computed])
-        new = [each for each in newcomers if self._has_room(each)]
+        new = [each for each in joining if self._has_room(each)]
         if not self._runner.num_placed and not new:
             return True
         try:
@@ -274,12 +274,12 @@ class DeviceRounds:
     def _may_go_on(self, sequence: Sequence) -> bool:
         return len(sequence.token_ids) <= self._max_context_tokens and self._has_room(sequence)
 
-    def _give_up(self, shortage: Shortage, newcomers: SequenceOf[Sequence]) -> None:
-        """No memory for so many lanes, or for newcomers to catch up: those who came last leave, or
+    def _give_up(self, shortage: Shortage, joining: SequenceOf[Sequence]) -> None:
+        """No memory for so many lanes, or for sequences to join them: those who came last leave, or
         all where nobody came."""
         self._runners.confine(max(self._runner.num_placed, 1), shortage)
         placed = self.sequences
-        leaving = [each for each in newcomers if self.holds(each)] or placed
+        leaving = [each for each in joining if self.holds(each)] or placed
         for each in leaving:
             self._refuse(each)
         self._runner.remove(each.sequence_id for each in leaving)
@@ -290,7 +290,7 @@ class DeviceRounds:
         return self._runner.num_pending
 
     @property
-    def num_guests(self) -> int:
+    def num_lanes(self) -> int:
         """Sequences of the oldest unread round, those that have ended since included."""
         return self._runner.num_awaited
 
@@ -304,16 +304,16 @@ class DeviceRounds:
         found: list[tuple[Sequence, SequenceRound]] = []
         slots: list[int] = []
         for each in self._runner.result():
-            guest = self._guests.get(each.sequence_id)
-            if guest is None:
+            lane = self._lanes.get(each.sequence_id)
+            if lane is None:
                 continue
-            start, num_tokens = guest.sequence.num_computed, len(guest.sequence.token_ids)
+            start, num_tokens = lane.sequence.num_computed, len(lane.sequence.token_ids)
             if start == num_tokens - 1:
                 # The round began with computing every row that was open.
-                guest.num_head_rows = start
+                lane.num_head_rows = start
             end = num_tokens - 1 + len(each.token_ids)
-            slots += guest.sequence.open_lease.slots(start, end, self._leases.page_size)
-            found.append((guest.sequence, each))
+            slots += lane.sequence.open_lease.slots(start, end, self._leases.page_size)
+            found.append((lane.sequence, each))
         self.store.know(slots)
         return found
 
@@ -326,25 +326,25 @@ class DeviceRounds:
         """Lets go of a sequence that has ended."""
         self._can_serve.pop(sequence.sequence_id, None)
         self._refused.pop(sequence.sequence_id, None)
-        guest = self._guests.pop(sequence.sequence_id, None)
-        if guest is None:
+        lane = self._lanes.pop(sequence.sequence_id, None)
+        if lane is None:
             return
         if self._runner.holds(sequence.sequence_id):
             self._runner.remove([sequence.sequence_id])
         # Whoever takes these pages next queues its work behind the rounds under way.
-        self._head_pages.release(guest.head_pages)
+        self._head_pages.release(lane.head_pages)
 
     def _has_room(self, sequence: Sequence) -> bool:
         """Makes room for a sequence's part of the next round; False when that cannot be."""
         sequence_id = sequence.sequence_id
-        guest = self._guests.setdefault(sequence_id, Guest(sequence))
+        lane = self._lanes.setdefault(sequence_id, Lane(sequence))
         if self._runner.holds(sequence_id):
             has_features, needed = True, self._runner.num_kv_tokens(sequence_id)
         else:
             num_tokens, shape = len(sequence.token_ids), self._runner.shape
             needed = shape.num_kv_tokens(num_tokens), shape.num_head_kv_tokens(num_tokens)
-            has_features = guest.has_features(self.store, self._leases.page_size)
-        if has_features and guest.grow(*needed, self._leases, self._head_pages):
+            has_features = lane.has_features(self.store, self._leases.page_size)
+        if has_features and lane.grow(*needed, self._leases, self._head_pages):
             return True
         self._refuse(sequence)
         return False
@@ -352,11 +352,11 @@ class DeviceRounds:
     def _refuse(self, sequence: Sequence) -> None:
         self._refused[sequence.sequence_id] = self._leases.num_returns
 
-    def _place(self, placed: SequenceOf[Sequence], newcomers: SequenceOf[Sequence]) -> None:
-        """Gives newcomers their lanes, and the others the pages that came."""
+    def _place(self, placed: SequenceOf[Sequence], joining: SequenceOf[Sequence]) -> None:
+        """Gives joining sequences their lanes, and the others the pages that came."""
         for sequence in placed:
             sequence_id = sequence.sequence_id
-            head_pages = self._guests[sequence_id].head_pages
+            head_pages = self._lanes[sequence_id].head_pages
             self._runner.set_pages(sequence_id, sequence.open_lease.pages, head_pages)
-        if newcomers:
-            self._runner.place([self._guests[each.sequence_id].newcomer for each in newcomers])
+        if joining:
+            self._runner.place([self._lanes[each.sequence_id].new_lane for each in joining])

@@ -1,4 +1,4 @@
-"""Rounds on the device: with what drafts lend for them, or with what drafts push."""
+"""Makes rounds on the device: with an embedded draft's head, or with pushed trees."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RoundFactory:
     features: FeatureFeed
 
     def rounds_of(self, attachment: Attachment) -> DeviceRounds | None:
-        """Returns rounds with the head of a draft; None where it lends none, or where they cannot
+        """Returns rounds with the head of a draft; None where it shares none, or where they cannot
         be: they draw by the coupled rule."""
         source, spec = attachment.rounds, attachment.feature_spec
         if source is None or spec is None or not self._is_coupled:

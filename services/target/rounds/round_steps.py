@@ -49,7 +49,7 @@ class RoundSteps:
     """See `Lanes`. Owned by the engine thread.
 
     Args:
-        make_rounds: returns rounds with the head that a draft lends; None where it lends none.
+        make_rounds: returns rounds with an embedded draft's head; None where it shares none.
         forget: lets go of a sequence that has ended.
         runs_ahead: whether a round is launched before the last one is read.
         launches_late: whether that is put off until the last one is about to end.
@@ -94,7 +94,7 @@ class RoundSteps:
         self._is_alone = True
 
     def open(self, attachment: Attachment) -> None:
-        """A draft attached; if it lends its head, rounds take over when they can."""
+        """A draft attached; if it shares its head, sequences get lanes from now on."""
         rounds = self._make_rounds(attachment)
         if rounds is None:
             return
@@ -181,7 +181,7 @@ class RoundSteps:
             rounds.evict(sequence)
 
     def launch(self, *, is_alone: bool) -> bool:
-        """Launches a round of all lanes, those included that newcomers get now; returns whether
+        """Launches a round of all lanes, those included that sequences get now; returns whether
         there was one to launch.
 
         Args:
@@ -191,13 +191,13 @@ class RoundSteps:
         rounds = self._rounds
         if rounds is None or self._is_plain:
             return False
-        newcomers = self._newcomers(rounds)
-        if not (newcomers or rounds.num_placed) or self._all_end(rounds, newcomers):
+        joining = self._joining(rounds)
+        if not (joining or rounds.num_placed) or self._all_end(rounds, joining):
             return False
-        if not self._launch(rounds, newcomers):
+        if not self._launch(rounds, joining):
             self._drain(rounds)
-            newcomers = [each for each in newcomers if each.finish_reason is None]
-            self._launch(rounds, newcomers)
+            joining = [each for each in joining if each.finish_reason is None]
+            self._launch(rounds, joining)
         return True
 
     def commit(self) -> bool:
@@ -212,10 +212,10 @@ class RoundSteps:
             self._drain(rounds)
         return rounds.num_pending < num_before
 
-    def _newcomers(self, rounds: DeviceRounds) -> list[Sequence]:
+    def _joining(self, rounds: DeviceRounds) -> list[Sequence]:
         """Returns who gets a lane now: the last token is read, and what is not computed of those
         before it a round can compute."""
-        newcomers: list[Sequence] = []
+        joining: list[Sequence] = []
         num_others = 0  # with one slot each
         for each in self._scheduler.running:
             if each.num_pending or not each.num_computed or rounds.holds(each):
@@ -229,15 +229,15 @@ class RoundSteps:
                 continue
             num_others += not is_reading
             self._attachments.assignments.close(each)
-            newcomers.append(each)
-        return newcomers
+            joining.append(each)
+        return joining
 
-    def _launch(self, rounds: DeviceRounds, newcomers: SequenceOf[Sequence]) -> bool:
+    def _launch(self, rounds: DeviceRounds, joining: SequenceOf[Sequence]) -> bool:
         num_before, now_s = rounds.num_pending, self._clock()
-        was_taken = rounds.launch(newcomers)
+        was_taken = rounds.launch(joining)
         if rounds.num_pending > num_before:
-            self._launched.append((now_s, self._is_alone and not newcomers))
-            if self._launches_late and self._is_alone and not newcomers:
+            self._launched.append((now_s, self._is_alone and not joining))
+            if self._launches_late and self._is_alone and not joining:
                 self._wait.launched(self._clock() - self._turn_s)
         return was_taken
 
@@ -318,9 +318,9 @@ class RoundSteps:
         if self._rounds is not None:
             self._rounds.forget(sequence)
 
-    def _all_end(self, rounds: DeviceRounds, newcomers: SequenceOf[Sequence]) -> bool:
+    def _all_end(self, rounds: DeviceRounds, joining: SequenceOf[Sequence]) -> bool:
         """Whether every sequence ends with the rounds under way, each of which commits a token."""
-        if newcomers:
+        if joining:
             return False
         return all(each.num_remaining <= rounds.num_pending for each in rounds.sequences)
 
@@ -330,14 +330,14 @@ class RoundSteps:
 
     def _commit(self, rounds: DeviceRounds) -> None:
         """Reads the oldest round and commits it."""
-        num_guests = rounds.num_guests
+        num_lanes = rounds.num_lanes
         decided = rounds.read()
         now_s = self._clock()
         launched_s, is_alone = self._launched.popleft()
         start_s = max(launched_s, self._committed_s)
         # One that was launched behind another has taken the time between their results.
         if self._policy is not None and is_alone and launched_s < self._committed_s:
-            self._policy.observe_time(rounds.shape, num_guests, now_s - start_s)
+            self._policy.observe_time(rounds.shape, num_lanes, now_s - start_s)
         self._committed_s = now_s
         self._wait.timed(now_s - start_s)
         if self._policy is not None:
@@ -364,7 +364,7 @@ class RoundSteps:
                 duration_s=now_s - start_s,
                 end_s=now_s,
                 host_gap_s=0.0,
-                num_rows=rounds.num_tree_rows * num_guests,
+                num_rows=rounds.num_tree_rows * num_lanes,
                 num_prompt_rows=num_prompt_rows,
                 num_rounds=len(decided),
                 num_committed=num_committed,
@@ -373,7 +373,7 @@ class RoundSteps:
                 num_preempted=0,
                 outcomes=self._attachments.outcomes.take(),
                 speculation=self._attachments.verdicts.take_counts(),
-                num_discarded=num_guests - len(decided),
+                num_discarded=num_lanes - len(decided),
                 round_shape=rounds.shape,
             )
         )

@@ -8,7 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager
 
 from services.target.drafts.feature_store import FeatureStore
-from services.target.rounds.device_rounds import MIN_SPARSE, newcomer_of
+from services.target.rounds.device_rounds import MIN_SPARSE, new_lane_of
 from services.target.rounds.round_source import MAX_ROWS
 from services.target.sequence import Sequence
 from shared.kv.leases import KvLeases
@@ -237,5 +237,5 @@ class SelectedRounds:
             # sharing may do.
             self._leases.publish(each.open_lease, each.token_ids[: each.num_computed])
         if sequences:
-            self._runner.place([newcomer_of(each) for each in sequences])
+            self._runner.place([new_lane_of(each) for each in sequences])
             self._sequences.update({each.sequence_id: each for each in sequences})

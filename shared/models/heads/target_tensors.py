@@ -204,7 +204,7 @@ def target_tensors(
     return DecoderTensors(decoder, dtype)
 
 
-class LentTensors(TargetTensors):
+class SharedTensors(TargetTensors):
     """The target's tensors as a running head has them, so that they are not read again."""
 
     def __init__(self, head: DraftHead, target: ModelConfig) -> None:

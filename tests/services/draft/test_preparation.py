@@ -1,4 +1,4 @@
-"""A wish takes effect once it is prepared for, which takes a share of the time."""
+"""A tree request takes effect once it is prepared for, which takes a share of the time."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_until_then_trees_keep_to_what_was_served_last(bench: Bench) -> None:
     assert bench.serve(DEEPER) == DEEP
 
 
-def test_within_a_step_a_wish_gets_one_shape(bench: Bench) -> None:
+def test_within_a_step_a_tree_request_gets_one_shape(bench: Bench) -> None:
     bench.prepare_own()
     assert bench.serve(DEEP) == OWN
     bench.work_off(is_idle=True)
@@ -154,7 +154,7 @@ def test_the_shape_that_was_wished_for_last_comes_first(bench: Bench) -> None:
     assert DEEP not in bench.drafter.done
 
 
-def test_wishes_that_are_old_are_given_up(bench: Bench) -> None:
+def test_tree_requests_that_are_old_are_given_up(bench: Bench) -> None:
     bench.prepare_own()
     for steps in range(4, 6 + MOST_WANTED):
         bench.serve(TreeShape(steps, 1, steps + 1))

@@ -70,6 +70,9 @@ async def test_health_follows_the_process_from_loading_to_drain(target: Scripted
     assert await _health(process.port) == serving
     assert drafter.batches == [[0], [0]], "a greedy and a drawn tree came first"
     conversation = await target.conversation()
+    async with asyncio.timeout(WAIT_S):
+        while not process.num_attached:  # the target's answer is on its way
+            await asyncio.sleep(0)
     async with open_channel(f"127.0.0.1:{process.admin_port}") as channel:
         admin = admin_service_pb2_grpc.AdminServiceStub(channel)
         info = await admin.GetServerInfo(admin_service_pb2.GetServerInfoRequest())

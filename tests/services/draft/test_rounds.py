@@ -39,8 +39,8 @@ from shared.tokens import (
     Outcome,
     SamplingParams,
     TokenTree,
+    TreeRequest,
     TreeShape,
-    TreeWish,
     Verdict,
 )
 from tests.services.draft.scripted_drafter import ScriptedDrafter
@@ -96,9 +96,9 @@ def _decided(
     tokens: tuple[int, ...],
     count: int,
     outcome: Outcome = Outcome.MISSED,
-    wish: TreeWish = ANY_TREE,
+    tree_request: TreeRequest = ANY_TREE,
 ) -> Event:
-    verdict = Verdict(sequence_id, round_, outcome, (), tokens, count, wish)
+    verdict = Verdict(sequence_id, round_, outcome, (), tokens, count, tree_request)
     return RoundsDecided(LINK, (RoundResult(verdict),))
 
 
@@ -165,7 +165,7 @@ def test_a_paused_sequence_gets_no_tree_until_it_is_wanted_again() -> None:
     bench.apply(_opened(7))
     bench.step()
     for round_ in range(3):
-        bench.apply(_decided(7, round_, (9,), 6 + round_, wish=NO_TREE))
+        bench.apply(_decided(7, round_, (9,), 6 + round_, tree_request=NO_TREE))
         assert bench.step() == []
     assert bench.drafter.batches == [[7]], "no forward while paused"
     bench.apply(_decided(7, 3, (9,), 9))
@@ -174,13 +174,13 @@ def test_a_paused_sequence_gets_no_tree_until_it_is_wanted_again() -> None:
 
 def test_a_verdict_that_pauses_takes_back_what_was_due() -> None:
     bench = Bench()
-    bench.apply(_opened(7), _decided(7, 0, (9,), 6, wish=NO_TREE))
+    bench.apply(_opened(7), _decided(7, 0, (9,), 6, tree_request=NO_TREE))
     assert bench.step() == []
 
 
 def test_a_sequence_may_be_paused_from_the_start() -> None:
     bench = Bench()
-    opening = Opening(7, [1] * 5, 5, SamplingParams(), 0, wish=NO_TREE)
+    opening = Opening(7, [1] * 5, 5, SamplingParams(), 0, tree_request=NO_TREE)
     bench.apply(SequencesOpened(LINK, (opening,)))
     assert bench.step() == []
     bench.apply(_decided(7, 0, (9,), 6))
@@ -192,7 +192,7 @@ def test_a_paused_sequence_keeps_up_by_chunks() -> None:
     bench.apply(_opened(7))
     bench.step()
     for round_ in range(150):
-        bench.apply(_decided(7, round_, (9,), 6 + round_, wish=NO_TREE))
+        bench.apply(_decided(7, round_, (9,), 6 + round_, tree_request=NO_TREE))
         bench.step()
     # 64 tokens wait until one more comes; the last one is left to start a tree from.
     assert [size for size in bench.drafter.chunks if size] == [64, 64]
@@ -202,14 +202,14 @@ def test_a_tree_has_the_shape_that_is_wanted_unless_an_operator_pinned_one() -> 
     bench = Bench()
     bench.apply(_opened(7))
     bench.step()
-    wish = TreeWish(TreeShape(4, 1, 5))
-    bench.apply(_decided(7, 0, (9,), 6, wish=wish))
+    tree_request = TreeRequest(TreeShape(4, 1, 5))
+    bench.apply(_decided(7, 0, (9,), 6, tree_request=tree_request))
     (answer,) = bench.step()
     assert isinstance(answer, CandidatesReady)
     assert len(next(iter(answer.candidates)).tree) == 4
     assert answer.report.pinned_shape is None
     bench.rounds.is_pinned = True
-    bench.apply(_decided(7, 1, (9,), 7, wish=wish))
+    bench.apply(_decided(7, 1, (9,), 7, tree_request=tree_request))
     (answer,) = bench.step()
     assert isinstance(answer, CandidatesReady)
     assert len(next(iter(answer.candidates)).tree) == SHAPE.num_steps
@@ -247,12 +247,14 @@ def test_the_target_may_want_fewer_verdicts_prepared_for_unless_an_operator_pinn
     bench.step()
     for round_, wanted in enumerate((3, 0, 20, None)):
         bench.apply(
-            _decided(7, round_, (9,), 6 + round_, wish=TreeWish(SHAPE, num_outcomes=wanted))
+            _decided(
+                7, round_, (9,), 6 + round_, tree_request=TreeRequest(SHAPE, num_outcomes=wanted)
+            )
         )
         bench.step()
     assert lookahead.budgets == [8, 3, 8, 8], "none of 0"
     bench.rounds.is_pinned = True
-    bench.apply(_decided(7, 4, (9,), 10, wish=TreeWish(SHAPE, num_outcomes=0)))
+    bench.apply(_decided(7, 4, (9,), 10, tree_request=TreeRequest(SHAPE, num_outcomes=0)))
     bench.step()
     assert lookahead.budgets[-1] == 8
 
@@ -525,7 +527,7 @@ def _grown(outputs: list[Output]) -> list[TreeShape | None]:
 def test_a_wish_is_answered_in_the_shape_that_is_prepared_until_its_own_is() -> None:
     bench = Bench()
     bench.drafter.num_unprepared[DEEP] = 2
-    bench.apply(_opened(1), _decided(1, 0, (7,), 6, wish=TreeWish(DEEP)))
+    bench.apply(_opened(1), _decided(1, 0, (7,), 6, tree_request=TreeRequest(DEEP)))
     assert _grown(bench.step()) == [SHAPE]
     assert bench.drafter.prepared == []
     bench.outputs.clear()
@@ -536,7 +538,7 @@ def test_a_wish_is_answered_in_the_shape_that_is_prepared_until_its_own_is() -> 
     assert bench.drafter.prepared == [DEEP]
     bench.now_s += 100.0
     bench.rounds.prepare()
-    bench.apply(_decided(1, 1, (8,), 7, wish=TreeWish(DEEP)))
+    bench.apply(_decided(1, 1, (8,), 7, tree_request=TreeRequest(DEEP)))
     assert _grown(bench.step()) == [DEEP]
     assert not bench.rounds.prepare()
     assert bench.rounds.num_unprepared == 0
@@ -546,9 +548,9 @@ def test_a_tree_that_is_owed_goes_before_what_is_prepared() -> None:
     bench = Bench()
     bench.tick_s = 0.001
     bench.drafter.num_unprepared[DEEP] = 1
-    bench.apply(_opened(1), _decided(1, 0, (7,), 6, wish=TreeWish(DEEP)))
+    bench.apply(_opened(1), _decided(1, 0, (7,), 6, tree_request=TreeRequest(DEEP)))
     bench.step()
-    bench.apply(_decided(1, 1, (8,), 7, wish=TreeWish(DEEP)))
+    bench.apply(_decided(1, 1, (8,), 7, tree_request=TreeRequest(DEEP)))
     assert not bench.rounds.prepare()
     assert bench.drafter.prepared == []
 
@@ -556,7 +558,7 @@ def test_a_tree_that_is_owed_goes_before_what_is_prepared() -> None:
 def test_nobody_open_leaves_all_the_time_to_prepare() -> None:
     bench = Bench()
     bench.drafter.num_unprepared[DEEP] = 3
-    bench.apply(_opened(1), _decided(1, 0, (7,), 6, wish=TreeWish(DEEP)))
+    bench.apply(_opened(1), _decided(1, 0, (7,), 6, tree_request=TreeRequest(DEEP)))
     bench.step()
     bench.apply(SequencesClosed(LINK, (1,)))
     assert [bench.rounds.prepare() for _ in range(4)] == [True, True, True, False]

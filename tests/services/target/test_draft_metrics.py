@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from services.target.admin_service import attachment_message, wanted_gauges
 from services.target.drafts.attachments import Attachments
 from services.target.metrics import WantedMetrics
-from shared.tokens import NO_TREE, DraftReport, TreeShape, TreeWish
+from shared.tokens import NO_TREE, DraftReport, TreeRequest, TreeShape
 from tests.helpers.one_draft import make_attachment, make_sequence, with_one_draft
 
 LABELS = {"attachment": "a", "worker": "worker-a", "algorithm": "NGRAM"}
@@ -44,7 +44,7 @@ def test_it_is_what_the_sequences_were_asked_for_last() -> None:
     attachments, _, sequence = with_one_draft()
     assignment = attachments.assignments.get(sequence.sequence_id)
     assert assignment is not None
-    assignment.asked = TreeWish(TreeShape(7, 1, 8), num_outcomes=4)
+    assignment.asked = TreeRequest(TreeShape(7, 1, 8), num_outcomes=4)
     assert _figures(attachments) == (7, 1, 8, 4)
     assignment.asked = NO_TREE
     assert _figures(attachments) == (0, 0, 0, None)
@@ -56,5 +56,5 @@ def test_a_request_fixes_the_number_of_verdicts() -> None:
     sequence.request = replace(sequence.request, num_outcomes=2)
     attachments.attach(attachment, [sequence], 0.0)
     [opened] = attachment.outbox_opened
-    assert opened.wish.num_outcomes == 2
+    assert opened.tree_request.num_outcomes == 2
     assert _figures(attachments)[-1] == 2

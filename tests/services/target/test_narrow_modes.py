@@ -25,7 +25,7 @@ from tests.helpers.engines import (
     request,
     run,
 )
-from tests.helpers.lent_rounds import SilentDraft, lending, write_pair
+from tests.helpers.shared_head_rounds import SilentDraft, sharing_head, write_pair
 
 PROMPTS = ([1, 2, 3, 4, 5], [11], [3] * 12)
 MODES = (
@@ -70,10 +70,10 @@ def test_speculation_changes_nothing(
         assert found.finished(0).stats.num_verified_rounds > 0
 
 
-@pytest.mark.parametrize("lends_head", [False, True], ids=["pushed trees", "head"])
+@pytest.mark.parametrize("shares_head", [False, True], ids=["pushed trees", "head"])
 @pytest.mark.parametrize(("quantisation", "kv_dtype"), MODES)
 def test_rounds_on_the_device_change_nothing(
-    tmp_path: Path, quantisation: Quantisation, kv_dtype: torch.dtype | None, lends_head: bool
+    tmp_path: Path, quantisation: Quantisation, kv_dtype: torch.dtype | None, shares_head: bool
 ) -> None:
     """They move keys and values of accepted nodes by themselves."""
     pair = write_pair(tmp_path / "target", tmp_path / "head", CPU)
@@ -82,8 +82,8 @@ def test_rounds_on_the_device_change_nothing(
     plain = run(build_engine(decoder, kv_dtype=kv_dtype), longer)
     reports: list[StepReport] = []
     engine = build_engine(decoder, kv_dtype=kv_dtype, on_step=reports.append, selects=True)
-    if lends_head:
-        engine.attach(lending(Pair(decoder, pair.head), SilentDraft(), TreeShape(3, 3, 9), {}))
+    if shares_head:
+        engine.attach(sharing_head(Pair(decoder, pair.head), SilentDraft(), TreeShape(3, 3, 9), {}))
     else:
         keys = range(len(PROMPTS))
         AheadDraft(engine, [[*PROMPTS[key], *plain.token_ids(key)] for key in keys]).attach()

@@ -612,7 +612,7 @@ async def test_flush_frees_cached_pages(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "field", "limits"),
+    ("tree_request", "field", "limits"),
     [
         *((pb.SpeculationParams(step_count=n), "num_steps", "[1, 32]") for n in (0, 33)),
         *(
@@ -624,11 +624,11 @@ async def test_flush_frees_cached_pages(folder: Path) -> None:
     ids=str,
 )
 async def test_impossible_wish_of_a_draft_is_refused(
-    folder: Path, wish: pb.SpeculationParams, field: str, limits: str
+    folder: Path, tree_request: pb.SpeculationParams, field: str, limits: str
 ) -> None:
     async with _serve(folder) as (_, channel, _admin):
         request = _generate([1, 2, 3], 4)
-        request.speculation_params.CopyFrom(wish)
+        request.speculation_params.CopyFrom(tree_request)
         with pytest.raises(aio.AioRpcError) as caught:
             await _tokens(channel, request)
         error = error_from_rpc(caught.value)

@@ -62,13 +62,13 @@ def decoders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Decoder]:
     """The default, and with products that keep their rows' bits for any number of rows."""
     folder = write_checkpoint(tmp_path_factory.mktemp("model"), shape=SHAPE, seed=3)
     return {
-        is_steady: load_decoder(
+        is_batch_invariant: load_decoder(
             folder,
             dtype=torch.bfloat16,
             device=CUDA,
-            options=ModelOptions(is_deterministic=is_steady),
+            options=ModelOptions(is_deterministic=is_batch_invariant),
         )
-        for is_steady in (False, True)
+        for is_batch_invariant in (False, True)
     }
 
 
@@ -99,11 +99,11 @@ def _first_logits(runner: ModelRunner, sequences: Sequence[SequenceRows]) -> Ten
     return runner.run(batch).logits[0].clone()
 
 
-@pytest.mark.parametrize("is_steady", [False, True])
+@pytest.mark.parametrize("is_batch_invariant", [False, True])
 def test_logits_of_a_row_have_the_same_bits_in_any_batch(
-    decoders: dict[bool, Decoder], is_steady: bool
+    decoders: dict[bool, Decoder], is_batch_invariant: bool
 ) -> None:
-    runner = _runner(decoders[is_steady])
+    runner = _runner(decoders[is_batch_invariant])
     alone = _first_logits(runner, [chunk(300, 1)])
     for count in range(2, MOST + 1):
         found = _first_logits(runner, [chunk(300, 1), *[chunk(90 + count, 1)] * (count - 1)])
@@ -111,13 +111,13 @@ def test_logits_of_a_row_have_the_same_bits_in_any_batch(
 
 
 @pytest.mark.parametrize(
-    ("is_steady", "num_others"), [(False, 0), (False, 1), (True, 0), (True, 8), (True, 31)]
+    ("is_batch_invariant", "num_others"), [(False, 0), (False, 1), (True, 0), (True, 8), (True, 31)]
 )
 def test_the_root_of_a_tree_has_the_bits_of_a_plain_token(
-    decoders: dict[bool, Decoder], is_steady: bool, num_others: int
+    decoders: dict[bool, Decoder], is_batch_invariant: bool, num_others: int
 ) -> None:
     """By default with up to 64 rows; 32 trees of 16 have 512."""
-    runner, rng = _runner(decoders[is_steady]), random.Random(2)
+    runner, rng = _runner(decoders[is_batch_invariant]), random.Random(2)
     alone = _first_logits(runner, [chunk(300, 1)])
     for num_nodes in (1, 2, 16, 32):
         trees = [tree(rng, start=300 - i, num_nodes=num_nodes) for i in range(num_others + 1)]

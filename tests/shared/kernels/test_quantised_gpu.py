@@ -55,7 +55,7 @@ def test_steady_products_of_whole_weights_keep_their_rows_bits(
 ) -> None:
     inputs, quantised, bias = _case(*size, dtype, torch.int8)
     weight = LinearWeight.prepare(quantised.dequantised(dtype)).steadied()
-    assert weight.is_steady
+    assert weight.is_batch_invariant
     expected = linear(inputs, weight, bias)
     exact = inputs.double() @ weight.values.double().T + bias.double()
     scale = inputs.double().norm(dim=1, keepdim=True) * weight.values.double().norm(dim=1)

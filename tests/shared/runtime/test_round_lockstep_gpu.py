@@ -17,7 +17,7 @@ from shared.kernels.kernel_settings import IS_INTERPRETING
 from shared.tokens import SamplingParams, StopParams
 from tests.helpers.cut_lanes import OTHER_TREES, TREE, CutTarget, cut_target
 from tests.helpers.engines import Collector, request, run, settle
-from tests.helpers.lent_rounds import any_choice
+from tests.helpers.shared_head_rounds import any_choice
 
 SIZE, LIMIT_S = 2, 280.0
 PROMPTS = ([1, 2, 3, 4, 5], [1, 2, 3, 4, 9, 8, 7], [11, 3], [3] * 21)

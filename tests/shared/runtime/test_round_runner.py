@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from shared.kernels.kernel_settings import IS_INTERPRETING
 from shared.runtime import round_runner
 from shared.runtime.round_sequences import SequenceRound
 from shared.tokens import TreeShape
@@ -65,7 +66,8 @@ def test_rounds_equal_those_of_the_host(
     pairs: dict[str, Pair], name: str, shape: TreeShape, sampling: str
 ) -> None:
     pair, samplings = pairs[name], SAMPLINGS[sampling]
-    starts, expected = host_rounds(pair, shape, prompts(4), samplings)
+    texts = prompts(2 if IS_INTERPRETING else 4)
+    starts, expected = host_rounds(pair, shape, texts, samplings)
     rounds = DeviceRounds(pair, shape, PAGE_SIZE)
     for number, token_ids in enumerate(starts):
         rounds.add(number, token_ids, samplings[number % len(samplings)])
@@ -118,7 +120,7 @@ def test_sequences_that_come_together_are_drafted_for_as_alone(
     rounds = DeviceRounds(pair, TREE, PAGE_SIZE)
     rounds.runner.place(
         [
-            rounds.newcomer(number, token_ids, samplings[number % len(samplings)])
+            rounds.new_lane(number, token_ids, samplings[number % len(samplings)])
             for number, token_ids in enumerate(starts)
         ]
     )
@@ -143,10 +145,10 @@ def test_end_of_a_prompt_is_forgotten_with_its_sequence(pairs: dict[str, Pair]) 
     rounds = DeviceRounds(pairs["eagle3"], TREE, PAGE_SIZE, max_sequences=20)
     text = prompts(1)[0]
     rounds.add(0, text, GREEDY)
-    rounds.runner.place([rounds.newcomer(1, text, GREEDY, num_computed=1)])
+    rounds.runner.place([rounds.new_lane(1, text, GREEDY, num_computed=1)])
     rounds.remove(1)
     assert rounds.runner.num_slots == 1
-    rounds.runner.place([rounds.newcomer(2, text, GREEDY, num_computed=1)])
+    rounds.runner.place([rounds.new_lane(2, text, GREEDY, num_computed=1)])
     rounds.launch()
     rounds.remove(2)
     rounds.launch()
@@ -161,7 +163,7 @@ def test_pages_that_no_round_reaches_are_left_out(pairs: dict[str, Pair]) -> Non
     rounds = DeviceRounds(pair, shape, PAGE_SIZE)
     spare = list(range(1, 60))
     first, second = (
-        rounds.newcomer(number, token_ids, GREEDY) for number, token_ids in enumerate(starts)
+        rounds.new_lane(number, token_ids, GREEDY) for number, token_ids in enumerate(starts)
     )
     many = replace(first, pages=[*first.pages, *spare], head_pages=[*first.head_pages, *spare])
     rounds.runner.place([many, second])

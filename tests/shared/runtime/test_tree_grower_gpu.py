@@ -150,7 +150,7 @@ def test_heads_prepare_for_verdicts_in_passes_as_they_do_level_by_level(
     for drafter in (twins.whole, twins.levels):
         drafter.lookahead.budget = 3
     trees = twins.trees(shape, *batch)
-    for _ in range(3 if IS_INTERPRETING else 4):
+    for _ in range(2 if IS_INTERPRETING else 4):
         found, expected = (
             {
                 (each.sequence.key, each.condition): each.tree

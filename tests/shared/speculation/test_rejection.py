@@ -276,7 +276,7 @@ def test_chains_beyond_what_memory_allows_are_decided_in_turn(
     rule: ChainRule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Distributions are points, so there is one right answer for each."""
-    monkeypatch.setattr(rejection, "_MAX_LAW_ELEMENTS", 4 * 5)
+    monkeypatch.setattr(rejection, "_MAX_DISTRIBUTION_ELEMENTS", 4 * 5)
     drawn = torch.zeros(3, 5).log_softmax(-1)
     chains = [DrawnChain.of(tokens, drawn[: len(tokens)]) for tokens in ((1, 2, 3), (4,), (0, 1))]
     log_probs = torch.full((9, 5), -torch.inf)

@@ -577,16 +577,16 @@ def test_nothing_is_drafted_ahead_without_features(setup: Setup, in_passes: bool
 
 def test_lent_pages_are_the_borrowers_alone(setup: Setup) -> None:
     drafter = setup.drafter(num_pages=81)
-    loan = drafter.lend()
-    assert len(set(loan.pages)) == 70
-    assert loan.max_context_tokens == 128 - CONTEXT_MARGIN
-    for cache in (*loan.pool.keys, *loan.pool.values):
-        cache.view(-1, PAGE_SIZE, *cache.shape[1:])[list(loan.pages)] = 7.0
+    shared = drafter.share_head()
+    assert len(set(shared.pages)) == 70
+    assert shared.max_context_tokens == 128 - CONTEXT_MARGIN
+    for cache in (*shared.pool.keys, *shared.pool.values):
+        cache.view(-1, PAGE_SIZE, *cache.shape[1:])[list(shared.pages)] = 7.0
     sequence = draft_sequence(random_text(0, 15))
     _open(drafter, setup, sequence)
     (tree,) = propose(drafter, TREE, sequence)
     _assert_same(tree, _oracle(setup, sequence, TREE))
-    for cache in (*loan.pool.keys, *loan.pool.values):
-        assert cache.view(-1, PAGE_SIZE, *cache.shape[1:])[list(loan.pages)].eq(7.0).all()
+    for cache in (*shared.pool.keys, *shared.pool.values):
+        assert cache.view(-1, PAGE_SIZE, *cache.shape[1:])[list(shared.pages)].eq(7.0).all()
     drafter.close(sequence)
     drafter.check()

@@ -133,7 +133,7 @@ def test_trees_for_verdicts_are_those_grown_level_by_level(
 
 
 def test_trees_of_other_shapes_are_walked(twins: TwinDrafters) -> None:
-    """The target may wish for another shape in any round, and its vocabulary may be smaller."""
+    """The target may request another shape in any round, and its vocabulary may be smaller."""
     draw, sequence = random.Random(2), _opened(twins)
     [tree] = twins.trees(TREE, sequence)
     for number in range(6):

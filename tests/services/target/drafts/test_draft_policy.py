@@ -21,7 +21,7 @@ from services.target.drafts.draft_policy import (
     Rounds,
     RoundTimes,
 )
-from shared.tokens import ANY_TREE, NO_TREE, Choice, TreeShape, TreeWish
+from shared.tokens import ANY_TREE, NO_TREE, Choice, TreeRequest, TreeShape
 
 BASE = chain(3)
 PLAIN_S = 0.01
@@ -181,13 +181,13 @@ def test_what_a_number_of_sequences_does_not_allow_is_left_at_once() -> None:
     assert world.policy.current is None
 
 
-def test_wishes_say_what_is_chosen() -> None:
+def test_tree_requests_say_what_is_chosen() -> None:
     policy = DraftPolicy(BASE, DEFAULT_CONFIG)
-    assert policy.wish == ANY_TREE
+    assert policy.tree_request == ANY_TREE
     policy.choice = chain(5)
-    assert policy.wish == TreeWish(chain(5))
+    assert policy.tree_request == TreeRequest(chain(5))
     policy.choice = None
-    assert policy.wish == NO_TREE
+    assert policy.tree_request == NO_TREE
     assert not policy.is_on
 
 

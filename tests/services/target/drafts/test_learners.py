@@ -15,8 +15,8 @@ from services.target.engine import Engine
 from shared.tokens import SamplingParams, StopParams, TreeShape
 from tests.helpers.device_rounds import Pair
 from tests.helpers.engines import build_engine, request, run
-from tests.helpers.lent_rounds import SilentDraft, lending, write_pair
 from tests.helpers.plain_forward import plain_forward
+from tests.helpers.shared_head_rounds import SilentDraft, sharing_head, write_pair
 
 PROMPTS = ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 11, 12], [20, 21])
 SAMPLING = SamplingParams(seed=7)
@@ -65,7 +65,7 @@ def _learner(pair: Pair, port: _Port, max_context_tokens: int | None = None) -> 
 def _engine(pair: Pair, *, has_lanes: bool) -> Engine:
     engine = build_engine(pair.decoder, num_pages=200)
     if has_lanes:
-        engine.attach(lending(pair, SilentDraft(), TreeShape(4, 2, 8), {}, is_pinned=True))
+        engine.attach(sharing_head(pair, SilentDraft(), TreeShape(4, 2, 8), {}, is_pinned=True))
     return engine
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.device_rounds import Pair
-from tests.helpers.lent_rounds import write_pair
+from tests.helpers.shared_head_rounds import write_pair
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,8 @@ from tests.helpers.engines import (
     run,
     settle,
 )
-from tests.helpers.lent_rounds import SilentDraft, lending
 from tests.helpers.model_time import ModelClock, TimedRun, TimedRunner, run_timed
+from tests.helpers.shared_head_rounds import SilentDraft, sharing_head
 
 CPU = torch.device("cpu")
 # Of 20 tokens that the head knows; trained for nothing, it hits as often as it is broad.
@@ -101,7 +101,7 @@ def _setup(
     )
     if lends:
         engine.attach(
-            lending(
+            sharing_head(
                 pair,
                 SilentDraft(),
                 TREE,

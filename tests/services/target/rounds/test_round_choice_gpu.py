@@ -12,7 +12,7 @@ from shared.runtime.graph_inputs import GraphLimits
 from shared.tokens import SamplingParams, StopParams, TreeShape
 from tests.helpers.device_rounds import Pair
 from tests.helpers.engines import Collector, build_engine, request, run, settle
-from tests.helpers.lent_rounds import SilentDraft, any_choice, lending, write_pair
+from tests.helpers.shared_head_rounds import SilentDraft, any_choice, sharing_head, write_pair
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -47,7 +47,7 @@ def test_any_choice_at_any_step_changes_no_token(
         adaptive=DEFAULT_CONFIG,
         on_step=reports.append,
     )
-    engine.attach(lending(pair, SilentDraft(), TREE, OTHER_TREES))
+    engine.attach(sharing_head(pair, SilentDraft(), TREE, OTHER_TREES))
     collector = Collector()
     for key, each in enumerate(requests):
         engine.submit(each, collector, key)

@@ -21,7 +21,7 @@ from shared.runtime.round_lockstep import QueueRound
 from shared.tokens import SamplingParams, StopParams
 from tests.helpers.cut_lanes import OTHER_TREES, TREE, CutTarget, cut_target
 from tests.helpers.engines import VOCAB_SIZE, Collector, build_engine, request, run, settle
-from tests.helpers.lent_rounds import any_choice
+from tests.helpers.shared_head_rounds import any_choice
 
 PROMPTS = ([1, 2, 3, 4, 5], [1, 2, 3, 4, 9, 8, 7], [11, 3], [3] * 21)
 SAMPLINGS = {

@@ -30,7 +30,7 @@ from tests.helpers.engines import (
     run,
     settle,
 )
-from tests.helpers.lent_rounds import SilentDraft, any_choice, lending
+from tests.helpers.shared_head_rounds import SilentDraft, any_choice, sharing_head
 
 CPU = torch.device("cpu")
 TREE = TreeShape(3, 3, 9)
@@ -82,7 +82,7 @@ def _setup(
         clock=clock,
     )
     draft = SilentDraft()
-    attachment = lending(
+    attachment = sharing_head(
         pair,
         draft,
         TREE,

@@ -46,7 +46,7 @@ class SilentDraft:
         pass
 
 
-def lending(
+def sharing_head(
     pair: Pair,
     draft: SilentDraft,
     tree: TreeShape,

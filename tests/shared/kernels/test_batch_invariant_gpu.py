@@ -10,7 +10,7 @@ from shared.kernels.kernel_settings import IS_INTERPRETING
 from shared.kernels.linear import (
     MOST_FEW_ROWS,
     LinearWeight,
-    can_be_steady,
+    can_be_batch_invariant,
     gated_linear,
     linear,
     linear_partials,
@@ -41,7 +41,7 @@ def _case(channels: int, depth: int, dtype: torch.dtype) -> tuple[Tensor, Linear
     generator = torch.Generator(DEVICE).manual_seed(channels + depth)
     draw = lambda *shape: torch.randn(*shape, generator=generator, device=DEVICE)  # noqa: E731
     weight = draw(channels, depth).to(dtype)
-    assert can_be_steady(weight)
+    assert can_be_batch_invariant(weight)
     inputs = draw(MOST_FEW_ROWS, depth) / depth**0.5
     return inputs.to(dtype), LinearWeight.prepare(weight)
 
@@ -101,6 +101,6 @@ def test_gated_products_are_those_of_two_kernels(size: tuple[int, int], dtype: t
 def test_more_rows_are_left_to_the_library() -> None:
     inputs, weight = _case(64, 256, torch.float16)
     many = inputs.repeat(2, 1)
-    assert weight.steady_operand(inputs) is not None
-    assert weight.steady_operand(many) is None
-    assert weight.steadied().steady_operand(many) is not None
+    assert weight.batch_invariant_operand(inputs) is not None
+    assert weight.batch_invariant_operand(many) is None
+    assert weight.steadied().batch_invariant_operand(many) is not None

@@ -8,7 +8,7 @@ import random
 from services.target.engine import Engine
 from shared.tokens import TreeShape
 from tests.helpers.device_rounds import Pair
-from tests.helpers.lent_rounds import SilentDraft, any_choice, lending
+from tests.helpers.shared_head_rounds import SilentDraft, any_choice, sharing_head
 
 TREE = TreeShape(3, 3, 9)
 # With the most sequences of a round of each, so that some are too many for a shape.
@@ -18,7 +18,7 @@ NUM_PAGES = 90
 CONTEXT_TOKENS = 120
 
 
-class LentHead:
+class SoakHead:
     """A head that comes and goes, with which rounds have any shape, or are none, whatever pays.
 
     Attributes:
@@ -48,7 +48,7 @@ class LentHead:
 
     def _attach(self) -> None:
         self._engine.attach(
-            lending(
+            sharing_head(
                 self._pair,
                 SilentDraft(),
                 TREE,

@@ -62,15 +62,15 @@ def _steps(rounds: _Rounds, running: list[_Sequence]) -> Any:
     return steps
 
 
-def _num_slots(rounds: _Rounds, newcomers: list[_Sequence]) -> int:
-    return sum(max(rounds.num_slots_to_read(each), 1) for each in newcomers)
+def _num_slots(rounds: _Rounds, joining: list[_Sequence]) -> int:
+    return sum(max(rounds.num_slots_to_read(each), 1) for each in joining)
 
 
 def test_who_was_not_asked_for_in_the_plan_does_not_take_what_others_got() -> None:
     rounds = _Rounds(num_free=2)
     running = [_Sequence(1, 1), _Sequence(2, 1), _Sequence(3, 4)]
-    newcomers = _steps(rounds, running)._newcomers(rounds)
-    assert [each.sequence_id for each in newcomers] == [1, 2]
+    joining = _steps(rounds, running)._joining(rounds)
+    assert [each.sequence_id for each in joining] == [1, 2]
 
 
 def test_who_was_asked_for_in_the_plan_comes_first() -> None:
@@ -78,11 +78,11 @@ def test_who_was_asked_for_in_the_plan_comes_first() -> None:
     running = [_Sequence(1, 1), _Sequence(2, 1), _Sequence(3, 4)]
     steps = _steps(rounds, running)
     assert steps.num_taken(running[2]) == 4
-    assert [each.sequence_id for each in steps._newcomers(rounds)] == [3]
+    assert [each.sequence_id for each in steps._joining(rounds)] == [3]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_newcomers_never_have_more_slots_than_are_free(seed: int) -> None:
+def test_joining_lanes_never_have_more_slots_than_are_free(seed: int) -> None:
     source = random.Random(seed)
     for num_free in range(1, 7):
         rounds = _Rounds(num_free)
@@ -91,5 +91,5 @@ def test_newcomers_never_have_more_slots_than_are_free(seed: int) -> None:
         steps = _steps(rounds, running)
         for each in running[: source.randrange(9)]:
             steps.num_taken(each)
-        newcomers = steps._newcomers(rounds)
-        assert 0 < _num_slots(rounds, newcomers) <= num_free
+        joining = steps._joining(rounds)
+        assert 0 < _num_slots(rounds, joining) <= num_free

@@ -26,7 +26,7 @@ from shared.kernels.linear import (
     MOST_FEW_ROWS,
     TILE_CHANNELS,
     WORD_BLOCK,
-    SteadyOperand,
+    BatchInvariantOperand,
 )
 from shared.kernels.partials import Partials
 from shared.kernels.widened_jit import unpacked
@@ -171,8 +171,8 @@ def store_gated(  # type: ignore[no-untyped-def]
     )
 
 
-def launch(inputs: Tensor, weight: SteadyOperand, bias: Tensor | None) -> Tensor:
-    """Computes `steady.steady_linear`."""
+def launch(inputs: Tensor, weight: BatchInvariantOperand, bias: Tensor | None) -> Tensor:
+    """Computes `linear.batch_invariant_linear`."""
     results = inputs.new_empty(len(inputs), len(weight.values))
     segments = _segments(weight)
     is_spread = segments.count > 1 and not _is_wide(len(inputs))
@@ -185,8 +185,8 @@ def launch(inputs: Tensor, weight: SteadyOperand, bias: Tensor | None) -> Tensor
     return results
 
 
-def launch_partials(inputs: Tensor, weight: SteadyOperand) -> Partials | None:
-    """Computes `steady.steady_partials`."""
+def launch_partials(inputs: Tensor, weight: BatchInvariantOperand) -> Partials | None:
+    """Computes `linear.batch_invariant_partials`."""
     segments = _segments(weight)
     if segments.count == 1 or _is_wide(len(inputs)) or weight.scales is not None:
         return None
@@ -196,8 +196,8 @@ def launch_partials(inputs: Tensor, weight: SteadyOperand) -> Partials | None:
     return Partials(parts, inputs.dtype)
 
 
-def launch_gated(inputs: Tensor, weight: SteadyOperand) -> Tensor | None:
-    """Computes `steady.steady_gated`."""
+def launch_gated(inputs: Tensor, weight: BatchInvariantOperand) -> Tensor | None:
+    """Computes `linear.batch_invariant_gated`."""
     # Measured: gating and dependent launches make products of 8 bits slower.
     if _segments(weight).count > 1 or weight.scales is not None:
         return None
@@ -214,7 +214,7 @@ class Segments:
     count: int
 
 
-def _segments(weight: SteadyOperand) -> Segments:
+def _segments(weight: BatchInvariantOperand) -> Segments:
     """Returns the segments of K, which depend on the weight's shape alone."""
     num_channels, depth = weight.values.shape
     num_tiles, count = triton.cdiv(num_channels, TILE_CHANNELS), 1
@@ -231,7 +231,7 @@ def _is_wide(num_rows: int) -> bool:
 
 def _launch(
     inputs: Tensor,
-    weight: SteadyOperand,
+    weight: BatchInvariantOperand,
     bias: Tensor | None,
     results: Tensor,
     parts: Tensor | None,
