@@ -11,12 +11,12 @@ room is left, and paths they share with longer ones become one."""
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 import heapq
 import itertools
 import math
 from array import array
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -92,6 +92,11 @@ class NgramTrie:
         while child != _NONE:
             yield child
             child = self._next_sibling[child]
+
+    def only_child(self, node: int) -> int | None:
+        """Returns the only continuation of a node; None where there are none, or several."""
+        child = self._first_child[node]
+        return child if child != _NONE and self._next_sibling[child] == _NONE else None
 
     def see(self, node: int, token: int) -> int:
         """Counts `token` after the n-gram of `node`; returns the node of the longer n-gram.
@@ -239,24 +244,30 @@ def grow_by_recency(
 ) -> TokenTree:
     """Breadth first, the most recent continuations of a node first.
 
-    A node has at most `breadth` children: `shape.topk` after one token of context, fewer the
-    longer the context, `min_breadth` at the trie's depth.
+    A node has at most `shape.topk` children after one token of context, fewer the longer the
+    context, `min_breadth` at the trie's depth.
 
     Args:
         anchors: trie node and length of its n-gram, the longest first.
     """
-    growth = _Growth(shape)
+    growth, most = _Growth(shape), shape.max_node_count
+    breadths = _breadths(trie.max_depth, min(min_breadth, shape.topk), shape.topk)
     for anchor, length in anchors:
-        queue: deque[tuple[int, int | None, int]] = deque([(anchor, None, 0)])
-        while queue and not growth.is_full:
-            node, parent, depth = queue.popleft()
-            if depth == shape.num_steps:
+        queue: list[tuple[int, int | None, int]] = [(anchor, None, 0)]
+        for node, parent, depth in queue:  # which grows meanwhile
+            if depth == shape.num_steps or len(growth.token_ids) >= most:
                 break
-            breadth = _breadth(length + depth, trie.max_depth, min_breadth, shape.topk)
-            for child, log_prob in itertools.islice(_continuations(trie, node), breadth):
+            only_child = trie.only_child(node)
+            if only_child is None:
+                found = _continuations(trie, node)[: breadths[length + depth]]
+            else:
+                found = ((only_child, 0.0),)
+            for child, log_prob in found:
                 grown = growth.add(parent, trie.token(child), log_prob)
                 if grown is not None:
                     queue.append((child, grown, depth + 1))
+        if len(growth.token_ids) >= most:
+            break
     return growth.finish()
 
 
@@ -287,11 +298,12 @@ def grow_by_frequency(
     return growth.finish()
 
 
-def _breadth(context_length: int, max_depth: int, low: int, high: int) -> int:
-    """Falls linearly from `high` at one token of context to `low` at `max_depth - 1`."""
-    low = min(low, high)
-    share = (context_length - 1) / max(max_depth - 2, 1)
-    return max(low, round(high - (high - low) * share))
+@functools.cache
+def _breadths(max_depth: int, low: int, high: int) -> tuple[int, ...]:
+    """Returns the most children of a node by tokens of context, up to `max_depth`: they fall
+    linearly from `high` at one token to `low` at `max_depth - 1`."""
+    shares = ((length - 1) / max(max_depth - 2, 1) for length in range(max_depth + 1))
+    return tuple(max(low, round(high - (high - low) * share)) for share in shares)
 
 
 def _continuations(trie: NgramTrie, node: int) -> Sequence[tuple[int, float]]:

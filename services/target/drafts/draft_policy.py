@@ -30,6 +30,8 @@ FIRST_LIMIT_S, LAST_LIMIT_S = 1.0, 8.0
 """Longest trial; doubles while drafts do not get to answer within one."""
 TRIAL_PAUSE_S, LAST_PAUSE_S = 0.25, 20.0
 """Least and most time between two trials."""
+PROMISING_GAIN = 1.25
+"""What was this much faster with another number of sequences is tried at once."""
 TRIAL_WORTH = 0.9
 """What promises less than this share of the choice in force, when it is hopeful, is not tried."""
 LOST_SHARE = 0.5
@@ -213,6 +215,7 @@ class DraftPolicy:
     _began_s: float = math.inf
     _turned_s: float = -math.inf
     _may_try_s: float = -math.inf
+    _promised: set[tuple[Choice, int]] = field(default_factory=set)
     _limit_s: float = FIRST_LIMIT_S
 
     def __post_init__(self) -> None:
@@ -363,8 +366,10 @@ class DraftPolicy:
         if trial.choice is None:
             lost_s += elapsed_s  # drafts have to catch up behind it
         self.trial_s += lost_s
-        earned_s = self._began_s + (self.trial_s - ALLOWANCE_S) / TRIAL_SHARE
-        self._may_try_s = min(max(now_s + TRIAL_PAUSE_S, earned_s), now_s + LAST_PAUSE_S)
+        # The time so far has paid for the trial, or the time until the next one does.
+        earned_s = self._began_s + (self.trial_s - ALLOWANCE_S) / TRIAL_SHARE - now_s
+        pause_s = min(earned_s, lost_s / TRIAL_SHARE, LAST_PAUSE_S)
+        self._may_try_s = now_s + max(pause_s, TRIAL_PAUSE_S)
         if is_done:
             self._switch(num_sequences)
 
@@ -384,7 +389,8 @@ class DraftPolicy:
         if len(self.times.at(self.choice, num_sequences)) < FEWEST_ROUNDS:
             return
         self._switch(num_sequences)
-        if now_s >= self._may_try_s:
+        self._try_promising(num_sequences, now_s)
+        if self._trial is None and now_s >= self._may_try_s:
             self._try(num_sequences, now_s)
 
     def _switch(self, num_sequences: int) -> None:
@@ -416,6 +422,25 @@ class DraftPolicy:
         choice = min(others, key=lambda each: self._seen_s.get(each, -math.inf))
         if None in others and not len(self.times.at(None, num_sequences)):
             choice = None
+        self._begin_trial(choice, num_sequences, now_s)
+
+    def _try_promising(self, num_sequences: int, now_s: float) -> None:
+        """The load has changed: begins a trial of what was not measured with so many sequences, and
+        was much faster with others than the choice in force is now. Once for each number."""
+        size, own = _size(num_sequences), self._rate(self.choice, num_sequences)
+        promises = {
+            each: rate
+            for each in self._options(num_sequences)
+            if (each, size) not in self._promised
+            and not len(self.times.at(each, num_sequences))
+            and (rate := self._rate(each, num_sequences, is_scaled=False)) is not None
+        }
+        best = max(promises, key=lambda each: promises[each], default=self.choice)
+        if best != self.choice and own is not None and promises[best] > PROMISING_GAIN * own:
+            self._promised.add((best, size))
+            self._begin_trial(best, num_sequences, now_s)
+
+    def _begin_trial(self, choice: Choice, num_sequences: int, now_s: float) -> None:
         self._trial = _Trial(choice, now_s)
         self.times.at(choice, num_sequences).clear()
 
@@ -430,15 +455,20 @@ class DraftPolicy:
         # A round with a tree takes no less than a plain step.
         return self._acceptance.tokens(choice, is_greedy=True, hope=HOPE) / plain.seconds
 
-    def _rate(self, choice: Choice, num_sequences: int, hope: float = 0.0) -> float | None:
+    def _rate(
+        self, choice: Choice, num_sequences: int, hope: float = 0.0, *, is_scaled: bool = True
+    ) -> float | None:
         """Returns the tokens a second of one sequence, from the time of rounds and, for trees, from
         acceptance by level, which few rounds show better than their tokens do; None where no round
         was measured.
 
         Args:
             hope: added to the acceptance of every level.
+            is_scaled: rounds that were measured with other numbers of sequences take so many times
+                longer or shorter as those of the choice in force.
         """
-        rounds = self.times.estimate(choice, num_sequences, self.choice)
+        like = self.choice if is_scaled else choice
+        rounds = self.times.estimate(choice, num_sequences, like)
         if rounds is None:
             return None
         if choice is None:

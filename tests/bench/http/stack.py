@@ -57,7 +57,7 @@ class Mode:
         if self.algorithm == "NONE":
             return flags
         flags += ["--placement", self.placement]
-        if models.head is not None:
+        if models.head is not None and self.algorithm != "NGRAM":
             flags += ["--speculative-draft-model-path", str(models.head)]
         if self.shape is not None:
             flags += ["--speculative-num-steps", str(self.shape.num_steps)]
@@ -72,6 +72,7 @@ MODES = {
         Mode("plain", "NONE"),
         Mode("eagle3-chain", "EAGLE3", _CHAIN),
         Mode("eagle3", "EAGLE3"),
+        Mode("ngram", "NGRAM"),
         Mode("eagle3-remote", "EAGLE3", placement="remote"),
         Mode("eagle3-remote-chain", "EAGLE3", _CHAIN, placement="remote"),
     )

@@ -135,6 +135,28 @@ def test_trials_cost_a_small_share_of_the_time() -> None:
     assert 0.0 < cost_s < 2 * TRIAL_SHARE * 60.0 + ALLOWANCE_S
 
 
+def _dear_above_eight(world: World) -> Callable[[int], float]:
+    """Trees cost little up to eight sequences, and much above."""
+    return lambda depth: _dear(depth) if world.num_sequences > 8 else _cheap(depth)
+
+
+@pytest.mark.parametrize("cost_s", [0.0, 3.0])
+def test_a_change_of_load_is_followed_at_once_whatever_trials_have_cost(cost_s: float) -> None:
+    """Plain steps were measured with few sequences only, and no trial is due."""
+    world = World(DraftPolicy(BASE), 0.75, _cheap)
+    world.tree_s = _dear_above_eight(world)
+    world.serve(4.0)
+    assert world.policy.choice == BASE
+    world.policy.trial_s += cost_s
+    world.policy._may_try_s += cost_s / TRIAL_SHARE
+    world.num_sequences = 64
+    world.serve(2.0)
+    assert world.policy.choice is None
+    world.num_sequences = 4
+    world.serve(1.0)
+    assert world.policy.choice == BASE
+
+
 @pytest.mark.parametrize(("right", "depths"), [(0.3, {1}), (0.95, {5, 7})])
 def test_a_depth_is_chosen_by_what_is_accepted(right: float, depths: set[int]) -> None:
     config = AdaptiveConfig({1: Candidates(steps=(1, 3, 5, 7))})
