@@ -175,12 +175,13 @@ class _ScaledFile:
         self._path = path
         self._checkpoint = checkpoint
         self._files = {path: open_weights(path)}
+        keys = self._files[path].keys()
+        found = {name for name, each in checkpoint.packed.items() if each.blocks in keys}
+        found |= {name for name, each in checkpoint.words.items() if each.words in keys}
+        self._keys = keys | found
 
     def keys(self) -> frozenset[str]:
-        keys = self._files[self._path].keys()
-        packed, words = self._checkpoint.packed.items(), self._checkpoint.words.items()
-        found = {name for name, each in packed if each.blocks in keys}
-        return keys | found | {name for name, each in words if each.words in keys}
+        return self._keys
 
     def shape(self, key: str) -> tuple[int, ...]:
         packed, words = self._checkpoint.packed.get(key), self._checkpoint.words.get(key)
@@ -262,9 +263,11 @@ class _SafetensorsFile:
             self._file: Any = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
+        # Asked for each tensor; a mixture's file has thousands of them.
+        self._keys: frozenset[str] = frozenset(self._file.keys())
 
     def keys(self) -> frozenset[str]:
-        return frozenset(self._file.keys())
+        return self._keys
 
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self._file.get_slice(key).get_shape())

@@ -124,11 +124,19 @@ async def test_a_head_follows_and_every_token_is_that_of_its_weights(
                 await admin.ContinueGeneration(admin_pb.ContinueGenerationRequest())
             answers = await asyncio.gather(*asking)
             assert any(changes for _, changes in answers), "all had ended before the update"
-            for prompt, (tokens, changes) in zip(PROMPTS, answers, strict=True):
-                assert len(tokens) == 200
-                for place in changes:
-                    known = [*prompt, *tokens[:place]]
-                    assert tokens[place:] == await _rest(stub, known, len(prompt), 200 - place)
+            assert [len(tokens) for tokens, _ in answers] == [200] * len(PROMPTS)
+            changed = [
+                (prompt, tokens, place)
+                for prompt, (tokens, changes) in zip(PROMPTS, answers, strict=True)
+                for place in changes
+            ]
+            rests = await asyncio.gather(
+                *(
+                    _rest(stub, [*prompt, *tokens[:place]], len(prompt), 200 - place)
+                    for prompt, tokens, place in changed
+                )
+            )
+            assert rests == [tokens[place:] for _, tokens, place in changed]
             assert await _answers(drafted) == of_new
             [borrowed] = borrowers
             assert _has_tables_of(new, borrowed)
