@@ -23,9 +23,9 @@ def pytest_configure() -> None:
 
     torch.set_num_threads(1)
     if IS_INTERPRETING:
-        from tests.helpers.interpreter import find_builtins_once
+        from tests.helpers.interpreter import look_up_once
 
-        find_builtins_once()
+        look_up_once()
 
 
 def pytest_collection_finish() -> None:

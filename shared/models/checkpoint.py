@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -263,11 +264,14 @@ class _SafetensorsFile:
             self._file: Any = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
-        # Asked for each tensor; a mixture's file has thousands of them.
-        self._keys: frozenset[str] = frozenset(self._file.keys())
 
     def keys(self) -> frozenset[str]:
         return self._keys
+
+    @cached_property
+    def _keys(self) -> frozenset[str]:
+        """Kept: they are asked for with each tensor, and a mixture has thousands of them."""
+        return frozenset(self._file.keys())
 
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self._file.get_slice(key).get_shape())
