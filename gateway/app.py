@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from gateway import bodies, failures
 from gateway.event_stream import ChatChunks, CompletionChunks, EventStream, whole_answer
-from gateway.failures import NOTICE_HEADER, ClientGone
+from gateway.failures import ClientGone
 from gateway.json_body import JsonRoute, MalformedBody
 from gateway.messages.routes import add_message_routes
 from gateway.metrics import kv_usage_exposition
@@ -24,6 +24,7 @@ from gateway.native.generate import add_generate_routes
 from gateway.native.rollout_routes import add_rollout_routes
 from gateway.native.server_routes import add_history_routes, add_server_routes, target_statuses
 from gateway.native.token_routes import add_token_routes
+from gateway.notices import NOTICE_HEADER
 from gateway.playground.routes import add_playground_routes
 from gateway.reference.answered import ChatAnswer, CompletionAnswer
 from gateway.reference.document import DocumentedApp, add_reference_routes

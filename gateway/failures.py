@@ -1,17 +1,14 @@
-"""Errors and notices to a client, in the shape of the interface that was called.
+"""Errors to a client, in the shape of the interface that was called.
 
 OpenAI's shape of an error is `{"error": {message, type, param, code}}`; everything uses it but
-Anthropic's routes, whose shape is `{"type": "error", "error": {type, message}, "request_id"}`.
-A notice, for which no interface has a field, is the header `x-outrider-notice` and a log line."""
+Anthropic's routes, whose shape is `{"type": "error", "error": {type, message}, "request_id"}`."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Self
@@ -63,11 +60,6 @@ _ANTHROPIC_TYPES = {
     HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
     HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
 }
-
-NOTICE_HEADER = "x-outrider-notice"
-_MAX_CHARACTERS = 1024
-_log = logging.getLogger(__name__)
-_notices: ContextVar[list[str] | None] = ContextVar("notices", default=None)
 
 
 class ClientGone(Exception):
@@ -230,24 +222,3 @@ def client_names(names: Mapping[str, str]) -> Iterator[None]:
             raise
         message = re.sub(rf"^{re.escape(inside)}\b", names[inside], error.message)
         raise InvalidArgument.of(error.reason, names[inside], message) from error
-
-
-def collect_notices() -> list[str]:
-    """Returns the list that notices of this request go to from now on."""
-    notices: list[str] = []
-    _notices.set(notices)
-    return notices
-
-
-def give_notice(text: str) -> None:
-    """Tells the client, if its headers are not out yet."""
-    _log.warning("%s", text[:_MAX_CHARACTERS])
-    notices = _notices.get()
-    if notices is not None:
-        notices.append(text)
-
-
-def header_value(notices: list[str]) -> str:
-    """Returns the notices as one header, in ASCII and of bounded length."""
-    text = "; ".join(notices)[:_MAX_CHARACTERS]
-    return "".join(c if " " <= c <= "~" else "?" for c in text)

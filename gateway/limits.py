@@ -1,4 +1,5 @@
-"""Bounds of one request: what a client may ask for, and what it may cost in memory and time."""
+"""Bounds of one request: what a client may ask for, and what it may cost in memory and time; and of
+the responses that are kept."""
 
 from __future__ import annotations
 
@@ -14,6 +15,21 @@ T = TypeVar("T")
 WORK_TIMEOUT_S = 30.0
 # Of its own: what is given up on runs to its end all the same.
 _THREADS = ThreadPoolExecutor(2, "gateway-work")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLimits:
+    """Bounds of the store of responses.
+
+    Attributes:
+        max_bytes: of the JSON of all entries.
+        max_age_s: of an entry since it changed last.
+        max_history_bytes: of the stored items that one request continues.
+    """
+
+    max_bytes: int = 256 * 2**20
+    max_age_s: float = 30 * 24 * 3600.0
+    max_history_bytes: int = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)

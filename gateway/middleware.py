@@ -12,8 +12,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api_keys import LimitExceeded, Quota, Quotas, current_quota
-from gateway.failures import NOTICE_HEADER, Problem, collect_notices, error_response, header_value
+from gateway.failures import Problem, error_response
 from gateway.limits import RequestLimits
+from gateway.notices import NOTICE_HEADER, collect_notices, header_value
 from gateway.playground.routes import FILES_PREFIX
 from shared.telemetry.tracing import (
     REQUEST_ID_KEY,

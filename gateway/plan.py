@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gateway.failures import give_notice
 from gateway.generation import Generation, PromptScoring, TargetModel
 from gateway.model_text import ModelText
+from gateway.notices import give_notice
 from gateway.output.held_schema import AnswerSchemas
 from gateway.output.style import ChatOutput
 from gateway.sampling import (

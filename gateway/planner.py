@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from gateway.constraints import HeldOutput, constraint_of, held_output
-from gateway.failures import client_names, give_notice
+from gateway.failures import client_names
 from gateway.generation import PromptScoring, TargetModel, fingerprint
 from gateway.limits import RequestLimits, off_loop
 from gateway.model_text import ModelText
+from gateway.notices import give_notice
 from gateway.output.style import ChatOutput, OutputStyle, ReasoningParser
 from gateway.output.tools import Toolbox
 from gateway.plan import OutputLength, Plan, WantedOutput

@@ -28,10 +28,11 @@ from gateway.answer import OpenAnswers
 from gateway.api_keys import Quotas
 from gateway.app import create_app
 from gateway.http_server import HttpServer, listen
+from gateway.limits import StoreLimits
 from gateway.metrics import GatewayMetrics
 from gateway.model_text import ModelText
 from gateway.pool import PoolSettings, TargetPool
-from gateway.responses.store import MEMORY, ResponseStore, StoreLimits
+from gateway.responses.store import MEMORY, ResponseStore
 from gateway.serving import Gateway
 from gateway.settings import GatewaySettings
 from gateway.workers import WorkerPlace

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from gateway.failures import give_notice
+from gateway.notices import give_notice
 from gateway.schema import (
     ChatCompletionRequest,
     ChatMessage,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, fields
 
-from gateway.failures import give_notice
 from gateway.generation import TargetModel
+from gateway.notices import give_notice
 from gateway.schema import GenerationBody, SamplingFields, Speculation
 from shared.errors import InvalidArgument
 from shared.sampling_defaults import SamplingDefaults

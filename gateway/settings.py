@@ -15,9 +15,8 @@ from gateway.api_keys import (
     keys_from_texts,
 )
 from gateway.http_server import ConnectionLimits
-from gateway.limits import RequestLimits
+from gateway.limits import RequestLimits, StoreLimits
 from gateway.output.style import ReasoningParser, ToolCallParser
-from gateway.responses.store import StoreLimits
 from shared.errors import SettingsError
 from shared.settings import DialingSettings, address_problems, setting, tls_problems
 from shared.text import MAX_PROMPT_CHARACTERS

@@ -19,7 +19,13 @@ def pytest_configure() -> None:
         return
     import torch
 
+    from shared.kernels.kernel_settings import IS_INTERPRETING
+
     torch.set_num_threads(1)
+    if IS_INTERPRETING:
+        from tests.helpers.interpreter import look_up_once
+
+        look_up_once()
 
 
 def pytest_collection_finish() -> None:

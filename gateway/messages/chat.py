@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 from gateway.constraints import json_schema_format
-from gateway.failures import client_names, give_notice
+from gateway.failures import client_names
 from gateway.generation import TargetModel
 from gateway.messages.schema import (
     Block,
@@ -19,6 +19,7 @@ from gateway.messages.schema import (
     Prompt,
     ToolChoice,
 )
+from gateway.notices import give_notice
 from gateway.output.style import OutputStyle, ReasoningParser
 from gateway.plan import OutputLength, Plan
 from gateway.planner import Planner

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import orjson
 
-from gateway.failures import give_notice
+from gateway.notices import give_notice
 from gateway.output import forced
 from gateway.output import tool_formats as marks
 from gateway.output.forced import Tag, any_of

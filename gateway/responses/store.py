@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 
 import orjson
 
+from gateway.limits import StoreLimits
 from gateway.responses.schema import InputItem
 from shared.errors import InvalidArgument, NotFound, SettingsError, Unavailable
 
@@ -62,21 +63,6 @@ _PREFIXES = {
     "compaction": "cmp",
 }
 Order = Literal["asc", "desc"]
-
-
-@dataclass(frozen=True, slots=True)
-class StoreLimits:
-    """Bounds of a store.
-
-    Attributes:
-        max_bytes: of the JSON of all entries.
-        max_age_s: of an entry since it changed last.
-        max_history_bytes: of the stored items that one request continues.
-    """
-
-    max_bytes: int = 256 * 2**20
-    max_age_s: float = 30 * 24 * 3600.0
-    max_history_bytes: int = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -175,12 +176,13 @@ class _ScaledFile:
         self._path = path
         self._checkpoint = checkpoint
         self._files = {path: open_weights(path)}
+        keys = self._files[path].keys()
+        found = {name for name, each in checkpoint.packed.items() if each.blocks in keys}
+        found |= {name for name, each in checkpoint.words.items() if each.words in keys}
+        self._keys = keys | found
 
     def keys(self) -> frozenset[str]:
-        keys = self._files[self._path].keys()
-        packed, words = self._checkpoint.packed.items(), self._checkpoint.words.items()
-        found = {name for name, each in packed if each.blocks in keys}
-        return keys | found | {name for name, each in words if each.words in keys}
+        return self._keys
 
     def shape(self, key: str) -> tuple[int, ...]:
         packed, words = self._checkpoint.packed.get(key), self._checkpoint.words.get(key)
@@ -264,6 +266,11 @@ class _SafetensorsFile:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
 
     def keys(self) -> frozenset[str]:
+        return self._keys
+
+    @cached_property
+    def _keys(self) -> frozenset[str]:
+        """Kept: they are asked for with each tensor, and a mixture has thousands of them."""
         return frozenset(self._file.keys())
 
     def shape(self, key: str) -> tuple[int, ...]:

@@ -279,6 +279,24 @@ def run(
     return collector
 
 
+_plain_runs: dict[tuple[int, str], tuple[Decoder, Collector]] = {}
+_MOST_PLAIN_RUNS = 64
+
+
+def run_plain(decoder: Decoder, requests: Sequence[GenerationRequest]) -> Collector:
+    """Returns what plain decoding answers: that of a new engine without a draft.
+
+    Such an engine gives the same answers to the same requests, so it is asked once for each.
+    """
+    # The decoder is kept with them, so that no other gets its id.
+    key = (id(decoder), repr(requests))
+    if key not in _plain_runs:
+        if len(_plain_runs) == _MOST_PLAIN_RUNS:
+            _plain_runs.clear()
+        _plain_runs[key] = (decoder, run(build_engine(decoder, max_running=32), requests))
+    return _plain_runs[key][1]
+
+
 def settle(engine: Engine) -> None:
     """Steps the engine until nothing is in flight, then checks its pages."""
     while engine.step():

@@ -16,7 +16,12 @@ from shared.runtime.round_sequences import NewLane, SequenceRound
 from shared.runtime.runner import ModelRunner
 from shared.runtime.selection_runner import SelectionRunner, covering_shape
 from shared.tokens import EMPTY_TREE, SamplingParams, StopParams, TokenTree
-from tests.helpers.engines import PAGE_SIZE, VOCAB_SIZE, build_engine, request, run
+from tests.helpers.engines import (
+    PAGE_SIZE,
+    VOCAB_SIZE,
+    request,
+    run_plain,
+)
 from tests.helpers.poisoned import poison_padding
 
 NUM_PAGES = 160
@@ -36,7 +41,7 @@ def plain_answers(
         request(prompt, sampling, StopParams(n))
         for prompt, sampling in zip(prompts, samplings, strict=True)
     ]
-    collector = run(build_engine(decoder), requests)
+    collector = run_plain(decoder, requests)
     return [[*prompt, *collector.token_ids(key)] for key, prompt in enumerate(prompts)]
 
 

@@ -30,6 +30,7 @@ from tests.helpers.ahead_cases import (
 from tests.helpers.engines import (
     build_engine,
     run,
+    run_plain,
     tiny_decoder,
 )
 from tests.helpers.standalone_drafts import standalone
@@ -54,7 +55,7 @@ def other_decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 def test_good_draft_is_hit_every_round_and_changes_nothing(
     decoder: Decoder, sampling: SamplingParams, shape: TreeShape
 ) -> None:
-    expected = outputs(run(build_engine(decoder), requests(sampling)))
+    expected = outputs(run_plain(decoder, requests(sampling)))
     reports: list[StepReport] = []
     engine = build_engine(decoder, on_step=reports.append)
     draft = WiredDraft(engine, standalone(decoder), shape, BUDGET)
@@ -68,7 +69,7 @@ def test_good_draft_is_hit_every_round_and_changes_nothing(
 
 def test_a_request_may_say_for_how_many_verdicts_is_prepared(decoder: Decoder) -> None:
     asked = requests(SAMPLINGS["sampled"])
-    expected = outputs(run(build_engine(decoder), asked))
+    expected = outputs(run_plain(decoder, asked))
     found: list[OutcomeTally] = []
     for num_outcomes in (None, 0, 1):
         reports: list[StepReport] = []
@@ -87,7 +88,7 @@ def test_a_request_may_say_for_how_many_verdicts_is_prepared(decoder: Decoder) -
 def test_delays_losses_repetitions_and_reconnects_change_nothing(
     decoder: Decoder, other_decoder: Decoder, sampling: SamplingParams, seed: int
 ) -> None:
-    expected = outputs(run(build_engine(decoder), requests(sampling)))
+    expected = outputs(run_plain(decoder, requests(sampling)))
     reports: list[StepReport] = []
     engine = build_engine(decoder, on_step=reports.append)
     drafter = standalone((decoder, other_decoder)[seed // 2 % 2])
@@ -101,7 +102,7 @@ def test_delays_losses_repetitions_and_reconnects_change_nothing(
 @pytest.mark.parametrize("num_pages", [9, 14, 20])
 def test_short_draft_memory_changes_nothing(decoder: Decoder, num_pages: int) -> None:
     sampling = SAMPLINGS["sampled"]
-    expected = outputs(run(build_engine(decoder), requests(sampling, 20)))
+    expected = outputs(run_plain(decoder, requests(sampling, 20)))
     engine = build_engine(decoder)
     draft = WiredDraft(engine, standalone(decoder, num_pages), TREE, BUDGET)
     draft.attach()
@@ -111,7 +112,7 @@ def test_short_draft_memory_changes_nothing(decoder: Decoder, num_pages: int) ->
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_ngrams_drafted_ahead_change_nothing(decoder: Decoder, sampling: SamplingParams) -> None:
     asked = requests(sampling)
-    expected = outputs(run(build_engine(decoder), asked))
+    expected = outputs(run_plain(decoder, asked))
     reports: list[StepReport] = []
     engine = build_engine(decoder, on_step=reports.append)
     drafter = NgramDrafter(NgramOptions())
@@ -125,7 +126,7 @@ def test_ngrams_drafted_ahead_change_nothing(decoder: Decoder, sampling: Samplin
 
 def test_context_that_slides_changes_nothing(decoder: Decoder) -> None:
     asked = requests(SAMPLINGS["sampled"], 90)
-    expected = outputs(run(build_engine(decoder), asked))
+    expected = outputs(run_plain(decoder, asked))
     reports: list[StepReport] = []
     engine = build_engine(decoder, on_step=reports.append)
     drafter = standalone(decoder, max_context_tokens=70)

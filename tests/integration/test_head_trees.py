@@ -38,6 +38,7 @@ from tests.helpers.engines import (
     build_engine,
     request,
     run,
+    run_plain,
     tiny_decoder,
 )
 from tests.helpers.head_oracle import HeadOracle, best_paths, path_values
@@ -148,7 +149,7 @@ def test_trees_are_those_of_the_targets_true_features(
     prompts = [PROMPT, PROMPT[:9], PROMPT[4:]]
     requests = [request(prompt, sampling, StopParams(12)) for prompt in prompts]
     answers = run(engine, requests)
-    plain = run(build_engine(decoder), requests)
+    plain = run_plain(decoder, requests)
     assert [answers.token_ids(i) for i in range(3)] == [plain.token_ids(i) for i in range(3)]
     assert _check(drafter, tiny) >= 20
     drafter.check()
@@ -188,7 +189,7 @@ def test_drafting_ahead_from_recurrent_states_changes_nothing(
     sampling = SamplingParams(temperature=0.0) if seed is None else SamplingParams(seed=seed)
     requests = [request(prompt, sampling, StopParams(24)) for prompt in (PROMPT, PROMPT[:9])]
     answers = run(engine, requests)
-    plain = run(build_engine(decoder), requests)
+    plain = run_plain(decoder, requests)
     assert [answers.token_ids(i) for i in range(2)] == [plain.token_ids(i) for i in range(2)]
     # A head of random weights guesses badly, but it does foresee some verdicts.
     assert total.num_hits > 0

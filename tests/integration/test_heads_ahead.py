@@ -47,6 +47,7 @@ from tests.helpers.engines import (
     VOCAB_SIZE,
     build_engine,
     run,
+    run_plain,
 )
 from tests.helpers.mtp_heads import TinyMtp, write_mtp
 from tests.helpers.wired_draft import WiredDraft
@@ -139,7 +140,7 @@ def test_verdicts_that_were_foreseen_are_verified_at_once_and_change_nothing(
     decoder, build = head
     name, shape, selects = case
     sampling = SAMPLINGS[name]
-    expected = outputs(run(build_engine(decoder), requests(sampling)))
+    expected = outputs(run_plain(decoder, requests(sampling)))
     reports: list[StepReport] = []
     engine = build_engine(decoder, on_step=reports.append, selects=selects)
     drafter = build(200)
@@ -157,7 +158,7 @@ def test_delays_losses_repetitions_and_reconnects_change_nothing(
     decoder, build = head
     seed, selects = case
     sampling = list(SAMPLINGS.values())[seed]
-    expected = outputs(run(build_engine(decoder), requests(sampling)))
+    expected = outputs(run_plain(decoder, requests(sampling)))
     engine = build_engine(decoder, selects=selects)
     drafter = build(200)
     draft = lossy_draft(engine, drafter, BUDGET, seed)
@@ -169,7 +170,7 @@ def test_delays_losses_repetitions_and_reconnects_change_nothing(
 def test_short_draft_memory_changes_nothing(head: Head, num_pages: int) -> None:
     decoder, build = head
     sampling = SAMPLINGS["sampled"]
-    expected = outputs(run(build_engine(decoder), requests(sampling, 20)))
+    expected = outputs(run_plain(decoder, requests(sampling, 20)))
     engine, drafter = build_engine(decoder), build(num_pages)
     WiredDraft(engine, drafter, TREE, BUDGET).attach()
     assert outputs(run(engine, requests(sampling, 20))) == expected

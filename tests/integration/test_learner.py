@@ -94,7 +94,9 @@ async def _ask(
 ) -> list[list[int]]:
     speculation = pb.SpeculationParams(never_learnt=never_learnt, disabled=disabled)
     prompts = [[seed % 250 + 3, 7, 9, 11] for seed in range(count)]
-    answers = [await target.generate(prompt, 0.0, speculation) for prompt in prompts]
+    answers = await asyncio.gather(
+        *(target.generate(prompt, 0.0, speculation) for prompt in prompts)
+    )
     return [tokens for tokens, _ in answers]
 
 

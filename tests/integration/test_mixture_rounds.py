@@ -15,7 +15,14 @@ from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
 from shared.runtime.head_runner import HeadRunner
 from shared.tokens import SamplingParams, StopParams, TreeShape
-from tests.helpers.engines import CPU, PAGE_SIZE, build_engine, request, run
+from tests.helpers.engines import (
+    CPU,
+    PAGE_SIZE,
+    build_engine,
+    request,
+    run,
+    run_plain,
+)
 from tests.helpers.mixtures import MIXTURES, write_mixture
 from tests.helpers.wired_draft import WiredDraft
 
@@ -52,7 +59,7 @@ def test_answers_do_not_depend_on_the_draft(
     requests = [
         request(prompt, sampling, StopParams(12)) for prompt in (PROMPT, PROMPT[:9], PROMPT[4:])
     ]
-    answers, plain = run(engine, requests), run(build_engine(decoder), requests)
+    answers, plain = run(engine, requests), run_plain(decoder, requests)
     assert [answers.token_ids(i) for i in range(3)] == [plain.token_ids(i) for i in range(3)]
     assert num_proposed >= 30
     drafter.check()

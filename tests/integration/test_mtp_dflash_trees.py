@@ -30,7 +30,15 @@ from tests.helpers.dflash_heads import (
     best_block_paths,
     write_dflash,
 )
-from tests.helpers.engines import CPU, PAGE_SIZE, VOCAB_SIZE, build_engine, request, run
+from tests.helpers.engines import (
+    CPU,
+    PAGE_SIZE,
+    VOCAB_SIZE,
+    build_engine,
+    request,
+    run,
+    run_plain,
+)
 from tests.helpers.head_oracle import Values, best_paths, path_values
 from tests.helpers.mtp_heads import MtpOracle, TinyMtp, write_mtp
 from tests.helpers.wired_draft import WiredDraft
@@ -121,7 +129,7 @@ def test_trees_are_those_of_the_targets_true_features(
     requests = [
         request(prompt, sampling, StopParams(12)) for prompt in (PROMPT, PROMPT[:9], PROMPT[4:])
     ]
-    answers, plain = run(engine, requests), run(build_engine(decoder), requests)
+    answers, plain = run(engine, requests), run_plain(decoder, requests)
     assert [answers.token_ids(i) for i in range(3)] == [plain.token_ids(i) for i in range(3)]
     model = build_model("llama", TARGET)
     num_grown = 0

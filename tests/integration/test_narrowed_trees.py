@@ -22,7 +22,13 @@ from tests.helpers.ahead_cases import (
     outputs,
     requests,
 )
-from tests.helpers.engines import Collector, build_engine, run, tiny_decoder
+from tests.helpers.engines import (
+    Collector,
+    build_engine,
+    run,
+    run_plain,
+    tiny_decoder,
+)
 from tests.helpers.standalone_drafts import standalone
 from tests.helpers.wired_draft import WiredDraft
 
@@ -77,7 +83,7 @@ def test_trees_are_cut_and_no_token_changes(
     is_adaptive: bool,
 ) -> None:
     asked = requests(SAMPLINGS[sampling])
-    expected = outputs(run(build_engine(decoder), asked))
+    expected = outputs(run_plain(decoder, asked))
     num_rounds: list[int] = []
     for num_draft_tokens in (None, 3, 2, 1):
         reports: list[StepReport] = []
@@ -105,7 +111,7 @@ def test_any_size_beside_others_behind_a_bad_network_changes_nothing(
     decoder: Decoder, other_decoder: Decoder, sampling: str, seed: int
 ) -> None:
     asked = requests(SAMPLINGS[sampling])
-    expected = outputs(run(build_engine(decoder), asked))
+    expected = outputs(run_plain(decoder, asked))
     engine = build_engine(
         decoder,
         num_pages=(200, 40)[seed % 2],
@@ -134,7 +140,7 @@ def test_trees_of_the_targets_own_are_cut_as_well(
     decoder: Decoder, sampling: SamplingParams
 ) -> None:
     asked = requests(sampling, 60)
-    expected = outputs(run(build_engine(decoder), asked))
+    expected = outputs(run_plain(decoder, asked))
     largest: list[int] = []
     for num_draft_tokens in (None, 3, 1):
         reports: list[StepReport] = []

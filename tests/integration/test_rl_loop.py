@@ -3,6 +3,7 @@ changes a rollout, and engine and trainer agree on the distribution that they we
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from pathlib import Path
 from typing import Any
@@ -58,11 +59,11 @@ async def rollouts(server: Server, seeds: range, *, has_draft: bool = True) -> l
         "speculation": {"disable": not has_draft},
     }  # fmt: skip
     params = {"temperature": TEMPERATURE, "max_new_tokens": NUM_NEW, "ignore_eos": True}
-    found = []
-    for seed in seeds:
-        each = {**body, "input_ids": PROMPT, "sampling_params": {**params, "sampling_seed": seed}}
-        found.append(await server.post("/generate", each))
-    return found
+    bodies = [
+        {**body, "input_ids": PROMPT, "sampling_params": {**params, "sampling_seed": seed}}
+        for seed in seeds
+    ]
+    return await asyncio.gather(*(server.post("/generate", each) for each in bodies))
 
 
 def log_probs(model: PreTrainedModel, answers: list[Any]) -> Tensor:

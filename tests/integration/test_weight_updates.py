@@ -124,17 +124,25 @@ async def test_a_head_follows_and_every_token_is_that_of_its_weights(
                 await admin.ContinueGeneration(admin_pb.ContinueGenerationRequest())
             answers = await asyncio.gather(*asking)
             assert any(changes for _, changes in answers), "all had ended before the update"
-            for prompt, (tokens, changes) in zip(PROMPTS, answers, strict=True):
-                assert len(tokens) == 200
-                for place in changes:
-                    known = [*prompt, *tokens[:place]]
-                    assert tokens[place:] == await _rest(stub, known, len(prompt), 200 - place)
+            assert [len(tokens) for tokens, _ in answers] == [200] * len(PROMPTS)
+            changed = [
+                (prompt, tokens, place)
+                for prompt, (tokens, changes) in zip(PROMPTS, answers, strict=True)
+                for place in changes
+            ]
+            rests = await asyncio.gather(
+                *(
+                    _rest(stub, [*prompt, *tokens[:place]], len(prompt), 200 - place)
+                    for prompt, tokens, place in changed
+                )
+            )
+            assert rests == [tokens[place:] for _, tokens, place in changed]
             assert await _answers(drafted) == of_new
             [borrowed] = borrowers
             assert _has_tables_of(new, borrowed)
 
 
-async def test_a_hundred_updates_lose_no_request(folders: tuple[Path, Path], head: Path) -> None:
+async def test_fifty_updates_lose_no_request(folders: tuple[Path, Path], head: Path) -> None:
     """Each runs on with its own seed, on whatever weights are in force."""
     done = asyncio.Event()
 
@@ -146,13 +154,13 @@ async def test_a_hundred_updates_lose_no_request(folders: tuple[Path, Path], hea
 
     async with _serving(folders[0], head) as (stub, admin):
         asking = [asyncio.create_task(asked(stub, prompt)) for prompt in PROMPTS]
-        for number in range(100):
+        for number in range(50):
             answer = await admin.UpdateWeights(_disk(folders[(number + 1) % 2]))
             assert answer.update.weight_version == str(number + 1)
         done.set()
         answers = await asyncio.gather(*asking)
         assert all(len(tokens) == 100 for each in answers for tokens, _ in each)
-        assert sum(len(changes) for each in answers for _, changes in each) >= 50
+        assert sum(len(changes) for each in answers for _, changes in each) >= 25
         for prompt, each in zip(PROMPTS, answers, strict=True):
             tokens, changes = each[-1]
             start = changes[-1] if changes else 0

@@ -419,3 +419,10 @@ def test_a_draft_process_on_the_targets_gpu_leaves_it_the_memory() -> None:
     assert named.drafts[0].settings.mem_fraction_static == 0.4
     for plan in (_plan(gpus=2), _plan(*remote, "--device", "cpu", gpus=1), _plan()):
         assert plan.drafts[0].settings.mem_fraction_static is None
+
+
+def test_the_launcher_loads_no_web_framework() -> None:
+    """They took two thirds of its start."""
+    heavy = "{'fastapi', 'openai', 'torch'}"
+    code = f"import sys, services.serve; sys.exit(bool({heavy} & {{*sys.modules}}))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from gateway.responses.store import CONVERSATION, ResponseStore, StoredResponse, StoreLimits
+from gateway.limits import StoreLimits
+from gateway.responses.store import CONVERSATION, ResponseStore, StoredResponse
 from shared.errors import InvalidArgument, NotFound, SettingsError
 
 

@@ -18,6 +18,7 @@ from tests.helpers.engines import (
     random_trees,
     request,
     run,
+    run_plain,
     shuffled_drops,
     tiny_decoder,
 )
@@ -49,7 +50,7 @@ def test_output_is_the_plain_one(
         request(prompt, replace(sampling, seed=sampling.seed + i), StopParams(60))
         for i, prompt in enumerate(PROMPTS)
     ]
-    plain = run(build_engine(decoder), requests)
+    plain = run_plain(decoder, requests)
     reports: list[StepReport] = []
     engine = build_engine(decoder, fallback=NgramFallback(), on_step=reports.append)
     if with_draft:
@@ -122,7 +123,7 @@ def test_a_miss_delays_no_other_sequence(decoder: Decoder) -> None:
     """Of two sequences one never gets a tree; its draft is waited for, the other goes on."""
     steps: list[int] = []
     engine = build_engine(decoder, on_step=lambda report: steps.append(report.num_rounds))
-    answer = run(build_engine(decoder), [request(PROMPTS[0], stop=StopParams(30))]).token_ids(0)
+    answer = run_plain(decoder, [request(PROMPTS[0], stop=StopParams(30))]).token_ids(0)
     whole = [*PROMPTS[0], *answer]
 
     def tree(tokens: list[int]) -> TokenTree:
@@ -133,7 +134,7 @@ def test_a_miss_delays_no_other_sequence(decoder: Decoder) -> None:
     draft.attach()
     requests = [request(prompt, stop=StopParams(30)) for prompt in PROMPTS[:2]]
     answers = run(engine, requests)
-    plain = run(build_engine(decoder), requests)
+    plain = run_plain(decoder, requests)
     assert [answers.token_ids(i) for i in range(2)] == [plain.token_ids(i) for i in range(2)]
     # The first ends in the rounds its trees need: the prompt's token, then 4 a round.
     assert len(answers.events[0]) <= 2 + 1 + 8

@@ -25,7 +25,12 @@ from tests.helpers.ahead_cases import (
     requests,
     total_outcomes,
 )
-from tests.helpers.engines import build_engine, run, tiny_decoder
+from tests.helpers.engines import (
+    build_engine,
+    run,
+    run_plain,
+    tiny_decoder,
+)
 from tests.helpers.standalone_drafts import standalone
 from tests.helpers.wired_draft import WiredDraft
 
@@ -83,7 +88,7 @@ def test_rounds_are_selected_while_a_shape_is_chosen(decoder: Decoder, sampling:
     asked, reports = requests(SAMPLINGS[sampling]), list[StepReport]()
     engine = _engine(decoder, reports)
     WiredDraft(engine, standalone(decoder), CHAIN, BUDGET).attach()
-    assert outputs(run(engine, asked)) == outputs(run(build_engine(decoder), asked))
+    assert outputs(run(engine, asked)) == outputs(run_plain(decoder, asked))
     assert num_device_rounds(reports) > 0.5 * sum(each.num_rounds for each in reports)
     assert total_outcomes(reports).num_hits > 0
 
@@ -103,7 +108,7 @@ def test_any_choice_at_any_turn_changes_no_token(
     drafter = standalone(decoder)
     draft = lossy_draft(engine, drafter, BUDGET, seed)
     found = outputs(run(engine, asked, each_step=draft.each_step))
-    assert found == outputs(run(build_engine(decoder), asked))
+    assert found == outputs(run_plain(decoder, asked))
     drafter.check()
     engine.check_idle()
     assert len(set(fickle.chosen)) > 1
@@ -128,7 +133,7 @@ def test_sequences_leave_a_draft_that_no_trees_are_wanted_of_and_come_back(
         counts.append(sum(len(each.attachment.sequence_ids) for each in engine.statuses_now()))
 
     collector = run(engine, asked, each_step=count)
-    assert outputs(collector) == outputs(run(build_engine(decoder), asked))
+    assert outputs(collector) == outputs(run_plain(decoder, asked))
     first_left = counts.index(0, counts.index(len(asked)))
     assert len(asked) in counts[first_left:], "they come back"
 

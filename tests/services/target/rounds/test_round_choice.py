@@ -22,7 +22,7 @@ from tests.helpers.engines import (
     Collector,
     build_engine,
     request,
-    run,
+    run_plain,
     settle,
 )
 from tests.helpers.model_time import ModelClock, TimedRun, TimedRunner, run_timed
@@ -123,7 +123,7 @@ def _requests(count: int, *, first: int = 0) -> list[GenerationRequest]:
 
 
 def _plain(pair: Pair, requests: list[GenerationRequest]) -> list[list[int]]:
-    collector = run(build_engine(pair.decoder, num_pages=800), requests)
+    collector = run_plain(pair.decoder, requests)
     return [collector.token_ids(key) for key in range(len(requests))]
 
 

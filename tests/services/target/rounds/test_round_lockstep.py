@@ -20,7 +20,14 @@ from shared.runtime.round_graphs import RoundGraphs
 from shared.runtime.round_lockstep import QueueRound
 from shared.tokens import SamplingParams, StopParams
 from tests.helpers.cut_lanes import OTHER_TREES, TREE, CutTarget, cut_target
-from tests.helpers.engines import VOCAB_SIZE, Collector, build_engine, request, run, settle
+from tests.helpers.engines import (
+    VOCAB_SIZE,
+    Collector,
+    request,
+    run,
+    run_plain,
+    settle,
+)
 from tests.helpers.shared_head_rounds import any_choice
 
 PROMPTS = ([1, 2, 3, 4, 5], [1, 2, 3, 4, 9, 8, 7], [11, 3], [3] * 21)
@@ -39,7 +46,7 @@ def cut(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CutTarget]:
 
 
 def _plain(cut: CutTarget, requests: list[GenerationRequest]) -> Collector:
-    return run(build_engine(cut.whole.decoder), requests)
+    return run_plain(cut.whole.decoder, requests)
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)

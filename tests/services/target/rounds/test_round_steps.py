@@ -28,6 +28,7 @@ from tests.helpers.engines import (
     build_engine,
     request,
     run,
+    run_plain,
     settle,
 )
 from tests.helpers.shared_head_rounds import SilentDraft, any_choice, sharing_head
@@ -107,7 +108,7 @@ def _tokens(collector: Collector, count: int) -> list[list[int]]:
 
 
 def _plain(pair: Pair, requests: Sequence[GenerationRequest]) -> list[list[int]]:
-    return _tokens(run(build_engine(pair.decoder), requests), len(requests))
+    return _tokens(run_plain(pair.decoder, requests), len(requests))
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -159,7 +160,7 @@ def test_stops_are_where_they_were(pair: Pair) -> None:
     stop = StopParams(24, stop_token_ids=frozenset({plain[0][9], plain[1][4], plain[2][0]}))
     requests = _requests(SAMPLINGS["seeded"], stop)
     collector = run(_setup(pair).engine, requests)
-    expected = run(build_engine(pair.decoder), requests)
+    expected = run_plain(pair.decoder, requests)
     for key in range(len(requests)):
         assert collector.token_ids(key) == expected.token_ids(key)
         assert collector.finished(key).reason == expected.finished(key).reason
@@ -190,7 +191,7 @@ def test_lanes_shape_the_distributions_of_those_who_ask(pair: Pair) -> None:
         for _ in range(3):
             setup.engine.step()
     settle(setup.engine)
-    expected = run(build_engine(pair.decoder), requests)
+    expected = run_plain(pair.decoder, requests)
     assert _tokens(collector, len(requests)) == _tokens(expected, len(requests))
     assert setup.draft.opened == 0
     for key in (3, 4):
@@ -291,7 +292,7 @@ def test_places_of_those_that_have_ended_are_given_up(
     requests = [request([1 + key, 2], stop=StopParams(n)) for key, n in enumerate(lengths)]
     setup = _setup(pair, max_sequences=32)
     collector = run(setup.engine, requests)
-    expected = run(build_engine(pair.decoder, max_running=32), requests)
+    expected = run_plain(pair.decoder, requests)
     assert _tokens(collector, 18) == _tokens(expected, 18)
     assert max(sizes) == 24
     assert sizes[-1] == 1
@@ -542,7 +543,7 @@ def test_random_lives_change_no_token(
     monkeypatch.setattr(LanePolicy, "choose", any_choice(seed))
     source = random.Random(seed)
     requests = [_random_request(source) for _ in range(16)]
-    expected = run(build_engine(pair.decoder, max_running=32), requests)
+    expected = run_plain(pair.decoder, requests)
     others = OTHER_TREES if is_chosen else None
     setup = _setup(pair, num_pages=24, is_poisoned=True, other_trees=others)
     collector = Collector()

@@ -49,7 +49,15 @@ from tests.helpers.ahead_cases import (
     total_outcomes,
 )
 from tests.helpers.ahead_draft import DEPTH, AheadDraft
-from tests.helpers.engines import Collector, build_engine, request, run, settle, tiny_decoder
+from tests.helpers.engines import (
+    Collector,
+    build_engine,
+    request,
+    run,
+    run_plain,
+    settle,
+    tiny_decoder,
+)
 from tests.helpers.standalone_drafts import standalone
 from tests.helpers.wired_draft import WiredDraft
 
@@ -82,7 +90,7 @@ def choice(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def _plain(decoder: Decoder, asked: Sequence[GenerationRequest]) -> list[list[int]]:
-    collector = run(build_engine(decoder), asked)
+    collector = run_plain(decoder, asked)
     return [collector.token_ids(key) for key in range(len(asked))]
 
 
@@ -183,7 +191,7 @@ def test_output_is_that_of_plain_decoding(
     asked, reports = requests(SAMPLINGS[sampling]), list[StepReport]()
     engine = build_engine(decoder, on_step=reports.append, poisons_free_pages=True, selects=True)
     WiredDraft(engine, standalone(decoder), shape, BUDGET).attach()
-    assert outputs(run(engine, asked)) == outputs(run(build_engine(decoder), asked))
+    assert outputs(run(engine, asked)) == outputs(run_plain(decoder, asked))
     tally = total_outcomes(reports)
     assert tally.num_hits > 5 * max(tally.num_misses, 1)
     assert num_device_rounds(reports) > 0.8 * sum(each.num_rounds for each in reports)
@@ -225,7 +233,7 @@ def test_delays_losses_repetitions_and_reconnects_change_nothing(
     drafter = standalone((decoder, other_decoder)[seed // 2 % 2])
     draft = lossy_draft(engine, drafter, BUDGET, seed)
     found = outputs(run(engine, asked, each_step=draft.each_step))
-    assert found == outputs(run(build_engine(decoder), asked))
+    assert found == outputs(run_plain(decoder, asked))
     drafter.check()
     tally = total_outcomes(reports)
     assert tally.num_hits + tally.num_misses + tally.num_late_hits > 0, "nothing was drafted ahead"
@@ -396,7 +404,7 @@ def test_stops_are_where_they_were(decoder: Decoder) -> None:
     setup = Setup(decoder)
     stop_ids = frozenset({setup.answers[0][20], setup.answers[1][14]})
     asked = [request(prompt, SEEDED, StopParams(60, stop_token_ids=stop_ids)) for prompt in PROMPTS]
-    collector, expected = run(setup.engine, asked), run(build_engine(decoder), asked)
+    collector, expected = run(setup.engine, asked), run_plain(decoder, asked)
     for key in range(2):
         assert collector.token_ids(key) == expected.token_ids(key)
         assert collector.finished(key).reason == expected.finished(key).reason
@@ -460,7 +468,7 @@ def test_where_pages_run_out_the_general_path_goes_on(decoder: Decoder, num_page
         selects=True,
     )
     WiredDraft(engine, standalone(decoder), TREE, BUDGET).attach()
-    assert outputs(run(engine, asked)) == outputs(run(build_engine(decoder), asked))
+    assert outputs(run(engine, asked)) == outputs(run_plain(decoder, asked))
     assert num_device_rounds(reports) > 0
 
 
@@ -543,7 +551,7 @@ def test_random_lives_change_no_token(
     source = random.Random(seed)
     monkeypatch.setattr(EarlyLaunch, "pays", lambda early, rates, s: source.random() < 0.5)
     asked = [_random_request(source) for _ in range(16)]
-    expected = run(build_engine(decoder, max_running=16), asked)
+    expected = run_plain(decoder, asked)
     reports = list[StepReport]()
     engine = build_engine(
         decoder,
