@@ -7,8 +7,8 @@ tree with few heads share a program, and so the loads of their common prefix.
 
 A row's bits depend on its own queries and key list alone. The list is cut at fixed places
 (`bounds_of_split`), each split is walked in tiles of one size, and splits are added in order.
-Maxima are whole numbers, so that sums are scaled by powers of two, which rounds nothing: a tile
-that is hidden from a row adds exact zeros, and splits may be added as they are made or later.
+Maxima are whole numbers, so that sums are scaled by powers of two, which rounds nothing, and a tile
+that is hidden from a row adds exact zeros.
 
 Sources: DeepSeek-V2, arXiv 2405.04434, section 2.1 (absorbed matrices); Dao, arXiv 2307.08691
 (online softmax over tiles); "Flash-Decoding", Dao et al., 2023 (splits of the key list).
@@ -26,27 +26,25 @@ from shared.kernels.fused_jit import normed_row, summed
 
 @triton.jit(do_not_specialize=["page_stride", "tail_stride", "max_splits"])  # type: ignore[untyped-decorator]
 def attend_latents(  # type: ignore[no-untyped-def]
-    queries, cache, results, sums, maxima, masses,
+    queries, cache, sums, maxima, masses,
     block_sequences, block_first_rows, block_counts,
     row_lengths, shared_lengths, page_table, tail_slots,
     page_stride, tail_stride, max_splits, scale_log2,
-    HAS_TAIL: tl.constexpr, IS_WHOLE: tl.constexpr, NUM_HEADS: tl.constexpr,
+    HAS_TAIL: tl.constexpr, NUM_HEADS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
     FIRST_SPLIT: tl.constexpr, LEVEL_SPLITS: tl.constexpr,
     LATENT: tl.constexpr, ROTARY: tl.constexpr,
     BLOCK_LATENT: tl.constexpr, BLOCK_ROTARY: tl.constexpr,
     PAGE_SIZE: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Attends from a block of rows and some of their heads.
+    """Attends from a block of rows and some of their heads; programs along the last axis share
+    the splits of a block, and `combine_latents` adds the parts.
 
     Args:
         queries: `[T, H, L + R]`, the last R dimensions rotated.
         cache: `[num_slots, L + R]`.
-        results: `[T, H, L]`; written by whole programs alone.
         sums: `[N * ROWS, H, S, L]` float32, with `maxima` and `masses` `[N * ROWS, H, S]`, the
-            parts of S splits. Whole programs keep their running sum there, and S is 1.
-        IS_WHOLE: a program takes all splits of its block; else those along the last axis share
-            them, and `combine_latents` adds the parts.
+            parts of S splits.
     """
     begin(IS_DEPENDENT)
     block = tl.program_id(1)
@@ -63,7 +61,7 @@ def attend_latents(  # type: ignore[no-untyped-def]
     lengths = tl.load(row_lengths + rows, mask=is_lane, other=0)
     longest = tl.max(lengths, 0)
     common = tl.load(shared_lengths + sequence)
-    split = 0 if IS_WHOLE else tl.program_id(2)
+    split = tl.program_id(2)
     start, size = bounds_of_split(split, FIRST_SPLIT, LEVEL_SPLITS)
     if start >= longest:
         return
@@ -85,8 +83,6 @@ def attend_latents(  # type: ignore[no-untyped-def]
         common_tiles = tl.where(common < longest, common // TILE_KEYS * TILE_KEYS, common)
         tails += first_row.to(tl.int64) * tail_stride
     places = ((block * ROWS + lane_rows) * NUM_HEADS + heads).to(tl.int64) * max_splits
-    run_best = tl.full([ROWS * BLOCK_HEADS], float("-inf"), tl.float32)
-    run_mass = tl.zeros([ROWS * BLOCK_HEADS], tl.float32)
     while start < longest:
         best, mass, total = walk_latents(
             start, size, straight, turned, lane_rows, lengths, longest, count, cache, pages,
@@ -94,29 +90,12 @@ def attend_latents(  # type: ignore[no-untyped-def]
             HAS_TAIL, ROWS, ROWS * BLOCK_HEADS, TILE_KEYS, LATENT, ROTARY,
             BLOCK_LATENT, BLOCK_ROTARY, PAGE_SIZE,
         )  # fmt: skip
-        if IS_WHOLE:
-            here = sums + places[:, None] * LATENT + dims[None, :]
-            new_best = tl.maximum(run_best, best)
-            keep, weight = power_of_two(run_best, new_best), power_of_two(best, new_best)
-            run_mass = run_mass * keep + mass * weight
-            kept = tl.load(here, mask=is_dim & (start > 0), other=0.0)
-            total = kept * keep[:, None] + total * weight[:, None]
-            run_best = new_best
-            split += 1
-            start, size = bounds_of_split(split, FIRST_SPLIT, LEVEL_SPLITS)
-            if start < longest:
-                tl.store(here, total, mask=is_dim)
-            else:
-                attended = total / tl.where(run_mass == 0.0, 1.0, run_mass)[:, None]
-                target = results + (rows.to(tl.int64) * NUM_HEADS + heads)[:, None] * LATENT
-                tl.store(target + dims[None, :], attended.to(results.dtype.element_ty), mask=is_dim)
-        else:
-            tl.store(maxima + places + split, best, mask=is_lane)
-            tl.store(masses + places + split, mass, mask=is_lane)
-            here = sums + (places + split)[:, None] * LATENT + dims[None, :]
-            tl.store(here, total, mask=is_dim)
-            split += tl.num_programs(2)
-            start, size = bounds_of_split(split, FIRST_SPLIT, LEVEL_SPLITS)
+        tl.store(maxima + places + split, best, mask=is_lane)
+        tl.store(masses + places + split, mass, mask=is_lane)
+        here = sums + (places + split)[:, None] * LATENT + dims[None, :]
+        tl.store(here, total, mask=is_dim)
+        split += tl.num_programs(2)
+        start, size = bounds_of_split(split, FIRST_SPLIT, LEVEL_SPLITS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -143,13 +122,9 @@ def walk_latents(  # type: ignore[no-untyped-def]
         num_common = tl.cdiv(tl.maximum(tl.minimum(end, common_tiles) - start, 0), TILE_KEYS)
         if ROWS > 1:
             num_steps = num_common + (num_steps - num_common) * count
-    slots, row = tile_slots(
-        0, num_steps, num_common, start, longest, count, pages, own_lengths, tails, tail_stride,
-        common, HAS_TAIL, ROWS, TILE_KEYS, PAGE_SIZE,
-    )  # fmt: skip
     for step in range(num_steps):
-        next_slots, next_row = tile_slots(
-            step + 1, num_steps, num_common, start, longest, count, pages, own_lengths, tails,
+        slots, row = tile_slots(
+            step, num_steps, num_common, start, longest, count, pages, own_lengths, tails,
             tail_stride, common, HAS_TAIL, ROWS, TILE_KEYS, PAGE_SIZE,
         )  # fmt: skip
         is_key = (slots >= 0)[:, None]
@@ -180,7 +155,7 @@ def walk_latents(  # type: ignore[no-untyped-def]
         mass = mass * decay + tl.sum(weights, 1)
         total *= decay[:, None]
         total = tl.dot(weights.to(latents.dtype), latents, total, input_precision="ieee")
-        best, slots, row = new_best, next_slots, next_row
+        best = new_best
     return best, mass, total
 
 
@@ -191,10 +166,7 @@ def tile_slots(  # type: ignore[no-untyped-def]
     PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Returns the slots `[TILE_KEYS]` int32 of one step of a split, -1 where there is no key, and
-    the row within the block whose tile it is, if it is not common to all.
-
-    Asked for a step ahead, so that nothing waits for them.
-    """
+    the row within the block whose tile it is, if it is not common to all."""
     tile = step
     row = 0
     length = longest
@@ -316,8 +288,8 @@ def enter_latents(  # type: ignore[no-untyped-def]
         columns = tl.arange(0, BLOCK_QUERIES)
         is_column = columns < QUERIES
         values = summed(made, first + columns, is_column, part_size, dtype, NUM_PARTS)
-        weights = tl.load(query_weight + columns, mask=is_column, other=0.0)
-        normed = normed_row(values, weights, QUERIES, query_eps)
+        query_weights = tl.load(query_weight + columns, mask=is_column, other=0.0)
+        normed = normed_row(values, query_weights, QUERIES, query_eps)
         tl.store(queries + row * QUERIES + columns, normed, mask=is_column)
 
 

@@ -20,14 +20,13 @@ from shared.kernels.partials import Partials
 from shared.kernels.pointwise import Norm
 
 # As in `split_plan`, of other lengths: a program of this kernel fills a multiprocessor.
-FIRST_SPLIT_KEYS = 256
-SPLITS_PER_LEVEL = 32
+FIRST_SPLIT_KEYS = 512
+SPLITS_PER_LEVEL = 16
 TILE_KEYS = 64
-_STAGES = 2
+# Pages are asked for a tile ahead of their keys, and these a tile ahead of the products.
+_STAGES = 3
 _WARPS = 8
-# Blocks times groups of heads; from so many on a program takes all splits of one.
-FEWEST_WHOLE = 96
-_TARGET_PROGRAMS = 528
+TARGET_PROGRAMS = 528
 # Parts that a program adds at once.
 _GROUP = 16
 _FEWEST_DIMS = 16
@@ -65,14 +64,11 @@ def latent_attention(
     num_blocks, heads = len(blocks.counts), block_heads(num_heads)
     rows = blocks.tile // heads
     head_blocks = triton.cdiv(num_heads, heads)
-    is_whole = num_blocks * head_blocks >= FEWEST_WHOLE
     max_splits = num_splits(max(batch.max_kv_length, 1))
-    num_parts = 1 if is_whole else max_splits
-    shape = (num_blocks * rows, num_heads, num_parts)
+    shape = (num_blocks * rows, num_heads, max_splits)
     sums = queries.new_empty((*shape, latent_dim), dtype=torch.float32)
     maxima, masses = empties(2, shape, torch.float32, queries.device)
-    wanted = triton.cdiv(_TARGET_PROGRAMS, num_blocks * head_blocks)
-    num_programs = 1 if is_whole else min(max_splits, wanted)
+    wanted = triton.cdiv(TARGET_PROGRAMS, num_blocks * head_blocks)
     launch = dependent_launch(queries.device, num_rows)
     options = {
         "ROWS": rows,
@@ -83,21 +79,20 @@ def latent_attention(
         "LEVEL_SPLITS": SPLITS_PER_LEVEL,
     }
     tails = batch.page_table if tail is None else tail
-    attend_latents[(head_blocks, num_blocks, num_programs)](
-        queries, cache, results, sums, maxima, masses,
+    attend_latents[(head_blocks, num_blocks, min(max_splits, wanted))](
+        queries, cache, sums, maxima, masses,
         blocks.sequences, blocks.first_rows, blocks.counts,
         plan.row_lengths, plan.shared_lengths, batch.page_table, tails,
-        batch.page_table.stride(0), tails.stride(0), num_parts, scale * math.log2(math.e),
-        HAS_TAIL=tail is not None, IS_WHOLE=is_whole, BLOCK_HEADS=heads,
+        batch.page_table.stride(0), tails.stride(0), max_splits, scale * math.log2(math.e),
+        HAS_TAIL=tail is not None, BLOCK_HEADS=heads,
         TILE_KEYS=TILE_KEYS, ROTARY=dim - latent_dim,
         BLOCK_ROTARY=max(triton.next_power_of_2(dim - latent_dim), _FEWEST_DIMS),
         PAGE_SIZE=batch.page_size, num_warps=_WARPS, num_stages=_STAGES, **options, **launch,
     )  # fmt: skip
-    if not is_whole:
-        combine_latents[(num_blocks * rows, num_heads)](
-            sums, maxima, masses, results, blocks.first_rows, blocks.counts, plan.row_lengths,
-            num_parts, GROUP=min(_GROUP, SPLITS_PER_LEVEL), num_warps=4, **options, **launch,
-        )  # fmt: skip
+    combine_latents[(num_blocks * rows, num_heads)](
+        sums, maxima, masses, results, blocks.first_rows, blocks.counts, plan.row_lengths,
+        max_splits, GROUP=min(_GROUP, SPLITS_PER_LEVEL), num_warps=4, **options, **launch,
+    )  # fmt: skip
     return results
 
 
