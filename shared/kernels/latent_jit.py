@@ -93,7 +93,7 @@ def attend_latents(  # type: ignore[no-untyped-def]
         tl.store(maxima + places + split, best, mask=is_lane)
         tl.store(masses + places + split, mass, mask=is_lane)
         here = sums + (places + split)[:, None] * LATENT + dims[None, :]
-        tl.store(here, total, mask=is_dim)
+        tl.store(here, total.to(sums.dtype.element_ty), mask=is_dim)
         split += tl.num_programs(2)
         start, size = bounds_of_split(split, FIRST_SPLIT, LEVEL_SPLITS)
 
@@ -137,7 +137,9 @@ def walk_latents(  # type: ignore[no-untyped-def]
         latents = tl.load(keys + dims[None, :], mask=is_key, other=0.0)
         rotated = tl.load(keys + LATENT + rotary[None, :], mask=is_rotary, other=0.0)
         scores = tl.dot(straight, tl.trans(latents), input_precision="ieee")
-        scores = tl.dot(turned, tl.trans(rotated), scores, input_precision="ieee")
+        more = tl.dot(turned, tl.trans(rotated), input_precision="ieee")
+        # In base 2. Each product is scaled by itself, or the compiler makes a chain of them.
+        scores = tl.fma(more, scale_log2, scores * scale_log2)
         tile = step
         is_row = lane_rows >= 0
         if HAS_TAIL and ROWS > 1:
@@ -147,14 +149,24 @@ def walk_latents(  # type: ignore[no-untyped-def]
         indices = start + tile * TILE_KEYS + tl.arange(0, TILE_KEYS)
         is_seen = (indices[None, :] < lengths[:, None]) & is_row[:, None]
         scores = tl.where(is_seen, scores, float("-inf"))
-        new_best = tl.maximum(best, tl.ceil(tl.max(scores, 1) * scale_log2))
+        # Both conditions hold in every step. Triton 3.6 gives each warp rows of its own in a
+        # product that another one follows, and 64 lanes have rows for four warps: the other four
+        # would repeat their work. It does not look for the other product behind a branch.
+        most = tl.ceil(tl.max(scores, 1))
+        new_best = best
+        if step < num_steps:
+            new_best = tl.maximum(best, most)
         reference = tl.where(new_best == float("-inf"), 0.0, new_best)
+        if step < num_steps:
+            exact = tl.exp2(scores - reference[:, None])
+            weights = exact.to(latents.dtype)
+        else:
+            exact = scores
+            weights = scores.to(latents.dtype)
         decay = power_of_two(best, new_best)
-        # One rounding, whatever a compiler would contract.
-        weights = tl.exp2(tl.fma(scores, scale_log2, -reference[:, None]))
-        mass = mass * decay + tl.sum(weights, 1)
+        mass = mass * decay + tl.sum(exact, 1)
         total *= decay[:, None]
-        total = tl.dot(weights.to(latents.dtype), latents, total, input_precision="ieee")
+        total = tl.dot(weights, latents, total, input_precision="ieee")
         best = new_best
     return best, mass, total
 
@@ -237,7 +249,7 @@ def combine_latents(  # type: ignore[no-untyped-def]
             )
             weight = power_of_two(part_best, new_best)
             mass += part_mass * weight
-            total += part_total * weight
+            total += part_total.to(tl.float32) * weight
         best = new_best
         slot += GROUP
         first += GROUP

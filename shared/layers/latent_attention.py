@@ -135,9 +135,10 @@ class LatentAttention:
         own_tables = plan.taken(cos), plan.taken(signed_sin)
         own = replace(plan, prompts=None)
         plan.put(results, self._absorbed(plan.taken(queries), own_tables, cache, own))
-        turned = rotate(queries[..., straight_dim:], *tables)
+        turned = queries[..., straight_dim:]
+        turned.copy_(rotate(turned, *tables))
         expanded_attention(
-            torch.cat((queries[..., :straight_dim], turned), dim=-1), cache,
-            self.key_up, self.value_up, results, plan.prompts, scale=self.shape.scale,
+            queries, cache, self.key_up, self.value_up, results, plan.prompts,
+            scale=self.shape.scale,
         )  # fmt: skip
         return results[:-1]
