@@ -20,6 +20,7 @@ from torch import Tensor
 from shared.kernels.attention_rows import RowPlan, plan_rows
 from shared.kernels.cache import CacheScales, load
 from shared.kernels.kernel_settings import runs_triton
+from shared.kernels.latent_plan import LatentPlan, plan_latents
 from shared.kernels.split_plan import PagedRows, SplitPlan, plan_splits
 from shared.model_options import AttentionBackend
 
@@ -57,7 +58,7 @@ class TilePlan:
     result_rows: Tensor
 
 
-AttentionPlan: TypeAlias = TilePlan | SplitPlan | RowPlan
+AttentionPlan: TypeAlias = TilePlan | SplitPlan | RowPlan | LatentPlan
 
 
 def plan_attention(
@@ -67,6 +68,7 @@ def plan_attention(
     num_query_groups: int,
     backend: AttentionBackend = AttentionBackend.AUTO,
     is_special: bool = False,
+    is_latent: bool = False,
 ) -> AttentionPlan:
     """Computes masks and gather indices of one forward.
 
@@ -76,12 +78,15 @@ def plan_attention(
             depth of any tree, whose nodes are never cut off.
         num_query_groups: query heads that share a key head; rows are padded with it in view.
         backend: `TORCH` takes the plain path on CUDA, too; `TRITON` needs CUDA.
-        is_special: scores have caps or sinks, or values are the first part of keys, which only
-            the kernels of single rows know.
+        is_special: scores have caps or sinks, which only the kernels of single rows know.
+        is_latent: values are the first part of keys, and there is one key head and no window.
     """
     has_triton = runs_triton(batch.positions)
     assert has_triton or backend is not AttentionBackend.TRITON, "Triton's kernels need CUDA"
     if has_triton and backend is not AttentionBackend.TORCH:
+        if is_latent:
+            assert sliding_window is None
+            return plan_latents(batch, num_query_groups)
         if is_special:
             return plan_rows(batch, sliding_window, num_query_groups)
         return plan_splits(batch, sliding_window, num_query_groups)
@@ -119,25 +124,29 @@ def paged_attention(
         scale: factor of the scores, usually `D ** -0.5`.
         cache_scales: of an e4m3 cache; None of any other.
         cap: bounds scores softly, `cap * tanh(score / cap)`; None of most models. A `SplitPlan`
-            knows no caps, sinks and `value_dim`.
+            knows no caps and sinks.
         sinks: `[Hq]`, a score of each head that takes its share of the softmax and has no value;
             None of most models. Source: Xiao et al., arXiv 2309.17453, section 3.3.
         value_dim: V, the dimensions of a value that are wanted, its first ones; None wants all.
-            `values` may then be `keys` itself.
+            `values` is then `keys` itself, and on CUDA the plan is a `LatentPlan`.
 
     Returns:
         `[T, Hq, V]` in the dtype of `queries`; scores are float32, and so are sums over keys on
         CUDA, while the plain path sums in float64.
     """
+    if isinstance(plan, LatentPlan):
+        from shared.kernels.latent_triton import latent_attention
+
+        assert value_dim is not None
+        assert plan.prompts is None, "keys and values of prompts are expanded first"
+        return latent_attention(queries, keys, plan, scale=scale, latent_dim=value_dim)
     if isinstance(plan, RowPlan):
         from shared.kernels.attention_rows_triton import row_attention
 
         assert cache_scales is None, "these kernels know no e4m3 cache"
+        assert value_dim is None
         if plan.prompts is None:
-            return row_attention(
-                queries, keys, values, plan, scale=scale, cap=cap, sinks=sinks, value_dim=value_dim
-            )
-        assert value_dim is None, "keys and values of prompts are expanded first"
+            return row_attention(queries, keys, values, plan, scale=scale, cap=cap, sinks=sinks)
         return _with_prompts(queries, keys, values, plan, _Softmax(scale, cap, sinks))
     if isinstance(plan, SplitPlan):
         assert cap is None and sinks is None and value_dim is None, "unknown to the kernels"  # noqa: PT018

@@ -167,7 +167,7 @@ def expanded_attention(
     key_up: Tensor,
     value_up: Tensor,
     results: Tensor,
-    plan: RowPlan,
+    prompts: PromptPlan,
     *,
     scale: float,
 ) -> None:
@@ -180,10 +180,9 @@ def expanded_attention(
         key_up: `[H, N, L]`.
         value_up: `[H, V, L]`.
     """
-    assert plan.prompts is not None
     num_heads, straight_dim, latent_dim = key_up.shape
     value_dim, dim = value_up.shape[1], queries.shape[2]
-    rows = cache.squeeze(1).index_select(0, plan.prompts.key_slots)
+    rows = cache.squeeze(1).index_select(0, prompts.key_slots)
     latents = rows[:, :latent_dim]
     row_bytes = (straight_dim + value_dim) * rows.element_size() * len(rows)
     count = max(1, min(num_heads, _MOST_EXPANDED_BYTES // row_bytes))
@@ -191,17 +190,15 @@ def expanded_attention(
         heads = slice(first, first + count)
         keys = F.linear(latents, key_up[heads].flatten(0, 1))
         values = F.linear(latents, value_up[heads].flatten(0, 1))
-        attend_prompts[(len(plan.prompts.blocks.counts), len(key_up[heads]))](
+        attend_prompts[(len(prompts.blocks.counts), len(key_up[heads]))](
             queries, keys, rows[:, latent_dim:], values, queries, results,
-            *_block_tensors(plan.prompts), plan.batch.positions, plan.prompts.key_starts,
+            *_block_tensors(prompts), prompts.key_starts, prompts.key_starts,
             queries.stride(0), keys.stride(0), rows.stride(0), values.stride(0), 0, first,
             scale * math.log2(math.e), 1.0, 0,
             IS_PAGED=False, HAS_CAP=False, HAS_WINDOW=False, HAS_SINKS=False,
             NUM_HEADS=num_heads, NUM_GROUPS=1, DIM=dim, MAIN=straight_dim, REST_HEAD=0,
             KEY_HEAD=straight_dim, VALUE_HEAD=value_dim, VALUE_DIM=value_dim, PAGE_SIZE=1,
-            **_shape_options(
-                queries, dim - straight_dim, straight_dim, value_dim, plan.prompts
-            ),
+            **_shape_options(queries, dim - straight_dim, straight_dim, value_dim, prompts),
         )  # fmt: skip
 
 

@@ -1,5 +1,5 @@
-"""Triton kernels of paged attention for what the faster ones do not know: soft caps, sinks, and
-values that are the first part of keys. A program takes a row and up to 16 of its heads.
+"""Triton kernels of paged attention for what the faster ones do not know: soft caps and sinks. A
+program takes a row and up to 16 of its heads.
 
 Keys are cut into spans of one length, each is summed by itself, and the spans are added in order.
 So a row's bits depend neither on its company nor on how many programs share its keys. What the
@@ -37,10 +37,9 @@ def attend_span(  # type: ignore[no-untyped-def]
     query, query_rest, keys, values, pages, tail, first, end, position, shared,
     scale_log2, cap, window,
     HAS_TAIL: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    SHARES_KEYS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr,
-    REST: tl.constexpr, BLOCK_MAIN: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_VALUES: tl.constexpr, SLOT_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    TILE: tl.constexpr, IS_FLOAT32: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
+    BLOCK_MAIN: tl.constexpr, BLOCK_VALUES: tl.constexpr, SLOT_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, IS_FLOAT32: tl.constexpr,
 ):  # fmt: skip
     """Returns maximum, mass and sum of the keys of one row at `[first, end)` of its list."""
     low = float("-inf")
@@ -82,13 +81,10 @@ def attend_span(  # type: ignore[no-untyped-def]
         base = tl.where(both == low, 0.0, both)
         weights = tl.exp2(scores - base[:, None])
         kept = tl.exp2(high - base)
-        if SHARES_KEYS:
-            value = key
-        else:
-            value = tl.load(
-                values + slots[:, None] + value_dims[None, :],
-                mask=inside[:, None] & (value_dims < VALUE_DIM)[None, :], other=0.0,
-            )  # fmt: skip
+        value = tl.load(
+            values + slots[:, None] + value_dims[None, :],
+            mask=inside[:, None] & (value_dims < DIM)[None, :], other=0.0,
+        )  # fmt: skip
         mass = mass * kept + tl.sum(weights, 1)
         total *= kept[:, None]
         total += tl.dot(weights.to(value.dtype), value, input_precision=precision)
@@ -102,10 +98,10 @@ def attend_rows(  # type: ignore[no-untyped-def]
     sequences, row_lengths, positions, shared_lengths, page_table, tail_slots,
     query_stride, page_stride, tail_stride, num_spans, scale_log2, cap, window,
     HAS_TAIL: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr, SHARES_KEYS: tl.constexpr, IS_WHOLE: tl.constexpr,
+    HAS_SINKS: tl.constexpr, IS_WHOLE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, NUM_GROUPS: tl.constexpr, HEADS: tl.constexpr,
     DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_MAIN: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_VALUES: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_VALUES: tl.constexpr, PAGE_SIZE: tl.constexpr,
     SPAN: tl.constexpr, TILE: tl.constexpr, IS_FLOAT32: tl.constexpr,
 ):  # fmt: skip
     """One program a row, some heads of one key head, and a span of keys, or all of them."""
@@ -147,15 +143,15 @@ def attend_rows(  # type: ignore[no-untyped-def]
         own_high, own_mass, own_total = attend_span(
             query, query_rest, keys + kv_head * DIM, values + kv_head * DIM, pages, tail,
             first, end, position, shared, scale_log2, cap, window,
-            HAS_TAIL, HAS_CAP, HAS_WINDOW, SHARES_KEYS, HEADS, DIM, MAIN, REST, BLOCK_MAIN,
-            VALUE_DIM, BLOCK_VALUES, slot_size, PAGE_SIZE, TILE, IS_FLOAT32,
+            HAS_TAIL, HAS_CAP, HAS_WINDOW, HEADS, DIM, MAIN, REST, BLOCK_MAIN,
+            BLOCK_VALUES, slot_size, PAGE_SIZE, TILE, IS_FLOAT32,
         )  # fmt: skip
         if IS_WHOLE:
             high, mass, total = merged(high, mass, total, own_high, own_mass, own_total)
         else:
             high, mass, total = own_high, own_mass, own_total
     value_dims = tl.arange(0, BLOCK_VALUES)
-    is_value = is_head[:, None] & (value_dims < VALUE_DIM)[None, :]
+    is_value = is_head[:, None] & (value_dims < DIM)[None, :]
     num_heads: tl.constexpr = NUM_KV_HEADS * NUM_GROUPS
     if IS_WHOLE:
         if HAS_SINKS:
@@ -163,34 +159,32 @@ def attend_rows(  # type: ignore[no-untyped-def]
             sink *= 1.4426950408889634
             none = tl.zeros((HEADS, BLOCK_VALUES), tl.float32)
             high, mass, total = merged(high, mass, total, sink, mass * 0.0 + 1.0, none)
-        place = (row * num_heads + heads)[:, None] * VALUE_DIM + value_dims[None, :]
+        place = (row * num_heads + heads)[:, None] * DIM + value_dims[None, :]
         tl.store(results + place, total / tl.maximum(mass, 1e-37)[:, None], mask=is_value)
     else:
         place = (row * num_heads + heads) * num_spans + tl.program_id(2)
         tl.store(highs + place, high, mask=is_head)
         tl.store(masses + place, mass, mask=is_head)
-        tl.store(sums + place[:, None] * VALUE_DIM + value_dims[None, :], total, mask=is_value)
+        tl.store(sums + place[:, None] * DIM + value_dims[None, :], total, mask=is_value)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def join_spans(  # type: ignore[no-untyped-def]
     sums, highs, masses, sinks, row_lengths, results, num_spans,
-    HAS_SINKS: tl.constexpr, NUM_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr,
+    HAS_SINKS: tl.constexpr, NUM_HEADS: tl.constexpr, DIM: tl.constexpr,
     BLOCK_VALUES: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Adds the spans of a row and a head in order."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     one = tl.arange(0, 1)
     value_dims = tl.arange(0, BLOCK_VALUES)
-    is_value = (value_dims < VALUE_DIM)[None, :]
+    is_value = (value_dims < DIM)[None, :]
     high = tl.full((1,), float("-inf"), tl.float32)
     mass = tl.zeros((1,), tl.float32)
     total = tl.zeros((1, BLOCK_VALUES), tl.float32)
     for span in range(tl.cdiv(tl.load(row_lengths + row), SPAN)):
         place = (row * NUM_HEADS + head) * num_spans + span + one
-        own = tl.load(
-            sums + place[:, None] * VALUE_DIM + value_dims[None, :], mask=is_value, other=0.0
-        )
+        own = tl.load(sums + place[:, None] * DIM + value_dims[None, :], mask=is_value, other=0.0)
         high, mass, total = merged(
             high, mass, total, tl.load(highs + place), tl.load(masses + place), own
         )
@@ -198,5 +192,5 @@ def join_spans(  # type: ignore[no-untyped-def]
         sink = tl.load(sinks + head + one).to(tl.float32) * 1.4426950408889634
         none = tl.zeros((1, BLOCK_VALUES), tl.float32)
         high, mass, total = merged(high, mass, total, sink, mass * 0.0 + 1.0, none)
-    place = (row * NUM_HEADS + head + one)[:, None] * VALUE_DIM + value_dims[None, :]
+    place = (row * NUM_HEADS + head + one)[:, None] * DIM + value_dims[None, :]
     tl.store(results + place, total / tl.maximum(mass, 1e-37)[:, None], mask=is_value)

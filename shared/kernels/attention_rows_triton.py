@@ -31,7 +31,6 @@ def row_attention(
     scale: float,
     cap: float | None,
     sinks: Tensor | None,
-    value_dim: int | None,
 ) -> Tensor:
     """Attends as `paged_attention` does; arguments and result are its own."""
     num_rows, num_heads, dim = queries.shape
@@ -39,20 +38,18 @@ def row_attention(
     assert keys.is_contiguous()
     assert values.is_contiguous()
     queries = queries.contiguous()
-    wanted = dim if value_dim is None else value_dim
     main = 1 << (dim.bit_length() - 1)
     block_main = max(main, _FEWEST_DIMS)
     rest = 0 if main == dim else max(triton.next_power_of_2(dim - main), _FEWEST_DIMS)
-    shares_keys = value_dim is not None and value_dim == main and values is keys
-    block_values = block_main if shares_keys else max(triton.next_power_of_2(wanted), _FEWEST_DIMS)
+    block_values = max(triton.next_power_of_2(dim), _FEWEST_DIMS)
     num_groups = num_heads // num_kv_heads
     num_spans = triton.cdiv(max(batch.max_kv_length, 1), SPAN)
     is_whole = num_rows >= _MANY_ROWS or num_spans == 1
-    results = queries.new_empty((num_rows, num_heads, wanted))
+    results = queries.new_empty((num_rows, num_heads, dim))
     sums = highs = masses = results
     if not is_whole:
         shape = (num_rows, num_heads, num_spans)
-        sums = queries.new_empty((*shape, wanted), dtype=torch.float32)
+        sums = queries.new_empty((*shape, dim), dtype=torch.float32)
         highs, masses = empties(2, shape, torch.float32, sums.device)
     tail = plan.tail_slots
     log2_scale = scale * math.log2(math.e)
@@ -67,9 +64,9 @@ def row_attention(
         1.0 if cap is None else cap * math.log2(math.e), plan.sliding_window or 0,
         HAS_TAIL=tail is not None, HAS_CAP=cap is not None,
         HAS_WINDOW=plan.sliding_window is not None, HAS_SINKS=sinks is not None,
-        SHARES_KEYS=shares_keys, IS_WHOLE=is_whole, NUM_KV_HEADS=num_kv_heads,
+        IS_WHOLE=is_whole, NUM_KV_HEADS=num_kv_heads,
         NUM_GROUPS=num_groups, HEADS=_HEADS, DIM=dim, MAIN=main, REST=rest,
-        BLOCK_MAIN=block_main, VALUE_DIM=wanted, BLOCK_VALUES=block_values,
+        BLOCK_MAIN=block_main, BLOCK_VALUES=block_values,
         PAGE_SIZE=batch.page_size, SPAN=SPAN,
         TILE=_TILE if dim < _WIDE_DIM else _WIDE_TILE,
         IS_FLOAT32=queries.dtype is torch.float32,
@@ -78,7 +75,7 @@ def row_attention(
     if not is_whole:
         join_spans[(num_rows, num_heads)](
             sums, highs, masses, sink_scores, plan.row_lengths, results, num_spans,
-            HAS_SINKS=sinks is not None, NUM_HEADS=num_heads, VALUE_DIM=wanted,
+            HAS_SINKS=sinks is not None, NUM_HEADS=num_heads, DIM=dim,
             BLOCK_VALUES=block_values, SPAN=SPAN, num_warps=1,
         )  # fmt: skip
     return results

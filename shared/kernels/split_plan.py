@@ -128,7 +128,7 @@ def plan_splits(batch: PagedRows, sliding_window: int | None, num_query_groups: 
 
     Rows past `query_starts[-1]` are padding: no block holds them, and their result is zero.
     """
-    parts = _parts(batch, *cuts_of(batch, num_query_groups))
+    parts = parts_of_rows(batch, *cuts_of(batch, num_query_groups))
     return SplitPlan(
         row_lengths=parts.row_lengths,
         shared_lengths=parts.shared_lengths,
@@ -218,7 +218,10 @@ def cut_of(batch: PagedRows, tile: int, num_query_groups: int, max_rows: int) ->
     return BlockCut(rows_per_block, max_blocks, tile)
 
 
-def _parts(batch: PagedRows, plain_cut: BlockCut, chunk_cut: BlockCut | None) -> PlanParts:
+def parts_of_rows(
+    batch: PagedRows, plain_cut: BlockCut, chunk_cut: BlockCut | None = None
+) -> PlanParts:
+    """Computes the tensors of a plan; without `chunk_cut` no sequence is a chunk."""
     if runs_triton(batch.positions):
         from shared.kernels.split_plan_triton import parts_on_device
 

@@ -47,7 +47,7 @@ class AttentionShape:
     @property
     def is_special(self) -> bool:
         """See `plan_attention`."""
-        return self.cap is not None or self.has_sinks or self.is_latent
+        return self.cap is not None or self.has_sinks
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,4 +221,5 @@ def plan_for(
         num_query_groups=shape.num_heads // shape.num_kv_heads,
         backend=backend,
         is_special=shape.is_special,
+        is_latent=shape.is_latent,
     )

@@ -12,21 +12,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shared.kernels.attention import AttentionPlan, paged_attention
-from shared.kernels.attention_rows import RowPlan
-from shared.kernels.cache import store
+from shared.kernels.latent import absorbed_queries, enter, expanded_values
+from shared.kernels.latent_plan import LatentPlan
 from shared.kernels.partials import Partials
 from shared.kernels.pointwise import rotate
 from shared.layers.attention import AttentionShape, ForwardContext
 from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm
 from shared.layers.tensor_group import Part
-
-# Measured with MKL: a row of a product has the same bits for every multiple of 8 rows.
-_ROW_MULTIPLE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,69 +72,73 @@ class LatentAttention:
 
     def _attended(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """Returns `[T, num_heads * V]`."""
-        pool, tables = context.pool, context.tables_of(self.shape)
-        latent_dim = self.key_up.shape[2]
-        rotary_dim = self.shape.head_dim - latent_dim
-        made, latents, keys = self._compressed(hidden, latent_dim, rotary_dim)
-        heads = made.view(len(hidden), self.shape.num_heads, -1)
-        straight, turned = heads[..., :-rotary_dim], heads[..., -rotary_dim:]
-        turned = rotate(turned, *tables)
-        rows = torch.cat((latents.unsqueeze(1), rotate(keys.unsqueeze(1), *tables)), dim=-1)
-        cache = pool.keys[self.layer]
-        store(cache, context.batch.slots, rows, None)
+        tables = context.tables_of(self.shape)
+        cache = context.pool.keys[self.layer]
+        queries = self._entered(hidden, tables, cache, context.batch.slots)
         plan = context.plans[self.shape.sliding_window]
-        if isinstance(plan, RowPlan) and plan.prompts is not None:
-            return self._expanded(torch.cat((straight, turned), dim=-1), cache, plan).flatten(1)
-        return self._absorbed(straight, turned, cache, plan).flatten(1)
+        if isinstance(plan, LatentPlan) and plan.prompts is not None:
+            return self._expanded(queries, tables, cache, plan).flatten(1)
+        return self._absorbed(queries, tables, cache, plan).flatten(1)
+
+    def _entered(
+        self, hidden: Tensor, tables: tuple[Tensor, Tensor], cache: Tensor, slots: Tensor
+    ) -> Tensor:
+        """Writes the rows' latent vectors and keys to the cache; returns queries before rotation,
+        `[T, H, N + R]`."""
+        latent_norm = self.latent_norm.weight, self.latent_norm.eps
+        if self.queries is None:
+            made = self.compress(hidden)
+            enter(made, None, latent_norm, tables, cache, slots)
+            queries = made[:, : -self.shape.head_dim]
+        else:
+            assert self.query_norm is not None
+            query_norm = self.query_norm.weight, self.query_norm.eps
+            normed = enter(
+                self.compress.partials(hidden), query_norm, latent_norm, tables, cache, slots
+            )
+            assert normed is not None
+            queries = self.queries(normed)
+        return queries.view(len(hidden), self.shape.num_heads, -1)
 
     def _absorbed(
-        self, straight: Tensor, turned: Tensor, cache: Tensor, plan: AttentionPlan
+        self,
+        queries: Tensor,
+        tables: tuple[Tensor, Tensor],
+        cache: Tensor,
+        plan: AttentionPlan,
     ) -> Tensor:
         """Returns `[T, H, V]` with the expansion of keys multiplied into queries, and that of
         values into results."""
         assert self.shape.scale is not None
         attended = paged_attention(
-            torch.cat((_by_head(straight, self.key_up), turned), dim=-1),
+            absorbed_queries(queries, self.key_up, tables),
             cache,
             cache,
             plan,
             scale=self.shape.scale,
             value_dim=self.key_up.shape[2],
         )
-        return _by_head(attended, self.value_up.transpose(1, 2))
+        return expanded_values(attended, self.value_up)
 
-    def _expanded(self, queries: Tensor, cache: Tensor, plan: RowPlan) -> Tensor:
+    def _expanded(
+        self, queries: Tensor, tables: tuple[Tensor, Tensor], cache: Tensor, plan: LatentPlan
+    ) -> Tensor:
         """Returns `[T, H, V]` with keys and values of prompts expanded: less arithmetic, where
         many rows share them."""
         from shared.kernels.attention_prompts_triton import expanded_attention
 
         assert self.shape.scale is not None
+        assert plan.prompts is not None
         straight_dim, value_dim = self.key_up.shape[1], self.value_up.shape[1]
         results = plan.results(queries, value_dim)
-        own = plan.taken(queries)
-        straight, turned = own[..., :straight_dim], own[..., straight_dim:]
-        plan.put(results, self._absorbed(straight, turned, cache, replace(plan, prompts=None)))
+        cos, signed_sin = tables
+        own_tables = plan.taken(cos), plan.taken(signed_sin)
+        own = replace(plan, prompts=None)
+        plan.put(results, self._absorbed(plan.taken(queries), own_tables, cache, own))
+        turned = queries[..., straight_dim:]
+        turned.copy_(rotate(turned, *tables))
         expanded_attention(
-            queries, cache, self.key_up, self.value_up, results, plan, scale=self.shape.scale
-        )
+            queries, cache, self.key_up, self.value_up, results, plan.prompts,
+            scale=self.shape.scale,
+        )  # fmt: skip
         return results[:-1]
-
-    def _compressed(
-        self, hidden: Tensor, latent_dim: int, rotary_dim: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns queries, normed latent vectors `[T, L]` and keys before rotation `[T, R]`."""
-        made = self.compress(hidden)
-        first_latent = made.shape[1] - latent_dim - rotary_dim
-        queries, first_key = made[:, :first_latent], first_latent + latent_dim
-        if self.queries is not None:
-            assert self.query_norm is not None
-            queries = self.queries(self.query_norm(queries.contiguous()))
-        latents = self.latent_norm(made[:, first_latent:first_key].contiguous())
-        return queries.contiguous(), latents, made[:, first_key:]
-
-
-def _by_head(rows: Tensor, matrices: Tensor) -> Tensor:
-    """Returns the product `[T, H, M]` of each head's rows `[T, H, K]` with its own matrix,
-    `[H, K, M]`."""
-    by_head = F.pad(rows.transpose(0, 1), (0, 0, 0, -len(rows) % _ROW_MULTIPLE))
-    return torch.bmm(by_head, matrices)[:, : len(rows)].transpose(0, 1)

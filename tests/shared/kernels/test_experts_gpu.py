@@ -20,6 +20,7 @@ from shared.kernels.experts import (
     tiles_of,
     weighted_sum,
 )
+from shared.kernels.latent_plan import plan_latents
 from shared.kernels.linear import LinearWeight, wide_linear
 from shared.kernels.partials import total_of
 from shared.kernels.pointwise import Activation, gate_mul
@@ -132,19 +133,10 @@ def test_weighted_sums() -> None:
     _assert_near(weighted_sum(pairs, weights), plain_weighted_sum(pairs.float(), weights), 5e-3)
 
 
-# Latent prompts are expanded by their layer.
-@pytest.mark.parametrize(
-    ("kind", "batch"),
-    [
-        (k, b)
-        for k in ("latent", "sinks", "cap")
-        for b in BATCHES
-        if (k, b) != ("latent", "prompts")
-    ],
-)
+@pytest.mark.parametrize("kind", ["sinks", "cap"])
+@pytest.mark.parametrize("batch", BATCHES)
 def test_attention_of_rows(kind: str, batch: str) -> None:
-    heads = Heads(128, 1, 576) if kind == "latent" else Heads(64, 8, 64)
-    value_dim = 512 if kind == "latent" else None
+    heads = Heads(64, 8, 64)
     placed, num_slots = with_pages(random.Random(7), BATCHES[batch], PAGE_SIZE)
     rows = packed(placed, PAGE_SIZE, torch.device("cuda"))
     layer = random_layer(len(rows.positions), num_slots, heads, torch.bfloat16).to(
@@ -159,12 +151,11 @@ def test_attention_of_rows(kind: str, batch: str) -> None:
         return paged_attention(
             layer.queries.to(dtype),
             keys,
-            keys if value_dim is not None else layer.values.to(dtype),
+            layer.values.to(dtype),
             plan,  # type: ignore[arg-type]
             scale=heads.head_dim**-0.5,
             cap=20.0 if kind == "cap" else None,
             sinks=sinks,
-            value_dim=value_dim,
         )
 
     found = attended(plan_rows(rows, window, heads.num_groups), torch.bfloat16)
@@ -181,12 +172,12 @@ def test_expanded_prompts_at_the_size_of_deepseek_v3() -> None:
     cache = _random(num_slots, 1, 576, seed=0) * 0.3
     queries = _random(401, 128, 192, seed=1)
     key_up, value_up = (_random(128, 128, 512, seed=seed) * 0.05 for seed in (2, 3))
-    plan = plan_rows(rows, None, 128)
+    plan = plan_latents(rows, 128)
+    assert plan.prompts is not None
     results = plan.results(queries, 128)
-    expanded_attention(queries, cache, key_up, value_up, results, plan, scale=0.1)
+    expanded_attention(queries, cache, key_up, value_up, results, plan.prompts, scale=0.1)
     latents, turned = cache[:, 0, :512].float(), cache[:, 0, 512:].float()
     wide = queries.float()
-    assert plan.prompts is not None
     # Some rows of both prompts, against all keys that they see.
     for row, start, count in ((0, 0, 901), (99, 0, 1000), (100, 1000, 1), (399, 1000, 300)):
         slots = plan.prompts.key_slots[start : start + count]
