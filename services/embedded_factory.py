@@ -33,6 +33,7 @@ from services.target.settings_problems import rejection_flag
 from services.target.verifier import VerificationMode
 from shared.errors import EngineFailed, SettingsError
 from shared.models.heads.target_tensors import DecoderTensors, ReadTensors, TargetTensors
+from shared.runtime.round_head import OwnHead
 from shared.settings import shown_settings
 from shared.telemetry.start_up import start_phase
 from shared.telemetry.tracing import NO_TRACER, Tracer
@@ -154,8 +155,7 @@ def _rounds(
     _log_capacities(settings, trees)
     (tree, max_sequences), *others = trees.items()
     return RoundSource(
-        head=shared.head,
-        pool=shared.pool,
+        head=OwnHead(shared.head, shared.pool),
         pages=shared.pages,
         tree=tree,
         max_context_tokens=min(shared.max_context_tokens, target.limits.max_sequence_tokens),

@@ -34,7 +34,8 @@ async def grpc_is_serving(address: str, tls: ClientTls | None = None) -> bool:
 async def has_attachments(
     maintenance_address: str, count: int, tls: ClientTls | None = None
 ) -> bool:
-    """Returns whether so many drafts are attached to the target with this maintenance port."""
+    """Returns whether so many drafts are attached to the target with this maintenance port, and
+    none of them is warming up."""
     async with open_channel(maintenance_address, tls) as channel:
         stub = admin_service_pb2_grpc.AdminServiceStub(channel)
         request = admin_service_pb2.ListAttachmentsRequest()
@@ -42,7 +43,8 @@ async def has_attachments(
             answer = await stub.ListAttachments(request, timeout=_TIMEOUT_S)
         except aio.AioRpcError:
             return False
-    return len(answer.attachments) >= count
+    is_warm = not any(each.warming for each in answer.attachments)
+    return is_warm and len(answer.attachments) >= count
 
 
 async def http_is_ready(host: str, port: int, path: str, tls: ClientTls | None = None) -> bool:

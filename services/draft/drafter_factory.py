@@ -172,6 +172,7 @@ def worker_identity(
         max_sequences=settings.max_running_requests,
         max_context_tokens=limits.max_context_tokens,
         feature_spec=limits.feature_spec,
+        mapped_head=limits.mapped_head,
         shape=settings.shape,
     )
     return identity if limits.feature_spec is None else _sharing(identity, settings)
@@ -179,10 +180,17 @@ def worker_identity(
 
 def _sharing(identity: WorkerIdentity, settings: DraftSettings) -> WorkerIdentity:
     """Adds what a target on the same host needs to share memory."""
-    from shared.runtime.device import device_named
+    from shared.runtime.device import device_id, device_named
     from shared.runtime.ring_memory import host_id
 
-    return replace(identity, host_id=host_id(), device=str(device_named(settings.device)))
+    device = device_named(settings.device)
+    return replace(
+        identity,
+        host_id=host_id(),
+        device=str(device),
+        device_id=device_id(device),
+        is_shape_pinned=settings.is_shape_pinned,
+    )
 
 
 def model_id(settings: DraftSettings) -> str:

@@ -21,11 +21,13 @@ from services.draft.events import (
     LinkClosed,
     LinkOpened,
     LinkTerms,
+    MappedCommandArrived,
     Output,
     ProbeDone,
 )
 from services.draft.fan_out import SYNCHRONOUS, FanOut
 from services.draft.inbox import Inbox
+from services.draft.mapped_heads import MappedHeads
 from services.draft.probe import probe_opening, probe_terms, resolve_probe
 from services.draft.recorder import DraftRecorder
 from services.draft.rounds import Rounds
@@ -77,6 +79,7 @@ class DraftEngine:
         )
         if fan_out.budget and drafter.lookahead is None:
             log.warning("this drafter cannot draft ahead: every tree follows its verdict")
+        self._mapped = MappedHeads(drafter, self._deliver)
         self._inbox = Inbox(max_waiting_events)
         self._outlets: dict[int, Deliver] = {}
         self._link_numbers = itertools.count(1)
@@ -262,6 +265,11 @@ class DraftEngine:
         """Applies every queued event and call. False when the engine is to stop."""
         mail = self._inbox.take(wait_s=wait_s)
         for event in mail.events:
+            if isinstance(event, MappedCommandArrived):
+                self._mapped.take(event)
+                continue
+            if isinstance(event, LinkClosed):
+                self._mapped.close(event.link)
             self._table.apply(event)
             if isinstance(event, LinkOpened) and self._rounds.is_pinned:
                 self._rounds.announce(event.link)

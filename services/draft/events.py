@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     # A worker without a model runs where torch is not installed.
     from torch import Tensor
 
+    from shared.runtime.mapped_rounds import MappedCommand
+
 
 @dataclass(frozen=True, slots=True)
 class LinkTerms:
@@ -150,6 +152,14 @@ class WeightsUpdated:
 
 
 @dataclass(frozen=True, slots=True)
+class MappedCommandArrived:
+    """A target asks for something of a head in mapped rounds."""
+
+    link: int
+    command: MappedCommand
+
+
+@dataclass(frozen=True, slots=True)
 class SequencesClosed:
     """Sequences that ended."""
 
@@ -157,7 +167,7 @@ class SequencesClosed:
     sequence_ids: tuple[int, ...]
 
 
-Event = (
+SequenceEvent = (
     LinkOpened
     | LinkClosed
     | SequencesOpened
@@ -166,6 +176,7 @@ Event = (
     | SequencesClosed
     | WeightsUpdated
 )
+Event = SequenceEvent | MappedCommandArrived
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +197,18 @@ class SequencesReleased:
 
 
 @dataclass(frozen=True, slots=True)
+class MappedHeadReady:
+    """The head is ready for mapped rounds.
+
+    Attributes:
+        pages: of its KV cache, for the rounds alone; none where it could not be prepared.
+    """
+
+    link: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ProbeDone:
     """Answer to a probe.
 
@@ -199,4 +222,4 @@ class ProbeDone:
     draft_s: float
 
 
-Output = CandidatesReady | SequencesReleased | ProbeDone
+Output = CandidatesReady | SequencesReleased | MappedHeadReady | ProbeDone

@@ -13,6 +13,8 @@ from services.draft.events import (
     FeatureRows,
     FeaturesArrived,
     LinkTerms,
+    MappedCommandArrived,
+    MappedHeadReady,
     Opening,
     Output,
     RoundResult,
@@ -61,6 +63,7 @@ def attach_request(identity: WorkerIdentity) -> pb.SpeculateRequest:
             feature_ring=_ring_offer(identity),
             shape=None if identity.shape is None else shape_message(identity.shape),
             learns=identity.learns,
+            mapped_head=_mapped_offer(identity),
         )
     )
 
@@ -154,6 +157,8 @@ def event_from_response(
             rows = _chunk_rows(chunk, spec, ring)
             features = _feature_rows(rows, chunk.position_offset)
             return FeaturesArrived(link, chunk.sequence_id, features)
+        case "mapped_head":
+            return _mapped_command(link, response.mapped_head)
         case "weights_updated":
             return WeightsUpdated(link, response.weights_updated.update_count)
         case "attached":
@@ -167,8 +172,17 @@ def request_from_output(output: Output) -> pb.SpeculateRequest:
         request = pb.SpeculateRequest()
         add_candidates(request.candidates, output.candidates, output.report)
         return request
+    if isinstance(output, MappedHeadReady):
+        return pb.SpeculateRequest(mapped_head_ready=pb.MappedHeadReady(pages=output.pages))
     assert isinstance(output, SequencesReleased), "probes have no wire form"
     return pb.SpeculateRequest(release=pb.Release(sequence_ids=output.sequence_ids))
+
+
+def _mapped_command(link: int, message: pb.MappedHeadCommand) -> Event | None:
+    from shared.runtime.mapped_codec import command_from_message
+
+    command = command_from_message(message)
+    return None if command is None else MappedCommandArrived(link, command)
 
 
 def _opening(message: pb.SequenceOpened) -> Opening:
@@ -291,6 +305,20 @@ def _ring_offer(identity: WorkerIdentity) -> pb.FeatureRingOffer | None:
     if not identity.host_id:
         return None
     return pb.FeatureRingOffer(host_id=identity.host_id, reads_cuda=identity.reads_cuda)
+
+
+def _mapped_offer(identity: WorkerIdentity) -> pb.MappedHeadOffer | None:
+    head = identity.mapped_head
+    if head is None or not identity.host_id:
+        return None
+    return pb.MappedHeadOffer(
+        host_id=identity.host_id,
+        device_id=identity.device_id,
+        page_size=head.page_size,
+        vocab_size=head.vocab_size,
+        max_context_token_count=head.max_context_tokens,
+        shape_pinned=identity.is_shape_pinned,
+    )
 
 
 def _spec_message(spec: FeatureSpec | None) -> pb.FeatureSpec | None:

@@ -9,7 +9,6 @@ from typing import assert_never
 
 from services.draft.drafters.drafter import Drafter
 from services.draft.events import (
-    Event,
     FeaturesArrived,
     LinkClosed,
     LinkOpened,
@@ -19,6 +18,7 @@ from services.draft.events import (
     ProbeDone,
     RoundResult,
     RoundsDecided,
+    SequenceEvent,
     SequencesClosed,
     SequencesOpened,
     SequencesReleased,
@@ -70,7 +70,7 @@ class SequenceTable:
         """Links to targets; those of probes, too."""
         return tuple(self._links)
 
-    def apply(self, event: Event) -> None:
+    def apply(self, event: SequenceEvent) -> None:
         """Takes one event in; computes nothing. Whatever names an unknown link or sequence is
         dropped: it crossed a release or a close on the wire."""
         match event:

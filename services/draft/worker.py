@@ -16,6 +16,21 @@ MAX_TREE_NODES = 256
 
 
 @dataclass(frozen=True, slots=True)
+class MappedHeadLimits:
+    """Sizes of a head that can take part in rounds of a target through mapped memory.
+
+    Attributes:
+        page_size: tokens in a page of its KV cache.
+        vocab_size: tokens that it can propose.
+        max_context_tokens: longest sequence that a round may start from.
+    """
+
+    page_size: int
+    vocab_size: int
+    max_context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerIdentity:
     """Sent to every target.
 
@@ -28,6 +43,9 @@ class WorkerIdentity:
         host_id: of a worker that can share memory with a target of its host; empty takes features
             as bytes.
         device: of the drafter, as torch names it. Only a GPU reads the memory of another.
+        device_id: tells a GPU from the others of its host; empty for a CPU.
+        mapped_head: see `MappedHeadLimits`; None where the drafter lends no head.
+        is_shape_pinned: an operator fixed the shape.
         learns: it is shown sequences that have ended, and drafts for none.
     """
 
@@ -41,6 +59,9 @@ class WorkerIdentity:
     shape: TreeShape | None = None
     host_id: str = ""
     device: str = "cpu"
+    device_id: str = ""
+    mapped_head: MappedHeadLimits | None = None
+    is_shape_pinned: bool = False
     learns: bool = False
 
     @property

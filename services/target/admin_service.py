@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from services.target.drafts.attachment import AttachmentStatus
+from services.target.drafts.attachment import AttachmentStatus, IdleReason
 from services.target.engine import Engine
 from services.target.engine_gauges import EngineGauges
 from services.target.metrics import wanted_figures
@@ -83,7 +83,7 @@ def attachment_message(status: AttachmentStatus) -> pb.Attachment:
         stale_candidate_count=counters.num_stale_candidates,
         paused_sequence_count=status.num_paused,
         level_acceptances=status.level_rates,
-        warming=attachment.report.is_warming,
+        warming=status.idle is not None and status.idle.reason is IdleReason.WARMING_UP,
         idle_detail="" if status.idle is None else status.idle.detail,
     )
     for name, value in wanted_figures(status).items():

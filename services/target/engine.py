@@ -129,6 +129,11 @@ class Engine:
         return self._device
 
     @property
+    def page_size(self) -> int:
+        """Tokens in a page of the KV cache."""
+        return self._loop.page_size
+
+    @property
     def decoder(self) -> Decoder:
         """The model; a draft in this process may borrow its tensors."""
         return self._decoder
@@ -156,6 +161,17 @@ class Engine:
             QueueFull, EngineFailed, Unavailable: as by `submit`.
         """
         self._inbox.post(lambda: self._loop.attach(attachment))
+
+    def map_head(self, attachment_id: str, pages: Sequence[int]) -> None:
+        """A draft's head is ready for rounds in mapped memory.
+
+        Args:
+            pages: of its KV cache, for the rounds alone; none where it could not prepare.
+
+        Raises:
+            QueueFull, EngineFailed, Unavailable: as by `submit`.
+        """
+        self._inbox.post(lambda: self._loop.drafts.map_head(attachment_id, pages))
 
     def detach(self, attachment_id: str) -> None:
         """Forgets a draft; its sequences go on without."""

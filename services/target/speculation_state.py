@@ -108,7 +108,7 @@ class SpeculationState:
 
 def _own_idle(draft: Attachment, now_s: float) -> Idle | None:
     """Returns why a draft by itself is of no use now."""
-    if draft.warm_up.is_on(now_s):
+    if draft.warm_up.is_on(now_s) or draft.is_mapping:
         return Idle(IdleReason.WARMING_UP, "it is warming up (CUDA graphs, kernels)")
     if draft.timeout.is_cold:
         return Idle(IdleReason.SILENT, "it does not answer; the target steps without its trees")

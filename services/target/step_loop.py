@@ -25,6 +25,7 @@ from services.target.launcher import LaunchedStep, Launcher
 from services.target.requests.event_stream import Subscriptions
 from services.target.requests.new_sequences import NewSequences
 from services.target.requests.request import EventSink, ModelLimits
+from services.target.rounds.mapped_rounds import MappedHeads
 from services.target.rounds.round_factory import RoundFactory
 from services.target.rounds.round_steps import RoundSteps
 from services.target.rounds.selection_steps import SelectionCommits, SelectionSteps, Turn
@@ -75,7 +76,9 @@ class StepLoop:
             num_layers=config.num_layers,
             hidden_size=config.hidden_size,
             device=runner.device,
+            are_files=selection is not None and runner.device.type == "cpu",
         )
+        self.page_size = runner.page_size
         self._own_trees = OwnTrees(fallback)
         self.attachments = Attachments(adaptive, waits_always=waits_always)
         self._features = FeatureFeed(stores, self.attachments.feature_needs, leases.page_size)
@@ -97,7 +100,13 @@ class StepLoop:
             self._features,
             routes,
         )
-        factory = RoundFactory(runner, verifier, leases, self._features)
+        factory = RoundFactory(
+            runner,
+            verifier,
+            leases,
+            self._features,
+            MappedHeads(runner, selection, adaptive or DEFAULT_CONFIG),
+        )
         self._rounds = RoundSteps(
             scheduler=scheduler,
             attachments=self.attachments,
@@ -143,6 +152,7 @@ class StepLoop:
             clock,
             runner.cache,
             version,
+            factory,
         )
         scheduler.lanes = AllLanes(self._rounds, self._selections)
         self._in_flight: LaunchedStep | None = None

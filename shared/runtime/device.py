@@ -26,6 +26,13 @@ def device_named(name: str) -> torch.device:
     return device
 
 
+def device_id(device: torch.device) -> str:
+    """Returns what tells a GPU from all others of its host, in every process; empty for a CPU."""
+    if device.type != "cuda":
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
 def _gpus_in_words() -> str:
     count = torch.cuda.device_count()
     if count:

@@ -89,9 +89,16 @@ class OpenedMemory(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    @property
+    def pointer(self) -> int:
+        """Its address for kernels of `device`."""
+
     def copy(self, start_bytes: int, out: Tensor) -> None:
         """Fills `out`, contiguous and on `device`, with what begins there; on a GPU it is queued
         on the thread's current stream of that device."""
+
+    def write(self, start_bytes: int, source: Tensor) -> None:
+        """Writes a contiguous tensor of `device` there, queued likewise."""
 
 
 def open_memory(address: RingAddress, size_bytes: int, device: torch.device) -> OpenedMemory:
@@ -130,9 +137,18 @@ class _HostFile:
     def __init__(self, name: str, size_bytes: int) -> None:
         self._elements = _mapped(_path(name), os.O_RDWR, size_bytes)
 
+    @property
+    def pointer(self) -> int:
+        return self._elements.data_ptr()
+
     def copy(self, start_bytes: int, out: Tensor) -> None:
         num_bytes = out.numel() * out.element_size()
         out.view(-1).view(torch.uint8).copy_(self._elements[start_bytes : start_bytes + num_bytes])
+
+    def write(self, start_bytes: int, source: Tensor) -> None:
+        num_bytes = source.numel() * source.element_size()
+        part = self._elements[start_bytes : start_bytes + num_bytes]
+        part.copy_(source.view(-1).view(torch.uint8))
 
 
 def _path(token: str) -> Path:
@@ -190,27 +206,47 @@ class _CudaPeer:
             torch.cuda.current_stream()  # makes the device's context if there is none
             flags = runtime.cudaIpcMemLazyEnablePeerAccess
             (pointer,) = _checked(runtime.cudaIpcOpenMemHandle(handle, flags))
-        self._pointer = int(pointer)
+        self.pointer = int(pointer)
         weakref.finalize(self, runtime.cudaIpcCloseMemHandle, pointer)
 
     def copy(self, start_bytes: int, out: Tensor) -> None:
-        runtime, num_bytes = self._runtime, out.numel() * out.element_size()
+        self._queue_copy(out.data_ptr(), self.pointer + start_bytes, out)
+
+    def write(self, start_bytes: int, source: Tensor) -> None:
+        self._queue_copy(self.pointer + start_bytes, source.data_ptr(), source)
+
+    def _queue_copy(self, target: int, source: int, tensor: Tensor) -> None:
+        runtime, num_bytes = self._runtime, tensor.numel() * tensor.element_size()
         # A stream of no name is that of the current device.
         with torch.cuda.device(self.device):
-            _checked(
-                runtime.cudaMemcpyAsync(
-                    out.data_ptr(),
-                    self._pointer + start_bytes,
-                    num_bytes,
-                    runtime.cudaMemcpyKind.cudaMemcpyDefault,
-                    torch.cuda.current_stream().cuda_stream,
-                )
-            )
+            stream = torch.cuda.current_stream().cuda_stream
+            kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
+            _checked(runtime.cudaMemcpyAsync(target, source, num_bytes, kind, stream))
+
+
+def shared_part(tensor: Tensor) -> tuple[RingAddress, int]:
+    """Returns the address of the allocation that a tensor lies in, and where in it, in bytes. It
+    must not be freed while another process may read it.
+
+    Raises:
+        RingUnavailable: other processes cannot open the allocation.
+    """
+    if not tensor.is_cuda:
+        raise RingUnavailable("a tensor of the host is in no file")
+    try:
+        from cuda.bindings import driver
+
+        base, _ = _checked(driver.cuMemGetAddressRange(tensor.data_ptr()))
+        with torch.cuda.device(tensor.device):
+            (handle,) = _checked(_cuda_runtime().cudaIpcGetMemHandle(int(base)))
+    except (RuntimeError, ImportError) as error:
+        raise RingUnavailable(f"a tensor on {tensor.device}: {error}") from error
+    return RingAddress(cuda_ipc_handle=bytes(handle.reserved)), tensor.data_ptr() - int(base)
 
 
 def _cuda_runtime() -> ModuleType:
     """CUDA builds of torch bring this binding."""
-    from cuda.bindings import runtime  # type: ignore[import-not-found]
+    from cuda.bindings import runtime
 
     module: ModuleType = runtime
     return module

@@ -59,6 +59,10 @@ class RoundShape:
         """Most tokens that a round commits to one sequence."""
         return self.tree.num_steps + 1
 
+    def num_pages(self, page_size: int) -> int:
+        """Returns the pages of the longest sequence."""
+        return -(-self.max_kv_length // page_size)
+
     def num_kv_tokens(self, length: int) -> int:
         """Returns how many tokens the target's pages must cover for a round at `length`."""
         return length - 1 + self.num_tree_rows

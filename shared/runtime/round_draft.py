@@ -97,8 +97,14 @@ class RoundDraft:
     def grow(self, state: RoundState, sampling: RoundSampling) -> RoundTree:
         """Computes the open rows and returns the trees that grow from the last of them."""
         batch, feature_slots = self.open_rows(state)
-        growth = self.growth(state, sampling, 0)
         forwards = self.forwards(batch, feature_slots, keeps_states=False)
+        return self.grown(state, sampling, forwards)
+
+    def grown(
+        self, state: RoundState, sampling: RoundSampling, forwards: HeadForwards
+    ) -> RoundTree:
+        """Returns the trees that grow by some forwards."""
+        growth = self.growth(state, sampling, 0)
         for _ in grow(growth, forwards, self.batches.shape.tree.num_steps):
             pass
         return growth.finish()

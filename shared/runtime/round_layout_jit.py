@@ -173,3 +173,44 @@ def select_trees(  # type: ignore[no-untyped-def]
         page_table + sequence * page_stride, sequence, length,
         NUM_ROWS, MAX_DEPTH, PAGE_SIZE, BLOCK_ROWS,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["vocab_size", "number_stride", "page_stride"])  # type: ignore[untyped-decorator]
+def mend_trees(  # type: ignore[no-untyped-def]
+    written, vocab_size,
+    token_ids, parents, depths, visible,
+    batch_tokens, positions, slots, kv_lengths, prefix_lengths,
+    numbers, page_table, number_stride, page_stride,
+    LENGTH: tl.constexpr, OPEN: tl.constexpr, TAIL: tl.constexpr, NO_TOKEN: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    NUM_ROWS: tl.constexpr, MAX_DEPTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Reads a tree that another process wrote, and lays out those nodes of it that are any."""
+    sequence = tl.program_id(0)
+    state = numbers + sequence * number_stride
+    length = tl.load(state + LENGTH)
+    root = tl.load(state + TAIL + tl.load(state + OPEN) - 1)
+    rows = tl.arange(0, BLOCK_ROWS)
+    is_row = rows < NUM_ROWS
+    tree = written + sequence * 2 * NUM_ROWS
+    token = tl.load(tree + rows, mask=is_row & (rows > 0), other=NO_TOKEN)
+    parent = tl.load(tree + NUM_ROWS + rows, mask=is_row & (rows > 0), other=0)
+    parent = tl.maximum(tl.minimum(parent, (rows - 1).to(tl.int64)), 0)
+    own = sequence * NUM_ROWS
+    tl.store(parents + own + rows, parent, mask=is_row)
+    tl.debug_barrier()
+    ancestors = parent
+    for _ in range(MAX_DEPTH - 1):
+        ancestors = tl.load(parents + own + ancestors)
+    is_node = (token >= 0) & (token < vocab_size) & (ancestors == 0) & is_row & (rows > 0)
+    is_same = (token[:, None] == token[None, :]) & (parent[:, None] == parent[None, :])
+    is_same = is_same & is_node[None, :] & (rows[None, :] < rows[:, None])
+    is_node = is_node & (tl.max(is_same.to(tl.int32), 1) == 0)
+    token = tl.where(rows == 0, root, tl.where(is_node, token, NO_TOKEN))
+    tl.store(token_ids + own + rows, token, mask=is_row)
+    tl.store(batch_tokens + own + rows, tl.maximum(token, 0), mask=is_row)
+    lay_tree(
+        parents, depths, visible, positions, slots, kv_lengths, prefix_lengths,
+        page_table + sequence * page_stride, sequence, length,
+        NUM_ROWS, MAX_DEPTH, PAGE_SIZE, BLOCK_ROWS,
+    )  # fmt: skip

@@ -15,91 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.pool import KvPool
-from shared.kv.upload import uploaded_numbers
 from shared.models.decoder import Decoder
-from shared.models.heads.head import DraftHead
 from shared.runtime.prompt_chunks import PromptChunks, cut
-from shared.runtime.round_batches import MAX_PENDING_ROUNDS, RoundBatches, RoundShape
+from shared.runtime.round_batches import MAX_PENDING_ROUNDS, RoundShape
 from shared.runtime.round_graphs import CapturedRound, RoundGraphs, TreeSource
+from shared.runtime.round_head import HeadBacklog, HeadPlace
 from shared.runtime.round_lockstep import CaptureRound, QueueRound, RoundLeader, SentTrees
-from shared.runtime.round_parts import RoundParts
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_sequences import NewLane, SequenceRound
 from shared.runtime.round_slots import RoundSlots
-from shared.runtime.round_state import RoundState
 from shared.tokens import TreeShape
-
-_CHUNK_ROWS = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class HeadBacklog:
-    """Rows that one sequence lacks in the head's cache.
-
-    Attributes:
-        token_ids: committed; the row of position p reads the token after it.
-        start: the first row that is missing.
-        end: the row behind the last one that is caught up with: a round computes the open ones.
-        pages: the target's, where the features are.
-        head_pages: the head's.
-    """
-
-    token_ids: Sequence[int]
-    start: int
-    end: int
-    pages: Sequence[int]
-    head_pages: Sequence[int]
-
-
-class HeadCatchUp:
-    """Computes rows of one head, those of all sequences together.
-
-    Args:
-        pool: the head's.
-        feature_rows: `[num_slots, W]`, the features of the token in each slot of the target's pool.
-    """
-
-    def __init__(self, head: DraftHead, pool: KvPool, feature_rows: Tensor) -> None:
-        self._head = head
-        self._pool = pool
-        self._feature_rows = feature_rows
-
-    @torch.inference_mode()
-    def run(self, backlogs: Iterable[HeadBacklog]) -> None:
-        """Computes what is missing, in forwards of bounded size."""
-        chunk: list[SequenceRows] = []
-        feature_slots: list[int] = []
-        for backlog in backlogs:
-            first, end = backlog.start, backlog.end
-            while first < end:
-                count = min(end - first, _CHUNK_ROWS - len(feature_slots))
-                chunk.append(_rows(backlog, first, count))
-                feature_slots += self._slots(backlog.pages, range(first, first + count))
-                first += count
-                # Rows of a sequence read those before them from the cache: never in one forward.
-                if len(feature_slots) == _CHUNK_ROWS:
-                    self._forward(chunk, feature_slots)
-                    chunk, feature_slots = [], []
-        if chunk:
-            self._forward(chunk, feature_slots)
-
-    def _forward(self, chunk: Sequence[SequenceRows], feature_slots: Sequence[int]) -> None:
-        device = self._pool.device
-        batch = build_batch(chunk, page_size=self._pool.page_size, device=device)
-        features = self._feature_rows.index_select(0, uploaded_numbers(feature_slots, device))
-        self._head.forward(batch, self._head.fuse(features), self._pool)
-
-    def _slots(self, pages: Sequence[int], positions: range) -> list[int]:
-        size = self._pool.page_size
-        return [pages[position // size] * size + position % size for position in positions]
-
-
-def _rows(backlog: HeadBacklog, first: int, count: int) -> SequenceRows:
-    return SequenceRows.causal(
-        backlog.token_ids[first + 1 : first + 1 + count], first, backlog.head_pages
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +46,8 @@ class RoundRunner:
 
     Args:
         pool: the target's KV.
-        head_pool: the head's, with pages of the same size.
         feature_rows: `[num_slots, W]`, the features of the token in each slot of `pool`.
-        parts: what drafts and verifies; None takes what suits head and device.
+        number: of the shape among those that the head has.
         graph_memory: see `RoundGraphs`.
         leader: of a decoder that several processes hold, of which this one has the head.
     """
@@ -132,45 +57,33 @@ class RoundRunner:
         *,
         decoder: Decoder,
         pool: KvPool,
-        head: DraftHead,
-        head_pool: KvPool,
+        head: HeadPlace,
         feature_rows: Tensor,
         tree: TreeShape,
         limits: RoundLimits,
-        parts: RoundParts | None = None,
+        number: int = 0,
         graph_memory: Any | None = None,
         leader: RoundLeader | None = None,
     ) -> None:
-        assert pool.page_size == head_pool.page_size, "pages differ in size"
         assert len(feature_rows) == pool.num_pages * pool.page_size, "one row a slot"
         self.shape = RoundShape.of(
             tree,
-            draft_vocab_size=head.vocabulary.size,
+            draft_vocab_size=head.vocab_size,
             max_context_tokens=limits.max_context_tokens,
         )
         self.limits, self._device = limits, pool.device
-        state = RoundState.empty(
-            limits.max_sequences,
-            max_open_rows=self.shape.max_committed,
-            num_pages=-(-self.shape.max_kv_length // pool.page_size),
-            device=pool.device,
-        )
-        self._slots = RoundSlots(state)
-        batches = RoundBatches(self.shape, pool.page_size)
-        parts = parts or RoundParts.of(head, self.shape, pool.device)
-        draft: TreeSource = parts.draft(head, head_pool, batches, feature_rows)
+        self._head = head.in_rounds(number, self.shape, limits.max_sequences, feature_rows, pool)
+        self._slots = RoundSlots(self._head.state)
+        source: TreeSource = self._head
         self._leader = leader
         if leader is not None:
             assert decoder.group is not None, "nobody follows"
             leader.open(self.shape, limits.max_sequences)
-            draft = SentTrees(draft, decoder.group)
-        self._graphs = RoundGraphs(
-            draft,
-            parts.verification(decoder, pool, self.shape, head.feature_spec, feature_rows),
-            state,
-            graph_memory,
+            source = SentTrees(source, decoder.group)
+        verification = head.parts(self.shape, pool.device).verification(
+            decoder, pool, self.shape, self._head.feature_spec, feature_rows
         )
-        self._catch_up = HeadCatchUp(head, head_pool, feature_rows)
+        self._graphs = RoundGraphs(source, verification, self._head.state, graph_memory)
         # Of sequences whose prompts the last launched round ended, and the next one ends.
         self._read: dict[int, HeadBacklog] = {}
         self._reading: dict[int, HeadBacklog] = {}
@@ -210,6 +123,11 @@ class RoundRunner:
         return self._leader is not None and self._leader.is_waited_for
 
     @property
+    def is_late(self) -> bool:
+        """See `RoundHead.is_late`."""
+        return self._head.is_late
+
+    @property
     def num_awaited(self) -> int:
         """Sequences of the oldest unread round."""
         return len(self._slots.oldest.sequences)
@@ -220,6 +138,7 @@ class RoundRunner:
 
     def capture(self, num_sequences: int, sampling: RoundSampling) -> None:
         """Captures the graphs for a number of sequences before anyone waits for them."""
+        self._head.prepare(num_sequences, sampling)
         with self._announced(CaptureRound, num_sequences, sampling):
             self._graphs.make(num_sequences, sampling)
 
@@ -230,6 +149,7 @@ class RoundRunner:
     def run_empty(self, num_sequences: int, sampling: RoundSampling) -> None:
         """Queues a round as for so many sequences, while nobody takes part."""
         assert not self._slots.placed, "a round would be lost"
+        self._head.begin(num_sequences, sampling)
         with self._announced(QueueRound, num_sequences, sampling):
             self._graphs.grow(num_sequences, sampling)
             self._graphs.verify(sampling)
@@ -254,7 +174,7 @@ class RoundRunner:
             if each.reads_prompt:
                 self._reading[each.sequence_id] = backlogs.pop(each.sequence_id)
         if backlogs:
-            self._catch_up.run(backlogs.values())
+            self._head.catch_up(backlogs.values())
         self._slots.fill(slots)
 
     def _backlog(self, new_lane: NewLane) -> HeadBacklog:
@@ -296,9 +216,10 @@ class RoundRunner:
         sampling = self._slots.sampling
         self._slots.write_pages()
         if self._read:
-            self._catch_up.run(self._read.values())
+            self._head.catch_up(self._read.values())
         chunks = self._slots.prompt_chunks
         given = PromptChunks.of(chunks, self.shape, self._device) if chunks else None
+        self._head.begin(self.num_slots, sampling)
         with self._announced(QueueRound, self.num_slots, sampling):
             self._graphs.grow(self.num_slots, sampling)
             output = self._graphs.verify(sampling, self._slots.lanes, given)

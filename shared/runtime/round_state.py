@@ -133,6 +133,13 @@ class RoundState:
             self.num_slots, max_open_rows=num_open, num_pages=num_pages, device=self.numbers.device
         )
 
+    def copy_(self, other: RoundState) -> None:
+        """Takes all values of a state of the same sizes."""
+        self.numbers.copy_(other.numbers)
+        self.sampling.copy_(other.sampling)
+        self.page_table.copy_(other.page_table)
+        self.head_page_table.copy_(other.head_page_table)
+
     def place(self, sequences: Mapping[int, SlotSequence]) -> None:
         """Puts sequences into slots, their heads' rows computed but for the last ones. It takes one
         copy from the host, however many there are."""

@@ -28,6 +28,7 @@ from shared.models.heads.feature_spec import FeatureSpec
 from shared.models.heads.head import DraftHead, DraftVocabulary, Eagle3Layer
 from shared.runtime.fused_code import FusedRoundDraft
 from shared.runtime.round_graphs import CapturedRound
+from shared.runtime.round_head import OwnHead
 from shared.runtime.round_parts import RoundParts
 from shared.runtime.round_runner import RoundLimits, RoundRunner
 from shared.runtime.round_sampling import RoundSampling
@@ -157,12 +158,12 @@ class RoundBench:
         runner = RoundRunner(
             decoder=self._decoder,
             pool=self._pool,
-            head=self.head,
-            head_pool=self._head_pool,
+            head=OwnHead(
+                self.head, self._head_pool, RoundParts(FusedRoundDraft, SimulatedVerification)
+            ),
             feature_rows=self._features,
             tree=tree,
             limits=RoundLimits(batch, MAX_CONTEXT),
-            parts=RoundParts(FusedRoundDraft, SimulatedVerification),
         )
         place_all(runner, batch, sampling)
         runner.capture(batch, RoundSampling.of([sampling]))

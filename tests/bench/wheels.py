@@ -25,7 +25,17 @@ ROOT = Path(__file__).parents[2]
 EXTRA_ROOTS = ("llguidance", "orjson", "pytest-asyncio", "pytest-timeout")
 # What comes with torch and transformers, and pytest, which most hosts have.
 PRESENT = frozenset(
-    ("numpy", "packaging", "pytest", "safetensors", "tokenizers", "torch", "tqdm", "transformers")
+    (
+        "huggingface-hub",
+        "numpy",
+        "packaging",
+        "pytest",
+        "safetensors",
+        "tokenizers",
+        "torch",
+        "tqdm",
+        "transformers",
+    )
 )
 # pip takes a platform literally: each glibc that wheels are built for has a name of its own.
 PLATFORMS = (

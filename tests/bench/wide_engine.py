@@ -24,6 +24,7 @@ from services.target.rounds.round_source import RoundSource, capacities
 from services.target.scheduler import Scheduler, SchedulerLimits
 from services.target.verifier import VerificationMode, Verifier
 from shared.kv.leases import KvLeases
+from shared.runtime.round_head import OwnHead
 from shared.runtime.runner import ModelRunner
 from shared.tokens import SamplingParams, StopParams, TreeShape
 from tests.bench.engine_times import Answers, StepTimes
@@ -205,8 +206,7 @@ def _lent(drafter: Drafter, drafting: Drafting, target: Engine, num_sequences: i
     if drafting.is_chosen:
         trees = capacities(DEFAULT_CONFIG.round_shapes(shape), num_sequences)
     return RoundSource(
-        head=shared.head,
-        pool=shared.pool,
+        head=OwnHead(shared.head, shared.pool),
         pages=shared.pages,
         tree=shape,
         max_context_tokens=min(shared.max_context_tokens, target.limits.max_sequence_tokens),

@@ -20,6 +20,7 @@ from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
 from shared.runtime.round_batches import RoundTree
 from shared.runtime.round_draft import RoundDraft
+from shared.runtime.round_head import OwnHead
 from shared.runtime.round_parts import RoundParts
 from shared.runtime.round_runner import RoundLimits, RoundRunner
 from shared.runtime.round_sequences import NewLane
@@ -100,12 +101,10 @@ class DeviceRounds:
         self.runner = RoundRunner(
             decoder=pair.decoder,
             pool=self._pool,
-            head=pair.head,
-            head_pool=head_pool,
+            head=OwnHead(pair.head, head_pool, self._recorded_parts() if is_recorded else None),
             feature_rows=self._rows,
             tree=shape,
             limits=RoundLimits(max_sequences, MAX_CONTEXT),
-            parts=self._recorded_parts() if is_recorded else None,
         )
 
     def add(

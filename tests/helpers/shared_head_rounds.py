@@ -15,6 +15,7 @@ from services.target.drafts.feature_store import FeatureSpec
 from services.target.rounds.policy import Choice, LanePolicy
 from services.target.rounds.round_source import RoundSource
 from shared.kv.pool import KvPool
+from shared.runtime.round_head import OwnHead
 from shared.tokens import TreeShape
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.device_rounds import Pair, load_pair
@@ -70,8 +71,9 @@ def sharing_head(
         DraftTimeout(0.0),
         FeatureSpec("embedded", spec.layer_indices, spec.dtype, spec.projection),
         rounds=RoundSource(
-            head=head,
-            pool=KvPool(head.kv_layout(PAGE_SIZE), num_pages + 50, pair.decoder.device),
+            head=OwnHead(
+                head, KvPool(head.kv_layout(PAGE_SIZE), num_pages + 50, pair.decoder.device)
+            ),
             pages=pages,
             tree=tree,
             max_context_tokens=max_context_tokens,

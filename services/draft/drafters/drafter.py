@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from services.draft.events import FeatureRows
 from services.draft.fan_out import FanOut
 from services.draft.sequence import DraftSequence
+from services.draft.worker import MappedHeadLimits
 from shared.tokens import Condition, TokenTree, TreeShape, Verdict
 
 if TYPE_CHECKING:
@@ -47,11 +48,13 @@ class DrafterLimits:
         max_context_tokens: tokens one forward can look back on; longer sequences are windowed.
             None is unbounded.
         feature_spec: hidden states it reads; None for token-level drafters.
+        mapped_head: of a head that it lends to rounds of a target; None where it lends none.
     """
 
     vocab_size: int | None = None
     max_context_tokens: int | None = None
     feature_spec: FeatureSpec | None = None
+    mapped_head: MappedHeadLimits | None = None
 
 
 class Lookahead(Protocol):

@@ -30,6 +30,7 @@ from services.draft.drafters.tree_tail import TreeTail, beam_rows, learn_levels
 from services.draft.drafters.whole_trees import PassGraphs, grown_shape, grows_whole, split
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence
+from services.draft.worker import MappedHeadLimits
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.models.heads.head import DraftHead
@@ -129,7 +130,22 @@ class EagleDrafter:
             vocab_size=head.config.vocab_size,
             max_context_tokens=self._max_context_tokens,
             feature_spec=head.feature_spec,
+            mapped_head=self._mapped_head,
         )
+
+    @property
+    def _mapped_head(self) -> MappedHeadLimits | None:
+        """Sizes of the head in rounds of a target; None where another class adds to it."""
+        if type(self) is not EagleDrafter:
+            return None
+        return MappedHeadLimits(
+            self._runner.pool.page_size, self._runner.head.vocabulary.size, self._longest
+        )
+
+    @property
+    def _longest(self) -> int:
+        """Longest sequence that needs no window."""
+        return self._max_context_tokens - CONTEXT_MARGIN
 
     @property
     def head(self) -> DraftHead:
@@ -137,9 +153,10 @@ class EagleDrafter:
         return self._runner.head
 
     def share_head(self) -> SharedHead:
-        """Lends the head and half of the free pages; called before any sequence is opened."""
-        longest = self._max_context_tokens - CONTEXT_MARGIN
-        return SharedHead.of_most(self._runner, self._contexts.leases, max_context_tokens=longest)
+        """Lends the head and most of the free pages, for good."""
+        return SharedHead.of_most(
+            self._runner, self._contexts.leases, max_context_tokens=self._longest
+        )
 
     def open(self, sequence: DraftSequence) -> None:
         self._contexts.open(sequence)

@@ -24,10 +24,12 @@ from shared.tokens import (
 
 if TYPE_CHECKING:
     from services.target.drafts.feature_store import FeatureSpec
+    from services.target.rounds.mapped_rounds import MappedRounds
     from services.target.rounds.round_source import RoundSource
     from services.target.sequence import Sequence
     from services.target.weight_version import WeightVersion
     from shared.errors import OutriderError
+    from shared.runtime.mapped_rounds import MappedCommand
 
 
 SHORTEST_RESPONSE_S = 0.001
@@ -61,6 +63,7 @@ class DraftMessage:
             a sequence's rows come no later than the verdict that commits what follows them.
         weights: those in force now, where the draft has not heard of them; it is told behind what
             is closed.
+        commands: to a head in mapped rounds.
     """
 
     opened: tuple[OpenedSequence, ...]
@@ -68,6 +71,22 @@ class DraftMessage:
     closed: tuple[int, ...]
     features: tuple[FeatureRows, ...] = ()
     weights: WeightVersion | None = None
+    commands: tuple[MappedCommand, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MappedOffer:
+    """A draft's head that can take part in rounds through mapped memory.
+
+    Attributes:
+        vocab_size: tokens that it can propose.
+        max_context_tokens: longest sequence that a round may start from.
+        is_pinned: an operator fixed the shape of its trees.
+    """
+
+    vocab_size: int
+    max_context_tokens: int
+    is_pinned: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +193,8 @@ class Attachment:
         policy: what drafts of its kind are asked for; set when it is added.
         warm_up: whether it makes CUDA graphs or compiles kernels now.
         rounds: its head and pages, for rounds on the device; None where it drafts by itself.
+        mapped_offer: its head could take part in rounds from its own process.
+        mapped: these rounds, from when they are begun to be opened.
         refusal: why it was not added; set before its port is closed.
         learns: it is told of sequences that have ended, and drafts for none.
         max_context_tokens: of these sequences, that it wants at most; None for all.
@@ -185,6 +206,8 @@ class Attachment:
     feature_spec: FeatureSpec | None = None
     sender: HiddenStateSender = field(default_factory=InlineSender)
     rounds: RoundSource | None = None
+    mapped_offer: MappedOffer | None = None
+    mapped: MappedRounds | None = None
     refusal: OutriderError | None = None
     learns: bool = False
     max_context_tokens: int | None = None
@@ -212,6 +235,11 @@ class Attachment:
     @property
     def reads_features(self) -> bool:
         return self.feature_spec is not None
+
+    @property
+    def is_mapping(self) -> bool:
+        """Whether its head prepares for rounds in mapped memory."""
+        return self.mapped is not None and self.rounds is None
 
     @property
     def is_elsewhere(self) -> bool:

@@ -11,6 +11,7 @@ from services.target.drafts.attachment import Attachment, Offer
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.feature_feed import FeatureFeed
 from services.target.drafts.learners import Learners
+from services.target.rounds.round_factory import RoundFactory
 from services.target.rounds.round_steps import RoundSteps
 from services.target.rounds.selection_steps import SelectionSteps
 from services.target.sequence import Sequence as TargetSequence
@@ -40,6 +41,7 @@ class DraftExchange:
         clock: Clock,
         cache: CacheSize,
         version: WeightVersion,
+        factory: RoundFactory,
     ) -> None:
         self.offers: deque[Offer] = deque()
         self.learners = Learners(features)
@@ -50,6 +52,7 @@ class DraftExchange:
         self._clock = clock
         self._cache = cache
         self._version = version
+        self._factory = factory
 
     def attach(self, attachment: Attachment, started: Iterable[TargetSequence]) -> None:
         """Adds a draft and hands it the sequences that have left the queue and have none; one whose
@@ -73,12 +76,42 @@ class DraftExchange:
         self.attachments.attach(attachment, started, self._clock())
         try:
             self._rounds.open(attachment)
-            self._selections.open(attachment)
+            self._factory.map_head(attachment)
+            if attachment.mapped is None:
+                self._selections.open(attachment)
         except RuntimeError as error:
-            logger.warning(
-                "no memory for rounds on the device, the host leads them: %s",
-                self._cache.advice(Shortage.of(error)),
-            )
+            self._warn_of(error)
+
+    def map_head(self, attachment_id: str, pages: Sequence[int]) -> None:
+        """A draft's head is ready for rounds: its sequences get lanes there from now on.
+
+        Args:
+            pages: of its KV cache, for the rounds alone; none where it could not prepare.
+        """
+        attachment = self.attachments.drafts.get(attachment_id)
+        if attachment is None or attachment.mapped is None or attachment.mapped_offer is None:
+            return
+        if not pages:
+            attachment.mapped.head.close()
+            attachment.mapped = None
+            self._selections.open(attachment)
+            return
+        is_pinned = attachment.mapped_offer.is_pinned
+        attachment.rounds = attachment.mapped.source(pages, is_pinned=is_pinned)
+        self._selections.settle()
+        try:
+            self._rounds.open(attachment)
+        except RuntimeError as error:
+            self._warn_of(error)
+            return
+        name = attachment.identity.worker_id
+        logger.info("the head of %s takes part in rounds through mapped memory", name)
+
+    def _warn_of(self, error: RuntimeError) -> None:
+        logger.warning(
+            "no memory for rounds on the device, the host leads them: %s",
+            self._cache.advice(Shortage.of(error)),
+        )
 
     def _refuse(self, attachment: Attachment, error: FailedPrecondition) -> None:
         logger.error("draft %s is refused: %s", attachment.identity.worker_id, error.message)
@@ -95,6 +128,8 @@ class DraftExchange:
         self._selections.settle()
         attachment = self.attachments.detach(attachment_id, self._clock())
         self._rounds.close(attachment)
+        if attachment is not None and attachment.mapped is not None:
+            attachment.mapped.head.close()
         if attachment is not None and attachment.feature_spec is not None:
             self._features.close(attachment.feature_spec)
 

@@ -13,6 +13,7 @@ from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.rpc.columns import add_verdicts
 from shared.rpc.requests import sampling_message, shape_message
 from shared.runtime.feature_ring import FeatureRingWriter
+from shared.runtime.mapped_codec import command_message
 from shared.runtime.tensor_codec import dtype_from_number, tensor_from_message, tensor_message
 from shared.tokens import Verdict
 
@@ -52,6 +53,9 @@ def draft_messages(message: DraftMessage) -> list[pb.SpeculateResponse]:
     if message.opened:
         opened = pb.SequenceOpenedBatch(sequences=map(_opened, message.opened))
         responses.append(pb.SpeculateResponse(opened=opened))
+    responses += [
+        pb.SpeculateResponse(mapped_head=command_message(each)) for each in message.commands
+    ]
     # Filled in where it is, as copies of messages cost more than their fields.
     decided = pb.SpeculateResponse()
     add_verdicts(decided.verdicts, message.verdicts)

@@ -22,6 +22,8 @@ from shared.errors import FailedPrecondition
 from shared.kv.upload import uploaded_numbers
 from shared.models.decoder import ROUTES
 from shared.models.heads.feature_spec import FeatureSpec as ComputedFeatures
+from shared.runtime.mapped_rounds import FeatureAddress
+from shared.runtime.ring_memory import share_memory, shared_part
 from shared.runtime.runner import RunnerOutput
 
 MAX_LAYERS = 8
@@ -117,12 +119,20 @@ class FeatureStore:
 
     def __init__(
         self, spec: FeatureSpec, *, num_slots: int, num_layers: int, hidden_size: int,
-        device: torch.device,
+        device: torch.device, is_file: bool = False,
     ) -> None:  # fmt: skip
+        """Args:
+        is_file: the rows are in a file in memory, which other processes can map.
+        """
         self.spec = spec
         self._num_layers = num_layers
         width = spec.width(hidden_size)
-        self._rows = torch.zeros((num_slots, width), dtype=spec.dtype, device=device)
+        size_bytes = num_slots * width * spec.dtype.itemsize
+        self._file = share_memory(size_bytes, device) if is_file else None
+        if self._file is None:
+            self._rows = torch.zeros((num_slots, width), dtype=spec.dtype, device=device)
+        else:
+            self._rows = self._file.elements.view(spec.dtype).view(num_slots, width)
         # Slots computed before the store was there hold nothing. Host memory: it decides what is
         # sent, and the device must not be waited for.
         self._is_known = np.zeros(num_slots, np.bool_)
@@ -132,6 +142,16 @@ class FeatureStore:
     def rows(self) -> Tensor:
         """`[num_slots, W]`, a row for each slot of the KV pool."""
         return self._rows
+
+    @property
+    def address(self) -> FeatureAddress:
+        """Where another process of this host finds the rows.
+
+        Raises:
+            RingUnavailable: it cannot.
+        """
+        address, start = (self._file.address, 0) if self._file else shared_part(self._rows)
+        return FeatureAddress(address, start, len(self._rows))
 
     @property
     def computed(self) -> ComputedFeatures:
@@ -189,15 +209,18 @@ class FeatureStores:
 
     Args:
         num_slots: of the KV pool.
+        are_files: see `FeatureStore`.
     """
 
     def __init__(
-        self, *, num_slots: int, num_layers: int, hidden_size: int, device: torch.device
-    ) -> None:
+        self, *, num_slots: int, num_layers: int, hidden_size: int, device: torch.device,
+        are_files: bool = False,
+    ) -> None:  # fmt: skip
         self._num_slots = num_slots
         self.num_layers = num_layers
         self.hidden_size = hidden_size
         self._device = device
+        self._are_files = are_files
         self._stores: dict[str, FeatureStore] = {}
         self._num_readers: Counter[str] = Counter()
         self._unread_key: str | None = None
@@ -239,6 +262,7 @@ class FeatureStores:
                 num_layers=self.num_layers,
                 hidden_size=self.hidden_size,
                 device=self._device,
+                is_file=self._are_files,
             )
         self._num_readers[spec.key] += 1
 

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 from services.target.drafts.assignment import MAX_CONDITIONAL_CANDIDATES
-from services.target.drafts.attachment import Attachment, DraftIdentity
+from services.target.drafts.attachment import Attachment, DraftIdentity, MappedOffer
 from services.target.drafts.attachment_terms import AttachmentTerms
 from services.target.drafts.draft_messages import feature_spec, ring_message
 from services.target.drafts.draft_stream import DraftStream
@@ -23,6 +23,7 @@ from shared.errors import FailedPrecondition, InvalidArgument
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.requests import shape_from_message
+from shared.runtime.device import device_id
 from shared.runtime.feature_ring import FeatureRings, FeatureRingWriter
 from shared.runtime.ring_memory import RingUnavailable, host_id
 
@@ -104,8 +105,26 @@ class Handshake:
             spec,
             learns=attach.learns,
             max_context_tokens=attach.max_context_token_count or None,
+            mapped_offer=self._mapped_offer(attach),
         )
         return attachment, stream
+
+    def _mapped_offer(self, attach: pb.Attach) -> MappedOffer | None:
+        """Returns the offer of a draft that can map the target's memory, and has another device."""
+        offer, engine = attach.mapped_head, self._engine
+        if not attach.HasField("mapped_head"):
+            return None
+        own_id = device_id(engine.device)
+        is_near = offer.host_id == host_id() and bool(offer.device_id) == bool(own_id)
+        if not is_near or (own_id and offer.device_id == own_id):
+            return None
+        if offer.page_size != engine.page_size:
+            logger.warning(
+                "%s pushes its trees: its pages hold %d tokens, the target's %d",
+                *(attach.worker_id, offer.page_size, engine.page_size),
+            )
+            return None
+        return MappedOffer(offer.vocab_size, offer.max_context_token_count, offer.shape_pinned)
 
     def _check(self, attach: pb.Attach) -> None:
         known = self._model.tokenizer_sha256

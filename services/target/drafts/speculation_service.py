@@ -181,6 +181,8 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
             elif kind == "weights_updated":
                 version = message.weights_updated.weight_version[:_LONGEST_VERSION]
                 self._changes.note(identity.algorithm, version)
+            elif kind == "mapped_head_ready":
+                self._engine.map_head(attachment_id, tuple(message.mapped_head_ready.pages))
             elif kind == "attach":
                 raise _attach_required("`attach` was sent twice")
             else:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from services.target.adaptive_config import MAX_DRAFT_TOKENS
 from services.target.drafts.feature_store import FeatureStore
 from services.target.requests.request import GenerationRequest
+from services.target.rounds.mapped_rounds import MappedRounds
 from services.target.rounds.policy import CostTable
 from services.target.rounds.round_runners import RoundRunners
 from services.target.rounds.round_source import RoundSource
@@ -120,6 +121,7 @@ class DeviceRounds:
     Args:
         store: the features that the head reads, one row a slot of the target's pool.
         algorithm: the name of what the head does.
+        mapped: of a head in another process.
 
     Attributes:
         is_pinned: an operator fixed the shape.
@@ -132,7 +134,9 @@ class DeviceRounds:
         leases: KvLeases,
         store: FeatureStore,
         algorithm: str,
+        mapped: MappedRounds | None = None,
     ) -> None:
+        self._head, self._mapped = source.head, mapped
         self.store = store
         self.is_pinned = source.is_pinned
         self._algorithm = algorithm
@@ -140,7 +144,10 @@ class DeviceRounds:
         self._cache = runner.cache
         self._head_pages = PagePool.of(source.pages)
         self._max_context_tokens = source.max_context_tokens
-        self._runners = RoundRunners(source, runner, store.rows)
+        kept = None if mapped is None else mapped.runners
+        self._runners = kept or RoundRunners(source, runner, store.rows)
+        if mapped is not None:
+            mapped.runners = self._runners
         self._lanes: dict[int, Lane] = {}
         # Whether rounds can serve a request at all, by sequence.
         self._can_serve: dict[int, bool] = {}
@@ -163,7 +170,29 @@ class DeviceRounds:
 
     def measured(self) -> CostTable:
         """Returns what steps of the lanes take on this device."""
-        return self._runners.measured()
+        if self._mapped is None:
+            return self._runners.measured()
+        if self._mapped.costs is None:
+            self._mapped.costs = self._runners.measured()
+        return self._mapped.costs
+
+    def warmed_up(self) -> None:
+        """What is late from now on counts."""
+        self._head.warmed_up()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether trees did not come in time, so that sequences have to join anew."""
+        return self._runner.is_late
+
+    def forgive(self) -> None:
+        """No sequence takes part: what was late does not count any more."""
+        assert not self.is_running, "rows are missing in their heads' caches"
+        self._head.forgive()
+
+    def close(self) -> None:
+        """The draft has left."""
+        self._head.close()
 
     @property
     def is_sparse(self) -> bool:
@@ -308,7 +337,7 @@ class DeviceRounds:
             if lane is None:
                 continue
             start, num_tokens = lane.sequence.num_computed, len(lane.sequence.token_ids)
-            if start == num_tokens - 1:
+            if start == num_tokens - 1 and not self.is_late:
                 # The round began with computing every row that was open.
                 lane.num_head_rows = start
             end = num_tokens - 1 + len(each.token_ids)

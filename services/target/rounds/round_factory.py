@@ -1,4 +1,4 @@
-"""Makes rounds on the device: with an embedded draft's head, or with pushed trees."""
+"""Makes rounds on the device: with a draft's head, or with pushed trees."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from services.target.drafts.attachment import Attachment
 from services.target.drafts.feature_feed import FeatureFeed
 from services.target.rounds.device_rounds import DeviceRounds
+from services.target.rounds.mapped_rounds import MappedHeads
 from services.target.rounds.selected_rounds import SelectedRounds
 from services.target.verifier import VerificationMode, Verifier
 from shared.kv.leases import KvLeases
@@ -22,6 +23,15 @@ class RoundFactory:
     verifier: Verifier
     leases: KvLeases
     features: FeatureFeed
+    mapped_heads: MappedHeads
+
+    def map_head(self, attachment: Attachment) -> None:
+        """Begins to open rounds with the head of a draft on this host; they are there once it is
+        ready, see `DraftExchange.map_head`."""
+        spec = attachment.feature_spec
+        store = None if spec is None else self.features.kept(spec)
+        if store is not None and self._is_coupled:
+            attachment.mapped = self.mapped_heads.open(attachment, store)
 
     def rounds_of(self, attachment: Attachment) -> DeviceRounds | None:
         """Returns rounds with the head of a draft; None where it shares none, or where they cannot
@@ -31,7 +41,14 @@ class RoundFactory:
             return None
         store = self.features.kept(spec)
         assert store is not None, "the draft attached without its features"
-        return DeviceRounds(source, self.runner, self.leases, store, attachment.identity.algorithm)
+        return DeviceRounds(
+            source,
+            self.runner,
+            self.leases,
+            store,
+            attachment.identity.algorithm,
+            attachment.mapped,
+        )
 
     def selected_rounds(self, limits: RoundLimits) -> SelectedRounds | None:
         """Returns rounds whose trees remote drafts push; None where they cannot be: as above, and

@@ -63,6 +63,18 @@ class RoutingCosts:
 
 logger = logging.getLogger(__name__)
 _CAPTURED_KINDS = (RoundSampling.GREEDY, RoundSampling.DRAWN)
+
+
+def prepared_kinds() -> tuple[RoundSampling, ...]:
+    """Returns the kinds of noise that rounds are prepared for at start."""
+    return _CAPTURED_KINDS
+
+
+def round_sizes(most: int) -> list[int]:
+    """Returns the numbers of sequences that rounds of up to `most` are prepared for, ascending."""
+    return sorted({min(size, most) for size in ROUND_SIZES})
+
+
 _NUM_TIMED = 3
 # Without graphs to measure one after another at start, a few sizes tell enough.
 _TIMED_SIZES = (1, 4, 16)
@@ -91,10 +103,10 @@ class RoundRunners:
                 decoder=runner.decoder,
                 pool=runner.pool,
                 head=source.head,
-                head_pool=source.pool,
                 feature_rows=feature_rows,
                 tree=shape,
                 limits=RoundLimits(max_sequences, source.max_context_tokens),
+                number=number,
                 graph_memory=memory,
                 leader=None if runner.leader is None else RoundLeader(runner.leader, number),
             )
@@ -200,7 +212,7 @@ class RoundRunners:
                     self._capture(shape, count)
 
     def _sizes(self, shape: TreeShape) -> list[int]:
-        return sorted({min(size, self._capacities[shape]) for size in ROUND_SIZES})
+        return round_sizes(self._capacities[shape])
 
     def _capture(self, shape: TreeShape, num_sequences: int) -> bool:
         """Makes the graphs of one size; False where they do not fit the memory."""

@@ -1,12 +1,11 @@
-"""The parts of an embedded draft that rounds on the device use."""
+"""What rounds on the device use of a draft."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shared.kv.pool import KvPool
-from shared.models.heads.head import DraftHead
+from shared.runtime.round_head import HeadPlace
 from shared.tokens import TreeShape
 
 MAX_ROWS = 2048
@@ -18,8 +17,7 @@ class RoundSource:
     """A head with its pages, and the shapes of its trees.
 
     Attributes:
-        pool: of the head, with pages as large as the target's.
-        pages: those of its pages that are the rounds' alone.
+        pages: those of its KV pages that are the rounds' alone.
         tree: the draft's own shape.
         max_context_tokens: longest sequence that the head can look back on.
         max_sequences: of a round with the draft's own shape.
@@ -27,8 +25,7 @@ class RoundSource:
         is_pinned: an operator fixed the shape, so that nothing is chosen.
     """
 
-    head: DraftHead
-    pool: KvPool
+    head: HeadPlace
     pages: Sequence[int]
     tree: TreeShape
     max_context_tokens: int

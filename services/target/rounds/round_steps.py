@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -39,6 +41,9 @@ class RoundStanding:
     round_s: Mapping[tuple[Choice, int], float]
 
 
+logger = logging.getLogger(__name__)
+LATE_PAUSE_S = 1.0
+"""Time without trees after some that did not come."""
 MIN_LANE_TOKENS = 2
 """A round starts from a computed token and one that is not."""
 MAX_READING_SLOTS = 16
@@ -92,6 +97,7 @@ class RoundSteps:
         self._launched: deque[tuple[float, bool]] = deque()
         self._committed_s = 0.0
         self._is_alone = True
+        self._resumes_s = -math.inf
 
     def open(self, attachment: Attachment) -> None:
         """A draft attached; if it shares its head, sequences get lanes from now on."""
@@ -101,11 +107,13 @@ class RoundSteps:
         self._attachment, self._rounds, self._policy = attachment, rounds, None
         if not rounds.is_pinned:
             self._policy = LanePolicy(rounds.shapes, rounds.measured(), self._config)
+        rounds.warmed_up()
 
     def close(self, attachment: Attachment | None) -> None:
         """A draft has left, perhaps the one whose head the rounds have."""
         if self._rounds is not None and attachment is self._attachment:
             self.settle()
+            self._rounds.close()
             self._attachment = self._rounds = self._policy = None
             self._is_plain = False
 
@@ -128,7 +136,7 @@ class RoundSteps:
         suited = [each for each in running if rounds.holds(each) or rounds.suits(each)]
         if not suited:
             return
-        shape = self._choose(rounds, suited)
+        shape = None if self._is_head_late(rounds) else self._choose(rounds, suited)
         if shape is None:
             self._is_plain = True
             self.settle()
@@ -138,6 +146,17 @@ class RoundSteps:
             settle()
             self.settle()
             rounds.turn_to(shape)
+
+    def _is_head_late(self, rounds: DeviceRounds) -> bool:
+        """Whether sequences step plainly because trees did not come in time; they join rounds again
+        after a while."""
+        if rounds.is_late:
+            if self._clock() >= self._resumes_s:
+                logger.warning("trees did not come in time; plain steps for %g s", LATE_PAUSE_S)
+            self._resumes_s = self._clock() + LATE_PAUSE_S
+            self.settle()
+            rounds.forgive()
+        return self._clock() < self._resumes_s
 
     def until_launch_s(self) -> float:
         """Returns the seconds until the next round has to be queued behind the one under way; 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shared.kernels.kernel_settings import IS_INTERPRETING
-from shared.runtime import round_runner
+from shared.runtime import round_head
 from shared.runtime.round_sequences import SequenceRound
 from shared.tokens import TreeShape
 from tests.helpers.device_rounds import DeviceRounds, Pair, token_tree
@@ -114,7 +114,7 @@ def test_sequences_that_come_together_are_drafted_for_as_alone(
     pairs: dict[str, Pair], num_chunk_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their heads catch up in common forwards, which may end inside of a sequence."""
-    monkeypatch.setattr(round_runner, "_CHUNK_ROWS", num_chunk_rows)
+    monkeypatch.setattr(round_head, "_CHUNK_ROWS", num_chunk_rows)
     pair, samplings = pairs["eagle3"], SAMPLINGS["mixed"]
     starts, expected = host_rounds(pair, TREE, prompts(4), samplings)
     rounds = DeviceRounds(pair, TREE, PAGE_SIZE)

@@ -11,6 +11,7 @@ from services.target.rounds.round_runners import RoundRunners
 from services.target.rounds.round_source import RoundSource
 from shared.kv.pool import KvPool
 from shared.runtime.memory import Shortage
+from shared.runtime.round_head import OwnHead
 from shared.runtime.round_runner import RoundRunner
 from shared.runtime.runner import ModelRunner
 from shared.tokens import TreeShape
@@ -27,8 +28,7 @@ OTHERS = {CHAIN: 12, SHORT: 32}
 def _runners(pair: Pair, others: Mapping[TreeShape, int] = OTHERS) -> RoundRunners:
     pool = KvPool(pair.decoder.kv_layout(PAGE_SIZE), 20, CPU)
     source = RoundSource(
-        head=pair.head,
-        pool=KvPool(pair.head.kv_layout(PAGE_SIZE), 20, CPU),
+        head=OwnHead(pair.head, KvPool(pair.head.kv_layout(PAGE_SIZE), 20, CPU)),
         pages=range(1, 20),
         tree=TREE,
         max_context_tokens=60,

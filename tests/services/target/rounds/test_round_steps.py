@@ -17,7 +17,8 @@ from services.target.rounds.policy import LanePolicy
 from services.target.rounds.round_factory import RoundFactory
 from services.target.step_report import StepReport
 from shared.runtime.round_graphs import RoundGraphs
-from shared.runtime.round_runner import HeadBacklog, HeadCatchUp, RoundRunner
+from shared.runtime.round_head import HeadBacklog, HeadCatchUp
+from shared.runtime.round_runner import RoundRunner
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.runner import ModelRunner
 from shared.tokens import SamplingParams, StopParams, TreeShape

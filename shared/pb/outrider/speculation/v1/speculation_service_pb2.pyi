@@ -44,16 +44,17 @@ class ReadTableResponse(_message.Message):
     def __init__(self, rows: _Optional[_Union[_tensor_pb2.Tensor]] = ...) -> None: ...
 
 class SpeculateRequest(_message.Message):
-    __slots__ = ("attach", "candidates", "release", "feature_ring_taken", "weights_updated")
+    __slots__ = ("attach", "candidates", "release", "feature_ring_taken", "weights_updated", "mapped_head_ready")
     attach: Attach
     candidates: CandidateBatch
     release: Release
     feature_ring_taken: FeatureRingTaken
     weights_updated: DraftWeightsUpdated
-    def __init__(self, attach: _Optional[_Union[Attach]] = ..., candidates: _Optional[_Union[CandidateBatch]] = ..., release: _Optional[_Union[Release]] = ..., feature_ring_taken: _Optional[_Union[FeatureRingTaken]] = ..., weights_updated: _Optional[_Union[DraftWeightsUpdated]] = ...) -> None: ...
+    mapped_head_ready: MappedHeadReady
+    def __init__(self, attach: _Optional[_Union[Attach]] = ..., candidates: _Optional[_Union[CandidateBatch]] = ..., release: _Optional[_Union[Release]] = ..., feature_ring_taken: _Optional[_Union[FeatureRingTaken]] = ..., weights_updated: _Optional[_Union[DraftWeightsUpdated]] = ..., mapped_head_ready: _Optional[_Union[MappedHeadReady]] = ...) -> None: ...
 
 class SpeculateResponse(_message.Message):
-    __slots__ = ("attached", "opened", "verdicts", "feature_chunk", "closed", "drain", "weights_updated")
+    __slots__ = ("attached", "opened", "verdicts", "feature_chunk", "closed", "drain", "weights_updated", "mapped_head")
     attached: Attached
     opened: SequenceOpenedBatch
     verdicts: VerdictBatch
@@ -61,7 +62,8 @@ class SpeculateResponse(_message.Message):
     closed: SequenceClosedBatch
     drain: Drain
     weights_updated: WeightsUpdated
-    def __init__(self, attached: _Optional[_Union[Attached]] = ..., opened: _Optional[_Union[SequenceOpenedBatch]] = ..., verdicts: _Optional[_Union[VerdictBatch]] = ..., feature_chunk: _Optional[_Union[FeatureChunk]] = ..., closed: _Optional[_Union[SequenceClosedBatch]] = ..., drain: _Optional[_Union[Drain]] = ..., weights_updated: _Optional[_Union[WeightsUpdated]] = ...) -> None: ...
+    mapped_head: MappedHeadCommand
+    def __init__(self, attached: _Optional[_Union[Attached]] = ..., opened: _Optional[_Union[SequenceOpenedBatch]] = ..., verdicts: _Optional[_Union[VerdictBatch]] = ..., feature_chunk: _Optional[_Union[FeatureChunk]] = ..., closed: _Optional[_Union[SequenceClosedBatch]] = ..., drain: _Optional[_Union[Drain]] = ..., weights_updated: _Optional[_Union[WeightsUpdated]] = ..., mapped_head: _Optional[_Union[MappedHeadCommand]] = ...) -> None: ...
 
 class WeightsUpdated(_message.Message):
     __slots__ = ("update_count", "weight_version")
@@ -75,7 +77,7 @@ class DraftWeightsUpdated(_message.Message):
     def __init__(self, weight_version: _Optional[str] = ...) -> None: ...
 
 class Attach(_message.Message):
-    __slots__ = ("worker_id", "model_id", "tokenizer_sha256", "max_sequence_count", "max_node_count", "feature_spec", "algorithm", "max_context_token_count", "shape", "feature_ring", "learns")
+    __slots__ = ("worker_id", "model_id", "tokenizer_sha256", "max_sequence_count", "max_node_count", "feature_spec", "algorithm", "max_context_token_count", "shape", "feature_ring", "learns", "mapped_head")
     worker_id: str
     model_id: str
     tokenizer_sha256: str
@@ -87,7 +89,75 @@ class Attach(_message.Message):
     shape: _token_tree_pb2.TreeShape
     feature_ring: FeatureRingOffer
     learns: bool
-    def __init__(self, worker_id: _Optional[str] = ..., model_id: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., max_sequence_count: _Optional[int] = ..., max_node_count: _Optional[int] = ..., feature_spec: _Optional[_Union[FeatureSpec]] = ..., algorithm: _Optional[str] = ..., max_context_token_count: _Optional[int] = ..., shape: _Optional[_Union[_token_tree_pb2.TreeShape]] = ..., feature_ring: _Optional[_Union[FeatureRingOffer]] = ..., learns: _Optional[bool] = ...) -> None: ...
+    mapped_head: MappedHeadOffer
+    def __init__(self, worker_id: _Optional[str] = ..., model_id: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., max_sequence_count: _Optional[int] = ..., max_node_count: _Optional[int] = ..., feature_spec: _Optional[_Union[FeatureSpec]] = ..., algorithm: _Optional[str] = ..., max_context_token_count: _Optional[int] = ..., shape: _Optional[_Union[_token_tree_pb2.TreeShape]] = ..., feature_ring: _Optional[_Union[FeatureRingOffer]] = ..., learns: _Optional[bool] = ..., mapped_head: _Optional[_Union[MappedHeadOffer]] = ...) -> None: ...
+
+class MappedHeadOffer(_message.Message):
+    __slots__ = ("host_id", "device_id", "page_size", "vocab_size", "max_context_token_count", "shape_pinned")
+    host_id: str
+    device_id: str
+    page_size: int
+    vocab_size: int
+    max_context_token_count: int
+    shape_pinned: bool
+    def __init__(self, host_id: _Optional[str] = ..., device_id: _Optional[str] = ..., page_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_context_token_count: _Optional[int] = ..., shape_pinned: _Optional[bool] = ...) -> None: ...
+
+class MappedHeadReady(_message.Message):
+    __slots__ = ("pages",)
+    pages: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, pages: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class MappedHeadCommand(_message.Message):
+    __slots__ = ("open", "prepare", "round")
+    open: MappedHeadOpen
+    prepare: MappedHeadPrepare
+    round: MappedHeadRound
+    def __init__(self, open: _Optional[_Union[MappedHeadOpen]] = ..., prepare: _Optional[_Union[MappedHeadPrepare]] = ..., round: _Optional[_Union[MappedHeadRound]] = ...) -> None: ...
+
+class MappedHeadOpen(_message.Message):
+    __slots__ = ("shared_file", "cuda_ipc_handle", "feature_shared_file", "feature_cuda_ipc_handle", "feature_start_bytes", "feature_row_count", "last_round", "shapes")
+    shared_file: str
+    cuda_ipc_handle: bytes
+    feature_shared_file: str
+    feature_cuda_ipc_handle: bytes
+    feature_start_bytes: int
+    feature_row_count: int
+    last_round: int
+    shapes: _containers.RepeatedCompositeFieldContainer[MappedHeadShape]
+    def __init__(self, shared_file: _Optional[str] = ..., cuda_ipc_handle: _Optional[bytes] = ..., feature_shared_file: _Optional[str] = ..., feature_cuda_ipc_handle: _Optional[bytes] = ..., feature_start_bytes: _Optional[int] = ..., feature_row_count: _Optional[int] = ..., last_round: _Optional[int] = ..., shapes: _Optional[_Iterable[_Union[MappedHeadShape]]] = ...) -> None: ...
+
+class MappedHeadShape(_message.Message):
+    __slots__ = ("tree", "row_count", "max_kv_length", "max_sequence_count")
+    tree: _token_tree_pb2.TreeShape
+    row_count: int
+    max_kv_length: int
+    max_sequence_count: int
+    def __init__(self, tree: _Optional[_Union[_token_tree_pb2.TreeShape]] = ..., row_count: _Optional[int] = ..., max_kv_length: _Optional[int] = ..., max_sequence_count: _Optional[int] = ...) -> None: ...
+
+class MappedHeadPrepare(_message.Message):
+    __slots__ = ("shape_number", "slot_count", "sampling_kind", "last")
+    shape_number: int
+    slot_count: int
+    sampling_kind: int
+    last: bool
+    def __init__(self, shape_number: _Optional[int] = ..., slot_count: _Optional[int] = ..., sampling_kind: _Optional[int] = ..., last: _Optional[bool] = ...) -> None: ...
+
+class MappedHeadRound(_message.Message):
+    __slots__ = ("shape_number", "slot_count", "sampling_kind", "backlogs")
+    shape_number: int
+    slot_count: int
+    sampling_kind: int
+    backlogs: _containers.RepeatedCompositeFieldContainer[MappedHeadBacklog]
+    def __init__(self, shape_number: _Optional[int] = ..., slot_count: _Optional[int] = ..., sampling_kind: _Optional[int] = ..., backlogs: _Optional[_Iterable[_Union[MappedHeadBacklog]]] = ...) -> None: ...
+
+class MappedHeadBacklog(_message.Message):
+    __slots__ = ("token_ids", "start", "end", "pages", "head_pages")
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    start: int
+    end: int
+    pages: _containers.RepeatedScalarFieldContainer[int]
+    head_pages: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., head_pages: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FeatureRingOffer(_message.Message):
     __slots__ = ("host_id", "reads_cuda")

@@ -1,0 +1,133 @@
+"""Rounds whose head is in the process of a draft on this host, on a GPU of its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from services.target.adaptive_config import AdaptiveConfig
+from services.target.drafts.attachment import Attachment, DraftMessage
+from services.target.drafts.feature_store import FeatureStore
+from services.target.rounds.policy import CostTable
+from services.target.rounds.round_runners import RoundRunners, prepared_kinds, round_sizes
+from services.target.rounds.round_source import RoundSource, capacities
+from shared.runtime.mapped_head import MappedHead, MappedSource
+from shared.runtime.mapped_rounds import MappedCommand, MappedShape, PrepareMapped
+from shared.runtime.ring_memory import RingUnavailable
+from shared.runtime.round_batches import RoundShape
+from shared.runtime.round_runner import RoundLimits
+from shared.runtime.runner import ModelRunner
+from shared.tokens import TreeShape
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class MappedRounds:
+    """Rounds with a kind of head. Memory, graphs and times stay for the next draft of the kind.
+
+    Attributes:
+        store: the features that the head reads.
+        trees: most sequences of a round by shape, the draft's own shape first.
+        runners: made when a draft was ready for the first time.
+        costs: measured then.
+    """
+
+    head: MappedHead
+    store: FeatureStore
+    trees: dict[TreeShape, int]
+    max_context_tokens: int
+    runners: RoundRunners | None = None
+    costs: CostTable | None = None
+
+    def open(self, attachment: Attachment) -> None:
+        """Has a draft map the memory and prepare for all sizes of rounds."""
+
+        def send(commands: Sequence[MappedCommand]) -> bool:
+            return attachment.port.send(DraftMessage((), (), (), commands=tuple(commands)))
+
+        sizes = [
+            (number, count, kind)
+            for number, most in enumerate(self.trees.values())
+            for count in reversed(round_sizes(most))
+            for kind in prepared_kinds()
+        ]
+        self.head.open(send, [PrepareMapped(*each, each is sizes[-1]) for each in sizes])
+
+    def source(self, pages: Sequence[int], *, is_pinned: bool) -> RoundSource:
+        """Returns what rounds use of a draft that is ready.
+
+        Args:
+            pages: of the head's KV cache, for the rounds alone.
+        """
+        (tree, max_sequences), *others = self.trees.items()
+        return RoundSource(
+            head=self.head,
+            pages=pages,
+            tree=tree,
+            max_context_tokens=self.max_context_tokens,
+            max_sequences=max_sequences,
+            other_trees=dict(others),
+            is_pinned=is_pinned,
+        )
+
+
+@dataclass(slots=True)
+class MappedHeads:
+    """The mapped rounds of one engine, by the kind of their heads. Owned by the engine thread.
+
+    Attributes:
+        limits: None where no round stays on the device.
+    """
+
+    runner: ModelRunner
+    limits: RoundLimits | None
+    config: AdaptiveConfig
+    _rounds: list[MappedRounds] = field(default_factory=list)
+
+    def open(self, attachment: Attachment, store: FeatureStore) -> MappedRounds | None:
+        """Begins to open rounds with the head of a draft that attached; None where there can be
+        none."""
+        offer, limits = attachment.mapped_offer, self.limits
+        if offer is None or limits is None or self.runner.decoder.group is not None:
+            return None
+        context = min(offer.max_context_tokens, limits.max_context_tokens)
+        base = attachment.base_shape
+        shapes = (base,) if offer.is_pinned else self.config.round_shapes(base)
+        trees = capacities(shapes, limits.max_sequences)
+        mapped = tuple(
+            MappedShape(
+                RoundShape.of(tree, draft_vocab_size=offer.vocab_size, max_context_tokens=context),
+                most,
+            )
+            for tree, most in trees.items()
+        )
+        source = MappedSource(offer.vocab_size, mapped)
+        try:
+            rounds = self._kept(source, store) or self._made(source, store, trees, context)
+        except RingUnavailable as error:
+            logger.warning("%s pushes its trees: %s", attachment.identity.worker_id, error)
+            return None
+        rounds.open(attachment)
+        return rounds
+
+    def _kept(self, source: MappedSource, store: FeatureStore) -> MappedRounds | None:
+        for each in self._rounds:
+            if each.head.source == source and each.store is store and not each.head.is_open:
+                return each
+        return None
+
+    def _made(
+        self, source: MappedSource, store: FeatureStore, trees: dict[TreeShape, int], context: int
+    ) -> MappedRounds:
+        head = MappedHead(
+            source,
+            store.computed,
+            store.address,
+            device=self.runner.device,
+            page_size=self.runner.page_size,
+            target_vocab_size=self.runner.decoder.config.vocab_size,
+        )
+        self._rounds.append(MappedRounds(head, store, trees, context))
+        return self._rounds[-1]

@@ -1,0 +1,64 @@
+"""Triton kernels that order rounds between two GPUs, and read the memory of another one.
+
+Addresses are numbers, because the memory belongs to another process, or to the host.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _now_ns():  # type: ignore[no-untyped-def]
+    return tl.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _wait_for(address, count, limit_us):  # type: ignore[no-untyped-def]
+    """Waits until a counter is at least `count`; returns what it was last."""
+    counter = address.to(tl.pointer_type(tl.int32))
+    end = _now_ns() + limit_us.to(tl.int64) * 1000
+    seen = tl.atomic_add(counter, 0, sem="acquire", scope="sys")
+    now = end - 1
+    while (seen < count) & (now < end):
+        seen = tl.atomic_add(counter, 0, sem="acquire", scope="sys")
+        now = _now_ns()
+    return seen
+
+
+@triton.jit(do_not_specialize=["go", "done", "late", "count", "limit_us"])
+def exchange(go, done, late, count, limit_us):  # type: ignore[no-untyped-def]
+    """The target's side of a round: raises `go` to its number, and waits for `done`. Where that
+    takes too long, the number is noted in `late`."""
+    tl.atomic_xchg(go.to(tl.pointer_type(tl.int32)), count, sem="release", scope="sys")
+    seen = _wait_for(done, count, limit_us)
+    tl.store(late.to(tl.pointer_type(tl.int32)), count, mask=seen < count)
+
+
+@triton.jit(do_not_specialize=["go", "count", "limit_us"])
+def await_go(go, current, count, limit_us):  # type: ignore[no-untyped-def]
+    """The head's side: waits for `go`, and keeps the number for `raise_done`."""
+    _wait_for(go, count, limit_us)
+    tl.store(current, count)
+
+
+@triton.jit(do_not_specialize=["done"])
+def raise_done(done, current):  # type: ignore[no-untyped-def]
+    """Raises `done` to the number of the round under way, behind everything queued before."""
+    count = tl.load(current)
+    tl.atomic_xchg(done.to(tl.pointer_type(tl.int32)), count, sem="release", scope="sys")
+
+
+@triton.jit(do_not_specialize=["source"])  # type: ignore[untyped-decorator]
+def gather_words(source, rows, out, NUM_WORDS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Copies rows of `NUM_WORDS` int64 each out of memory that another process owns."""
+    row = tl.program_id(0)
+    first = tl.load(rows + row) * NUM_WORDS
+    words = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_word = words < NUM_WORDS
+    memory = source.to(tl.pointer_type(tl.int64))
+    value = tl.load(memory + first + words, mask=is_word)
+    tl.store(out + row.to(tl.int64) * NUM_WORDS + words, value, mask=is_word)

@@ -1,0 +1,132 @@
+"""Commands of rounds in mapped memory, in protobuf; see `mapped_rounds`."""
+
+from __future__ import annotations
+
+from shared.errors import InvalidArgument
+from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
+from shared.rpc.requests import shape_from_message, shape_message
+from shared.runtime.mapped_rounds import (
+    FeatureAddress,
+    MappedCommand,
+    MappedRound,
+    MappedShape,
+    OpenMapped,
+    PrepareMapped,
+)
+from shared.runtime.ring_memory import RingAddress
+from shared.runtime.round_batches import RoundShape
+from shared.runtime.round_head import HeadBacklog
+from shared.runtime.round_sampling import RoundSampling
+
+
+def command_message(command: MappedCommand) -> pb.MappedHeadCommand:
+    """Returns the message of a command."""
+    match command:
+        case OpenMapped():
+            return pb.MappedHeadCommand(open=_open_message(command))
+        case PrepareMapped():
+            prepare = pb.MappedHeadPrepare(
+                shape_number=command.number,
+                slot_count=command.num_slots,
+                sampling_kind=command.sampling.value,
+                last=command.is_last,
+            )
+            return pb.MappedHeadCommand(prepare=prepare)
+    announced = pb.MappedHeadRound(
+        shape_number=command.number,
+        slot_count=command.num_slots,
+        sampling_kind=command.sampling.value,
+        backlogs=map(_backlog_message, command.backlogs),
+    )
+    return pb.MappedHeadCommand(round=announced)
+
+
+def command_from_message(message: pb.MappedHeadCommand) -> MappedCommand | None:
+    """Returns the command of a message; None for kinds added later.
+
+    Raises:
+        InvalidArgument: a kind of sampling is unknown.
+    """
+    match message.WhichOneof("command"):
+        case "open":
+            return _opening(message.open)
+        case "prepare":
+            prepare = message.prepare
+            return PrepareMapped(
+                prepare.shape_number,
+                prepare.slot_count,
+                _sampling(prepare.sampling_kind),
+                prepare.last,
+            )
+        case "round":
+            announced = message.round
+            return MappedRound(
+                announced.shape_number,
+                announced.slot_count,
+                _sampling(announced.sampling_kind),
+                tuple(map(_backlog, announced.backlogs)),
+            )
+    return None
+
+
+def _open_message(command: OpenMapped) -> pb.MappedHeadOpen:
+    features = command.features
+    return pb.MappedHeadOpen(
+        shared_file=command.address.shared_file,
+        cuda_ipc_handle=command.address.cuda_ipc_handle,
+        feature_shared_file=features.address.shared_file,
+        feature_cuda_ipc_handle=features.address.cuda_ipc_handle,
+        feature_start_bytes=features.start_bytes,
+        feature_row_count=features.num_rows,
+        last_round=command.last_round,
+        shapes=[
+            pb.MappedHeadShape(
+                tree=shape_message(each.shape.tree),
+                row_count=each.shape.num_tree_rows,
+                max_kv_length=each.shape.max_kv_length,
+                max_sequence_count=each.max_sequences,
+            )
+            for each in command.shapes
+        ],
+    )
+
+
+def _opening(message: pb.MappedHeadOpen) -> OpenMapped:
+    features = RingAddress(message.feature_shared_file, message.feature_cuda_ipc_handle)
+    return OpenMapped(
+        RingAddress(message.shared_file, message.cuda_ipc_handle),
+        FeatureAddress(features, message.feature_start_bytes, message.feature_row_count),
+        tuple(
+            MappedShape(
+                RoundShape(shape_from_message(each.tree), each.row_count, each.max_kv_length),
+                each.max_sequence_count,
+            )
+            for each in message.shapes
+        ),
+        message.last_round,
+    )
+
+
+def _sampling(number: int) -> RoundSampling:
+    try:
+        return RoundSampling(number)
+    except ValueError:
+        message = f"sampling_kind is {number}; it must be 0, 1 or 2"
+        raise InvalidArgument.of("COMMAND_MALFORMED", "sampling_kind", message) from None
+
+
+def _backlog_message(backlog: HeadBacklog) -> pb.MappedHeadBacklog:
+    return pb.MappedHeadBacklog(
+        token_ids=backlog.token_ids[backlog.start : backlog.end + 1],
+        start=backlog.start,
+        end=backlog.end,
+        pages=backlog.pages,
+        head_pages=backlog.head_pages,
+    )
+
+
+def _backlog(message: pb.MappedHeadBacklog) -> HeadBacklog:
+    tokens = [*[0] * message.start, *message.token_ids]
+    return HeadBacklog(
+        tokens, message.start, message.end, list(message.pages), list(message.head_pages)
+    )

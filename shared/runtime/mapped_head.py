@@ -1,0 +1,267 @@
+"""The target's side of rounds whose head is in another process; see `mapped_rounds`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shared.kernels.kernel_settings import has_triton
+from shared.kv.pool import KvPool
+from shared.models.heads.feature_spec import FeatureSpec
+from shared.runtime.mapped_rounds import (
+    DONE,
+    GO,
+    FeatureAddress,
+    MappedCommand,
+    MappedLayout,
+    MappedRound,
+    MappedShape,
+    OpenMapped,
+    PrepareMapped,
+    state_within,
+)
+from shared.runtime.ring_memory import RingMemory, share_memory
+from shared.runtime.round_batches import RoundBatches, RoundShape, RoundTree
+from shared.runtime.round_draft import RoundDraft
+from shared.runtime.round_head import HeadBacklog, RoundHead
+from shared.runtime.round_parts import RoundParts, fits_kernels, verification_for
+from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.round_state import RoundState
+from shared.speculation.tree import NO_TOKEN, TreeRows, rows_of_parents
+
+LONGEST_WAIT_US = 20_000
+"""A tree that takes longer is not waited for; what that costs, it costs once."""
+WAIT_A_ROW_US = 5
+"""Added for each row of a prompt that the head computes first."""
+WARM_UP_WAIT_US = 1_000_000
+_LONGEST_US = 2**31 - 1
+_POLL_S = 2e-5
+
+
+def mended_rows(
+    token_ids: Tensor, parents: Tensor, roots: Tensor, *, max_depth: int, vocab_size: int
+) -> TreeRows:
+    """Returns trees that others wrote, as trees: a node that is none is left out.
+
+    A token is in the vocabulary, a parent comes before its children, no node is deeper than
+    `max_depth`, and of siblings with one token the first counts.
+
+    Args:
+        token_ids, parents: `[S, T]` int64, see `TreeRows`; column 0 is not read.
+        roots: `[S]` int64.
+    """
+    rows = torch.arange(token_ids.shape[1], device=token_ids.device)
+    parents = torch.minimum(parents.clamp_min(0), (rows - 1).clamp_min(0))
+    ancestors = parents
+    for _ in range(max_depth - 1):
+        ancestors = parents.gather(1, ancestors)
+    is_node = (token_ids >= 0) & (token_ids < vocab_size) & (ancestors == 0)
+    same = token_ids.unsqueeze(2) == token_ids.unsqueeze(1)
+    same &= parents.unsqueeze(2) == parents.unsqueeze(1)
+    same &= is_node.unsqueeze(1) & ((rows < rows.unsqueeze(1)) & (rows > 0))
+    tokens = torch.where(is_node & ~same.any(dim=2), token_ids, NO_TOKEN)
+    tokens = torch.cat((roots.unsqueeze(1), tokens[:, 1:]), dim=1)
+    return rows_of_parents(tokens, parents, max_depth)
+
+
+Send = Callable[[Sequence[MappedCommand]], bool]
+"""Hands commands to the head's process; False where it does not keep up."""
+
+
+@dataclass(frozen=True, slots=True)
+class MappedSource:
+    """A kind of head in another process.
+
+    Attributes:
+        vocab_size: tokens that it can propose.
+        shapes: of all rounds, in the order of their numbers.
+    """
+
+    vocab_size: int
+    shapes: tuple[MappedShape, ...]
+
+
+class MappedHead:
+    """A head of another process. A `HeadPlace`; owned by the engine thread.
+
+    Args:
+        spec: the hidden states that it reads.
+        features: where they are.
+        target_vocab_size: trees may hold only tokens below it.
+    """
+
+    def __init__(
+        self,
+        source: MappedSource,
+        spec: FeatureSpec,
+        features: FeatureAddress,
+        *,
+        device: torch.device,
+        page_size: int,
+        target_vocab_size: int,
+    ) -> None:
+        """Raises:
+        RingUnavailable: the memory cannot be shared.
+        """
+        self.source = source
+        self._send: Send = _nobody
+        self.spec, self._shapes, self._page_size = spec, source.shapes, page_size
+        self.target_vocab_size = target_vocab_size
+        self._layout = MappedLayout.of(source.shapes, page_size)
+        self._memory: RingMemory = share_memory(self._layout.size_bytes, device)
+        self._memory.elements.zero_()
+        self._features = features
+        self._round = 0
+        self._late_before = 0
+        self._backlogs: list[HeadBacklog] = []
+        self.is_open = self.is_broken = False
+        self._is_warming_up = True
+        # Of the last round whose trees came too late.
+        is_cuda = device.type == "cuda"
+        self._late = torch.zeros(1, dtype=torch.int32, pin_memory=is_cuda)
+        self._is_cuda = is_cuda
+
+    @property
+    def vocab_size(self) -> int:
+        return self.source.vocab_size
+
+    def open(self, send: Send, prepared: Sequence[PrepareMapped]) -> None:
+        """Has a process map the memory and prepare for rounds."""
+        self._send, self.is_open, self.is_broken = send, True, False
+        self._is_warming_up, self._backlogs = True, []
+        self.forgive()
+        opening = OpenMapped(self._memory.address, self._features, self._shapes, self._round)
+        self._tell(opening, *prepared)
+
+    def close(self) -> None:
+        """The process has left; another one may come."""
+        self._send, self.is_open, self.is_broken = _nobody, False, True
+
+    def warmed_up(self) -> None:
+        """Rounds have run, so that late trees count from now on."""
+        self._is_warming_up = False
+        self.forgive()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether trees did not come in time since `forgive`, or the process is not heard any
+        more."""
+        return self.is_broken or int(self._late[0]) != self._late_before
+
+    def forgive(self) -> None:
+        """Rounds begin anew: what was late does not count."""
+        self._late_before = int(self._late[0])
+
+    def parts(self, shape: RoundShape, device: torch.device) -> RoundParts:
+        """See `HeadPlace.parts`."""
+        return RoundParts(RoundDraft, verification_for(shape, device))
+
+    def in_rounds(
+        self, number: int, shape: RoundShape, max_sequences: int, feature_rows: Tensor,
+        target: KvPool,
+    ) -> RoundHead:  # fmt: skip
+        """See `HeadPlace.in_rounds`."""
+        assert self._shapes[number] == MappedShape(shape, max_sequences), "another shape"
+        memory = self._memory.elements
+        state = state_within(
+            memory, self._layout.states[number], self._shapes[number], self._page_size
+        )
+        empty = RoundState.empty(
+            max_sequences,
+            max_open_rows=shape.max_committed,
+            num_pages=shape.num_pages(self._page_size),
+            device=memory.device,
+        )
+        state.copy_(empty)
+        size = max_sequences * 2 * shape.num_tree_rows
+        trees = memory[self._layout.trees :].view(torch.int64)[:size]
+        return _MappedRounds(
+            self, number, shape, state, trees.view(max_sequences, 2, shape.num_tree_rows)
+        )
+
+    def catch_up(self, backlogs: Iterable[HeadBacklog]) -> None:
+        """Has the next round begin with some rows."""
+        self._backlogs += backlogs
+
+    def begin(self, number: int, num_slots: int, sampling: RoundSampling) -> None:
+        """Announces a round and queues the wait for its trees on the current stream."""
+        backlogs, self._backlogs = tuple(self._backlogs), []
+        self._round += 1
+        self._tell(MappedRound(number, num_slots, sampling, backlogs))
+        limit_us = WARM_UP_WAIT_US if self._is_warming_up else LONGEST_WAIT_US
+        limit_us += WAIT_A_ROW_US * sum(each.num_rows for each in backlogs)
+        # Who has left, or was late, is not waited for.
+        is_waited_for = self._is_warming_up or not self.is_late
+        self._exchange(0 if not is_waited_for or self.is_broken else min(limit_us, _LONGEST_US))
+
+    def _tell(self, *commands: MappedCommand) -> None:
+        if not self.is_broken and not self._send(commands):
+            self.is_broken = True
+
+    def _exchange(self, limit_us: int) -> None:
+        memory = self._memory.elements
+        if self._is_cuda:
+            from shared.runtime.exchange_jit import exchange
+
+            start = memory.data_ptr()
+            exchange[(1,)](
+                start + GO, start + DONE, self._late.data_ptr(), self._round, limit_us, num_warps=1
+            )
+            return
+        counters = memory.view(torch.int32)
+        counters[GO // 4] = self._round
+        end_s = time.monotonic() + limit_us / 1e6
+        while int(counters[DONE // 4]) < self._round:
+            if time.monotonic() >= end_s:
+                self._late[0] = self._round
+                return
+            time.sleep(_POLL_S)
+
+
+def _nobody(_: Sequence[MappedCommand]) -> bool:
+    return False
+
+
+class _MappedRounds:
+    """See `RoundHead`."""
+
+    def __init__(
+        self, head: MappedHead, number: int, shape: RoundShape, state: RoundState, trees: Tensor
+    ) -> None:
+        self._head, self._number, self._trees = head, number, trees
+        self.state, self.feature_spec = state, head.spec
+        self.catch_up = head.catch_up
+        self._shape = shape
+        self._batches = RoundBatches(shape, head._page_size)
+        self._is_fused = has_triton(trees.device) and fits_kernels(shape)
+
+    @property
+    def is_late(self) -> bool:
+        return self._head.is_late
+
+    def prepare(self, num_slots: int, sampling: RoundSampling) -> None:
+        """The process was asked already, see `MappedHead.prepare`."""
+
+    def begin(self, num_slots: int, sampling: RoundSampling) -> None:
+        """See `RoundHead.begin`."""
+        self._head.begin(self._number, num_slots, sampling)
+
+    def grow(self, state: RoundState, sampling: RoundSampling) -> RoundTree:
+        """Reads the trees, once."""
+        if self._is_fused:
+            from shared.runtime.mapped_trees_fused import read_trees
+
+            return read_trees(self._trees, state, self._batches, self._head.target_vocab_size)
+        trees = self._trees[: state.num_slots].clone()
+        rows = mended_rows(
+            trees[:, 0],
+            trees[:, 1],
+            state.roots,
+            max_depth=self._shape.tree.num_steps,
+            vocab_size=self._head.target_vocab_size,
+        )
+        return self._batches.of_trees(state, rows)

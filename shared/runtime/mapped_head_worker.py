@@ -1,0 +1,253 @@
+"""The head's side of rounds with a target in another process; see `mapped_rounds`.
+
+Commands come in order, before the target queues what they announce. They are queued on the
+device, which waits for the target by itself, so they may be late by as much as a round takes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shared.kv.leases import PADDING_PAGE
+from shared.kv.pool import KvPool
+from shared.models.heads.head import DraftHead
+from shared.runtime.graph_store import capturing
+from shared.runtime.mapped_rounds import (
+    DONE,
+    GO,
+    MappedLayout,
+    MappedRound,
+    MappedShape,
+    MappedState,
+    OpenMapped,
+    PrepareMapped,
+)
+from shared.runtime.ring_memory import OpenedMemory, open_memory
+from shared.runtime.round_batches import RoundBatches
+from shared.runtime.round_draft import RoundDraft
+from shared.runtime.round_graphs import num_computed
+from shared.runtime.round_head import HeadBacklog, HeadCatchUp
+from shared.runtime.round_parts import RoundParts
+from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.round_state import RoundState
+
+logger = logging.getLogger(__name__)
+LONGEST_WAIT_US = 10_000_000
+"""A target that announced a round and does not begin it has ended."""
+_POLL_S = 2e-5
+# Kernels are compiled for kinds of lengths, and for few or many rows at once.
+_PROMPT_LENGTHS = (1, 2, 9, 16, 17, 40, 100, 300, 512, 700, 2048)
+_GROUP_SIZES = (1, 2, 8, 40)
+_WORDS_A_PROGRAM = 1024
+_WORD_BYTES = 8
+
+
+class MappedFeatures:
+    """Features of the target's tokens, read where they are.
+
+    Args:
+        width: W.
+        device: of the head.
+    """
+
+    def __init__(
+        self, memory: OpenedMemory, start_bytes: int, width: int, dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self._memory, self._start_bytes = memory, start_bytes
+        self._width, self._dtype, self._device = width, dtype, device
+
+    def gather(self, slots: Tensor) -> Tensor:
+        """Returns the rows `[N, W]` at slots `[N]` int64 of the target's pool."""
+        rows = torch.empty((len(slots), self._width), dtype=self._dtype, device=self._device)
+        self.gather_into(slots, rows)
+        return rows
+
+    def gather_into(self, slots: Tensor, rows: Tensor) -> None:
+        """Fills contiguous `rows` `[N, W]`; on a GPU it is queued."""
+        row_bytes = self._width * self._dtype.itemsize
+        if self._device.type != "cuda":
+            for row, slot in zip(rows, slots.tolist(), strict=True):
+                self._memory.copy(self._start_bytes + slot * row_bytes, row)
+            return
+        import triton
+
+        from shared.runtime.exchange_jit import gather_words
+
+        assert row_bytes % _WORD_BYTES == 0, "a row is whole words"
+        num_words = row_bytes // _WORD_BYTES
+        grid = (len(slots), triton.cdiv(num_words, _WORDS_A_PROGRAM))
+        gather_words[grid](
+            self._memory.pointer + self._start_bytes, slots, rows.view(torch.int64),
+            NUM_WORDS=num_words, BLOCK=_WORDS_A_PROGRAM,
+        )  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class _Rounds:
+    """Rounds of one shape.
+
+    Attributes:
+        state: a copy of the target's, of the lanes that take part.
+        features: `[S * W, any]`, those of the open rows.
+        graphs: by lanes that are computed and kind of noise.
+    """
+
+    shape: MappedShape
+    place: MappedState
+    state: RoundState
+    draft: RoundDraft
+    features: Tensor
+    graphs: dict[tuple[int, RoundSampling], torch.cuda.CUDAGraph] = field(default_factory=dict)
+
+
+class MappedHeadWorker:
+    """Runs the rounds of one target. For one thread.
+
+    Args:
+        pool: the head's.
+
+    Raises:
+        RingUnavailable: the target's memory cannot be mapped.
+    """
+
+    def __init__(self, head: DraftHead, pool: KvPool, command: OpenMapped) -> None:
+        device, self._page_size = pool.device, pool.page_size
+        self._device, self._is_cuda = device, device.type == "cuda"
+        self._layout = MappedLayout.of(command.shapes, pool.page_size)
+        self._memory = open_memory(command.address, self._layout.size_bytes, device)
+        spec, place = head.feature_spec, command.features
+        size_bytes = place.num_rows * spec.width * spec.dtype.itemsize
+        memory = open_memory(place.address, size_bytes, device)
+        self._features = MappedFeatures(memory, place.start_bytes, spec.width, spec.dtype, device)
+        self._catch_up = HeadCatchUp(head, pool, self._features.gather)
+        self._round = command.last_round
+        self._current = torch.zeros(1, dtype=torch.int32, device=device)
+        self._graph_memory: Any = torch.cuda.graph_pool_handle() if self._is_cuda else None
+        self._rounds = [
+            self._made(head, pool, shape, place)
+            for shape, place in zip(command.shapes, self._layout.states, strict=True)
+        ]
+
+    def _made(
+        self, head: DraftHead, pool: KvPool, shape: MappedShape, place: MappedState
+    ) -> _Rounds:
+        spec = head.feature_spec
+        state = RoundState.empty(
+            shape.max_sequences,
+            max_open_rows=shape.shape.max_committed,
+            num_pages=shape.shape.num_pages(pool.page_size),
+            device=self._device,
+        )
+        num_rows = shape.max_sequences * shape.shape.max_committed
+        features = torch.zeros((num_rows, spec.width), dtype=spec.dtype, device=self._device)
+        parts = RoundParts.of(head, shape.shape, self._device)
+        batches = RoundBatches(shape.shape, pool.page_size)
+        return _Rounds(shape, place, state, parts.draft(head, pool, batches, features), features)
+
+    @torch.inference_mode()
+    def prepare(self, command: PrepareMapped) -> None:
+        """Captures the graph for a number of lanes."""
+        if self._is_cuda:
+            self._graph(self._rounds[command.number], command.num_slots, command.sampling)
+
+    def warm_up(self, head_pages: Sequence[int]) -> None:
+        """Computes prompts of many lengths, for nobody, so that no kernel is compiled later.
+
+        Args:
+            head_pages: whose contents nobody needs.
+        """
+        if not self._is_cuda:
+            return
+        for size in _GROUP_SIZES:
+            for length in _PROMPT_LENGTHS:
+                num_pages = -(-(length + 1) // self._page_size)
+                if size * num_pages > len(head_pages):
+                    continue
+                groups = [head_pages[k * num_pages : (k + 1) * num_pages] for k in range(size)]
+                pages = [PADDING_PAGE] * num_pages
+                for start in (0, length // 2):
+                    self._catch_up.run(
+                        HeadBacklog([0] * (length + 1), start, length, pages, own) for own in groups
+                    )
+        torch.cuda.synchronize(self._device)
+
+    @torch.inference_mode()
+    def take(self, command: MappedRound) -> None:
+        """Queues a round: waits for the target, computes the backlogs, grows the trees."""
+        self._round += 1
+        self._await_go()
+        self._catch_up.run(command.backlogs)
+        rounds = self._rounds[command.number]
+        if self._is_cuda:
+            self._graph(rounds, command.num_slots, command.sampling).replay()
+        else:
+            self._grow(rounds, self._num_computed(rounds, command.num_slots), command.sampling)
+
+    def _num_computed(self, rounds: _Rounds, num_slots: int) -> int:
+        return num_computed(num_slots, rounds.shape.max_sequences)
+
+    def _graph(
+        self, rounds: _Rounds, num_slots: int, sampling: RoundSampling
+    ) -> torch.cuda.CUDAGraph:
+        kind = rounds.draft.kind_of(sampling)
+        key = (self._num_computed(rounds, num_slots), kind)
+        graph = rounds.graphs.get(key)
+        if graph is None:
+            # Loads kernels outside of the graph, for nobody.
+            self._draw(rounds, rounds.state.first(key[0]).emptied(), kind)
+            graph = rounds.graphs[key] = torch.cuda.CUDAGraph()
+            with capturing(graph, self._graph_memory):
+                self._grow(rounds, *key)
+        return graph
+
+    def _grow(self, rounds: _Rounds, num_slots: int, sampling: RoundSampling) -> None:
+        """Reads the state, grows the trees, writes them, and says that they are there."""
+        state, place, memory = rounds.state.first(num_slots), rounds.place, self._memory
+        memory.copy(place.numbers, state.numbers)
+        memory.copy(place.sampling, state.sampling)
+        memory.copy(place.page_table, state.page_table)
+        memory.copy(place.head_page_table, state.head_page_table)
+        memory.write(self._layout.trees, self._draw(rounds, state, sampling))
+        self._raise_done()
+
+    def _draw(self, rounds: _Rounds, state: RoundState, sampling: RoundSampling) -> Tensor:
+        """Returns tokens and parents `[S, 2, T]` int64 of the trees."""
+        draft = rounds.draft
+        batch, slots = draft.open_rows(state)
+        self._features.gather_into(slots, rounds.features[: len(slots)])
+        sources = torch.arange(len(slots), device=self._device)
+        forwards = draft.forwards(batch, sources, keeps_states=False)
+        rows = draft.grown(state, sampling, forwards).rows
+        return torch.stack((rows.token_ids, rows.parents), dim=1)
+
+    def _await_go(self) -> None:
+        if self._is_cuda:
+            from shared.runtime.exchange_jit import await_go
+
+            await_go[(1,)](
+                self._memory.pointer + GO, self._current, self._round, LONGEST_WAIT_US, num_warps=1
+            )
+            return
+        self._current[0] = self._round
+        go = torch.zeros(1, dtype=torch.int32)
+        end_s = time.monotonic() + LONGEST_WAIT_US / 1e6
+        self._memory.copy(GO, go)
+        while int(go[0]) < self._round and time.monotonic() < end_s:
+            time.sleep(_POLL_S)
+            self._memory.copy(GO, go)
+
+    def _raise_done(self) -> None:
+        if self._is_cuda:
+            from shared.runtime.exchange_jit import raise_done
+
+            raise_done[(1,)](self._memory.pointer + DONE, self._current, num_warps=1)
+        else:
+            self._memory.write(DONE, self._current)

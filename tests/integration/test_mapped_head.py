@@ -1,0 +1,114 @@
+"""A head in a process of its own takes part in the target's rounds through memory of both."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from services.draft.settings_problems import DEMO_TARGET
+from services.target.flag_choices import DeviceRoundsChoice
+from services.target.step_report import StepReport
+from shared.pb.outrider.target.v1 import target_service_pb2 as pb
+from shared.pb.outrider.types.v1 import sampling_pb2
+from tests.helpers.served import Target, serving_target
+
+ROOT = Path(__file__).parents[2]
+QUESTIONS = ("Tell me a story about a dog.", "What is the capital of France?", "Who was Newton?")
+SHAPES = {"chain": ("5", "1", "6"), "tree": ("3", "2", "6")}
+
+
+class _Rounds:
+    """Counts what rounds through the memory did."""
+
+    def __init__(self) -> None:
+        self.num_verified = self.num_accepted = 0
+
+    def after_step(self, report: StepReport) -> None:
+        if report.round_shape is not None:
+            self.num_verified += report.num_rounds
+            self.num_accepted += report.num_accepted
+
+
+@asynccontextmanager
+async def _head(target: Target, shape: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    steps, topk, num_tokens = SHAPES[shape]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "services.draft", "--port", "0", "--target", target.address),
+        *("--speculative-algorithm", "EAGLE3", "--device", "cpu"),
+        *("--speculative-num-steps", steps, "--speculative-eagle-topk", topk),
+        *("--speculative-num-draft-tokens", num_tokens, "--max-total-tokens", "8192"),
+        cwd=ROOT,
+        env={**os.environ, "OUTRIDER_LOG_LEVEL": "error"},
+    )
+    try:
+        await target.until_attached(1)
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def _request(
+    question: str, max_tokens: int, temperature: float, *, disabled: bool = False
+) -> pb.GenerateRequest:
+    text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    ids = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json")).encode(text).ids
+    return pb.GenerateRequest(
+        prompt_token_ids=ids,
+        sampling_params=sampling_pb2.SamplingParams(temperature=temperature, seed=7),
+        stop_params=sampling_pb2.StopParams(max_output_token_count=max_tokens, ignore_eos=True),
+        speculation_params=pb.SpeculationParams(disabled=disabled),
+    )
+
+
+async def _answer(target: Target, request: pb.GenerateRequest) -> list[int]:
+    return [token async for each in target.stub.Generate(request) for token in each.delta.token_ids]
+
+
+async def _until_rounds(target: Target, rounds: _Rounds) -> None:
+    """Asks until an answer came by rounds: the head says when it is ready for them."""
+    before = rounds.num_verified
+    while rounds.num_verified == before:
+        await _answer(target, _request(QUESTIONS[1], 8, 0.0))
+
+
+@pytest.mark.timeout(300)  # two processes load torch, on cores that other tests use
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_answers_are_those_of_plain_steps(shape: str) -> None:
+    rounds = _Rounds()
+    async with serving_target(
+        DEMO_TARGET,
+        rounds.after_step,
+        max_total_tokens=4096,
+        context_length=512,
+        max_running_requests=4,
+        device_rounds=DeviceRoundsChoice.ON,
+    ) as target:
+        asked = [(question, t) for question in QUESTIONS for t in (0.0, 0.8)]
+        plain = [await _answer(target, _request(q, 60, t, disabled=True)) for q, t in asked]
+        async with _head(target, shape) as process:
+            await _until_rounds(target, rounds)
+            rounds.num_verified = rounds.num_accepted = 0
+            answers = await asyncio.gather(*(_answer(target, _request(q, 60, t)) for q, t in asked))
+            assert answers == plain
+            # The head reads what the target wrote: without it hardly a token would be accepted.
+            assert rounds.num_accepted > 0.4 * rounds.num_verified
+            # In the middle of an answer the head is gone.
+            late = asyncio.create_task(_answer(target, _request(QUESTIONS[0], 300, 0.0)))
+            await _until_rounds(target, rounds)
+            process.kill()
+            await process.wait()
+            alone = await late
+        assert alone == await _answer(target, _request(QUESTIONS[0], 300, 0.0, disabled=True))
+        await target.until_attached(0)
+        async with _head(target, shape):
+            await _until_rounds(target, rounds)
