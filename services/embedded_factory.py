@@ -10,12 +10,12 @@ from functools import partial
 
 from services.draft.drafter_factory import build_drafter, use_device, worker_identity
 from services.draft.drafters.drafter import Drafter
-from services.draft.drafters.eagle import EagleDrafter
 from services.draft.drafters.host import Host
 from services.draft.drafters.multi_layer import MultiLayerDrafter
 from services.draft.drafters.table_service import borrowed_tensors
 from services.draft.engine import DraftEngine
 from services.draft.head_weights import HeadWeights
+from services.draft.mapped_heads import SharesHead
 from services.draft.metrics import DraftMetrics, engine_figures
 from services.draft.recorder import DraftRecorder
 from services.draft.settings import DraftSettings
@@ -143,8 +143,9 @@ def _rounds(
     """Returns the drafter's head and pages for rounds on the device; None where it has none."""
     is_wanted = settings.has_device_rounds(is_cuda=target.device.type == "cuda")
     is_coupled = settings.verification is VerificationMode.COUPLED
-    if not (is_wanted and is_coupled) or type(drafter) is not EagleDrafter:
+    if not (is_wanted and is_coupled) or drafter.limits.mapped_head is None:
         return None
+    assert isinstance(drafter, SharesHead)
     if chosen.page_size != settings.page_size:
         log.warning(
             "no rounds on the device: the draft's pages hold %d tokens, the target's %d",
@@ -155,7 +156,7 @@ def _rounds(
     _log_capacities(settings, trees)
     (tree, max_sequences), *others = trees.items()
     return RoundSource(
-        head=OwnHead(shared.head, shared.pool),
+        head=OwnHead(shared.model),
         pages=shared.pages,
         tree=tree,
         max_context_tokens=min(shared.max_context_tokens, target.limits.max_sequence_tokens),

@@ -14,7 +14,7 @@ from shared.errors import SettingsError
 from shared.settings import load_settings
 from shared.settings_field import declared_fields
 
-HEADS = "an EAGLE, EAGLE3 or one-layer MTP head"
+HEADS = "a STANDALONE model, or an EAGLE, EAGLE3 or one-layer MTP head"
 _PREFIX = "--draft-"
 _WITHOUT_DISTRIBUTIONS = {
     Algorithm.NGRAM: "repeats tokens and draws none",
@@ -88,7 +88,7 @@ def _round_problems(settings: TargetSettings, draft: DraftSettings) -> list[str]
     if settings.device_rounds is not DeviceRoundsChoice.ON:
         return []
     problems = []
-    if not draft.algorithm.shares_head:
+    if not draft.algorithm.joins_rounds:
         problems.append(
             f"--device-rounds on needs {HEADS}; --speculative-algorithm is {draft.algorithm.value}"
         )

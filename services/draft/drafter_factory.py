@@ -172,10 +172,12 @@ def worker_identity(
         max_sequences=settings.max_running_requests,
         max_context_tokens=limits.max_context_tokens,
         feature_spec=limits.feature_spec,
-        mapped_head=limits.mapped_head,
+        # Drafting ahead, trees are pushed.
+        mapped_head=None if settings.speculative_outcome_budget else limits.mapped_head,
         shape=settings.shape,
     )
-    return identity if limits.feature_spec is None else _sharing(identity, settings)
+    shares_memory = identity.feature_spec is not None or identity.mapped_head is not None
+    return _sharing(identity, settings) if shares_memory else identity
 
 
 def _sharing(identity: WorkerIdentity, settings: DraftSettings) -> WorkerIdentity:

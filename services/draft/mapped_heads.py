@@ -11,7 +11,7 @@ from services.draft.events import MappedCommandArrived, MappedHeadReady, Output
 
 if TYPE_CHECKING:
     # A worker without a model runs where torch is not installed.
-    from services.draft.drafters.eagle import SharedHead
+    from services.draft.drafters.shared_head import SharedHead
     from shared.runtime.mapped_head_worker import MappedHeadWorker
     from shared.runtime.mapped_rounds import OpenMapped
 
@@ -86,7 +86,7 @@ class MappedHeads:
         if self._shared is None:
             self._shared = self._drafter.share_head()
         try:
-            worker = MappedHeadWorker(self._shared.head, self._shared.pool, command)
+            worker = MappedHeadWorker(self._shared.model, command)
         except (RingUnavailable, RuntimeError) as error:
             self._decline(link, error)
             return

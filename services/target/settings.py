@@ -139,8 +139,8 @@ class TargetSettings(ServiceSettings):
     )
     device_rounds: DeviceRoundsChoice = setting(
         DeviceRoundsChoice.AUTO,
-        "run rounds on the device: those of an embedded EAGLE, EAGLE3 or one-layer MTP head, and "
-        "those whose trees remote drafts push; auto: on a GPU",
+        "run rounds on the device: those of a STANDALONE model or a one-layer head, embedded or on "
+        "another GPU of the host, and those whose trees drafts push; auto: on a GPU",
     )
     verification_mode: VerificationChoice = setting(
         VerificationChoice.COUPLED,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from shared.models.decoder import Decoder
 from shared.runtime.plain_growth import PlainGrowth, plain_scores
 from shared.runtime.round_batches import RoundBatches
 from shared.runtime.round_sampling import RoundSampling
-from shared.runtime.round_state import RoundState
+from shared.runtime.round_state import LENGTH, OFFSET, RoundState
 from shared.runtime.tree_draft import Growth, KnownLevel, Scores
 
 
@@ -52,6 +52,13 @@ class DecoderDraft:
     decoder: Decoder
     pool: KvPool
     batches: RoundBatches
+
+    def seen(self, state: RoundState) -> RoundState:
+        """See `DraftCode.seen`."""
+        numbers = state.numbers.clone()
+        numbers[:, LENGTH] += 1
+        numbers[:, OFFSET] -= 1
+        return replace(state, numbers=numbers)
 
     def open_rows(self, state: RoundState) -> tuple[ForwardBatch, Tensor]:
         """See `DraftCode.open_rows`."""

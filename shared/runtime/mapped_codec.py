@@ -70,7 +70,7 @@ def command_from_message(message: pb.MappedHeadCommand) -> MappedCommand | None:
 
 
 def _open_message(command: OpenMapped) -> pb.MappedHeadOpen:
-    features = command.features
+    features = command.features or FeatureAddress(RingAddress(), 0, 0)
     return pb.MappedHeadOpen(
         shared_file=command.address.shared_file,
         cuda_ipc_handle=command.address.cuda_ipc_handle,
@@ -92,10 +92,9 @@ def _open_message(command: OpenMapped) -> pb.MappedHeadOpen:
 
 
 def _opening(message: pb.MappedHeadOpen) -> OpenMapped:
-    features = RingAddress(message.feature_shared_file, message.feature_cuda_ipc_handle)
     return OpenMapped(
         RingAddress(message.shared_file, message.cuda_ipc_handle),
-        FeatureAddress(features, message.feature_start_bytes, message.feature_row_count),
+        _feature_address(message),
         tuple(
             MappedShape(
                 RoundShape(shape_from_message(each.tree), each.row_count, each.max_kv_length),
@@ -105,6 +104,13 @@ def _opening(message: pb.MappedHeadOpen) -> OpenMapped:
         ),
         message.last_round,
     )
+
+
+def _feature_address(message: pb.MappedHeadOpen) -> FeatureAddress | None:
+    if not message.feature_row_count:
+        return None
+    address = RingAddress(message.feature_shared_file, message.feature_cuda_ipc_handle)
+    return FeatureAddress(address, message.feature_start_bytes, message.feature_row_count)
 
 
 def _sampling(number: int) -> RoundSampling:

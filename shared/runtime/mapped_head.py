@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shared.kernels.kernel_settings import has_triton
 from shared.kv.pool import KvPool
 from shared.models.heads.feature_spec import FeatureSpec
+from shared.runtime.given_trees import read_trees
 from shared.runtime.mapped_rounds import (
     DONE,
     GO,
@@ -26,46 +26,19 @@ from shared.runtime.mapped_rounds import (
 )
 from shared.runtime.ring_memory import RingMemory, share_memory
 from shared.runtime.round_batches import RoundBatches, RoundShape, RoundTree
-from shared.runtime.round_draft import RoundDraft
 from shared.runtime.round_head import HeadBacklog, RoundHead
-from shared.runtime.round_parts import RoundParts, fits_kernels, verification_for
+from shared.runtime.round_parts import verification_for
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import RoundState
-from shared.speculation.tree import NO_TOKEN, TreeRows, rows_of_parents
+from shared.runtime.round_verification import RoundVerification
 
-LONGEST_WAIT_US = 20_000
+LONGEST_WAIT_US = {"cuda": 20_000, "cpu": 1_000_000}
 """A tree that takes longer is not waited for; what that costs, it costs once."""
 WAIT_A_ROW_US = 5
 """Added for each row of a prompt that the head computes first."""
-WARM_UP_WAIT_US = 1_000_000
+WARM_UP_WAIT_US = 2_000_000
 _LONGEST_US = 2**31 - 1
 _POLL_S = 2e-5
-
-
-def mended_rows(
-    token_ids: Tensor, parents: Tensor, roots: Tensor, *, max_depth: int, vocab_size: int
-) -> TreeRows:
-    """Returns trees that others wrote, as trees: a node that is none is left out.
-
-    A token is in the vocabulary, a parent comes before its children, no node is deeper than
-    `max_depth`, and of siblings with one token the first counts.
-
-    Args:
-        token_ids, parents: `[S, T]` int64, see `TreeRows`; column 0 is not read.
-        roots: `[S]` int64.
-    """
-    rows = torch.arange(token_ids.shape[1], device=token_ids.device)
-    parents = torch.minimum(parents.clamp_min(0), (rows - 1).clamp_min(0))
-    ancestors = parents
-    for _ in range(max_depth - 1):
-        ancestors = parents.gather(1, ancestors)
-    is_node = (token_ids >= 0) & (token_ids < vocab_size) & (ancestors == 0)
-    same = token_ids.unsqueeze(2) == token_ids.unsqueeze(1)
-    same &= parents.unsqueeze(2) == parents.unsqueeze(1)
-    same &= is_node.unsqueeze(1) & ((rows < rows.unsqueeze(1)) & (rows > 0))
-    tokens = torch.where(is_node & ~same.any(dim=2), token_ids, NO_TOKEN)
-    tokens = torch.cat((roots.unsqueeze(1), tokens[:, 1:]), dim=1)
-    return rows_of_parents(tokens, parents, max_depth)
 
 
 Send = Callable[[Sequence[MappedCommand]], bool]
@@ -90,15 +63,15 @@ class MappedHead:
 
     Args:
         spec: the hidden states that it reads.
-        features: where they are.
+        features: where they are; None for a model that reads none.
         target_vocab_size: trees may hold only tokens below it.
     """
 
     def __init__(
         self,
         source: MappedSource,
-        spec: FeatureSpec,
-        features: FeatureAddress,
+        spec: FeatureSpec | None,
+        features: FeatureAddress | None,
         *,
         device: torch.device,
         page_size: int,
@@ -117,6 +90,7 @@ class MappedHead:
         self._features = features
         self._round = 0
         self._late_before = 0
+        self._longest_us = LONGEST_WAIT_US[device.type]
         self._backlogs: list[HeadBacklog] = []
         self.is_open = self.is_broken = False
         self._is_warming_up = True
@@ -156,12 +130,12 @@ class MappedHead:
         """Rounds begin anew: what was late does not count."""
         self._late_before = int(self._late[0])
 
-    def parts(self, shape: RoundShape, device: torch.device) -> RoundParts:
-        """See `HeadPlace.parts`."""
-        return RoundParts(RoundDraft, verification_for(shape, device))
+    def verification(self, shape: RoundShape) -> Callable[..., RoundVerification]:
+        """See `HeadPlace.verification`."""
+        return verification_for(shape, self._memory.elements.device)
 
     def in_rounds(
-        self, number: int, shape: RoundShape, max_sequences: int, feature_rows: Tensor,
+        self, number: int, shape: RoundShape, max_sequences: int, feature_rows: Tensor | None,
         target: KvPool,
     ) -> RoundHead:  # fmt: skip
         """See `HeadPlace.in_rounds`."""
@@ -192,7 +166,7 @@ class MappedHead:
         backlogs, self._backlogs = tuple(self._backlogs), []
         self._round += 1
         self._tell(MappedRound(number, num_slots, sampling, backlogs))
-        limit_us = WARM_UP_WAIT_US if self._is_warming_up else LONGEST_WAIT_US
+        limit_us = WARM_UP_WAIT_US if self._is_warming_up else self._longest_us
         limit_us += WAIT_A_ROW_US * sum(each.num_rows for each in backlogs)
         # Who has left, or was late, is not waited for.
         is_waited_for = self._is_warming_up or not self.is_late
@@ -235,9 +209,7 @@ class _MappedRounds:
         self._head, self._number, self._trees = head, number, trees
         self.state, self.feature_spec = state, head.spec
         self.catch_up = head.catch_up
-        self._shape = shape
         self._batches = RoundBatches(shape, head._page_size)
-        self._is_fused = has_triton(trees.device) and fits_kernels(shape)
 
     @property
     def is_late(self) -> bool:
@@ -252,16 +224,4 @@ class _MappedRounds:
 
     def grow(self, state: RoundState, sampling: RoundSampling) -> RoundTree:
         """Reads the trees, once."""
-        if self._is_fused:
-            from shared.runtime.mapped_trees_fused import read_trees
-
-            return read_trees(self._trees, state, self._batches, self._head.target_vocab_size)
-        trees = self._trees[: state.num_slots].clone()
-        rows = mended_rows(
-            trees[:, 0],
-            trees[:, 1],
-            state.roots,
-            max_depth=self._shape.tree.num_steps,
-            vocab_size=self._head.target_vocab_size,
-        )
-        return self._batches.of_trees(state, rows)
+        return read_trees(self._trees, state, self._batches, self._head.target_vocab_size)

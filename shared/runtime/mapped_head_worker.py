@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from shared.kv.leases import PADDING_PAGE
-from shared.kv.pool import KvPool
-from shared.models.heads.head import DraftHead
+from shared.models.heads.feature_spec import FeatureSpec
 from shared.runtime.graph_store import capturing
 from shared.runtime.mapped_rounds import (
     DONE,
@@ -29,14 +28,14 @@ from shared.runtime.mapped_rounds import (
     OpenMapped,
     PrepareMapped,
 )
-from shared.runtime.ring_memory import OpenedMemory, open_memory
+from shared.runtime.ring_memory import OpenedMemory, RingUnavailable, open_memory
 from shared.runtime.round_batches import RoundBatches
-from shared.runtime.round_draft import RoundDraft
 from shared.runtime.round_graphs import num_computed
-from shared.runtime.round_head import HeadBacklog, HeadCatchUp
-from shared.runtime.round_parts import RoundParts
+from shared.runtime.round_head import CatchUp, HeadBacklog
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import RoundState
+from shared.runtime.tree_draft import DraftCode, grown
+from shared.runtime.tree_model import TreeModel
 
 logger = logging.getLogger(__name__)
 LONGEST_WAIT_US = 10_000_000
@@ -63,6 +62,18 @@ class MappedFeatures:
     ) -> None:  # fmt: skip
         self._memory, self._start_bytes = memory, start_bytes
         self._width, self._dtype, self._device = width, dtype, device
+
+    @classmethod
+    def of(cls, command: OpenMapped, spec: FeatureSpec, device: torch.device) -> MappedFeatures:
+        """Raises:
+        RingUnavailable: they cannot be mapped.
+        """
+        place = command.features
+        if place is None:
+            raise RingUnavailable("the target does not say where the features are")
+        size_bytes = place.num_rows * spec.width * spec.dtype.itemsize
+        memory = open_memory(place.address, size_bytes, device)
+        return cls(memory, place.start_bytes, spec.width, spec.dtype, device)
 
     def gather(self, slots: Tensor) -> Tensor:
         """Returns the rows `[N, W]` at slots `[N]` int64 of the target's pool."""
@@ -96,15 +107,15 @@ class _Rounds:
 
     Attributes:
         state: a copy of the target's, of the lanes that take part.
-        features: `[S * W, any]`, those of the open rows.
+        features: `[S * W, any]`, those of the open rows; None where they read none.
         graphs: by lanes that are computed and kind of noise.
     """
 
     shape: MappedShape
     place: MappedState
     state: RoundState
-    draft: RoundDraft
-    features: Tensor
+    code: DraftCode
+    features: Tensor | None
     graphs: dict[tuple[int, RoundSampling], torch.cuda.CUDAGraph] = field(default_factory=dict)
 
 
@@ -112,45 +123,43 @@ class MappedHeadWorker:
     """Runs the rounds of one target. For one thread.
 
     Args:
-        pool: the head's.
+        model: with pages as large as the target's.
 
     Raises:
         RingUnavailable: the target's memory cannot be mapped.
     """
 
-    def __init__(self, head: DraftHead, pool: KvPool, command: OpenMapped) -> None:
+    def __init__(self, model: TreeModel, command: OpenMapped) -> None:
+        pool, spec = model.pool, model.feature_spec
         device, self._page_size = pool.device, pool.page_size
         self._device, self._is_cuda = device, device.type == "cuda"
         self._layout = MappedLayout.of(command.shapes, pool.page_size)
         self._memory = open_memory(command.address, self._layout.size_bytes, device)
-        spec, place = head.feature_spec, command.features
-        size_bytes = place.num_rows * spec.width * spec.dtype.itemsize
-        memory = open_memory(place.address, size_bytes, device)
-        self._features = MappedFeatures(memory, place.start_bytes, spec.width, spec.dtype, device)
-        self._catch_up = HeadCatchUp(head, pool, self._features.gather)
+        self._features = None if spec is None else MappedFeatures.of(command, spec, device)
+        gather = None if self._features is None else self._features.gather
+        self._catch_up = CatchUp(model, gather)
         self._round = command.last_round
         self._current = torch.zeros(1, dtype=torch.int32, device=device)
         self._graph_memory: Any = torch.cuda.graph_pool_handle() if self._is_cuda else None
         self._rounds = [
-            self._made(head, pool, shape, place)
+            self._made(model, shape, place)
             for shape, place in zip(command.shapes, self._layout.states, strict=True)
         ]
 
-    def _made(
-        self, head: DraftHead, pool: KvPool, shape: MappedShape, place: MappedState
-    ) -> _Rounds:
-        spec = head.feature_spec
+    def _made(self, model: TreeModel, shape: MappedShape, place: MappedState) -> _Rounds:
+        pool, spec = model.pool, model.feature_spec
         state = RoundState.empty(
             shape.max_sequences,
             max_open_rows=shape.shape.max_committed,
             num_pages=shape.shape.num_pages(pool.page_size),
             device=self._device,
         )
-        num_rows = shape.max_sequences * shape.shape.max_committed
-        features = torch.zeros((num_rows, spec.width), dtype=spec.dtype, device=self._device)
-        parts = RoundParts.of(head, shape.shape, self._device)
-        batches = RoundBatches(shape.shape, pool.page_size)
-        return _Rounds(shape, place, state, parts.draft(head, pool, batches, features), features)
+        features = None
+        if spec is not None:
+            num_rows = shape.max_sequences * shape.shape.max_committed
+            features = torch.zeros((num_rows, spec.width), dtype=spec.dtype, device=self._device)
+        code = model.code(RoundBatches(shape.shape, pool.page_size), features)
+        return _Rounds(shape, place, state, code, features)
 
     @torch.inference_mode()
     def prepare(self, command: PrepareMapped) -> None:
@@ -197,7 +206,7 @@ class MappedHeadWorker:
     def _graph(
         self, rounds: _Rounds, num_slots: int, sampling: RoundSampling
     ) -> torch.cuda.CUDAGraph:
-        kind = rounds.draft.kind_of(sampling)
+        kind = rounds.code.kind_of(sampling)
         key = (self._num_computed(rounds, num_slots), kind)
         graph = rounds.graphs.get(key)
         if graph is None:
@@ -220,12 +229,12 @@ class MappedHeadWorker:
 
     def _draw(self, rounds: _Rounds, state: RoundState, sampling: RoundSampling) -> Tensor:
         """Returns tokens and parents `[S, 2, T]` int64 of the trees."""
-        draft = rounds.draft
-        batch, slots = draft.open_rows(state)
-        self._features.gather_into(slots, rounds.features[: len(slots)])
-        sources = torch.arange(len(slots), device=self._device)
-        forwards = draft.forwards(batch, sources, keeps_states=False)
-        rows = draft.grown(state, sampling, forwards).rows
+        seen = rounds.code.seen(state)
+        batch, sources = rounds.code.open_rows(seen)
+        if self._features is not None and rounds.features is not None:
+            self._features.gather_into(sources, rounds.features[: len(sources)])
+            sources = torch.arange(len(sources), device=self._device)
+        rows = grown(rounds.code, seen, sampling, batch, sources).rows
         return torch.stack((rows.token_ids, rows.parents), dim=1)
 
     def _await_go(self) -> None:

@@ -127,11 +127,12 @@ class OpenMapped:
     """Asks the head's process to map the memory. Rounds follow.
 
     Attributes:
+        features: None for a model that reads none.
         last_round: number of the last round before, in this memory.
     """
 
     address: RingAddress
-    features: FeatureAddress
+    features: FeatureAddress | None
     shapes: tuple[MappedShape, ...]
     last_round: int
 

@@ -46,7 +46,7 @@ class RoundShape:
         grown = TreeShape(steps, topk, tree.num_draft_tokens)
         num_rows = 1 + min(grown.max_node_count, _num_candidates(grown))
         # Rounds may be under way when the host learns that a sequence has ended.
-        spare = max(num_rows, (steps - 1) * topk) + MAX_PENDING_ROUNDS * (steps + 1)
+        spare = max(num_rows, (steps - 1) * topk + 1) + MAX_PENDING_ROUNDS * (steps + 1)
         return cls(grown, num_rows, max_context_tokens + spare)
 
     @property
@@ -68,8 +68,9 @@ class RoundShape:
         return length - 1 + self.num_tree_rows
 
     def num_head_kv_tokens(self, length: int) -> int:
-        """Returns how many rows the head's pages must cover for a round at `length`."""
-        return length - 1 + (self.tree.num_steps - 1) * self.tree.topk
+        """Returns how many rows the draft's pages must cover for a round at `length`. A language
+        model has a row more than a head."""
+        return length + (self.tree.num_steps - 1) * self.tree.topk
 
     @property
     def is_chain(self) -> bool:

@@ -15,7 +15,7 @@ from shared.runtime.plain_growth import PlainGrowth, plain_scores
 from shared.runtime.round_batches import RoundBatches, RoundTree
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import RoundState
-from shared.runtime.tree_draft import Growth, KnownLevel, Scores, grow
+from shared.runtime.tree_draft import Growth, KnownLevel, Scores, grown
 
 Level = Callable[[ForwardBatch, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
 Logits = Callable[[Tensor], Tensor]
@@ -97,17 +97,11 @@ class RoundDraft:
     def grow(self, state: RoundState, sampling: RoundSampling) -> RoundTree:
         """Computes the open rows and returns the trees that grow from the last of them."""
         batch, feature_slots = self.open_rows(state)
-        forwards = self.forwards(batch, feature_slots, keeps_states=False)
-        return self.grown(state, sampling, forwards)
+        return grown(self, state, sampling, batch, feature_slots)
 
-    def grown(
-        self, state: RoundState, sampling: RoundSampling, forwards: HeadForwards
-    ) -> RoundTree:
-        """Returns the trees that grow by some forwards."""
-        growth = self.growth(state, sampling, 0)
-        for _ in grow(growth, forwards, self.batches.shape.tree.num_steps):
-            pass
-        return growth.finish()
+    def seen(self, state: RoundState) -> RoundState:
+        """See `DraftCode.seen`."""
+        return state
 
     def open_rows(self, state: RoundState) -> tuple[ForwardBatch, Tensor]:
         """See `DraftCode.open_rows`."""

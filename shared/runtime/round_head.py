@@ -1,4 +1,4 @@
-"""The head in rounds on the device: the trees that it grows, and the rows that it lacks."""
+"""The draft model in rounds on the device: its trees, and the rows that its cache lacks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.pool import KvPool
 from shared.kv.upload import uploaded_numbers
 from shared.models.heads.feature_spec import FeatureSpec
-from shared.models.heads.head import DraftHead
+from shared.runtime.given_trees import read_trees
 from shared.runtime.round_batches import RoundBatches, RoundShape, RoundTree
-from shared.runtime.round_parts import RoundParts
+from shared.runtime.round_parts import verification_for
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import RoundState
+from shared.runtime.round_verification import RoundVerification
+from shared.runtime.tree_draft import grown
+from shared.runtime.tree_model import TreeModel
 
 _CHUNK_ROWS = 2048
 
@@ -45,67 +48,65 @@ class HeadBacklog:
         return max(self.end - self.start, 0)
 
 
-class HeadCatchUp:
-    """Computes rows of one head, those of all sequences together.
+class CatchUp:
+    """Computes rows in the cache of one draft model, those of all sequences together.
 
     Args:
-        pool: the head's.
-        features: returns the rows `[N, W]` at slots `[N]` of the target's pool.
+        features: returns the rows `[N, W]` at slots `[N]` of the target's pool; None for a model
+            that reads none.
     """
 
-    def __init__(self, head: DraftHead, pool: KvPool, features: Callable[[Tensor], Tensor]) -> None:
-        self._head = head
-        self._pool = pool
+    def __init__(self, model: TreeModel, features: Callable[[Tensor], Tensor] | None) -> None:
+        self._model, self._pool = model, model.pool
         self._features = features
 
     @torch.inference_mode()
     def run(self, backlogs: Iterable[HeadBacklog]) -> None:
         """Computes what is missing, in forwards of bounded size."""
         chunk: list[SequenceRows] = []
-        feature_slots: list[int] = []
+        slots: list[int] = []
+        lead = self._model.token_lead
         for backlog in backlogs:
-            first, end = backlog.start, backlog.end
+            # A row that reads its own token can be computed a token earlier.
+            first, end = backlog.start, backlog.end + 1 - lead
             while first < end:
-                count = min(end - first, _CHUNK_ROWS - len(feature_slots))
-                chunk.append(_rows(backlog, first, count))
-                feature_slots += self._slots(backlog.pages, range(first, first + count))
+                count = min(end - first, _CHUNK_ROWS - len(slots))
+                tokens = backlog.token_ids[first + lead : first + lead + count]
+                chunk.append(SequenceRows.causal(tokens, first, backlog.head_pages))
+                slots += self._slots(backlog.pages, range(first, first + count))
                 first += count
                 # Rows of a sequence read those before them from the cache: never in one forward.
-                if len(feature_slots) == _CHUNK_ROWS:
-                    self._forward(chunk, feature_slots)
-                    chunk, feature_slots = [], []
+                if len(slots) == _CHUNK_ROWS:
+                    self._forward(chunk, slots)
+                    chunk, slots = [], []
         if chunk:
-            self._forward(chunk, feature_slots)
+            self._forward(chunk, slots)
 
-    def _forward(self, chunk: Sequence[SequenceRows], feature_slots: Sequence[int]) -> None:
+    def _forward(self, chunk: Sequence[SequenceRows], slots: Sequence[int]) -> None:
         device = self._pool.device
         batch = build_batch(chunk, page_size=self._pool.page_size, device=device)
-        features = self._features(uploaded_numbers(feature_slots, device))
-        self._head.forward(batch, self._head.fuse(features), self._pool)
+        features = None
+        if self._features is not None:
+            features = self._features(uploaded_numbers(slots, device))
+        self._model.compute(batch, features)
 
     def _slots(self, pages: Sequence[int], positions: range) -> list[int]:
         size = self._pool.page_size
         return [pages[position // size] * size + position % size for position in positions]
 
 
-def _rows(backlog: HeadBacklog, first: int, count: int) -> SequenceRows:
-    return SequenceRows.causal(
-        backlog.token_ids[first + 1 : first + 1 + count], first, backlog.head_pages
-    )
-
-
 class RoundHead(Protocol):
-    """The head in rounds of one shape. It is in this process, or in another one.
+    """The draft model in rounds of one shape. It is in this process, or in another one.
 
     Attributes:
         state: of the lanes.
-        feature_spec: the hidden states that it reads.
+        feature_spec: the hidden states that it reads; None for none.
     """
 
     @property
     def state(self) -> RoundState: ...
     @property
-    def feature_spec(self) -> FeatureSpec: ...
+    def feature_spec(self) -> FeatureSpec | None: ...
 
     def prepare(self, num_slots: int, sampling: RoundSampling) -> None:
         """Makes what rounds of a size need once, such as graphs."""
@@ -121,11 +122,12 @@ class RoundHead(Protocol):
 
     @property
     def is_late(self) -> bool:
-        """Whether trees did not come in time, so that rows are missing in the head's cache."""
+        """Whether trees did not come in time, so that rows are missing in the model's cache."""
 
 
 class HeadPlace(Protocol):
-    """A head that rounds can have: its weights and pages are in this process, or in another one.
+    """A draft model that rounds can have: a head or a language model, in this process or in another
+    one.
 
     Attributes:
         vocab_size: tokens that it can propose.
@@ -135,20 +137,20 @@ class HeadPlace(Protocol):
     def vocab_size(self) -> int: ...
 
     def in_rounds(
-        self, number: int, shape: RoundShape, max_sequences: int, feature_rows: Tensor,
+        self, number: int, shape: RoundShape, max_sequences: int, feature_rows: Tensor | None,
         target: KvPool,
     ) -> RoundHead:  # fmt: skip
-        """Returns the head in rounds of a shape.
+        """Returns the model in rounds of a shape.
 
         Args:
             number: of the shape, from 0.
             feature_rows: `[num_slots, W]`, the features of the token in each slot of the target's
-                pool.
+                pool; None for a model that reads none.
             target: its pool.
         """
 
-    def parts(self, shape: RoundShape, device: torch.device) -> RoundParts:
-        """Returns the code that runs rounds of a shape."""
+    def verification(self, shape: RoundShape) -> Callable[..., RoundVerification]:
+        """Returns the code that verifies trees of a shape."""
 
     def warmed_up(self) -> None:
         """Rounds of all shapes have run."""
@@ -162,24 +164,22 @@ class HeadPlace(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnHead:
-    """A head of this process.
+    """A draft model of this process, with pages as large as the target's.
 
     Attributes:
-        pool: its KV, with pages as large as the target's.
-        code: what drafts and verifies; None takes what suits head and device.
+        code: what verifies its trees; None takes the fastest.
     """
 
-    head: DraftHead
-    pool: KvPool
-    code: RoundParts | None = None
+    model: TreeModel
+    code: Callable[..., RoundVerification] | None = None
 
     @property
     def vocab_size(self) -> int:
-        return self.head.vocabulary.size
+        return self.model.vocab_size
 
-    def parts(self, shape: RoundShape, device: torch.device) -> RoundParts:
-        """See `HeadPlace.parts`."""
-        return self.code or RoundParts.of(self.head, shape, device)
+    def verification(self, shape: RoundShape) -> Callable[..., RoundVerification]:
+        """See `HeadPlace.verification`."""
+        return self.code or verification_for(shape, self.model.pool.device)
 
     def warmed_up(self) -> None:
         """Nothing is late in one process."""
@@ -191,32 +191,33 @@ class OwnHead:
         """It stays as it is."""
 
     def in_rounds(
-        self, number: int, shape: RoundShape, max_sequences: int, feature_rows: Tensor,
+        self, number: int, shape: RoundShape, max_sequences: int, feature_rows: Tensor | None,
         target: KvPool,
     ) -> RoundHead:  # fmt: skip
         """See `HeadPlace.in_rounds`."""
-        assert target.page_size == self.pool.page_size, "pages differ in size"
-        return _OwnRounds(self, shape, max_sequences, feature_rows)
+        assert target.page_size == self.model.pool.page_size, "pages differ in size"
+        return _OwnRounds(self.model, shape, max_sequences, feature_rows)
 
 
 class _OwnRounds:
     """See `RoundHead`."""
 
     def __init__(
-        self, own: OwnHead, shape: RoundShape, max_sequences: int, feature_rows: Tensor
+        self, model: TreeModel, shape: RoundShape, max_sequences: int, rows: Tensor | None
     ) -> None:
-        head, pool = own.head, own.pool
-        self.feature_spec = head.feature_spec
+        pool = model.pool
+        self.feature_spec = model.feature_spec
         self.state = RoundState.empty(
             max_sequences,
             max_open_rows=shape.max_committed,
             num_pages=shape.num_pages(pool.page_size),
-            device=feature_rows.device,
+            device=pool.device,
         )
-        batches = RoundBatches(shape, pool.page_size)
-        draft = own.parts(shape, feature_rows.device).draft(head, pool, batches, feature_rows)
-        self.grow = draft.grow
-        self.catch_up = HeadCatchUp(head, pool, lambda slots: feature_rows[slots]).run
+        self._batches = RoundBatches(shape, pool.page_size)
+        self._vocab_size = model.vocab_size
+        self._code = model.code(self._batches, rows)
+        features = None if rows is None else rows.__getitem__
+        self.catch_up = CatchUp(model, features).run
         self.is_late = False
 
     def prepare(self, num_slots: int, sampling: RoundSampling) -> None:
@@ -224,3 +225,15 @@ class _OwnRounds:
 
     def begin(self, num_slots: int, sampling: RoundSampling) -> None:
         """It runs on the same stream."""
+
+    def grow(self, state: RoundState, sampling: RoundSampling) -> RoundTree:
+        """Returns a tree for each slot."""
+        code = self._code
+        seen = code.seen(state)
+        batch, sources = code.open_rows(seen)
+        tree = grown(code, seen, sampling, batch, sources)
+        if seen is state:
+            return tree
+        # It is laid out for the draft's own count of tokens.
+        trees = torch.stack((tree.rows.token_ids, tree.rows.parents), dim=1)
+        return read_trees(trees, state, self._batches, self._vocab_size)

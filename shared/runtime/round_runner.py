@@ -46,7 +46,8 @@ class RoundRunner:
 
     Args:
         pool: the target's KV.
-        feature_rows: `[num_slots, W]`, the features of the token in each slot of `pool`.
+        feature_rows: `[num_slots, W]`, the features of the token in each slot of `pool`; None for
+            a draft that reads none.
         number: of the shape among those that the head has.
         graph_memory: see `RoundGraphs`.
         leader: of a decoder that several processes hold, of which this one has the head.
@@ -58,14 +59,15 @@ class RoundRunner:
         decoder: Decoder,
         pool: KvPool,
         head: HeadPlace,
-        feature_rows: Tensor,
+        feature_rows: Tensor | None,
         tree: TreeShape,
         limits: RoundLimits,
         number: int = 0,
         graph_memory: Any | None = None,
         leader: RoundLeader | None = None,
     ) -> None:
-        assert len(feature_rows) == pool.num_pages * pool.page_size, "one row a slot"
+        if feature_rows is not None:
+            assert len(feature_rows) == pool.num_pages * pool.page_size, "one row a slot"
         self.shape = RoundShape.of(
             tree,
             draft_vocab_size=head.vocab_size,
@@ -80,7 +82,7 @@ class RoundRunner:
             assert decoder.group is not None, "nobody follows"
             leader.open(self.shape, limits.max_sequences)
             source = SentTrees(source, decoder.group)
-        verification = head.parts(self.shape, pool.device).verification(
+        verification = head.verification(self.shape)(
             decoder, pool, self.shape, self._head.feature_spec, feature_rows
         )
         self._graphs = RoundGraphs(source, verification, self._head.state, graph_memory)

@@ -105,6 +105,12 @@ class Forwards(Protocol):
 class DraftCode(Protocol):
     """A model with the kernels that draft with it."""
 
+    @property
+    def batches(self) -> RoundBatches: ...
+
+    def seen(self, state: RoundState) -> RoundState:
+        """Returns the state of lanes as this code counts their tokens."""
+
     def open_rows(self, state: RoundState) -> tuple[ForwardBatch, Tensor]:
         """See `RoundBatches.of_open_rows`."""
 
@@ -181,6 +187,26 @@ def grow(growth: Growth, forwards: Forwards, num_steps: int) -> Iterator[None]:
     for _ in range(num_steps - 1):
         yield None
         growth.add(forwards.next(*growth.beam()))
+
+
+def grown(
+    code: DraftCode,
+    state: RoundState,
+    sampling: RoundSampling,
+    batch: ForwardBatch,
+    sources: Tensor,
+) -> RoundTree:
+    """Returns the trees that grow behind the open rows of a state.
+
+    Args:
+        batch: the open rows.
+        sources: see `DraftCode.forwards`.
+    """
+    growth = code.growth(state, sampling, 0)
+    forwards = code.forwards(batch, sources, keeps_states=False)
+    for _ in grow(growth, forwards, code.batches.shape.tree.num_steps):
+        pass
+    return growth.finish()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from shared.kernels.kernel_settings import has_triton
+from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.layers.tensor_group import TensorGroup
 from shared.models.decoder import Decoder
+from shared.models.heads.feature_spec import FeatureSpec
 from shared.models.heads.head import DraftHead
 from shared.runtime.decoder_draft import DecoderDraft
 from shared.runtime.round_batches import RoundBatches
 from shared.runtime.round_parts import RoundParts, fits_kernels
-from shared.runtime.tree_draft import TreeDraft
+from shared.runtime.tree_draft import DraftCode, TreeDraft
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +54,27 @@ class TreeModel(Protocol):
     def group(self) -> TensorGroup | None:
         """Processes that share the model and grow the same trees."""
 
+    @property
+    def feature_spec(self) -> FeatureSpec | None:
+        """The target's hidden states that rows read beside tokens; None for none."""
+
+    @property
+    def token_lead(self) -> int:
+        """By how many tokens a row reads ahead of its position."""
+
+    def compute(self, batch: ForwardBatch, features: Tensor | None) -> None:
+        """Computes rows for the cache, with the features `[R, W]` that they read."""
+
     def source_width(self, kind: PassKind) -> int:
         """Returns the width of what open rows read beside tokens; 0 when it is nothing."""
+
+    def code(self, batches: RoundBatches, source_rows: Tensor | None) -> DraftCode:
+        """Returns what drafts in the shape of `batches` for rounds, by the fastest code for it.
+
+        Args:
+            source_rows: `[any, source_width]`, the features of open rows; None where they read
+                none.
+        """
 
     def draft(self, batches: RoundBatches, source_rows: Tensor, kind: PassKind) -> TreeDraft:
         """Returns what drafts in the shape of `batches`, by the fastest code for it.
@@ -83,13 +104,32 @@ class HeadModel:
     def group(self) -> None:
         return None
 
+    @property
+    def feature_spec(self) -> FeatureSpec:
+        return self.head.feature_spec
+
+    @property
+    def token_lead(self) -> int:
+        return 1
+
+    def compute(self, batch: ForwardBatch, features: Tensor | None) -> None:
+        assert features is not None, "a head reads features"
+        self.head.forward(batch, self.head.fuse(features), self.pool)
+
     def source_width(self, kind: PassKind) -> int:
         return self.head.embedding.shape[1] if kind.is_split else self.head.feature_spec.width
 
     def draft(self, batches: RoundBatches, source_rows: Tensor, kind: PassKind) -> TreeDraft:
-        parts = RoundParts.of(self.head, batches.shape, self.pool.device)
-        code = parts.draft(self.head, self.pool, batches, source_rows, kind.is_split)
+        code = self._code(batches, source_rows, reads_states=kind.is_split)
         return TreeDraft(code, batches, kind.num_choices)
+
+    def code(self, batches: RoundBatches, source_rows: Tensor | None) -> DraftCode:
+        assert source_rows is not None, "a head reads features"
+        return self._code(batches, source_rows, reads_states=False)
+
+    def _code(self, batches: RoundBatches, source_rows: Tensor, *, reads_states: bool) -> DraftCode:
+        parts = RoundParts.of(self.head, batches.shape, self.pool.device)
+        return parts.draft(self.head, self.pool, batches, source_rows, reads_states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +151,24 @@ class DecoderModel:
     def group(self) -> TensorGroup | None:
         return self.decoder.group
 
+    @property
+    def feature_spec(self) -> None:
+        return None
+
+    @property
+    def token_lead(self) -> int:
+        return 0
+
+    def compute(self, batch: ForwardBatch, features: Tensor | None) -> None:
+        self.decoder.forward(batch, self.pool)
+
     def source_width(self, kind: PassKind) -> int:
         return 0
 
     def draft(self, batches: RoundBatches, source_rows: Tensor, kind: PassKind) -> TreeDraft:
-        return TreeDraft(self._code(batches), batches, kind.num_choices)
+        return TreeDraft(self.code(batches, None), batches, kind.num_choices)
 
-    def _code(self, batches: RoundBatches) -> DecoderDraft:
+    def code(self, batches: RoundBatches, source_rows: Tensor | None) -> DecoderDraft:
         if not (has_triton(self.pool.device) and fits_kernels(batches.shape)):
             return DecoderDraft(self.decoder, self.pool, batches)
         # Triton is not installed where there is no CUDA.

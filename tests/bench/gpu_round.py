@@ -26,15 +26,14 @@ from shared.models.decoder import Decoder
 from shared.models.heads.config import HeadConfig, HeadKind
 from shared.models.heads.feature_spec import FeatureSpec
 from shared.models.heads.head import DraftHead, DraftVocabulary, Eagle3Layer
-from shared.runtime.fused_code import FusedRoundDraft
 from shared.runtime.round_graphs import CapturedRound
 from shared.runtime.round_head import OwnHead
-from shared.runtime.round_parts import RoundParts
 from shared.runtime.round_runner import RoundLimits, RoundRunner
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_sequences import NewLane
 from shared.runtime.round_state import RoundState
 from shared.runtime.round_verification_fused import FusedRoundVerification
+from shared.runtime.tree_model import HeadModel
 from shared.speculation.tree import TreeRows
 from shared.tokens import SamplingParams, TreeShape
 from tests.bench.force_jit import force_path
@@ -158,9 +157,7 @@ class RoundBench:
         runner = RoundRunner(
             decoder=self._decoder,
             pool=self._pool,
-            head=OwnHead(
-                self.head, self._head_pool, RoundParts(FusedRoundDraft, SimulatedVerification)
-            ),
+            head=OwnHead(HeadModel(self.head, self._head_pool), SimulatedVerification),
             feature_rows=self._features,
             tree=tree,
             limits=RoundLimits(batch, MAX_CONTEXT),

@@ -206,7 +206,7 @@ def _lent(drafter: Drafter, drafting: Drafting, target: Engine, num_sequences: i
     if drafting.is_chosen:
         trees = capacities(DEFAULT_CONFIG.round_shapes(shape), num_sequences)
     return RoundSource(
-        head=OwnHead(shared.head, shared.pool),
+        head=OwnHead(shared.model),
         pages=shared.pages,
         tree=shape,
         max_context_tokens=min(shared.max_context_tokens, target.limits.max_sequence_tokens),

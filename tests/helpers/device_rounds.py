@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,13 +19,12 @@ from shared.models.heads.loader import load_head
 from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
 from shared.runtime.round_batches import RoundTree
-from shared.runtime.round_draft import RoundDraft
 from shared.runtime.round_head import OwnHead
-from shared.runtime.round_parts import RoundParts
 from shared.runtime.round_runner import RoundLimits, RoundRunner
 from shared.runtime.round_sequences import NewLane
 from shared.runtime.round_verification import RoundVerification, VerifiedTrees
 from shared.runtime.runner import ModelRunner
+from shared.runtime.tree_model import HeadModel
 from shared.speculation.tree import TreeRows
 from shared.tokens import SamplingParams, TokenTree, TreeShape
 from tests.helpers.draft_heads import TinyHead, write_head
@@ -101,7 +100,9 @@ class DeviceRounds:
         self.runner = RoundRunner(
             decoder=pair.decoder,
             pool=self._pool,
-            head=OwnHead(pair.head, head_pool, self._recorded_parts() if is_recorded else None),
+            head=OwnHead(
+                HeadModel(pair.head, head_pool), self._recorded() if is_recorded else None
+            ),
             feature_rows=self._rows,
             tree=shape,
             limits=RoundLimits(max_sequences, MAX_CONTEXT),
@@ -152,9 +153,8 @@ class DeviceRounds:
             self.runner.set_pages(sequence_id, *pages)
         self.runner.launch()
 
-    def _recorded_parts(self) -> RoundParts:
-        verification = functools.partial(RecordedVerification, recorded=self.trees)
-        return RoundParts(RoundDraft, verification)
+    def _recorded(self) -> Callable[..., RoundVerification]:
+        return functools.partial(RecordedVerification, recorded=self.trees)
 
     def _grow(self, pages: list[int], free: list[int], num_tokens: int) -> None:
         while len(pages) * self._pool.page_size < num_tokens:

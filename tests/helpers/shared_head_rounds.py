@@ -16,6 +16,7 @@ from services.target.rounds.policy import Choice, LanePolicy
 from services.target.rounds.round_source import RoundSource
 from shared.kv.pool import KvPool
 from shared.runtime.round_head import OwnHead
+from shared.runtime.tree_model import HeadModel
 from shared.tokens import TreeShape
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.device_rounds import Pair, load_pair
@@ -72,7 +73,9 @@ def sharing_head(
         FeatureSpec("embedded", spec.layer_indices, spec.dtype, spec.projection),
         rounds=RoundSource(
             head=OwnHead(
-                head, KvPool(head.kv_layout(PAGE_SIZE), num_pages + 50, pair.decoder.device)
+                HeadModel(
+                    head, KvPool(head.kv_layout(PAGE_SIZE), num_pages + 50, pair.decoder.device)
+                )
             ),
             pages=pages,
             tree=tree,

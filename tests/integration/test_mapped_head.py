@@ -1,4 +1,4 @@
-"""A head in a process of its own takes part in the target's rounds through memory of both."""
+"""A draft in a process of its own takes part in the target's rounds through memory of both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from tests.helpers.served import Target, serving_target
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = ("Tell me a story about a dog.", "What is the capital of France?", "Who was Newton?")
-SHAPES = {"chain": ("5", "1", "6"), "tree": ("3", "2", "6")}
+DRAFTS = {
+    "a head's trees": ("EAGLE3", "3", "2", "6"),
+    "a model's chains": ("STANDALONE", "3", "1", "4"),
+}
 
 
 class _Rounds:
@@ -37,12 +40,12 @@ class _Rounds:
 
 
 @asynccontextmanager
-async def _head(target: Target, shape: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    steps, topk, num_tokens = SHAPES[shape]
+async def _head(target: Target, draft: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    algorithm, steps, topk, num_tokens = DRAFTS[draft]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "services.draft", "--port", "0", "--target", target.address),
-        *("--speculative-algorithm", "EAGLE3", "--device", "cpu"),
+        *("--speculative-algorithm", algorithm, "--device", "cpu"),
         *("--speculative-num-steps", steps, "--speculative-eagle-topk", topk),
         *("--speculative-num-draft-tokens", num_tokens, "--max-total-tokens", "8192"),
         cwd=ROOT,
@@ -82,8 +85,8 @@ async def _until_rounds(target: Target, rounds: _Rounds) -> None:
 
 
 @pytest.mark.timeout(300)  # two processes load torch, on cores that other tests use
-@pytest.mark.parametrize("shape", SHAPES)
-async def test_answers_are_those_of_plain_steps(shape: str) -> None:
+@pytest.mark.parametrize("draft", DRAFTS)
+async def test_answers_are_those_of_plain_steps(draft: str) -> None:
     rounds = _Rounds()
     async with serving_target(
         DEMO_TARGET,
@@ -95,7 +98,7 @@ async def test_answers_are_those_of_plain_steps(shape: str) -> None:
     ) as target:
         asked = [(question, t) for question in QUESTIONS for t in (0.0, 0.8)]
         plain = [await _answer(target, _request(q, 60, t, disabled=True)) for q, t in asked]
-        async with _head(target, shape) as process:
+        async with _head(target, draft) as process:
             await _until_rounds(target, rounds)
             rounds.num_verified = rounds.num_accepted = 0
             answers = await asyncio.gather(*(_answer(target, _request(q, 60, t)) for q, t in asked))
@@ -110,5 +113,5 @@ async def test_answers_are_those_of_plain_steps(shape: str) -> None:
             alone = await late
         assert alone == await _answer(target, _request(QUESTIONS[0], 300, 0.0, disabled=True))
         await target.until_attached(0)
-        async with _head(target, shape):
+        async with _head(target, draft):
             await _until_rounds(target, rounds)

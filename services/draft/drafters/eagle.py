@@ -14,7 +14,6 @@ from round to round: in passes, see `head_branches`, or by forwards of the host,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,47 +25,20 @@ from services.draft.drafters.head_contexts import HeadContexts
 from services.draft.drafters.head_tails import HeadTails, reroot
 from services.draft.drafters.layer_rows import LayerRows
 from services.draft.drafters.outcome_drafter import JointLookahead, OutcomeDrafter
+from services.draft.drafters.shared_head import SharedHead
 from services.draft.drafters.tree_tail import TreeTail, beam_rows, learn_levels
 from services.draft.drafters.whole_trees import PassGraphs, grown_shape, grows_whole, split
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence
 from services.draft.worker import MappedHeadLimits
 from shared.kv.leases import KvLeases
-from shared.kv.pool import KvPool
 from shared.models.heads.head import DraftHead
 from shared.runtime.head_runner import HeadRunner
 from shared.runtime.tree_grower import TreeGrower
+from shared.runtime.tree_model import HeadModel
 from shared.speculation.growth import Children, TreeGrowth, choose_children, parent_states
 from shared.speculation.noise import fresh_generator
 from shared.tokens import EMPTY_TREE, TreeShape, Verdict
-
-_SHARED_EIGHTHS = 7
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SharedHead:
-    """A head and KV pages that its drafter keeps off for good.
-
-    Attributes:
-        pages: of `pool`.
-        max_context_tokens: longest sequence that needs no window.
-    """
-
-    head: DraftHead
-    pool: KvPool
-    pages: tuple[int, ...]
-    max_context_tokens: int
-
-    @classmethod
-    def of_most(
-        cls, runner: HeadRunner, leases: KvLeases, *, max_context_tokens: int
-    ) -> SharedHead:
-        """Takes most of the free pages; the drafter keeps some for requests that have no lane."""
-        lease = leases.open(())
-        num_shared = leases.num_free_pages * _SHARED_EIGHTHS // 8
-        leases.grow(lease, num_shared * leases.page_size)
-        return cls(runner.head, runner.pool, tuple(lease.pages), max_context_tokens)
-
 
 CONTEXT_MARGIN = 33
 """Rows of the context kept for the deepest tree and the row it hangs off."""
@@ -138,9 +110,8 @@ class EagleDrafter:
         """Sizes of the head in rounds of a target; None where another class adds to it."""
         if type(self) is not EagleDrafter:
             return None
-        return MappedHeadLimits(
-            self._runner.pool.page_size, self._runner.head.vocabulary.size, self._longest
-        )
+        size = self._runner.head.vocabulary.size
+        return MappedHeadLimits(self._runner.pool.page_size, size, self._longest)
 
     @property
     def _longest(self) -> int:
@@ -154,9 +125,8 @@ class EagleDrafter:
 
     def share_head(self) -> SharedHead:
         """Lends the head and most of the free pages, for good."""
-        return SharedHead.of_most(
-            self._runner, self._contexts.leases, max_context_tokens=self._longest
-        )
+        model = HeadModel(self._runner.head, self._runner.pool)
+        return SharedHead.of_most(model, self._contexts.leases, max_context_tokens=self._longest)
 
     def open(self, sequence: DraftSequence) -> None:
         self._contexts.open(sequence)

@@ -23,16 +23,19 @@ from services.draft.drafters.outcome_drafter import (
     TailWork,
     learn_rows,
 )
+from services.draft.drafters.shared_head import SharedHead
 from services.draft.drafters.standalone_contexts import StandaloneContexts, StandaloneTrees
 from services.draft.drafters.tail import Tail
 from services.draft.drafters.tree_tail import TreeTail, beam_rows, learn_levels
 from services.draft.drafters.whole_trees import PassGraphs, grown_shape, grows_whole, split
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence
+from services.draft.worker import MappedHeadLimits
 from shared.kv.batch import SequenceRows
 from shared.kv.leases import KvLeases
 from shared.runtime.runner import ModelRunner
 from shared.runtime.tree_grower import TreeGrower
+from shared.runtime.tree_model import DecoderModel
 from shared.speculation.growth import Children, TreeGrowth, choose_children
 from shared.speculation.noise import fresh_generator
 from shared.tokens import TreeShape, Verdict
@@ -62,7 +65,7 @@ class StandaloneDrafter:
         generator: of the host; the source of what is drawn for targets that verify by the
             draft's distributions. Seeded by the system when left out.
         """
-        self.decoder = runner.decoder
+        self.decoder, self._pool = runner.decoder, runner.pool
         self._vocab_size = runner.decoder.config.vocab_size
         self._generator = generator or fresh_generator()
         self._max_context_tokens = max_context_tokens
@@ -90,8 +93,27 @@ class StandaloneDrafter:
     @property
     def limits(self) -> DrafterLimits:
         return DrafterLimits(
-            vocab_size=self._vocab_size, max_context_tokens=self._max_context_tokens
+            vocab_size=self._vocab_size,
+            max_context_tokens=self._max_context_tokens,
+            mapped_head=self._mapped_head,
         )
+
+    @property
+    def _mapped_head(self) -> MappedHeadLimits | None:
+        """Sizes of the model in rounds of a target; None where several processes hold it."""
+        if self.decoder.group is not None:
+            return None
+        return MappedHeadLimits(self._pool.page_size, self._vocab_size, self._longest)
+
+    @property
+    def _longest(self) -> int:
+        """Longest sequence that needs no window."""
+        return self._max_context_tokens - CONTEXT_MARGIN
+
+    def share_head(self) -> SharedHead:
+        """Lends the model and most of the free pages, for good."""
+        model = DecoderModel(self.decoder, self._pool)
+        return SharedHead.of_most(model, self._contexts.leases, max_context_tokens=self._longest)
 
     def open(self, sequence: DraftSequence) -> None:
         self._contexts.open(sequence)

@@ -76,9 +76,10 @@ class DraftExchange:
         self.attachments.attach(attachment, started, self._clock())
         try:
             self._rounds.open(attachment)
-            self._factory.map_head(attachment)
-            if attachment.mapped is None:
-                self._selections.open(attachment)
+            if attachment.rounds is None:
+                self._factory.map_head(attachment)
+                if attachment.mapped is None:
+                    self._selections.open(attachment)
         except RuntimeError as error:
             self._warn_of(error)
 

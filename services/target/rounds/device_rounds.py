@@ -46,8 +46,10 @@ class Lane:
         num_head_rows = min(self.num_head_rows, len(self.sequence.token_ids) - 2)
         return new_lane_of(self.sequence, self.head_pages, num_head_rows)
 
-    def has_features(self, store: FeatureStore, page_size: int) -> bool:
+    def has_features(self, store: FeatureStore | None, page_size: int) -> bool:
         """Whether the features are there that the head has not read; the sequence takes no part."""
+        if store is None:
+            return True
         end = self.sequence.num_computed
         start = max(min(self.num_head_rows, end - 1), 0)
         return store.first_known(self.sequence.open_lease.slots(start, end, page_size)) == 0
@@ -119,7 +121,8 @@ class DeviceRounds:
     """Owned by the engine thread.
 
     Args:
-        store: the features that the head reads, one row a slot of the target's pool.
+        store: the features that the draft reads, one row a slot of the target's pool; None where
+            it reads none.
         algorithm: the name of what the head does.
         mapped: of a head in another process.
 
@@ -132,7 +135,7 @@ class DeviceRounds:
         source: RoundSource,
         runner: ModelRunner,
         leases: KvLeases,
-        store: FeatureStore,
+        store: FeatureStore | None,
         algorithm: str,
         mapped: MappedRounds | None = None,
     ) -> None:
@@ -145,7 +148,7 @@ class DeviceRounds:
         self._head_pages = PagePool.of(source.pages)
         self._max_context_tokens = source.max_context_tokens
         kept = None if mapped is None else mapped.runners
-        self._runners = kept or RoundRunners(source, runner, store.rows)
+        self._runners = kept or RoundRunners(source, runner, None if store is None else store.rows)
         if mapped is not None:
             mapped.runners = self._runners
         self._lanes: dict[int, Lane] = {}
@@ -343,7 +346,8 @@ class DeviceRounds:
             end = num_tokens - 1 + len(each.token_ids)
             slots += lane.sequence.open_lease.slots(start, end, self._leases.page_size)
             found.append((lane.sequence, each))
-        self.store.know(slots)
+        if self.store is not None:
+            self.store.know(slots)
         return found
 
     def leave(self) -> None:

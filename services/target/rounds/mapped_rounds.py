@@ -28,14 +28,14 @@ class MappedRounds:
     """Rounds with a kind of head. Memory, graphs and times stay for the next draft of the kind.
 
     Attributes:
-        store: the features that the head reads.
+        store: the features that the head reads; None where it reads none.
         trees: most sequences of a round by shape, the draft's own shape first.
         runners: made when a draft was ready for the first time.
         costs: measured then.
     """
 
     head: MappedHead
-    store: FeatureStore
+    store: FeatureStore | None
     trees: dict[TreeShape, int]
     max_context_tokens: int
     runners: RoundRunners | None = None
@@ -86,7 +86,7 @@ class MappedHeads:
     config: AdaptiveConfig
     _rounds: list[MappedRounds] = field(default_factory=list)
 
-    def open(self, attachment: Attachment, store: FeatureStore) -> MappedRounds | None:
+    def open(self, attachment: Attachment, store: FeatureStore | None) -> MappedRounds | None:
         """Begins to open rounds with the head of a draft that attached; None where there can be
         none."""
         offer, limits = attachment.mapped_offer, self.limits
@@ -112,19 +112,23 @@ class MappedHeads:
         rounds.open(attachment)
         return rounds
 
-    def _kept(self, source: MappedSource, store: FeatureStore) -> MappedRounds | None:
+    def _kept(self, source: MappedSource, store: FeatureStore | None) -> MappedRounds | None:
         for each in self._rounds:
             if each.head.source == source and each.store is store and not each.head.is_open:
                 return each
         return None
 
     def _made(
-        self, source: MappedSource, store: FeatureStore, trees: dict[TreeShape, int], context: int
+        self,
+        source: MappedSource,
+        store: FeatureStore | None,
+        trees: dict[TreeShape, int],
+        context: int,
     ) -> MappedRounds:
         head = MappedHead(
             source,
-            store.computed,
-            store.address,
+            None if store is None else store.computed,
+            None if store is None else store.address,
             device=self.runner.device,
             page_size=self.runner.page_size,
             target_vocab_size=self.runner.decoder.config.vocab_size,

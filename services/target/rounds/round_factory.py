@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from services.target.drafts.attachment import Attachment
 from services.target.drafts.feature_feed import FeatureFeed
+from services.target.drafts.feature_store import FeatureStore
 from services.target.rounds.device_rounds import DeviceRounds
 from services.target.rounds.mapped_rounds import MappedHeads
 from services.target.rounds.selected_rounds import SelectedRounds
@@ -28,19 +29,17 @@ class RoundFactory:
     def map_head(self, attachment: Attachment) -> None:
         """Begins to open rounds with the head of a draft on this host; they are there once it is
         ready, see `DraftExchange.map_head`."""
-        spec = attachment.feature_spec
-        store = None if spec is None else self.features.kept(spec)
-        if store is not None and self._is_coupled:
+        if self._is_coupled:
+            store = self._store(attachment)
             attachment.mapped = self.mapped_heads.open(attachment, store)
 
     def rounds_of(self, attachment: Attachment) -> DeviceRounds | None:
         """Returns rounds with the head of a draft; None where it shares none, or where they cannot
         be: they draw by the coupled rule."""
-        source, spec = attachment.rounds, attachment.feature_spec
-        if source is None or spec is None or not self._is_coupled:
+        source, store = attachment.rounds, self._store(attachment)
+        if source is None or not self._is_coupled:
             return None
-        store = self.features.kept(spec)
-        assert store is not None, "the draft attached without its features"
+        assert store is not None or not attachment.reads_features, "it attached without features"
         return DeviceRounds(
             source,
             self.runner,
@@ -56,6 +55,11 @@ class RoundFactory:
         if not self._is_coupled or self.runner.decoder.group is not None:
             return None
         return SelectedRounds(self.runner, self.leases, limits)
+
+    def _store(self, attachment: Attachment) -> FeatureStore | None:
+        """Returns the features that a draft reads; None where it reads none."""
+        spec = attachment.feature_spec
+        return None if spec is None else self.features.kept(spec)
 
     @property
     def _is_coupled(self) -> bool:

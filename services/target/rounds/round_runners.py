@@ -84,7 +84,8 @@ class RoundRunners:
     """Owned by the engine thread.
 
     Args:
-        feature_rows: `[num_slots, W]`, a row for each slot of the target's pool.
+        feature_rows: `[num_slots, W]`, a row for each slot of the target's pool; None for a draft
+            that reads none.
 
     Attributes:
         current: takes the sequences.
@@ -92,7 +93,7 @@ class RoundRunners:
     """
 
     def __init__(
-        self, source: RoundSource, runner: ModelRunner, feature_rows: torch.Tensor
+        self, source: RoundSource, runner: ModelRunner, feature_rows: torch.Tensor | None
     ) -> None:
         self._target, self._device, self._cache = runner, runner.device, runner.cache
         # Rounds of two shapes are never under way at once, so their graphs share memory.

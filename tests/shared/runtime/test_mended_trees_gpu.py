@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.runtime.mapped_head import mended_rows
+from shared.runtime.given_trees import mended_rows
 from shared.runtime.round_batches import RoundBatches, RoundShape
 from shared.runtime.round_state import RoundState, SlotSequence
 from shared.speculation.tree import NO_TOKEN, TreeRows
@@ -81,7 +81,7 @@ def test_a_tree_stays_as_it_is() -> None:
 @pytest.mark.interpreter
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_kernel_reads_as_plain_torch(shape: TreeShape) -> None:
-    from shared.runtime.mapped_trees_fused import read_trees
+    from shared.runtime.given_trees_fused import read_trees_fused
 
     device, source, sizes = kernel_device(), random.Random(2), SIZES[shape]
     batches = RoundBatches(sizes, PAGE_SIZE)
@@ -100,7 +100,7 @@ def test_the_kernel_reads_as_plain_torch(shape: TreeShape) -> None:
     )
     for _ in range(4):
         written = _written(source, sizes.num_tree_rows, device)
-        found = read_trees(written, state, batches, VOCAB_SIZE)
+        found = read_trees_fused(written, state, batches, VOCAB_SIZE)
         expected = batches.of_trees(state, _mended(written, state.roots, shape))
         for part in ("rows", "batch"):
             for each in fields(getattr(expected, part)):

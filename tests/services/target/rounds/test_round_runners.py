@@ -14,6 +14,7 @@ from shared.runtime.memory import Shortage
 from shared.runtime.round_head import OwnHead
 from shared.runtime.round_runner import RoundRunner
 from shared.runtime.runner import ModelRunner
+from shared.runtime.tree_model import HeadModel
 from shared.tokens import TreeShape
 from tests.helpers.device_rounds import Pair
 from tests.helpers.engines import PAGE_SIZE
@@ -28,7 +29,7 @@ OTHERS = {CHAIN: 12, SHORT: 32}
 def _runners(pair: Pair, others: Mapping[TreeShape, int] = OTHERS) -> RoundRunners:
     pool = KvPool(pair.decoder.kv_layout(PAGE_SIZE), 20, CPU)
     source = RoundSource(
-        head=OwnHead(pair.head, KvPool(pair.head.kv_layout(PAGE_SIZE), 20, CPU)),
+        head=OwnHead(HeadModel(pair.head, KvPool(pair.head.kv_layout(PAGE_SIZE), 20, CPU))),
         pages=range(1, 20),
         tree=TREE,
         max_context_tokens=60,

@@ -17,7 +17,7 @@ from services.target.rounds.policy import LanePolicy
 from services.target.rounds.round_factory import RoundFactory
 from services.target.step_report import StepReport
 from shared.runtime.round_graphs import RoundGraphs
-from shared.runtime.round_head import HeadBacklog, HeadCatchUp
+from shared.runtime.round_head import CatchUp, HeadBacklog
 from shared.runtime.round_runner import RoundRunner
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.runner import ModelRunner
@@ -483,16 +483,16 @@ def test_where_the_device_has_no_memory_for_any_round_the_draft_drafts(
 def test_where_the_head_has_no_memory_to_catch_up_the_general_path_goes_on(
     pair: Pair, is_chosen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_all, asked = HeadCatchUp.run, []
+    run_all, asked = CatchUp.run, []
 
-    def run_few(catch_up: HeadCatchUp, backlogs: Iterable[HeadBacklog]) -> None:
+    def run_few(catch_up: CatchUp, backlogs: Iterable[HeadBacklog]) -> None:
         found = list(backlogs)
         asked.append(len(found))
         if asked[-1] > 1:
             raise torch.OutOfMemoryError("no room")
         run_all(catch_up, found)
 
-    monkeypatch.setattr(HeadCatchUp, "run", run_few)
+    monkeypatch.setattr(CatchUp, "run", run_few)
     monkeypatch.setattr(LanePolicy, "choose", lambda *asked: asked[3][0] if asked[3] else None)
     requests = _requests(SAMPLINGS["greedy"])
     setup = _setup(pair, other_trees=OTHER_TREES if is_chosen else None)

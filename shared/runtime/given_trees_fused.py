@@ -1,4 +1,4 @@
-"""Reads trees out of shared memory on CUDA, in one launch; see `mapped_head.mended_rows`."""
+"""Reads trees out of shared memory on CUDA, in one launch; see `given_trees`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shared.runtime.round_state import LENGTH, OPEN, TAIL, RoundState
 from shared.speculation.tree import NO_TOKEN
 
 
-def read_trees(
+def read_trees_fused(
     trees: Tensor, state: RoundState, batches: RoundBatches, vocab_size: int
 ) -> RoundTree:
     """Returns the trees of the slots of a state.
