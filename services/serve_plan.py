@@ -47,6 +47,7 @@ _SHAPE = MappingProxyType(
     }
 )
 _COMPILE_FLAGS = ("--enable-torch-compile", "--torch-compile-max-bs")
+_BESIDE_FEATURES = 0.78  # of a GPU, for weights and cache of a target that keeps features
 _BESIDE_TARGET = 0.1  # of a GPU's free memory, for the cache of a draft that shares it
 _APART = ("--device", "--speculative-outcome-budget")
 """Flags of a draft with a device of its own."""
@@ -257,7 +258,7 @@ def _plan(making: _Making, launcher: LauncherSettings, target: TargetSettings, l
         launcher=launcher,
         placement=placement,
         target=target,
-        target_arguments=_target_words(target, line, placement, drafts),
+        target_arguments=_target_words(making, target, line, placement, drafts),
         drafts=tuple(drafts),
         gateway=gateway,
         gateway_arguments=tuple(gateway_words),
@@ -386,7 +387,11 @@ def _default_words(
 
 
 def _target_words(
-    target: TargetSettings, line: Line, placement: Placement, drafts: Sequence[PlannedDraft]
+    making: _Making,
+    target: TargetSettings,
+    line: Line,
+    placement: Placement,
+    drafts: Sequence[PlannedDraft],
 ) -> tuple[str, ...]:
     words = [*_settled(target, line.services[TARGET])]
     if _is_demo(target) and target.served_model_name is None:
@@ -394,7 +399,19 @@ def _target_words(
     if placement is Placement.EMBEDDED:
         for each in drafts:
             words += ["--draft=embedded", *each.arguments]
+    elif _keeps_features(making, target, drafts) and not _is_given(
+        making, words, TARGET, "--mem-fraction-static"
+    ):
+        words.append(f"--mem-fraction-static={_BESIDE_FEATURES}")
     return tuple(words)
+
+
+def _keeps_features(
+    making: _Making, target: TargetSettings, drafts: Sequence[PlannedDraft]
+) -> bool:
+    """Whether the target keeps features of every token on its GPU for heads that attach."""
+    has_gpu = making.num_gpus > 0 and target.device != "cpu"
+    return has_gpu and any(each.settings.algorithm.reads_features for each in drafts)
 
 
 def _gateway_words(target: TargetSettings, line: Line) -> list[str]:

@@ -112,7 +112,7 @@ def _build(
     metrics = TargetMetrics(registry, round_log)
     registry.register(WireMetrics("outrider_target", wire))
     layers = () if draft_settings is None else feature_layers(draft_settings)
-    has_lanes = draft_settings is not None and draft_settings.algorithm.shares_head
+    has_lanes = draft_settings is not None and draft_settings.algorithm.joins_rounds
     followers = _followers(settings, layers, opened, has_lanes=has_lanes)
     engine = build_engine(settings, metrics.observe_step, followers, layers, has_lanes=has_lanes)
     requests = VllmMetrics(lambda: engine_figures(engine, settings, metrics.num_preempted))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from services.target.drafts.feature_store import captured_layers
+from services.target.rounds.round_source import MAX_ROWS
 from services.target.settings import TargetSettings
 from shared.errors import SettingsError
 from shared.kernels.linear import LinearWeight, is_hopper
@@ -37,6 +38,8 @@ from shared.runtime.runner import ModelRunner
 from shared.telemetry.start_up import start_phase
 
 logger = logging.getLogger(__name__)
+# Of a row and token: in half precision, and three times in single.
+_LOGIT_BYTES = 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,8 @@ def build_runner(
     max_context = _context_tokens(settings, config)
     limits = _graph_limits(settings, device, max_context)
     reserved_bytes = 0 if limits is None else graph_memory_bytes(config, limits, dtype)
+    if limits is not None and has_lanes:
+        reserved_bytes += round_memory_bytes(config)
     with start_phase("kv-pool") as phase:
         # A draft in this process has the target keep a row of features for each token.
         feature_bytes = config.hidden_size * dtype.itemsize if feature_layers else 0
@@ -111,6 +116,12 @@ def build_runner(
         _capture(graphs, kept_layers, cache, has_trees=not has_lanes, show_progress=is_first)
     runner = ModelRunner(decoder, pool, graphs, leader=leader, cache=cache)
     return BuiltRunner(runner, config, max_context)
+
+
+def round_memory_bytes(config: ModelConfig) -> int:
+    """Returns about what the largest rounds need beside weights and cache: logits of the graphs,
+    and those that are drawn from."""
+    return MAX_ROWS * config.vocab_size * _LOGIT_BYTES
 
 
 def num_routes(settings: TargetSettings, config: ModelConfig) -> int:

@@ -34,8 +34,8 @@ from shared.runtime.round_verification import RoundVerification
 
 LONGEST_WAIT_US = {"cuda": 20_000, "cpu": 1_000_000}
 """A tree that takes longer is not waited for; what that costs, it costs once."""
-WAIT_A_ROW_US = 5
-"""Added for each row of a prompt that the head computes first."""
+WAIT_A_BACKLOG_US, WAIT_A_ROW_US = 50_000, 20
+"""Added where rows of prompts are computed first, and for each of them."""
 WARM_UP_WAIT_US = 2_000_000
 _LONGEST_US = 2**31 - 1
 _POLL_S = 2e-5
@@ -167,7 +167,8 @@ class MappedHead:
         self._round += 1
         self._tell(MappedRound(number, num_slots, sampling, backlogs))
         limit_us = WARM_UP_WAIT_US if self._is_warming_up else self._longest_us
-        limit_us += WAIT_A_ROW_US * sum(each.num_rows for each in backlogs)
+        num_rows = sum(each.num_rows for each in backlogs)
+        limit_us += WAIT_A_ROW_US * num_rows + (WAIT_A_BACKLOG_US if num_rows else 0)
         # Who has left, or was late, is not waited for.
         is_waited_for = self._is_warming_up or not self.is_late
         self._exchange(0 if not is_waited_for or self.is_broken else min(limit_us, _LONGEST_US))

@@ -192,8 +192,13 @@ class MappedHeadWorker:
     def take(self, command: MappedRound) -> None:
         """Queues a round: waits for the target, computes the backlogs, grows the trees."""
         self._round += 1
-        self._await_go()
-        self._catch_up.run(command.backlogs)
+        if self._features is None:
+            # It waits for nothing that the target has yet to compute.
+            self._catch_up.run(command.backlogs)
+            self._await_go()
+        else:
+            self._await_go()
+            self._catch_up.run(command.backlogs)
         rounds = self._rounds[command.number]
         if self._is_cuda:
             self._graph(rounds, command.num_slots, command.sampling).replay()

@@ -76,6 +76,8 @@ def round_sizes(most: int) -> list[int]:
 
 
 _NUM_TIMED = 3
+# Of the largest planned step: rows that are computed, rows that draw, and bytes for a token there.
+_STEP_ROWS, _DRAWN_ROWS, _DRAWN_BYTES = 8192, 256, 24
 # Without graphs to measure one after another at start, a few sizes tell enough.
 _TIMED_SIZES = (1, 4, 16)
 
@@ -219,6 +221,7 @@ class RoundRunners:
         """Makes the graphs of one size; False where they do not fit the memory."""
         before = self._num_reserved_bytes()
         try:
+            self._check_room()
             for kind in _CAPTURED_KINDS:
                 self._runners[shape].capture(num_sequences, kind)
         except RuntimeError as error:
@@ -241,6 +244,23 @@ class RoundRunners:
             *(_name(shape), sizes[-1], advice),
         )
         torch.cuda.empty_cache()
+
+    def _check_room(self) -> None:
+        """Graphs leave room for what steps compute beside them.
+
+        Raises:
+            OutOfMemoryError: there is not as much.
+        """
+        if self._device.type != "cuda":
+            return
+        free, _ = torch.cuda.mem_get_info(self._device)
+        cached = self._num_reserved_bytes() - torch.cuda.memory_allocated(self._device)
+        config = self._target.decoder.config
+        wanted = _STEP_ROWS * (8 * config.hidden_size + 3 * config.intermediate_size) * 2
+        wanted += _DRAWN_ROWS * config.vocab_size * _DRAWN_BYTES
+        if free + cached < wanted:
+            message = f"Tried to allocate {wanted} bytes. of which {free + cached} bytes is free"
+            raise torch.OutOfMemoryError(message)
 
     def _num_reserved_bytes(self) -> int:
         is_cuda = self._device.type == "cuda"

@@ -42,8 +42,8 @@ class RoundStanding:
 
 
 logger = logging.getLogger(__name__)
-LATE_PAUSE_S = 1.0
-"""Time without trees after some that did not come."""
+FIRST_LATE_PAUSE_S, LAST_LATE_PAUSE_S = 0.1, 1.0
+"""Time without trees after some that did not come; doubles while none come between."""
 MIN_LANE_TOKENS = 2
 """A round starts from a computed token and one that is not."""
 MAX_READING_SLOTS = 16
@@ -97,7 +97,7 @@ class RoundSteps:
         self._launched: deque[tuple[float, bool]] = deque()
         self._committed_s = 0.0
         self._is_alone = True
-        self._resumes_s = -math.inf
+        self._resumes_s, self._pause_s = -math.inf, FIRST_LATE_PAUSE_S
 
     def open(self, attachment: Attachment) -> None:
         """A draft attached; if it shares its head, sequences get lanes from now on."""
@@ -151,9 +151,12 @@ class RoundSteps:
         """Whether sequences step plainly because trees did not come in time; they join rounds again
         after a while."""
         if rounds.is_late:
-            if self._clock() >= self._resumes_s:
-                logger.warning("trees did not come in time; plain steps for %g s", LATE_PAUSE_S)
-            self._resumes_s = self._clock() + LATE_PAUSE_S
+            now_s = self._clock()
+            is_again = now_s < self._resumes_s + LAST_LATE_PAUSE_S
+            pause_s = 2.0 * self._pause_s if is_again else FIRST_LATE_PAUSE_S
+            self._pause_s = min(pause_s, LAST_LATE_PAUSE_S)
+            self._resumes_s = now_s + self._pause_s
+            logger.info("trees did not come in time: plain steps for %g s", self._pause_s)
             self.settle()
             rounds.forgive()
         return self._clock() < self._resumes_s

@@ -21,7 +21,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -199,15 +199,18 @@ def _write(out: Path, plan: Plan, rows: list[Row]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def widened_models(folder: Path | None, is_wide: bool) -> AsyncIterator[Models]:
-    """Yields the models; wide ones are written where they are not, to a folder that goes with the
-    block unless one is named."""
+async def widened_models(
+    folder: Path | None, is_wide: bool, algorithms: Collection[str] = ()
+) -> AsyncIterator[Models]:
+    """Yields the models that algorithms take; wide ones are written where they are not, to a folder
+    that goes with the block unless one is named."""
     if not is_wide:
         yield Models()
         return
     # They import torch, which the demo on a CPU does without here.
+    from services.draft.settings_problems import DEMO_DRAFT
     from services.target.settings import DEMO_MODEL
-    from tests.bench.wide_folders import target_folder, widened_with_head
+    from tests.bench.wide_folders import target_folder, widened, widened_with_head
 
     head = DEMO_MODEL.parent / "heads" / "eagle3"
     with contextlib.ExitStack() as stack:
@@ -218,8 +221,11 @@ async def widened_models(folder: Path | None, is_wide: bool) -> AsyncIterator[Mo
         found = await asyncio.to_thread(
             widened_with_head, target_folder(folder), DEMO_MODEL, "EAGLE3", head
         )
+        draft = None
+        if "STANDALONE" in algorithms:
+            draft = await asyncio.to_thread(widened, folder / "draft-1b", DEMO_DRAFT, "1b")
         print(f"widened after {time.monotonic() - start_s:.0f} s", file=sys.stderr, flush=True)
-        yield Models(*found)
+        yield Models(*found, draft)
 
 
 def _has_gpu() -> bool:
@@ -304,7 +310,8 @@ def plan_of(flags: argparse.Namespace) -> Plan:
 
 
 async def _main(flags: argparse.Namespace) -> int:
-    async with widened_models(flags.widen, flags.model == "8b") as models:
+    algorithms = {mode.algorithm for mode in flags.modes}
+    async with widened_models(flags.widen, flags.model == "8b", algorithms) as models:
         return await run(plan_of(flags), models, flags.out)
 
 

@@ -29,10 +29,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Folders of the target and of its EAGLE-3 head; None is the demo's."""
+    """Folders of the target, of its EAGLE-3 head and of a smaller model; None is the demo's."""
 
     target: Path | None = None
     head: Path | None = None
+    draft: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +58,9 @@ class Mode:
         if self.algorithm == "NONE":
             return flags
         flags += ["--placement", self.placement]
-        if models.head is not None and self.algorithm != "NGRAM":
-            flags += ["--speculative-draft-model-path", str(models.head)]
+        folder = {"EAGLE3": models.head, "STANDALONE": models.draft}.get(self.algorithm)
+        if folder is not None:
+            flags += ["--speculative-draft-model-path", str(folder)]
         if self.shape is not None:
             flags += ["--speculative-num-steps", str(self.shape.num_steps)]
             flags += ["--speculative-eagle-topk", str(self.shape.topk)]
@@ -73,6 +75,8 @@ MODES = {
         Mode("eagle3-chain", "EAGLE3", _CHAIN),
         Mode("eagle3", "EAGLE3"),
         Mode("ngram", "NGRAM"),
+        Mode("standalone", "STANDALONE"),
+        Mode("standalone-remote", "STANDALONE", placement="remote"),
         Mode("eagle3-remote", "EAGLE3", placement="remote"),
         Mode("eagle3-remote-chain", "EAGLE3", _CHAIN, placement="remote"),
     )
