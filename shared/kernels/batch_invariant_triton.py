@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shared.kernels.dependent_jit import begin
+from shared.kernels.dependent_jit import begin, fetch_rows
 from shared.kernels.fused_jit import silu_times
-from shared.kernels.launch import dependent_launch
+from shared.kernels.launch import bytes_ahead, dependent_launch
 from shared.kernels.linear import (
     MAX_ROW_TILES,
     MOST_FEW_ROWS,
@@ -40,6 +40,8 @@ _WIDE_TILE = 128
 # Tiles of weight and rows under way: as many as leave room for three programs a multiprocessor.
 _STAGES = {16: 4, 32: 4, 64: 3, _WIDE_TILE: 3}
 _WORD_STAGES = {16: 4, 32: 4, 64: 4, _WIDE_TILE: 3}
+# Up to which products of 8 bits are dependent ones.
+_MOST_WORD_ROWS = 0
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
@@ -51,7 +53,7 @@ def product(  # type: ignore[no-untyped-def]
     IS_SPREAD: tl.constexpr, LEAVES_PARTS: tl.constexpr, IS_GATED: tl.constexpr,
     IS_WIDE: tl.constexpr, IS_E4M3: tl.constexpr, HAS_BIAS: tl.constexpr,
     TILE_CHANNELS: tl.constexpr, TILE_ROWS: tl.constexpr, QUARTER: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
+    AHEAD: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Writes `results` `[T, N]`; spread segments leave `parts` `[S, T, N]` float32 first.
 
@@ -61,10 +63,20 @@ def product(  # type: ignore[no-untyped-def]
         LEAVES_PARTS: another kernel adds the parts.
         IS_GATED: the channels are gates and then as many values that they gate: a tile has half of
             either, and `results` are `[T, N / 2]`. There is one segment, no bias and no scale.
+        AHEAD: bytes of each channel's segment that are fetched while the kernel before this one
+            runs; 0 fetches none.
     """
-    begin(IS_DEPENDENT)
     tile = tl.program_id(0)
     row_tile = tl.program_id(1)
+    width = DEPTH if IS_WIDE else DEPTH // 4
+    if AHEAD > 0:
+        own: tl.constexpr = TILE_CHANNELS // 2 if IS_GATED else TILE_CHANNELS
+        size: tl.constexpr = SEGMENT if IS_WIDE else SEGMENT // 4
+        source = weights + (tile * own).to(tl.int64) * width
+        if IS_SPREAD:
+            source += tl.program_id(2) * size
+        fetch_tile(source, tile, own, NUM_CHANNELS, DEPTH, AHEAD, IS_WIDE, IS_GATED)
+    begin(IS_DEPENDENT)
     lanes = tl.arange(0, TILE_CHANNELS)
     channels = tile * TILE_CHANNELS + lanes
     if IS_GATED:
@@ -75,7 +87,6 @@ def product(  # type: ignore[no-untyped-def]
     is_row = rows < num_rows
     is_result = is_row[:, None] & is_channel[None, :]
     # Channels past the end repeat the first ones: cheaper than masks on every load.
-    width = DEPTH if IS_WIDE else DEPTH // 4
     sources = weights + (channels % NUM_CHANNELS).to(tl.int64)[:, None] * width
     quarter = tl.arange(0, QUARTER)
     whole = tl.arange(0, 4 * QUARTER)
@@ -95,16 +106,9 @@ def product(  # type: ignore[no-untyped-def]
                 part = tl.dot(tile_weights, tile_inputs, part)
             else:
                 words = tl.load(sources + start // 4 + quarter[None, :])
-                here = row_inputs + start + quarter[:, None]
-                inputs0 = tl.load(here, mask=is_input, other=0.0)
-                inputs1 = tl.load(here + QUARTER, mask=is_input, other=0.0)
-                inputs2 = tl.load(here + 2 * QUARTER, mask=is_input, other=0.0)
-                inputs3 = tl.load(here + 3 * QUARTER, mask=is_input, other=0.0)
-                weights0, weights1, weights2, weights3 = unpacked(words, inputs0, IS_E4M3)
-                part = tl.dot(weights0, inputs0, part)
-                part = tl.dot(weights1, inputs1, part)
-                part = tl.dot(weights2, inputs2, part)
-                part = tl.dot(weights3, inputs3, part)
+                here = row_inputs + start + whole[:, None]
+                tile_inputs = tl.load(here, mask=is_input, other=0.0)
+                part = tl.dot(unpacked(words, tile_inputs, IS_E4M3), tile_inputs, part)
         total += part
     if IS_GATED:
         store_gated(total, results, tile, rows, is_row, NUM_CHANNELS // 2, TILE_CHANNELS // 2)
@@ -132,6 +136,22 @@ def product(  # type: ignore[no-untyped-def]
             tl.trans(total), scales, bias, results, places, channels, is_result,
             NUM_CHANNELS, IS_WIDE, HAS_BIAS,
         )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def fetch_tile(  # type: ignore[no-untyped-def]
+    source, tile, OWN: tl.constexpr, NUM_CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
+    AHEAD: tl.constexpr, IS_WIDE: tl.constexpr, IS_GATED: tl.constexpr,
+):  # fmt: skip
+    """Has AHEAD bytes of OWN channels, and of as many that gate them, brought into L2."""
+    num_results: tl.constexpr = NUM_CHANNELS // 2 if IS_GATED else NUM_CHANNELS
+    width: tl.constexpr = DEPTH if IS_WIDE else DEPTH // 4
+    stride: tl.constexpr = 2 * DEPTH if IS_WIDE else DEPTH
+    # Tiles that are not whole fetch nothing.
+    if (tile + 1) * OWN <= num_results:
+        fetch_rows(source, OWN, stride, AHEAD)
+        if IS_GATED:
+            fetch_rows(source + num_results * width, OWN, stride, AHEAD)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -251,6 +271,12 @@ def _launch(
     tile_rows = next((rows for rows in _ROW_TILES if rows >= num_rows), _WIDE_TILE)
     stages = _STAGES if scales is None else _WORD_STAGES
     grid = triton.cdiv(num_channels, tile_channels), triton.cdiv(num_rows, tile_rows)
+    most_rows = MOST_FEW_ROWS if scales is None else _MOST_WORD_ROWS
+    launch = dependent_launch(inputs.device, num_rows, most_rows=most_rows)
+    # No segment is shorter than the last one.
+    shortest = depth - (segments.count - 1) * segments.length if parts is not None else depth
+    num_read = grid[1] * num_channels * (1 if parts is None else segments.count)
+    ahead = bytes_ahead(shortest * values.itemsize, num_read) if launch["IS_DEPENDENT"] else 0
     product[(*grid, 1 if parts is None else segments.count)](
         inputs, values if scales is None else values.view(torch.int32),
         results if scales is None else scales, results if bias is None else bias,
@@ -261,9 +287,6 @@ def _launch(
         IS_SPREAD=parts is not None, LEAVES_PARTS=leaves_parts, IS_GATED=is_gated,
         IS_WIDE=scales is None, IS_E4M3=values.dtype is torch.float8_e4m3fn,
         HAS_BIAS=bias is not None, TILE_CHANNELS=tile_channels, TILE_ROWS=tile_rows,
-        QUARTER=WORD_BLOCK // 4,
-        num_warps=8 if is_wide else 4, num_stages=stages[tile_rows],
-        **dependent_launch(
-            inputs.device, num_rows, most_rows=MOST_FEW_ROWS if scales is None else 0
-        ),
+        QUARTER=WORD_BLOCK // 4, AHEAD=ahead,
+        num_warps=8 if is_wide else 4, num_stages=stages[tile_rows], **launch,
     )  # fmt: skip
