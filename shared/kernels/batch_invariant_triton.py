@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shared.kernels.dependent_jit import begin, fetch_rows
+from shared.kernels.dependent_jit import begin, early, fetch_rows
 from shared.kernels.fused_jit import silu_times
 from shared.kernels.launch import bytes_ahead, dependent_launch
 from shared.kernels.linear import (
@@ -71,19 +71,20 @@ def product(  # type: ignore[no-untyped-def]
     width = DEPTH if IS_WIDE else DEPTH // 4
     if AHEAD > 0:
         own: tl.constexpr = TILE_CHANNELS // 2 if IS_GATED else TILE_CHANNELS
-        size: tl.constexpr = SEGMENT if IS_WIDE else SEGMENT // 4
-        source = weights + (tile * own).to(tl.int64) * width
-        if IS_SPREAD:
-            source += tl.program_id(2) * size
-        fetch_tile(source, tile, own, NUM_CHANNELS, DEPTH, AHEAD, IS_WIDE, IS_GATED)
-    begin(IS_DEPENDENT)
+        fetch_tile(
+            weights, tile, SEGMENT, own, NUM_CHANNELS, DEPTH, AHEAD, IS_SPREAD, IS_WIDE, IS_GATED
+        )
     lanes = tl.arange(0, TILE_CHANNELS)
     channels = tile * TILE_CHANNELS + lanes
     if IS_GATED:
         half = TILE_CHANNELS // 2
         channels = tile * half + lanes % half + (lanes // half) * (NUM_CHANNELS // 2)
-    rows = row_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    # What the end needs is under way from the start.
     is_channel = channels < NUM_CHANNELS
+    own_scales = early(scales + channels, is_channel, not IS_WIDE)
+    own_bias = early(bias + channels, is_channel, HAS_BIAS)
+    begin(IS_DEPENDENT)
+    rows = row_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
     is_row = rows < num_rows
     is_result = is_row[:, None] & is_channel[None, :]
     # Channels past the end repeat the first ones: cheaper than masks on every load.
@@ -127,26 +128,28 @@ def product(  # type: ignore[no-untyped-def]
                     here = parts + segment * size + places
                     summed += tl.load(here, mask=is_result, other=0.0, cache_modifier=".cg")
                 store_rows(
-                    summed, scales, bias, results, places, channels, is_result,
-                    NUM_CHANNELS, IS_WIDE, HAS_BIAS,
-                )  # fmt: skip
+                    summed, own_scales, own_bias, results + places, is_result, IS_WIDE, HAS_BIAS
+                )
     else:
         places = rows.to(tl.int64)[:, None] * NUM_CHANNELS + channels[None, :]
         store_rows(
-            tl.trans(total), scales, bias, results, places, channels, is_result,
-            NUM_CHANNELS, IS_WIDE, HAS_BIAS,
-        )  # fmt: skip
+            tl.trans(total), own_scales, own_bias, results + places, is_result, IS_WIDE, HAS_BIAS
+        )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def fetch_tile(  # type: ignore[no-untyped-def]
-    source, tile, OWN: tl.constexpr, NUM_CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
-    AHEAD: tl.constexpr, IS_WIDE: tl.constexpr, IS_GATED: tl.constexpr,
+    weights, tile, SEGMENT: tl.constexpr, OWN: tl.constexpr, NUM_CHANNELS: tl.constexpr,
+    DEPTH: tl.constexpr, AHEAD: tl.constexpr,
+    IS_SPREAD: tl.constexpr, IS_WIDE: tl.constexpr, IS_GATED: tl.constexpr,
 ):  # fmt: skip
     """Has AHEAD bytes of OWN channels, and of as many that gate them, brought into L2."""
     num_results: tl.constexpr = NUM_CHANNELS // 2 if IS_GATED else NUM_CHANNELS
     width: tl.constexpr = DEPTH if IS_WIDE else DEPTH // 4
     stride: tl.constexpr = 2 * DEPTH if IS_WIDE else DEPTH
+    source = weights + (tile * OWN).to(tl.int64) * width
+    if IS_SPREAD:
+        source += tl.program_id(2) * (SEGMENT if IS_WIDE else SEGMENT // 4)
     # Tiles that are not whole fetch nothing.
     if (tile + 1) * OWN <= num_results:
         fetch_rows(source, OWN, stride, AHEAD)
@@ -156,17 +159,14 @@ def fetch_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def store_rows(  # type: ignore[no-untyped-def]
-    summed, scales, bias, results, places, channels, is_result,
-    NUM_CHANNELS: tl.constexpr, IS_WIDE: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
+    summed, scales, bias, results, is_result, IS_WIDE: tl.constexpr, HAS_BIAS: tl.constexpr
+):
     """Writes sums `[TILE_ROWS, TILE_CHANNELS]` over all segments, scaled and with their bias."""
-    is_channel = channels < NUM_CHANNELS
     if not IS_WIDE:
-        summed *= tl.load(scales + channels, mask=is_channel, other=0.0)[None, :]
+        summed *= scales[None, :]
     if HAS_BIAS:
-        more = tl.load(bias + channels, mask=is_channel, other=0.0)
-        summed += more.to(tl.float32)[None, :]
-    tl.store(results + places, summed.to(results.dtype.element_ty), mask=is_result)
+        summed += bias[None, :]
+    tl.store(results, summed.to(results.dtype.element_ty), mask=is_result)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

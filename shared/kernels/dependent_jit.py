@@ -24,6 +24,12 @@ def begin(IS_DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def early(places, mask, HAS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns weights that a kernel may load before it begins, in float32; nothing if not HAS."""
+    return tl.load(places, mask=mask, other=0.0).to(tl.float32) if HAS else 0.0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def fetch_rows(  # type: ignore[no-untyped-def]
     rows, NUM_ROWS: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr
 ):

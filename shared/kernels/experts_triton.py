@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shared.kernels.dependent_jit import begin, fetch_rows
+from shared.kernels.dependent_jit import begin, early, fetch_rows
 from shared.kernels.experts import ExpertTiles, ExpertWeight
 from shared.kernels.fused_jit import silu_times
 from shared.kernels.launch import bytes_ahead, dependent_launch
@@ -107,21 +107,14 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
     tile_results: tl.constexpr = TILE_CHANNELS // 2 if GATE else TILE_CHANNELS
     first = tl.program_id(0) * tile_results
     if AHEAD > 0:
-        bytes_each: tl.constexpr = (
-            4 if IS_PACKED else weight.dtype.element_ty.primitive_bitwidth // 8
-        )
         fetch_channels(
             weight, tile_experts + tile, first, NUM_EXPERTS, NUM_CHANNELS, TILE_CHANNELS,
-            DEPTH // 4 if IS_PACKED else DEPTH, bytes_each, AHEAD,
+            DEPTH // 4 if IS_PACKED else DEPTH, AHEAD,
         )  # fmt: skip
     begin(IS_DEPENDENT)
-    if BLOCK_PAIRS > 0:
-        expert, pairs = found_tile(
-            tile_experts, tile, num_pairs, NUM_EXPERTS, BLOCK_PAIRS, TILE_ROWS
-        )
-    else:
-        expert = tl.load(tile_experts + tile)
-        pairs = tl.load(tile_pairs + tile * TILE_ROWS + tl.arange(0, TILE_ROWS))
+    expert, pairs = tile_of(
+        tile_pairs, tile_experts, tile, num_pairs, NUM_EXPERTS, BLOCK_PAIRS, TILE_ROWS
+    )
     if expert < NUM_EXPERTS:
         is_pair = pairs < num_pairs
         lanes = tl.arange(0, TILE_CHANNELS)
@@ -133,6 +126,10 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
         sources = weight + (expert * NUM_CHANNELS + channels)[:, None] * width
         is_input = is_pair[None, :]
         quarter, whole = tl.arange(0, STEP // 4), tl.arange(0, STEP)
+        # What the end needs is under way from the start.
+        own_scales = early(scales + expert * NUM_CHANNELS + channels, lanes >= 0, HAS_SCALES)
+        own_bias = early(bias + expert * NUM_CHANNELS + channels, lanes >= 0, HAS_BIAS)
+        own_factors = early(factors + pairs, is_pair, NUM_PARTS > 0)
         total = tl.zeros((TILE_CHANNELS, TILE_ROWS), tl.float32)
         for start in range(0, DEPTH, STEP):
             if IS_PACKED:
@@ -158,9 +155,9 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
                 else:
                     total = tl.dot(left, right, total)
         if HAS_SCALES:
-            total *= tl.load(scales + expert * NUM_CHANNELS + channels)[:, None]
+            total *= own_scales[:, None]
         if HAS_BIAS:
-            total += tl.load(bias + expert * NUM_CHANNELS + channels).to(tl.float32)[:, None]
+            total += own_bias[:, None]
         columns = first + tl.arange(0, tile_results)
         is_result = is_pair[:, None] & (columns < num_results)[None, :]
         dtype = inputs.dtype.element_ty
@@ -173,8 +170,7 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
             values = tl.trans(total).to(dtype)
         places = pairs
         if NUM_PARTS > 0:
-            own = tl.load(factors + pairs, mask=is_pair, other=0.0)
-            values = values.to(tl.float32) * own[:, None]
+            values = values.to(tl.float32) * own_factors[:, None]
             num_rows = (num_pairs // NUM_PARTS).to(tl.int64)
             places = pairs % NUM_PARTS * num_rows + pairs // NUM_PARTS
         tl.store(results + places[:, None] * num_results + columns[None, :], values, mask=is_result)
@@ -183,7 +179,7 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def fetch_channels(  # type: ignore[no-untyped-def]
     weight, expert, first, NUM_EXPERTS: tl.constexpr, NUM_CHANNELS: tl.constexpr,
-    TILE: tl.constexpr, WIDTH: tl.constexpr, BYTES_EACH: tl.constexpr, AHEAD: tl.constexpr,
+    TILE: tl.constexpr, WIDTH: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Has AHEAD bytes of TILE channels of an expert brought into L2."""
     # Only what is fetched depends on the expert, so it need not be the right one.
@@ -191,7 +187,22 @@ def fetch_channels(  # type: ignore[no-untyped-def]
     is_whole = first + TILE <= NUM_CHANNELS
     if (own >= 0) & (own < NUM_EXPERTS) & is_whole:
         source = weight + (own * NUM_CHANNELS + first) * WIDTH
-        fetch_rows(source, TILE, WIDTH * BYTES_EACH, AHEAD)
+        bytes_each: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+        fetch_rows(source, TILE, WIDTH * bytes_each, AHEAD)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def tile_of(  # type: ignore[no-untyped-def]
+    tile_pairs, tile_experts, tile, num_pairs,
+    NUM_EXPERTS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Returns the expert of a tile and its pairs `[ROWS]`, laid before or found here."""
+    if BLOCK_PAIRS > 0:
+        expert, pairs = found_tile(tile_experts, tile, num_pairs, NUM_EXPERTS, BLOCK_PAIRS, ROWS)
+    else:
+        expert = tl.load(tile_experts + tile)
+        pairs = tl.load(tile_pairs + tile * ROWS + tl.arange(0, ROWS))
+    return expert, pairs
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -21,9 +21,10 @@ _FIRST_CAPABILITY = (9, 0)
 _MAX_ROWS = 32
 
 _ALIGNMENT = 16
-# Of weights that wait in the L2 cache, which has 50 MB, and of the shortest worthwhile piece.
-_MOST_AHEAD = 24 * 2**20
-_FEWEST_AHEAD = 256
+# Of weights that are fetched ahead, and of the shortest worthwhile piece. As much as a product has
+# under way at its start: with more, the kernel that runs meanwhile waits for its own few bytes.
+_MOST_AHEAD = 8 * 2**20
+_FEWEST_AHEAD = 128
 
 
 def dependent_launch(

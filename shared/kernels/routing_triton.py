@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shared.kernels.dependent_jit import begin
+from shared.kernels.dependent_jit import begin, early
 from shared.kernels.fused_jit import summed
 from shared.kernels.launch import dependent_launch
 from shared.kernels.partials import Partials
@@ -37,10 +37,11 @@ def choose_experts(  # type: ignore[no-untyped-def]
     BLOCK_GROUPS: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program a row. SCORES: 0 softmax, 1 sigmoid, 2 softmax of the chosen."""
-    begin(IS_DEPENDENT)
-    row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_expert = columns < NUM_EXPERTS
+    corrections = early(correction + columns, is_expert, HAS_CORRECTION)
+    begin(IS_DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
     low = float("-inf")
     places = row * logits_stride + columns
     scores = summed(logits, places, is_expert, part_size, DTYPE, NUM_PARTS).to(tl.float32)
@@ -52,7 +53,7 @@ def choose_experts(  # type: ignore[no-untyped-def]
         scores = 1.0 / (1.0 + tl.exp(-scores))
     choice = scores
     if HAS_CORRECTION:
-        choice += tl.load(correction + columns, mask=is_expert, other=0.0)
+        choice += corrections
     choice = tl.where(is_expert, choice, low)
     if NUM_GROUPS > 1:
         groups = tl.arange(0, BLOCK_GROUPS)

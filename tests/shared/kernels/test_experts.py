@@ -244,6 +244,23 @@ def test_experts_are_chosen_as_by_plain_torch(name: str, is_corrected: bool) -> 
     torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.gpu
+@pytest.mark.interpreter
+def test_of_equal_scores_the_first_is_chosen() -> None:
+    routing = Routing(NUM_EXPERTS, 2, RouterScores.SOFTMAX_OF_CHOSEN, normalises=False)
+    logits = torch.tensor([[-1.0, -0.0, 0.0, -2.0, 0.0, -torch.inf]])
+    _, experts = route(logits.to(kernel_device_or_cpu()), None, routing)
+    assert experts.tolist() == [[1, 2]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_rows_of_no_numbers_name_experts(name: str) -> None:
+    logits = torch.full((3, NUM_EXPERTS), torch.nan, device="cuda")
+    _, experts = route(logits, None, ROUTINGS[name])
+    assert bool(((experts >= 0) & (experts < NUM_EXPERTS)).all())
+
+
 def test_a_correction_moves_the_choice_and_not_the_weights() -> None:
     routing = Routing(3, 1, RouterScores.SIGMOID, normalises=False)
     logits = torch.tensor([[2.0, 1.0, 0.0]])
