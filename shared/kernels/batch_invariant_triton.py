@@ -39,7 +39,7 @@ _ROW_TILES = (16, 32, 64)
 _WIDE_TILE = 128
 # Tiles of weight and rows under way: as many as leave room for three programs a multiprocessor.
 _STAGES = {16: 4, 32: 4, 64: 3, _WIDE_TILE: 3}
-_WORD_STAGES = {16: 4, 32: 4, 64: 4, _WIDE_TILE: 3}
+_WORD_STAGES = {16: 6, 32: 4, 64: 4, _WIDE_TILE: 3}
 # Up to which products of 8 bits are dependent ones.
 _MOST_WORD_ROWS = 0
 

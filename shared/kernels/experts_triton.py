@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shared.kernels.dependent_jit import begin, early, fetch_rows
-from shared.kernels.experts import ExpertTiles, ExpertWeight
+from shared.kernels.experts import FEWEST_ROWS, ExpertTiles, ExpertWeight
 from shared.kernels.fused_jit import silu_times
 from shared.kernels.launch import bytes_ahead, dependent_launch
 from shared.kernels.linear import WORD_BLOCK
@@ -288,6 +288,8 @@ TILE_SHAPES = {
     64: TileShape(128, 64, 4, 4),
     128: TileShape(128, 64, 8, 4),
 }
+# Of 8-bit weights in the smallest tiles, which are half as many bytes.
+_WORD_STAGES = 6
 _FLOAT32_SHAPE = TileShape(32, 32, 4, 2)
 
 
@@ -365,6 +367,9 @@ def _launch(
         values = from_words(values.flatten(0, 1)).view_as(values)
     is_float32 = inputs.dtype is torch.float32
     shape = _FLOAT32_SHAPE if is_float32 else TILE_SHAPES[tiles.num_rows]
+    num_stages = shape.num_stages
+    if is_packed and tiles.num_rows == FEWEST_ROWS:
+        num_stages = _WORD_STAGES
     tile_results = shape.channels // (1 if activation is None else 2)
     grid = triton.cdiv(num_channels, shape.channels), len(tiles.experts)
     launch = dependent_launch(inputs.device, num_pairs // 8)
@@ -387,7 +392,7 @@ def _launch(
         GATE=_GATES[activation], NUM_PARTS=0 if factors is None else factors.shape[1],
         TILE_ROWS=tiles.num_rows, TILE_CHANNELS=shape.channels,
         STEP=WORD_BLOCK if is_packed else shape.step, IS_FLOAT32=is_float32,
-        num_warps=shape.num_warps, num_stages=shape.num_stages, **launch,
+        num_warps=shape.num_warps, num_stages=num_stages, **launch,
     )  # fmt: skip
 
 
