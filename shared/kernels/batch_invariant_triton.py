@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shared.kernels.dependent_jit import begin
+from shared.kernels.dependent_jit import begin, early, fetch_rows
 from shared.kernels.fused_jit import silu_times
-from shared.kernels.launch import dependent_launch
+from shared.kernels.launch import bytes_ahead, dependent_launch
 from shared.kernels.linear import (
     MAX_ROW_TILES,
     MOST_FEW_ROWS,
@@ -39,7 +39,9 @@ _ROW_TILES = (16, 32, 64)
 _WIDE_TILE = 128
 # Tiles of weight and rows under way: as many as leave room for three programs a multiprocessor.
 _STAGES = {16: 4, 32: 4, 64: 3, _WIDE_TILE: 3}
-_WORD_STAGES = {16: 4, 32: 4, 64: 4, _WIDE_TILE: 3}
+_WORD_STAGES = {16: 6, 32: 4, 64: 4, _WIDE_TILE: 3}
+# Up to which products of 8 bits are dependent ones.
+_MOST_WORD_ROWS = 0
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
@@ -51,7 +53,7 @@ def product(  # type: ignore[no-untyped-def]
     IS_SPREAD: tl.constexpr, LEAVES_PARTS: tl.constexpr, IS_GATED: tl.constexpr,
     IS_WIDE: tl.constexpr, IS_E4M3: tl.constexpr, HAS_BIAS: tl.constexpr,
     TILE_CHANNELS: tl.constexpr, TILE_ROWS: tl.constexpr, QUARTER: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
+    AHEAD: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Writes `results` `[T, N]`; spread segments leave `parts` `[S, T, N]` float32 first.
 
@@ -61,21 +63,31 @@ def product(  # type: ignore[no-untyped-def]
         LEAVES_PARTS: another kernel adds the parts.
         IS_GATED: the channels are gates and then as many values that they gate: a tile has half of
             either, and `results` are `[T, N / 2]`. There is one segment, no bias and no scale.
+        AHEAD: bytes of each channel's segment that are fetched while the kernel before this one
+            runs; 0 fetches none.
     """
-    begin(IS_DEPENDENT)
     tile = tl.program_id(0)
     row_tile = tl.program_id(1)
+    width = DEPTH if IS_WIDE else DEPTH // 4
+    if AHEAD > 0:
+        own: tl.constexpr = TILE_CHANNELS // 2 if IS_GATED else TILE_CHANNELS
+        fetch_tile(
+            weights, tile, SEGMENT, own, NUM_CHANNELS, DEPTH, AHEAD, IS_SPREAD, IS_WIDE, IS_GATED
+        )
     lanes = tl.arange(0, TILE_CHANNELS)
     channels = tile * TILE_CHANNELS + lanes
     if IS_GATED:
         half = TILE_CHANNELS // 2
         channels = tile * half + lanes % half + (lanes // half) * (NUM_CHANNELS // 2)
-    rows = row_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    # What the end needs is under way from the start.
     is_channel = channels < NUM_CHANNELS
+    own_scales = early(scales + channels, is_channel, not IS_WIDE)
+    own_bias = early(bias + channels, is_channel, HAS_BIAS)
+    begin(IS_DEPENDENT)
+    rows = row_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
     is_row = rows < num_rows
     is_result = is_row[:, None] & is_channel[None, :]
     # Channels past the end repeat the first ones: cheaper than masks on every load.
-    width = DEPTH if IS_WIDE else DEPTH // 4
     sources = weights + (channels % NUM_CHANNELS).to(tl.int64)[:, None] * width
     quarter = tl.arange(0, QUARTER)
     whole = tl.arange(0, 4 * QUARTER)
@@ -95,16 +107,9 @@ def product(  # type: ignore[no-untyped-def]
                 part = tl.dot(tile_weights, tile_inputs, part)
             else:
                 words = tl.load(sources + start // 4 + quarter[None, :])
-                here = row_inputs + start + quarter[:, None]
-                inputs0 = tl.load(here, mask=is_input, other=0.0)
-                inputs1 = tl.load(here + QUARTER, mask=is_input, other=0.0)
-                inputs2 = tl.load(here + 2 * QUARTER, mask=is_input, other=0.0)
-                inputs3 = tl.load(here + 3 * QUARTER, mask=is_input, other=0.0)
-                weights0, weights1, weights2, weights3 = unpacked(words, inputs0, IS_E4M3)
-                part = tl.dot(weights0, inputs0, part)
-                part = tl.dot(weights1, inputs1, part)
-                part = tl.dot(weights2, inputs2, part)
-                part = tl.dot(weights3, inputs3, part)
+                here = row_inputs + start + whole[:, None]
+                tile_inputs = tl.load(here, mask=is_input, other=0.0)
+                part = tl.dot(unpacked(words, tile_inputs, IS_E4M3), tile_inputs, part)
         total += part
     if IS_GATED:
         store_gated(total, results, tile, rows, is_row, NUM_CHANNELS // 2, TILE_CHANNELS // 2)
@@ -123,30 +128,45 @@ def product(  # type: ignore[no-untyped-def]
                     here = parts + segment * size + places
                     summed += tl.load(here, mask=is_result, other=0.0, cache_modifier=".cg")
                 store_rows(
-                    summed, scales, bias, results, places, channels, is_result,
-                    NUM_CHANNELS, IS_WIDE, HAS_BIAS,
-                )  # fmt: skip
+                    summed, own_scales, own_bias, results + places, is_result, IS_WIDE, HAS_BIAS
+                )
     else:
         places = rows.to(tl.int64)[:, None] * NUM_CHANNELS + channels[None, :]
         store_rows(
-            tl.trans(total), scales, bias, results, places, channels, is_result,
-            NUM_CHANNELS, IS_WIDE, HAS_BIAS,
-        )  # fmt: skip
+            tl.trans(total), own_scales, own_bias, results + places, is_result, IS_WIDE, HAS_BIAS
+        )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def fetch_tile(  # type: ignore[no-untyped-def]
+    weights, tile, SEGMENT: tl.constexpr, OWN: tl.constexpr, NUM_CHANNELS: tl.constexpr,
+    DEPTH: tl.constexpr, AHEAD: tl.constexpr,
+    IS_SPREAD: tl.constexpr, IS_WIDE: tl.constexpr, IS_GATED: tl.constexpr,
+):  # fmt: skip
+    """Has AHEAD bytes of OWN channels, and of as many that gate them, brought into L2."""
+    num_results: tl.constexpr = NUM_CHANNELS // 2 if IS_GATED else NUM_CHANNELS
+    width: tl.constexpr = DEPTH if IS_WIDE else DEPTH // 4
+    stride: tl.constexpr = 2 * DEPTH if IS_WIDE else DEPTH
+    source = weights + (tile * OWN).to(tl.int64) * width
+    if IS_SPREAD:
+        source += tl.program_id(2) * (SEGMENT if IS_WIDE else SEGMENT // 4)
+    # Tiles that are not whole fetch nothing.
+    if (tile + 1) * OWN <= num_results:
+        fetch_rows(source, OWN, stride, AHEAD)
+        if IS_GATED:
+            fetch_rows(source + num_results * width, OWN, stride, AHEAD)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def store_rows(  # type: ignore[no-untyped-def]
-    summed, scales, bias, results, places, channels, is_result,
-    NUM_CHANNELS: tl.constexpr, IS_WIDE: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
+    summed, scales, bias, results, is_result, IS_WIDE: tl.constexpr, HAS_BIAS: tl.constexpr
+):
     """Writes sums `[TILE_ROWS, TILE_CHANNELS]` over all segments, scaled and with their bias."""
-    is_channel = channels < NUM_CHANNELS
     if not IS_WIDE:
-        summed *= tl.load(scales + channels, mask=is_channel, other=0.0)[None, :]
+        summed *= scales[None, :]
     if HAS_BIAS:
-        more = tl.load(bias + channels, mask=is_channel, other=0.0)
-        summed += more.to(tl.float32)[None, :]
-    tl.store(results + places, summed.to(results.dtype.element_ty), mask=is_result)
+        summed += bias[None, :]
+    tl.store(results, summed.to(results.dtype.element_ty), mask=is_result)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -251,6 +271,12 @@ def _launch(
     tile_rows = next((rows for rows in _ROW_TILES if rows >= num_rows), _WIDE_TILE)
     stages = _STAGES if scales is None else _WORD_STAGES
     grid = triton.cdiv(num_channels, tile_channels), triton.cdiv(num_rows, tile_rows)
+    most_rows = MOST_FEW_ROWS if scales is None else _MOST_WORD_ROWS
+    launch = dependent_launch(inputs.device, num_rows, most_rows=most_rows)
+    # No segment is shorter than the last one.
+    shortest = depth - (segments.count - 1) * segments.length if parts is not None else depth
+    num_read = grid[1] * num_channels * (1 if parts is None else segments.count)
+    ahead = bytes_ahead(shortest * values.itemsize, num_read) if launch["IS_DEPENDENT"] else 0
     product[(*grid, 1 if parts is None else segments.count)](
         inputs, values if scales is None else values.view(torch.int32),
         results if scales is None else scales, results if bias is None else bias,
@@ -261,9 +287,6 @@ def _launch(
         IS_SPREAD=parts is not None, LEAVES_PARTS=leaves_parts, IS_GATED=is_gated,
         IS_WIDE=scales is None, IS_E4M3=values.dtype is torch.float8_e4m3fn,
         HAS_BIAS=bias is not None, TILE_CHANNELS=tile_channels, TILE_ROWS=tile_rows,
-        QUARTER=WORD_BLOCK // 4,
-        num_warps=8 if is_wide else 4, num_stages=stages[tile_rows],
-        **dependent_launch(
-            inputs.device, num_rows, most_rows=MOST_FEW_ROWS if scales is None else 0
-        ),
+        QUARTER=WORD_BLOCK // 4, AHEAD=ahead,
+        num_warps=8 if is_wide else 4, num_stages=stages[tile_rows], **launch,
     )  # fmt: skip

@@ -88,12 +88,13 @@ class ExpertTiles:
     """Pairs in tiles that share an expert.
 
     Attributes:
-        pairs: `[C * R]` int64 for C tiles of R; padding is the number of pairs.
+        pairs: `[C * R]` int64 for C tiles of R; padding is the number of pairs. None where the
+            programs of a product find their pairs themselves: pair c, if it begins a tile.
         experts: `[C]` int64; tiles that are not needed have the number of experts.
         num_rows: R.
     """
 
-    pairs: Tensor
+    pairs: Tensor | None
     experts: Tensor
     num_rows: int
 
@@ -109,10 +110,13 @@ def tiles_of(experts: Tensor, num_experts: int, num_rows: int) -> ExpertTiles:
     # An expert leaves at most one tile that is not full, and so does none.
     num_tiles = min(len(experts), num_experts + 1) + len(experts) // num_rows
     if runs_triton(experts):
-        from shared.kernels.experts_triton import MOST_PAIRS, fused_tiles
+        from shared.kernels.experts_triton import MOST_FOUND, MOST_PAIRS, laid_tiles
 
+        # A program a pair finds its own, where that makes no more programs.
+        if len(experts) <= min(num_tiles, MOST_FOUND):
+            return ExpertTiles(None, experts, num_rows)
         if len(experts) <= MOST_PAIRS:
-            return fused_tiles(experts, num_experts, num_rows, num_tiles)
+            return laid_tiles(experts, num_experts, num_rows, num_tiles)
     return plain_tiles(experts, num_experts, num_rows, num_tiles)
 
 

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shared.kernels.dependent_jit import begin
-from shared.kernels.experts import ExpertTiles, ExpertWeight
+from shared.kernels.dependent_jit import begin, early, fetch_rows
+from shared.kernels.experts import FEWEST_ROWS, ExpertTiles, ExpertWeight
 from shared.kernels.fused_jit import silu_times
-from shared.kernels.launch import dependent_launch
+from shared.kernels.launch import bytes_ahead, dependent_launch
 from shared.kernels.linear import WORD_BLOCK
 from shared.kernels.partials import Partials
 from shared.kernels.pointwise import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
@@ -26,6 +26,8 @@ _MOST_EXPONENT: tl.constexpr = tl.constexpr(80.0)
 
 # Pairs that one program counts.
 MOST_PAIRS = 4096
+# Pairs that every program of a product looks at: those of one row, or a kernel more is worth it.
+_FEW_PAIRS, MOST_FOUND = 16, 128
 _COUNT_CHUNK = 32
 _SUM_BLOCK = 1024
 _GATES = {
@@ -78,6 +80,7 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
     inputs, weight, scales, bias, factors, results, tile_pairs, tile_experts,
     num_pairs, input_stride, num_shared,
     NUM_EXPERTS: tl.constexpr, NUM_CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr, AHEAD: tl.constexpr,
     HAS_SCALES: tl.constexpr, IS_PACKED: tl.constexpr, IS_E4M3: tl.constexpr,
     HAS_BIAS: tl.constexpr, GATE: tl.constexpr, NUM_PARTS: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_CHANNELS: tl.constexpr, STEP: tl.constexpr,
@@ -89,22 +92,32 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
     one order, so a pair's bits depend neither on its tile nor on the size of tiles.
 
     Args:
+        BLOCK_PAIRS: from num_pairs on, if `tile_experts` are those of the pairs and each program
+            finds its own, see `found_tile`; else 0.
+        AHEAD: bytes of each channel that are fetched while the kernel before this one runs, which
+            should not be the one that writes `tile_experts`; 0 fetches none. Not with GATE.
         IS_PACKED: weights are words of four 8-bit numbers, in the order of `quantised.in_words`.
         GATE: what gates channels, which are gates and then as many values; see `gated_values`.
             0 leaves them.
         NUM_PARTS: k, to write pairs as parts `[k, T, N]` float32 of their row, times `factors`
             `[T, k]`; 0 writes `[T * k, N]`.
     """
-    begin(IS_DEPENDENT)
     tile = tl.program_id(1)
-    expert = tl.load(tile_experts + tile)
+    num_results: tl.constexpr = NUM_CHANNELS // 2 if GATE else NUM_CHANNELS
+    tile_results: tl.constexpr = TILE_CHANNELS // 2 if GATE else TILE_CHANNELS
+    first = tl.program_id(0) * tile_results
+    if AHEAD > 0:
+        fetch_channels(
+            weight, tile_experts + tile, first, NUM_EXPERTS, NUM_CHANNELS, TILE_CHANNELS,
+            DEPTH // 4 if IS_PACKED else DEPTH, AHEAD,
+        )  # fmt: skip
+    begin(IS_DEPENDENT)
+    expert, pairs = tile_of(
+        tile_pairs, tile_experts, tile, num_pairs, NUM_EXPERTS, BLOCK_PAIRS, TILE_ROWS
+    )
     if expert < NUM_EXPERTS:
-        pairs = tl.load(tile_pairs + tile * TILE_ROWS + tl.arange(0, TILE_ROWS))
         is_pair = pairs < num_pairs
         lanes = tl.arange(0, TILE_CHANNELS)
-        num_results: tl.constexpr = NUM_CHANNELS // 2 if GATE else NUM_CHANNELS
-        tile_results: tl.constexpr = TILE_CHANNELS // 2 if GATE else TILE_CHANNELS
-        first = tl.program_id(0) * tile_results
         # Channels past the end repeat the first ones: cheaper than masks on every load.
         channels = (first + lanes % tile_results) % num_results
         channels += lanes // tile_results * num_results
@@ -113,20 +126,17 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
         sources = weight + (expert * NUM_CHANNELS + channels)[:, None] * width
         is_input = is_pair[None, :]
         quarter, whole = tl.arange(0, STEP // 4), tl.arange(0, STEP)
+        # What the end needs is under way from the start.
+        own_scales = early(scales + expert * NUM_CHANNELS + channels, lanes >= 0, HAS_SCALES)
+        own_bias = early(bias + expert * NUM_CHANNELS + channels, lanes >= 0, HAS_BIAS)
+        own_factors = early(factors + pairs, is_pair, NUM_PARTS > 0)
         total = tl.zeros((TILE_CHANNELS, TILE_ROWS), tl.float32)
         for start in range(0, DEPTH, STEP):
             if IS_PACKED:
                 words = tl.load(sources + start // 4 + quarter[None, :])
-                here = rows + start + quarter[:, None]
-                inputs0 = tl.load(here, mask=is_input, other=0.0)
-                inputs1 = tl.load(here + STEP // 4, mask=is_input, other=0.0)
-                inputs2 = tl.load(here + STEP // 2, mask=is_input, other=0.0)
-                inputs3 = tl.load(here + 3 * STEP // 4, mask=is_input, other=0.0)
-                weights0, weights1, weights2, weights3 = unpacked(words, inputs0, IS_E4M3)
-                total = tl.dot(weights0, inputs0, total)
-                total = tl.dot(weights1, inputs1, total)
-                total = tl.dot(weights2, inputs2, total)
-                total = tl.dot(weights3, inputs3, total)
+                here = rows + start + whole[:, None]
+                right = tl.load(here, mask=is_input, other=0.0)
+                total = tl.dot(unpacked(words, right, IS_E4M3), right, total)
             else:
                 if DEPTH % STEP == 0:
                     left = tl.load(sources + start + whole[None, :])
@@ -145,9 +155,9 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
                 else:
                     total = tl.dot(left, right, total)
         if HAS_SCALES:
-            total *= tl.load(scales + expert * NUM_CHANNELS + channels)[:, None]
+            total *= own_scales[:, None]
         if HAS_BIAS:
-            total += tl.load(bias + expert * NUM_CHANNELS + channels).to(tl.float32)[:, None]
+            total += own_bias[:, None]
         columns = first + tl.arange(0, tile_results)
         is_result = is_pair[:, None] & (columns < num_results)[None, :]
         dtype = inputs.dtype.element_ty
@@ -160,11 +170,59 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
             values = tl.trans(total).to(dtype)
         places = pairs
         if NUM_PARTS > 0:
-            own = tl.load(factors + pairs, mask=is_pair, other=0.0)
-            values = values.to(tl.float32) * own[:, None]
+            values = values.to(tl.float32) * own_factors[:, None]
             num_rows = (num_pairs // NUM_PARTS).to(tl.int64)
             places = pairs % NUM_PARTS * num_rows + pairs // NUM_PARTS
         tl.store(results + places[:, None] * num_results + columns[None, :], values, mask=is_result)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def fetch_channels(  # type: ignore[no-untyped-def]
+    weight, expert, first, NUM_EXPERTS: tl.constexpr, NUM_CHANNELS: tl.constexpr,
+    TILE: tl.constexpr, WIDTH: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Has AHEAD bytes of TILE channels of an expert brought into L2."""
+    # Only what is fetched depends on the expert, so it need not be the right one.
+    own = tl.load(expert, cache_modifier=".cg")
+    is_whole = first + TILE <= NUM_CHANNELS
+    if (own >= 0) & (own < NUM_EXPERTS) & is_whole:
+        source = weight + (own * NUM_CHANNELS + first) * WIDTH
+        bytes_each: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+        fetch_rows(source, TILE, WIDTH * bytes_each, AHEAD)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def tile_of(  # type: ignore[no-untyped-def]
+    tile_pairs, tile_experts, tile, num_pairs,
+    NUM_EXPERTS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Returns the expert of a tile and its pairs `[ROWS]`, laid before or found here."""
+    if BLOCK_PAIRS > 0:
+        expert, pairs = found_tile(tile_experts, tile, num_pairs, NUM_EXPERTS, BLOCK_PAIRS, ROWS)
+    else:
+        expert = tl.load(tile_experts + tile)
+        pairs = tl.load(tile_pairs + tile * ROWS + tl.arange(0, ROWS))
+    return expert, pairs
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def found_tile(  # type: ignore[no-untyped-def]
+    experts, pair, num_pairs, NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
+    """Returns the expert of a pair and the pairs `[ROWS]` of the tile that begins with it, padded
+    with num_pairs; none has NUM_EXPERTS. Every ROWS-th pair of an expert begins a tile."""
+    others = tl.arange(0, BLOCK)
+    chosen = tl.load(experts + others, mask=others < num_pairs, other=NUM_EXPERTS)
+    expert = tl.load(experts + pair)
+    is_own = chosen == expert
+    num_before = tl.sum((is_own & (others < pair)).to(tl.int32), 0)
+    ranks = tl.cumsum(is_own.to(tl.int32), 0) - 1 - num_before
+    places = tl.arange(0, ROWS)
+    is_there = is_own[:, None] & (ranks[:, None] == places[None, :])
+    # One of those that are there, or none.
+    missing = tl.where(is_there, num_pairs - others[:, None], 0)
+    pairs = (num_pairs - tl.sum(missing, 0)).to(tl.int64)
+    return tl.where(num_before % ROWS == 0, expert, NUM_EXPERTS), pairs
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -230,11 +288,13 @@ TILE_SHAPES = {
     64: TileShape(128, 64, 4, 4),
     128: TileShape(128, 64, 8, 4),
 }
+# Of 8-bit weights in the smallest tiles, which are half as many bytes.
+_WORD_STAGES = 6
 _FLOAT32_SHAPE = TileShape(32, 32, 4, 2)
 
 
-def fused_tiles(experts: Tensor, num_experts: int, num_rows: int, num_tiles: int) -> ExpertTiles:
-    """Sorts as `tiles_of` does, up to `MOST_PAIRS` pairs."""
+def laid_tiles(experts: Tensor, num_experts: int, num_rows: int, num_tiles: int) -> ExpertTiles:
+    """Sorts as `plain_tiles` does, up to `MOST_PAIRS` pairs."""
     num_pairs = len(experts)
     pairs = experts.new_empty(num_tiles * num_rows)
     tile_experts = experts.new_empty(num_tiles)
@@ -301,28 +361,38 @@ def _launch(
     assert values.is_contiguous()
     assert inputs.stride(1) == 1
     num_experts, num_channels, depth = values.shape
+    is_found = tiles.pairs is None
     is_packed = weight.is_packed and inputs.dtype in (torch.bfloat16, torch.float16)
     if weight.is_packed and not is_packed:
         values = from_words(values.flatten(0, 1)).view_as(values)
     is_float32 = inputs.dtype is torch.float32
     shape = _FLOAT32_SHAPE if is_float32 else TILE_SHAPES[tiles.num_rows]
+    num_stages = shape.num_stages
+    if is_packed and tiles.num_rows == FEWEST_ROWS:
+        num_stages = _WORD_STAGES
     tile_results = shape.channels // (1 if activation is None else 2)
     grid = triton.cdiv(num_channels, shape.channels), len(tiles.experts)
+    launch = dependent_launch(inputs.device, num_pairs // 8)
+    ahead = 0
+    if activation is None and launch["IS_DEPENDENT"]:
+        ahead = bytes_ahead(depth * values.itemsize, grid[1] * num_channels)
     if activation is not None:
         grid = triton.cdiv(num_channels // 2, tile_results), len(tiles.experts)
     multiply_tiles[grid](
         inputs, values.view(torch.int32) if is_packed else values,
         results if scales is None else scales, results if bias is None else bias,
-        results if factors is None else factors, results, tiles.pairs, tiles.experts,
+        results if factors is None else factors, results,
+        tiles.experts if tiles.pairs is None else tiles.pairs, tiles.experts,
         num_pairs, inputs.stride(0), num_shared,
         NUM_EXPERTS=num_experts, NUM_CHANNELS=num_channels, DEPTH=depth,
+        BLOCK_PAIRS=0 if not is_found else _FEW_PAIRS if num_pairs <= _FEW_PAIRS else MOST_FOUND,
+        AHEAD=ahead,
         HAS_SCALES=scales is not None, IS_PACKED=is_packed,
         IS_E4M3=values.dtype is torch.float8_e4m3fn, HAS_BIAS=bias is not None,
         GATE=_GATES[activation], NUM_PARTS=0 if factors is None else factors.shape[1],
         TILE_ROWS=tiles.num_rows, TILE_CHANNELS=shape.channels,
         STEP=WORD_BLOCK if is_packed else shape.step, IS_FLOAT32=is_float32,
-        num_warps=shape.num_warps, num_stages=shape.num_stages,
-        **dependent_launch(inputs.device, num_pairs // 8),
+        num_warps=shape.num_warps, num_stages=num_stages, **launch,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shared.kernels.dependent_jit import begin
+from shared.kernels.dependent_jit import begin, early
 
 
 @triton.jit
@@ -40,13 +40,14 @@ def add_norm(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Writes `hidden + update` and its norm; one program a row, which `rows` may name."""
+    columns = tl.arange(0, BLOCK)
+    is_column = columns < num_columns
+    weights = tl.load(weight + columns, mask=is_column, other=0.0)
     begin(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     source = row
     if HAS_ROWS:
         source = tl.load(rows + row)
-    columns = tl.arange(0, BLOCK)
-    is_column = columns < num_columns
     values = tl.load(hidden + source * hidden_stride + columns, mask=is_column, other=0.0)
     if HAS_UPDATE:
         # Rounded as a sum in the tensors' own dtype is.
@@ -54,7 +55,6 @@ def add_norm(  # type: ignore[no-untyped-def]
         more = summed(update, places, is_column, part_size, values.dtype, NUM_PARTS)
         values = (values.to(tl.float32) + more.to(tl.float32)).to(values.dtype)
         tl.store(sums + row * num_columns + columns, values, mask=is_column)
-    weights = tl.load(weight + columns, mask=is_column, other=0.0)
     result = normed_row(values, weights, num_columns, eps)
     tl.store(normed + row * num_columns + columns, result, mask=is_column)
 
@@ -68,13 +68,16 @@ def rotate_store(  # type: ignore[no-untyped-def]
     HAS_NORM: tl.constexpr, HAS_SCALES: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Normalises and rotates some heads of one row; keys and values go to the row's slot."""
-    begin(IS_DEPENDENT)
-    row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     dims = tl.arange(0, BLOCK_DIM)
     partners = (dims + HEAD_DIM // 2) % HEAD_DIM
     is_element = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
     is_rotated = (head < NUM_HEADS + NUM_KV_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
+    weights = norm_weight + head[:, None] * HEAD_DIM
+    straight_weights = early(weights + dims[None, :], is_rotated, HAS_NORM)
+    crossed_weights = early(weights + partners[None, :], is_rotated, HAS_NORM)
+    begin(IS_DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
     dtype = queries.dtype.element_ty
     places = row * row_stride + head[:, None] * HEAD_DIM
     plain = summed(heads, places + dims[None, :], is_element, part_size, dtype, NUM_PARTS)
@@ -83,13 +86,10 @@ def rotate_store(  # type: ignore[no-untyped-def]
     crossed = swapped.to(tl.float32)
     if HAS_NORM:
         scale = tl.rsqrt(tl.sum(straight * straight, 1) / HEAD_DIM + eps)[:, None]
-        weights = norm_weight + head[:, None] * HEAD_DIM
-        straight_weights = tl.load(weights + dims[None, :], mask=is_rotated, other=0.0)
-        crossed_weights = tl.load(weights + partners[None, :], mask=is_rotated, other=0.0)
         straight = (straight * scale).to(plain.dtype).to(tl.float32)
-        straight = (straight * straight_weights.to(tl.float32)).to(plain.dtype).to(tl.float32)
+        straight = (straight * straight_weights).to(plain.dtype).to(tl.float32)
         crossed = (crossed * scale).to(plain.dtype).to(tl.float32)
-        crossed = (crossed * crossed_weights.to(tl.float32)).to(plain.dtype).to(tl.float32)
+        crossed = (crossed * crossed_weights).to(plain.dtype).to(tl.float32)
     table = row * HEAD_DIM + dims
     row_cos = tl.load(cos + table, mask=dims < HEAD_DIM, other=0.0)[None, :]
     row_sin = tl.load(signed_sin + table, mask=dims < HEAD_DIM, other=0.0)[None, :]

@@ -275,16 +275,16 @@ def enter_latents(  # type: ignore[no-untyped-def]
     Args:
         made: `[T, QUERIES + L + R]`, in parts or whole; rows are `row_stride` apart.
     """
-    begin(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     first = row * row_stride
     dtype = cache.dtype.element_ty
     if tl.program_id(1) == 0:
-        slot = tl.load(slots + row) * (LATENT + ROTARY)
         dims = tl.arange(0, BLOCK_LATENT)
         is_dim = dims < LATENT
-        latents = summed(made, first + QUERIES + dims, is_dim, part_size, dtype, NUM_PARTS)
         weights = tl.load(latent_weight + dims, mask=is_dim, other=0.0)
+        begin(IS_DEPENDENT)
+        slot = tl.load(slots + row) * (LATENT + ROTARY)
+        latents = summed(made, first + QUERIES + dims, is_dim, part_size, dtype, NUM_PARTS)
         tl.store(cache + slot + dims, normed_row(latents, weights, LATENT, latent_eps), mask=is_dim)
         rotary = tl.arange(0, BLOCK_ROTARY)
         is_rotary = rotary < ROTARY
@@ -299,8 +299,9 @@ def enter_latents(  # type: ignore[no-untyped-def]
     else:
         columns = tl.arange(0, BLOCK_QUERIES)
         is_column = columns < QUERIES
-        values = summed(made, first + columns, is_column, part_size, dtype, NUM_PARTS)
         query_weights = tl.load(query_weight + columns, mask=is_column, other=0.0)
+        begin(IS_DEPENDENT)
+        values = summed(made, first + columns, is_column, part_size, dtype, NUM_PARTS)
         normed = normed_row(values, query_weights, QUERIES, query_eps)
         tl.store(queries + row * QUERIES + columns, normed, mask=is_column)
 

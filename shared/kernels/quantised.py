@@ -94,17 +94,36 @@ def largest_elements(weight: Tensor) -> Tensor:
 def in_words(values: Tensor) -> Tensor:
     """Returns 8-bit `[N, K]` in the order in which a product reads them, four at a time.
 
-    Word j of a block of 128 holds elements j, 32 + j, 64 + j and 96 + j: its bytes go to four
-    matrix instructions, each with neighbouring elements.
+    int8: byte b of word j of a block of 128 is element 32 b + j.
+
+    e4m3: the halves of a word are two neighbours that are widened at once, and behind them two from
+    the other half of the block. Sign and rest of the former stand where the arithmetic needs
+    them, four bits further down than in a bfloat16; those of the latter take the places between.
+    Words that a thread multiplies are neighbours as well.
     """
-    blocks = values.view(torch.uint8).view(len(values), -1, 4, WORD_BLOCK // 4)
-    return blocks.transpose(2, 3).reshape(values.shape).view(values.dtype)
+    if values.dtype is torch.int8:
+        blocks = values.view(len(values), -1, 4, WORD_BLOCK // 4)
+        return blocks.transpose(2, 3).reshape(values.shape)
+    # Bits of the element's number in its block to those of the word, the pair and the half.
+    codes = values.view(torch.uint8).view(len(values), -1, 2, 2, 4, 2, 2, 2)
+    first, second = codes.permute(0, 1, 5, 3, 6, 4, 7, 2).short().unbind(-1)
+    halves = (first & 0x80) << 8 | (first & 0x7F) << 4
+    halves |= (second & 0x80) << 4 | (second & 0x70) << 8 | second & 0x0F
+    return halves.contiguous().view(torch.uint8).view(values.shape).view(values.dtype)
 
 
 def from_words(values: Tensor) -> Tensor:
     """The inverse of `in_words`."""
-    blocks = values.view(torch.uint8).view(len(values), -1, WORD_BLOCK // 4, 4)
-    return blocks.transpose(2, 3).reshape(values.shape).view(values.dtype)
+    if values.dtype is torch.int8:
+        blocks = values.view(len(values), -1, WORD_BLOCK // 4, 4)
+        return blocks.transpose(2, 3).reshape(values.shape)
+    halves = values.view(torch.int16)
+    first = halves >> 8 & 0x80 | halves >> 4 & 0x7F
+    second = halves >> 4 & 0x80 | halves >> 8 & 0x70 | halves & 0x0F
+    words = torch.stack((first, second), -1).to(torch.uint8)
+    words = words.view(len(values), -1, 2, 2, 2, 4, 2, 2)
+    codes = words.permute(0, 1, 7, 3, 5, 2, 4, 6)
+    return codes.reshape(values.shape).view(values.dtype)
 
 
 def quantised_linear(inputs: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:

@@ -7,12 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shared.kernels.dependent_jit import begin
+from shared.kernels.dependent_jit import begin, early
 from shared.kernels.fused_jit import summed
 from shared.kernels.launch import dependent_launch
 from shared.kernels.partials import Partials
 from shared.kernels.routing import RouterScores, Routing
 
+# Below every key.
+_LOWEST: tl.constexpr = tl.constexpr(-(2**31))
 _DTYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
@@ -35,10 +37,11 @@ def choose_experts(  # type: ignore[no-untyped-def]
     BLOCK_GROUPS: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program a row. SCORES: 0 softmax, 1 sigmoid, 2 softmax of the chosen."""
-    begin(IS_DEPENDENT)
-    row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_expert = columns < NUM_EXPERTS
+    corrections = early(correction + columns, is_expert, HAS_CORRECTION)
+    begin(IS_DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
     low = float("-inf")
     places = row * logits_stride + columns
     scores = summed(logits, places, is_expert, part_size, DTYPE, NUM_PARTS).to(tl.float32)
@@ -50,43 +53,48 @@ def choose_experts(  # type: ignore[no-untyped-def]
         scores = 1.0 / (1.0 + tl.exp(-scores))
     choice = scores
     if HAS_CORRECTION:
-        choice += tl.load(correction + columns, mask=is_expert, other=0.0)
+        choice += corrections
     choice = tl.where(is_expert, choice, low)
     if NUM_GROUPS > 1:
-        group_of = columns // (NUM_EXPERTS // NUM_GROUPS)
         groups = tl.arange(0, BLOCK_GROUPS)
-        group_scores = tl.full((BLOCK_GROUPS,), low, tl.float32)
-        for group in tl.static_range(NUM_GROUPS):
-            members = tl.where(is_expert & (group_of == group), choice, low)
-            best = tl.max(members, 0)
-            if HAS_CORRECTION:
-                first = tl.argmax(members, 0)
-                best += tl.max(tl.where(columns == first, low, members), 0)
-            group_scores = tl.where(groups == group, best, group_scores)
-        is_kept = columns < 0
-        for _ in tl.static_range(NUM_CHOSEN_GROUPS):
-            group = tl.argmax(group_scores, 0)
-            is_kept = is_kept | (group_of == group)
-            group_scores = tl.where(groups == group, low, group_scores)
-        choice = tl.where(is_kept, choice, low)
+        is_member = (columns // (NUM_EXPERTS // NUM_GROUPS))[None, :] == groups[:, None]
+        is_member = is_member & is_expert[None, :]
+        members = tl.where(is_member, choice[None, :], low)
+        group_scores = tl.max(members, 1)
+        if HAS_CORRECTION:
+            is_best = members == group_scores[:, None]
+            first = tl.min(tl.where(is_best, columns[None, :], BLOCK), 1)
+            others = tl.where(columns[None, :] == first[:, None], low, members)
+            group_scores += tl.max(others, 1)
+        theirs = group_scores[None, :]
+        is_better = (theirs > group_scores[:, None]) | (
+            (theirs == group_scores[:, None]) & (groups[None, :] < groups[:, None])
+        )
+        is_kept = tl.sum(is_better.to(tl.int32), 1) < NUM_CHOSEN_GROUPS
+        num_kept = tl.sum((is_member & is_kept[:, None]).to(tl.int32), 0)
+        choice = tl.where(num_kept > 0, choice, low)
+    # Integers in the order of the scores: a warp has an instruction for their maximum. Zeros of
+    # either sign are equal.
+    keys = (choice + 0.0).to(tl.int32, bitcast=True)
+    keys = tl.where(keys < 0, keys ^ 0x7FFFFFFF, keys)
+    keys = tl.where(is_expert, keys, _LOWEST)
     ranks = tl.arange(0, BLOCK_CHOSEN)
-    chosen = tl.full((BLOCK_CHOSEN,), 0, tl.int64)
-    chosen_scores = tl.full((BLOCK_CHOSEN,), low if SCORES == 2 else 0.0, tl.float32)
+    chosen = tl.full((BLOCK_CHOSEN,), 0, tl.int32)
     for rank in tl.static_range(NUM_CHOSEN):
-        # Rows that pad a batch may be no numbers, and must name an expert all the same.
-        expert = tl.minimum(tl.argmax(choice, 0), NUM_EXPERTS - 1)
-        score = tl.sum(tl.where(columns == expert, scores, 0.0), 0)
-        chosen = tl.where(ranks == rank, expert.to(tl.int64), chosen)
-        chosen_scores = tl.where(ranks == rank, score, chosen_scores)
-        choice = tl.where(columns == expert, low, choice)
+        expert = tl.min(tl.where(keys == tl.max(keys, 0), columns, NUM_EXPERTS - 1), 0)
+        chosen = tl.where(ranks == rank, expert, chosen)
+        keys = tl.where(columns == expert, _LOWEST, keys)
+    is_chosen = ranks < NUM_CHOSEN
+    is_own = columns[None, :] == chosen[:, None]
+    chosen_scores = tl.sum(tl.where(is_own, scores[None, :], 0.0), 1)
+    chosen_scores = tl.where(is_chosen, chosen_scores, low if SCORES == 2 else 0.0)
     if SCORES == 2:
         powers = tl.exp(chosen_scores - tl.max(chosen_scores, 0))
         chosen_scores = powers / tl.sum(powers, 0)
     if NORMALISES:
         chosen_scores = chosen_scores / (tl.sum(chosen_scores, 0) + 1e-20)
-    is_chosen = ranks < NUM_CHOSEN
     tl.store(weights + row * NUM_CHOSEN + ranks, chosen_scores * scale, mask=is_chosen)
-    tl.store(experts + row * NUM_CHOSEN + ranks, chosen, mask=is_chosen)
+    tl.store(experts + row * NUM_CHOSEN + ranks, chosen.to(tl.int64), mask=is_chosen)
 
 
 def fused_route(

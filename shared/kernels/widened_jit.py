@@ -29,13 +29,25 @@ _E4M3_BYTES: tl.constexpr = tl.constexpr(
     + _E4M3.format("$1")
     + "}"
 )
-_E4M3_WORDS: tl.constexpr = tl.constexpr(
-    "{ .reg .b32 pair, sign, factor; mov.b32 factor, 0x7B807B80;"
-    + "".join(
-        f"prmt.b32 pair, $4, $5, 0x{4 + byte}0{byte}0;" + _E4M3.format(f"${byte}")
-        for byte in range(4)
-    )
-    + "}"
+# Bits of a word that are two numbers at once, and those that others share it with; see
+# `quantised.in_words`. Conversions and shuffles of single bytes would take twice as long.
+_E4M3_WORD: tl.constexpr = tl.constexpr(
+    """
+    {
+    .reg .b32 pair, left, factor;
+    mov.b32 factor, 0x7B807B80;
+    and.b32 pair, $4, 0x87F087F0;
+    mul.bf16x2 pair, pair, factor;
+    mov.b32 {$0, $1}, pair;
+    shl.b32 left, $4, 4;
+    and.b32 left, left, 0x80F080F0;
+    shr.u32 pair, $4, 4;
+    and.b32 pair, pair, 0x07000700;
+    or.b32 pair, pair, left;
+    mul.bf16x2 pair, pair, factor;
+    mov.b32 {$2, $3}, pair;
+    }
+    """
 )
 # Seven bits behind the exponent of 128 are a bfloat16 of 128 and more; the sign says what is too
 # much, 128 or 256.
@@ -68,25 +80,47 @@ def widened(raw, like):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def unpacked(words, like, IS_E4M3: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns the four bytes of int32 words, first byte first, as numbers in the dtype of `like`.
-
-    The bytes are e4m3 or int8.
-    """
-    if like.dtype == tl.bfloat16:
-        four = tl.inline_asm_elementwise(
-            _E4M3_WORDS if IS_E4M3 else _INT8_WORDS, "=&r,=&r,=&r,=&r,r,r", [words],
+    """Returns the numbers `[N, 128]`, e4m3 or int8, that words `[N, 32]` in the order of
+    `quantised.in_words` hold, in the dtype of `like`."""
+    if IS_E4M3:
+        if like.dtype == tl.bfloat16:
+            first, second, third, fourth = tl.inline_asm_elementwise(
+                _E4M3_WORD, "=h,=h,=h,=h,r", [words],
+                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            first, third = e4m3_pair(words, like)
+            second, fourth = e4m3_pair(words >> 16, like)
+        # Bits of the word's number, then which pair and which of it.
+        four = tl.join(tl.join(first, third), tl.join(second, fourth))
+        four = tl.reshape(four, (words.shape[0], 2, 2, 2, 4, 2, 2))
+        wide = tl.permute(four, (0, 5, 2, 4, 1, 3, 6))
+    elif like.dtype == tl.bfloat16:
+        first, second, third, fourth = tl.inline_asm_elementwise(
+            _INT8_WORDS, "=&r,=&r,=&r,=&r,r,r", [words],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
+        wide = by_bytes(first, second, third, fourth)
     else:
-        four = (
-            number(words, like, IS_E4M3), number(words >> 8, like, IS_E4M3),
-            number(words >> 16, like, IS_E4M3), number(words >> 24, like, IS_E4M3),
+        wide = by_bytes(
+            words.to(tl.int8).to(like.dtype), (words >> 8).to(tl.int8).to(like.dtype),
+            (words >> 16).to(tl.int8).to(like.dtype), (words >> 24).to(tl.int8).to(like.dtype),
         )  # fmt: skip
-    return four
+    return tl.reshape(wide, (words.shape[0], 4 * words.shape[1]))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def number(words, like, IS_E4M3: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns the lowest byte of each word as a number in the dtype of `like`."""
-    low = words.to(tl.int8)
-    return low.to(tl.float8e4nv, bitcast=True).to(like.dtype) if IS_E4M3 else low.to(like.dtype)
+@triton.jit
+def by_bytes(first, second, third, fourth):  # type: ignore[no-untyped-def]
+    """Returns `[N, 2, 2, 32]`, whose middle dimensions number the bytes `[N, 32]` of words."""
+    return tl.permute(tl.join(tl.join(first, third), tl.join(second, fourth)), (0, 2, 3, 1))
+
+
+@triton.jit
+def e4m3_pair(halves, like):  # type: ignore[no-untyped-def]
+    """Returns the two numbers in the lower half of each word in the dtype of `like`."""
+    first = (halves >> 8 & 0x80) | (halves >> 4 & 0x7F)
+    second = (halves >> 4 & 0x80) | (halves >> 8 & 0x70) | (halves & 0x0F)
+    return (
+        first.to(tl.int8).to(tl.float8e4nv, bitcast=True).to(like.dtype),
+        second.to(tl.int8).to(tl.float8e4nv, bitcast=True).to(like.dtype),
+    )

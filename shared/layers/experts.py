@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from shared.kernels.experts import (
     weighted_sum,
 )
 from shared.kernels.kernel_settings import runs_triton
+from shared.kernels.launch import side_by_side
 from shared.kernels.linear import MOST_FEW_ROWS, LinearWeight, wide_linear
 from shared.kernels.partials import Partials
 from shared.kernels.pointwise import Activation
@@ -106,10 +108,20 @@ class Experts:
 
     def _own(self, hidden: Tensor) -> Tensor:
         """Returns what this process's channels make of `[T, H]`."""
-        shared = None if self.shared is None else self.shared(hidden)
+        if self.shared is None:
+            routed, shared = self._products(hidden), None
+        else:
+            own = partial(self.shared, hidden)
+            routed, shared = side_by_side(
+                hidden.device, len(hidden), partial(self._products, hidden), own
+            )
+        return weighted_sum(*routed, shared)
+
+    def _products(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the pairs `[T * k, H]` of rows with their experts, and their weights."""
         routed = self._routed(hidden)
         pairs = expert_product(routed.gated, routed.experts, self.down, routed.tiles)
-        return weighted_sum(pairs, routed.weights, shared)
+        return pairs, routed.weights
 
     def _routed(self, hidden: Tensor) -> _Routed:
         weights, experts = self.router(hidden)

@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from shared.kernels.linear import WORD_BLOCK, is_hopper
 from shared.layers.attention import Attention, AttentionShape, NarrowHeads
 from shared.layers.decoder_layer import DecoderLayer, FeedForward, Mlp
 from shared.layers.linear import Linear
@@ -239,11 +241,31 @@ def _feed_forward(
         return build_experts(
             config.experts, tensors, prefix, config.activation, quantisation, group
         )
+    gate_up, bias = (tensors.pop(f"{prefix}gate_up.{name}", None) for name in ("weight", "bias"))
+    down, down_bias = (tensors.pop(f"{prefix}down.{name}", None) for name in ("weight", "bias"))
+    assert gate_up is not None
+    assert down is not None
+    # Of an update, what has not come is on the meta device.
+    rest = -down.shape[1] % WORD_BLOCK
+    if rest and (is_hopper(gate_up.device) or is_hopper(down.device)):
+        gate_up, bias, down = _padded(gate_up, bias, down, rest)
     return Mlp(
-        linear_from(tensors, f"{prefix}gate_up", quantisation),
-        linear_from(tensors, f"{prefix}down", quantisation, group),
+        Linear.of(gate_up, bias, quantisation),
+        Linear.of(down, down_bias, quantisation, group),
         config.activation,
     )
+
+
+def _padded(
+    gate_up: Tensor, bias: Tensor | None, down: Tensor, rest: int
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Returns the weights of a gated block with `rest` channels of zeros behind the others, which
+    add nothing: the second product keeps bits, and reads 8-bit weights as they are, only if its
+    depth is a multiple of 128."""
+    halves = F.pad(gate_up.view(2, -1, gate_up.shape[1]), (0, 0, 0, rest))
+    if bias is not None:
+        bias = F.pad(bias.view(2, -1), (0, rest)).flatten()
+    return halves.flatten(0, 1), bias, F.pad(down, (0, rest))
 
 
 def _attention(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shared.kernels.launch import dependent_launch
+from shared.kernels.launch import bytes_ahead, dependent_launch, side_by_side
 
 DEVICE = torch.device("cuda")
 PLAIN = {"IS_DEPENDENT": False}
@@ -31,3 +31,25 @@ def test_traced_launch_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     traced = torch.compile(lambda rows: rows + dependent_launch(DEVICE, 1)["IS_DEPENDENT"],
                            backend="eager", fullgraph=True)  # fmt: skip
     assert traced(torch.zeros(1)).item() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "num_rows", "expected"),
+    [
+        (2048, 1024, 2048),  # all of a small weight
+        (2048, 10_240, 768),  # the same piece of each row of a larger one
+        (14_336, 303_872, 0),  # nothing of one whose pieces would be too short
+        (2040, 1024, 0),  # nothing where rows are not aligned
+    ],
+)
+def test_some_megabytes_are_fetched_ahead(row_bytes: int, num_rows: int, expected: int) -> None:
+    assert bytes_ahead(row_bytes, num_rows) == expected
+
+
+def test_outside_of_graphs_one_thing_comes_after_the_other() -> None:
+    order: list[str] = []
+    result = side_by_side(
+        torch.device("cpu"), 1, lambda: order.append("first"), lambda: order.append("other")
+    )
+    assert result == (None, None)
+    assert order == ["first", "other"]

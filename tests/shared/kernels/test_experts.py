@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shared.kernels.experts import (
+    ExpertTiles,
     ExpertWeight,
     expert_product,
     gated_product,
@@ -168,6 +169,7 @@ def test_sums_that_are_left_in_parts_have_the_same_bits() -> None:
     assert torch.equal(weighted_parts(inputs, weights, weight, tiles).total(), whole)
 
 
+@pytest.mark.gpu
 @pytest.mark.interpreter
 @pytest.mark.parametrize("num_pairs", [1, 8, 100, 700])
 @pytest.mark.parametrize("num_rows", [4, 16])
@@ -176,11 +178,34 @@ def test_tiles_equal_those_of_plain_torch(num_pairs: int, num_rows: int) -> None
     # Expert 6 is none.
     experts = torch.randint(1, 7, (num_pairs,), generator=generator).to(kernel_device_or_cpu())
     num_tiles = min(num_pairs, 7) + num_pairs // num_rows
-    found = tiles_of(experts, 6, num_rows)
+    # Triton is not installed where there is no CUDA.
+    from shared.kernels.experts_triton import laid_tiles
+
+    found = laid_tiles(experts, 6, num_rows, num_tiles)
     expected = plain_tiles(experts, 6, num_rows, num_tiles)
     assert torch.equal(found.experts, expected.experts)
     num_used = int((expected.experts < 6).sum()) * num_rows
+    assert found.pairs is not None
+    assert expected.pairs is not None
     assert torch.equal(found.pairs[:num_used], expected.pairs[:num_used])
+
+
+@pytest.mark.gpu
+@pytest.mark.interpreter
+@pytest.mark.parametrize("num_pairs", [1, 16, 17, 128])
+@pytest.mark.parametrize("num_chosen", [1, 3, 40])
+def test_programs_find_the_pairs_that_tiles_would_hold(num_pairs: int, num_chosen: int) -> None:
+    # Experts that many pairs share take several tiles; 40 is none.
+    weight = ExpertWeight.of(_random(40, 48, 40))
+    generator = torch.Generator().manual_seed(num_pairs)
+    experts = torch.randint(40 - num_chosen, 41, (num_pairs,), generator=generator)
+    experts = experts.to(kernel_device_or_cpu())
+    inputs = _random(num_pairs, 40, seed=2)
+    laid = plain_tiles(experts, 40, 16, num_pairs + 41)
+    expected = expert_product(inputs, experts, weight, laid)
+    found = expert_product(inputs, experts, weight, ExpertTiles(None, experts, 16))
+    is_there = experts < 40
+    assert torch.equal(found[is_there], expected[is_there])
 
 
 @pytest.mark.interpreter
@@ -217,6 +242,23 @@ def test_experts_are_chosen_as_by_plain_torch(name: str, is_corrected: bool) -> 
     expected_weights, expected = plain_route(logits, correction, routing)
     assert torch.equal(experts, expected)
     torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.interpreter
+def test_of_equal_scores_the_first_is_chosen() -> None:
+    routing = Routing(NUM_EXPERTS, 2, RouterScores.SOFTMAX_OF_CHOSEN, normalises=False)
+    logits = torch.tensor([[-1.0, -0.0, 0.0, -2.0, 0.0, -torch.inf]])
+    _, experts = route(logits.to(kernel_device_or_cpu()), None, routing)
+    assert experts.tolist() == [[1, 2]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_rows_of_no_numbers_name_experts(name: str) -> None:
+    logits = torch.full((3, NUM_EXPERTS), torch.nan, device="cuda")
+    _, experts = route(logits, None, ROUTINGS[name])
+    assert bool(((experts >= 0) & (experts < NUM_EXPERTS)).all())
 
 
 def test_a_correction_moves_the_choice_and_not_the_weights() -> None:

@@ -4,6 +4,7 @@ published models, against plain torch in float32."""
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from shared.kernels.experts import (
     plain_weighted_sum,
     tile_rows,
     tiles_of,
+    weighted_parts,
     weighted_sum,
 )
 from shared.kernels.latent_plan import plan_latents
@@ -92,6 +94,39 @@ def test_bits_do_not_depend_on_the_size_of_tiles(stored: torch.dtype | None) -> 
         for num_rows in (16, 32, 64, 128)
     ]
     assert all(torch.equal(each, found[0]) for each in found[1:])
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """New tensors are full of NaN until a kernel writes them."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn])
+@pytest.mark.parametrize("num_experts", [16, 128])
+def test_rows_have_the_bits_that_they_have_alone(
+    stored: torch.dtype | None, num_experts: int
+) -> None:
+    gate_up = ExpertWeight.of(_random(num_experts, 512, 1024, seed=0) * 0.05, None, stored)
+    down = ExpertWeight.of(_random(num_experts, 1024, 256, seed=1) * 0.05, None, stored)
+    routing = Routing(num_experts, 8, RouterScores.SOFTMAX, normalises=True)
+    hidden = _random(64, 1024, seed=2)
+    logits = _random(64, num_experts, seed=3, dtype=torch.float32)
+
+    def computed(rows: slice) -> Tensor:
+        weights, experts = route(logits[rows], None, routing)
+        tiles = tiles_of(experts.flatten(), num_experts, tile_rows(experts.numel(), gate_up))
+        gated = gated_product(hidden[rows], experts, gate_up, tiles, Activation.SILU)
+        return weighted_parts(gated, weights, down, tiles).total()
+
+    whole = computed(slice(0, 64))
+    assert bool(whole.isfinite().all())
+    for row in range(64):
+        assert torch.equal(computed(slice(row, row + 1)), whole[row : row + 1]), row
+        assert torch.equal(computed(slice(0, row + 1)), whole[: row + 1]), row
 
 
 @pytest.mark.parametrize("activation", Activation)
