@@ -76,10 +76,10 @@ class DraftExchange:
         self.attachments.attach(attachment, started, self._clock())
         try:
             self._rounds.open(attachment)
-            if attachment.rounds is None:
+            if attachment.rounds is None and not self._is_taken:
                 self._factory.map_head(attachment)
-                if attachment.mapped is None:
-                    self._selections.open(attachment)
+            if attachment.rounds is None and attachment.mapped is None:
+                self._selections.open(attachment)
         except RuntimeError as error:
             self._warn_of(error)
 
@@ -108,6 +108,18 @@ class DraftExchange:
         name = attachment.identity.worker_id
         logger.info("the head of %s takes part in rounds through mapped memory", name)
 
+    @property
+    def _is_taken(self) -> bool:
+        """Whether the model of a draft takes part in rounds, or is preparing to; one can."""
+        live = self.attachments.drafts.live
+        return self._rounds.is_open or any(each.mapped is not None for each in live)
+
+    def _map_next(self) -> None:
+        """The draft has left whose model took part: another one may take its place."""
+        for each in self.attachments.drafts.live:
+            if not self._is_taken:
+                self._factory.map_head(each)
+
     def _warn_of(self, error: RuntimeError) -> None:
         logger.warning(
             "no memory for rounds on the device, the host leads them: %s",
@@ -131,6 +143,7 @@ class DraftExchange:
         self._rounds.close(attachment)
         if attachment is not None and attachment.mapped is not None:
             attachment.mapped.head.close()
+            self._map_next()
         if attachment is not None and attachment.feature_spec is not None:
             self._features.close(attachment.feature_spec)
 

@@ -109,6 +109,11 @@ class RoundSteps:
             self._policy = LanePolicy(rounds.shapes, rounds.measured(), self._config)
         rounds.warmed_up()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there are lanes: a draft's model takes part in rounds."""
+        return self._rounds is not None
+
     def close(self, attachment: Attachment | None) -> None:
         """A draft has left, perhaps the one whose head the rounds have."""
         if self._rounds is not None and attachment is self._attachment:

@@ -1,0 +1,102 @@
+"""A draft whose head takes part in rounds from a thread of its own, through shared memory."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from services.target.drafts.attachment import (
+    Attachment,
+    DraftIdentity,
+    DraftMessage,
+    MappedOffer,
+)
+from services.target.drafts.draft_timeout import DraftTimeout
+from services.target.drafts.feature_store import FeatureSpec
+from services.target.engine import Engine
+from shared.kv.pool import KvPool
+from shared.runtime.mapped_codec import command_from_message, command_message
+from shared.runtime.mapped_head_worker import MappedHeadWorker
+from shared.runtime.mapped_rounds import MappedCommand, MappedRound, OpenMapped, PrepareMapped
+from shared.runtime.tree_model import HeadModel
+from shared.tokens import TreeShape
+from tests.helpers.device_rounds import Pair
+from tests.helpers.engines import PAGE_SIZE
+
+NUM_PAGES = 200
+
+
+class MappedDraft:
+    """Stands in for a draft's process: everything but gRPC is real.
+
+    Attributes:
+        commands: all that came.
+        spoils: changes the trees `[S, 2, T]` before they are written.
+        is_frozen: rounds are announced and nothing happens.
+    """
+
+    def __init__(self, pair: Pair, engine: Engine, name: str, tree: TreeShape) -> None:
+        head = pair.head
+        self.commands: list[MappedCommand] = []
+        self.spoils: Callable[[Tensor], Tensor] = lambda trees: trees
+        self.is_frozen = False
+        self._engine, self._name = engine, name
+        pool = KvPool(head.kv_layout(PAGE_SIZE), NUM_PAGES, pair.decoder.device)
+        self._model = HeadModel(head, pool)
+        self._worker: MappedHeadWorker | None = None
+        self._queue: queue.Queue[MappedCommand | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+        spec = head.feature_spec
+        self.attachment = Attachment(
+            DraftIdentity(name, name, "head", "EAGLE3", 64, 0.0, tree),
+            self,
+            DraftTimeout(0.0),
+            FeatureSpec("features", spec.layer_indices, spec.dtype, spec.projection),
+            mapped_offer=MappedOffer(head.vocabulary.size, 120, is_pinned=True),
+        )
+
+    def send(self, message: DraftMessage) -> bool:
+        """Takes the commands as they are on the wire."""
+        for each in message.commands:
+            command = command_from_message(command_message(each))
+            assert command is not None
+            self.commands.append(command)
+            self._queue.put(command)
+        return True
+
+    def close(self) -> None:
+        """The target has ended the stream."""
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def settle(self) -> None:
+        """Waits until all commands so far are done."""
+        self._queue.join()
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)
+        while (command := self._queue.get()) is not None:
+            try:
+                self._take(command)
+            finally:
+                self._queue.task_done()
+
+    def _take(self, command: MappedCommand) -> None:
+        match command:
+            case OpenMapped():
+                self._worker = MappedHeadWorker(self._model, command)
+                draw = self._worker._draw
+                self._worker._draw = lambda *args: self.spoils(draw(*args))  # type: ignore[method-assign]
+            case PrepareMapped(is_last=True):
+                self._engine.map_head(self._name, tuple(range(1, NUM_PAGES)))
+            case MappedRound() if not self.is_frozen:
+                assert self._worker is not None
+                self._worker.take(command)

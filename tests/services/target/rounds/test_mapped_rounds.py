@@ -1,0 +1,142 @@
+"""A head in another process changes no token, whatever it writes, and however late."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.target.engine import Engine
+from services.target.step_report import StepReport
+from shared.runtime import mapped_head
+from shared.runtime.mapped_rounds import MappedRound, OpenMapped
+from shared.tokens import SamplingParams, TreeShape
+from tests.helpers.device_rounds import Pair
+from tests.helpers.engines import build_engine, request, run, run_plain, settle
+from tests.helpers.mapped_draft import MappedDraft
+
+TREE = TreeShape(3, 2, 7)
+PROMPTS = ([1, 2, 3, 4, 5], [1, 2, 3, 4, 9, 8, 7], [11, 3], [3] * 21)
+SAMPLINGS = [SamplingParams(temperature=0.0), SamplingParams(temperature=0.9, top_k=9, seed=4)]
+
+
+class _Setup:
+    """An engine with drafts, and the rounds that it reported."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.reports: list[StepReport] = []
+        ticks = itertools.count()
+        self.engine: Engine = build_engine(
+            pair.decoder,
+            on_step=self.reports.append,
+            selects=True,
+            max_running=6,
+            clock=lambda: next(ticks) / 1000.0,
+        )
+        self._pair, self.drafts = pair, list[MappedDraft]()
+
+    def attach(self, name: str = "draft") -> MappedDraft:
+        draft = MappedDraft(self._pair, self.engine, name, TREE)
+        self.drafts.append(draft)
+        self.engine.attach(draft.attachment)
+        settle(self.engine)
+        draft.settle()
+        settle(self.engine)  # it is ready
+        return draft
+
+    def answers(self, sampling: SamplingParams) -> list[list[int]]:
+        self.reports.clear()
+        requests = [request(prompt, sampling) for prompt in PROMPTS]
+        collector = run(self.engine, requests)
+        return [collector.token_ids(key) for key in range(len(requests))]
+
+    @property
+    def num_rounds(self) -> int:
+        return sum(each.num_rounds for each in self.reports if each.round_shape is not None)
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(each.num_accepted for each in self.reports if each.round_shape is not None)
+
+
+@contextmanager
+def _setup(pair: Pair) -> Iterator[_Setup]:
+    setup = _Setup(pair)
+    try:
+        yield setup
+    finally:
+        for draft in setup.drafts:
+            draft.stop()
+        setup.engine.check_idle()
+
+
+def _plain(pair: Pair, sampling: SamplingParams) -> list[list[int]]:
+    collector = run_plain(pair.decoder, [request(prompt, sampling) for prompt in PROMPTS])
+    return [collector.token_ids(key) for key in range(len(PROMPTS))]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "drawn"])
+def test_rounds_take_the_trees_of_another_process(pair: Pair, sampling: SamplingParams) -> None:
+    with _setup(pair) as setup:
+        draft = setup.attach()
+        assert setup.answers(sampling) == _plain(pair, sampling)
+        assert setup.num_rounds > 0
+        assert sum(isinstance(each, MappedRound) for each in draft.commands) > 0
+
+
+def _garbage(trees: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(int(trees.sum()) & 0xFFFF)
+    return torch.randint(-9, 40, trees.shape, generator=generator)
+
+
+def test_whatever_is_written_changes_no_token(pair: Pair) -> None:
+    with _setup(pair) as setup:
+        setup.attach().spoils = _garbage
+        for sampling in SAMPLINGS:
+            assert setup.answers(sampling) == _plain(pair, sampling)
+            assert setup.num_rounds > 0
+
+
+def test_a_frozen_head_costs_plain_steps_and_is_asked_again(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(mapped_head.LONGEST_WAIT_US, "cpu", 1_000)
+    monkeypatch.setattr(mapped_head, "WAIT_A_BACKLOG_US", 0)
+    with _setup(pair) as setup:
+        draft = setup.attach()
+        draft.is_frozen = True
+        assert setup.answers(SAMPLINGS[0]) == _plain(pair, SAMPLINGS[0])
+        num_asked = sum(isinstance(each, MappedRound) for each in draft.commands)
+        assert 0 < num_asked < len(setup.reports) / 2, "most steps asked a frozen head"
+        draft.is_frozen = False
+
+
+def test_another_draft_takes_the_place_of_one_that_left(pair: Pair) -> None:
+    with _setup(pair) as setup:
+        setup.attach("first")
+        second = setup.attach("second")
+        assert not second.commands, "two models cannot share the lanes"
+        setup.engine.detach("first")
+        settle(setup.engine)
+        second.settle()
+        settle(setup.engine)
+        assert any(isinstance(each, OpenMapped) for each in second.commands)
+        assert setup.answers(SAMPLINGS[0]) == _plain(pair, SAMPLINGS[0])
+        assert setup.num_rounds > 0
+
+
+def test_a_draft_that_comes_back_finds_everything_made(pair: Pair) -> None:
+    with _setup(pair) as setup:
+        first = setup.attach("first")
+        setup.answers(SAMPLINGS[0])
+        mapped = first.attachment.mapped
+        setup.engine.detach("first")
+        settle(setup.engine)
+        second = setup.attach("second")
+        assert second.attachment.mapped is mapped
+        assert setup.answers(SAMPLINGS[0]) == _plain(pair, SAMPLINGS[0])
+        assert setup.num_accepted > 0
