@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.tokens import EMPTY_TREE, TokenTree, TreeShape
+from shared.tokens import CHAIN_PARENTS, EMPTY_TREE, TokenTree, TreeShape
 
 Words = NDArray[np.uint64]
 Integers = NDArray[np.int64]
@@ -34,6 +34,8 @@ WAYS = 16
 """Continuations of an n-gram: each token has one place of so many, by its hash."""
 MAX_TOKENS = 16384
 """Read at once."""
+NEAR_END = 16
+"""Tokens of a text that may be too few to draft from."""
 _NONE = -1
 """In place of a token: there a text ends."""
 _END = 1 << 32
@@ -48,7 +50,6 @@ _MULTIPLIER, _BASE, _TAG, _STEP = (
 _HALF, _WAY_SHIFT = np.uint64(32), np.uint64(64 - WAYS.bit_length() + 1)
 _UPPER = np.uint64(_LOWER << 32)
 _LOGS = tuple(math.log(n / (n + 1)) if n else 0.0 for n in range(2 * PAGE + 1))
-_CHAIN_PARENTS = (None, *range(PAGE))
 
 
 def _powers(base: int) -> Words:
@@ -155,11 +156,13 @@ class _Reading:
     Attributes:
         keys: of the places before each new token, then of the end of each text.
         token_ids, hashes: `[T]`, of the new tokens.
+        num_after: `[T]`, tokens of the text that follow each of them.
     """
 
     keys: _Keys
     token_ids: Integers
     hashes: Words
+    num_after: Integers
 
     @property
     def before(self) -> _Keys:
@@ -177,7 +180,7 @@ class NgramIndex:
     of them. An entry of the table is a position in the lower half of a word, and in the upper one
     hash bits of the tokens before it, so one in four billion look-ups takes an n-gram for another.
     Of n-grams with the same place in the table, and of pages when the ring is full, the older make
-    way.
+    way. Of the same n-gram the last place is known that is not near the end of a text, if any.
     """
 
     def __init__(self, options: NgramOptions) -> None:
@@ -319,7 +322,7 @@ class NgramIndex:
         buckets = (words * _MULTIPLIER >> _HALF) * np.uint64(len(self._table)) >> _HALF
         keys = _Keys(buckets.view(np.int64), words * _TAG & _UPPER, are_whole)
         new += 1
-        return _Reading(keys, tokens[new], hashes[new])
+        return _Reading(keys, tokens[new], hashes[new], ends.repeat(num_new) - new)
 
     def _place(self, texts: Iterable[Text]) -> Integers:
         """Returns positions for the new tokens of texts, and moves the cursors behind them."""
@@ -330,17 +333,17 @@ class NgramIndex:
         for cursor, token_ids in texts:
             num_new = len(token_ids) - cursor.num_seen
             cursor.num_seen += num_new
-            room = -cursor.end % PAGE if self._holds(cursor.end) else 0
-            runs.extend((cursor.end, min(num_new, room)))
-            cursor.end += min(num_new, room)
-            if num_new > room:
-                runs.extend((self._turn_over(cursor, num_new - room), num_new - room))
+            end, head = cursor.end, self._head
+            room = -end % PAGE if head - self._size < end <= head else 0
+            if num_new <= room:
+                runs.extend((end, num_new))
+                cursor.end = end + num_new
+            else:
+                cursor.end = end + room
+                start = self._turn_over(cursor, num_new - room)
+                runs.extend((end, room, start, num_new - room))
         starts, counts = np.frombuffer(runs, np.int64).reshape(-1, 2).T
         return _ranges(starts, counts)
-
-    def _holds(self, end: int) -> bool:
-        """Whether the ring holds the token before a position."""
-        return self._oldest < end <= self._head
 
     def _turn_over(self, cursor: Cursor, num_tokens: int) -> int:
         """Gives a text new pages for so many tokens; returns the position of the first."""
@@ -351,7 +354,7 @@ class NgramIndex:
         self._pages[pages] = _NONE
         self._next_pages[pages[:-1]] = pages[1:]
         self._next_pages[pages[-1]] = self._num_pages
-        if self._holds(before):
+        if self._oldest < before <= start:
             self._next_pages[(before - 1) // PAGE % self._num_pages] = pages[0]
         return start
 
@@ -360,14 +363,24 @@ class NgramIndex:
         keys = reading.before
         slots = keys.buckets * WAYS + _ways(reading.hashes)[:, None]
         entries = keys.tags | positions.view(np.uint64)[:, None]
-        if keys.are_whole is not None:
-            slots, entries = slots[keys.are_whole], entries[keys.are_whole]
+        is_new = np.ones(slots.shape, np.bool_) if keys.are_whole is None else keys.are_whole
         if self._counts is not None:
-            is_other = (self._entries[slots] ^ entries) >= _END
-            self._counts[slots[is_other]] = 0
-            np.add.at(self._counts, slots, np.int16(1))
-            self._counts[slots] = np.minimum(self._counts[slots], _MOST_COUNTED)
-        self._entries[slots] = entries
+            self._count(slots[is_new], entries[is_new])
+        # A text that grows has little to tell near its end: what is known of others stays.
+        near = (reading.num_after < NEAR_END).nonzero()[0]
+        known = self._entries[slots[near]]
+        places = (known & np.uint64(_LOWER)).view(np.int64)
+        is_same = (known ^ entries[near] < _END) & (places >= self._oldest)
+        is_same &= self._tokens[places % self._size] == reading.token_ids[near, None]
+        is_new[near] &= ~is_same
+        self._entries[slots[is_new]] = entries[is_new]
+
+    def _count(self, slots: Integers, entries: Words) -> None:
+        """Counts n-grams once more, or anew where others were."""
+        assert self._counts is not None
+        self._counts[slots[self._entries[slots] ^ entries >= _END]] = 0
+        np.add.at(self._counts, slots, np.int16(1))
+        self._counts[slots] = np.minimum(self._counts[slots], _MOST_COUNTED)
 
     def _trees(self, keys: _Keys, shape: TreeShape) -> list[TokenTree]:
         """Returns the trees of texts, by the keys of their ends."""
@@ -460,7 +473,8 @@ def _ranges(starts: Integers, counts: Integers) -> Integers:
     if len(counts) == 1:
         return np.arange(int(starts[0]), int(starts[0] + counts[0]))
     ends = counts.cumsum()
-    return np.arange(ends[-1]) + (starts + counts - ends).repeat(counts)
+    ranges: Integers = np.arange(ends[-1]) + (starts + counts - ends).repeat(counts)
+    return ranges
 
 
 @functools.lru_cache(16)
@@ -484,12 +498,13 @@ def _chain(length: int, score: float, token_ids: list[int]) -> TokenTree:
         token_ids = token_ids[: token_ids.index(_NONE)]
     count = len(token_ids)
     log_probs = (math.log(score), *_LOGS[length + 1 : length + count])
-    return TokenTree(tuple(token_ids), _CHAIN_PARENTS[:count], log_probs)
+    return TokenTree(tuple(token_ids), CHAIN_PARENTS[:count], log_probs)
 
 
 def _merged(chains: Sequence[_Chain], shape: TreeShape) -> TokenTree:
     """Returns the most probable nodes of several chains as a tree."""
     token_ids, parents, log_probs = list[int](), list[int | None](), list[float]()
+    most, topk = shape.max_node_count, shape.topk
     nodes: dict[tuple[int | None, int], int] = {}
     num_children: dict[int | None, int] = {}
     # Entries: cost, number of the chain, the node that it has come to, and how deep that is.
@@ -497,7 +512,7 @@ def _merged(chains: Sequence[_Chain], shape: TreeShape) -> TokenTree:
         (-score, number, None, 0) for number, (_, score, _) in enumerate(chains)
     ]
     heapq.heapify(heap)
-    while heap and len(token_ids) < shape.max_node_count:
+    while heap and len(token_ids) < most:
         cost, number, parent, depth = heapq.heappop(heap)
         length, _, tokens = chains[number]
         token = tokens[depth]
@@ -506,7 +521,7 @@ def _merged(chains: Sequence[_Chain], shape: TreeShape) -> TokenTree:
         node = nodes.get((parent, token))
         if node is None:
             rank = num_children.get(parent, 0)
-            if rank == shape.topk:
+            if rank == topk:
                 continue
             num_children[parent] = rank + 1
             node = nodes[parent, token] = len(token_ids)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 from shared import ngram
-from shared.ngram import PAGE, WAYS, Cursor, MatchType, NgramIndex, NgramOptions
+from shared.ngram import NEAR_END, PAGE, WAYS, Cursor, MatchType, NgramIndex, NgramOptions
 from shared.tokens import TokenTree, TreeShape
 
 ALPHABET = (1, 2, 3, 4, 5, 8, 10, 15, 16, 18, 20, 22, 24, 30, 31, 41)
@@ -35,12 +35,17 @@ class Reference:
         self._counts = Counter[tuple[str, tuple[int, ...], int]]()
 
     def take_in(self, text: list[int], salt: str) -> None:
+        own, found = len(self._texts), list[tuple[dict[int, tuple[int, int]], int]]()
         self._texts.append(text)
         for place, length in itertools.product(range(len(text)), self._options.lengths):
             if length <= place:
                 context = salt, tuple(text[place - length : place])
-                self._seen.setdefault(context, {})[text[place]] = len(self._texts) - 1, place
+                known = self._seen.setdefault(context, {})
+                if len(text) - place > NEAR_END or text[place] not in known:
+                    found.append((known, place))
                 self._counts[*context, text[place]] += 1
+        for known, place in found:
+            known[text[place]] = own, place
 
     def chains(self, text: list[int], salt: str, topk: int) -> list[tuple[int, float, list[int]]]:
         """Returns each chain with the length that matches and the probability of its first token:
@@ -235,6 +240,16 @@ def test_all_is_forgotten_before_positions_run_out(monkeypatch: pytest.MonkeyPat
     index.take_in([(cursor, [*text, *text])])
     assert _grown(index, text[:9], SHAPES[1]).token_ids == tuple(text[9:14])
     index.check()
+
+
+def test_a_text_that_is_just_ahead_hides_no_whole_one() -> None:
+    """Of several sequences that repeat one text, each is drafted to the full depth."""
+    index, text = NgramIndex(NgramOptions()), list(range(100, 200))
+    index.take_in([(Cursor.of(), text)])
+    ahead, behind = Cursor.of(), Cursor.of()
+    index.grow([(ahead, text[:52]), (behind, text[:50])], SHAPES[0])
+    [_, tree] = index.grow([(ahead, text[:54]), (behind, text[:51])], SHAPES[0])
+    assert tree.token_ids == tuple(text[51:62])
 
 
 def test_nothing_is_taken_in_of_a_supposed_text() -> None:
