@@ -73,7 +73,8 @@ class NgramLookahead:
         """Learns which of its choices the target took in a verdict that is not taken in yet."""
         token_ids = sequence.token_ids
         places = range(len(token_ids) - num_committed, len(token_ids))
-        texts = [self._end_of(token_ids[:place]) for place in places]
+        first = max(places.start - self._index.context_tokens, 0)
+        texts = [token_ids[first:place] for place in places]
         for place, choices in zip(places, self._choices(sequence, texts), strict=True):
             if choices:
                 self._shares.observe(rank_of(choices, token_ids[place]))
