@@ -367,7 +367,8 @@ class NgramIndex:
         if self._counts is not None:
             self._count(slots[is_new], entries[is_new])
         # A text that grows has little to tell near its end: what is known of others stays.
-        near = (reading.num_after < NEAR_END).nonzero()[0]
+        is_near = reading.num_after < NEAR_END
+        near = slice(None) if is_near.all() else is_near.nonzero()[0]
         known = self._entries[slots[near]]
         places = (known & np.uint64(_LOWER)).view(np.int64)
         is_same = (known ^ entries[near] < _END) & (places >= self._oldest)
