@@ -20,6 +20,10 @@ MAX_BAD_WORDS = 512
 MAX_BAD_WORD_TOKENS = 64
 
 
+CHAIN_PARENTS: tuple[int | None, ...] = (None, *range(255))
+"""Parents of the nodes of a long chain, of which shorter ones have the beginning."""
+
+
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
     """The limit on reasoning before the answer.
@@ -201,6 +205,8 @@ class TokenTree:
             raise InvalidArgument.malformed_tree(
                 f"{len(self.token_ids)} token ids but {len(self.log_probs)} log probabilities"
             )
+        if self.parent_indices == CHAIN_PARENTS[: len(self.parent_indices)]:
+            return
         for node, parent in enumerate(self.parent_indices):
             if parent is not None and not 0 <= parent < node:
                 raise InvalidArgument.malformed_tree(
@@ -213,7 +219,9 @@ class TokenTree:
     @classmethod
     def chain(cls, token_ids: Sequence[int]) -> TokenTree:
         """Returns the tree in which each token is the only child of the one before it."""
-        parents = tuple(i - 1 if i else None for i in range(len(token_ids)))
+        parents = CHAIN_PARENTS[: len(token_ids)]
+        if len(parents) < len(token_ids):
+            parents = (None, *range(len(token_ids) - 1))
         return cls(tuple(token_ids), parents)
 
     @property

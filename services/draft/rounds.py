@@ -31,10 +31,6 @@ IDLE_S = 1.0
 """After its last sequence until a draft prepares what nobody has asked for: a target that tries
 whether speculation pays comes back soon, and its trial would meet a draft that is busy."""
 
-NUM_READY_TOKENS = 64
-"""A sequence at most this far behind catches up in the first forward of its proposal. A round
-commits at most 33 tokens, so a sequence that was ready stays ready."""
-
 
 class Rounds:
     """Plans the drafter's work over the sequences of a table.
@@ -61,7 +57,8 @@ class Rounds:
         self.is_pinned = is_pinned
         self._table = table
         self._drafter = drafter
-        self._chunk_tokens = chunk_tokens
+        self._num_ready_tokens = drafter.limits.num_ready_tokens
+        self._chunk_tokens = chunk_tokens = max(chunk_tokens, self._num_ready_tokens)
         self._proposals = DeficitRoundRobin(max(chunk_tokens // 8, 1))
         self._prompts = DeficitRoundRobin(chunk_tokens)
         self._clock = clock
@@ -92,7 +89,7 @@ class Rounds:
             self._served_s = self._clock()
         due = [each for each in self._table.due.values() if not self._resumes(each)]
         backlogs = [(sequence, self._drafter.backlog(sequence)) for sequence in due]
-        ready = [sequence for sequence, backlog in backlogs if backlog <= NUM_READY_TOKENS]
+        ready = [sequence for sequence, backlog in backlogs if backlog <= self._num_ready_tokens]
         batch = self._turn(ready)
         late = [
             sequence
@@ -223,7 +220,7 @@ class Rounds:
 
     def _catch_up(self) -> int:
         """Takes in a chunk of the oldest backlogs; returns its tokens."""
-        behind = self._table.behind(NUM_READY_TOKENS)
+        behind = self._table.behind(self._num_ready_tokens)
         batch = self._with_room(self._prompts.pick(behind, self._chunk_of, self._chunk_tokens))
         start_s = self._clock()
         num_taken = self._drafter.catch_up(batch, self._chunk_tokens) if batch else 0

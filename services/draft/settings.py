@@ -150,10 +150,10 @@ class DraftSettings(DialingSettings):
         None, "rows of a DFLASH block; the checkpoint's when unset", minimum=2, maximum=33
     )
     speculative_ngram_min_bfs_breadth: int = setting(
-        1, "children of a node after the longest match", minimum=1, maximum=16
+        1, "continuations of the longest match", minimum=1, maximum=16
     )
     speculative_ngram_max_bfs_breadth: int = setting(
-        10, "children of a node after the shortest match", minimum=1, maximum=16
+        10, "continuations of the shortest match, and children of a node", minimum=1, maximum=16
     )
     speculative_ngram_match_type: MatchType = setting(
         MatchType.BFS, "BFS grows trees by recency, PROB by frequency"
@@ -162,7 +162,7 @@ class DraftSettings(DialingSettings):
         18, "tokens of the longest n-gram, context included", minimum=2, maximum=64
     )
     speculative_ngram_capacity: int = setting(
-        10_000_000, "n-grams kept; the least recent are evicted", minimum=64
+        10_000_000, "n-grams kept; the oldest make way", minimum=64
     )
     speculative_ngram_corpus_path: Path | None = setting(
         None, "text (.txt) or JSON lines (.jsonl) of texts or token ids to draft from"

@@ -83,7 +83,7 @@ def is_completable(given: GivenShape, algorithm: Algorithm) -> bool:
 
 
 def completed_ngram(given: GivenShape, max_trie_depth: int, max_breadth: int) -> TreeShape:
-    """Returns the shape of n-gram trees, which are as deep and as wide as the trie allows."""
+    """Returns the shape of n-gram trees, which are as deep and as wide as its options allow."""
     steps, topk, tokens = given
     if steps is not None and topk is not None and tokens is not None:
         return TreeShape(steps, topk, tokens)

@@ -1,6 +1,6 @@
 """The interface of every drafter.
 
-A drafter keeps its own state per sequence (KV pages, trie cursors, hidden states) and is called
+A drafter keeps its own state per sequence (KV pages, cursors, hidden states) and is called
 on the engine thread only. The engine owns the committed tokens: it extends
 `DraftSequence.token_ids` and then calls `commit`.
 
@@ -49,12 +49,15 @@ class DrafterLimits:
             None is unbounded.
         feature_spec: hidden states it reads; None for token-level drafters.
         mapped_head: of a head that it lends to rounds of a target; None where it lends none.
+        num_ready_tokens: a sequence at most this far behind catches up in its proposal. A round
+            commits at most 33 tokens, so with 64 a sequence that was ready stays ready.
     """
 
     vocab_size: int | None = None
     max_context_tokens: int | None = None
     feature_spec: FeatureSpec | None = None
     mapped_head: MappedHeadLimits | None = None
+    num_ready_tokens: int = 64
 
 
 class Lookahead(Protocol):

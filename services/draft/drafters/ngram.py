@@ -7,7 +7,7 @@ depends on what other sequences wrote; what is generated never does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.draft.drafters.drafter import DrafterLimits, Proposal
@@ -15,11 +15,13 @@ from services.draft.events import FeatureRows
 from services.draft.fan_out import FanOut
 from services.draft.likely_verdicts import Continuation, RankShares, likely_verdicts, rank_of
 from services.draft.sequence import DraftSequence, SequenceKey
-from shared.ngram import Cursor, NgramIndex, NgramOptions
+from shared.ngram import Cursor, NgramIndex, NgramOptions, Text
 from shared.tokens import TokenTree, TreeShape, Verdict
 
 _CHOICES = TreeShape(num_steps=1, topk=16, num_draft_tokens=17)
 """The candidates after a node: trees of one level."""
+_LIMITS = DrafterLimits(num_ready_tokens=4096)
+"""They are taken in within a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +36,13 @@ class NgramLookahead:
     """See `Lookahead`.
 
     Args:
-        current: returns a sequence's cursor with every committed token taken in.
+        cursors: of the open sequences.
     """
 
-    def __init__(self, index: NgramIndex, current: Callable[[DraftSequence], Cursor]) -> None:
+    def __init__(self, index: NgramIndex, cursors: Mapping[SequenceKey, Cursor]) -> None:
         self.budget = 0
         self._index = index
-        self._current = current
+        self._cursors = cursors
         self._shares = RankShares()
         self._in_flight: dict[SequenceKey, _InFlight] = {}
 
@@ -67,36 +69,43 @@ class NgramLookahead:
             return []
         return list(self._prepare(self._in_flight.pop(next(iter(self._in_flight)))))
 
-    def observe(self, cursor: Cursor, token_ids: Sequence[int]) -> None:
-        """Learns which of its choices the target took.
-
-        Args:
-            cursor: of the text before the verdict.
-            token_ids: what the verdict commits.
-        """
-        for token in token_ids:
-            choices = self._choices(cursor)
-            if not choices or not self._index.is_current(cursor):
-                return
-            self._shares.observe(rank_of(choices, token))
-            cursor = self._index.supposed(cursor, token)
+    def observe(self, sequence: DraftSequence, num_committed: int) -> None:
+        """Learns which of its choices the target took in a verdict that is not taken in yet."""
+        token_ids = sequence.token_ids
+        places = range(len(token_ids) - num_committed, len(token_ids))
+        first = max(places.start - self._index.context_tokens, 0)
+        texts = [token_ids[first:place] for place in places]
+        for place, choices in zip(places, self._choices(sequence, texts), strict=True):
+            if choices:
+                self._shares.observe(rank_of(choices, token_ids[place]))
 
     def _prepare(self, in_flight: _InFlight) -> Iterator[Proposal]:
-        cursors = [self._current(in_flight.sequence)]
-        for parent, token in zip(
-            in_flight.tree.parent_indices, in_flight.tree.token_ids, strict=True
-        ):
-            above = cursors[0 if parent is None else parent + 1]
-            cursors.append(self._index.supposed(above, token))
-        choices = [self._choices(cursor) for cursor in cursors]
-        for each in likely_verdicts(in_flight.tree, choices, self._shares, in_flight.fan_out):
-            cursor = self._index.supposed(cursors[each.place], each.token)
-            tree = self._index.grow_ahead(cursor, in_flight.shape)
-            yield Proposal(in_flight.sequence, tree, each.condition)
+        sequence, tree = in_flight.sequence, in_flight.tree
+        self._index.take_in([(self._cursors[sequence.key], sequence.token_ids)])
+        texts = [self._end_of(sequence.token_ids)]
+        for parent, token in zip(tree.parent_indices, tree.token_ids, strict=True):
+            texts.append([*texts[0 if parent is None else parent + 1], token])
+        choices = self._choices(sequence, texts)
+        verdicts = likely_verdicts(tree, choices, self._shares, in_flight.fan_out)
+        ends = [[*texts[each.place], each.token] for each in verdicts]
+        trees = self._grow(sequence, ends, in_flight.shape)
+        for each, next_tree in zip(verdicts, trees, strict=True):
+            yield Proposal(sequence, next_tree, each.condition)
 
-    def _choices(self, cursor: Cursor) -> list[Continuation]:
-        tree = self._index.grow_ahead(cursor, _CHOICES)
-        return list(zip(tree.token_ids, tree.log_probs, strict=True))
+    def _choices(
+        self, sequence: DraftSequence, texts: Iterable[list[int]]
+    ) -> list[list[Continuation]]:
+        trees = self._grow(sequence, texts, _CHOICES)
+        return [list(zip(each.token_ids, each.log_probs, strict=True)) for each in trees]
+
+    def _grow(
+        self, sequence: DraftSequence, texts: Iterable[list[int]], shape: TreeShape
+    ) -> list[TokenTree]:
+        seed = self._cursors[sequence.key].seed
+        return self._index.grow_ahead(seed, map(self._end_of, texts), shape)
+
+    def _end_of(self, token_ids: list[int]) -> list[int]:
+        return token_ids[-self._index.context_tokens :]
 
 
 class NgramDrafter:
@@ -105,7 +114,7 @@ class NgramDrafter:
     def __init__(self, options: NgramOptions) -> None:
         self._index = NgramIndex(options)
         self._cursors: dict[SequenceKey, Cursor] = {}
-        self._lookahead = NgramLookahead(self._index, self._current)
+        self._lookahead = NgramLookahead(self._index, self._cursors)
 
     @property
     def lookahead(self) -> NgramLookahead:
@@ -113,14 +122,14 @@ class NgramDrafter:
 
     @property
     def limits(self) -> DrafterLimits:
-        return DrafterLimits()
+        return _LIMITS
 
     def learn(self, token_ids: Sequence[int]) -> None:
         """Takes a text of the corpus in."""
-        self._index.learn(token_ids)
+        self._index.take_in([(Cursor(), token_ids)])
 
     def open(self, sequence: DraftSequence) -> None:
-        self._cursors[sequence.key] = self._index.cursor(sequence.cache_salt)
+        self._cursors[sequence.key] = Cursor.of(sequence.cache_salt)
 
     def commit(
         self, sequence: DraftSequence, verdict: Verdict, features: FeatureRows | None
@@ -129,7 +138,7 @@ class NgramDrafter:
         self._lookahead.drop(sequence)
         num_committed = len(verdict.committed_token_ids)
         if self._lookahead.budget and self.backlog(sequence) == num_committed:
-            self._lookahead.observe(self._cursors[sequence.key], verdict.committed_token_ids)
+            self._lookahead.observe(sequence, num_committed)
 
     def add_features(self, sequence: DraftSequence, rows: FeatureRows) -> None:
         """Nothing to do: n-grams read tokens only."""
@@ -142,18 +151,24 @@ class NgramDrafter:
 
     def catch_up(self, sequences: Sequence[DraftSequence], max_tokens: int) -> int:
         num_taken = 0
+        texts: list[Text] = []
         for sequence in sequences:
             limit = min(self.backlog(sequence), max_tokens - num_taken)
-            self._index.take_in(self._cursors[sequence.key], sequence.token_ids, limit)
+            cursor = self._cursors[sequence.key]
+            texts.append((cursor, sequence.token_ids[: cursor.num_seen + limit]))
             num_taken += limit
+        self._index.take_in(texts)
         return num_taken
 
     def propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
-        return [Proposal(sequence, self._propose_one(sequence, shape)) for sequence in sequences]
+        texts = [(self._cursors[each.key], each.token_ids) for each in sequences]
+        trees = self._index.grow(texts, shape)
+        return [Proposal(*each) for each in zip(sequences, trees, strict=True)]
 
     def close(self, sequence: DraftSequence) -> None:
         self._lookahead.drop(sequence)
-        del self._cursors[sequence.key]
+        # Its last tokens too draft the next text of its kind.
+        self._index.take_in([(self._cursors.pop(sequence.key), sequence.token_ids)])
 
     def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
         """There are no graphs."""
@@ -167,7 +182,7 @@ class NgramDrafter:
         return False
 
     def flush_prefix_cache(self) -> int:
-        """Nothing to free: the trie forgets by age, not by page."""
+        """Nothing to free: the index forgets by age, not by page."""
         return 0
 
     def retire_prefix_cache(self) -> None:
@@ -175,18 +190,9 @@ class NgramDrafter:
 
     def gauges(self) -> Mapping[str, float]:
         return {
-            "trie_node_count": float(len(self._index)),
-            "trie_eviction_count": float(self._index.num_evictions),
+            "held_token_count": float(self._index.num_tokens),
+            "forgotten_token_count": float(self._index.num_forgotten),
         }
 
     def check(self) -> None:
         self._index.check()
-
-    def _propose_one(self, sequence: DraftSequence, shape: TreeShape) -> TokenTree:
-        return self._index.grow(self._current(sequence), sequence.token_ids, shape)
-
-    def _current(self, sequence: DraftSequence) -> Cursor:
-        """Returns the sequence's cursor with every committed token taken in."""
-        cursor = self._cursors[sequence.key]
-        self._index.take_in(cursor, sequence.token_ids, self.backlog(sequence))
-        return cursor

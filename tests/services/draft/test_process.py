@@ -179,7 +179,7 @@ def test_ngram_learns_its_corpus_and_fits_any_tokenizer(tmp_path: Path) -> None:
     )
     assert tokenizer_identity(settings) is None
     assert model_id(settings) == "ngram"
-    assert build_drafter(settings).gauges()["trie_node_count"] == 10
+    assert build_drafter(settings).gauges()["held_token_count"] == 64, "a page"
 
 
 def test_a_bad_flag_ends_the_program_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
