@@ -142,8 +142,8 @@ bench-async: $(STAMP) ## plain, synchronous and ahead, draft and target on a GPU
 bench-http: $(STAMP) ## what a client gets over HTTP: bursts, closed loops, Poisson arrivals; ARGS="--help"
 	@$(PY) -m tests.bench.http $(ARGS)
 
-bench-split: $(STAMP) ## the same with the EAGLE-3 draft on a second GPU, beside the embedded one; ARGS="--help"
-	@$(PY) -m tests.bench.http --modes plain,eagle3,eagle3-remote --concurrency 1,8,32,64,1 $(ARGS)
+bench-split: $(STAMP) ## the same with drafts on a second GPU, beside the embedded head; ARGS="--help"
+	@$(PY) -m tests.bench.http --modes plain,eagle3,eagle3-remote,standalone-remote --concurrency 1,8,32,64,1 $(ARGS)
 
 bench-start: $(STAMP) ## the parts of a target's start, to the first token; ARGS="--widen DIR --algorithm EAGLE3"
 	@$(PY) -m tests.bench.start $(ARGS)

@@ -28,6 +28,7 @@ from services.target.engine_factory import adaptive_config
 from services.target.flag_choices import DeviceRoundsChoice
 from services.target.process import attachment_terms
 from services.target.rounds.round_source import MAX_ROWS, RoundSource, capacities
+from services.target.runner_factory import round_memory_bytes
 from services.target.settings import TargetSettings
 from services.target.settings_problems import rejection_flag
 from services.target.verifier import VerificationMode
@@ -105,7 +106,13 @@ def _host(target: Engine, settings: TargetSettings, chosen: DraftSettings) -> Ho
     for them."""
     is_whole = target.decoder.group is None
     is_lent = is_whole and chosen.target_model_path == settings.model_path
-    return Host(target.decoder if is_lent else None, target.limits.max_kv_tokens, target.cache)
+    is_cuda = target.device.type == "cuda"
+    return Host(
+        target.decoder if is_lent else None,
+        target.limits.max_kv_tokens,
+        target.cache,
+        round_memory_bytes(target.decoder.config) if is_cuda else 0,
+    )
 
 
 def _follow_weights(

@@ -134,7 +134,7 @@ def _build_model_drafter(
         return build_eagle(settings, host)
     from services.draft.drafters.standalone_factory import build_standalone
 
-    return build_standalone(settings, followers)
+    return build_standalone(settings, followers, host)
 
 
 def use_device(settings: DraftSettings) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from shared.models.decoder import Decoder
 from shared.models.heads.feature_spec import FeatureSpec
-from shared.runtime.memory import CacheSize, Shortage
+from shared.runtime.memory import CacheSize, Shortage, free_memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +19,17 @@ class Host:
         decoder: shares its tensors; None where they are read from the target's folder.
         num_tokens: of the target's cache; None where that is in another process.
         cache: of the target, which takes what the drafter may lack; None likewise.
+        round_bytes: of the GPU's memory, what rounds of the target with the drafter's model take.
     """
 
     decoder: Decoder | None = None
     num_tokens: int | None = None
     cache: CacheSize | None = None
+    round_bytes: int = 0
+
+    def reserved_for_rounds(self, device: torch.device) -> int:
+        """Returns what a model's cache leaves for rounds: at most half of what is free."""
+        return min(self.round_bytes, free_memory_bytes(device) // 2) if self.round_bytes else 0
 
     @property
     def most_tokens(self) -> int | None:

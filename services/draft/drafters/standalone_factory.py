@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from services.draft.drafters.grower_factory import pass_limits, reserved_for_model
+from services.draft.drafters.host import Host
 from services.draft.drafters.placement import (
     allocate_kv,
     context_for,
@@ -52,19 +53,20 @@ class BuiltModel:
 
 
 def build_standalone(
-    settings: DraftSettings, followers: Followers | None = None
+    settings: DraftSettings, followers: Followers | None = None, host: Host | None = None
 ) -> StandaloneDrafter:
     """Returns the drafter with weights loaded.
 
     Args:
         followers: the other processes that hold a part of the model; None holds it all.
+        host: the target of this process, if there is one.
 
     Raises:
         CheckpointError: the folder cannot be served.
         SettingsError: memory does not hold what the settings ask for.
     """
     if followers is None:
-        built = build_model(settings)
+        built = build_model(settings, host=host)
     else:
         built = build_model(settings, followers.group, followers.leader)
     return StandaloneDrafter(
@@ -76,13 +78,17 @@ def build_standalone(
 
 
 def build_model(
-    settings: DraftSettings, group: TensorGroup | None = None, leader: Leader | None = None
+    settings: DraftSettings,
+    group: TensorGroup | None = None,
+    leader: Leader | None = None,
+    host: Host | None = None,
 ) -> BuiltModel:
     """Loads the model, or this process's part of it, and allocates its KV pool.
 
     Args:
         group: processes that share the model; all of them call this at the same time.
         leader: of rank 0.
+        host: see `build_standalone`.
 
     Raises:
         CheckpointError: the folder cannot be served.
@@ -108,12 +114,15 @@ def build_model(
     passes = pass_limits(settings, device, max_context_tokens=context)
     reserved_bytes = 0 if limits is None else graph_memory_bytes(config, limits, dtype)
     reserved_bytes += reserved_for_model(settings, config, dtype, passes)
+    host = host or Host()
+    reserved_bytes += host.reserved_for_rounds(device)
     pool, leases = allocate_kv(
         settings,
         layout,
         device,
         max_context_tokens=context,
         reserved_bytes=reserved_bytes,
+        most_tokens=host.most_tokens,
         group=group,
     )
     graphs = None

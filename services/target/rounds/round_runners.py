@@ -13,7 +13,7 @@ import torch
 from services.target.rounds.policy import CostTable
 from services.target.rounds.round_source import RoundSource
 from shared.kv.batch import empty_decode_batch
-from shared.runtime.memory import Shortage
+from shared.runtime.memory import Shortage, free_memory_bytes
 from shared.runtime.round_graphs import ROUND_SIZES
 from shared.runtime.round_lockstep import RoundLeader
 from shared.runtime.round_runner import RoundLimits, RoundRunner
@@ -253,13 +253,12 @@ class RoundRunners:
         """
         if self._device.type != "cuda":
             return
-        free, _ = torch.cuda.mem_get_info(self._device)
-        cached = self._num_reserved_bytes() - torch.cuda.memory_allocated(self._device)
+        free = free_memory_bytes(self._device)
         config = self._target.decoder.config
         wanted = _STEP_ROWS * (8 * config.hidden_size + 3 * config.intermediate_size) * 2
         wanted += _DRAWN_ROWS * config.vocab_size * _DRAWN_BYTES
-        if free + cached < wanted:
-            message = f"Tried to allocate {wanted} bytes. of which {free + cached} bytes is free"
+        if free < wanted:
+            message = f"Tried to allocate {wanted} bytes. of which {free} bytes is free"
             raise torch.OutOfMemoryError(message)
 
     def _num_reserved_bytes(self) -> int:
