@@ -25,7 +25,7 @@ from services.target.launcher import LaunchedStep, Launcher
 from services.target.requests.event_stream import Subscriptions
 from services.target.requests.new_sequences import NewSequences
 from services.target.requests.request import EventSink, ModelLimits
-from services.target.rounds.mapped_rounds import MappedHeads
+from services.target.rounds.mapped_heads import MappedHeads
 from services.target.rounds.round_factory import RoundFactory
 from services.target.rounds.round_steps import RoundSteps
 from services.target.rounds.selection_steps import SelectionCommits, SelectionSteps, Turn

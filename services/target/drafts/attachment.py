@@ -24,7 +24,7 @@ from shared.tokens import (
 
 if TYPE_CHECKING:
     from services.target.drafts.feature_store import FeatureSpec
-    from services.target.rounds.mapped_rounds import MappedRounds
+    from services.target.rounds.mapped_heads import MappedRounds
     from services.target.rounds.round_source import RoundSource
     from services.target.sequence import Sequence
     from services.target.weight_version import WeightVersion

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from services.target.adaptive_config import MAX_DRAFT_TOKENS
 from services.target.drafts.feature_store import FeatureStore
 from services.target.requests.request import GenerationRequest
-from services.target.rounds.mapped_rounds import MappedRounds
+from services.target.rounds.mapped_heads import MappedRounds
 from services.target.rounds.policy import CostTable
 from services.target.rounds.round_runners import RoundRunners
 from services.target.rounds.round_source import RoundSource

@@ -8,7 +8,7 @@ from services.target.drafts.attachment import Attachment
 from services.target.drafts.feature_feed import FeatureFeed
 from services.target.drafts.feature_store import FeatureStore
 from services.target.rounds.device_rounds import DeviceRounds
-from services.target.rounds.mapped_rounds import MappedHeads
+from services.target.rounds.mapped_heads import MappedHeads
 from services.target.rounds.selected_rounds import SelectedRounds
 from services.target.verifier import VerificationMode, Verifier
 from shared.kv.leases import KvLeases
