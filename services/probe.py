@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import ssl
 
 import grpc
 from grpc import aio
@@ -47,9 +48,22 @@ async def has_attachments(
     return is_warm and len(answer.attachments) >= count
 
 
-async def http_is_ready(host: str, port: int, path: str, tls: ClientTls | None = None) -> bool:
-    """Returns whether `GET path` answers 200."""
-    return await asyncio.to_thread(_get_is_ok, host, port, path, tls)
+async def http_is_ready(
+    host: str,
+    port: int,
+    path: str,
+    tls: ssl.SSLContext | None = None,
+    *,
+    asks_clients: bool = False,
+) -> bool:
+    """Returns whether `GET path` answers 200.
+
+    Args:
+        asks_clients: the server takes only clients with a certificate, which the launcher may not
+            have; a connection that is closed behind the handshake, in which the server has shown
+            its own, is then as good as an answer.
+    """
+    return await asyncio.to_thread(_get_is_ok, host, port, path, tls, asks_clients)
 
 
 async def has_generated(address: str, tls: ClientTls | None = None) -> bool:
@@ -75,18 +89,25 @@ async def has_generated(address: str, tls: ClientTls | None = None) -> bool:
     return True
 
 
-def _get_is_ok(host: str, port: int, path: str, tls: ClientTls | None) -> bool:
+def _get_is_ok(
+    host: str, port: int, path: str, tls: ssl.SSLContext | None, asks_clients: bool
+) -> bool:
     connection = _connection(host, port, tls)
+    is_connected = False
     try:
+        connection.connect()
+        is_connected = True
         connection.request("GET", path)
         return connection.getresponse().status == http.HTTPStatus.OK
-    except (OSError, http.client.HTTPException):
+    except TimeoutError:
         return False
+    except (OSError, http.client.HTTPException):
+        return is_connected and asks_clients
     finally:
         connection.close()
 
 
-def _connection(host: str, port: int, tls: ClientTls | None) -> http.client.HTTPConnection:
+def _connection(host: str, port: int, tls: ssl.SSLContext | None) -> http.client.HTTPConnection:
     if tls is None:
         return http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
-    return http.client.HTTPSConnection(host, port, timeout=_TIMEOUT_S, context=tls.context())
+    return http.client.HTTPSConnection(host, port, timeout=_TIMEOUT_S, context=tls)

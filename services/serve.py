@@ -65,9 +65,14 @@ def parts(plan: Plan) -> tuple[Part, ...]:
         parts.append(Part(Child(learner), _at_once, is_expendable=True))
     gateway = Child(_spec(plan, "gateway", "gateway", plan.gateway_arguments))
     host, _, port = dial_address(plan.gateway.host, plan.gateway.port).rpartition(":")
+    http_tls = plan.gateway.http_tls
+    in_front = None if http_tls is None else http_tls.local_context(shown=tls)
+    asks_clients = http_tls is not None and http_tls.client_ca is not None
 
     async def is_warm() -> bool:
-        is_ready = await probe.http_is_ready(host, int(port), "/ready", tls)
+        is_ready = await probe.http_is_ready(
+            host, int(port), "/ready", in_front, asks_clients=asks_clients
+        )
         return is_ready and await probe.has_generated(target, tls)
 
     parts.append(Part(gateway, is_warm))

@@ -37,6 +37,25 @@ class ServerTls:
             context.verify_mode = ssl.CERT_REQUIRED
         return context
 
+    def local_context(self, shown: ClientTls | None = None) -> ssl.SSLContext:
+        """Returns the context of a client on the server's host, which has the server's certificate
+        and trusts it whoever signed it and whatever name it holds.
+
+        Args:
+            shown: its certificate is shown to a server that asks for one.
+
+        Raises:
+            OSError: as `context`.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.check_hostname = False
+        context.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
+        context.load_verify_locations(self.cert)
+        if shown is not None and shown.cert is not None:
+            context.load_cert_chain(shown.cert, shown.key)
+        return context
+
 
 @dataclass(frozen=True, slots=True)
 class ClientTls:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,11 @@ import pytest
 
 if TYPE_CHECKING:
     from services.cert_folder import CertFolder
+
+
+# oneDNN compiles each product for each number of rows, in a millisecond, and keeps 1,024 of them
+# unless told otherwise before torch is imported; the many small models here need more.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
 
 
 def pytest_configure() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -102,3 +104,36 @@ def test_ci_passes_when_all_its_parts_do(failing: str, tmp_path: Path) -> None:
         assert "ci: everything passed" in result.stdout
     else:
         assert "everything passed" not in result.stdout
+
+
+def test_ci_that_is_stopped_leaves_nothing_running(tmp_path: Path) -> None:
+    """Of both halves, process groups of their own included; until then they can be interrupted."""
+    _program(
+        tmp_path / "bin" / "make",
+        f"""case "$1" in check|test) ;; *) exit 0;; esac
+        exec bash -c 'set -m; sleep 600 & echo $! $(grep SigIgn /proc/self/status) \
+          > "{tmp_path}/'$1'.part"; mv "{tmp_path}/'$1'.part" "{tmp_path}/'$1'"; wait'""",
+    )
+    notes = [tmp_path / "check", tmp_path / "test"]
+    run = subprocess.Popen(
+        [ROOT / ".ci" / "run"],
+        env={**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"},
+        stdout=subprocess.DEVNULL,
+    )
+    while not all(note.exists() for note in notes):
+        assert run.poll() is None
+        time.sleep(0.01)
+    run.terminate()
+    assert run.wait() == 143
+    for note in notes:
+        pid, _, ignored = note.read_text().split()
+        assert not int(ignored, 16) & 1 << signal.SIGINT - 1
+        while (status := Path(f"/proc/{pid}/status")).exists() and "zombie" not in _text(status):
+            time.sleep(0.01)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""

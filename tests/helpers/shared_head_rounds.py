@@ -26,7 +26,7 @@ from tests.helpers.engines import PAGE_SIZE, VOCAB_SIZE
 
 def write_pair(target: Path, head: Path, device: torch.device) -> Pair:
     """Writes a target with the vocabulary of small engines and an EAGLE-3 head; loads both."""
-    shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6)
+    shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=4)
     write_checkpoint(target, shape=shape, seed=3)
     kind = TinyHead(kind="EAGLE3", vocab_size=VOCAB_SIZE, draft_vocab_size=20, has_embedding=False)
     return load_pair(target, head, kind, device)

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
-from threading import Thread
 
 import grpc
 import pytest
 from grpc import aio
+from starlette.types import Receive, Scope, Send
 
+from gateway.http_server import HttpServer, listen
+from services.cert_folder import CertFolder
 from services.probe import has_generated
 from services.serve import parts
 from services.serve_plan import make_plan
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
+from shared.tls import ServerTls
 from tests.helpers.serving import free_ports
 
 
@@ -67,27 +68,41 @@ async def test_nobody_there_has_not_generated() -> None:
     assert not await has_generated(f"127.0.0.1:{next(free_ports(1))}")
 
 
-class _KeyedGateway(BaseHTTPRequestHandler):
+async def _keyed_gateway(scope: Scope, receive: Receive, send: Send) -> None:
     """Says that it is ready, and wants a key for everything else."""
-
-    def do_GET(self) -> None:
-        self.send_response(200 if self.path == "/ready" else 401)
-        self.end_headers()
-
-    def do_POST(self) -> None:
-        self.do_GET()
-
-    def log_message(self, template: str, *arguments: object) -> None:
-        """Says nothing."""
+    status = 200 if (scope["method"], scope["path"]) == ("GET", "/ready") else 401
+    await send({"type": "http.response.start", "status": status, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
 
 
-async def test_a_stack_whose_gateway_wants_a_key_is_warmed_up(tmp_path: Path) -> None:
-    target = _Target()
-    with HTTPServer(("127.0.0.1", 0), _KeyedGateway) as gateway:
-        Thread(target=gateway.serve_forever, daemon=True).start()
+async def _is_warm(target: _Target, *flags: str, tls: ServerTls | None = None) -> bool:
+    """Returns what the stack of a launch line says of its gateway, which serves with `tls`."""
+    gateway = HttpServer(_keyed_gateway, listen("127.0.0.1", 0), tls)
+    gateway.start()
+    try:
         async with _serving(target) as port:
-            flags = [f"--port={gateway.server_port}", f"--target-port={port}", "--api-key=secret"]
-            plan = make_plan([*flags, f"--log-dir={tmp_path}"], {}, 0)
-            assert await parts(plan)[-1].is_ready()
-        gateway.shutdown()
+            ports = [f"--port={gateway.port}", f"--target-port={port}"]
+            return await parts(make_plan([*ports, *flags], {}, 0))[-1].is_ready()
+    finally:
+        await gateway.stop(1)
+
+
+async def test_a_stack_whose_gateway_wants_a_key_is_warmed_up() -> None:
+    target = _Target()
+    assert await _is_warm(target, "--api-key=secret")
     assert len(target.asked) == 1
+
+
+@pytest.mark.parametrize("asks_clients", [False, True])
+async def test_a_gateway_with_tls_before_a_target_without_is_warmed_up(
+    certs: CertFolder, other_certs: CertFolder, asks_clients: bool
+) -> None:
+    """Also where its clients need a certificate, and the launcher has none."""
+    tls = certs.server_tls(asks_clients=asks_clients)
+    flags = [f"--gateway-tls-cert={tls.cert}", f"--gateway-tls-key={tls.key}"]
+    flags += [f"--http-client-ca={tls.client_ca}"] * asks_clients
+    target = _Target()
+    assert await _is_warm(target, *flags, tls=tls)
+    assert len(target.asked) == 1
+    assert not await _is_warm(target, *flags, tls=other_certs.server_tls(asks_clients=False))
+    assert not await _is_warm(target, *flags)

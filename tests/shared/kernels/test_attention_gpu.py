@@ -135,7 +135,6 @@ def test_equals_the_plain_path(name: str, window: int | None, dtype: torch.dtype
     check(BATCHES[name](random.Random(3)), heads, dtype, page_size=16, window=window)
 
 
-@pytest.mark.parametrize("sharing", SHARING)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("name", "window"),
@@ -149,7 +148,6 @@ def test_whole_blocks_have_the_bits_of_splits(
     name: str,
     window: int | None,
     dtype: torch.dtype,
-    sharing: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whether one program takes all splits of a block, or programs share them."""
@@ -161,18 +159,18 @@ def test_whole_blocks_have_the_bits_of_splits(
     monkeypatch.setattr(attention_triton, "FEWEST_WHOLE", NEVER)
     expected = attend(rows, layer, heads=heads, window=window)
     monkeypatch.setattr(attention_triton, "FEWEST_WHOLE", 0)
-    for setting, value in zip(("CHAIN_KEYS", "FEWEST_CHAINS"), SHARING[sharing], strict=True):
-        monkeypatch.setattr(attention_triton, setting, value)
-    assert torch.equal(attend(rows, layer, heads=heads, window=window), expected)
+    for sharing, values in SHARING.items():
+        for setting, value in zip(("CHAIN_KEYS", "FEWEST_CHAINS"), values, strict=True):
+            monkeypatch.setattr(attention_triton, setting, value)
+        assert torch.equal(attend(rows, layer, heads=heads, window=window), expected), sharing
 
 
-@pytest.mark.parametrize("own_rows", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "name", ["trees", pytest.param("tree levels", marks=pytest.mark.interpreter), "everything"]
 )
 def test_rows_that_share_a_program_keep_their_bits(
-    name: str, dtype: torch.dtype, own_rows: int, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heads, page_size = Heads(8, 2, 64), 16
     placed, num_slots = with_pages(random.Random(7), BATCHES[name](random.Random(3)), page_size)
@@ -181,8 +179,9 @@ def test_rows_that_share_a_program_keep_their_bits(
     poison(layer, page_size)
     monkeypatch.setattr(attention_triton, "FEWEST_WHOLE", NEVER)
     expected = attend(rows, layer, heads=heads)
-    monkeypatch.setattr(attention_triton, "OWN_ROWS", own_rows)
-    assert torch.equal(attend(rows, layer, heads=heads), expected)
+    for own_rows in (1, 3):
+        monkeypatch.setattr(attention_triton, "OWN_ROWS", own_rows)
+        assert torch.equal(attend(rows, layer, heads=heads), expected), own_rows
 
 
 @pytest.mark.parametrize("page_size", [1, 5, 32, 128])

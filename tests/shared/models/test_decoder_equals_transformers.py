@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.pool import KvPool
+from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
 from shared.runtime.runner import ModelRunner
 from tests.helpers.checkpoints import TinyShape, build_model, write_checkpoint
@@ -300,7 +301,11 @@ def shuffled_pages(num_sequences: int, pages_each: int) -> list[list[int]]:
 
 
 def new_runner(folder: Path, num_pages: int = 64) -> ModelRunner:
-    decoder = load_decoder(folder, dtype=torch.float32, device=CPU)
+    return runner_of(load_decoder(folder, dtype=torch.float32, device=CPU), num_pages)
+
+
+def runner_of(decoder: Decoder, num_pages: int = 64) -> ModelRunner:
+    """Returns a runner with pages of its own."""
     return ModelRunner(decoder, KvPool(decoder.kv_layout(PAGE_SIZE), num_pages, CPU))
 
 
@@ -334,9 +339,9 @@ def test_logits_equal_transformers(name: str, checkpoint: Callable[[Case], Path]
     model = build_model(case.family, case.shape)
     with torch.no_grad():
         expected = model(torch.tensor([token_ids])).logits[0]
-    folder = checkpoint(case)
+    decoder = load_decoder(checkpoint(case), dtype=torch.float32, device=CPU)
     for chunk in (len(token_ids), 10, 1):
-        assert_close(run_in_chunks(new_runner(folder), token_ids, chunk), expected)
+        assert_close(run_in_chunks(runner_of(decoder), token_ids, chunk), expected)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral sliding", "qwen3 sliding by layer"])

@@ -43,29 +43,30 @@ def _stage(
     return WeightStage(decoder, DecoderKeys.of(Checkpoint.open(folder).files), options)
 
 
-@pytest.mark.parametrize("quantisation", [Quantisation.UNQUANT, Quantisation.INT8])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_checkpoint_read_in_place_is_the_one_a_start_loads(
-    family: str, quantisation: Quantisation, tmp_path: Path
-) -> None:
-    check_reading(family, quantisation, tmp_path, CPU)
+def test_a_checkpoint_read_in_place_is_the_one_a_start_loads(family: str, tmp_path: Path) -> None:
+    for quantisation in (Quantisation.UNQUANT, Quantisation.INT8):
+        check_reading(family, quantisation, tmp_path, CPU)
 
 
 def check_reading(
     family: str, quantisation: Quantisation, tmp_path: Path, device: torch.device
 ) -> None:
     """For any device."""
-    old = write_checkpoint(tmp_path / "old", family, seed=1)
-    new = write_checkpoint(tmp_path / "new", family, seed=2)
+    old, new = tmp_path / "old", tmp_path / "new"
+    if not new.exists():
+        write_checkpoint(old, family, seed=1)
+        write_checkpoint(new, family, seed=2)
     options = ModelOptions(quantisation=quantisation)
     decoder = _decoder(old, options, device)
+    of_old = checksums(decoder)
     tensors = {name: _place(tensor) for name, tensor in named_tensors(decoder)}
     stage = _stage(decoder, old, options)
     stage.read(new, LoadFormat.AUTO)
     assert stage.names == stage.all_names
-    assert checksums(decoder) == checksums(_decoder(old, options, device)), "it is only staged"
+    assert checksums(decoder) == of_old, "it is only staged"
     stage.apply()
-    assert checksums(decoder) == checksums(_decoder(new, options, device))
+    assert checksums(decoder) == checksums(_decoder(new, options, device)) != of_old
     assert {name: _place(tensor) for name, tensor in named_tensors(decoder)} == tensors
 
 
