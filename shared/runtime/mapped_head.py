@@ -170,8 +170,7 @@ class MappedHead:
         num_rows = sum(each.num_rows for each in backlogs)
         limit_us += WAIT_A_ROW_US * num_rows + (WAIT_A_BACKLOG_US if num_rows else 0)
         # Who has left, or was late, is not waited for.
-        is_waited_for = self._is_warming_up or not self.is_late
-        self._exchange(0 if not is_waited_for or self.is_broken else min(limit_us, _LONGEST_US))
+        self._exchange(0 if self.is_late else min(limit_us, _LONGEST_US))
 
     def _tell(self, *commands: MappedCommand) -> None:
         if not self.is_broken and not self._send(commands):

@@ -37,13 +37,14 @@ class MappedDraft:
         commands: all that came.
         spoils: changes the trees `[S, 2, T]` before they are written.
         is_frozen: rounds are announced and nothing happens.
+        is_full: it takes no message.
     """
 
     def __init__(self, pair: Pair, engine: Engine, name: str, tree: TreeShape) -> None:
         head = pair.head
         self.commands: list[MappedCommand] = []
         self.spoils: Callable[[Tensor], Tensor] = lambda trees: trees
-        self.is_frozen = False
+        self.is_frozen = self.is_full = False
         self._engine, self._name = engine, name
         pool = KvPool(head.kv_layout(PAGE_SIZE), NUM_PAGES, pair.decoder.device)
         self._model = HeadModel(head, pool)
@@ -62,6 +63,8 @@ class MappedDraft:
 
     def send(self, message: DraftMessage) -> bool:
         """Takes the commands as they are on the wire."""
+        if self.is_full:
+            return False
         for each in message.commands:
             command = command_from_message(command_message(each))
             assert command is not None

@@ -90,15 +90,14 @@ class DraftExchange:
             pages: of its KV cache, for the rounds alone; none where it could not prepare.
         """
         attachment = self.attachments.drafts.get(attachment_id)
-        if attachment is None or attachment.mapped is None or attachment.mapped_offer is None:
+        if attachment is None or attachment.mapped is None or not attachment.is_mapping:
             return
         if not pages:
             attachment.mapped.head.close()
             attachment.mapped = None
             self._selections.open(attachment)
             return
-        is_pinned = attachment.mapped_offer.is_pinned
-        attachment.rounds = attachment.mapped.source(pages, is_pinned=is_pinned)
+        attachment.rounds = attachment.mapped.source(pages)
         self._selections.settle()
         try:
             self._rounds.open(attachment)
@@ -173,10 +172,16 @@ class DraftExchange:
                 self._features.send(unmet)
         for attachment, message in self.attachments.drafts.take_messages():
             if not attachment.port.send(message):
-                logger.warning("draft %s does not keep up", attachment.identity.worker_id)
-                attachment.port.close()
-                self.detach(attachment.identity.attachment_id)
+                self._give_up(attachment)
+        for attachment in self.attachments.drafts.live:
+            if attachment.mapped is not None and attachment.mapped.head.is_broken:
+                self._give_up(attachment)
         self.learners.tell()
+
+    def _give_up(self, attachment: Attachment) -> None:
+        logger.warning("draft %s does not keep up", attachment.identity.worker_id)
+        attachment.port.close()
+        self.detach(attachment.identity.attachment_id)
 
     def close(self) -> None:
         """Ends every draft's stream."""

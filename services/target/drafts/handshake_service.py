@@ -115,7 +115,9 @@ class Handshake:
         if not attach.HasField("mapped_head"):
             return None
         own_id = device_id(engine.device)
-        is_near = offer.host_id == host_id() and bool(offer.device_id) == bool(own_id)
+        is_near = bool(offer.host_id) and offer.host_id == host_id()
+        if bool(offer.device_id) != bool(own_id):
+            is_near = False
         if not is_near or (own_id and offer.device_id == own_id):
             return None
         if offer.page_size != engine.page_size:
@@ -138,11 +140,12 @@ class Handshake:
         if attach.learns and not attach.HasField("feature_spec"):
             message = "a learner reads features; feature_spec is missing"
             raise InvalidArgument.of("ATTACH_OUT_OF_RANGE", "feature_spec", message)
-        for name in ("max_sequence_count", "max_node_count"):
-            if getattr(attach, name) < 1:
-                raise InvalidArgument.of(
-                    "ATTACH_OUT_OF_RANGE", name, f"{name} is {getattr(attach, name)}; at least 1"
-                )
+        _check_least("max_sequence_count", attach.max_sequence_count, 1)
+        _check_least("max_node_count", attach.max_node_count, 1)
+        if attach.HasField("mapped_head"):
+            offer = attach.mapped_head
+            _check_least("mapped_head.vocab_size", offer.vocab_size, 1)
+            _check_least("mapped_head.max_context_token_count", offer.max_context_token_count, 2)
 
     def _open_ring(self, attach: pb.Attach, attachment: Attachment) -> FeatureRingWriter | None:
         """Shares memory with a draft of this host that can read it; None leaves bytes."""
@@ -177,3 +180,10 @@ class Handshake:
         )
         attached.candidate_wait_duration.FromNanoseconds(round(self._terms.longest_wait_s * 1e9))
         return attached
+
+
+def _check_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise InvalidArgument.of(
+            "ATTACH_OUT_OF_RANGE", name, f"{name} is {value}; at least {least}"
+        )

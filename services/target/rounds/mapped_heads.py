@@ -18,9 +18,16 @@ from shared.runtime.ring_memory import RingUnavailable
 from shared.runtime.round_batches import RoundShape
 from shared.runtime.round_runner import RoundLimits
 from shared.runtime.runner import ModelRunner
+from shared.runtime.selection_runner import MAX_TREE_DEPTH, MAX_TREE_ROWS
 from shared.tokens import TreeShape
 
 logger = logging.getLogger(__name__)
+# Their memory and graphs stay: a draft that was cut off may still write.
+_MOST_KINDS = 2
+
+
+def _is_small(tree: TreeShape) -> bool:
+    return tree.num_draft_tokens <= MAX_TREE_ROWS and tree.num_steps <= MAX_TREE_DEPTH
 
 
 @dataclass(slots=True)
@@ -30,6 +37,7 @@ class MappedRounds:
     Attributes:
         store: the features that the head reads; None where it reads none.
         trees: most sequences of a round by shape, the draft's own shape first.
+        is_pinned: an operator fixed the shape.
         runners: made when a draft was ready for the first time.
         costs: measured then.
     """
@@ -38,6 +46,7 @@ class MappedRounds:
     store: FeatureStore | None
     trees: dict[TreeShape, int]
     max_context_tokens: int
+    is_pinned: bool
     runners: RoundRunners | None = None
     costs: CostTable | None = None
 
@@ -55,7 +64,7 @@ class MappedRounds:
         ]
         self.head.open(send, [PrepareMapped(*each, each is sizes[-1]) for each in sizes])
 
-    def source(self, pages: Sequence[int], *, is_pinned: bool) -> RoundSource:
+    def source(self, pages: Sequence[int]) -> RoundSource:
         """Returns what rounds use of a draft that is ready.
 
         Args:
@@ -69,7 +78,7 @@ class MappedRounds:
             max_context_tokens=self.max_context_tokens,
             max_sequences=max_sequences,
             other_trees=dict(others),
-            is_pinned=is_pinned,
+            is_pinned=self.is_pinned,
         )
 
 
@@ -92,6 +101,8 @@ class MappedHeads:
         offer, limits = attachment.mapped_offer, self.limits
         if offer is None or limits is None or self.runner.decoder.group is not None:
             return None
+        if not _is_small(attachment.base_shape):
+            return None
         context = min(offer.max_context_tokens, limits.max_context_tokens)
         base = attachment.base_shape
         shapes = (base,) if offer.is_pinned else self.config.round_shapes(base)
@@ -105,11 +116,14 @@ class MappedHeads:
         )
         source = MappedSource(offer.vocab_size, mapped)
         try:
-            rounds = self._kept(source, store) or self._made(source, store, trees, context)
+            rounds = self._kept(source, store)
+            if rounds is None and len(self._rounds) < _MOST_KINDS:
+                rounds = self._made(source, store, trees, context, is_pinned=offer.is_pinned)
         except RingUnavailable as error:
             logger.warning("%s pushes its trees: %s", attachment.identity.worker_id, error)
             return None
-        rounds.open(attachment)
+        if rounds is not None:
+            rounds.open(attachment)
         return rounds
 
     def _kept(self, source: MappedSource, store: FeatureStore | None) -> MappedRounds | None:
@@ -124,6 +138,8 @@ class MappedHeads:
         store: FeatureStore | None,
         trees: dict[TreeShape, int],
         context: int,
+        *,
+        is_pinned: bool,
     ) -> MappedRounds:
         head = MappedHead(
             source,
@@ -133,5 +149,5 @@ class MappedHeads:
             page_size=self.runner.page_size,
             target_vocab_size=self.runner.decoder.config.vocab_size,
         )
-        self._rounds.append(MappedRounds(head, store, trees, context))
+        self._rounds.append(MappedRounds(head, store, trees, context, is_pinned))
         return self._rounds[-1]

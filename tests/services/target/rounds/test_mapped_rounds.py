@@ -39,8 +39,8 @@ class _Setup:
         )
         self._pair, self.drafts = pair, list[MappedDraft]()
 
-    def attach(self, name: str = "draft") -> MappedDraft:
-        draft = MappedDraft(self._pair, self.engine, name, TREE)
+    def attach(self, name: str = "draft", tree: TreeShape = TREE) -> MappedDraft:
+        draft = MappedDraft(self._pair, self.engine, name, tree)
         self.drafts.append(draft)
         self.engine.attach(draft.attachment)
         settle(self.engine)
@@ -140,3 +140,38 @@ def test_a_draft_that_comes_back_finds_everything_made(pair: Pair) -> None:
         assert second.attachment.mapped is mapped
         assert setup.answers(SAMPLINGS[0]) == _plain(pair, SAMPLINGS[0])
         assert setup.num_accepted > 0
+
+
+def test_a_second_word_that_it_is_ready_changes_nothing(pair: Pair) -> None:
+    with _setup(pair) as setup:
+        draft = setup.attach("draft")
+        expected = _plain(pair, SAMPLINGS[0])
+        requests = [request(prompt, SAMPLINGS[0]) for prompt in PROMPTS]
+
+        def say_again(step: int) -> None:
+            if step == 3:
+                setup.engine.map_head("draft", (1, 2, 3))
+
+        collector = run(setup.engine, requests, each_step=say_again)
+        assert [collector.token_ids(key) for key in range(len(requests))] == expected
+        assert draft.attachment.rounds is not None
+
+
+def test_a_draft_that_takes_no_commands_is_detached(pair: Pair) -> None:
+    with _setup(pair) as setup:
+        draft = setup.attach("draft")
+        draft.is_full = True
+        assert setup.answers(SAMPLINGS[0]) == _plain(pair, SAMPLINGS[0])
+        assert not setup.engine.statuses_now()
+
+
+def test_rounds_of_few_kinds_are_kept(pair: Pair) -> None:
+    with _setup(pair) as setup:
+        shapes = [TREE, TreeShape(2, 1, 3), TreeShape(1, 1, 2)]
+        mapped = []
+        for number, shape in enumerate(shapes):
+            draft = setup.attach(str(number), shape)
+            mapped.append(draft.attachment.mapped is not None)
+            setup.engine.detach(str(number))
+            settle(setup.engine)
+        assert mapped == [True, True, False]
