@@ -216,7 +216,7 @@ class _MappedRounds:
         return self._head.is_late
 
     def prepare(self, num_slots: int, sampling: RoundSampling) -> None:
-        """The process was asked already, see `MappedHead.prepare`."""
+        """The process was asked when it mapped the memory."""
 
     def begin(self, num_slots: int, sampling: RoundSampling) -> None:
         """See `RoundHead.begin`."""
