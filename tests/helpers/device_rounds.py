@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.pool import KvPool
@@ -18,7 +19,8 @@ from shared.models.heads.head import DraftHead
 from shared.models.heads.loader import load_head
 from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
-from shared.runtime.round_batches import RoundTree
+from shared.runtime.round_batches import RoundBatches, RoundTree
+from shared.runtime.round_draft import RoundDraft
 from shared.runtime.round_head import OwnHead
 from shared.runtime.round_runner import RoundLimits, RoundRunner
 from shared.runtime.round_sequences import NewLane
@@ -54,6 +56,14 @@ def load_pair(target: Path, folder: Path, head: TinyHead, device: torch.device) 
             device=device,
         ),
     )
+
+
+class _PlainHead(HeadModel):
+    """Drafts in plain torch, as the host does, wherever that is."""
+
+    def code(self, batches: RoundBatches, source_rows: Tensor | None) -> RoundDraft:
+        assert source_rows is not None
+        return RoundDraft(self.head, self.pool, batches, source_rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,8 +110,10 @@ class DeviceRounds:
         self.runner = RoundRunner(
             decoder=pair.decoder,
             pool=self._pool,
-            head=OwnHead(
-                HeadModel(pair.head, head_pool), self._recorded() if is_recorded else None
+            head=(
+                OwnHead(_PlainHead(pair.head, head_pool), self._recorded())
+                if is_recorded
+                else OwnHead(HeadModel(pair.head, head_pool))
             ),
             feature_rows=self._rows,
             tree=shape,

@@ -580,13 +580,13 @@ def test_lent_pages_are_the_borrowers_alone(setup: Setup) -> None:
     shared = drafter.share_head()
     assert len(set(shared.pages)) == 70
     assert shared.max_context_tokens == 128 - CONTEXT_MARGIN
-    for cache in (*shared.pool.keys, *shared.pool.values):
+    for cache in (*shared.model.pool.keys, *shared.model.pool.values):
         cache.view(-1, PAGE_SIZE, *cache.shape[1:])[list(shared.pages)] = 7.0
     sequence = draft_sequence(random_text(0, 15))
     _open(drafter, setup, sequence)
     (tree,) = propose(drafter, TREE, sequence)
     _assert_same(tree, _oracle(setup, sequence, TREE))
-    for cache in (*shared.pool.keys, *shared.pool.values):
+    for cache in (*shared.model.pool.keys, *shared.model.pool.values):
         assert cache.view(-1, PAGE_SIZE, *cache.shape[1:])[list(shared.pages)].eq(7.0).all()
     drafter.close(sequence)
     drafter.check()
