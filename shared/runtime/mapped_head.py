@@ -215,9 +215,6 @@ class _MappedRounds:
     def is_late(self) -> bool:
         return self._head.is_late
 
-    def prepare(self, num_slots: int, sampling: RoundSampling) -> None:
-        """The process was asked when it mapped the memory."""
-
     def begin(self, num_slots: int, sampling: RoundSampling) -> None:
         """See `RoundHead.begin`."""
         self._head.begin(self._number, num_slots, sampling)

@@ -108,9 +108,6 @@ class RoundHead(Protocol):
     @property
     def feature_spec(self) -> FeatureSpec | None: ...
 
-    def prepare(self, num_slots: int, sampling: RoundSampling) -> None:
-        """Makes what rounds of a size need once, such as graphs."""
-
     def catch_up(self, backlogs: Iterable[HeadBacklog]) -> None:
         """Computes rows before the trees of the next round grow."""
 
@@ -219,9 +216,6 @@ class _OwnRounds:
         features = None if rows is None else rows.__getitem__
         self.catch_up = CatchUp(model, features).run
         self.is_late = False
-
-    def prepare(self, num_slots: int, sampling: RoundSampling) -> None:
-        """The graphs of the rounds have it in them."""
 
     def begin(self, num_slots: int, sampling: RoundSampling) -> None:
         """It runs on the same stream."""

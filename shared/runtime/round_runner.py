@@ -140,7 +140,6 @@ class RoundRunner:
 
     def capture(self, num_sequences: int, sampling: RoundSampling) -> None:
         """Captures the graphs for a number of sequences before anyone waits for them."""
-        self._head.prepare(num_sequences, sampling)
         with self._announced(CaptureRound, num_sequences, sampling):
             self._graphs.make(num_sequences, sampling)
 
