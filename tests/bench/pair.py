@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -23,6 +22,7 @@ from shared.tokens import TreeShape
 from tests.bench.child import Child
 from tests.bench.scrape import add_counters
 from tests.bench.session import Answer, OnTokens, Session
+from tests.helpers.serving import free_ports
 
 START_TIMEOUT_S = 240.0
 # A draft may be capturing graphs when it is told.
@@ -237,19 +237,9 @@ async def running_pair(settings: PairSettings) -> AsyncIterator[Pair]:
         PairFailed: see there.
     """
     async with AsyncExitStack() as stack:
-        pair = Pair(settings, Ports(*_free_ports(6)), stack)
+        first = next(free_ports(6))
+        pair = Pair(settings, Ports(*range(first, first + 6)), stack)
         stack.push_async_callback(pair.stop)
         await pair.start_target()
         await pair.start_draft()
         yield pair
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()

@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from grpc import aio
 
 from services.draft.settings_problems import DEMO_DRAFT
 from services.probe import grpc_is_serving
@@ -38,6 +39,7 @@ from shared.rpc.channel import open_channel
 from tests.bench.figure import add_figures_flag
 from tests.bench.start_parts import FIRST_TOKEN, Part, Start, first_token_figure, report, told
 from tests.bench.wide_folders import target_folder, widened, widened_with_head
+from tests.helpers.serving import free_ports
 
 DEMO_HEADS = DEMO_MODEL.parent / "heads"
 HEADS = ("EAGLE", "EAGLE3", "MTP", "DFLASH")
@@ -72,7 +74,7 @@ async def measure(plan: Plan, folder: Path) -> AsyncIterator[Start]:
 
 
 async def _start(plan: Plan, log: Path) -> Start:
-    port, start_s = _free_port(), time.monotonic()
+    port, start_s = next(free_ports(1)), time.monotonic()
     async with _running(plan, port, log) as process:
         seen: dict[str, Part] = {}
 
@@ -107,6 +109,8 @@ async def _running(plan: Plan, port: int, log: Path) -> AsyncIterator[asyncio.su
             yield process
         except TimeoutError:
             raise StartFailed(f"no token in {plan.timeout_s:.0f} s\n{_tail(log)}") from None
+        except aio.AioRpcError as error:
+            raise StartFailed(f"{error.details()}\n{_tail(log)}") from None
         finally:
             if process.returncode is None:
                 process.send_signal(signal.SIGTERM)
@@ -153,13 +157,6 @@ async def _first_token_s(port: int) -> float:
                 first_s = time.monotonic() - start_s
     assert first_s is not None, "an answer without tokens"
     return first_s
-
-
-def _free_port() -> int:
-    with socket.socket() as each:
-        each.bind(("127.0.0.1", 0))
-        port: int = each.getsockname()[1]
-        return port
 
 
 def _text(log: Path) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import datetime
 import multiprocessing
-import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from shared.pb.outrider.types.v1 import sampling_pb2
 from shared.rpc.channel import open_channel
 from shared.rpc.status import error_from_rpc
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.serving import free_ports
 
 VOCAB = 24
 SHAPE = TinyShape(vocab_size=VOCAB)
@@ -301,12 +301,6 @@ async def test_checksums_tell_weights_apart(old: Path, new: Path) -> None:
         assert not (await of(action.ACTION_COMPARE)).changed
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def _train(port: int, folder: Path, *, is_flat: bool, num_sent: int | None) -> None:
     """A trainer of rank 0, which may die on the way."""
     from torch.distributed.distributed_c10d import (
@@ -355,7 +349,7 @@ def _to_come(folder: Path, *, is_flat: bool) -> pb.UpdateWeightsRequest:
 async def test_a_trainer_sends_weights_through_a_group(is_flat: bool, old: Path, new: Path) -> None:
     async with _serve(new) as other:
         expected = await other.answer()
-    port = _free_port()
+    port = next(free_ports(1))
     async with _serve(old) as served:
         trainer = _trainer(port, new, is_flat, None)
         terms = pb.InitWeightUpdateGroupRequest(
@@ -374,7 +368,7 @@ async def test_a_trainer_sends_weights_through_a_group(is_flat: bool, old: Path,
 
 
 async def test_a_trainer_that_dies_leaves_the_old_weights(old: Path, new: Path) -> None:
-    port = _free_port()
+    port = next(free_ports(1))
     async with _serve(old) as served:
         before = await served.answer()
         trainer = _trainer(port, new, False, 3)
