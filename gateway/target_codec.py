@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from gateway.failures import Aborted
 from gateway.generation import (
     Delta,
@@ -121,15 +123,33 @@ def model_from_message(message: pb.GetModelResponse) -> TargetModel:
     )
 
 
-def event_from_message(message: pb.SessionEvent) -> Event | None:
+def events_from_response(response: pb.SessionResponse) -> Iterator[tuple[int, Event]]:
+    """Yields the events of one step, each with the id of its request, in order."""
+    deltas, start = response.deltas, 0
+    # There is a delta for every request and step: a slice of a column costs a tenth of a message.
+    token_ids = deltas.token_ids[:]
+    for request_id, num_tokens, num_accepted, num_drafted in zip(
+        deltas.request_ids[:],
+        deltas.token_counts[:],
+        deltas.accepted_token_counts[:],
+        deltas.drafted_token_counts[:],
+        strict=True,
+    ):
+        end = start + num_tokens
+        yield request_id, Delta(token_ids[start:end], num_accepted, (), num_drafted)
+        start = end
+    for message in response.events:
+        event = _event(message)
+        if event is not None:
+            yield message.request_id, event
+
+
+def _event(message: pb.SessionEvent) -> Event | None:
     """Returns the event; None for a kind that a newer target may send."""
     response = message.response
-    # There is a delta for every request and step, and looking into it is cheaper than asking for
-    # the kind of event.
-    token_ids = response.delta.token_ids
-    if token_ids:
-        return _delta(response.delta, token_ids[:])
     kind = response.WhichOneof("event")
+    if kind == "delta":
+        return _delta(response.delta)
     if kind == "started":
         return Started(response.started.cached_token_count)
     if kind == "prompt_logprobs":
@@ -139,12 +159,11 @@ def event_from_message(message: pb.SessionEvent) -> Event | None:
     return _failed(message.failure) if message.HasField("failure") else None
 
 
-def _delta(message: pb.TokenDelta, token_ids: list[int]) -> Delta:
-    logprobs = message.logprobs
+def _delta(message: pb.TokenDelta) -> Delta:
     return Delta(
-        token_ids,
+        message.token_ids[:],
         message.accepted_token_count,
-        [_logprobs(each) for each in logprobs] if logprobs else (),
+        [_logprobs(each) for each in message.logprobs],
         message.drafted_token_count,
         _round(message.trace) if message.HasField("trace") else None,
         message.weight_version if message.HasField("weight_version") else None,

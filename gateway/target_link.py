@@ -27,7 +27,7 @@ from gateway.generation import (
 )
 from gateway.target_codec import (
     cancel_message,
-    event_from_message,
+    events_from_response,
     model_from_message,
     submit_message,
 )
@@ -243,8 +243,8 @@ class TargetLink:
             SessionEnded, grpc.aio.AioRpcError: how it did.
         """
         async for response in call:
-            for event in response.events:
-                self._dispatch(event)
+            for request_id, event in events_from_response(response):
+                self._dispatch(request_id, event)
         raise SessionEnded
 
     async def _write(self, call: SessionCall) -> None:
@@ -272,17 +272,14 @@ class TargetLink:
             await asyncio.Event().wait()  # the session tells when the target is gone
         raise SessionEnded
 
-    def _dispatch(self, message: pb.SessionEvent) -> None:
-        live = self._live.get(message.request_id)
+    def _dispatch(self, request_id: int, event: Event) -> None:
+        live = self._live.get(request_id)
         if live is None:  # cancelled while the event travelled
-            return
-        event = event_from_message(message)
-        if event is None:
             return
         if isinstance(event, Delta):
             self.num_tokens += len(event.token_ids)
         elif not isinstance(event, Started | PromptScored):
-            self._end(message.request_id)
+            self._end(request_id)
         live.receive(event)
 
     def _end(self, request_id: int) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from grpc import aio
@@ -44,13 +44,15 @@ class _Open:
     token_ids: list[int] = field(default_factory=list)
     arrivals: list[tuple[float, int]] = field(default_factory=list)
 
+    def take_tokens(self, tokens: Sequence[int]) -> None:
+        self.token_ids += tokens
+        self.arrivals.append((time.perf_counter(), len(tokens)))
+        if self.on_tokens is not None:
+            self.on_tokens(len(tokens))
+
     def take(self, response: pb.GenerateResponse) -> None:
-        tokens = response.delta.token_ids
-        if tokens:
-            self.token_ids += tokens
-            self.arrivals.append((time.perf_counter(), len(tokens)))
-            if self.on_tokens is not None:
-                self.on_tokens(len(tokens))
+        if response.delta.token_ids:
+            self.take_tokens(response.delta.token_ids)
         if response.HasField("finished") and not self.end.done():
             num_rounds = response.finished.speculation.round_count
             self.end.set_result(Answer(tuple(self.token_ids), num_rounds, tuple(self.arrivals)))
@@ -100,6 +102,11 @@ class Session:
     async def _read(self) -> None:
         try:
             async for response in self._call:
+                deltas, start = response.deltas, 0
+                for key, count in zip(deltas.request_ids, deltas.token_counts, strict=True):
+                    if key in self._open:
+                        self._open[key].take_tokens(deltas.token_ids[start : start + count])
+                    start += count
                 for event in response.events:
                     self._take(event)
             self._fail_all("the target has ended the session")

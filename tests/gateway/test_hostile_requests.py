@@ -174,7 +174,7 @@ async def test_a_link_that_fails_is_logged_and_dialled_again(
 
     (link,) = gateway.pool.links
     with monkeypatch.context() as patched:
-        patched.setattr("gateway.target_link.event_from_message", broken)
+        patched.setattr("gateway.target_link.events_from_response", broken)
         epoch = link.epoch
         response = await client.post("/v1/completions", json={**COMPLETION, "stream": False})
         assert response.status_code == 503

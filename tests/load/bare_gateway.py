@@ -42,13 +42,19 @@ class BareGateway:
         self._call: Any = stub.Session(wait_for_ready=True)  # type: ignore[call-arg]
         self._writing = asyncio.Lock()
         self._ids = itertools.count(1)
-        self._steps: dict[int, asyncio.Queue[pb.GenerateResponse]] = {}
+        self._steps: dict[int, asyncio.Queue[list[int] | None]] = {}
 
     async def relay(self) -> None:
         """Wakes the requests that a message is about."""
         async for message in self._call:
+            deltas, start = message.deltas, 0
+            token_ids = deltas.token_ids[:]
+            for key, count in zip(deltas.request_ids[:], deltas.token_counts[:], strict=True):
+                self._steps[key].put_nowait(token_ids[start : start + count])
+                start += count
             for event in message.events:
-                self._steps[event.request_id].put_nowait(event.response)
+                if event.response.HasField("finished"):
+                    self._steps[event.request_id].put_nowait(None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = b""
@@ -67,15 +73,14 @@ class BareGateway:
         submit = pb.Submit(request_id=request_id, request=request)
         async with self._writing:  # a stream takes one message at a time
             await self._call.write(pb.SessionRequest(submit=submit))
-        while not (step := await steps.get()).HasField("finished"):
-            chunk = _chunk_with_ids(step) if body["return_token_ids"] else _CHUNK
+        while (token_ids := await steps.get()) is not None:
+            chunk = _chunk_with_ids(token_ids) if body["return_token_ids"] else _CHUNK
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         del self._steps[request_id]
 
 
-def _chunk_with_ids(step: pb.GenerateResponse) -> bytes:
-    token_ids = orjson.dumps(step.delta.token_ids[:])
-    return _HEAD + b',"token_ids":' + token_ids + b"}]}\n\n"
+def _chunk_with_ids(token_ids: list[int]) -> bytes:
+    return _HEAD + b',"token_ids":' + orjson.dumps(token_ids) + b"}]}\n\n"
 
 
 async def _body(receive: Receive) -> bytes:

@@ -76,9 +76,11 @@ class SyntheticTarget(pb_grpc.TargetServiceServicer):
             while not reader.done():
                 due_s = max(due_s + self._step_s, time.monotonic())
                 await asyncio.sleep(due_s - time.monotonic())
-                events, news[:] = [*news, *self._step(left)], []
-                if events:
-                    yield pb.SessionResponse(events=events)
+                response = self._step(left)
+                started, news[:] = pb.SessionResponse(events=news), []
+                for each in (started, response):
+                    if each.ByteSize():
+                        yield each
         finally:
             reader.cancel()
             self.num_open -= len(left)
@@ -99,12 +101,16 @@ class SyntheticTarget(pb_grpc.TargetServiceServicer):
             elif left.pop(message.cancel.request_id, None) is not None:
                 self.num_open -= 1
 
-    def _step(self, left: dict[int, int]) -> list[pb.SessionEvent]:
+    def _step(self, left: dict[int, int]) -> pb.SessionResponse:
         tokens = spelled_time(time.monotonic_ns() // 1000, self._model.vocab_size)
-        delta = pb.GenerateResponse(
-            delta=pb.TokenDelta(token_ids=tokens, accepted_token_count=2, drafted_token_count=4)
+        deltas = pb.TokenDeltas(
+            request_ids=left,
+            token_counts=[len(tokens)] * len(left),
+            token_ids=tokens * len(left),
+            accepted_token_counts=[2] * len(left),
+            drafted_token_counts=[4] * len(left),
         )
-        events = [pb.SessionEvent(request_id=key, response=delta) for key in left]
+        events = []
         for key in [key for key, count in left.items() if count <= TOKENS_A_STEP]:
             finished = pb.GenerationFinished(finish_reason=pb.FINISH_REASON_LENGTH)
             response = pb.GenerateResponse(finished=finished)
@@ -113,7 +119,7 @@ class SyntheticTarget(pb_grpc.TargetServiceServicer):
             self.num_open -= 1
         for key in left:
             left[key] -= TOKENS_A_STEP
-        return events
+        return pb.SessionResponse(events=events, deltas=deltas if deltas.request_ids else None)
 
 
 async def _serve(flags: argparse.Namespace) -> None:

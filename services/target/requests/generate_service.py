@@ -18,7 +18,7 @@ from services.target.requests.request import Event, Failed, Finished
 from services.target.requests.request_messages import (
     generation_request,
     response_message,
-    session_event,
+    session_responses,
 )
 from services.target.requests.request_record import RequestRecord
 from shared.errors import DeadlineExceeded, InvalidArgument, OutriderError
@@ -298,9 +298,8 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
         reader = asyncio.create_task(session.read(request_iterator))
         try:
             while (batch := await session.next_batch(reader)) is not None:
-                if batch:
-                    events = [session_event(key, event) for key, event in batch]
-                    yield pb.SessionResponse(events=events)
+                for response in session_responses(batch):
+                    yield response
         finally:
             reader.cancel()
             session.cancel_all()

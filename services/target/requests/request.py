@@ -290,9 +290,11 @@ class PromptScored:
     logprobs: tuple[TokenLogprobs, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delta:
     """Tokens committed by one step; the first `num_accepted` of them were drafted.
+
+    Not frozen: one is made for every request and step, and freezing triples its cost.
 
     Attributes:
         num_drafted: draft nodes verified in the step.
@@ -306,6 +308,11 @@ class Delta:
     num_drafted: int
     trace: RoundTrace | None = None
     weight_version: str | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is nothing but tokens and counts."""
+        return not self.logprobs and self.trace is None and self.weight_version is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Literal
 
 from google.protobuf.duration_pb2 import Duration
@@ -105,7 +107,59 @@ def response_message(event: Started | PromptScored | Delta | Finished) -> pb.Gen
     return pb.GenerateResponse(finished=_finished(event))
 
 
-def session_event(key: int, event: Event) -> pb.SessionEvent:
+def session_responses(batch: Iterable[tuple[int, Event]]) -> Iterator[pb.SessionResponse]:
+    """Yields the events of a session's requests, each with its request's id, as few messages.
+
+    Tokens go as columns, because there is a delta for every request and step, and a message of its
+    own costs twenty times as much. Columns come before the events of their message, so a delta
+    that follows an event of its request begins another message.
+    """
+    columns = _DeltaColumns()
+    events: list[pb.SessionEvent] = []
+    with_event = set[int]()
+    for key, event in batch:
+        if isinstance(event, Delta) and event.is_plain:
+            if key in with_event:
+                yield pb.SessionResponse(events=events, deltas=columns.message())
+                columns, events, with_event = _DeltaColumns(), [], set()
+            columns.add(key, event)
+        else:
+            events.append(_session_event(key, event))
+            with_event.add(key)
+    if events or columns.request_ids:
+        yield pb.SessionResponse(events=events, deltas=columns.message())
+
+
+@dataclass(slots=True)
+class _DeltaColumns:
+    """Plain deltas, see `TokenDeltas`."""
+
+    request_ids: list[int] = field(default_factory=list)
+    token_counts: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
+
+    def add(self, key: int, delta: Delta) -> None:
+        self.request_ids.append(key)
+        self.token_counts.append(len(delta.token_ids))
+        self.token_ids += delta.token_ids
+        self.accepted.append(delta.num_accepted)
+        self.drafted.append(delta.num_drafted)
+
+    def message(self) -> pb.TokenDeltas | None:
+        if not self.request_ids:
+            return None
+        return pb.TokenDeltas(
+            request_ids=self.request_ids,
+            token_counts=self.token_counts,
+            token_ids=self.token_ids,
+            accepted_token_counts=self.accepted,
+            drafted_token_counts=self.drafted,
+        )
+
+
+def _session_event(key: int, event: Event) -> pb.SessionEvent:
     """Returns the message of one event of a session's request."""
     if isinstance(event, Failed):
         return pb.SessionEvent(request_id=key, failure=_failure(event.error))

@@ -16,6 +16,8 @@ import torch
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from gateway.generation import Delta
+from gateway.target_codec import events_from_response
 from services.target.drafts import feature_store
 from services.target.drafts.speculation_service import Context, SpeculationServicer
 from services.target.engine import Engine
@@ -175,9 +177,16 @@ async def test_session_carries_many_requests_and_fails_one_alone(folder: Path) -
             submit = pb.Submit(request_id=key, request=_generate(prompt))
             await call.write(pb.SessionRequest(submit=submit))
         await call.done_writing()
-        events = [event async for message in call for event in message.events]
+        messages = [message async for message in call]
         expected = await _tokens(channel, _generate([1, 2, 3]))
-    tokens = [t for e in events if e.request_id == 1 for t in e.response.delta.token_ids]
+    events = [event for message in messages for event in message.events]
+    tokens = [
+        token
+        for message in messages
+        for request_id, event in events_from_response(message)
+        if request_id == 1 and isinstance(event, Delta)
+        for token in event.token_ids
+    ]
     assert tokens == expected
     [failed] = [event for event in events if event.request_id == 2]
     assert failed.failure.reason == "PROMPT_EMPTY"

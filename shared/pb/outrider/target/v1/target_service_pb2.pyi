@@ -88,9 +88,19 @@ class Cancel(_message.Message):
     def __init__(self, request_id: _Optional[int] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("events",)
+    __slots__ = ("events", "deltas")
     events: _containers.RepeatedCompositeFieldContainer[SessionEvent]
-    def __init__(self, events: _Optional[_Iterable[_Union[SessionEvent]]] = ...) -> None: ...
+    deltas: TokenDeltas
+    def __init__(self, events: _Optional[_Iterable[_Union[SessionEvent]]] = ..., deltas: _Optional[_Union[TokenDeltas]] = ...) -> None: ...
+
+class TokenDeltas(_message.Message):
+    __slots__ = ("request_ids", "token_counts", "token_ids", "accepted_token_counts", "drafted_token_counts")
+    request_ids: _containers.RepeatedScalarFieldContainer[int]
+    token_counts: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    accepted_token_counts: _containers.RepeatedScalarFieldContainer[int]
+    drafted_token_counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_ids: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., accepted_token_counts: _Optional[_Iterable[int]] = ..., drafted_token_counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SessionEvent(_message.Message):
     __slots__ = ("request_id", "response", "failure")
