@@ -2,15 +2,15 @@
 
 Everything that depends on the batch alone (visibility, slots of keys) is computed once a forward as
 a plan and shared by all layers. CUDA takes a `SplitPlan`, see `split_plan`. The plain
-path is also the kernels' oracle. On a CPU each sequence is a tile of its own, so that nothing is
-spent on padding and no sequence can touch another's bits. On other devices all sequences are one
-padded tile, because reading their lengths would wait for the device.
+path is also the kernels' oracle. On a CPU the sequences of a tile have as many padded rows and
+keys as each would have alone, and a batched product gives each the bits that it has alone. On
+other devices all sequences are one padded tile, because reading their lengths would wait for the
+device.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -99,7 +99,7 @@ def plan_tiles(batch: PagedRows, *, sliding_window: int | None, num_query_groups
     key_slots = _key_slots(batch, bias.shape[1])
     row_multiple = _ROW_MULTIPLE // math.gcd(_ROW_MULTIPLE, num_query_groups)
     if batch.positions.device.type == "cpu":
-        return _plan_by_sequence(batch, bias, key_slots, row_multiple)
+        return _plan_by_shape(batch, bias, key_slots, row_multiple)
     return _plan_as_one_tile(batch, bias, key_slots, row_multiple)
 
 
@@ -322,27 +322,34 @@ def _key_slots(batch: PagedRows, num_keys: int) -> Tensor:
     return slots.masked_fill_(indices >= batch.kv_lengths.unsqueeze(1), 0)
 
 
-def _plan_by_sequence(
+def _plan_by_shape(
     batch: PagedRows, bias: Tensor, key_slots: Tensor, row_multiple: int
 ) -> TilePlan:
-    tiles: list[AttentionTile] = []
-    result_rows: list[int] = []
-    num_tile_rows = 0
-    for index, (start, end, kv_length) in enumerate(_extents(batch)):
-        padding = -(end - start) % row_multiple
-        rows = torch.tensor([*range(start, end), *[end - 1] * padding], dtype=torch.int64)
-        num_keys = _round_up(kv_length, _KEY_MULTIPLE)
-        tile_bias = bias[:, :num_keys].index_select(0, rows)
-        tiles.append(AttentionTile(rows, key_slots[index, :num_keys], tile_bias[None, None, None]))
-        result_rows.extend(range(num_tile_rows, num_tile_rows + end - start))
-        num_tile_rows += end - start + padding
-    return TilePlan(tuple(tiles), torch.tensor(result_rows, dtype=torch.int64))
-
-
-def _extents(batch: PagedRows) -> Iterator[tuple[int, int, int]]:
-    """Yields first row, end row and KV length of each sequence; batch tensors are on the CPU."""
     starts = batch.query_starts.tolist()
-    return zip(starts, starts[1:], batch.kv_lengths.tolist(), strict=False)
+    by_shape: dict[tuple[int, int], list[int]] = {}
+    for index, kv_length in enumerate(batch.kv_lengths.tolist()):
+        num_rows = _round_up(starts[index + 1] - starts[index], row_multiple)
+        by_shape.setdefault((num_rows, _round_up(kv_length, _KEY_MULTIPLE)), []).append(index)
+    tiles: list[AttentionTile] = []
+    result_rows = [0] * starts[-1]
+    num_tile_rows = 0
+    for (num_rows, num_keys), sequences in by_shape.items():
+        rows: list[int] = []
+        for index in sequences:
+            start, end = starts[index], starts[index + 1]
+            result_rows[start:end] = range(num_tile_rows, num_tile_rows + end - start)
+            rows += [*range(start, end), *[end - 1] * (num_rows - (end - start))]
+            num_tile_rows += num_rows
+        tile_rows = torch.tensor(rows, dtype=torch.int64)
+        tile_bias = bias[:, :num_keys].index_select(0, tile_rows)
+        tiles.append(
+            AttentionTile(
+                tile_rows,
+                key_slots[sequences, :num_keys].flatten(),
+                tile_bias.view(len(sequences), 1, 1, num_rows, num_keys),
+            )
+        )
+    return TilePlan(tuple(tiles), torch.tensor(result_rows, dtype=torch.int64))
 
 
 def _plan_as_one_tile(

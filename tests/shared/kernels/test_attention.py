@@ -164,28 +164,32 @@ def fits(rows: SequenceRows, page_size: int) -> bool:
 
 @pytest.mark.parametrize("kind", ["causal", "trees", "mixed"])
 @pytest.mark.parametrize("sliding_window", [None, 7])
-def test_one_padded_tile_equals_a_tile_for_each_sequence(
+def test_one_padded_tile_equals_a_tile_for_each_shape(
     kind: str, sliding_window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sequences = batch_of(kind, seed=11, page_size=4)
     rows = build_batch(sequences, page_size=4, device=CPU)
     keys, values = random_cache(4, 2)
     queries = torch.randn(len(rows.positions), 4, HEAD_DIM)
-    by_sequence = plan_attention(rows, sliding_window=sliding_window, num_query_groups=2)
-    monkeypatch.setattr(attention, "_plan_by_sequence", attention._plan_as_one_tile)
+    by_shape = plan_attention(rows, sliding_window=sliding_window, num_query_groups=2)
+    monkeypatch.setattr(attention, "_plan_by_shape", attention._plan_as_one_tile)
     padded = plan_attention(rows, sliding_window=sliding_window, num_query_groups=2)
-    assert (len(by_sequence.tiles), len(padded.tiles)) == (3, 1)
+    assert len({each.bias.shape for each in by_shape.tiles}) == len(by_shape.tiles)
+    assert len(padded.tiles) == 1
     torch.testing.assert_close(
-        paged_attention(queries, keys, values, by_sequence, scale=1.0),
+        paged_attention(queries, keys, values, by_shape, scale=1.0),
         paged_attention(queries, keys, values, padded, scale=1.0),
     )
 
 
 def test_other_sequences_do_not_touch_a_bit() -> None:
-    sequences = batch_of("mixed", seed=2, page_size=4)
+    mixed, trees = (batch_of(kind, seed=2, page_size=4) for kind in ("mixed", "trees"))
+    sequences = [*mixed, *trees]
     keys, values = random_cache(4, 2)
     batch = build_batch(sequences, page_size=4, device=CPU)
     queries = torch.randn(len(batch.token_ids), 4, HEAD_DIM)
+    plan = plan_attention(batch, sliding_window=None, num_query_groups=2)
+    assert len(plan.tiles) < len(sequences), "none shares a tile"
     together = attend(batch, queries, keys, values)
     start = 0
     for rows in sequences:
