@@ -15,6 +15,7 @@ from services.draft.algorithm import Algorithm
 from services.draft.drafters.drafter import Drafter
 from services.draft.engine import DraftEngine
 from services.draft.settings import DraftSettings
+from services.draft.vocabulary import target_vocabulary
 from shared.errors import CheckpointError, FailedPrecondition, InvalidArgument
 
 if TYPE_CHECKING:
@@ -105,6 +106,8 @@ class HeadWeights:
             device=running.device,
             options=self._settings.model_options,
             pace=BESIDE_STEPS,
+            vocabulary=target_vocabulary(self._settings),
+            vocab_size=running.config.vocab_size,
         )
         return running, new
 
