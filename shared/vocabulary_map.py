@@ -6,6 +6,7 @@ tokens that both have. Tokens are one if their bytes are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,11 +91,12 @@ def read_vocabulary_map(draft_folder: Path, target_folder: Path) -> VocabularyMa
     found = vocabulary_map(_Side.read(draft_folder), _Side.read(target_folder))
     if found.is_identity:
         return None
-    if found.share < LEAST_SHARE:
+    least = math.ceil(LEAST_SHARE * found.num_target_tokens)
+    if len(found.target_ids) < least:
         raise CheckpointError(
             f"the tokenizers differ too much: the draft's, {draft_folder}, has {found.words()}; "
-            f"the target's is {target_folder}; at least {LEAST_SHARE:.0%} are wanted: take a draft "
-            f"of a closer family, or --speculative-algorithm NGRAM, which fits every model"
+            f"the target's is {target_folder}; at least {least:,} are wanted: take a draft of a "
+            f"closer family, or --speculative-algorithm NGRAM, which fits every model"
         )
     return found
 
