@@ -11,10 +11,9 @@ from services.target.flag_choices import DeviceRoundsChoice
 from services.target.settings import TargetSettings
 from services.target.settings_problems import rejection_flag
 from shared.errors import SettingsError
-from shared.model_files import tokenizer_sha256
+from shared.model_files import has_tokenizer, tokenizer_sha256
 from shared.settings import load_settings
 from shared.settings_field import declared_fields
-from shared.vocabulary_map import has_tokenizer
 
 HEADS = "a STANDALONE model, or an EAGLE, EAGLE3 or one-layer MTP head"
 _PREFIX = "--draft-"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shared.errors import CheckpointError
-from shared.model_files import read_json, tokenizer_sha256
+from shared.model_files import has_tokenizer, read_json, tokenizer_sha256
 from shared.text import Tokenizer
 
 LEAST_SHARE = 0.05
@@ -99,12 +99,6 @@ def read_vocabulary_map(draft_folder: Path, target_folder: Path) -> VocabularyMa
             f"closer family, or --speculative-algorithm NGRAM, which fits every model"
         )
     return found
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Whether a model's folder brings a tokenizer."""
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json")
-    return any((folder / name).is_file() for name in names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ from services.draft.algorithm import Algorithm
 from services.draft.drafters.drafter import Drafter
 from services.draft.engine import DraftEngine
 from services.draft.settings import DraftSettings
-from services.draft.vocabulary import target_vocabulary
 from shared.errors import CheckpointError, FailedPrecondition, InvalidArgument
 
 if TYPE_CHECKING:
@@ -92,6 +91,7 @@ class HeadWeights:
         """Returns the draft model that runs, and the folder's, on the same device: so that the swap
         itself is a copy within the device."""
         from services.draft.drafters.standalone import StandaloneDrafter
+        from services.draft.vocabulary import target_vocabulary
         from shared.models.loader import load_decoder
         from shared.models.weights import BESIDE_STEPS
 
