@@ -112,6 +112,7 @@ def _host(target: Engine, settings: TargetSettings, chosen: DraftSettings) -> Ho
         target.limits.max_kv_tokens,
         target.cache,
         round_memory_bytes(target.decoder.config) if is_cuda else 0,
+        target.limits.vocab_size,
     )
 
 

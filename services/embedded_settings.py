@@ -11,6 +11,7 @@ from services.target.flag_choices import DeviceRoundsChoice
 from services.target.settings import TargetSettings
 from services.target.settings_problems import rejection_flag
 from shared.errors import SettingsError
+from shared.model_files import has_tokenizer, tokenizer_sha256
 from shared.settings import load_settings
 from shared.settings_field import declared_fields
 
@@ -49,9 +50,26 @@ def embedded_settings(
     )
     if chosen.algorithm.reads_features and chosen.target_model_path is None:
         chosen = replace(chosen, target_model_path=settings.model_path)
-    chosen = with_local_models(chosen)
+    chosen = with_target_tokenizer(with_local_models(chosen), settings)
     check_embedded(settings, chosen)
     return chosen
+
+
+def with_target_tokenizer(draft: DraftSettings, target: TargetSettings) -> DraftSettings:
+    """Returns the settings of a draft with the target's tokenizer named, where that is another.
+
+    Raises:
+        CheckpointError: a tokenizer cannot be read.
+    """
+    is_named = draft.target_tokenizer is not None
+    if is_named or draft.algorithm is not Algorithm.STANDALONE:
+        return draft
+    tokenizer = target.tokenizer_folder
+    if not has_tokenizer(draft.model_folder):
+        return draft
+    if tokenizer_sha256(draft.model_folder) == tokenizer_sha256(tokenizer):
+        return draft
+    return replace(draft, tokenizer=tokenizer)
 
 
 def _own_name(word: str) -> str:

@@ -96,7 +96,7 @@ def _hint(plan: Plan, draft: PlannedDraft) -> str:
         model = str(draft.settings.model_folder)
     return (
         f"the draft is {draft.algorithm}, {model}; the target is {plan.target.model_path}\n"
-        f"Do they fit? Both need the same tokenizer, and a head must be made for the target; "
+        f"Do they fit? A head must be made for the target, and a model have most of its tokens; "
         f"name another --speculative-draft-model-path, or take --speculative-algorithm NGRAM"
     )
 

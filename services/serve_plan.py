@@ -15,7 +15,8 @@ from services.cert_folder import CertFolder
 from services.draft.algorithm import Algorithm
 from services.draft.learner.settings import TAUGHT, LearnerSettings
 from services.draft.settings import DraftSettings, with_local_models
-from services.embedded_settings import embedded_settings
+from services.draft.vocabulary import target_vocabulary
+from services.embedded_settings import embedded_settings, with_target_tokenizer
 from services.serve_line import DRAFT, GATEWAY, TARGET, Line, take_apart
 from services.serve_settings import (
     NO_DRAFT,
@@ -27,7 +28,7 @@ from services.serve_settings import (
 )
 from services.target.settings import DEMO_MODEL, TargetSettings, with_local_model
 from shared.errors import OutriderError, SettingsError
-from shared.model_files import tokenizer_sha256
+from shared.hub import shown_name
 from shared.model_options import BACKEND_SYNONYMS
 from shared.settings import load_settings
 from shared.settings_field import declared_fields
@@ -333,7 +334,7 @@ def _planned(
         hosted = making.read(lambda: embedded_settings(target, own, making.env))
         if hosted is None:
             return None
-        making.problems += making.read(lambda: _tokenizer_problems(target, hosted)) or []
+        _note_vocabulary(making, hosted)
         return PlannedDraft("draft", hosted, _settled(hosted, own))
     words = [*_default_words(making, target, algorithm, place), *words]
     words.append(f"--target={dial_address(target.host, target.port)}")
@@ -344,30 +345,29 @@ def _planned(
         words += [f"--port={chosen.port + 2 * place}"]
         words += [f"--maintenance-port={chosen.port + 2 * place + 1}"]
     settings = making.read(
-        lambda: with_local_models(
-            load_settings(DraftSettings, service=DRAFT, arguments=words, env=making.env)
+        lambda: with_target_tokenizer(
+            with_local_models(
+                load_settings(DraftSettings, service=DRAFT, arguments=words, env=making.env)
+            ),
+            target,
         )
     )
     is_only = len(launcher.algorithms or (algorithm,)) == 1
     name = "draft" if is_only else f"draft-{algorithm.lower()}"
     if settings is None:
         return None
-    making.problems += making.read(lambda: _tokenizer_problems(target, settings)) or []
+    _note_vocabulary(making, settings)
     return PlannedDraft(name, settings, _settled(settings, words))
 
 
-def _tokenizer_problems(target: TargetSettings, settings: DraftSettings) -> list[str]:
-    """The target would refuse a draft whose token ids mean other texts."""
-    if settings.algorithm is not Algorithm.STANDALONE:
-        return []
-    folder = settings.tokenizer or settings.model_folder
-    if tokenizer_sha256(folder) == tokenizer_sha256(target.tokenizer_folder):
-        return []
-    return [
-        f"the tokenizers differ: that of the draft, {folder}, and that of the target, "
-        f"{target.tokenizer_folder}; a STANDALONE draft must be of the target's family, and "
-        f"--speculative-algorithm NGRAM fits every model"
-    ]
+def _note_vocabulary(making: _Making, settings: DraftSettings) -> None:
+    """Says how many of the target's tokens a draft of another family has."""
+    vocabulary = making.read(lambda: target_vocabulary(settings))
+    if vocabulary is not None:
+        making.notices.append(
+            f"--speculative-draft-model-path: {shown_name(settings.model_folder)} has another "
+            f"tokenizer than the target; it drafts {vocabulary.words()}"
+        )
 
 
 def _default_words(
@@ -441,6 +441,12 @@ def _learner_words(
         )
         return ()
     [draft] = (each.settings for each in drafts)
+    if making.read(lambda: target_vocabulary(draft)) is not None:
+        making.problems.append(
+            "--speculative-online-training: a draft with another tokenizer than its target's "
+            "cannot be taught"
+        )
+        return ()
     host: TargetSettings | DraftSettings = target if placement is Placement.EMBEDDED else draft
     words = [
         f"--target={dial_address(target.host, target.port)}",

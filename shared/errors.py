@@ -116,7 +116,9 @@ class FailedPrecondition(OutriderError):
     @classmethod
     def tokenizer_mismatch(cls, draft_sha256: str, target_sha256: str) -> Self:
         return cls(
-            f"the draft's tokenizer is {draft_sha256}; the target's is {target_sha256}",
+            f"the draft's tokenizer is {draft_sha256}; the target's is {target_sha256}; a "
+            f"STANDALONE draft of another family takes the target's by --tokenizer, a head is made "
+            f"for its target alone",
             reason="TOKENIZER_MISMATCH",
         )
 

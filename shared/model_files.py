@@ -32,6 +32,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a model's folder brings a tokenizer."""
+    return any((folder / name).is_file() for name in (_TOKENIZER_JSON, *_OTHER_FILES))
+
+
 def tokenizer_sha256(folder: Path) -> str:
     """Returns the SHA-256, lower-case hexadecimal, of the files that decide a tokenizer's ids, by
     which two processes check that they share them.

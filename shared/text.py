@@ -245,6 +245,16 @@ class Tokenizer:
         assert len(word) <= _INLINE_CHARACTERS
         return self._encode(word, add_special_tokens=False)
 
+    def encode_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Returns the token ids of each word, on all threads that the library has."""
+        encodings = self._tokenizer.encode_batch_fast(list(words), add_special_tokens=False)
+        return [list(encoding.ids) for encoding in encodings]
+
+    def fallback_ids(self) -> frozenset[int]:
+        """Returns the tokens of single bytes, of which characters that have none are made up."""
+        found = self._tokenizer.get_vocab(with_added_tokens=False).items()
+        return frozenset(token_id for token, token_id in found if _BYTE_TOKEN.fullmatch(token))
+
     def _check_length(self, text: str, max_tokens: int | None) -> None:
         if max_tokens is not None and len(text) > max_tokens * self.longest_token:
             num_tokens = -(-len(text) // self.longest_token)

@@ -212,9 +212,10 @@ def tokenizer_identity(settings: DraftSettings) -> str | None:
         return tokenizer_sha256(settings.tokenizer)
     if settings.speculative_algorithm is Algorithm.NGRAM:
         return None
-    # A head speaks the tokens of its target.
-    is_head = settings.algorithm.reads_features
-    return tokenizer_sha256(settings.target_folder if is_head else settings.model_folder)
+    # A head speaks the tokens of its target, and a model those that it was put into.
+    if settings.algorithm.reads_features:
+        return tokenizer_sha256(settings.target_folder)
+    return tokenizer_sha256(settings.target_tokenizer or settings.model_folder)
 
 
 def _build_ngram(settings: DraftSettings) -> NgramDrafter:

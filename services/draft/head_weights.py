@@ -91,6 +91,7 @@ class HeadWeights:
         """Returns the draft model that runs, and the folder's, on the same device: so that the swap
         itself is a copy within the device."""
         from services.draft.drafters.standalone import StandaloneDrafter
+        from services.draft.vocabulary import target_vocabulary
         from shared.models.loader import load_decoder
         from shared.models.weights import BESIDE_STEPS
 
@@ -105,6 +106,8 @@ class HeadWeights:
             device=running.device,
             options=self._settings.model_options,
             pace=BESIDE_STEPS,
+            vocabulary=target_vocabulary(self._settings),
+            vocab_size=running.config.vocab_size,
         )
         return running, new
 

@@ -169,7 +169,7 @@ class DraftSettings(DialingSettings):
     )
     tokenizer: Path | None = setting(
         None,
-        "folder of the tokenizer, which must equal the target's; the model's when unset",
+        "folder of the target's tokenizer, or its id on the Hub; the model's when unset",
         is_model=True,
     )
     dtype: Dtype = setting(
@@ -247,6 +247,11 @@ class DraftSettings(DialingSettings):
     def target_folder(self) -> Path:
         """Folder of the target that a draft head belongs to."""
         return self.target_model_path or DEMO_TARGET
+
+    @property
+    def target_tokenizer(self) -> Path | None:
+        """Folder of the target's tokenizer, if it is named."""
+        return self.tokenizer or self.target_model_path
 
     @property
     def given_shape(self) -> GivenShape:

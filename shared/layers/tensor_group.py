@@ -149,6 +149,10 @@ class TensorGroup:
         joined.copy_(self._gathered(part).transpose(0, 1))
         return joined.view(num_rows, self.size * num_columns)
 
+    def stacked(self, part: Tensor) -> Tensor:
+        """Returns the rows `[N, D]` of all processes one below the other, `[size * N, D]`."""
+        return self._gathered(part).flatten(0, 1)
+
     def broadcast(self, tensor: Tensor) -> None:
         """Fills `tensor` with that of rank 0."""
         dist.broadcast(tensor, 0)

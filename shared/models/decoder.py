@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -49,6 +50,8 @@ class Decoder:
         attention_backend: what computes attention.
         group: processes that share the model; V is then this one's part of the vocabulary.
         sliding_rotary: of sliding layers that have a rotation of their own.
+        token_map: `[Vd]` int64, the id of each row of lm_head, ascending; None where row and id are
+            the same. See `other_vocabulary`.
     """
 
     config: ModelConfig
@@ -60,6 +63,12 @@ class Decoder:
     attention_backend: AttentionBackend = AttentionBackend.AUTO
     group: TensorGroup | None = None
     sliding_rotary: Rotary | None = None
+    token_map: Tensor | None = None
+
+    @property
+    def num_proposed(self) -> int:
+        """Tokens that have a row in the lm_head."""
+        return self.config.vocab_size if self.token_map is None else len(self.token_map)
 
     @property
     def device(self) -> torch.device:
@@ -122,7 +131,16 @@ class Decoder:
         return torch.cat([none if each is None else each.to(torch.int32) for each in routes], 1)
 
     def logits(self, hidden_rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns `[L, V]` over all tokens for `hidden_rows` `[L, H]` of the last norm."""
+        """Returns `[L, V]` over all tokens for `hidden_rows` `[L, H]` of the last norm; -inf for
+        tokens without a row in the lm_head."""
+        own = self.own_logits(hidden_rows, dtype)
+        if self.token_map is None:
+            return own
+        logits = own.new_full((len(own), self.config.vocab_size), -math.inf)
+        return logits.index_copy_(1, self.token_map, own)
+
+    def own_logits(self, hidden_rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns `[L, Vd]` over the rows of the lm_head, those of all processes."""
         logits = self.lm_head(hidden_rows)
         if self.group is None:
             return logits.to(dtype)

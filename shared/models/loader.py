@@ -32,9 +32,11 @@ from shared.models.decoder_weights import (
 from shared.models.expert_weights import build_experts
 from shared.models.families import NormPlacement
 from shared.models.latent_weights import build_latent
+from shared.models.other_vocabulary import in_other_vocabulary
 from shared.models.shard import WHOLE, Shard
 from shared.models.weights import AT_ONCE, CopyPace, read_weights
 from shared.telemetry.start_up import start_phase
+from shared.vocabulary_map import VocabularyMap
 
 # What else stands beside next-token layers.
 MTP_PREFIXES = ("model.mtp.",)
@@ -88,6 +90,8 @@ def load_decoder(
     pace: CopyPace = AT_ONCE,
     show_progress: bool = False,
     group: TensorGroup | None = None,
+    vocabulary: VocabularyMap | None = None,
+    vocab_size: int = 0,
 ) -> Decoder:
     """Reads config and weights to `device`, cast to `dtype`.
 
@@ -95,6 +99,8 @@ def load_decoder(
         options: quantisation is that of the layers. Embedding and lm_head stay as they are: one
             is only looked up in, the other may be the same tensor, and it ranks the tokens.
         group: processes that share the model; each reads its part, see `Shard`.
+        vocabulary: of another model, whose ids this one is to speak; None keeps its own.
+        vocab_size: see `in_other_vocabulary`.
 
     Raises:
         CheckpointError: if the folder is incomplete, damaged or of another architecture; the
@@ -113,6 +119,10 @@ def load_decoder(
             show_progress=show_progress,
         )
         phase.size_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    if vocabulary is not None:
+        config = in_other_vocabulary(
+            tensors, config, vocabulary, vocab_size=vocab_size, group=group
+        )
     with start_phase("layers"):
         return build_decoder(config, tensors, device, options, group)
 
@@ -196,6 +206,7 @@ def build_decoder(
         sliding_rotary=None
         if config.sliding_rope is None
         else Rotary(config.sliding_rope, config.head_dim, device),
+        token_map=tensors.pop("token_map", None),
     )
     assert not tensors, f"weights were read but not used: {sorted(tensors)}"
     return decoder.steadied() if options.is_deterministic else decoder

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shared.errors import CheckpointError
 
-_FIXED = ("feature_spec.projection", "vocabulary.token_ids")
+_FIXED = ("feature_spec.projection", "vocabulary.token_ids", "token_map")
 # Not learnt: tables of positions, and scratch memory of products.
 _NO_WEIGHTS = frozenset({"config", "rotary", "sliding_rotary", "counters"})
 

@@ -53,18 +53,20 @@ class FusedCode:
     @property
     def _token_map(self) -> Tensor | None:
         """The target's tokens by the model's own; None where they are the same."""
-        return None
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedDecoderDraft(FusedCode, DecoderDraft):
-    """Every token of its own is the target's."""
-
     def logits(self, batch: ForwardBatch) -> Tensor:
         """See `DecoderDraft.logits`."""
         hidden = self.decoder.forward(batch, self.pool).hidden
         # The kernels read any float type.
-        return self.decoder.logits(hidden.index_select(0, batch.logit_rows), self.decoder.dtype)
+        return self.decoder.own_logits(hidden.index_select(0, batch.logit_rows), self.decoder.dtype)
+
+    @property
+    def _token_map(self) -> Tensor | None:
+        return self.decoder.token_map
 
 
 @dataclass(frozen=True, slots=True, eq=False)

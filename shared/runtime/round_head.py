@@ -211,7 +211,7 @@ class _OwnRounds:
             device=pool.device,
         )
         self._batches = RoundBatches(shape, pool.page_size)
-        self._vocab_size = model.vocab_size
+        self._id_limit = model.id_limit
         self._code = model.code(self._batches, rows)
         features = None if rows is None else rows.__getitem__
         self.catch_up = CatchUp(model, features).run
@@ -230,4 +230,4 @@ class _OwnRounds:
             return tree
         # It is laid out for the draft's own count of tokens.
         trees = torch.stack((tree.rows.token_ids, tree.rows.parents), dim=1)
-        return read_trees(trees, state, self._batches, self._vocab_size)
+        return read_trees(trees, state, self._batches, self._id_limit)

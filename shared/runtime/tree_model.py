@@ -51,6 +51,10 @@ class TreeModel(Protocol):
         """Tokens it can propose."""
 
     @property
+    def id_limit(self) -> int:
+        """Their ids are below it."""
+
+    @property
     def group(self) -> TensorGroup | None:
         """Processes that share the model and grow the same trees."""
 
@@ -101,6 +105,10 @@ class HeadModel:
         return self.head.vocabulary.size
 
     @property
+    def id_limit(self) -> int:
+        return self.head.config.vocab_size
+
+    @property
     def group(self) -> None:
         return None
 
@@ -145,6 +153,10 @@ class DecoderModel:
 
     @property
     def vocab_size(self) -> int:
+        return self.decoder.num_proposed
+
+    @property
+    def id_limit(self) -> int:
         return self.decoder.config.vocab_size
 
     @property

@@ -12,13 +12,14 @@ from services.target.__main__ import read_settings
 from services.target.engine_factory import build_engine
 from services.target.process import TargetProcess
 from shared.candidate_columns import CandidateColumns
-from shared.errors import FailedPrecondition, SettingsError
+from shared.errors import CheckpointError, SettingsError
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
 from shared.pb.outrider.types.v1 import sampling_pb2
 from shared.rpc.channel import open_channel
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.other_vocabularies import renumbered
 from tests.helpers.served import target_process
 
 
@@ -126,14 +127,14 @@ async def test_drawn_chains_are_verified(folder: Path, flag: str, rule: str) -> 
     await process.stop(grace_s=0.0)
 
 
-async def test_other_tokenizer_is_refused_at_start(folder: Path, tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, "llama", TinyShape(vocab_size=300), seed=3, with_tokenizer=True)
-    path = tmp_path / "tokenizer.json"
-    path.write_text(path.read_text().replace('"a"', '"ä"'))
-    process = _process(folder, "--speculative-draft-model-path", str(tmp_path))
-    with pytest.raises(FailedPrecondition, match="tokenizer"):
-        await process.start()
-    await process.stop(grace_s=0.0)
+def test_a_tokenizer_with_few_tokens_in_common_is_refused_at_start(
+    folder: Path, tmp_path: Path
+) -> None:
+    draft = renumbered(folder, tmp_path / "draft", range(40, 52))
+    with pytest.raises(CheckpointError, match="12 of the target's 258 tokens") as refused:
+        _process(folder, "--speculative-draft-model-path", str(draft))
+    assert str(draft) in refused.value.message
+    assert str(folder) in refused.value.message
 
 
 def test_target_that_has_stopped_does_not_break_its_draft(folder: Path) -> None:

@@ -19,12 +19,13 @@ from services.draft.training.documents import Documents
 from services.draft.training.frozen_target import FrozenTarget, HeadSizes
 from services.draft.training.head_shape import Algorithm
 from services.draft.training.heads import begin_from_target, build_head, save_head
-from shared.errors import InvalidArgument, SettingsError
+from shared.errors import CheckpointError, InvalidArgument, SettingsError
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as admin_pb
 from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as admin_grpc
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.rpc.channel import open_channel
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.other_vocabularies import renumbered
 from tests.helpers.served import Target, draft_settings, running_draft, serving_target
 
 VOCAB_SIZE = 300
@@ -70,6 +71,12 @@ def _learner(algorithm: str, head: Path, target: Path, out: Path, *flags: str) -
         ]
     )
     return LearnerProcess(settings)
+
+
+def test_a_draft_of_another_family_is_not_taught(target_folder: Path, tmp_path: Path) -> None:
+    draft = renumbered(target_folder, tmp_path / "draft", range(50, 0, -1))
+    with pytest.raises(CheckpointError, match="another tokenizer than"):
+        _learner("STANDALONE", draft, target_folder, tmp_path / "out", "--target", "127.0.0.1:1")
 
 
 @asynccontextmanager

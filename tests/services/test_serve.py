@@ -17,6 +17,7 @@ from services.serve_settings import Placement
 from shared.errors import SettingsError
 from shared.tokens import TreeShape
 from tests.helpers.checkpoints import write_byte_tokenizer
+from tests.helpers.other_vocabularies import renumber_tokenizer
 from tests.helpers.serving import free_ports
 
 ROOT = Path(__file__).parents[2]
@@ -154,6 +155,24 @@ def test_a_draft_with_another_tokenizer_is_refused_with_both_folders(tmp_path: P
     assert "the tokenizers differ" in problem
     assert str(model) in problem
     assert "demo/target" in problem
+
+
+@pytest.mark.parametrize("placement", ["remote", "embedded"])
+def test_a_draft_of_another_family_is_told_its_targets_tokenizer(
+    placement: str, tmp_path: Path
+) -> None:
+    model, draft = _model_folder(tmp_path / "model"), _model_folder(tmp_path / "draft")
+    flags = ("--model", str(model), "--draft-model", str(draft), "--placement", placement)
+    plan = _plan(*flags)
+    assert plan.drafts[0].settings.tokenizer is None, "the same tokenizer"
+    renumber_tokenizer(draft, draft, range(200, 0, -1))
+    plan = _plan(*flags)
+    [notice] = plan.notices
+    assert notice.endswith("it drafts 200 of the target's 258 tokens (77.5%)")
+    words = plan.drafts[0].arguments if placement == "remote" else plan.target_arguments
+    assert f"--tokenizer={model}" in words
+    problem = _problems(*flags, "--speculative-online-training")
+    assert "another tokenizer than its target's cannot be taught" in problem
 
 
 def test_standalone_needs_a_draft_model_for_another_model(tmp_path: Path) -> None:

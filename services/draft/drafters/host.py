@@ -20,12 +20,14 @@ class Host:
         num_tokens: of the target's cache; None where that is in another process.
         cache: of the target, which takes what the drafter may lack; None likewise.
         round_bytes: of the GPU's memory, what rounds of the target with the drafter's model take.
+        vocab_size: of the target; 0 where it is in another process.
     """
 
     decoder: Decoder | None = None
     num_tokens: int | None = None
     cache: CacheSize | None = None
     round_bytes: int = 0
+    vocab_size: int = 0
 
     def reserved_for_rounds(self, device: torch.device) -> int:
         """Returns what a model's cache leaves for rounds: at most half of what is free."""

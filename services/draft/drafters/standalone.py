@@ -66,7 +66,7 @@ class StandaloneDrafter:
             draft's distributions. Seeded by the system when left out.
         """
         self.decoder, self._pool = runner.decoder, runner.pool
-        self._vocab_size = runner.decoder.config.vocab_size
+        self._vocab_size = runner.decoder.num_proposed
         self._generator = generator or fresh_generator()
         self._max_context_tokens = max_context_tokens
         self._contexts = StandaloneContexts(
@@ -93,7 +93,7 @@ class StandaloneDrafter:
     @property
     def limits(self) -> DrafterLimits:
         return DrafterLimits(
-            vocab_size=self._vocab_size,
+            vocab_size=self.decoder.config.vocab_size,
             max_context_tokens=self._max_context_tokens,
             mapped_head=self._mapped_head,
         )

@@ -15,6 +15,7 @@ from services.draft.drafters.placement import (
 )
 from services.draft.drafters.standalone import CONTEXT_MARGIN, StandaloneDrafter
 from services.draft.settings import DraftSettings
+from services.draft.vocabulary import num_target_ids, target_vocabulary
 from services.followers import Followers
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
@@ -96,9 +97,11 @@ def build_model(
     """
     folder = settings.model_folder
     device = device_for(settings)
+    host = host or Host()
     config = ModelConfig.from_folder(folder)
     dtype = dtype_named(settings.dtype, config.dtype, device)
     context = context_for(settings, config.max_position_embeddings, margin_tokens=CONTEXT_MARGIN)
+    vocabulary = target_vocabulary(settings)
     decoder = load_decoder(
         folder,
         dtype=dtype,
@@ -106,15 +109,22 @@ def build_model(
         options=settings.model_options,
         show_progress=leader is not None or group is None,
         group=group,
+        vocabulary=vocabulary,
+        vocab_size=host.vocab_size or num_target_ids(settings.target_tokenizer or folder),
     )
+    config = decoder.config
     log.info("%s in %s on %s", folder.name, dtype, device)
+    if vocabulary is not None:
+        log.info(
+            "%s has another tokenizer than its target; it drafts %s",
+            *(folder.name, vocabulary.words()),
+        )
     log_quantisation(settings, decoder)
     layout = decoder.kv_layout(settings.page_size, dtype)
     limits = _graph_limits(settings, context)
     passes = pass_limits(settings, device, max_context_tokens=context)
     reserved_bytes = 0 if limits is None else graph_memory_bytes(config, limits, dtype)
     reserved_bytes += reserved_for_model(settings, config, dtype, passes)
-    host = host or Host()
     reserved_bytes += host.reserved_for_rounds(device)
     pool, leases = allocate_kv(
         settings,

@@ -31,6 +31,7 @@ from services.draft.learner.traffic import Example, Retention, Traffic
 from services.draft.training.documents import Documents
 from services.draft.training.frozen_target import FrozenTarget
 from services.draft.worker import WorkerIdentity
+from shared.errors import CheckpointError
 from shared.hub import shown_name
 from shared.kernels.linear import LinearWeight
 from shared.layers.linear import Linear
@@ -46,6 +47,7 @@ from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as pb_grpc
 from shared.rpc.channel import open_channel
 from shared.rpc.status import error_from_rpc
 from shared.runtime.device import device_named, dtype_named
+from shared.vocabulary_map import read_vocabulary_map
 
 _PREFIX = "outrider_learner"
 _PUBLISH_TIMEOUT_S = 120.0
@@ -235,6 +237,11 @@ def _student(
 ) -> Student:
     folder = settings.model_folder
     if settings.speculative_algorithm is Algorithm.STANDALONE:
+        if read_vocabulary_map(folder, settings.target_folder) is not None:
+            raise CheckpointError(
+                f"{folder} has another tokenizer than {settings.target_folder}; a draft is taught "
+                f"by its target's distributions, which are over the target's tokens"
+            )
         return ModelStudent(folder, ends, teaching, num_target_layers=num_target_layers)
     return HeadStudent(folder, ends, teaching)
 

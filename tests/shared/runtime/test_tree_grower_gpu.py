@@ -16,6 +16,7 @@ from shared.models.heads.head import DraftHead
 from shared.models.loader import load_decoder
 from shared.runtime import tree_pass
 from shared.tokens import TreeShape
+from shared.vocabulary_map import VocabularyMap
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.drafting import (
     GREEDY,
@@ -48,6 +49,20 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=num_layers, max_position_embeddings=128)
     folder = write_checkpoint(tmp_path_factory.mktemp("draft"), shape=shape)
     return load_decoder(folder, dtype=torch.float32, device=kernel_device())
+
+
+@pytest.fixture(scope="module")
+def other_decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    """A model of another family, which has half of its target's tokens."""
+    shape = TinyShape(vocab_size=40, num_layers=1, max_position_embeddings=128)
+    folder = write_checkpoint(tmp_path_factory.mktemp("other"), shape=shape)
+    draw = random.Random(2)
+    draft_ids = draw.sample(range(40), VOCAB_SIZE // 2)
+    target_ids = sorted(draw.sample(range(VOCAB_SIZE), VOCAB_SIZE // 2))
+    known = dict(zip(target_ids, draft_ids, strict=True))
+    pieces = tuple((known.get(token_id, draft_ids[0]),) for token_id in range(VOCAB_SIZE))
+    vocabulary = VocabularyMap(pieces, tuple(draft_ids), tuple(target_ids), VOCAB_SIZE)
+    return load_decoder(folder, dtype=torch.float32, device=kernel_device(), vocabulary=vocabulary)
 
 
 def _twins(head: DraftHead) -> TwinDrafters:
@@ -98,6 +113,29 @@ def test_a_language_models_trees_are_those_grown_level_by_level(
     num_rounds = 2 if IS_INTERPRETING else 3
     assert twins.rounds(shape, num_rounds, draw, *batch) > 0
     assert twins.grower.num_sequences == num_rounds * len(batch)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(shape, marks=pytest.mark.interpreter if shape == SHAPES[1] else ())
+        for shape in SHAPES
+    ],
+    ids=str,
+)
+def test_a_model_of_another_family_grows_trees_of_the_targets_tokens(
+    other_decoder: Decoder, shape: TreeShape
+) -> None:
+    draw = random.Random(str(shape))
+    twins = TwinDrafters.of_decoder(other_decoder, has_graphs=not IS_INTERPRETING)
+    batch = [
+        draft_sequence(text(draw, length), sampling, number)
+        for number, (length, sampling) in enumerate([(8, SAMPLED), (5, GREEDY)])
+    ]
+    twins.open(*batch)
+    known = set(other_decoder.token_map.tolist())  # type: ignore[union-attr]
+    assert all(set(tree.token_ids) <= known for tree in twins.trees(shape, *batch))
+    assert twins.rounds(shape, 1, draw, *batch) > 0
 
 
 @pytest.mark.parametrize(
