@@ -80,6 +80,7 @@ class Choice:
         self.begun_s = self.started_s = self.ended_s = time.perf_counter()
         self.first_s: float | None = None
         self._options = options
+        self._hidden_ids = options.hidden_token_ids
         output = options.output
         self._parser = None if output is None else OutputParser(output.format(), output.new_call_id)
         self._detokenizer = Detokenizer(
@@ -154,7 +155,8 @@ class Choice:
             self._push_token_wise(delta)
             return
         token_ids = delta.token_ids
-        self._texts.append(self._detokenizer.push(self._shown(token_ids)))
+        shown = self._shown(token_ids) if token_ids[-1] in self._hidden_ids else token_ids
+        self._texts.append(self._detokenizer.push(shown))
         self._token_ids += token_ids
         self.num_output_tokens += len(token_ids)
         self.num_accepted += delta.num_accepted
@@ -259,7 +261,7 @@ class Choice:
 
     def _shown(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Leaves out the token that ended generation; it can only be the last one."""
-        if token_ids and token_ids[-1] in self._options.hidden_token_ids:
+        if token_ids and token_ids[-1] in self._hidden_ids:
             return token_ids[:-1]
         return token_ids
 

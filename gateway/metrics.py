@@ -297,10 +297,8 @@ class RequestRecord:
             self.num_first_tokens = num_tokens
             assert self._span is not None, "begun before its first token"
             self._span.event("first_token")
-        vllm, figures = self._metrics.vllm, self._figures[choice.index]
-        vllm.tokens(figures, num_tokens, now_s)
-        if delta.num_drafted:
-            vllm.verified(figures, delta.num_drafted, delta.num_accepted)
+        figures = self._figures[choice.index]
+        self._metrics.vllm.tokens(figures, num_tokens, now_s, delta.num_drafted, delta.num_accepted)
 
     def end(self, choices: Sequence[Choice], error: BaseException | None) -> None:
         """Called after the last byte, or when the client is gone."""

@@ -57,12 +57,13 @@ class RoutedGeneration:
 
     def receive(self, event: Event) -> None:
         """Takes an event from the link, or from the pool that gave up."""
-        if isinstance(event, Failed) and event.may_retry and not self._has_started:
-            self._placed = None
-            self._pool.place_again(self, event.error)
-            return
-        self._has_started = True
-        self._is_over = not isinstance(event, (Delta, Started, PromptScored))
+        if not isinstance(event, Delta):  # of which there is one every step
+            if isinstance(event, Failed) and event.may_retry and not self._has_started:
+                self._placed = None
+                self._pool.place_again(self, event.error)
+                return
+            self._has_started = True
+            self._is_over = not isinstance(event, (Started, PromptScored))
         self._deliver(event)
 
     def cancel(self) -> None:

@@ -148,7 +148,7 @@ def _event(message: pb.SessionEvent) -> Event | None:
     """Returns the event; None for a kind that a newer target may send."""
     response = message.response
     kind = response.WhichOneof("event")
-    if kind == "delta":
+    if kind == "delta" and response.delta.token_ids:
         return _delta(response.delta)
     if kind == "started":
         return Started(response.started.cached_token_count)

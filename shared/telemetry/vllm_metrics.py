@@ -108,7 +108,10 @@ class _Model:
             name: StepHistogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()
         }
     )
-    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_COUNTERS, 0))
+    num_prompt: int = 0
+    num_cached: int = 0
+    num_generated: int = 0
+    num_drafted: int = 0
     accepted_lengths: Counter[int] = field(default_factory=Counter)
     ended: Counter[str] = field(default_factory=Counter)
     num_running: int = 0
@@ -117,6 +120,20 @@ class _Model:
 
     def __post_init__(self) -> None:
         self.gaps = self.histograms["inter_token_latency_seconds"]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The counters by name."""
+        lengths = dict(self.accepted_lengths)
+        return {
+            "prompt_tokens": self.num_prompt,
+            "generation_tokens": self.num_generated,
+            "prefix_cache_queries": self.num_prompt,
+            "prefix_cache_hits": self.num_cached,
+            "spec_decode_num_drafts": sum(lengths.values()),
+            "spec_decode_num_draft_tokens": self.num_drafted,
+            "spec_decode_num_accepted_tokens": sum(n * times for n, times in lengths.items()),
+        }
 
 
 @dataclass(slots=True)
@@ -165,10 +182,21 @@ class VllmMetrics(Collector):
         figures.num_waiting -= 1
         figures.num_running += 1
         figures.histograms["request_queue_time_seconds"].observe(now_s - request.begin_s)
-        figures.counts["prefix_cache_hits"] += num_cached
+        figures.num_cached += num_cached
 
-    def tokens(self, request: RequestFigures, num_tokens: int, now_s: float) -> None:
-        """A step brought it tokens."""
+    def tokens(
+        self,
+        request: RequestFigures,
+        num_tokens: int,
+        now_s: float,
+        num_drafted: int = 0,
+        num_accepted: int = 0,
+    ) -> None:
+        """A step brought it tokens.
+
+        Args:
+            num_drafted: draft tokens verified in the step; 0 where it ran without a tree.
+        """
         figures = request.model
         if request.first_s is None:
             request.first_s = now_s
@@ -178,15 +206,10 @@ class VllmMetrics(Collector):
             figures.gaps.observe((now_s - request.last_s) / num_tokens, num_tokens)
         request.last_s = now_s
         request.num_tokens += num_tokens
-        figures.counts["generation_tokens"] += num_tokens
-
-    def verified(self, request: RequestFigures, num_drafted: int, num_accepted: int) -> None:
-        """A step verified a tree."""
-        counts = request.model.counts
-        counts["spec_decode_num_drafts"] += 1
-        counts["spec_decode_num_draft_tokens"] += num_drafted
-        counts["spec_decode_num_accepted_tokens"] += num_accepted
-        request.model.accepted_lengths[num_accepted] += 1
+        figures.num_generated += num_tokens
+        if num_drafted:
+            figures.num_drafted += num_drafted
+            figures.accepted_lengths[num_accepted] += 1
 
     def end(self, request: RequestFigures, num_prompt: int, reason: str) -> None:
         """It ended, for this reason: `stop`, `length`, `abort` or `error`."""
@@ -195,8 +218,7 @@ class VllmMetrics(Collector):
             figures.num_waiting -= 1
         else:
             figures.num_running -= 1
-            figures.counts["prompt_tokens"] += num_prompt
-            figures.counts["prefix_cache_queries"] += num_prompt
+            figures.num_prompt += num_prompt
         figures.ended[reason] += 1
         if request.first_s is None or reason not in ("stop", "length"):
             return

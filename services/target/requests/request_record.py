@@ -72,11 +72,11 @@ class RequestRecord:
         if isinstance(event, Delta):
             if self._figures.first_s is None:
                 self._span.event("first_token")
-            metrics.tokens(self._figures, len(event.token_ids), now_s)
-            if event.num_drafted:
-                metrics.verified(self._figures, event.num_drafted, event.num_accepted)
-                self._num_drafted += event.num_drafted
-                self._num_accepted += event.num_accepted
+            num_drafted, num_accepted = event.num_drafted, event.num_accepted
+            num_tokens = len(event.token_ids)
+            metrics.tokens(self._figures, num_tokens, now_s, num_drafted, num_accepted)
+            self._num_drafted += num_drafted
+            self._num_accepted += num_accepted
         elif isinstance(event, Started):
             self._span.event("started")
             self._num_cached = event.num_cached_tokens

@@ -37,8 +37,7 @@ def test_a_request_is_timed_from_its_arrival_to_its_last_token() -> None:
     request = metrics.begin("m", 10.0)
     metrics.start(request, 4, 10.5)
     metrics.tokens(request, 1, 11.0)
-    metrics.tokens(request, 3, 11.3)
-    metrics.verified(request, 5, 2)
+    metrics.tokens(request, 3, 11.3, 5, 2)
     metrics.tokens(request, 1, 11.4)
     assert _scrape(metrics)["vllm:num_requests_running"] == 1
     metrics.end(request, 8, "stop")
