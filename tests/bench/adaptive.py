@@ -175,7 +175,7 @@ class Comparison:
     @property
     def over_best(self) -> float:
         """Tokens a second after the learning, over those of the best of plain and pinned."""
-        return self._late(self.adaptive) / max(self._late(self.plain), *self.late_pinned.values())
+        return self._late(self.adaptive) / max([self._late(self.plain), *self.late_pinned.values()])
 
     @property
     def late_pinned(self) -> dict[int, float]:

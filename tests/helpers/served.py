@@ -68,7 +68,7 @@ class Target:
         """Waits until that many drafts are attached."""
         async with asyncio.timeout(100):
             while await self.num_attached() != count:
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.02)  # to leave the cores to a process that starts
 
     async def num_attached(self) -> int:
         request = admin_service_pb2.ListAttachmentsRequest()

@@ -99,7 +99,12 @@ def followed(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[int]:
     return done
 
 
-@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize(
+    ("folders", "is_late"),
+    [(False, True), (True, False)],
+    indirect=["folders"],
+    ids=["untied, late", "tied"],
+)
 async def test_a_draft_elsewhere_drafts_as_one_of_the_new_weights(
     is_late: bool, folders: tuple[Path, Path], head: Path, followed: asyncio.Queue[int]
 ) -> None:
@@ -125,6 +130,7 @@ async def test_a_draft_elsewhere_drafts_as_one_of_the_new_weights(
             assert await _tree(draft) != of_new
 
 
+@pytest.mark.parametrize("folders", [True], indirect=True)
 async def test_a_draft_that_is_not_told_is_found_out(
     folders: tuple[Path, Path], head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

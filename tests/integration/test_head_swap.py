@@ -62,6 +62,9 @@ def _write(folder: Path, kind: str, seed: int) -> Path:
     return folder
 
 
+PLACED = [("EAGLE", "remote"), ("EAGLE3", "embedded")]
+
+
 @pytest.fixture(params=["EAGLE", "EAGLE3"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -126,7 +129,7 @@ async def _outputs(
     return [tokens for tokens, _ in results], sum(count for _, count in results)
 
 
-@pytest.mark.parametrize("placement", ["remote", "embedded"])
+@pytest.mark.parametrize(("kind", "placement"), PLACED, indirect=["kind"])
 async def test_swaps_under_load_lose_no_token(
     target: Path, heads: tuple[Path, Path], kind: str, placement: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -165,7 +168,7 @@ async def test_swaps_under_load_lose_no_token(
         assert statistics.median(pauses_s) <= statistics.median(rounds_s)
 
 
-@pytest.mark.parametrize("placement", ["remote", "embedded"])
+@pytest.mark.parametrize(("kind", "placement"), PLACED, indirect=["kind"])
 async def test_requests_run_while_weights_are_read(
     target: Path, heads: tuple[Path, Path], kind: str, placement: str,
     monkeypatch: pytest.MonkeyPatch,

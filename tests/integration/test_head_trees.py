@@ -170,8 +170,11 @@ def test_a_prompt_from_the_prefix_cache_is_drafted_for_as_a_new_one_is(
     assert _check(drafter, tiny) >= 6
 
 
-@pytest.mark.parametrize("in_passes", [False, True], ids=["by level", "in passes"])
-@pytest.mark.parametrize("seed", [None, 7], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("in_passes", "seed"),
+    [(False, 7), (True, None)],
+    ids=["by level, sampled", "in passes, greedy"],
+)
 def test_drafting_ahead_from_recurrent_states_changes_nothing(
     tiny: TinyHead,
     seed: int | None,

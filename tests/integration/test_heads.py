@@ -128,10 +128,15 @@ async def _assert_nothing_changes(stub: pb_grpc.TargetServiceStub) -> None:
         assert num_verified > 0
 
 
-@pytest.mark.parametrize("placement", ["remote", "embedded"])
 @pytest.mark.parametrize(
-    "kind",
-    [f"{kind}{when}" for when in ("", AHEAD) for kind in ("EAGLE", "EAGLE3", "MTP", "DFLASH")],
+    ("kind", "placement"),
+    [
+        # Each kind in both placements and both ways, of the four pairs of those two.
+        *(("EAGLE", "remote"), (f"EAGLE{AHEAD}", "embedded")),
+        *(("EAGLE3", "embedded"), (f"EAGLE3{AHEAD}", "remote")),
+        *(("MTP", "remote"), (f"MTP{AHEAD}", "embedded")),
+        *(("DFLASH", "embedded"), (f"DFLASH{AHEAD}", "remote")),
+    ],
 )
 async def test_head_drafts_and_changes_nothing(
     folders: dict[str, Path], kind: str, placement: str

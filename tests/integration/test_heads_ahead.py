@@ -133,7 +133,7 @@ def _spread(cases: Sequence[Case], count: int) -> list[tuple[str, Case]]:
     ]
 
 
-@pytest.mark.parametrize(("head", "case"), _spread(CASES, 3), indirect=["head"], ids=str)
+@pytest.mark.parametrize(("head", "case"), _spread(CASES, 2), indirect=["head"], ids=str)
 def test_verdicts_that_were_foreseen_are_verified_at_once_and_change_nothing(
     head: Head, case: tuple[str, TreeShape, bool]
 ) -> None:
@@ -151,7 +151,7 @@ def test_verdicts_that_were_foreseen_are_verified_at_once_and_change_nothing(
     assert any(each.round_shape is not None for each in reports) == selects
 
 
-@pytest.mark.parametrize(("head", "case"), _spread(LOSSES, 2), indirect=["head"], ids=str)
+@pytest.mark.parametrize(("head", "case"), _spread(LOSSES, 1), indirect=["head"], ids=str)
 def test_delays_losses_repetitions_and_reconnects_change_nothing(
     head: Head, case: tuple[int, bool]
 ) -> None:

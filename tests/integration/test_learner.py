@@ -40,7 +40,7 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=["EAGLE", "EAGLE3", "MTP", "STANDALONE"])
+@pytest.fixture(params=["EAGLE3", "MTP", "STANDALONE"])
 def algorithm(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

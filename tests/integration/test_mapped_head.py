@@ -25,8 +25,6 @@ DRAFTS = {
     "a head's trees": ("EAGLE3", "3", "2", "6"),
     "a model's chains": ("STANDALONE", "3", "1", "4"),
 }
-RESTARTED = "a head's trees"
-_POLL_S = 0.2
 
 
 class _Rounds:
@@ -84,7 +82,7 @@ async def _until_rounds(target: Target, rounds: _Rounds) -> None:
     before = rounds.num_verified
     while rounds.num_verified == before:
         await _answer(target, _request(QUESTIONS[1], 8, 0.0))
-        await asyncio.sleep(_POLL_S)  # the head's process shall have the processor
+        await asyncio.sleep(0.05)  # to leave the cores to a process that starts
 
 
 @pytest.mark.timeout(300)  # two processes load torch, on cores that other tests use
@@ -100,11 +98,11 @@ async def test_answers_are_those_of_plain_steps(draft: str) -> None:
         device_rounds=DeviceRoundsChoice.ON,
     ) as target:
         asked = [(question, t) for question in QUESTIONS for t in (0.0, 0.8)]
-        plain = [await _answer(target, _request(q, 32, t, disabled=True)) for q, t in asked]
+        plain = [await _answer(target, _request(q, 36, t, disabled=True)) for q, t in asked]
         async with _head(target, draft) as process:
             await _until_rounds(target, rounds)
             rounds.num_verified = rounds.num_accepted = 0
-            answers = await asyncio.gather(*(_answer(target, _request(q, 32, t)) for q, t in asked))
+            answers = await asyncio.gather(*(_answer(target, _request(q, 36, t)) for q, t in asked))
             assert answers == plain
             # The head reads what the target wrote: without it hardly a token would be accepted.
             assert rounds.num_accepted > 0.4 * rounds.num_verified
@@ -116,6 +114,5 @@ async def test_answers_are_those_of_plain_steps(draft: str) -> None:
             alone = await late
         assert alone == await _answer(target, _request(QUESTIONS[0], 200, 0.0, disabled=True))
         await target.until_attached(0)
-        if draft == RESTARTED:
-            async with _head(target, draft):
-                await _until_rounds(target, rounds)
+        async with _head(target, draft):
+            await _until_rounds(target, rounds)

@@ -258,8 +258,14 @@ def _assert_follows(found: Counter[tuple[int, ...]], distribution: Outputs) -> N
     assert min(_position_p_values(found, distribution)) > 1e-3
 
 
-@pytest.mark.parametrize("mode", RULES)
-@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [
+        # Those of the controls below are "top-k" by both rules, too.
+        *((rule, "everything") for rule in RULES),
+        (VerificationMode.BLOCK, "top-k"),
+    ],
+)
 def test_output_follows_the_targets_distribution(
     decoder: Decoder,
     near: Decoder,

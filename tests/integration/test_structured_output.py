@@ -92,11 +92,11 @@ def _check(value: Any) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("temperature", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", [0.0, 2.0])
 async def test_json_parses_validates_and_is_the_same_without_speculation(
     client: httpx.AsyncClient, temperature: float
 ) -> None:
-    body = {**JSON_CHAT, "temperature": temperature, "seed": 5, "n": 3}
+    body = {**JSON_CHAT, "temperature": temperature, "seed": 5, "n": 2}
     drafted = (await client.post("/v1/chat/completions", json=body)).json()
     plain = {**body, "speculation": {"disable": True}}
     undrafted = (await client.post("/v1/chat/completions", json=plain)).json()
@@ -105,7 +105,7 @@ async def test_json_parses_validates_and_is_the_same_without_speculation(
     assert {each["finish_reason"] for each in drafted["choices"]} == {"stop"}
     for text in texts:
         _check(json.loads(text))
-    assert len(set(texts)) == (1 if temperature == 0.0 else 3)
+    assert len(set(texts)) == (1 if temperature == 0.0 else 2)
     assert drafted["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
     assert undrafted["metrics"]["speculative_decoding"] is None
 

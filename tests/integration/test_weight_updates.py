@@ -93,7 +93,6 @@ def _disk(folder: Path) -> admin_pb.UpdateWeightsRequest:
     ("rounds", "pause"),
     [
         ("on", None),
-        ("on", admin_pb.PAUSE_MODE_RETRACT),
         ("off", admin_pb.PAUSE_MODE_RETRACT),
     ],
 )

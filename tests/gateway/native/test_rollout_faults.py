@@ -7,7 +7,6 @@ import asyncio
 import base64
 import datetime
 import multiprocessing
-import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from services.target.weight_stager import WeightStager
 from shared.models import weight_update
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.rollout_server import Server, rollout_server
+from tests.helpers.serving import free_ports
 
 Tensors = dict[str, torch.Tensor]
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -199,9 +199,7 @@ async def test_what_a_group_sends_does_not_fit_and_then_its_rank_dies(
     good = load_file(new / "model.safetensors")
     odd, norm = good[Q][:-1].contiguous(), good[NORM]
     torch.save([odd, good[Q], norm, norm], tmp_path / "sent.pt")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = int(listener.getsockname()[1])
+    port = next(free_ports(1))
     trainer = multiprocessing.get_context("spawn").Process(
         target=_broadcast, args=(port, tmp_path / "sent.pt")
     )

@@ -101,8 +101,7 @@ def _serve(
     return run(engine, [asked, other])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("has_fallback", [False, True])
+@pytest.mark.parametrize(("temperature", "has_fallback"), [(0.0, True), (1.0, False)])
 def test_the_output_is_that_without_a_prediction(
     decoder: Decoder, temperature: float, has_fallback: bool
 ) -> None:

@@ -192,8 +192,9 @@ def test_tiles_equal_those_of_plain_torch(num_pairs: int, num_rows: int) -> None
 
 @pytest.mark.gpu
 @pytest.mark.interpreter
-@pytest.mark.parametrize("num_pairs", [1, 16, 17, 128])
-@pytest.mark.parametrize("num_chosen", [1, 3, 40])
+@pytest.mark.parametrize(
+    ("num_chosen", "num_pairs"), [(1, 1), (40, 16), (1, 17), (3, 17), (3, 64), (40, 64)]
+)
 def test_programs_find_the_pairs_that_tiles_would_hold(num_pairs: int, num_chosen: int) -> None:
     # Experts that many pairs share take several tiles; 40 is none.
     weight = ExpertWeight.of(_random(40, 48, 40))

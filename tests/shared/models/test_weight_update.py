@@ -45,8 +45,9 @@ def _stage(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_read_in_place_is_the_one_a_start_loads(family: str, tmp_path: Path) -> None:
-    for quantisation in (Quantisation.UNQUANT, Quantisation.INT8):
-        check_reading(family, quantisation, tmp_path, CPU)
+    check_reading(family, Quantisation.UNQUANT, tmp_path, CPU)
+    if family in ("llama", "qwen3_moe"):
+        check_reading(family, Quantisation.INT8, tmp_path, CPU)
 
 
 def check_reading(

@@ -32,7 +32,7 @@ def answers(decoder: Decoder) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def short_answers(decoder: Decoder) -> list[list[int]]:
     """Few tokens, since Triton's interpreter takes its time."""
-    return plain_answers(decoder, PROMPTS, SAMPLINGS, 14)
+    return plain_answers(decoder, PROMPTS, SAMPLINGS, 10)
 
 
 def _rounds(decoder: Decoder, answers: Sequence[Sequence[int]], count: int = 4) -> SelectedRounds:

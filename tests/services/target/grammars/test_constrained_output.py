@@ -254,7 +254,7 @@ def test_distribution_is_the_models_own_given_that_the_output_matches_so_far(
     assert math.isclose(sum(distribution.values()), 1.0, abs_tol=1e-5)
     assert len(distribution) >= 16
     counts: Counter[tuple[int, ...]] = Counter()
-    num_outputs, size = 2000, 250
+    num_outputs, size = 1000, 250
     for start in range(0, num_outputs, size):
         engine = _engine(decoder, mode=mode, max_running=64)
         ScriptedDraft(engine, random_trees(start, max_nodes=10)).attach()
@@ -268,7 +268,8 @@ def test_distribution_is_the_models_own_given_that_the_output_matches_so_far(
             counts.update(tuple(collector.token_ids(key)) for key in range(len(asked)))
     assert set(counts) <= set(distribution)
     assert _chi_square(counts, distribution) < _bound(len(distribution))
-    # The control: the same counts do not fit a distribution that is off by a tenth.
+    # The control: the same counts do not fit a distribution that is off by three tenths. Its
+    # chi-square is about 100 larger, the bound about 30.
     skewed = {
         output: p * (1.3 if i % 2 else 0.7) for i, (output, p) in enumerate(distribution.items())
     }

@@ -94,8 +94,9 @@ def test_rounds_are_selected_while_a_shape_is_chosen(decoder: Decoder, sampling:
 
 
 @pytest.mark.parametrize("selects", [True, False], ids=["lanes", "planned"])
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("sampling", "seed"), [("greedy", 0), ("greedy", 3), ("sampled", 2), ("sampled", 5)]
+)
 def test_any_choice_at_any_turn_changes_no_token(
     decoder: Decoder, sampling: str, seed: int, *, selects: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ TREE, NARROW, CHAIN = TreeShape(1, 16, 17), TreeShape(1, 8, 9), TreeShape(2, 1, 
 OTHER_TREES = {NARROW: 8, CHAIN: 8}
 NUM_TOKENS = 140
 PLAIN_S = 0.01
+MOST_REQUESTS = 7
 
 
 @dataclass(frozen=True)
@@ -114,22 +115,24 @@ def _setup(
     return Setup(engine, clock, reports)
 
 
-def _requests(count: int, *, first: int = 0) -> list[GenerationRequest]:
+def _requests(count: int) -> list[GenerationRequest]:
     stop = StopParams(NUM_TOKENS, ignore_eos=True)
     return [
         request([1 + key, 2, 3], SamplingParams(temperature=0.7 * (key % 2), seed=key), stop)
-        for key in range(first, first + count)
+        for key in range(count)
     ]
 
 
-def _plain(pair: Pair, requests: list[GenerationRequest]) -> list[list[int]]:
+@pytest.fixture(scope="module")
+def plain(pair: Pair) -> list[list[int]]:
+    """What plain decoding makes of the most requests that a test has at a time."""
+    requests = _requests(MOST_REQUESTS)
     collector = run_plain(pair.decoder, requests)
-    return [collector.token_ids(key) for key in range(len(requests))]
+    return [collector.token_ids(key) for key in range(MOST_REQUESTS)]
 
 
-def _assert_plain_output(pair: Pair, found: TimedRun, requests: list[GenerationRequest]) -> None:
-    tokens = [found.collector.token_ids(key) for key in range(len(requests))]
-    assert tokens == _plain(pair, requests)
+def _assert_plain_output(plain: list[list[int]], found: TimedRun, count: int) -> None:
+    assert [found.collector.token_ids(key) for key in range(count)] == plain[:count]
 
 
 def _usual(setup: Setup) -> TreeShape | None:
@@ -144,32 +147,31 @@ def _usual(setup: Setup) -> TreeShape | None:
 )
 def test_it_chooses_what_pays_and_changes_no_token(
     pair: Pair,
+    plain: list[list[int]],
     costs: Costs,
     wanted: TreeShape | None,
     count: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     setup = _setup(pair, costs, monkeypatch)
-    requests = _requests(count)
     for _ in range(2):
-        _assert_plain_output(pair, setup.serve(requests), requests)
+        _assert_plain_output(plain, setup.serve(_requests(count)), count)
     assert _usual(setup) == wanted
 
 
 def test_plain_steps_where_rounds_lose_and_trees_where_they_win(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One engine, alone and with seven at a time, in turn."""
     setup = _setup(pair, CHEAP_ALONE, monkeypatch)
     for count, is_plain in ((1, False), (7, True), (1, False)):
         for _ in range(2):
-            requests = _requests(count)
-            _assert_plain_output(pair, setup.serve(requests), requests)
+            _assert_plain_output(plain, setup.serve(_requests(count)), count)
         assert (_usual(setup) is None) == is_plain
 
 
 def test_it_is_no_slower_than_plain_where_rounds_lose_and_faster_where_they_win(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def duration_s(
         costs: Costs, wanted: TreeShape | None, *, lends: bool = True, is_pinned: bool = False
@@ -177,10 +179,9 @@ def test_it_is_no_slower_than_plain_where_rounds_lose_and_faster_where_they_win(
         """Of the second time that the same requests are served."""
         with monkeypatch.context() as patch:
             setup = _setup(pair, costs, patch, lends=lends, is_pinned=is_pinned)
-            requests = _requests(4)
             for _ in range(2):
-                found = setup.serve(requests)
-                _assert_plain_output(pair, found, requests)
+                found = setup.serve(_requests(4))
+                _assert_plain_output(plain, found, 4)
             assert _usual(setup) == wanted
             return found.duration_s
 
@@ -191,22 +192,23 @@ def test_it_is_no_slower_than_plain_where_rounds_lose_and_faster_where_they_win(
     assert duration_s(DEAR, TREE, is_pinned=True) > 2.0 * plain_s
 
 
-def test_a_pinned_shape_is_left_alone(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pinned_shape_is_left_alone(
+    pair: Pair, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     setup = _setup(pair, DEAR, monkeypatch, is_pinned=True)
-    requests = _requests(2)
-    _assert_plain_output(pair, setup.serve(requests), requests)
+    _assert_plain_output(plain, setup.serve(_requests(2)), 2)
     assert set(setup.shapes) == {TREE}
 
 
 def test_requests_that_pin_or_disable_go_the_general_path(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setup = _setup(pair, CHEAP, monkeypatch)
     for other in (
         replace(_requests(1)[0], num_draft_steps=2),
         replace(_requests(1)[0], speculation_disabled=True),
     ):
-        _assert_plain_output(pair, setup.serve([other]), [other])
+        _assert_plain_output(plain, setup.serve([other]), 1)
         assert set(setup.shapes) == {None}
 
 
@@ -242,7 +244,10 @@ def test_the_decision_is_told(
 
 
 def test_a_shape_without_memory_gives_way_to_others(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    pair: Pair,
+    plain: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     setup = _setup(pair, CHEAP, monkeypatch)
     launch = RoundRunner.launch
@@ -253,12 +258,10 @@ def test_a_shape_without_memory_gives_way_to_others(
         launch(runner)
 
     monkeypatch.setattr(RoundRunner, "launch", launch_narrow)
-    requests = _requests(3)
     for _ in range(2):
-        _assert_plain_output(pair, setup.serve(requests), requests)
+        _assert_plain_output(plain, setup.serve(_requests(3)), 3)
     assert _usual(setup) == NARROW
     assert "no memory for rounds of 3 sequences with trees of 1 steps, 16 wide" in caplog.text
-    alone = _requests(1)
     for _ in range(2):
-        _assert_plain_output(pair, setup.serve(alone), alone)
+        _assert_plain_output(plain, setup.serve(_requests(1)), 1)
     assert _usual(setup) == TREE

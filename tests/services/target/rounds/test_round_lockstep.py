@@ -51,7 +51,7 @@ def _plain(cut: CutTarget, requests: list[GenerationRequest]) -> Collector:
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_output_is_that_of_plain_decoding(cut: CutTarget, name: str) -> None:
-    requests = [request(prompt, SAMPLINGS[name], StopParams(40)) for prompt in PROMPTS]
+    requests = [request(prompt, SAMPLINGS[name], StopParams(24)) for prompt in PROMPTS]
     reports: list[StepReport] = []
     engine, collector = cut.drafted(reports.append), Collector()
     for key, each in enumerate(requests):
