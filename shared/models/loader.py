@@ -234,7 +234,7 @@ def build_layer(
         attention_norm=norm("attention_norm", has_input_norm),
         attention=build(config, tensors, shape, layer, quantisation, group),
         mlp_norm=norm("mlp_norm", has_input_norm),
-        mlp=_feed_forward(config, tensors, prefix, quantisation, group),
+        mlp=_feed_forward(config, tensors, prefix, layer, quantisation, group),
         attention_output_norm=norm("attention_output_norm", has_output_norm),
         mlp_output_norm=norm("mlp_output_norm", has_output_norm),
     )
@@ -244,13 +244,22 @@ def _feed_forward(
     config: ModelConfig,
     tensors: dict[str, Tensor],
     prefix: str,
+    layer: int,
     quantisation: Quantisation,
     group: TensorGroup | None,
 ) -> FeedForward:
+    limit, expert_limit = config.layer_limits(layer)
     if f"{prefix}router.weight" in tensors:
         assert config.experts is not None
         return build_experts(
-            config.experts, tensors, prefix, config.activation, quantisation, group
+            config.experts,
+            tensors,
+            prefix,
+            config.activation,
+            quantisation,
+            group,
+            limit=expert_limit,
+            shared_limit=limit,
         )
     gate_up, bias = (tensors.pop(f"{prefix}gate_up.{name}", None) for name in ("weight", "bias"))
     down, down_bias = (tensors.pop(f"{prefix}down.{name}", None) for name in ("weight", "bias"))
@@ -264,6 +273,7 @@ def _feed_forward(
         Linear.of(gate_up, bias, quantisation),
         Linear.of(down, down_bias, quantisation, group),
         config.activation,
+        limit,
     )
 
 
@@ -289,6 +299,7 @@ def _attention(
 ) -> Attention:
     prefix, eps = f"layers.{layer}.", config.rms_norm_eps
     qk_norm = joint_norms = None
+    gate = tensors.pop(f"{prefix}head_gate.weight", None)
     if config.has_qk_norm:
         own = norm_from(config, tensors, f"{prefix}qk_norm")
         qk_norm = RmsNorm(own.weight.view(-1, config.head_dim), eps)
@@ -311,6 +322,7 @@ def _attention(
         joint_norms=joint_norms,
         sinks=tensors.pop(f"{prefix}sinks", None),
         narrow=_narrow(config, layer),
+        head_gate=Linear.of(gate) if gate is not None else None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,18 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Step3p7Config,
+    Step3p7ForConditionalGeneration,
 )
 
-FAMILY_CLASSES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
+
+def _step_config(**text: Any) -> PretrainedConfig:
+    """Step-3.5's text model is there as a part of Step-3.7 alone."""
+    vision = {"width": 8, "layers": 1, "heads": 2, "image_size": 28}
+    return Step3p7Config(text_config=text | {"pad_token_id": 0}, vision_config=vision)
+
+
+FAMILY_CLASSES: dict[str, tuple[Callable[..., PretrainedConfig], type[PreTrainedModel]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -59,6 +69,7 @@ FAMILY_CLASSES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] 
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "mimo_v2_flash": (MiMoV2FlashConfig, MiMoV2FlashForCausalLM),
+    "step3p5": (_step_config, Step3p7ForConditionalGeneration),
     "llama4": (Llama4TextConfig, Llama4ForCausalLM),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
