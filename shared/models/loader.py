@@ -32,7 +32,7 @@ from shared.models.decoder_weights import (
 from shared.models.expert_weights import build_experts
 from shared.models.families import NormPlacement
 from shared.models.latent_weights import build_latent
-from shared.models.other_vocabulary import in_other_vocabulary
+from shared.models.other_vocabulary import in_other_vocabulary, with_ids
 from shared.models.shard import WHOLE, Shard
 from shared.models.weights import AT_ONCE, CopyPace, read_weights
 from shared.telemetry.start_up import start_phase
@@ -100,7 +100,8 @@ def load_decoder(
             is only looked up in, the other may be the same tensor, and it ranks the tokens.
         group: processes that share the model; each reads its part, see `Shard`.
         vocabulary: of another model, whose ids this one is to speak; None keeps its own.
-        vocab_size: see `in_other_vocabulary`.
+        vocab_size: ids of that model, or of one with the same tokenizer; 0 keeps those of the
+            checkpoint, as a group does.
 
     Raises:
         CheckpointError: if the folder is incomplete, damaged or of another architecture; the
@@ -123,6 +124,8 @@ def load_decoder(
         config = in_other_vocabulary(
             tensors, config, vocabulary, vocab_size=vocab_size, group=group
         )
+    elif group is None and vocab_size not in (0, config.vocab_size):
+        config = with_ids(tensors, config, vocab_size)
     with start_phase("layers"):
         return build_decoder(config, tensors, device, options, group)
 
