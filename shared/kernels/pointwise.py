@@ -42,6 +42,20 @@ def gate_mul(gate_up: Tensor, activation: Activation) -> Tensor:
     return (up + 1.0) * (gate * torch.sigmoid(SWIGLU_ALPHA * gate))
 
 
+def gated_heads(heads: Tensor, gate: Tensor) -> Tensor:
+    """Returns `heads` `[T, N, D]` times the sigmoids of `gate` `[T, N]`."""
+    # On a CPU in float64, rounded once: torch computes a tensor's last elements by another way.
+    wide = gate.double() if gate.device.type == "cpu" else gate.float()
+    return heads * wide.sigmoid().to(heads.dtype).unsqueeze(-1)
+
+
+def bounded_gate_mul(gate_up: Tensor, limit: float) -> Tensor:
+    """Returns `silu(gate) * up` `[T, N]` for `gate_up` `[T, 2N]`, gate first; the former is at most
+    `limit`, and the latter within it on both sides, as in Step-3.5's last layers."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).clamp_(max=limit).mul_(up.clamp(-limit, limit))
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """Returns `silu(gate) * up` `[T, N]` for `gate_up` `[T, 2N]`, gate first.
 

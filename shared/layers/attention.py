@@ -13,6 +13,7 @@ from torch import Tensor
 from shared.kernels.attention import AttentionPlan, paged_attention, plan_attention
 from shared.kernels.cache import rotate_into_cache
 from shared.kernels.partials import Partials
+from shared.kernels.pointwise import gated_heads
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.layers.linear import Linear
@@ -138,6 +139,8 @@ class Attention:
             families.
         sinks: `[num_heads]`, see `paged_attention`; None in most families.
         narrow: where the cache has more key heads than the layer, or wider values; None elsewhere.
+        head_gate: input to `num_heads`, whose sigmoids multiply what heads attend to; None in most
+            families.
         layer: index of this layer's keys and values in the pool.
     """
 
@@ -149,11 +152,18 @@ class Attention:
     joint_norms: tuple[RmsNorm, RmsNorm] | None = None
     sinks: Tensor | None = None
     narrow: NarrowHeads | None = None
+    head_gate: Linear | None = None
 
     def steadied(self) -> Attention:
         """Returns the same attention with products that keep a row's bits; see
         `Linear.steadied`."""
-        return replace(self, qkv=self.qkv.steadied(), output=self.output.steadied())
+        gate = self.head_gate
+        return replace(
+            self,
+            qkv=self.qkv.steadied(),
+            output=self.output.steadied(),
+            head_gate=None if gate is None else gate.steadied(),
+        )
 
     def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """`[T, H]` to `[T, H]`; writes the rows' keys and values to the pool."""
@@ -192,6 +202,8 @@ class Attention:
         )
         if self.narrow is not None:
             attended = attended[..., : self.narrow.value_dim]
+        if self.head_gate is not None:
+            attended = gated_heads(attended, self.head_gate(hidden))
         return attended.reshape(len(hidden), -1)
 
     def _projected(self, hidden: Tensor) -> Tensor | Partials:

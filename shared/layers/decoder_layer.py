@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from shared.kernels.partials import Partials, total_of
-from shared.kernels.pointwise import Activation, gate_mul
+from shared.kernels.pointwise import Activation, bounded_gate_mul, gate_mul
 from shared.layers.attention import ForwardContext, SelfAttention
 from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm
@@ -38,11 +38,13 @@ class Mlp:
     Attributes:
         gate_up: `H` to `2N`, gate first.
         down: `N` to `H`.
+        limit: see `bounded_gate_mul`; None in most families.
     """
 
     gate_up: Linear
     down: Linear
     activation: Activation = Activation.SILU
+    limit: float | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """`[T, H]` to `[T, H]`."""
@@ -64,6 +66,8 @@ class Mlp:
         return replace(self, gate_up=self.gate_up.steadied(), down=self.down.steadied())
 
     def _gated(self, hidden: Tensor) -> Tensor:
+        if self.limit is not None:
+            return bounded_gate_mul(self.gate_up(hidden), self.limit)
         if self.activation is Activation.SILU:
             return self.gate_up.gated(hidden)
         return gate_mul(self.gate_up(hidden), self.activation)

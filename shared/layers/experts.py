@@ -22,7 +22,7 @@ from shared.kernels.kernel_settings import runs_triton
 from shared.kernels.launch import side_by_side
 from shared.kernels.linear import MOST_FEW_ROWS, LinearWeight, wide_linear
 from shared.kernels.partials import Partials
-from shared.kernels.pointwise import Activation
+from shared.kernels.pointwise import Activation, bounded_gate_mul
 from shared.kernels.routing import Routing, route
 from shared.layers.decoder_layer import Mlp
 from shared.layers.linear import Linear
@@ -67,6 +67,7 @@ class Experts:
         group: processes that each hold some channels N of every expert, or some experts, and some
             channels of the shared block.
         scales_inputs: weights multiply what enters an expert, not what leaves it.
+        limit: see `Mlp`.
     """
 
     router: Router
@@ -76,6 +77,7 @@ class Experts:
     shared: Mlp | None = None
     group: TensorGroup | None = None
     scales_inputs: bool = False
+    limit: float | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """`[T, H]` to `[T, H]`."""
@@ -137,7 +139,11 @@ class Experts:
             inputs = (hidden.unsqueeze(1) * weights.to(hidden.dtype).unsqueeze(2)).flatten(0, 1)
             # What others compute counts nothing here.
             weights = (weights != 0.0).to(weights.dtype)
-        gated = gated_product(inputs, experts, self.gate_up, tiles, self.activation)
+        if self.limit is None:
+            gated = gated_product(inputs, experts, self.gate_up, tiles, self.activation)
+        else:
+            both = expert_product(inputs, experts, self.gate_up, tiles)
+            gated = bounded_gate_mul(both, self.limit)
         return _Routed(weights, experts, tiles, gated)
 
     def _numbered_here(self, experts: Tensor, group: TensorGroup) -> Tensor:

@@ -18,6 +18,7 @@ from shared.models.expert_config import ExpertConfig, read_experts
 from shared.models.families import FAMILIES, Family, NormPlacement, QkNorm, WindowRule
 from shared.models.rope_config import FULL_ATTENTION, SLIDING_ATTENTION, read_rope
 from shared.models.scaled_weights import scale_block
+from shared.models.step_config import layer_limits
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 _OUTER_KEYS = ("dtype", "torch_dtype")
@@ -150,6 +151,11 @@ class ModelConfig:
         mlp_block: see `Family`.
         hybrid: where sliding layers have other heads than the rest; None elsewhere.
         has_sinks: heads have a score without a value, see `paged_attention`.
+        full_heads: query heads of layers that see everything, where sliding layers have
+            `num_heads`, which are as many or more; None where all have.
+        has_head_gates: see `Family`.
+        mlp_limits, expert_limits: see `Mlp.limit`, an entry a layer or none; the former are also
+            those of blocks that all rows take beside experts.
     """
 
     architecture: str
@@ -189,6 +195,10 @@ class ModelConfig:
     unrotated_layers: frozenset[int] = frozenset()
     has_unit_norm: bool = False
     mlp_block: str = "mlp."
+    full_heads: int | None = None
+    has_head_gates: bool = False
+    mlp_limits: tuple[float | None, ...] = ()
+    expert_limits: tuple[float | None, ...] = ()
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self:
@@ -211,8 +221,14 @@ class ModelConfig:
         """
         family = FAMILIES[architecture]
         config = config.with_defaults(family.defaults)
+        if family.reads is not None:
+            config = family.reads(config)
         check_supported(config)
         num_heads = config.integer("num_attention_heads")
+        full_heads = None
+        if family.has_head_gates:
+            full_heads = num_heads
+            num_heads = config.integer("num_sliding_attention_heads", num_heads)
         num_kv_heads = config.integer("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
             raise CheckpointError(
@@ -266,6 +282,10 @@ class ModelConfig:
             unrotated_layers=_unrotated_layers(config, family),
             has_unit_norm=family.skips_rotation and config.flag("use_qk_norm", True),
             mlp_block=family.mlp_block,
+            full_heads=full_heads,
+            has_head_gates=family.has_head_gates,
+            mlp_limits=layer_limits(config, "swiglu_limits_shared"),
+            expert_limits=layer_limits(config, "swiglu_limits"),
         )
 
     @property
@@ -278,6 +298,23 @@ class ModelConfig:
         if self.unrotated_layers:
             return layer in self.unrotated_layers
         return self.sliding_rope is not None and self.sliding_windows[layer] is not None
+
+    def layer_rope(self, layer: int) -> RopeConfig:
+        """Returns the rotation of a layer; that of the others where it does not rotate."""
+        has_own = self.layer_turns_apart(layer) and not self.unrotated_layers
+        if not has_own or self.sliding_rope is None:
+            return self.rope
+        return self.sliding_rope
+
+    def layer_heads(self, layer: int) -> int:
+        """Returns the query heads of a layer."""
+        is_sliding = self.sliding_windows[layer] is not None
+        return self.num_heads if is_sliding or self.full_heads is None else self.full_heads
+
+    def layer_limits(self, layer: int) -> tuple[float | None, float | None]:
+        """Returns the bounds of a layer's feed-forward block, see `Mlp.limit`, and of experts."""
+        mlp, experts = self.mlp_limits, self.expert_limits
+        return mlp[layer] if mlp else None, experts[layer] if experts else None
 
     def layer_kv_heads(self, layer: int) -> int:
         """Returns the key heads of a layer in the checkpoint."""

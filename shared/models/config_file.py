@@ -19,7 +19,7 @@ class ConfigFile:
 
     def __init__(self, path: Path, values: Mapping[str, object]) -> None:
         self.path = path
-        self._values = values
+        self.values = values
 
     @classmethod
     def read(cls, path: Path) -> ConfigFile:
@@ -27,20 +27,20 @@ class ConfigFile:
         return cls(path, read_json(path))
 
     def __contains__(self, key: str) -> bool:
-        return self._values.get(key) is not None
+        return self.values.get(key) is not None
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
+        return iter(self.values)
 
     def is_null(self, key: str) -> bool:
         """Whether the key is there and set to null."""
-        return key in self._values and self._values[key] is None
+        return key in self.values and self.values[key] is None
 
     def integer(self, key: str, default: int | None = None) -> int:
         return self._typed(key, int, default)
 
     def number(self, key: str, default: float | None = None) -> float:
-        if isinstance(self._values.get(key), int):
+        if isinstance(self.values.get(key), int):
             return float(self._typed(key, int, None))
         return self._typed(key, float, default)
 
@@ -56,30 +56,38 @@ class ConfigFile:
 
     def integers(self, key: str) -> tuple[int, ...]:
         """Returns one integer or a list of them; empty when absent."""
-        if isinstance(self._values.get(key), int):
+        if isinstance(self.values.get(key), int):
             return (self.integer(key),)
         return self._list(key, int)
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        """Returns a list of numbers; empty when absent."""
-        value = self._values.get(key)
+        """Returns one number or a list of them, null as 0; empty when absent."""
+        value = self.values.get(key)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return (float(value),)
+        if isinstance(value, list):
+            value = [item or 0.0 for item in value]
         if isinstance(value, list) and all(type(item) in (int, float) for item in value):
             return tuple(float(item) for item in value)
         return self._list(key, float)
 
     def with_defaults(self, defaults: Mapping[str, object]) -> ConfigFile:
         """Returns the same object, where `defaults` stand for keys that are absent."""
-        return ConfigFile(self.path, {**defaults, **self._values})
+        return ConfigFile(self.path, {**defaults, **self.values})
+
+    def with_values(self, values: Mapping[str, object]) -> ConfigFile:
+        """Returns the same object with other values of some keys."""
+        return ConfigFile(self.path, {**self.values, **values})
 
     def nested(self, key: str) -> ConfigFile:
         """Returns the object under `key`; an empty one when absent."""
-        value = self._values.get(key) or {}
+        value = self.values.get(key) or {}
         if not isinstance(value, dict):
             raise CheckpointError(f"{self.path}: {key} is {value!r}; it must be an object")
         return ConfigFile(self.path, value)
 
     def _typed(self, key: str, kind: type[_T], default: _T | None) -> _T:
-        value = self._values.get(key)
+        value = self.values.get(key)
         if value is None:
             if default is None:
                 raise CheckpointError(f"{self.path} has no {key}")
@@ -91,7 +99,7 @@ class ConfigFile:
         return value
 
     def _list(self, key: str, kind: type[_T]) -> tuple[_T, ...]:
-        value = self._values.get(key)
+        value = self.values.get(key)
         if value is None:
             return ()
         if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):

@@ -174,7 +174,7 @@ class Decoder:
 def attention_shape(config: ModelConfig, layer: int, shard: Shard = WHOLE) -> AttentionShape:
     """Returns the heads and window of one layer, as far as the shard holds them."""
     return AttentionShape(
-        num_heads=shard.num_heads(config),
+        num_heads=shard.layer_heads(config, layer),
         num_kv_heads=shard.num_kv_heads(config),
         head_dim=config.head_dim,
         sliding_window=config.sliding_windows[layer],

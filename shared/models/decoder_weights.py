@@ -24,6 +24,7 @@ _PICTURE_PREFIXES = (
     "vision_tower.",
     "vision_model.",
     "multi_modal_projector.",
+    "vit_large_projector.",
     "model.vision_tower.",
     "model.multi_modal_projector.",
 )
@@ -64,7 +65,8 @@ class DecoderKeys:
         """Finds the decoder among the keys of a checkpoint."""
         root = next((each for each in _ROOTS if f"{each}{_EMBEDDING}" in keys), _PLAIN_ROOT)
         if root == _PLAIN_ROOT:
-            return cls()
+            has_pictures = any(key.startswith(_PICTURE_PREFIXES) for key in keys)
+            return cls(ignored_prefixes=_PICTURE_PREFIXES if has_pictures else ())
         nested = f"language_model.{LM_HEAD_KEY}"
         return cls(root, nested if nested in keys else LM_HEAD_KEY, _PICTURE_PREFIXES)
 
@@ -175,7 +177,10 @@ def layer_parts(
     else:
         for matrix in _mlp_matrices(config, shard):
             yield from matrix.parts(source, target)
-    yield from _head_norms(config, source, target, shard)
+    yield from _head_norms(config, source, target, shard, layer)
+    if config.has_head_gates:
+        gates = (config.layer_heads(layer), config.hidden_size)
+        yield WeightPart(f"{source}self_attn.g_proj.weight", gates, f"{target}head_gate.weight")
     if config.layer_has_sinks(layer):
         own = shard.num_heads(config)
         cut = None if shard.size == 1 else Cut(0, shard.rank * own, own)
@@ -185,12 +190,12 @@ def layer_parts(
 
 
 def _head_norms(
-    config: ModelConfig, source: str, target: str, shard: Shard
+    config: ModelConfig, source: str, target: str, shard: Shard, layer: int
 ) -> Iterator[WeightPart]:
     dim = config.head_dim
     if config.has_qk_norm:
-        order = config.rope.dim_order(dim)
-        num_heads, num_kv_heads = shard.num_heads(config), shard.num_kv_heads(config)
+        order = config.layer_rope(layer).dim_order(dim)
+        num_heads, num_kv_heads = shard.layer_heads(config, layer), shard.num_kv_heads(config)
         for key, repeats in (("q_norm", num_heads), ("k_norm", num_kv_heads)):
             yield WeightPart(
                 f"{source}self_attn.{key}.weight", (dim,), f"{target}qk_norm", repeats, None, order
@@ -209,9 +214,10 @@ def _attention_matrices(config: ModelConfig, shard: Shard, layer: int) -> Iterat
     hidden, dim = config.hidden_size, config.head_dim
     value_dim = dim if config.hybrid is None else config.hybrid.value_dim
     num_kv_heads = config.layer_kv_heads(layer)
-    queries, keys = config.num_heads * dim, num_kv_heads * dim
-    values, attended = num_kv_heads * value_dim, config.num_heads * value_dim
-    order = config.rope.dim_order(dim)
+    num_heads = config.layer_heads(layer)
+    queries, keys = num_heads * dim, num_kv_heads * dim
+    values, attended = num_kv_heads * value_dim, num_heads * value_dim
+    order = config.layer_rope(layer).dim_order(dim)
     query_cut = key_cut = output_cut = None
     if shard.size > 1:
         own = shard.num_heads(config) * dim

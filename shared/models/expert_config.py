@@ -23,6 +23,8 @@ class ExpertKeys:
         router: the router's matrix.
         gate: of an expert, and so are up and down.
         shared: what the keys of the block that all rows take begin with.
+        correction: of the choice.
+        has_shared_apart: the shared block stands beside the block, not in it.
     """
 
     block: str = "mlp."
@@ -31,6 +33,8 @@ class ExpertKeys:
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str = "shared_experts."
+    correction: str = "gate.e_score_correction_bias"
+    has_shared_apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,7 @@ class ExpertFamily:
         has_correction: the choice, and not the weights, has a bias an expert.
         is_wide: the router computes in float32.
         is_stacked: the checkpoint has all experts' matrices as one tensor, transposed.
+        is_stacked_apart: it has those of gate, up and down as one tensor each.
         has_biases: experts and router have biases, and gate and up of a stack are interleaved.
         scales_inputs: see `Experts`.
     """
@@ -54,6 +59,7 @@ class ExpertFamily:
     has_correction: bool = False
     is_wide: bool = False
     is_stacked: bool = False
+    is_stacked_apart: bool = False
     has_biases: bool = False
     scales_inputs: bool = False
 
@@ -91,7 +97,9 @@ def read_experts(config: ConfigFile, family: ExpertFamily | None) -> ExpertConfi
         routing=_routing(config, family),
         layers=_layers(config),
         intermediate_size=width,
-        shared_size=width * config.integer("n_shared_experts", 0),
+        shared_size=config.integer(
+            "share_expert_dim", width * config.integer("n_shared_experts", 0)
+        ),
     )
 
 

@@ -30,22 +30,25 @@ def expert_parts(
     A shard holds some channels of every expert, or some experts.
     """
     keys, wide = config.family.keys, config.intermediate_size
-    source = f"{source}{keys.block}"
+    layer, source = source, f"{source}{keys.block}"
     router, num_experts = f"{source}{keys.router}", config.routing.num_experts
     yield WeightPart(f"{router}.weight", (num_experts, hidden), f"{target}router.weight")
     if config.family.has_correction:
         yield WeightPart(
-            f"{router}.e_score_correction_bias",
+            f"{source}{keys.correction}",
             (num_experts,),
             f"{target}router.correction",
             dtype=torch.float32,
         )
+    if config.family.is_stacked_apart:
+        yield from _parts_stacked_apart(config, hidden, source, target, shard)
     if config.family.is_stacked:
         yield from _stacked_parts(config, hidden, f"{source}experts.", target, shard)
     if config.family.has_biases:
         yield WeightPart(f"{router}.bias", (num_experts,), f"{target}router.bias")
     inner, outer = _cuts(wide, shard.of_experts)
-    for expert in () if config.family.is_stacked else shard.experts(num_experts):
+    is_one_tensor = config.family.is_stacked or config.family.is_stacked_apart
+    for expert in () if is_one_tensor else shard.experts(num_experts):
         own = f"{source}experts.{expert}."
         for key in (keys.gate, keys.up):
             yield WeightPart(
@@ -55,7 +58,34 @@ def expert_parts(
             f"{own}{keys.down}.weight", (hidden, wide), f"{target}experts.down", cut=outer
         )
     if config.shared_size:
-        yield from _shared_parts(config, hidden, source, target, shard)
+        place = layer if keys.has_shared_apart else source
+        yield from _shared_parts(config, hidden, place, target, shard)
+
+
+def _parts_stacked_apart(
+    config: ExpertConfig, hidden: int, source: str, target: str, shard: Shard
+) -> Iterator[WeightPart]:
+    keys, wide, num_experts = (
+        config.family.keys,
+        config.intermediate_size,
+        config.routing.num_experts,
+    )
+    inner, outer = _cuts(wide, shard.of_experts)
+    matrices = (
+        (keys.gate, (wide, hidden), "gate_up", inner),
+        (keys.up, (wide, hidden), "gate_up", inner),
+        (keys.down, (hidden, wide), "down", outer),
+    )
+    for expert in shard.experts(num_experts):
+        for key, shape, name, cut in matrices:
+            yield WeightPart(
+                f"{source}{key}.weight",
+                (num_experts, *shape),
+                f"{target}experts.{name}",
+                cut=cut,
+                index=expert,
+                keeps_order=True,
+            )
 
 
 def _stacked_parts(
@@ -113,8 +143,14 @@ def build_experts(
     activation: Activation,
     quantisation: Quantisation,
     group: TensorGroup | None,
+    limit: float | None = None,
+    shared_limit: float | None = None,
 ) -> Experts:
-    """Takes the tensors of one block out of the dict."""
+    """Takes the tensors of one block out of the dict.
+
+    Args:
+        limit, shared_limit: see `Mlp`.
+    """
     num_experts, stored = config.routing.num_experts, STORED_DTYPES.get(quantisation)
     is_spread = group is not None and group.spreads_experts
     if is_spread:
@@ -141,6 +177,7 @@ def build_experts(
                 group=None,
             ),
             activation,
+            shared_limit,
         )
     router = tensors.pop(f"{prefix}router.weight")
     is_wide = config.family.is_wide
@@ -159,6 +196,7 @@ def build_experts(
         shared=shared,
         group=group,
         scales_inputs=config.family.scales_inputs,
+        limit=limit,
     )
 
 

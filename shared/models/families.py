@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from shared.kernels.pointwise import Activation
 from shared.kernels.routing import RouterScores
+from shared.models.config_file import ConfigFile
 from shared.models.expert_config import ExpertFamily, ExpertKeys
 from shared.models.rope_config import RopeDefaults
+from shared.models.step_config import read_step
 
 
 class WindowRule(enum.Enum):
@@ -58,6 +60,8 @@ class Family:
         rope: rotary parameters of configs that do not have them.
         sliding_rope: likewise of sliding layers; None gives them those of all others.
         is_latent: keys and values are made of a latent vector, see `LatentAttention`.
+        reads: puts a config into the words of the others; None where it speaks them.
+        has_head_gates: see `Attention.head_gate`.
         is_hybrid: sliding layers have other key heads than the rest, see `HybridConfig`.
         skips_rotation: some layers do not rotate, and the others attend in chunks.
         mlp_block: what the keys of a feed-forward block begin with, after those of the layer.
@@ -85,6 +89,8 @@ class Family:
     is_latent: bool = False
     is_hybrid: bool = False
     skips_rotation: bool = False
+    reads: Callable[[ConfigFile], ConfigFile] | None = None
+    has_head_gates: bool = False
     mlp_block: str = "mlp."
     sinks_key: str = "sinks"
     experts: ExpertFamily | None = None
@@ -149,6 +155,31 @@ _LLAMA4 = Family(
         scales_inputs=True,
     ),
     defaults=_EPS | {"n_shared_experts": 1, "intermediate_size_mlp": 16_384},
+)
+_STEP = Family(
+    qkv_bias=None,
+    output_bias=None,
+    qk_norm=QkNorm.HEAD,
+    window_rule=WindowRule.PATTERN,
+    default_head_dim=128,
+    norm_offset=1.0,
+    sliding_rope=RopeDefaults(),
+    reads=read_step,
+    has_head_gates=True,
+    experts=ExpertFamily(
+        keys=ExpertKeys(
+            block="moe.",
+            shared="share_expert.",
+            correction="router_bias",
+            has_shared_apart=True,
+        ),
+        scores=RouterScores.SIGMOID,
+        normalises=True,
+        has_correction=True,
+        is_wide=True,
+        is_stacked_apart=True,
+    ),
+    defaults=_EPS | {"sliding_window": 512, "share_expert_dim": 1280},
 )
 _OLMO2 = Family(
     qkv_bias=None,
@@ -271,6 +302,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             ),
             defaults={"norm_topk_prob": True, "v_head_dim": 128},
         ),
+        "Step3p5ForCausalLM": _STEP,
+        "Step3p7ForConditionalGeneration": _STEP,
         "GptOssForCausalLM": Family(
             qkv_bias=None,
             output_bias=None,

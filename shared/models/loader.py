@@ -32,7 +32,7 @@ from shared.models.decoder_weights import (
 from shared.models.expert_weights import build_experts
 from shared.models.families import NormPlacement
 from shared.models.latent_weights import build_latent
-from shared.models.other_vocabulary import in_other_vocabulary
+from shared.models.other_vocabulary import in_other_vocabulary, with_ids
 from shared.models.shard import WHOLE, Shard
 from shared.models.weights import AT_ONCE, CopyPace, read_weights
 from shared.telemetry.start_up import start_phase
@@ -100,7 +100,8 @@ def load_decoder(
             is only looked up in, the other may be the same tensor, and it ranks the tokens.
         group: processes that share the model; each reads its part, see `Shard`.
         vocabulary: of another model, whose ids this one is to speak; None keeps its own.
-        vocab_size: see `in_other_vocabulary`.
+        vocab_size: ids of that model, or of one with the same tokenizer; 0 keeps those of the
+            checkpoint, as a group does.
 
     Raises:
         CheckpointError: if the folder is incomplete, damaged or of another architecture; the
@@ -123,6 +124,8 @@ def load_decoder(
         config = in_other_vocabulary(
             tensors, config, vocabulary, vocab_size=vocab_size, group=group
         )
+    elif group is None and vocab_size not in (0, config.vocab_size):
+        config = with_ids(tensors, config, vocab_size)
     with start_phase("layers"):
         return build_decoder(config, tensors, device, options, group)
 
@@ -234,7 +237,7 @@ def build_layer(
         attention_norm=norm("attention_norm", has_input_norm),
         attention=build(config, tensors, shape, layer, quantisation, group),
         mlp_norm=norm("mlp_norm", has_input_norm),
-        mlp=_feed_forward(config, tensors, prefix, quantisation, group),
+        mlp=_feed_forward(config, tensors, prefix, layer, quantisation, group),
         attention_output_norm=norm("attention_output_norm", has_output_norm),
         mlp_output_norm=norm("mlp_output_norm", has_output_norm),
     )
@@ -244,13 +247,22 @@ def _feed_forward(
     config: ModelConfig,
     tensors: dict[str, Tensor],
     prefix: str,
+    layer: int,
     quantisation: Quantisation,
     group: TensorGroup | None,
 ) -> FeedForward:
+    limit, expert_limit = config.layer_limits(layer)
     if f"{prefix}router.weight" in tensors:
         assert config.experts is not None
         return build_experts(
-            config.experts, tensors, prefix, config.activation, quantisation, group
+            config.experts,
+            tensors,
+            prefix,
+            config.activation,
+            quantisation,
+            group,
+            limit=expert_limit,
+            shared_limit=limit,
         )
     gate_up, bias = (tensors.pop(f"{prefix}gate_up.{name}", None) for name in ("weight", "bias"))
     down, down_bias = (tensors.pop(f"{prefix}down.{name}", None) for name in ("weight", "bias"))
@@ -264,6 +276,7 @@ def _feed_forward(
         Linear.of(gate_up, bias, quantisation),
         Linear.of(down, down_bias, quantisation, group),
         config.activation,
+        limit,
     )
 
 
@@ -289,6 +302,7 @@ def _attention(
 ) -> Attention:
     prefix, eps = f"layers.{layer}.", config.rms_norm_eps
     qk_norm = joint_norms = None
+    gate = tensors.pop(f"{prefix}head_gate.weight", None)
     if config.has_qk_norm:
         own = norm_from(config, tensors, f"{prefix}qk_norm")
         qk_norm = RmsNorm(own.weight.view(-1, config.head_dim), eps)
@@ -311,6 +325,7 @@ def _attention(
         joint_norms=joint_norms,
         sinks=tensors.pop(f"{prefix}sinks", None),
         narrow=_narrow(config, layer),
+        head_gate=Linear.of(gate) if gate is not None else None,
     )
 
 

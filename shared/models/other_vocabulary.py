@@ -56,6 +56,23 @@ def in_other_vocabulary(
     return replace(config, vocab_size=num_rows * size, tie_word_embeddings=False)
 
 
+def with_ids(tensors: dict[str, Tensor], config: ModelConfig, vocab_size: int) -> ModelConfig:
+    """Gives a model as many ids as another of the same tokenizer has: models of one family fill
+    their tables up to different sizes. Ids that are new are read as zeros, and not proposed.
+
+    Arguments and result are those of `in_other_vocabulary`.
+    """
+    num_known = min(config.vocab_size, vocab_size)
+    table, lm_head = tensors["embedding"], tensors.get("lm_head")
+    if vocab_size > num_known:
+        table = table.new_zeros(vocab_size, table.shape[1])
+        table[:num_known] = tensors["embedding"]
+        tensors["token_map"] = torch.arange(num_known, device=table.device)
+    tensors["embedding"] = table[:vocab_size]
+    tensors["lm_head"] = (table if lm_head is None else lm_head)[:num_known]
+    return replace(config, vocab_size=vocab_size, tie_word_embeddings=False)
+
+
 def _table(embedding: Tensor, pieces: Sequence[tuple[int, ...]], num_rows: int) -> Tensor:
     """Returns `[num_rows, H]`: the row of each token, or what stands for one that the draft lacks.
 

@@ -48,10 +48,10 @@ class Shard:
                 f"--tp-size is {self.size}; {config.architecture} norms all heads at once, so that "
                 f"they cannot be spread"
             )
-        if self.size > 1 and config.hybrid is not None:
+        if self.size > 1 and (config.hybrid is not None or config.full_heads is not None):
             found.append(
-                f"--tp-size is {self.size}; {config.architecture} has two kinds of key heads, "
-                f"which cannot be spread"
+                f"--tp-size is {self.size}; {config.architecture} has two kinds of layers, whose "
+                f"heads cannot be spread"
             )
         return tuple(found)
 
@@ -69,6 +69,9 @@ class Shard:
 
     def num_heads(self, config: ModelConfig) -> int:
         return config.num_heads // self.size
+
+    def layer_heads(self, config: ModelConfig, layer: int) -> int:
+        return config.layer_heads(layer) // self.size
 
     def num_kv_heads(self, config: ModelConfig) -> int:
         """With more processes than key heads, neighbours hold the same one."""

@@ -159,7 +159,7 @@ class WeightPart:
         key: name in the checkpoint.
         shape: shape it must have there.
         index: of a stack `[E, K, N]` or `[E, N]`, the matrix or vector that is read; matrices are
-            transposed. None reads a tensor that is no such stack.
+            transposed, unless `keeps_order`. None reads a tensor that is no such stack.
         target: name of the tensor it becomes; parts of one target are stacked along axis 0.
         repeats: how often it is repeated along axis 0, as a norm shared by all heads is.
         cut: the part that is read; None reads all.
@@ -175,11 +175,14 @@ class WeightPart:
     row_order: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
     index: int | None = None
+    keeps_order: bool = False
 
     @property
     def read_shape(self) -> tuple[int, ...]:
         """Shape of the tensor as read."""
-        shape = self.shape if self.index is None else self.shape[:0:-1]
+        shape = self.shape
+        if self.index is not None:
+            shape = shape[1:] if self.keeps_order else shape[:0:-1]
         return shape if self.cut is None else self.cut.shape(shape)
 
     def taken(self, read: Callable[[Cut | None], Tensor]) -> Tensor:
@@ -187,7 +190,7 @@ class WeightPart:
         if self.index is None:
             return self._arranged(read(self.cut))
         own = read(Cut(0, self.index, 1))[0]
-        own = own if own.dim() == 1 else own.T
+        own = own if own.dim() == 1 or self.keeps_order else own.T
         return self._arranged(own if self.cut is None else own[self.cut.slices])
 
     def _arranged(self, tensor: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ FAMILY_CLASSES = {
     "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
     "mimo_v2_flash": ("MiMoV2FlashConfig", "MiMoV2FlashForCausalLM"),
+    # Step-3.5's text model is there as a part of Step-3.7 alone.
+    "step3p5": ("Step3p7Config", "Step3p7ForConditionalGeneration"),
     "llama4": ("Llama4TextConfig", "Llama4ForCausalLM"),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
@@ -79,7 +81,11 @@ def build_model(family: str, shape: TinyShape | None = None, *, seed: int = 0) -
     import transformers
 
     config_class, model_class = (getattr(transformers, name) for name in FAMILY_CLASSES[family])
-    model: PreTrainedModel = model_class(config_class(**_config_arguments(shape or TinyShape())))
+    arguments = _config_arguments(shape or TinyShape())
+    if family == "step3p5":
+        vision = {"width": 8, "layers": 1, "heads": 2, "image_size": 28}
+        arguments = {"text_config": arguments | {"pad_token_id": 0}, "vision_config": vision}
+    model: PreTrainedModel = model_class(config_class(**arguments))
     model.eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -86,6 +86,19 @@ async def test_in_the_targets_process(folder: Path, other: Path, rounds: str) ->
         assert await _accepted(target, 1.0) > 0.9
 
 
+@pytest.mark.parametrize("num_ids", [SIZE + 40, SIZE - 20])
+async def test_the_number_of_ids_may_differ_where_the_tokenizer_does_not(
+    folder: Path, tmp_path: Path, num_ids: int
+) -> None:
+    """Models of one family fill their tables up to different sizes."""
+    shape = TinyShape(vocab_size=num_ids)
+    draft = tmp_path / "draft"
+    write_checkpoint(draft, "llama", shape, seed=3, with_tokenizer=True)
+    async with running_target(_embedded(folder, draft, "--device-rounds", "on")) as target:
+        await _accepted(target, 0.0)
+        await _accepted(target, 1.0)
+
+
 async def test_rejection_takes_chains_of_such_a_draft(folder: Path, other: Path) -> None:
     flag = "--speculative-use-rejection-sampling"
     async with running_target(_embedded(folder, other, flag)) as target:

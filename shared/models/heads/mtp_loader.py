@@ -155,6 +155,10 @@ def _config(folder: Path, layers: MtpLayers, target: ModelConfig) -> ModelConfig
             f"{', '.join(layers.prefixes)}"
         )
     config = ModelConfig.from_folder(folder)
+    if config.has_head_gates:
+        raise CheckpointError(
+            f"{file.path}: next-token layers of {config.architecture} are not supported"
+        )
     if layers.style is MtpStyle.MIMO_V2:
         config = _sliding(config, num_layers)
     for key, own, needed in (

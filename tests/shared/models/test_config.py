@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shared.errors import CheckpointError
 from shared.layers.rotary import RopeScaling
 from shared.models.config import ModelConfig
 
@@ -180,3 +181,33 @@ def test_llama_4_accepts_one_chunk_of_text(
     config = read(tmp_path, llama4, max_position_embeddings=131_072, **changes)
     assert config.max_position_embeddings == longest
     assert config.unrotated_layers == {3}
+
+
+STEP = LLAMA | {
+    "architectures": ["Step3p5ForCausalLM"],
+    "num_attention_groups": 2,
+    "moe_num_experts": 8,
+    "moe_top_k": 2,
+    "moe_intermediate_size": 24,
+    "sliding_window": 8,
+    "layer_types": ["full_attention", *["sliding_attention"] * 3],
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"rope_theta": [5e6, 1e4]}, "rope_theta has 2 entries for 4 layers"),
+        ({"swiglu_limits": [0.0, 7.0]}, "swiglu_limits has 2 entries for 4 layers"),
+        (
+            {"attention_other_setting": {"num_attention_heads": 6, "num_attention_groups": 3}},
+            "has other num_attention_groups than the config, 2",
+        ),
+    ],
+)
+def test_layers_of_step_that_are_not_described_are_refused(
+    tmp_path: Path, changes: dict[str, object], problem: str
+) -> None:
+    assert read(tmp_path, STEP).layer_heads(0) == 4
+    with pytest.raises(CheckpointError, match=problem):
+        read(tmp_path, STEP, **changes)

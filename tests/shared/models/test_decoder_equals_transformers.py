@@ -14,10 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from shared.errors import CheckpointError
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
+from shared.models.heads.mtp_loader import load_mtp
+from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
+from shared.models.shard import Shard
 from shared.runtime.runner import ModelRunner
 from tests.helpers.checkpoints import TinyShape, build_model, write_checkpoint
 
@@ -95,6 +99,25 @@ MIMO_V2: dict[str, Any] = {
             "partial_rotary_factor": 0.334,
         },
     },
+}
+STEP: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "share_expert_dim": 20,
+    "moe_router_scaling_factor": 1.7,
+    "sliding_window": 6,
+    "num_sliding_attention_heads": 6,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "rope_parameters": {
+        "full_attention": LLAMA3 | {"partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    },
+}
+STEP_LIMITS: dict[str, Any] = {
+    "swiglu_limits": [0.0, 0.3, 0.0],
+    "swiglu_limits_shared": [0.2, 0.0, 0.4],
 }
 LLAMA4: dict[str, Any] = {
     "num_local_experts": 4,
@@ -240,6 +263,10 @@ CASES = {
     "mimo v2 flash": Case("mimo_v2_flash", with_config(**MIMO_V2)),
     "mimo v2 flash sharded": Case(
         "mimo_v2_flash", with_config(**MIMO_V2, attention_bias=True), max_shard_size="20KB"
+    ),
+    "step 3.5": Case("step3p5", with_config(**STEP)),
+    "step 3.5 with limits, sharded": Case(
+        "step3p5", with_config(**STEP, **STEP_LIMITS), max_shard_size="20KB"
     ),
     "llama4": Case("llama4", with_config(**LLAMA4)),
     "llama4 without norms, some layers dense": Case(
@@ -427,6 +454,50 @@ def test_a_text_model_beside_a_picture_model_is_found(
     outer = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": config}
     (folder / "config.json").write_text(json.dumps(outer))
     assert torch.equal(run_in_chunks(new_runner(folder), prompt(20), 20), plain)
+
+
+def test_step_is_read_as_it_is_published(checkpoint: Callable[[Case], Path]) -> None:
+    """Sizes have other names, and lists go on with next-token layers."""
+    shape = with_config(**STEP, **STEP_LIMITS, num_nextn_predict_layers=1)
+    folder = checkpoint(Case("step3p5", shape))
+    expected = run_in_chunks(new_runner(folder), prompt(20), 20)
+    config = json.loads((folder / "config.json").read_text())
+    text, rope = config["text_config"], STEP["rope_parameters"]
+    kinds = [*STEP["layer_types"], "sliding_attention"]
+    full = dict(rope["full_attention"])
+    theta, partial = full.pop("rope_theta"), full.pop("partial_rotary_factor")
+    is_full = [kind == "full_attention" for kind in kinds]
+    same = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    same += ("head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps")
+    same += ("moe_intermediate_size", "share_expert_dim", "sliding_window")
+    published = {
+        **{key: text[key] for key in same},
+        "architectures": ["Step3p5ForCausalLM"],
+        "num_attention_groups": text["num_key_value_heads"],
+        "attention_other_setting": {"num_attention_heads": 6, "num_attention_groups": 2},
+        "moe_num_experts": 8,
+        "moe_top_k": 3,
+        "moe_router_scaling_factor": 1.7,
+        "moe_layers_enum": "1,2",
+        "layer_types": kinds,
+        "rope_theta": [theta if each else 50.0 for each in is_full],
+        "partial_rotary_factors": [partial if each else 1.0 for each in is_full],
+        "rope_scaling": full,
+        "swiglu_limits": [*STEP_LIMITS["swiglu_limits"], 0.0],
+        "swiglu_limits_shared": [*STEP_LIMITS["swiglu_limits_shared"], None],
+        "num_nextn_predict_layers": 1,
+    }
+    (folder / "config.json").write_text(json.dumps(published))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.3.eh_proj.weight"] = torch.zeros(32, 64)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    runner = new_runner(folder)
+    assert torch.equal(run_in_chunks(runner, prompt(20), 20), expected)
+    [problem] = Shard(0, 2).problems(runner.decoder.config)
+    assert "two kinds of layers, whose heads cannot be spread" in problem
+    target = TargetFolder(folder, dtype=torch.float32, device=CPU)
+    with pytest.raises(CheckpointError, match="of Step3p5ForCausalLM are not supported"):
+        load_mtp(folder, target, dtype=torch.float32, device=CPU)
 
 
 def test_long_factors_hold_beyond_the_original_length(

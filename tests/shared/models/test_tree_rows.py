@@ -44,6 +44,16 @@ OVERRIDES: dict[str, dict[str, object]] = {
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         "mlp_layer_types": ["dense", "sparse", "sparse"],
     },
+    "step3p5": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "sliding_window": 6,
+        "num_sliding_attention_heads": 8,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "swiglu_limits": [0.0, 0.3, 0.0],
+    },
     "deepseek_v3": {
         "n_routed_experts": 8,
         "num_experts_per_tok": 3,

@@ -19,7 +19,17 @@ from shared.models.weight_update import WeightStage, checksums, named_tensors
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 
 CPU = torch.device("cpu")
-FAMILIES = ("llama", "qwen2", "gemma3", "qwen3_moe", "gpt_oss", "mixtral", "phi3", "olmo2")
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "gemma3",
+    "qwen3_moe",
+    "gpt_oss",
+    "mixtral",
+    "phi3",
+    "olmo2",
+    "step3p5",
+)
 
 
 def _decoder(

@@ -123,6 +123,21 @@ def test_a_token_that_the_draft_lacks_has_the_row_of_its_last_piece(
     assert not table[8].any()
 
 
+@pytest.mark.parametrize("num_ids", [SIZE + 9, SIZE - 9])
+def test_a_model_takes_the_ids_of_another_with_a_longer_or_shorter_table(
+    own: Path, num_ids: int
+) -> None:
+    decoder, whole = _loaded(own, None, num_ids), _loaded(own)
+    num_known = min(SIZE, num_ids)
+    assert decoder.config.vocab_size == len(decoder.embedding) == num_ids
+    assert torch.equal(decoder.embedding[:num_known], whole.embedding[:num_known])
+    assert not decoder.embedding[num_known:].any()
+    hidden = torch.randn(3, decoder.embedding.shape[1])
+    logits, expected = decoder.logits(hidden), whole.logits(hidden)
+    torch.testing.assert_close(logits[:, :num_known], expected[:, :num_known])
+    assert logits[:, num_known:].isneginf().all()
+
+
 @pytest.fixture(scope="module")
 def cut(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CutDraft]:
     """A model of another family, whole and cut in two."""
