@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -27,6 +30,7 @@ from shared.pb.outrider.types.v1 import sampling_pb2
 from shared.rpc.channel import open_channel
 from shared.settings import load_settings
 
+ROOT = Path(__file__).parents[2]
 PROMPTS = ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9], [30, 31])
 MAX_TOKENS = 60
 
@@ -137,6 +141,25 @@ def draft_settings(algorithm: str, folder: Path, *flags: str) -> DraftSettings:
         *flags,
     ]
     return load_settings(DraftSettings, service="draft", arguments=arguments, env={})
+
+
+@asynccontextmanager
+async def draft_process(target: Target, *flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Starts a draft in a process of its own, to be killed and frozen."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "services.draft", "--port", "0", "--target", target.address, *flags),
+        cwd=ROOT,
+        env={**os.environ, "OUTRIDER_LOG_LEVEL": "error"},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+        await process.wait()
 
 
 @asynccontextmanager

@@ -8,17 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.followers import follower_of
-from tests.helpers.served import MAX_TOKENS, PROMPTS, Target, serving_target
+from tests.helpers.served import MAX_TOKENS, PROMPTS, ROOT, draft_process, serving_target
 
-ROOT = Path(__file__).parents[2]
 AHEAD = ("--speculative-outcome-budget", "3")
 
 
@@ -30,34 +27,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(folder, "llama", shape, seed=3, with_tokenizer=True)
 
 
-def _command(folder: Path, *flags: str) -> list[str]:
-    return [
-        *(sys.executable, "-m", "services.draft", "--device", "cpu", "--tp-size", "2"),
-        *("--speculative-draft-model-path", str(folder), "--max-total-tokens", "2048", *flags),
-    ]
-
-
-@asynccontextmanager
-async def _draft_of_two(folder: Path, target: Target) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        *_command(folder, "--port", "0", "--target", target.address, *AHEAD),
-        cwd=ROOT,
-        env={**os.environ, "OUTRIDER_LOG_LEVEL": "error"},
-        stderr=asyncio.subprocess.PIPE,
+def _of_two(folder: Path) -> tuple[str, ...]:
+    """Returns the flags of a draft of two processes."""
+    return (
+        *("--device", "cpu", "--tp-size", "2", "--max-total-tokens", "2048"),
+        *("--speculative-draft-model-path", str(folder)),
     )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the follower in /proc")
 async def test_a_draft_of_two_processes_speeds_up_and_may_lose_one(folder: Path) -> None:
     async with serving_target(folder) as target:
         expected = await target.outputs(1.0)
-        async with _draft_of_two(folder, target) as draft:
+        async with draft_process(target, *_of_two(folder), *AHEAD) as draft:
             await target.until_attached(1)
             assert await target.outputs(1.0) == expected
             tokens, stats = await target.generate(PROMPTS[0], 1.0)
@@ -79,7 +61,7 @@ def test_a_draft_that_cannot_serve_ends_with_its_followers(folder: Path) -> None
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         ended = subprocess.run(
-            _command(folder, "--port", str(port)),
+            [sys.executable, "-m", "services.draft", *_of_two(folder), "--port", str(port)],
             cwd=ROOT,
             capture_output=True,
             text=True,
@@ -90,7 +72,10 @@ def test_a_draft_that_cannot_serve_ends_with_its_followers(folder: Path) -> None
 
 
 async def test_a_draft_that_is_told_to_ends_with_its_followers(folder: Path) -> None:
-    async with serving_target(folder) as target, _draft_of_two(folder, target) as draft:
+    async with (
+        serving_target(folder) as target,
+        draft_process(target, *_of_two(folder), *AHEAD) as draft,
+    ):
         await target.until_attached(1)
         draft.send_signal(signal.SIGTERM)
         assert draft.stderr is not None

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
@@ -17,9 +14,8 @@ from services.draft.settings_problems import DEMO_TARGET
 from services.target.step_report import StepReport
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.types.v1 import sampling_pb2
-from tests.helpers.served import Target, serving_target
+from tests.helpers.served import Target, draft_process, serving_target
 
-ROOT = Path(__file__).parents[2]
 LONGEST = 1800
 NUM_ROUNDS = 12
 QUESTION = "<|im_start|>user\nTell me a story about a dog.<|im_end|>\n<|im_start|>assistant\n"
@@ -27,22 +23,14 @@ QUESTION = "<|im_start|>user\nTell me a story about a dog.<|im_end|>\n<|im_start
 
 @asynccontextmanager
 async def _head(target: Target) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "services.draft", "--port", "0", "--target", target.address),
-        *("--speculative-algorithm", "EAGLE3", "--device", "cpu"),
+    chain = (
         *("--speculative-num-steps", "5", "--speculative-eagle-topk", "1"),
         *("--speculative-num-draft-tokens", "6"),
-        cwd=ROOT,
-        env={**os.environ, "OUTRIDER_LOG_LEVEL": "error"},
     )
-    try:
+    flags = ("--speculative-algorithm", "EAGLE3", "--device", "cpu", *chain)
+    async with draft_process(target, *flags) as process:
         await target.until_attached(1)
         yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
 
 
 def _prompt() -> list[int]:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
@@ -17,9 +14,8 @@ from services.target.flag_choices import DeviceRoundsChoice
 from services.target.step_report import StepReport
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.types.v1 import sampling_pb2
-from tests.helpers.served import Target, serving_target
+from tests.helpers.served import Target, draft_process, serving_target
 
-ROOT = Path(__file__).parents[2]
 QUESTIONS = ("Tell me a story about a dog.", "What is the capital of France?")
 DRAFTS = {
     "a head's trees": ("EAGLE3", "3", "2", "6"),
@@ -42,22 +38,14 @@ class _Rounds:
 @asynccontextmanager
 async def _head(target: Target, draft: str) -> AsyncIterator[asyncio.subprocess.Process]:
     algorithm, steps, topk, num_tokens = DRAFTS[draft]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "services.draft", "--port", "0", "--target", target.address),
-        *("--speculative-algorithm", algorithm, "--device", "cpu"),
+    shape = (
         *("--speculative-num-steps", steps, "--speculative-eagle-topk", topk),
         *("--speculative-num-draft-tokens", num_tokens, "--max-total-tokens", "8192"),
-        cwd=ROOT,
-        env={**os.environ, "OUTRIDER_LOG_LEVEL": "error"},
     )
-    try:
+    flags = ("--speculative-algorithm", algorithm, "--device", "cpu", *shape)
+    async with draft_process(target, *flags) as process:
         await target.until_attached(1)
         yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
 
 
 def _request(

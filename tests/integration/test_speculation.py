@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
-from tests.helpers.served import MAX_TOKENS, PROMPTS, Target, serving_draft, serving_target
+from tests.helpers.served import (
+    MAX_TOKENS,
+    PROMPTS,
+    draft_process,
+    serving_draft,
+    serving_target,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,25 +31,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, draft
 
 
-@asynccontextmanager
-async def _ngram_process(target: Target) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A draft in a process of its own, to be killed and frozen."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "services.draft", "--port", "0", "--target", target.address),
-        *("--speculative-algorithm", "NGRAM"),
-        cwd=ROOT,
-        env={**os.environ, "OUTRIDER_LOG_LEVEL": "error"},
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGCONT)
-            process.kill()
-        await process.wait()
-
-
+NGRAM = ("--speculative-algorithm", "NGRAM")
 CHAIN = ("4", "1", "5")
 TREE = ("4", "4", "16")
 
@@ -129,7 +113,7 @@ async def test_ngram_process_killed_or_frozen_mid_stream_changes_nothing(
 ) -> None:
     async with serving_target(folders[0], candidate_wait_ms=50.0) as target:
         expected = await target.outputs(0.0)
-        async with _ngram_process(target) as process:
+        async with draft_process(target, *NGRAM) as process:
             await target.until_attached(1)
             assert await target.outputs(0.0) == expected
             running = asyncio.create_task(target.outputs(0.0))
