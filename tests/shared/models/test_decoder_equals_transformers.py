@@ -119,6 +119,21 @@ STEP_LIMITS: dict[str, Any] = {
     "swiglu_limits": [0.0, 0.3, 0.0],
     "swiglu_limits_shared": [0.2, 0.0, 0.4],
 }
+DELTA: dict[str, Any] = {
+    # Smaller, and norms of what a head reads at first would blow rounding up.
+    "rms_norm_eps": 0.01,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+QWEN_EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
 LLAMA4: dict[str, Any] = {
     "num_local_experts": 4,
     "num_experts_per_tok": 1,
@@ -268,6 +283,42 @@ CASES = {
     "step 3.5 with limits, sharded": Case(
         "step3p5", with_config(**STEP, **STEP_LIMITS), max_shard_size="20KB"
     ),
+    "qwen3-next": Case("qwen3_next", with_config(**DELTA, **QWEN_EXPERTS)),
+    "qwen3-next, some layers dense, heads of their own, tied": Case(
+        "qwen3_next",
+        TinyShape(
+            num_layers=4,
+            tie_word_embeddings=True,
+            overrides=QWEN_EXPERTS
+            | {
+                "rms_norm_eps": 0.01,
+                "linear_num_key_heads": 1,
+                "linear_num_value_heads": 3,
+                "linear_key_head_dim": 10,
+                "linear_value_head_dim": 8,
+                "mlp_only_layers": [1],
+                "norm_topk_prob": False,
+                "attention_bias": True,
+            },
+        ),
+        max_shard_size="20KB",
+    ),
+    "qwen3.5": Case("qwen3_5", with_config(**DELTA)),
+    "qwen3.5 tied, half rotated": Case(
+        "qwen3_5",
+        TinyShape(
+            tie_word_embeddings=True,
+            overrides=DELTA
+            | {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 100.0,
+                    "partial_rotary_factor": 0.5,
+                }
+            },
+        ),
+    ),
+    "qwen3.5 moe": Case("qwen3_5_moe", with_config(**DELTA, **QWEN_EXPERTS)),
     "llama4": Case("llama4", with_config(**LLAMA4)),
     "llama4 without norms, some layers dense": Case(
         "llama4",
