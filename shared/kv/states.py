@@ -271,7 +271,7 @@ class StateStore:
         wanted = _uploaded(np.maximum(slots, 0).reshape(-1), device)
         stored = np.array(_numbers(read_stamps(wanted)), np.int64).reshape(slots.shape)
         rewritten = np.isin(slots, np.fromiter(written, np.int64))
-        is_held = (slots[:, :-1] > 0) & ~rewritten[:, :-1] & (stored[:, :-1] == self._stamps)
+        is_held = (slots[:, :-1] > 0) & ~rewritten[:, :-1] & self._are_own(stored[:, :-1])
         lengths = np.where(is_held, self._lengths, 0)
         founds = []
         for number, end_slot in enumerate(slots[:, -1].tolist()):
@@ -280,6 +280,11 @@ class StateStore:
             end_stamp = written.get(end_slot, int(stored[number, -1])) if end_slot > 0 else 0
             founds.append(_Found(best if length else None, length, end_stamp))
         return founds
+
+    def _are_own(self, stamps: Array) -> Array:
+        """Whether a row's stamp `[B, S]` is that of the checkpoint."""
+        own: Array = stamps == self._stamps
+        return own
 
     def _asked(self, each: _Sequence) -> Array:
         """Returns the slots of the last token of every checkpoint that may be one of the sequence,

@@ -74,10 +74,10 @@ class GatedDelta:
         )
         # All rows, before any is read: a sequence's prefix may be in this forward.
         pool.write_rows(self.layer, context.batch.slots, inputs)
-        heads = (-1, shape.num_value_heads, shape.value_dim)
         read = self._advance(plan, pool, len(hidden)).to(hidden.dtype)
-        gate = steady_silu(channels[:, shape.num_channels :]).view(heads)
-        return (self.norm(read).float() * gate).to(hidden.dtype).flatten(1)
+        normed = self.norm(read.view(-1, shape.value_dim)).view(len(hidden), -1)
+        gate = steady_silu(channels[:, shape.num_channels :])
+        return (normed.float() * gate).to(hidden.dtype)
 
     def _advance(self, plan: StatePlan, pool: KvPool, num_rows: int) -> Tensor:
         """Returns what each row reads, `[T, num_value_heads, value_dim]` float32."""

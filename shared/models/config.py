@@ -390,6 +390,8 @@ def text_config(config: ConfigFile) -> ConfigFile:
     outer: dict[str, object] = {
         key: value for key in _OUTER_KEYS if (value := config.text(key, ""))
     }
+    if config.flag("tie_word_embeddings", False):
+        outer["tie_word_embeddings"] = True
     outer["eos_token_id"] = list(config.integers("eos_token_id"))
     return config.nested("text_config").with_defaults(outer)
 

@@ -37,6 +37,16 @@ FAMILY_CLASSES = {
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
     "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
 }
+DELTA: dict[str, Any] = {
+    # Smaller, and norms of what a head reads at first would blow rounding up.
+    "rms_norm_eps": 0.01,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+"""Of layers of Qwen3-Next and Qwen3.5."""
 BOS_TOKEN_ID = 256
 EOS_TOKEN_ID = 257
 BYTE_VOCAB_SIZE = 258

@@ -13,7 +13,7 @@ from shared.kv.pool import KvPool
 from shared.models.loader import load_decoder
 from shared.runtime.runner import ModelRunner
 from shared.tokens import TokenTree
-from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.checkpoints import DELTA, TinyShape, write_checkpoint
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4
@@ -55,23 +55,13 @@ OVERRIDES: dict[str, dict[str, object]] = {
         "swiglu_limits": [0.0, 0.3, 0.0],
     },
     "qwen3_next": {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 6,
-        "linear_value_head_dim": 8,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        **DELTA,
         "num_experts": 8,
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 24,
         "shared_expert_intermediate_size": 20,
     },
-    "qwen3_5": {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 6,
-        "linear_value_head_dim": 8,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    },
+    "qwen3_5": DELTA,
     "deepseek_v3": {
         "n_routed_experts": 8,
         "num_experts_per_tok": 3,
