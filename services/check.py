@@ -54,6 +54,7 @@ def _target_lines(plan: Plan, config: ModelConfig, device: torch.device) -> list
     kv_dtype = kv_dtype_named(target.kv_cache_dtype, dtype)
     channels = config.num_cache_layers * config.num_kv_heads * config.head_dim
     token_bytes = 2 * channels * kv_dtype.itemsize
+    state = "" if config.delta is None else f", {_gib(config.delta.state_bytes)} a running request"
     context = min(
         target.context_length or config.max_position_embeddings, config.max_position_embeddings
     )
@@ -61,7 +62,7 @@ def _target_lines(plan: Plan, config: ModelConfig, device: torch.device) -> list
         f"target: {shown_name(target.model_path)}, {config.architecture}, {_short(dtype)} on "
         f"{_devices(device, target.tp_size)}, port {target.port}",
         f"  weights {_gib(_weight_bytes(target.model_path))} on disk, "
-        f"{token_bytes / 1024:g} KiB of KV a token, context {context}",
+        f"{token_bytes / 1024:g} KiB of KV a token{state}, context {context}",
         *_given(target),
     ]
 

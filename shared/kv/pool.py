@@ -138,11 +138,10 @@ class KvPool:
         return rows.permute(2, 0, 1, 3, 4).flatten(1)
 
     def read_stamps(self, slots: Tensor) -> Tensor:
-        """Returns the stamps of rows, `[N, STAMP_SIZE]` int64; they end a row."""
+        """Returns the stamps of rows, `[N, STAMP_SIZE]` int64; a row begins with its own."""
         assert self.layout.states is not None
-        rows = self.read_rows(self.layout.states.first_layer, slots)
-        start = self.layout.states.row_size - STAMP_SIZE
-        return rows[:, start : start + STAMP_SIZE].to(torch.int64)
+        first = self.storage[0, self.layout.states.first_layer].flatten(1)
+        return first[:, :STAMP_SIZE].index_select(0, slots).to(torch.int64)
 
     def _rows(self, first_layer: int) -> Tensor:
         assert self.layout.states is not None

@@ -43,7 +43,6 @@ class StateLayout:
     Attributes:
         num_layers: with states.
         window: see `DeltaShape`.
-        row_size: numbers that a token leaves in one of them, the stamp last.
         first_layer: of the cache, where the first of them has its rows.
         layers_each: of the cache, that hold a row of one of them.
     """
@@ -53,7 +52,6 @@ class StateLayout:
     key_dim: int
     value_dim: int
     window: int
-    row_size: int
     first_layer: int
     layers_each: int
 
@@ -171,8 +169,10 @@ class _Sequence:
 
     @property
     def stays(self) -> bool:
-        """Whether all rows do: one of them is the last committed token, and many a prompt."""
-        return self.is_causal and not 1 < len(self.rows) <= _MAX_CHAIN_ROWS
+        """Whether all rows do, most likely: one of them is the last committed token, and many are a
+        prompt, as the first ones are."""
+        is_chain = self.start > 0 and 1 < len(self.rows) <= _MAX_CHAIN_ROWS
+        return self.is_causal and not is_chain
 
     @property
     def end(self) -> int:

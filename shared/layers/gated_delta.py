@@ -10,7 +10,7 @@ from torch import Tensor
 from shared.kernels.delta_rule import DeltaShape, DeltaWeights, delta_scan, steady_silu
 from shared.kernels.partials import Partials
 from shared.kv.pool import KvPool
-from shared.kv.states import StateBlock, StatePlan
+from shared.kv.states import STAMP_SIZE, StateBlock, StatePlan
 from shared.layers.attention import AttentionShape, ForwardContext
 from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm
@@ -66,9 +66,9 @@ class GatedDelta:
         channels = self.channels(hidden)
         inputs = torch.cat(
             (
+                plan.stamps.to(hidden.dtype),
                 channels[:, : shape.num_channels],
                 self.gates(hidden),
-                plan.stamps.to(hidden.dtype),
             ),
             dim=1,
         )
@@ -98,7 +98,8 @@ class GatedDelta:
     def _scan(self, block: StateBlock, states: Tensor, read: Tensor, pool: KvPool) -> None:
         """Advances the states of a block's lanes, and writes what rows read."""
         num_lanes, width = block.is_there.shape
-        inputs = pool.read_rows(self.layer, block.slots).view(num_lanes, width, -1)
+        inputs = pool.read_rows(self.layer, block.slots)[:, STAMP_SIZE:]
+        inputs = inputs.reshape(num_lanes, width, -1)
         own = states.index_select(0, block.lanes)
         own, found = delta_scan(inputs, block.is_there, own, self.delta, self.weights)
         states.index_copy_(0, block.lanes, own)

@@ -313,7 +313,7 @@ class ModelConfig:
         """Layers of the cache that hold the rows of a layer with a state: what a token gave it, and
         a stamp."""
         assert self.delta is not None
-        row = self.delta.shape.num_inputs + STAMP_SIZE
+        row = STAMP_SIZE + self.delta.shape.num_inputs
         return -(-row // (2 * self.num_kv_heads * self.head_dim))
 
     def has_state(self, layer: int) -> bool:

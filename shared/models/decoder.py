@@ -12,7 +12,7 @@ from shared.kernels.partials import Partials
 from shared.kernels.pointwise import embeddings, own_embeddings
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvLayout, KvPool
-from shared.kv.states import STAMP_SIZE, StateLayout
+from shared.kv.states import StateLayout
 from shared.layers.attention import AttentionShape, ForwardContext, plan_for
 from shared.layers.decoder_layer import DecoderLayer
 from shared.layers.linear import Linear
@@ -187,7 +187,6 @@ def _state_layout(config: ModelConfig) -> StateLayout | None:
         key_dim=shape.key_dim,
         value_dim=shape.value_dim,
         window=shape.window,
-        row_size=shape.num_inputs + STAMP_SIZE,
         first_layer=config.first_cache_layer(config.delta.layers[0]),
         layers_each=config.cache_layers_each,
     )

@@ -26,6 +26,11 @@ class DeltaConfig:
     layers: tuple[int, ...]
     is_fused: bool
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state of one sequence."""
+        return 4 * len(self.layers) * self.shape.value_size * self.shape.key_dim
+
 
 def read_delta(config: ConfigFile, *, is_fused: bool) -> DeltaConfig:
     """Raises: CheckpointError for a missing or mistyped key, or counts that do not fit."""
