@@ -211,7 +211,9 @@ def _pool(
     # Each running request has a state of its own.
     num_states = settings.max_running_requests
     if layout.states is not None:
-        reserved_bytes += num_states * layout.states.size_bytes
+        state_bytes = num_states * layout.states.size_bytes
+        reserved_bytes += state_bytes
+        logger.info("--max-running-requests %d: states take %s", num_states, in_words(state_bytes))
     num_pages = num_pages_for(
         layout,
         decoder.device,
