@@ -8,6 +8,7 @@ again."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import multiprocessing
 import signal
@@ -129,6 +130,9 @@ async def serve(settings: GatewaySettings, place: WorkerPlace | None = None) -> 
     gateway.pool.start()
     for server in servers:
         server.start()
+    # What is there by now stays. A full collection that walks it, 130,000 objects, takes 50 ms, in
+    # which no stream gets a token.
+    gc.freeze()
     await gateway.lifecycle.activate()
     try:
         await http.run_until(stop)

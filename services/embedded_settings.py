@@ -11,7 +11,7 @@ from services.target.flag_choices import DeviceRoundsChoice
 from services.target.settings import TargetSettings
 from services.target.settings_problems import rejection_flag
 from shared.errors import SettingsError
-from shared.model_files import has_tokenizer, tokenizer_sha256
+from shared.model_files import has_tokenizer, num_ids, tokenizer_sha256
 from shared.settings import load_settings
 from shared.settings_field import declared_fields
 
@@ -56,7 +56,8 @@ def embedded_settings(
 
 
 def with_target_tokenizer(draft: DraftSettings, target: TargetSettings) -> DraftSettings:
-    """Returns the settings of a draft with the target's tokenizer named, where that is another.
+    """Returns the settings of a draft with the target's tokenizer named, where that is another or
+    the target has other ids beside.
 
     Raises:
         CheckpointError: a tokenizer cannot be read.
@@ -67,7 +68,8 @@ def with_target_tokenizer(draft: DraftSettings, target: TargetSettings) -> Draft
     tokenizer = target.tokenizer_folder
     if not has_tokenizer(draft.model_folder):
         return draft
-    if tokenizer_sha256(draft.model_folder) == tokenizer_sha256(tokenizer):
+    is_same = tokenizer_sha256(draft.model_folder) == tokenizer_sha256(tokenizer)
+    if is_same and num_ids(draft.model_folder) == num_ids(tokenizer):
         return draft
     return replace(draft, tokenizer=tokenizer)
 

@@ -32,6 +32,19 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def num_ids(folder: Path) -> int:
+    """Returns the ids of the model in a folder; 0 where there is none, or it does not say.
+
+    Raises:
+        CheckpointError: its config.json cannot be read.
+    """
+    path = folder / "config.json"
+    config = read_json(path) if path.is_file() else {}
+    text = config.get("text_config")
+    size = config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else 0)
+    return size if isinstance(size, int) else 0
+
+
 def has_tokenizer(folder: Path) -> bool:
     """Whether a model's folder brings a tokenizer."""
     return any((folder / name).is_file() for name in (_TOKENIZER_JSON, *_OTHER_FILES))

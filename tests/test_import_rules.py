@@ -46,6 +46,9 @@ TORCH_FREE = (
     "services.serve",
     "services.cli",
     "services.embedded_settings",
+    "services.draft.process",  # an NGRAM draft
+    "services.draft.drafter_factory",
+    "services.draft.drafters.ngram",
     "services.draft.settings",
     "services.target.settings",
     "services.target.drafts.attachments",

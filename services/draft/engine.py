@@ -266,7 +266,9 @@ class DraftEngine:
         mail = self._inbox.take(wait_s=wait_s)
         for event in mail.events:
             if isinstance(event, MappedCommandArrived):
-                self._mapped.take(event)
+                terms = self._table.terms(event.link)
+                if terms is not None:
+                    self._mapped.take(event, terms.vocab_size)
                 continue
             if isinstance(event, LinkClosed):
                 self._mapped.close(event.link)

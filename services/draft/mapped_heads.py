@@ -47,13 +47,17 @@ class MappedHeads:
         self._shared: SharedHead | None = None
         self._link: _Link | None = None
 
-    def take(self, event: MappedCommandArrived) -> None:
-        """Does what a target asks for; a command of rounds that could not be opened is dropped."""
+    def take(self, event: MappedCommandArrived, num_target_ids: int) -> None:
+        """Does what a target asks for; a command of rounds that could not be opened is dropped.
+
+        Args:
+            num_target_ids: token ids of the target are below it.
+        """
         from shared.runtime.mapped_rounds import MappedRound, OpenMapped
 
         command = event.command
         if isinstance(command, OpenMapped):
-            self._open(event.link, command)
+            self._open(event.link, command, num_target_ids)
             return
         if self._link is None or self._link.number != event.link:
             return
@@ -67,7 +71,7 @@ class MappedHeads:
             assert self._shared is not None
             self._link.worker.warm_up(self._shared.pages)
         except RuntimeError as error:
-            self._decline(event.link, error)
+            self._decline(event.link, str(error))
             return
         self._deliver(MappedHeadReady(event.link, self._shared.pages))
 
@@ -76,7 +80,7 @@ class MappedHeads:
         if self._link is not None and self._link.number == link:
             self._link = None
 
-    def _open(self, link: int, command: OpenMapped) -> None:
+    def _open(self, link: int, command: OpenMapped, num_target_ids: int) -> None:
         from shared.runtime.mapped_head_worker import MappedHeadWorker
         from shared.runtime.ring_memory import RingUnavailable
 
@@ -85,14 +89,18 @@ class MappedHeads:
             return
         if self._shared is None:
             self._shared = self._drafter.share_head()
+        num_ids = self._shared.model.id_limit
+        if num_ids < num_target_ids:  # it would look tokens up past the end of its embedding
+            self._decline(link, f"it has {num_ids} token ids, its target {num_target_ids}")
+            return
         try:
             worker = MappedHeadWorker(self._shared.model, command)
         except (RingUnavailable, RuntimeError) as error:
-            self._decline(link, error)
+            self._decline(link, str(error))
             return
         self._link = _Link(link, worker)
 
-    def _decline(self, link: int, error: Exception) -> None:
-        log.warning("no rounds with this head, trees are pushed: %s", error)
+    def _decline(self, link: int, reason: str) -> None:
+        log.warning("no rounds with this head, trees are pushed: %s", reason)
         self._link = None
         self._deliver(MappedHeadReady(link, ()))

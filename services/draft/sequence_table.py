@@ -70,6 +70,10 @@ class SequenceTable:
         """Links to targets; those of probes, too."""
         return tuple(self._links)
 
+    def terms(self, link: int) -> LinkTerms | None:
+        """Returns what a target asked for on a link; None where there is no such link."""
+        return self._links.get(link)
+
     def apply(self, event: SequenceEvent) -> None:
         """Takes one event in; computes nothing. Whatever names an unknown link or sequence is
         dropped: it crossed a release or a close on the wire."""

@@ -99,6 +99,21 @@ async def test_the_number_of_ids_may_differ_where_the_tokenizer_does_not(
         await _accepted(target, 1.0)
 
 
+async def test_a_remote_draft_has_the_ids_of_the_target_that_is_named(
+    folder: Path, tmp_path: Path
+) -> None:
+    shape, draft = TinyShape(vocab_size=SIZE - 20), tmp_path / "draft"
+    write_checkpoint(draft, "llama", shape, seed=3, with_tokenizer=True)
+    flags = ("--tokenizer", str(folder))
+    async with serving_target(folder, device_rounds=DeviceRoundsChoice.ON) as target:
+        settings = draft_settings("STANDALONE", draft, *CHAIN, "--target", target.address, *flags)
+        async with running_draft(settings):
+            await target.until_attached(1)
+            for temperature in (0.0, 1.0):
+                await _accepted(target, temperature)
+            assert await target.num_attached() == 1
+
+
 async def test_rejection_takes_chains_of_such_a_draft(folder: Path, other: Path) -> None:
     flag = "--speculative-use-rejection-sampling"
     async with running_target(_embedded(folder, other, flag)) as target:

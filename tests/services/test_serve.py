@@ -165,6 +165,11 @@ def test_a_draft_of_another_family_is_told_its_targets_tokenizer(
     flags = ("--model", str(model), "--draft-model", str(draft), "--placement", placement)
     plan = _plan(*flags)
     assert plan.drafts[0].settings.tokenizer is None, "the same tokenizer"
+    config = model / "config.json"
+    config.write_text(config.read_text().replace("}", ', "vocab_size": 300}'))
+    plan = _plan(*flags)
+    assert plan.drafts[0].settings.tokenizer == model, "the same, and more ids"
+    assert not plan.notices
     renumber_tokenizer(draft, draft, range(200, 0, -1))
     plan = _plan(*flags)
     [notice] = plan.notices

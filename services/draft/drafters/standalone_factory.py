@@ -16,11 +16,12 @@ from services.draft.drafters.placement import (
 from services.draft.drafters.standalone import CONTEXT_MARGIN, StandaloneDrafter
 from services.draft.recurrent_drafts import check_no_states
 from services.draft.settings import DraftSettings
-from services.draft.vocabulary import num_target_ids, target_vocabulary
+from services.draft.vocabulary import target_vocabulary
 from services.followers import Followers
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.layers.tensor_group import TensorGroup
+from shared.model_files import num_ids
 from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
@@ -112,7 +113,7 @@ def build_model(
         show_progress=leader is not None or group is None,
         group=group,
         vocabulary=vocabulary,
-        vocab_size=host.vocab_size or num_target_ids(settings.target_tokenizer or folder),
+        vocab_size=host.vocab_size or num_ids(settings.target_tokenizer or folder),
     )
     config = decoder.config
     log.info("%s in %s on %s", folder.name, dtype, device)

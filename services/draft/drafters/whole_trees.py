@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from services.draft.sequence import DraftSequence
-from shared.runtime.tree_grower import TreeGrower
 from shared.tokens import SamplingParams, TreeShape
+
+if TYPE_CHECKING:
+    # A worker without a model runs where torch is not installed.
+    from shared.runtime.tree_grower import TreeGrower
 
 # What is cut away beyond these is drawn too often by a pass that leaves cuts out.
 _FEWEST_TOP_K = 4
