@@ -9,9 +9,11 @@ from pathlib import Path
 
 import torch
 
+from services.draft.recurrent_drafts import check_no_states
 from services.serve import ready_line
 from services.serve_plan import Plan, PlannedDraft
 from services.serve_settings import Placement
+from services.target.recurrent_problems import check_recurrent
 from shared.errors import SettingsError
 from shared.hub import shown_name
 from shared.model_options import Dtype
@@ -29,10 +31,14 @@ def check(plan: Plan) -> str:
 
     Raises:
         CheckpointError: a model's config.json cannot be served.
-        SettingsError: a device is not there, or weights are larger than its memory.
+        SettingsError: a device is not there, weights are larger than its memory, or a flag does not
+            fit the model.
     """
     device = device_named(plan.target.device)
     config = ModelConfig.from_folder(plan.target.model_path)
+    check_recurrent(plan.target, config, device)
+    for draft in plan.drafts:
+        check_no_states(draft.settings)
     lines = [*_target_lines(plan, config, device)]
     for draft in plan.drafts:
         lines += _draft_lines(plan, draft)
@@ -46,7 +52,9 @@ def _target_lines(plan: Plan, config: ModelConfig, device: torch.device) -> list
     target = plan.target
     dtype = dtype_named(target.dtype, config.dtype, device)
     kv_dtype = kv_dtype_named(target.kv_cache_dtype, dtype)
-    token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * kv_dtype.itemsize
+    channels = config.num_cache_layers * config.num_kv_heads * config.head_dim
+    token_bytes = 2 * channels * kv_dtype.itemsize
+    state = "" if config.delta is None else f", {_gib(config.delta.state_bytes)} a running request"
     context = min(
         target.context_length or config.max_position_embeddings, config.max_position_embeddings
     )
@@ -54,7 +62,7 @@ def _target_lines(plan: Plan, config: ModelConfig, device: torch.device) -> list
         f"target: {shown_name(target.model_path)}, {config.architecture}, {_short(dtype)} on "
         f"{_devices(device, target.tp_size)}, port {target.port}",
         f"  weights {_gib(_weight_bytes(target.model_path))} on disk, "
-        f"{token_bytes / 1024:g} KiB of KV a token, context {context}",
+        f"{token_bytes / 1024:g} KiB of KV a token{state}, context {context}",
         *_given(target),
     ]
 

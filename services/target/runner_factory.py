@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from services.target.drafts.feature_store import captured_layers
+from services.target.recurrent_problems import check_recurrent
 from services.target.rounds.round_source import MAX_ROWS
 from services.target.settings import TargetSettings
 from shared.errors import SettingsError
@@ -79,6 +80,7 @@ def build_runner(
     """
     device = _opened_device(settings)
     config = ModelConfig.from_folder(settings.model_path)
+    check_recurrent(settings, config, device)
     dtype = dtype_named(settings.dtype, config.dtype, device)
     is_first = leader is not None or group is None
     if group is not None and settings.ep_size > 1:
@@ -206,6 +208,12 @@ def _pool(
 ) -> tuple[KvPool, CacheSize]:
     dtype = kv_dtype_named(settings.kv_cache_dtype, decoder.dtype)
     layout = decoder.kv_layout(settings.page_size, dtype)
+    # Each running request has a state of its own.
+    num_states = settings.max_running_requests
+    if layout.states is not None:
+        state_bytes = num_states * layout.states.size_bytes
+        reserved_bytes += state_bytes
+        logger.info("--max-running-requests %d: states take %s", num_states, in_words(state_bytes))
     num_pages = num_pages_for(
         layout,
         decoder.device,
@@ -227,7 +235,8 @@ def _pool(
     with refusing_shortage(
         lambda shortage: f"no memory for the KV cache: {cache.advice(shortage)}"
     ):
-        return KvPool(layout, num_pages, decoder.device, scales), cache
+        pool = KvPool(layout, num_pages, decoder.device, scales, num_states=num_states)
+        return pool, cache
 
 
 def _weights_in_words(settings: TargetSettings, device: torch.device, shortage: Shortage) -> str:

@@ -44,9 +44,14 @@ def gate_mul(gate_up: Tensor, activation: Activation) -> Tensor:
 
 def gated_heads(heads: Tensor, gate: Tensor) -> Tensor:
     """Returns `heads` `[T, N, D]` times the sigmoids of `gate` `[T, N]`."""
+    return gated(heads, gate.unsqueeze(-1))
+
+
+def gated(values: Tensor, gate: Tensor) -> Tensor:
+    """Returns `values` times the sigmoids of `gate`, which broadcasts against them."""
     # On a CPU in float64, rounded once: torch computes a tensor's last elements by another way.
     wide = gate.double() if gate.device.type == "cpu" else gate.float()
-    return heads * wide.sigmoid().to(heads.dtype).unsqueeze(-1)
+    return values * wide.sigmoid().to(values.dtype)
 
 
 def bounded_gate_mul(gate_up: Tensor, limit: float) -> Tensor:

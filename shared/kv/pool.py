@@ -8,6 +8,10 @@ import torch
 from torch import Tensor
 
 from shared.kernels.cache import CacheScales, store
+from shared.kv.states import STAMP_SIZE, StateLayout, StateStore
+
+NUM_STATES = 32
+"""Checkpoints of recurrent states, unless told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +22,8 @@ class KvLayout:
         page_size: tokens a page.
         dtype: dtype of keys and values.
         has_values: values are stored beside keys; else they are the first part of the keys.
+        num_layers: those of the cache: a layer with a state takes several, for its rows.
+        states: of layers with recurrent states; None in most decoders.
     """
 
     num_layers: int
@@ -26,6 +32,7 @@ class KvLayout:
     page_size: int
     dtype: torch.dtype
     has_values: bool = True
+    states: StateLayout | None = None
 
     @property
     def num_planes(self) -> int:
@@ -59,12 +66,14 @@ class KvPool:
     Args:
         scales: `[2, num_layers, num_kv_heads]` float32 of an e4m3 cache, keys first; see
             `CacheScales`. Of any other cache None.
+        num_states: checkpoints of recurrent states, where the layout has some.
 
     Attributes:
         storage: `[num_planes, num_layers, num_pages * page_size, num_kv_heads, head_dim]`, keys
             first.
         keys: one `[num_pages * page_size, num_kv_heads, head_dim]` tensor a layer.
         values: likewise; the keys themselves where the layout has no values.
+        states: see `StateStore`; None where the layout has none.
     """
 
     def __init__(
@@ -73,6 +82,8 @@ class KvPool:
         num_pages: int,
         device: torch.device,
         scales: Tensor | None = None,
+        *,
+        num_states: int = NUM_STATES,
     ) -> None:
         assert (scales is not None) == layout.is_e4m3, "an e4m3 cache, and no other, has factors"
         assert num_pages >= 2, f"{num_pages} pages: page 0 is padding, so at least 2 are needed"
@@ -89,6 +100,9 @@ class KvPool:
         self.storage = torch.zeros(shape, dtype=layout.dtype, device=device)
         self.keys: tuple[Tensor, ...] = self.storage[0].unbind()
         self.values: tuple[Tensor, ...] = self.storage[-1].unbind()
+        self.states = (
+            None if layout.states is None else StateStore(layout.states, num_states, device)
+        )
         self._scales = (
             None
             if scales is None
@@ -108,6 +122,30 @@ class KvPool:
         scales = self.scales(layer)
         store(self.keys[layer], slots, keys, None if scales is None else scales.keys)
         store(self.values[layer], slots, values, None if scales is None else scales.values)
+
+    def write_rows(self, first_layer: int, slots: Tensor, rows: Tensor) -> None:
+        """Stores `rows` `[T, R]` of a layer with a state at `slots` `[T]` int64, over as many of
+        the cache's layers as they take, from `first_layer` on."""
+        own = self._rows(first_layer)
+        width = len(own) * own.shape[1] * own.shape[3] * own.shape[4]
+        padded = torch.nn.functional.pad(rows, (0, width - rows.shape[1]))
+        parts = padded.view(-1, len(own), own.shape[1], *own.shape[3:])
+        own.index_copy_(2, slots, parts.permute(1, 2, 0, 3, 4).to(own.dtype))
+
+    def read_rows(self, first_layer: int, slots: Tensor) -> Tensor:
+        """Returns what `write_rows` stored, `[N, R]` and what pads it, of `slots` `[N]` int64."""
+        rows = self._rows(first_layer).index_select(2, slots)
+        return rows.permute(2, 0, 1, 3, 4).flatten(1)
+
+    def read_stamps(self, slots: Tensor) -> Tensor:
+        """Returns the stamps of rows, `[N, STAMP_SIZE]` int64; a row begins with its own."""
+        assert self.layout.states is not None
+        first = self.storage[0, self.layout.states.first_layer].flatten(1)
+        return first[:, :STAMP_SIZE].index_select(0, slots).to(torch.int64)
+
+    def _rows(self, first_layer: int) -> Tensor:
+        assert self.layout.states is not None
+        return self.storage[:, first_layer : first_layer + self.layout.states.layers_each]
 
     def move(self, source_slots: Tensor, target_slots: Tensor) -> None:
         """Copies tokens between slots in every layer, as if all were read before any is written.

@@ -13,9 +13,10 @@ from torch import Tensor
 from shared.kernels.attention import AttentionPlan, paged_attention, plan_attention
 from shared.kernels.cache import rotate_into_cache
 from shared.kernels.partials import Partials
-from shared.kernels.pointwise import gated_heads
+from shared.kernels.pointwise import gated, gated_heads
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
+from shared.kv.states import StatePlan
 from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm
 from shared.layers.tensor_group import Part
@@ -64,6 +65,7 @@ class ForwardContext:
         sliding_tables: cosine and signed sine of layers with a rotation of their own; None where
             no layer has one.
         routes: gets the experts of each layer's rows, see `FeedForward`; None where nobody asks.
+        states: of layers with recurrent states; None where there are none.
     """
 
     batch: ForwardBatch
@@ -73,6 +75,7 @@ class ForwardContext:
     plans: Mapping[int | None, AttentionPlan]
     sliding_tables: tuple[Tensor, Tensor] | None = None
     routes: list[Tensor | None] | None = None
+    states: StatePlan | None = None
 
     def tables_of(self, shape: AttentionShape) -> tuple[Tensor, Tensor]:
         """Returns cosine and signed sine of a layer."""
@@ -141,6 +144,8 @@ class Attention:
         narrow: where the cache has more key heads than the layer, or wider values; None elsewhere.
         head_gate: input to `num_heads`, whose sigmoids multiply what heads attend to; None in most
             families.
+        is_gated: behind the queries `qkv` has as many channels, whose sigmoids multiply what heads
+            attend to.
         layer: index of this layer's keys and values in the pool.
     """
 
@@ -153,6 +158,7 @@ class Attention:
     sinks: Tensor | None = None
     narrow: NarrowHeads | None = None
     head_gate: Linear | None = None
+    is_gated: bool = False
 
     def steadied(self) -> Attention:
         """Returns the same attention with products that keep a row's bits; see
@@ -180,9 +186,15 @@ class Attention:
     def _attended(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """Returns `[T, num_heads * head_dim]`."""
         shape, pool = self.shape, context.pool
-        norm = self.qk_norm
+        norm, gate = self.qk_norm, None
+        projected = self._projected(hidden)
+        if self.is_gated:
+            assert isinstance(projected, Tensor)
+            heads, count = projected.view(len(hidden), -1, shape.head_dim), shape.num_heads
+            gate = heads[:, count : 2 * count]
+            projected = torch.cat((heads[:, :count], heads[:, 2 * count :]), dim=1)
         queries = rotate_into_cache(
-            self._projected(hidden).view(len(hidden), -1, shape.head_dim),
+            projected.view(len(hidden), -1, shape.head_dim),
             None if norm is None else norm.weight,
             0.0 if norm is None else norm.eps,
             context.tables_of(shape),
@@ -204,12 +216,16 @@ class Attention:
             attended = attended[..., : self.narrow.value_dim]
         if self.head_gate is not None:
             attended = gated_heads(attended, self.head_gate(hidden))
+        if gate is not None:
+            attended = gated(attended, gate)
         return attended.reshape(len(hidden), -1)
 
     def _projected(self, hidden: Tensor) -> Tensor | Partials:
         """Returns queries, keys and values before rotation."""
         if self.narrow is not None:
             return self.narrow.widened(self.qkv(hidden), self.shape)
+        if self.is_gated:
+            return self.qkv(hidden)
         if self.joint_norms is None:
             return self.qkv.partials(hidden)
         projected, dim = self.qkv(hidden), self.shape.head_dim

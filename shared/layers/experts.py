@@ -22,7 +22,7 @@ from shared.kernels.kernel_settings import runs_triton
 from shared.kernels.launch import side_by_side
 from shared.kernels.linear import MOST_FEW_ROWS, LinearWeight, wide_linear
 from shared.kernels.partials import Partials
-from shared.kernels.pointwise import Activation, bounded_gate_mul
+from shared.kernels.pointwise import Activation, bounded_gate_mul, gated
 from shared.kernels.routing import Routing, route
 from shared.layers.decoder_layer import Mlp
 from shared.layers.linear import Linear
@@ -64,6 +64,7 @@ class Experts:
         gate_up: of each expert `H` to `2N`, gate first.
         down: of each expert `N` to `H`.
         shared: the block that all rows take; None in some families.
+        shared_gate: `H` to 1, whose sigmoid multiplies that block; None in most families.
         group: processes that each hold some channels N of every expert, or some experts, and some
             channels of the shared block.
         scales_inputs: weights multiply what enters an expert, not what leaves it.
@@ -78,6 +79,7 @@ class Experts:
     group: TensorGroup | None = None
     scales_inputs: bool = False
     limit: float | None = None
+    shared_gate: Linear | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """`[T, H]` to `[T, H]`."""
@@ -106,6 +108,7 @@ class Experts:
             gate_up=self.gate_up.steadied(),
             down=self.down.steadied(),
             shared=None if self.shared is None else self.shared.steadied(),
+            shared_gate=None if self.shared_gate is None else self.shared_gate.steadied(),
         )
 
     def _own(self, hidden: Tensor) -> Tensor:
@@ -113,11 +116,16 @@ class Experts:
         if self.shared is None:
             routed, shared = self._products(hidden), None
         else:
-            own = partial(self.shared, hidden)
+            own = partial(self._shared, self.shared, hidden)
             routed, shared = side_by_side(
                 hidden.device, len(hidden), partial(self._products, hidden), own
             )
         return weighted_sum(*routed, shared)
+
+    def _shared(self, block: Mlp, hidden: Tensor) -> Tensor:
+        if self.shared_gate is None:
+            return block(hidden)
+        return gated(block(hidden), self.shared_gate(hidden))
 
     def _products(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the pairs `[T * k, H]` of rows with their experts, and their weights."""

@@ -12,8 +12,10 @@ import torch
 
 from shared.errors import CheckpointError
 from shared.kernels.pointwise import Activation
+from shared.kv.states import STAMP_SIZE
 from shared.layers.rotary import RopeConfig
 from shared.models.config_file import CONFIG_FILE, ConfigFile
+from shared.models.delta_config import DeltaConfig, read_delta
 from shared.models.expert_config import ExpertConfig, read_experts
 from shared.models.families import FAMILIES, Family, NormPlacement, QkNorm, WindowRule
 from shared.models.rope_config import FULL_ATTENTION, SLIDING_ATTENTION, read_rope
@@ -154,6 +156,8 @@ class ModelConfig:
         full_heads: query heads of layers that see everything, where sliding layers have
             `num_heads`, which are as many or more; None where all have.
         has_head_gates: see `Family`.
+        is_gated: see `Attention.is_gated`.
+        delta: of layers with a gated delta rule in place of attention; None in most families.
         mlp_limits, expert_limits: see `Mlp.limit`, an entry a layer or none; the former are also
             those of blocks that all rows take beside experts.
     """
@@ -199,6 +203,8 @@ class ModelConfig:
     has_head_gates: bool = False
     mlp_limits: tuple[float | None, ...] = ()
     expert_limits: tuple[float | None, ...] = ()
+    is_gated: bool = False
+    delta: DeltaConfig | None = None
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self:
@@ -286,7 +292,33 @@ class ModelConfig:
             has_head_gates=family.has_head_gates,
             mlp_limits=layer_limits(config, "swiglu_limits_shared"),
             expert_limits=layer_limits(config, "swiglu_limits"),
+            is_gated=family.is_gated,
+            delta=read_delta(config, is_fused=family.has_fused_delta) if family.has_delta else None,
         )
+
+    @property
+    def num_cache_layers(self) -> int:
+        """Layers of the cache, of which a layer with a state takes several."""
+        return self.first_cache_layer(self.num_layers)
+
+    def first_cache_layer(self, layer: int) -> int:
+        """Returns where the cache holds a layer's keys and values, or the rows of its state."""
+        if self.delta is None:
+            return layer
+        num_states = sum(each < layer for each in self.delta.layers)
+        return layer + num_states * (self.cache_layers_each - 1)
+
+    @property
+    def cache_layers_each(self) -> int:
+        """Layers of the cache that hold the rows of a layer with a state: what a token gave it, and
+        a stamp."""
+        assert self.delta is not None
+        row = STAMP_SIZE + self.delta.shape.num_inputs
+        return -(-row // (2 * self.num_kv_heads * self.head_dim))
+
+    def has_state(self, layer: int) -> bool:
+        """Whether a layer has a gated delta rule in place of attention."""
+        return self.delta is not None and layer in self.delta.layers
 
     @property
     def rotary_dim(self) -> int:
@@ -358,6 +390,8 @@ def text_config(config: ConfigFile) -> ConfigFile:
     outer: dict[str, object] = {
         key: value for key in _OUTER_KEYS if (value := config.text(key, ""))
     }
+    if config.flag("tie_word_embeddings", False):
+        outer["tie_word_embeddings"] = True
     outer["eos_token_id"] = list(config.integers("eos_token_id"))
     return config.nested("text_config").with_defaults(outer)
 

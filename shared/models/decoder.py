@@ -12,6 +12,7 @@ from shared.kernels.partials import Partials
 from shared.kernels.pointwise import embeddings, own_embeddings
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvLayout, KvPool
+from shared.kv.states import StateLayout
 from shared.layers.attention import AttentionShape, ForwardContext, plan_for
 from shared.layers.decoder_layer import DecoderLayer
 from shared.layers.linear import Linear
@@ -82,12 +83,13 @@ class Decoder:
         """Returns the layout of this model's cache, in `dtype` or the model's own."""
         config = self.config
         return KvLayout(
-            num_layers=config.num_layers,
+            num_layers=config.num_cache_layers,
             num_kv_heads=self.layers[0].attention.shape.num_kv_heads,
             head_dim=config.head_dim,
             page_size=page_size,
             dtype=dtype or self.dtype,
             has_values=config.latent is None,
+            states=_state_layout(config),
         )
 
     def steadied(self) -> Decoder:
@@ -119,6 +121,9 @@ class Decoder:
         captured[len(self.layers)], normed = self.norm.add_parts(hidden, update)
         if context.routes is not None:
             captured[ROUTES] = self._joined_routes(context.routes, normed)
+        if context.states is not None:
+            assert pool.states is not None
+            pool.states.keep(context.states)
         features = tuple(captured[index] for index in capture_layers)
         return DecoderOutput(normed, features)
 
@@ -168,7 +173,23 @@ class Decoder:
         sliding = self.sliding_rotary
         sliding_tables = None if sliding is None else sliding.tables(batch.positions)
         routes: list[Tensor | None] | None = [] if has_routes else None
-        return ForwardContext(batch, pool, cos, signed_sin, plans, sliding_tables, routes)
+        states = None if pool.states is None else pool.states.plan(batch, pool.read_stamps)
+        return ForwardContext(batch, pool, cos, signed_sin, plans, sliding_tables, routes, states)
+
+
+def _state_layout(config: ModelConfig) -> StateLayout | None:
+    if config.delta is None:
+        return None
+    shape = config.delta.shape
+    return StateLayout(
+        num_layers=len(config.delta.layers),
+        num_heads=shape.num_value_heads,
+        key_dim=shape.key_dim,
+        value_dim=shape.value_dim,
+        window=shape.window,
+        first_layer=config.first_cache_layer(config.delta.layers[0]),
+        layers_each=config.cache_layers_each,
+    )
 
 
 def attention_shape(config: ModelConfig, layer: int, shard: Shard = WHOLE) -> AttentionShape:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from shared.models.checkpoint import Cut
 from shared.models.config import ModelConfig
+from shared.models.delta_weights import delta_parts
 from shared.models.expert_weights import expert_parts
 from shared.models.families import NormPlacement
 from shared.models.latent_weights import latent_parts
@@ -27,7 +28,9 @@ _PICTURE_PREFIXES = (
     "vit_large_projector.",
     "model.vision_tower.",
     "model.multi_modal_projector.",
+    "model.visual.",
 )
+_STACK = ".experts.gate_up_proj"
 _NORMS = {
     NormPlacement.BEFORE: {
         "input_layernorm": "attention_norm",
@@ -54,21 +57,26 @@ class DecoderKeys:
         root: what the keys of embedding, layers and norm begin with.
         lm_head: the key of the lm_head.
         ignored_prefixes: what the keys of other models in the folder begin with.
+        has_stacks: experts are one tensor a layer, where a family's checkpoints have both ways.
     """
 
     root: str = _PLAIN_ROOT
     lm_head: str = LM_HEAD_KEY
     ignored_prefixes: tuple[str, ...] = ()
+    has_stacks: bool = False
 
     @classmethod
     def of(cls, keys: Collection[str]) -> DecoderKeys:
         """Finds the decoder among the keys of a checkpoint."""
         root = next((each for each in _ROOTS if f"{each}{_EMBEDDING}" in keys), _PLAIN_ROOT)
+        has_stacks = any(key.endswith(_STACK) for key in keys)
         if root == _PLAIN_ROOT:
             has_pictures = any(key.startswith(_PICTURE_PREFIXES) for key in keys)
-            return cls(ignored_prefixes=_PICTURE_PREFIXES if has_pictures else ())
+            ignored = _PICTURE_PREFIXES if has_pictures else ()
+            return cls(ignored_prefixes=ignored, has_stacks=has_stacks)
         nested = f"language_model.{LM_HEAD_KEY}"
-        return cls(root, nested if nested in keys else LM_HEAD_KEY, _PICTURE_PREFIXES)
+        lm_head = nested if nested in keys else LM_HEAD_KEY
+        return cls(root, lm_head, _PICTURE_PREFIXES, has_stacks)
 
     @property
     def embedding(self) -> str:
@@ -129,7 +137,13 @@ def decoder_parts(
         has_experts = config.has_experts(layer)
         parts.extend(
             layer_parts(
-                config, source, f"layers.{layer}.", shard, layer=layer, has_experts=has_experts
+                config,
+                source,
+                f"layers.{layer}.",
+                shard,
+                layer=layer,
+                has_experts=has_experts,
+                has_stacks=keys.has_stacks,
             )
         )
     parts.append(WeightPart(f"{keys.root}norm.weight", (hidden,), "norm"))
@@ -156,6 +170,7 @@ def layer_parts(
     *,
     layer: int = -1,
     has_experts: bool = False,
+    has_stacks: bool = False,
 ) -> Iterator[WeightPart]:
     """Yields the tensors of one layer, from keys that begin with `source` to names that begin with
     `target`.
@@ -166,18 +181,23 @@ def layer_parts(
     """
     for key, name in _NORMS[config.norms].items():
         yield WeightPart(f"{source}{key}.weight", (config.hidden_size,), f"{target}{name}")
-    if config.latent is None:
+    if config.has_state(layer):
+        yield from delta_parts(config, source, target)
+    elif config.latent is None:
         for matrix in _attention_matrices(config, shard, layer):
             yield from matrix.parts(source, target)
     else:
         yield from latent_parts(config, source, target, shard)
     if has_experts:
         assert config.experts is not None
-        yield from expert_parts(config.experts, config.hidden_size, source, target, shard)
+        yield from expert_parts(
+            config.experts, config.hidden_size, source, target, shard, has_stacks=has_stacks
+        )
     else:
         for matrix in _mlp_matrices(config, shard):
             yield from matrix.parts(source, target)
-    yield from _head_norms(config, source, target, shard, layer)
+    if not config.has_state(layer):
+        yield from _head_norms(config, source, target, shard, layer)
     if config.has_head_gates:
         gates = (config.layer_heads(layer), config.hidden_size)
         yield WeightPart(f"{source}self_attn.g_proj.weight", gates, f"{target}head_gate.weight")
@@ -218,6 +238,9 @@ def _attention_matrices(config: ModelConfig, shard: Shard, layer: int) -> Iterat
     queries, keys = num_heads * dim, num_kv_heads * dim
     values, attended = num_kv_heads * value_dim, num_heads * value_dim
     order = config.layer_rope(layer).dim_order(dim)
+    query_order, gates = order, 0
+    if config.is_gated:
+        query_order, gates = _before_gates(num_heads, dim, order), queries
     query_cut = key_cut = output_cut = None
     if shard.size > 1:
         own = shard.num_heads(config) * dim
@@ -225,7 +248,7 @@ def _attention_matrices(config: ModelConfig, shard: Shard, layer: int) -> Iterat
         key_cut = Cut(0, shard.first_kv_head(config) * dim, shard.num_kv_heads(config) * dim)
     first_row = 0
     for key, rows, cut, row_order in (
-        ("q_proj", queries, query_cut, order),
+        ("q_proj", queries + gates, query_cut, query_order),
         ("k_proj", keys, key_cut, order),
         ("v_proj", values, key_cut, None),
     ):
@@ -244,6 +267,13 @@ def _attention_matrices(config: ModelConfig, shard: Shard, layer: int) -> Iterat
         config.has_output_bias,
         output_cut,
     )
+
+
+def _before_gates(num_heads: int, dim: int, order: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Returns the rows of all queries and then of all gates, which a checkpoint has by heads."""
+    firsts = [2 * dim * head for head in range(num_heads)]
+    queries = [first + place for first in firsts for place in order or range(dim)]
+    return (*queries, *(first + place for first in firsts for place in range(dim, 2 * dim)))
 
 
 def _mlp_matrices(config: ModelConfig, shard: Shard) -> Iterator[_Matrix]:

@@ -25,6 +25,7 @@ class ExpertKeys:
         shared: what the keys of the block that all rows take begin with.
         correction: of the choice.
         has_shared_apart: the shared block stands beside the block, not in it.
+        shared_gate: the gate of the shared block; None where it has none.
     """
 
     block: str = "mlp."
@@ -35,6 +36,7 @@ class ExpertKeys:
     shared: str = "shared_experts."
     correction: str = "gate.e_score_correction_bias"
     has_shared_apart: bool = False
+    shared_gate: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class ExpertFamily:
         has_correction: the choice, and not the weights, has a bias an expert.
         is_wide: the router computes in float32.
         is_stacked: the checkpoint has all experts' matrices as one tensor, transposed.
+        may_be_stacked: it has so in some checkpoints, but not transposed.
         is_stacked_apart: it has those of gate, up and down as one tensor each.
         has_biases: experts and router have biases, and gate and up of a stack are interleaved.
         scales_inputs: see `Experts`.
@@ -59,6 +62,7 @@ class ExpertFamily:
     has_correction: bool = False
     is_wide: bool = False
     is_stacked: bool = False
+    may_be_stacked: bool = False
     is_stacked_apart: bool = False
     has_biases: bool = False
     scales_inputs: bool = False

@@ -23,11 +23,20 @@ from shared.models.weights import WeightPart
 
 
 def expert_parts(
-    config: ExpertConfig, hidden: int, source: str, target: str, shard: Shard
+    config: ExpertConfig,
+    hidden: int,
+    source: str,
+    target: str,
+    shard: Shard,
+    *,
+    has_stacks: bool = False,
 ) -> Iterator[WeightPart]:
     """Yields the tensors of one block of experts, see `decoder_weights.layer_parts`.
 
     A shard holds some channels of every expert, or some experts.
+
+    Args:
+        has_stacks: the checkpoint has those of a layer as one tensor, where the family allows it.
     """
     keys, wide = config.family.keys, config.intermediate_size
     layer, source = source, f"{source}{keys.block}"
@@ -46,8 +55,12 @@ def expert_parts(
         yield from _stacked_parts(config, hidden, f"{source}experts.", target, shard)
     if config.family.has_biases:
         yield WeightPart(f"{router}.bias", (num_experts,), f"{target}router.bias")
+    is_whole = config.family.may_be_stacked and has_stacks
+    if is_whole:
+        yield from _whole_parts(config, hidden, f"{source}experts.", target, shard)
     inner, outer = _cuts(wide, shard.of_experts)
-    is_one_tensor = config.family.is_stacked or config.family.is_stacked_apart
+    family = config.family
+    is_one_tensor = family.is_stacked or family.is_stacked_apart or is_whole
     for expert in () if is_one_tensor else shard.experts(num_experts):
         own = f"{source}experts.{expert}."
         for key in (keys.gate, keys.up):
@@ -60,6 +73,10 @@ def expert_parts(
     if config.shared_size:
         place = layer if keys.has_shared_apart else source
         yield from _shared_parts(config, hidden, place, target, shard)
+        if keys.shared_gate is not None:
+            yield WeightPart(
+                f"{place}{keys.shared_gate}.weight", (1, hidden), f"{target}shared.gate.weight"
+            )
 
 
 def _parts_stacked_apart(
@@ -80,6 +97,30 @@ def _parts_stacked_apart(
         for key, shape, name, cut in matrices:
             yield WeightPart(
                 f"{source}{key}.weight",
+                (num_experts, *shape),
+                f"{target}experts.{name}",
+                cut=cut,
+                index=expert,
+                keeps_order=True,
+            )
+
+
+def _whole_parts(
+    config: ExpertConfig, hidden: int, source: str, target: str, shard: Shard
+) -> Iterator[WeightPart]:
+    wide, num_experts = config.intermediate_size, config.routing.num_experts
+    part = shard.of_experts
+    own, outer = wide // part.size, _cuts(wide, part)[1]
+    first = part.rank * own
+    matrices = (
+        ("gate_up_proj", (2 * wide, hidden), "gate_up", Cut(0, first, own)),
+        ("gate_up_proj", (2 * wide, hidden), "gate_up", Cut(0, wide + first, own)),
+        ("down_proj", (hidden, wide), "down", outer),
+    )
+    for expert in shard.experts(num_experts):
+        for key, shape, name, cut in matrices:
+            yield WeightPart(
+                f"{source}{key}",
                 (num_experts, *shape),
                 f"{target}experts.{name}",
                 cut=cut,
@@ -179,6 +220,7 @@ def build_experts(
             activation,
             shared_limit,
         )
+    shared_gate = tensors.pop(f"{prefix}shared.gate.weight", None)
     router = tensors.pop(f"{prefix}router.weight")
     is_wide = config.family.is_wide
     if is_wide and not can_be_batch_invariant(router):
@@ -197,6 +239,7 @@ def build_experts(
         group=group,
         scales_inputs=config.family.scales_inputs,
         limit=limit,
+        shared_gate=None if shared_gate is None else Linear.of(shared_gate),
     )
 
 

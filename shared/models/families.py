@@ -10,6 +10,7 @@ from types import MappingProxyType
 from shared.kernels.pointwise import Activation
 from shared.kernels.routing import RouterScores
 from shared.models.config_file import ConfigFile
+from shared.models.delta_config import read_qwen
 from shared.models.expert_config import ExpertFamily, ExpertKeys
 from shared.models.rope_config import RopeDefaults
 from shared.models.step_config import read_step
@@ -62,6 +63,9 @@ class Family:
         is_latent: keys and values are made of a latent vector, see `LatentAttention`.
         reads: puts a config into the words of the others; None where it speaks them.
         has_head_gates: see `Attention.head_gate`.
+        is_gated: see `Attention.is_gated`.
+        has_delta: some layers have a gated delta rule in place of attention, see `DeltaConfig`.
+        has_fused_delta: see `DeltaConfig.is_fused`.
         is_hybrid: sliding layers have other key heads than the rest, see `HybridConfig`.
         skips_rotation: some layers do not rotate, and the others attend in chunks.
         mlp_block: what the keys of a feed-forward block begin with, after those of the layer.
@@ -91,6 +95,9 @@ class Family:
     skips_rotation: bool = False
     reads: Callable[[ConfigFile], ConfigFile] | None = None
     has_head_gates: bool = False
+    is_gated: bool = False
+    has_delta: bool = False
+    has_fused_delta: bool = False
     mlp_block: str = "mlp."
     sinks_key: str = "sinks"
     experts: ExpertFamily | None = None
@@ -181,6 +188,50 @@ _STEP = Family(
     ),
     defaults=_EPS | {"sliding_window": 512, "share_expert_dim": 1280},
 )
+_DELTA: dict[str, object] = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+_QWEN3_5 = Family(
+    qkv_bias=None,
+    output_bias=None,
+    qk_norm=QkNorm.HEAD,
+    default_head_dim=256,
+    norm_offset=1.0,
+    rope=RopeDefaults(partial=0.25),
+    reads=read_qwen,
+    is_gated=True,
+    has_delta=True,
+    defaults=_DELTA,
+)
+_QWEN3_5_MOE = replace(
+    _QWEN3_5,
+    experts=ExpertFamily(
+        keys=ExpertKeys(shared="shared_expert.", shared_gate="shared_expert_gate"),
+        scores=RouterScores.SOFTMAX,
+        normalises=True,
+        may_be_stacked=True,
+    ),
+    defaults=_DELTA
+    | {
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+)
+_QWEN3_NEXT = replace(
+    _QWEN3_5,
+    has_fused_delta=True,
+    experts=ExpertFamily(
+        keys=ExpertKeys(shared="shared_expert.", shared_gate="shared_expert_gate"),
+        scores=RouterScores.SOFTMAX,
+    ),
+    defaults=_DELTA | {"norm_topk_prob": True, "shared_expert_intermediate_size": 512},
+)
 _OLMO2 = Family(
     qkv_bias=None,
     output_bias=None,
@@ -250,6 +301,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             experts=ExpertFamily(keys=ExpertKeys(), scores=RouterScores.SOFTMAX),
             defaults=_WINDOW_4096,
         ),
+        "Qwen3NextForCausalLM": _QWEN3_NEXT,
+        "Qwen3_5ForCausalLM": _QWEN3_5,
+        "Qwen3_5ForConditionalGeneration": _QWEN3_5,
+        "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
+        "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
         "Glm4MoeForCausalLM": Family(
             qkv_bias=None,
             output_bias=False,

@@ -17,6 +17,7 @@ from shared.errors import CheckpointError
 from shared.kernels.cache import LARGEST
 from shared.layers.attention import Attention
 from shared.layers.decoder_layer import DecoderLayer
+from shared.layers.gated_delta import GatedDelta
 from shared.layers.linear import Linear
 from shared.models.decoder import Decoder
 
@@ -39,6 +40,10 @@ def kv_scales(decoder: Decoder) -> Tensor:
 def _layer_scales(layer: DecoderLayer, attention_factor: float) -> Tensor:
     """Returns `[2, num_kv_heads]`."""
     attention, shape = layer.attention, layer.attention.shape
+    if isinstance(attention, GatedDelta):
+        raise CheckpointError(
+            "--kv-cache-dtype is fp8_e4m3; it is not supported for linear attention"
+        )
     if not isinstance(attention, Attention):
         raise CheckpointError(
             "--kv-cache-dtype is fp8_e4m3; it is not supported for latent attention"

@@ -29,6 +29,7 @@ from shared.models.decoder_weights import (
     decoder_parts,
     keys_of_others,
 )
+from shared.models.delta_weights import build_delta
 from shared.models.expert_weights import build_experts
 from shared.models.families import NormPlacement
 from shared.models.latent_weights import build_latent
@@ -39,7 +40,7 @@ from shared.telemetry.start_up import start_phase
 from shared.vocabulary_map import VocabularyMap
 
 # What else stands beside next-token layers.
-MTP_PREFIXES = ("model.mtp.",)
+MTP_PREFIXES = ("model.mtp.", "mtp.")
 
 
 class MtpStyle(enum.Enum):
@@ -235,7 +236,9 @@ def build_layer(
 
     return DecoderLayer(
         attention_norm=norm("attention_norm", has_input_norm),
-        attention=build(config, tensors, shape, layer, quantisation, group),
+        attention=build_delta(config, tensors, shape, layer, quantisation)
+        if config.has_state(layer)
+        else build(config, tensors, shape, layer, quantisation, group),
         mlp_norm=norm("mlp_norm", has_input_norm),
         mlp=_feed_forward(config, tensors, prefix, layer, quantisation, group),
         attention_output_norm=norm("attention_output_norm", has_output_norm),
@@ -321,11 +324,12 @@ def _attention(
         qkv=linear_from(tensors, f"{prefix}qkv", quantisation),
         output=linear_from(tensors, f"{prefix}output", quantisation, group),
         qk_norm=qk_norm,
-        layer=layer,
+        layer=config.first_cache_layer(layer),
         joint_norms=joint_norms,
         sinks=tensors.pop(f"{prefix}sinks", None),
         narrow=_narrow(config, layer),
         head_gate=Linear.of(gate) if gate is not None else None,
+        is_gated=config.is_gated,
     )
 
 

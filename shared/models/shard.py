@@ -53,6 +53,11 @@ class Shard:
                 f"--tp-size is {self.size}; {config.architecture} has two kinds of layers, whose "
                 f"heads cannot be spread"
             )
+        if self.size > 1 and config.delta is not None:
+            found.append(
+                f"--tp-size is {self.size}; {config.architecture} has linear attention, which "
+                f"cannot be spread"
+            )
         return tuple(found)
 
     @property

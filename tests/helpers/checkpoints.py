@@ -19,6 +19,9 @@ FAMILY_CLASSES = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
+    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
     "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM"),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
@@ -34,6 +37,16 @@ FAMILY_CLASSES = {
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
     "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
 }
+DELTA: dict[str, Any] = {
+    # Smaller, and norms of what a head reads at first would blow rounding up.
+    "rms_norm_eps": 0.01,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+"""Of layers of Qwen3-Next and Qwen3.5."""
 BOS_TOKEN_ID = 256
 EOS_TOKEN_ID = 257
 BYTE_VOCAB_SIZE = 258
@@ -88,11 +101,16 @@ def build_model(family: str, shape: TinyShape | None = None, *, seed: int = 0) -
     model: PreTrainedModel = model_class(config_class(**arguments))
     model.eval()
     generator = torch.Generator().manual_seed(seed)
+    has_delta = family.startswith(("qwen3_next", "qwen3_5"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm = "norm" in name
-            parameter.copy_(1.0 + 0.2 * noise if is_norm else 0.25 * noise)
+            if "conv1d" in name:
+                # Less, and the norm of its results would blow rounding up.
+                noise *= 4.0
+            center = 0.0 if has_delta and "linear_attn" not in name else 1.0
+            parameter.copy_(center + 0.2 * noise if is_norm else 0.25 * noise)
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))

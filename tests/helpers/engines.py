@@ -49,7 +49,7 @@ from shared.tokens import (
     TokenLogprobs,
     TokenTree,
 )
-from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.checkpoints import DELTA, TinyShape, write_checkpoint
 from tests.helpers.poisoned import POISON
 
 CPU = torch.device("cpu")
@@ -63,6 +63,12 @@ def tiny_decoder(folder: Path, device: torch.device = CPU, *, seed: int = 3) -> 
     Another seed gives another model of the same shape.
     """
     write_checkpoint(folder, "llama", TinyShape(vocab_size=VOCAB_SIZE), seed=seed)
+    return load_decoder(folder, dtype=torch.float32, device=device)
+
+
+def recurrent_decoder(folder: Path, device: torch.device = CPU) -> Decoder:
+    """Returns a random decoder of the same vocabulary that has layers with recurrent states."""
+    write_checkpoint(folder, "qwen3_5", TinyShape(vocab_size=VOCAB_SIZE, overrides=DELTA))
     return load_decoder(folder, dtype=torch.float32, device=device)
 
 

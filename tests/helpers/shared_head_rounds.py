@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,16 +19,26 @@ from shared.kv.pool import KvPool
 from shared.runtime.round_head import OwnHead
 from shared.runtime.tree_model import HeadModel
 from shared.tokens import TreeShape
-from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.checkpoints import DELTA, TinyShape, write_checkpoint
 from tests.helpers.device_rounds import Pair, load_pair
 from tests.helpers.draft_heads import TinyHead
 from tests.helpers.engines import PAGE_SIZE, VOCAB_SIZE
 
 
-def write_pair(target: Path, head: Path, device: torch.device) -> Pair:
-    """Writes a target with the vocabulary of small engines and an EAGLE-3 head; loads both."""
-    shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=4)
-    write_checkpoint(target, shape=shape, seed=3)
+def write_pair(
+    target: Path, head: Path, device: torch.device, *, is_recurrent: bool = False
+) -> Pair:
+    """Writes a target with the vocabulary of small engines and an EAGLE-3 head; loads both.
+
+    Args:
+        is_recurrent: the target has layers with recurrent states.
+    """
+    overrides: dict[str, Any] = {}
+    if is_recurrent:
+        kinds = ["linear_attention", "full_attention", *["linear_attention"] * 2]
+        overrides = DELTA | {"layer_types": kinds}
+    shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=4, overrides=overrides)
+    write_checkpoint(target, "qwen3_5" if is_recurrent else "llama", shape, seed=3)
     kind = TinyHead(kind="EAGLE3", vocab_size=VOCAB_SIZE, draft_vocab_size=20, has_embedding=False)
     return load_pair(target, head, kind, device)
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from shared.kv.states import StateStore
 from shared.models.decoder import Decoder
+from tests.helpers.engines import recurrent_decoder
 from tests.helpers.mixtures import MIXTURES, load_mixture
 from tests.helpers.shared_head_rounds import write_pair
 from tests.soak import soak as module
@@ -20,6 +23,11 @@ from tests.soak.soak_time import SoakTime
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Decoder]:
     folder: Path = tmp_path_factory.mktemp("models")
     return decoders(folder, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return recurrent_decoder(tmp_path_factory.mktemp("recurrent"))
 
 
 def _run(soak: Soak, num_finished: int, *happen: str) -> None:
@@ -51,11 +59,35 @@ def test_nothing_is_lost_where_the_device_selects_trees(
     _run(soak, 15, "num_device_rounds", "num_outcome_hits", "num_cancelled", "num_reconnects")
 
 
-def test_nothing_is_lost_where_a_head_is_lent(tmp_path: Path) -> None:
-    pair = write_pair(tmp_path / "target", tmp_path / "head", torch.device("cpu"))
+@pytest.mark.parametrize("selects", [False, True])
+def test_nothing_is_lost_with_recurrent_states(
+    models: dict[str, Decoder], recurrent: Decoder, selects: bool
+) -> None:
+    drafts = {"target": recurrent, "other": models["other"]}
+    soak = Soak(recurrent, drafts, 8, overlaps=True, selects=selects)
+    happen = ("num_accepted", "num_cancelled", "num_reconnects")
+    _run(soak, 6, *happen, "num_device_rounds" if selects else "num_preempted")
+
+
+def test_a_soak_notices_a_stale_state(
+    models: dict[str, Decoder], recurrent: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any state of a fitting length is taken for a sequence's own."""
+    monkeypatch.setattr(StateStore, "_are_own", lambda self, stamps: np.ones_like(stamps, bool))
+    with pytest.raises(SoakFailed, match="plain decoding gives"):
+        _run(Soak(recurrent, {"other": models["other"]}, 8, overlaps=True), 6)
+
+
+@pytest.mark.parametrize("is_recurrent", [False, True])
+def test_nothing_is_lost_where_a_head_is_lent(tmp_path: Path, is_recurrent: bool) -> None:
+    folders = tmp_path / "target", tmp_path / "head"
+    pair = write_pair(*folders, torch.device("cpu"), is_recurrent=is_recurrent)
     soak = Soak(pair.decoder, {}, 7, overlaps=True, head=pair.head)
-    happen = ("num_accepted", "num_cancelled", "num_preempted", "num_reconnects")
-    _run(soak, 15, "num_device_rounds", *happen)
+    happen = ("num_device_rounds", "num_accepted", "num_cancelled", "num_reconnects")
+    if is_recurrent:
+        _run(soak, 8, *happen)
+    else:
+        _run(soak, 15, "num_preempted", *happen)
 
 
 @pytest.mark.parametrize("family", MIXTURES)

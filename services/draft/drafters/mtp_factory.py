@@ -16,6 +16,7 @@ from services.draft.drafters.placement import (
     is_cut_short,
     log_quantisation,
 )
+from services.draft.recurrent_drafts import check_no_states
 from services.draft.settings import DraftSettings
 from shared.models.config import ModelConfig
 from shared.models.heads.mtp_loader import load_mtp
@@ -36,6 +37,7 @@ def build_mtp(settings: DraftSettings, host: Host | None = None) -> EagleDrafter
         CheckpointError: a folder cannot be served, or the layers were made for another target.
         SettingsError: memory does not hold what the settings ask for.
     """
+    check_no_states(settings)
     host = host or Host()
     folder = settings.model_folder
     config = ModelConfig.from_folder(folder)

@@ -14,6 +14,7 @@ from services.draft.drafters.placement import (
     log_quantisation,
 )
 from services.draft.drafters.standalone import CONTEXT_MARGIN, StandaloneDrafter
+from services.draft.recurrent_drafts import check_no_states
 from services.draft.settings import DraftSettings
 from services.draft.vocabulary import target_vocabulary
 from services.followers import Followers
@@ -96,6 +97,7 @@ def build_model(
         CheckpointError: the folder cannot be served.
         SettingsError: memory does not hold what the settings ask for.
     """
+    check_no_states(settings)
     folder = settings.model_folder
     device = device_for(settings)
     host = host or Host()

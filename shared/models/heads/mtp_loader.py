@@ -155,7 +155,7 @@ def _config(folder: Path, layers: MtpLayers, target: ModelConfig) -> ModelConfig
             f"{', '.join(layers.prefixes)}"
         )
     config = ModelConfig.from_folder(folder)
-    if config.has_head_gates:
+    if config.has_head_gates or config.delta is not None:
         raise CheckpointError(
             f"{file.path}: next-token layers of {config.architecture} are not supported"
         )

@@ -183,6 +183,45 @@ def test_llama_4_accepts_one_chunk_of_text(
     assert config.unrotated_layers == {3}
 
 
+QWEN = LLAMA | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "num_hidden_layers": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (
+            {"linear_num_value_heads": 24},
+            "linear_num_value_heads is 24; it must be a multiple of linear_num_key_heads, 16",
+        ),
+        ({"linear_num_key_heads": "16"}, "linear_num_key_heads is '16'; it must be of type int"),
+        (
+            {"layer_types": ["linear_attention"] * 8},
+            "layer_types has 8 layers of linear_attention among 8; both kinds are needed",
+        ),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 8 layers"),
+        (
+            {"layer_types": ["full_attention", *["mamba"] * 7]},
+            "layer_types has 8 entries for 8 layers, among them mamba",
+        ),
+    ],
+)
+def test_layers_with_states_are_described(
+    tmp_path: Path, changes: dict[str, object], problem: str
+) -> None:
+    config = read(tmp_path, QWEN)
+    assert [layer for layer in range(8) if not config.has_state(layer)] == [3, 7]
+    assert config.rope.partial == 0.25
+    assert config.is_gated
+    with pytest.raises(CheckpointError, match=problem):
+        read(tmp_path, QWEN, **changes)
+
+
 STEP = LLAMA | {
     "architectures": ["Step3p5ForCausalLM"],
     "num_attention_groups": 2,

@@ -23,7 +23,7 @@ from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
 from shared.models.shard import Shard
 from shared.runtime.runner import ModelRunner
-from tests.helpers.checkpoints import TinyShape, build_model, write_checkpoint
+from tests.helpers.checkpoints import DELTA, TinyShape, build_model, write_checkpoint
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4
@@ -118,6 +118,12 @@ STEP: dict[str, Any] = {
 STEP_LIMITS: dict[str, Any] = {
     "swiglu_limits": [0.0, 0.3, 0.0],
     "swiglu_limits_shared": [0.2, 0.0, 0.4],
+}
+QWEN_EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
 }
 LLAMA4: dict[str, Any] = {
     "num_local_experts": 4,
@@ -268,6 +274,42 @@ CASES = {
     "step 3.5 with limits, sharded": Case(
         "step3p5", with_config(**STEP, **STEP_LIMITS), max_shard_size="20KB"
     ),
+    "qwen3-next": Case("qwen3_next", with_config(**DELTA, **QWEN_EXPERTS)),
+    "qwen3-next, some layers dense, heads of their own, tied": Case(
+        "qwen3_next",
+        TinyShape(
+            num_layers=4,
+            tie_word_embeddings=True,
+            overrides=QWEN_EXPERTS
+            | {
+                "rms_norm_eps": 0.01,
+                "linear_num_key_heads": 1,
+                "linear_num_value_heads": 3,
+                "linear_key_head_dim": 10,
+                "linear_value_head_dim": 8,
+                "mlp_only_layers": [1],
+                "norm_topk_prob": False,
+                "attention_bias": True,
+            },
+        ),
+        max_shard_size="20KB",
+    ),
+    "qwen3.5": Case("qwen3_5", with_config(**DELTA)),
+    "qwen3.5 tied, half rotated": Case(
+        "qwen3_5",
+        TinyShape(
+            tie_word_embeddings=True,
+            overrides=DELTA
+            | {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 100.0,
+                    "partial_rotary_factor": 0.5,
+                }
+            },
+        ),
+    ),
+    "qwen3.5 moe": Case("qwen3_5_moe", with_config(**DELTA, **QWEN_EXPERTS)),
     "llama4": Case("llama4", with_config(**LLAMA4)),
     "llama4 without norms, some layers dense": Case(
         "llama4",
@@ -454,6 +496,51 @@ def test_a_text_model_beside_a_picture_model_is_found(
     outer = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": config}
     (folder / "config.json").write_text(json.dumps(outer))
     assert torch.equal(run_in_chunks(new_runner(folder), prompt(20), 20), plain)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_qwen_3_5_is_read_as_it_is_published(
+    family: str, checkpoint: Callable[[Case], Path]
+) -> None:
+    """Beside a picture model and next-token layers, with the experts of a layer as one tensor."""
+    has_experts = family.endswith("moe")
+    shape = TinyShape(
+        tie_word_embeddings=True, overrides=DELTA | (QWEN_EXPERTS if has_experts else {})
+    )
+    folder = checkpoint(Case(family, shape))
+    expected = run_in_chunks(new_runner(folder), prompt(20), 20)
+    tensors = load_file(folder / "model.safetensors")
+    nested = {
+        key.replace("model.", "model.language_model.", 1): tensor
+        for key, tensor in tensors.items()
+        if ".experts." not in key
+    }
+    if has_experts:
+        for layer in range(3):
+            source = f"model.layers.{layer}.mlp.experts."
+            target = f"model.language_model.layers.{layer}.mlp.experts."
+            gate, up, down = (
+                torch.stack([tensors[f"{source}{i}.{name}_proj.weight"] for i in range(8)])
+                for name in ("gate", "up", "down")
+            )
+            nested[f"{target}gate_up_proj"] = torch.cat((gate, up), dim=1)
+            nested[f"{target}down_proj"] = down
+    nested["model.visual.merger.norm.weight"] = torch.zeros(2)
+    nested["mtp.fc.weight"] = torch.zeros(2)
+    save_file(nested, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    name = config["architectures"][0].replace("CausalLM", "ConditionalGeneration")
+    config["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [1, 0, 0]}
+    del config["tie_word_embeddings"]
+    outer = {"architectures": [name], "text_config": config, "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(outer))
+    runner = new_runner(folder)
+    assert torch.equal(run_in_chunks(runner, prompt(20), 20), expected)
+    [problem] = Shard(0, 2).problems(runner.decoder.config)
+    assert "has linear attention, which cannot be spread" in problem
+    target = TargetFolder(folder, dtype=torch.float32, device=CPU)
+    with pytest.raises(CheckpointError, match="no next-token layers"):
+        load_mtp(folder, target, dtype=torch.float32, device=CPU)
 
 
 def test_step_is_read_as_it_is_published(checkpoint: Callable[[Case], Path]) -> None:

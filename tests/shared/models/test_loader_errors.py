@@ -63,8 +63,8 @@ def test_config_that_is_no_object_is_named(folder: Path) -> None:
     ("changes", "message"),
     [
         (
-            {"architectures": ["Qwen3NextForCausalLM"]},
-            r"\['Qwen3NextForCausalLM'\], .* nearest that is: Qwen3ForCausalLM; all .*: Llama",
+            {"architectures": ["Qwen4ForCausalLM"]},
+            r"\['Qwen4ForCausalLM'\], .* nearest that is: Qwen3ForCausalLM; all .*: Llama",
         ),
         ({"architectures": "absent"}, r"architectures is \[\]"),
         ({"hidden_size": "absent"}, r"config.json has no hidden_size"),

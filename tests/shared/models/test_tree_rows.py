@@ -13,7 +13,7 @@ from shared.kv.pool import KvPool
 from shared.models.loader import load_decoder
 from shared.runtime.runner import ModelRunner
 from shared.tokens import TokenTree
-from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.checkpoints import DELTA, TinyShape, write_checkpoint
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4
@@ -54,6 +54,14 @@ OVERRIDES: dict[str, dict[str, object]] = {
         "mlp_layer_types": ["dense", "sparse", "sparse"],
         "swiglu_limits": [0.0, 0.3, 0.0],
     },
+    "qwen3_next": {
+        **DELTA,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 20,
+    },
+    "qwen3_5": DELTA,
     "deepseek_v3": {
         "n_routed_experts": 8,
         "num_experts_per_tok": 3,

@@ -16,7 +16,7 @@ from shared.models.decoder import Decoder
 from shared.models.decoder_weights import DecoderKeys
 from shared.models.loader import load_decoder
 from shared.models.weight_update import WeightStage, checksums, named_tensors
-from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.checkpoints import DELTA, TinyShape, write_checkpoint
 
 CPU = torch.device("cpu")
 FAMILIES = (
@@ -29,7 +29,9 @@ FAMILIES = (
     "phi3",
     "olmo2",
     "step3p5",
+    "qwen3_5",
 )
+SHAPES = {"qwen3_5": TinyShape(overrides=DELTA)}
 
 
 def _decoder(
@@ -66,8 +68,8 @@ def check_reading(
     """For any device."""
     old, new = tmp_path / "old", tmp_path / "new"
     if not new.exists():
-        write_checkpoint(old, family, seed=1)
-        write_checkpoint(new, family, seed=2)
+        write_checkpoint(old, family, SHAPES.get(family), seed=1)
+        write_checkpoint(new, family, SHAPES.get(family), seed=2)
     options = ModelOptions(quantisation=quantisation)
     decoder = _decoder(old, options, device)
     of_old = checksums(decoder)

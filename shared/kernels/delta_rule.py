@@ -1,0 +1,155 @@
+"""The gated delta rule of linear attention, one token after another.
+
+A token's results must not depend on what else is computed beside it: with drafts, the same token is
+computed in a prompt, in a tree or again from stored inputs. So every sum has one order that no
+shape changes, and functions whose last bits depend on a number's place in a tensor are computed in
+float64 and rounded once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaShape:
+    """Heads of a layer.
+
+    Attributes:
+        num_key_heads: of queries and keys; each serves neighbouring heads of values.
+        num_value_heads: of values, and of the state.
+        window: tokens that the convolution sees, the own included.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    window: int
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the convolution: queries, keys, values."""
+        keys = self.num_key_heads * self.key_dim
+        return 2 * keys + self.num_value_heads * self.value_dim
+
+    @property
+    def num_inputs(self) -> int:
+        """Numbers that a token leaves: the channels, then update and decay of each value head."""
+        return self.num_channels + 2 * self.num_value_heads
+
+    @property
+    def value_size(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """Weights of the recurrence.
+
+    Attributes:
+        taps: `[num_channels, window]`, the own token last.
+        log_decay: `[num_value_heads]` float32, `A_log`.
+        decay_bias: `[num_value_heads]` float32, `dt_bias`.
+    """
+
+    taps: Tensor
+    log_decay: Tensor
+    decay_bias: Tensor
+
+
+def delta_scan(
+    inputs: Tensor, is_there: Tensor, state: Tensor, shape: DeltaShape, weights: DeltaWeights
+) -> tuple[Tensor, Tensor]:
+    """Advances N states by up to M tokens each.
+
+    Source: Yang et al., Gated Delta Networks, arXiv 2412.06464, equation 10.
+
+    Args:
+        inputs: `[N, window - 1 + M, num_inputs]`, those of the tokens before, then of the M.
+        is_there: `[N, window - 1 + M]` bool; what is not leaves the state and counts as zeros.
+        state: `[N, num_value_heads, key_dim, value_dim]` float32.
+
+    Returns:
+        The new states, and what each token reads, `[N, M, num_value_heads, value_dim]` float32.
+    """
+    history = shape.window - 1
+    num_tokens = inputs.shape[1] - history
+    queries, keys, values = _convolved(inputs, is_there, shape, weights)
+    update, decay = _gates(inputs[:, history:], shape, weights)
+    read = torch.empty_like(values)
+    for token in range(num_tokens):
+        key = keys[:, token].unsqueeze(3)
+        decayed = state * decay[:, token].unsqueeze(2).unsqueeze(3)
+        error = values[:, token] - _summed(decayed * key)
+        error = error * update[:, token].unsqueeze(2)
+        moved = decayed + key * error.unsqueeze(2)
+        read[:, token] = _summed(moved * queries[:, token].unsqueeze(3))
+        state = torch.where(is_there[:, history + token, None, None, None], moved, state)
+    return state, read
+
+
+def steady_sigmoid(values: Tensor) -> Tensor:
+    """Returns sigmoids in float32: torch computes the last elements of a tensor on a CPU by another
+    way, which float64 hides."""
+    return values.double().sigmoid().float()
+
+
+def steady_silu(values: Tensor) -> Tensor:
+    """Returns `values * sigmoid(values)` in float32, see `steady_sigmoid`."""
+    wide = values.double()
+    return (wide * wide.sigmoid()).float()
+
+
+def _convolved(
+    inputs: Tensor, is_there: Tensor, shape: DeltaShape, weights: DeltaWeights
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns queries, keys and values `[N, M, num_value_heads, ...]` float32."""
+    num_tokens = inputs.shape[1] - shape.window + 1
+    channels = inputs[..., : shape.num_channels].float()
+    channels = torch.where(is_there.unsqueeze(2), channels, 0.0)
+    taps = weights.taps.float()
+    mixed = channels[:, :num_tokens] * taps[:, 0]
+    for tap in range(1, shape.window):
+        mixed = mixed + channels[:, tap : tap + num_tokens] * taps[:, tap]
+    mixed, lanes = steady_silu(mixed), mixed.shape[:2]
+    num_keys = shape.num_key_heads * shape.key_dim
+    queries, keys = (
+        _unit(part.view(*lanes, shape.num_key_heads, shape.key_dim)).repeat_interleave(
+            shape.num_value_heads // shape.num_key_heads, dim=2
+        )
+        for part in (mixed[..., :num_keys], mixed[..., num_keys : 2 * num_keys])
+    )
+    values = mixed[..., 2 * num_keys :].view(*lanes, shape.num_value_heads, shape.value_dim)
+    return queries * shape.key_dim**-0.5, keys, values
+
+
+def _gates(inputs: Tensor, shape: DeltaShape, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
+    """Returns how far a token replaces what its key reads, and what is left of the state before,
+    `[N, M, num_value_heads]` float32 each."""
+    first, count = shape.num_channels, shape.num_value_heads
+    update = steady_sigmoid(inputs[..., first : first + count])
+    rates = inputs[..., first + count : first + 2 * count].double()
+    rates = torch.nn.functional.softplus(rates + weights.decay_bias.double())
+    decay = (-weights.log_decay.double().exp() * rates).exp().float()
+    return update, decay
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    """Returns vectors `[..., D]` of length 1."""
+    squares = _summed((vectors * vectors).unsqueeze(-1))
+    return vectors / (squares + _EPS).sqrt()
+
+
+def _summed(rows: Tensor) -> Tensor:
+    """Returns the sum of `[..., R, C]` over R, by halves, `[..., C]`."""
+    while (count := rows.shape[-2]) > 1:
+        half = count // 2
+        added = rows[..., :half, :] + rows[..., half : 2 * half, :]
+        rows = added if count % 2 == 0 else torch.cat((added, rows[..., -1:, :]), dim=-2)
+    return rows[..., 0, :]
