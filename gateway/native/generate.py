@@ -287,6 +287,8 @@ class GeneratedText:
         self._top: list[list[list[Any]] | None] = []
         self._named: list[list[list[Any]]] = []
         self._rounds: Sequence[TokenRound] = ()
+        self._prompt_fields: dict[str, orjson.Fragment] = {}
+        self._num_prompt_scores = -1
 
     def add(self, piece: Piece) -> None:
         self._text += piece.text
@@ -326,19 +328,33 @@ class GeneratedText:
             info["e2e_latency"] = time.perf_counter() - self._begin_s
             if choice.routes:
                 info["routed_experts"] = base64.b64encode(choice.routes).decode()
-        inputs = self._inputs(prompt)
+        info |= self._of_prompt(prompt)
         if self._wanted.num_top is not None:
-            info["input_token_logprobs"] = [entry for entry, _, _ in inputs]
             info["output_token_logprobs"] = self._logprobs
         if self._wanted.num_top:
-            info["input_top_logprobs"] = [top for _, top, _ in inputs]
             info["output_top_logprobs"] = self._top
         if self._wanted.named is not None:
-            info["input_token_ids_logprobs"] = [named for _, _, named in inputs]
             info["output_token_ids_logprobs"] = self._named
         if self._rounds:  # new ones only: all of them in every event would add up to megabytes
             info["spec_rounds"] = round_fields(self._rounds, self._tokenizer)
         return info | check_field(choice) | speculation_fields(choice)
+
+    def _of_prompt(self, prompt: Sequence[int]) -> dict[str, orjson.Fragment]:
+        """Returns the fields of the prompt's tokens. They are in every event of a stream and, once
+        there, the same in all: thousands of entries are encoded once."""
+        if self._num_prompt_scores == len(self.choice.prompt_scores):
+            return self._prompt_fields
+        inputs, wanted = self._inputs(prompt), self._wanted
+        fields: dict[str, list[Any]] = {}
+        if wanted.num_top is not None:
+            fields["input_token_logprobs"] = [entry for entry, _, _ in inputs]
+        if wanted.num_top:
+            fields["input_top_logprobs"] = [top for _, top, _ in inputs]
+        if wanted.named is not None:
+            fields["input_token_ids_logprobs"] = [named for _, _, named in inputs]
+        encoded = {name: orjson.Fragment(orjson.dumps(each)) for name, each in fields.items()}
+        self._prompt_fields, self._num_prompt_scores = encoded, len(self.choice.prompt_scores)
+        return encoded
 
     def _inputs(self, prompt: Sequence[int]) -> list[tuple[list[Any], _Entries, _Entries]]:
         """Returns the entries of the prompt's tokens; the very first one has no distribution."""
