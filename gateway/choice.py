@@ -155,8 +155,7 @@ class Choice:
             self._push_token_wise(delta)
             return
         token_ids = delta.token_ids
-        shown = self._shown(token_ids) if token_ids[-1] in self._hidden_ids else token_ids
-        self._texts.append(self._detokenizer.push(shown))
+        self._texts.append(self._detokenizer.push(self._shown(token_ids)))
         self._token_ids += token_ids
         self.num_output_tokens += len(token_ids)
         self.num_accepted += delta.num_accepted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -89,20 +89,11 @@ def _parts_stacked_apart(
     )
     inner, outer = _cuts(wide, shard.of_experts)
     matrices = (
-        (keys.gate, (wide, hidden), "gate_up", inner),
-        (keys.up, (wide, hidden), "gate_up", inner),
-        (keys.down, (hidden, wide), "down", outer),
+        (f"{keys.gate}.weight", (wide, hidden), "gate_up", inner),
+        (f"{keys.up}.weight", (wide, hidden), "gate_up", inner),
+        (f"{keys.down}.weight", (hidden, wide), "down", outer),
     )
-    for expert in shard.experts(num_experts):
-        for key, shape, name, cut in matrices:
-            yield WeightPart(
-                f"{source}{key}.weight",
-                (num_experts, *shape),
-                f"{target}experts.{name}",
-                cut=cut,
-                index=expert,
-                keeps_order=True,
-            )
+    return _of_stacks(matrices, num_experts, source, target, shard)
 
 
 def _whole_parts(
@@ -117,6 +108,21 @@ def _whole_parts(
         ("gate_up_proj", (2 * wide, hidden), "gate_up", Cut(0, wide + first, own)),
         ("down_proj", (hidden, wide), "down", outer),
     )
+    return _of_stacks(matrices, num_experts, source, target, shard)
+
+
+def _of_stacks(
+    matrices: Sequence[tuple[str, tuple[int, int], str, Cut | None]],
+    num_experts: int,
+    source: str,
+    target: str,
+    shard: Shard,
+) -> Iterator[WeightPart]:
+    """Yields the part of each expert in tensors that hold the matrices of all.
+
+    Args:
+        matrices: key, shape of one expert's, name and cut.
+    """
     for expert in shard.experts(num_experts):
         for key, shape, name, cut in matrices:
             yield WeightPart(
