@@ -94,14 +94,14 @@ def delta_scan(
     return state, read
 
 
-def steady_sigmoid(values: Tensor) -> Tensor:
+def batch_invariant_sigmoid(values: Tensor) -> Tensor:
     """Returns sigmoids in float32: torch computes the last elements of a tensor on a CPU by another
     way, which float64 hides."""
     return values.double().sigmoid().float()
 
 
-def steady_silu(values: Tensor) -> Tensor:
-    """Returns `values * sigmoid(values)` in float32, see `steady_sigmoid`."""
+def batch_invariant_silu(values: Tensor) -> Tensor:
+    """Returns `values * sigmoid(values)` in float32, see `batch_invariant_sigmoid`."""
     wide = values.double()
     return (wide * wide.sigmoid()).float()
 
@@ -117,7 +117,7 @@ def _convolved(
     mixed = channels[:, :num_tokens] * taps[:, 0]
     for tap in range(1, shape.window):
         mixed = mixed + channels[:, tap : tap + num_tokens] * taps[:, tap]
-    mixed, lanes = steady_silu(mixed), mixed.shape[:2]
+    mixed, lanes = batch_invariant_silu(mixed), mixed.shape[:2]
     num_keys = shape.num_key_heads * shape.key_dim
     queries, keys = (
         _unit(part.view(*lanes, shape.num_key_heads, shape.key_dim)).repeat_interleave(
@@ -133,7 +133,7 @@ def _gates(inputs: Tensor, shape: DeltaShape, weights: DeltaWeights) -> tuple[Te
     """Returns how far a token replaces what its key reads, and what is left of the state before,
     `[N, M, num_value_heads]` float32 each."""
     first, count = shape.num_channels, shape.num_value_heads
-    update = steady_sigmoid(inputs[..., first : first + count])
+    update = batch_invariant_sigmoid(inputs[..., first : first + count])
     rates = inputs[..., first + count : first + 2 * count].double()
     rates = torch.nn.functional.softplus(rates + weights.decay_bias.double())
     decay = (-weights.log_decay.double().exp() * rates).exp().float()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shared.kernels.delta_rule import DeltaShape, DeltaWeights, delta_scan, steady_silu
+from shared.kernels.delta_rule import DeltaShape, DeltaWeights, batch_invariant_silu, delta_scan
 from shared.kernels.partials import Partials
 from shared.kv.pool import KvPool
 from shared.kv.states import STAMP_SIZE, StateBlock, StatePlan
@@ -76,7 +76,7 @@ class GatedDelta:
         pool.write_rows(self.layer, context.batch.slots, inputs)
         read = self._advance(plan, pool, len(hidden)).to(hidden.dtype)
         normed = self.norm(read.view(-1, shape.value_dim)).view(len(hidden), -1)
-        gate = steady_silu(channels[:, shape.num_channels :])
+        gate = batch_invariant_silu(channels[:, shape.num_channels :])
         return (normed.float() * gate).to(hidden.dtype)
 
     def _advance(self, plan: StatePlan, pool: KvPool, num_rows: int) -> Tensor:
