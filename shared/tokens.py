@@ -284,11 +284,13 @@ class TreeShape:
         num_steps: expansions, the depth of the tree; in [1, 32].
         topk: children of a node, and nodes kept a level; in [1, 16]. 1 is a chain.
         num_draft_tokens: rows verified a round, the root included; in [2, 257].
+        is_ahead: trees grow while those before are verified, for verdicts that are likely.
     """
 
     num_steps: int
     topk: int
     num_draft_tokens: int
+    is_ahead: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_steps <= 32:

@@ -318,6 +318,7 @@ def _mapped_offer(identity: WorkerIdentity) -> pb.MappedHeadOffer | None:
         vocab_size=head.vocab_size,
         max_context_token_count=head.max_context_tokens,
         shape_pinned=identity.is_shape_pinned,
+        outcome_count=head.num_outcomes,
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from services.draft.fan_out import MAX_BUDGET, FanOut
 from shared.errors import FieldViolation, InvalidArgument
@@ -57,7 +57,7 @@ def updated_shape(
     if violations:
         message = "; ".join(f"{v.field}: {v.description}" for v in violations)
         raise InvalidArgument(message, reason="TREE_SHAPE_INVALID", violations=violations)
-    changes = {_FIELDS[name][0]: values[name] for name in names}
+    changes: dict[str, Any] = {_FIELDS[name][0]: values[name] for name in names}
     return TreeShape(**changes) if current is None else replace(current, **changes)
 
 

@@ -23,11 +23,13 @@ class MappedHeadLimits:
         page_size: tokens in a page of its KV cache.
         vocab_size: tokens that it can propose.
         max_context_tokens: longest sequence that a round may start from.
+        num_outcomes: verdicts of a sequence that it can prepare chains for; 0 for none.
     """
 
     page_size: int
     vocab_size: int
     max_context_tokens: int
+    num_outcomes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

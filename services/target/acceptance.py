@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from shared.tokens import TreeShape
 
@@ -34,24 +35,30 @@ class _Level:
         self.hits = memory * self.hits + num_hits
 
 
+_Kind: TypeAlias = tuple[int, bool, bool]
+"""Breadth of the trees, whether they grow ahead, and whether their lanes are greedy."""
+
+
 class Acceptance:
-    """Acceptance rate of each level after an accepted one, by breadth and kind of sampling.
+    """Acceptance rate of each level after an accepted one, by kind of trees and sampling.
+
+    Where trees grow ahead, a verdict that was not foreseen is a first level that was not accepted.
 
     What is known of levels and breadths that are not in use becomes uncertain by and by, so that
     they are hoped to be better and tried again.
     """
 
     def __init__(self) -> None:
-        self._levels: dict[tuple[int, bool], list[_Level]] = {}
+        self._levels: dict[_Kind, list[_Level]] = {}
 
     def observe(self, shape: TreeShape, *, is_greedy: bool, accepted: Sequence[int]) -> None:
         """Counts rounds with trees of a shape by the nodes that each accepted."""
         if not accepted:
             return
-        own = self._levels.setdefault((shape.topk, is_greedy), [])
+        own = self._levels.setdefault((shape.topk, shape.is_ahead, is_greedy), [])
         depth = min(shape.num_steps, shape.max_node_count)
         own.extend(_Level() for _ in range(len(own), depth))
-        for (_, kind), levels in self._levels.items():
+        for (*_, kind), levels in self._levels.items():
             if kind is not is_greedy:
                 continue
             for index, level in enumerate(levels):
@@ -78,15 +85,19 @@ class Acceptance:
     def rates(self, shape: TreeShape, *, is_greedy: bool) -> list[float]:
         """Returns how often each level of a tree is accepted where the one before was.
 
-        A breadth that was never tried promises what the next one that was does.
+        A kind that was never tried promises what the one does that is most like it.
         """
         return [rate for rate, _ in self._rates(shape, is_greedy=is_greedy)]
 
     def _rates(self, shape: TreeShape, *, is_greedy: bool) -> list[tuple[float, float]]:
         """Returns the rate of each level, and the trials behind it."""
-        tried = [topk for topk, kind in self._levels if kind is is_greedy]
-        nearest = min(tried, key=lambda topk: abs(math.log2(topk / shape.topk)), default=0)
-        levels = self._levels.get((nearest, is_greedy), [])
+        tried = [kind for kind in self._levels if kind[2] is is_greedy]
+        nearest = min(
+            tried,
+            key=lambda kind: (kind[1] is not shape.is_ahead, abs(math.log2(kind[0] / shape.topk))),
+            default=None,
+        )
+        levels = self._levels[nearest] if nearest else []
         rates, rate = list[tuple[float, float]](), FIRST_RATE
         for index in range(min(shape.num_steps, shape.max_node_count)):
             level = levels[index] if index < len(levels) else _Level()

@@ -92,6 +92,7 @@ class AdaptiveConfig:
 
 
 DEFAULT_CONFIG = AdaptiveConfig({1: Candidates()})
+ALWAYS_TREES = AdaptiveConfig({1: Candidates(may_pause=False)})
 
 
 def chain(num_steps: int) -> TreeShape:

@@ -90,7 +90,9 @@ class StepReport:
 
 
 def shape_name(shape: Choice) -> str:
-    """Returns a shape as figures name it: steps, top-k and draft tokens; `plain` without one."""
+    """Returns a shape as figures name it: steps, top-k and draft tokens, and `ahead` where trees
+    grow ahead; `plain` without one."""
     if shape is None:
         return "plain"
-    return f"{shape.num_steps}_{shape.topk}_{shape.num_draft_tokens}"
+    name = f"{shape.num_steps}_{shape.topk}_{shape.num_draft_tokens}"
+    return f"{name}_ahead" if shape.is_ahead else name

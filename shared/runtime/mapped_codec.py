@@ -37,6 +37,7 @@ def command_message(command: MappedCommand) -> pb.MappedHeadCommand:
         slot_count=command.num_slots,
         sampling_kind=command.sampling.value,
         backlogs=map(_backlog_message, command.backlogs),
+        ahead=command.is_ahead,
     )
     return pb.MappedHeadCommand(round=announced)
 
@@ -65,6 +66,7 @@ def command_from_message(message: pb.MappedHeadCommand) -> MappedCommand | None:
                 announced.slot_count,
                 _sampling(announced.sampling_kind),
                 tuple(map(_backlog, announced.backlogs)),
+                announced.ahead,
             )
     return None
 
@@ -85,6 +87,7 @@ def _open_message(command: OpenMapped) -> pb.MappedHeadOpen:
                 row_count=each.shape.num_tree_rows,
                 max_kv_length=each.shape.max_kv_length,
                 max_sequence_count=each.max_sequences,
+                outcome_count=each.shape.num_outcomes,
             )
             for each in command.shapes
         ],
@@ -97,7 +100,12 @@ def _opening(message: pb.MappedHeadOpen) -> OpenMapped:
         _feature_address(message),
         tuple(
             MappedShape(
-                RoundShape(shape_from_message(each.tree), each.row_count, each.max_kv_length),
+                RoundShape(
+                    shape_from_message(each.tree),
+                    each.row_count,
+                    each.max_kv_length,
+                    each.outcome_count,
+                ),
                 each.max_sequence_count,
             )
             for each in message.shapes

@@ -52,10 +52,12 @@ class MappedSource:
     Attributes:
         vocab_size: tokens that it can propose.
         shapes: of all rounds, in the order of their numbers.
+        num_outcomes: see `HeadPlace`.
     """
 
     vocab_size: int
     shapes: tuple[MappedShape, ...]
+    num_outcomes: int
 
 
 class MappedHead:
@@ -102,6 +104,10 @@ class MappedHead:
     @property
     def vocab_size(self) -> int:
         return self.source.vocab_size
+
+    @property
+    def num_outcomes(self) -> int:
+        return self.source.num_outcomes
 
     def open(self, send: Send, prepared: Sequence[PrepareMapped]) -> None:
         """Has a process map the memory and prepare for rounds."""
@@ -161,11 +167,13 @@ class MappedHead:
         """Has the next round begin with some rows."""
         self._backlogs += backlogs
 
-    def begin(self, number: int, num_slots: int, sampling: RoundSampling) -> None:
+    def begin(
+        self, number: int, num_slots: int, sampling: RoundSampling, *, is_ahead: bool
+    ) -> None:
         """Announces a round and queues the wait for its trees on the current stream."""
         backlogs, self._backlogs = tuple(self._backlogs), []
         self._round += 1
-        self._tell(MappedRound(number, num_slots, sampling, backlogs))
+        self._tell(MappedRound(number, num_slots, sampling, backlogs, is_ahead))
         limit_us = WARM_UP_WAIT_US if self._is_warming_up else self._longest_us
         num_rows = sum(each.num_rows for each in backlogs)
         limit_us += WAIT_A_ROW_US * num_rows + (WAIT_A_BACKLOG_US if num_rows else 0)
@@ -215,9 +223,9 @@ class _MappedRounds:
     def is_late(self) -> bool:
         return self._head.is_late
 
-    def begin(self, num_slots: int, sampling: RoundSampling) -> None:
+    def begin(self, num_slots: int, sampling: RoundSampling, *, is_ahead: bool) -> None:
         """See `RoundHead.begin`."""
-        self._head.begin(self._number, num_slots, sampling)
+        self._head.begin(self._number, num_slots, sampling, is_ahead=is_ahead)
 
     def grow(self, state: RoundState, sampling: RoundSampling) -> RoundTree:
         """Reads the trees, once."""

@@ -6,11 +6,12 @@ device, which waits for the target by itself, so they may be late by as much as 
 
 from __future__ import annotations
 
+import enum
 import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from shared.runtime.mapped_rounds import (
     OpenMapped,
     PrepareMapped,
 )
+from shared.runtime.outcome_chains import MAX_LANES_AHEAD, OutcomeChains
 from shared.runtime.ring_memory import OpenedMemory, RingUnavailable, open_memory
 from shared.runtime.round_batches import RoundBatches
 from shared.runtime.round_graphs import num_computed
@@ -101,6 +103,19 @@ class MappedFeatures:
         )  # fmt: skip
 
 
+class _Part(enum.Enum):
+    """What a round has the device do: its trees grow, or are taken from the chains that were
+    prepared, and chains are prepared for the next one."""
+
+    GROW = enum.auto()
+    SELECT = enum.auto()
+    PREPARE = enum.auto()
+
+
+_GraphKey: TypeAlias = tuple[int, RoundSampling, _Part]
+"""Lanes that are computed, and kind of noise."""
+
+
 @dataclass(slots=True, eq=False)
 class _Rounds:
     """Rounds of one shape.
@@ -108,7 +123,7 @@ class _Rounds:
     Attributes:
         state: a copy of the target's, of the lanes that take part.
         features: `[S * W, any]`, those of the open rows; None where they read none.
-        graphs: by lanes that are computed and kind of noise.
+        chains: see `OutcomeChains`; None where none are prepared.
     """
 
     shape: MappedShape
@@ -116,7 +131,13 @@ class _Rounds:
     state: RoundState
     code: DraftCode
     features: Tensor | None
-    graphs: dict[tuple[int, RoundSampling], torch.cuda.CUDAGraph] = field(default_factory=dict)
+    chains: OutcomeChains | None
+    graphs: dict[_GraphKey, torch.cuda.CUDAGraph] = field(default_factory=dict)
+
+    def parts(self, num_slots: int) -> tuple[_Part, ...]:
+        """Returns what rounds of so many lanes may do."""
+        is_ahead = self.chains is not None and num_slots <= MAX_LANES_AHEAD
+        return tuple(_Part) if is_ahead else (_Part.GROW,)
 
 
 class MappedHeadWorker:
@@ -145,6 +166,8 @@ class MappedHeadWorker:
             self._made(model, shape, place)
             for shape, place in zip(command.shapes, self._layout.states, strict=True)
         ]
+        # Those whose last round has prepared chains for the next one.
+        self._prepared: _Rounds | None = None
 
     def _made(self, model: TreeModel, shape: MappedShape, place: MappedState) -> _Rounds:
         pool, spec = model.pool, model.feature_spec
@@ -159,13 +182,18 @@ class MappedHeadWorker:
             num_rows = shape.max_sequences * shape.shape.max_committed
             features = torch.zeros((num_rows, spec.width), dtype=spec.dtype, device=self._device)
         code = model.code(RoundBatches(shape.shape, pool.page_size), features)
-        return _Rounds(shape, place, state, code, features)
+        chains = None
+        if shape.shape.num_outcomes and spec is None:
+            chains = OutcomeChains(shape.shape, shape.max_sequences, self._device)
+        return _Rounds(shape, place, state, code, features, chains)
 
     @torch.inference_mode()
     def prepare(self, command: PrepareMapped) -> None:
-        """Captures the graph for a number of lanes."""
+        """Captures the graphs for a number of lanes."""
         if self._is_cuda:
-            self._graph(self._rounds[command.number], command.num_slots, command.sampling)
+            rounds, num_slots = self._rounds[command.number], command.num_slots
+            for part in rounds.parts(num_slots):
+                self._graph(rounds, num_slots, command.sampling, part)
 
     def warm_up(self, head_pages: Sequence[int]) -> None:
         """Computes prompts of many lengths, for nobody, so that no kernel is compiled later.
@@ -199,37 +227,61 @@ class MappedHeadWorker:
         else:
             self._await_go()
             self._catch_up.run(command.backlogs)
-        rounds = self._rounds[command.number]
+        rounds, num_slots = self._rounds[command.number], command.num_slots
+        is_ahead = command.is_ahead and _Part.PREPARE in rounds.parts(num_slots)
+        was_prepared = is_ahead and self._prepared is rounds
+        self._run(rounds, num_slots, command.sampling, _Part.SELECT if was_prepared else _Part.GROW)
+        if is_ahead:
+            self._run(rounds, num_slots, command.sampling, _Part.PREPARE)
+        self._prepared = rounds if is_ahead else None
+
+    def _run(self, rounds: _Rounds, num_slots: int, sampling: RoundSampling, part: _Part) -> None:
         if self._is_cuda:
-            self._graph(rounds, command.num_slots, command.sampling).replay()
+            self._graph(rounds, num_slots, sampling, part).replay()
         else:
-            self._grow(rounds, self._num_computed(rounds, command.num_slots), command.sampling)
+            self._queue(rounds, self._num_computed(rounds, num_slots), sampling, part)
 
     def _num_computed(self, rounds: _Rounds, num_slots: int) -> int:
         return num_computed(num_slots, rounds.shape.max_sequences)
 
     def _graph(
-        self, rounds: _Rounds, num_slots: int, sampling: RoundSampling
+        self, rounds: _Rounds, num_slots: int, sampling: RoundSampling, part: _Part
     ) -> torch.cuda.CUDAGraph:
         kind = rounds.code.kind_of(sampling)
-        key = (self._num_computed(rounds, num_slots), kind)
+        key = (self._num_computed(rounds, num_slots), kind, part)
         graph = rounds.graphs.get(key)
         if graph is None:
             # Loads kernels outside of the graph, for nobody.
-            self._draw(rounds, rounds.state.first(key[0]).emptied(), kind)
+            nobody = rounds.state.first(key[0]).emptied()
+            if part is _Part.GROW:
+                self._draw(rounds, nobody, kind)
+            elif rounds.chains is not None:
+                rounds.chains.prepare(rounds.code, nobody, kind)
+                rounds.chains.select(nobody)
             graph = rounds.graphs[key] = torch.cuda.CUDAGraph()
             with capturing(graph, self._graph_memory):
-                self._grow(rounds, *key)
+                self._queue(rounds, *key)
         return graph
 
-    def _grow(self, rounds: _Rounds, num_slots: int, sampling: RoundSampling) -> None:
-        """Reads the state, grows the trees, writes them, and says that they are there."""
-        state, place, memory = rounds.state.first(num_slots), rounds.place, self._memory
+    def _queue(self, rounds: _Rounds, num_slots: int, sampling: RoundSampling, part: _Part) -> None:
+        state, chains = rounds.state.first(num_slots), rounds.chains
+        if part is _Part.PREPARE:
+            assert chains is not None
+            chains.prepare(rounds.code, state, sampling)
+            return
+        place, memory = rounds.place, self._memory
         memory.copy(place.numbers, state.numbers)
         memory.copy(place.sampling, state.sampling)
         memory.copy(place.page_table, state.page_table)
         memory.copy(place.head_page_table, state.head_page_table)
-        memory.write(self._layout.trees, self._draw(rounds, state, sampling))
+        if part is _Part.GROW:
+            trees = self._draw(rounds, state, sampling)
+            if chains is not None:
+                chains.verify(trees[:, 0])
+        else:
+            assert chains is not None
+            trees = chains.select(state)
+        memory.write(self._layout.trees, trees)
         self._raise_done()
 
     def _draw(self, rounds: _Rounds, state: RoundState, sampling: RoundSampling) -> Tensor:

@@ -159,12 +159,15 @@ class MappedRound:
     Attributes:
         number: of the shape.
         backlogs: rows that the head computes first.
+        is_ahead: the trees are those that were prepared for the verdicts, where the round before
+            was one such; and behind them chains are prepared for the next one.
     """
 
     number: int
     num_slots: int
     sampling: RoundSampling
     backlogs: tuple[HeadBacklog, ...] = ()
+    is_ahead: bool = False
 
 
 MappedCommand = OpenMapped | PrepareMapped | MappedRound

@@ -32,22 +32,39 @@ class RoundShape:
         tree: what is grown, without levels and children that could not be kept.
         num_tree_rows: T, the root and the nodes.
         max_kv_length: longest sequence, the rows of a round included.
+        num_outcomes: B, verdicts of a lane that the draft may prepare chains for; 0 for none.
     """
 
     tree: TreeShape
     num_tree_rows: int
     max_kv_length: int
+    num_outcomes: int = 0
 
     @classmethod
-    def of(cls, tree: TreeShape, *, draft_vocab_size: int, max_context_tokens: int) -> RoundShape:
-        """Returns the sizes of rounds over sequences of up to `max_context_tokens`."""
+    def of(
+        cls,
+        tree: TreeShape,
+        *,
+        draft_vocab_size: int,
+        max_context_tokens: int,
+        num_outcomes: int = 0,
+    ) -> RoundShape:
+        """Returns the sizes of rounds over sequences of up to `max_context_tokens`.
+
+        Args:
+            num_outcomes: of a draft that can prepare chains. Those of other shapes are not.
+        """
         steps = min(tree.num_steps, tree.max_node_count)
         topk = min(tree.topk, draft_vocab_size)
         grown = TreeShape(steps, topk, tree.num_draft_tokens)
         num_rows = 1 + min(grown.max_node_count, _num_candidates(grown))
+        # What is committed and what is verified are computed as one run of rows.
+        is_short = topk == 1 and 2 * steps + 1 <= MAX_PLAIN_ROWS
+        outcomes = num_outcomes if is_short else 0
+        spare = max(num_rows, (steps - 1) * topk + 1, steps * (1 + outcomes))
         # Rounds may be under way when the host learns that a sequence has ended.
-        spare = max(num_rows, (steps - 1) * topk + 1) + MAX_PENDING_ROUNDS * (steps + 1)
-        return cls(grown, num_rows, max_context_tokens + spare)
+        spare += MAX_PENDING_ROUNDS * (steps + 1)
+        return cls(grown, num_rows, max_context_tokens + spare, outcomes)
 
     @property
     def num_candidates(self) -> int:
@@ -70,7 +87,8 @@ class RoundShape:
     def num_head_kv_tokens(self, length: int) -> int:
         """Returns how many rows the draft's pages must cover for a round at `length`. A language
         model has a row more than a head."""
-        return length + (self.tree.num_steps - 1) * self.tree.topk
+        steps = self.tree.num_steps
+        return length + max((steps - 1) * self.tree.topk, steps * (1 + self.num_outcomes))
 
     @property
     def is_chain(self) -> bool:
@@ -151,6 +169,37 @@ class RoundBatches:
             page_table=state.head_page_table,
             # A chain is causal.
             tail_mask=None if num_rows == 1 else beam.visible.flatten(0, 1),
+        )
+
+    def of_branches(
+        self, state: RoundState, depths: Tensor, token_ids: Tensor, level: int, num_nodes: int
+    ) -> ForwardBatch:
+        """Returns the rows of one level of chains that branch off a computed chain, behind those of
+        the levels before.
+
+        Args:
+            depths: `[S, B]` int64, how many nodes of the chain come before each branch.
+            token_ids: `[S, B]` int64.
+            level: 0 for the first tokens of the branches.
+            num_nodes: of the chain, whose rows come before those of the branches.
+        """
+        count = depths.shape[1]
+        bases = state.lengths - 1
+        starts = bases + num_nodes + level * count
+        branches = torch.arange(count, device=depths.device)
+        indices = starts.unsqueeze(1) + branches
+        columns = torch.arange(num_nodes * (1 + count), device=depths.device)
+        own = columns - num_nodes
+        is_above = (own % count == branches.unsqueeze(1)) & (own >= 0) & (own < (level + 1) * count)
+        is_before = columns < depths.unsqueeze(2)
+        return self.fixed(
+            token_ids=token_ids,
+            positions=bases.unsqueeze(1) + depths + level,
+            slots=self._slots(state.head_page_table, indices),
+            kv_lengths=(starts + count).int(),
+            prefix_lengths=bases.int(),
+            page_table=state.head_page_table,
+            tail_mask=(is_before | is_above).flatten(0, 1),
         )
 
     def of_walks(self, state: RoundState, walks: Tensor) -> list[tuple[ForwardBatch, Tensor]]:

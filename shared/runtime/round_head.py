@@ -111,8 +111,12 @@ class RoundHead(Protocol):
     def catch_up(self, backlogs: Iterable[HeadBacklog]) -> None:
         """Computes rows before the trees of the next round grow."""
 
-    def begin(self, num_slots: int, sampling: RoundSampling) -> None:
-        """A round is queued next on the current stream."""
+    def begin(self, num_slots: int, sampling: RoundSampling, *, is_ahead: bool) -> None:
+        """A round is queued next on the current stream.
+
+        Args:
+            is_ahead: see `TreeShape`; where nothing was prepared its trees grow as they do else.
+        """
 
     def grow(self, state: RoundState, sampling: RoundSampling) -> RoundTree:
         """Returns a tree for each slot; may be captured in a graph."""
@@ -128,10 +132,13 @@ class HeadPlace(Protocol):
 
     Attributes:
         vocab_size: tokens that it can propose.
+        num_outcomes: verdicts of a lane that it can prepare chains for; 0 for none.
     """
 
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def num_outcomes(self) -> int: ...
 
     def in_rounds(
         self, number: int, shape: RoundShape, max_sequences: int, feature_rows: Tensor | None,
@@ -173,6 +180,11 @@ class OwnHead:
     @property
     def vocab_size(self) -> int:
         return self.model.vocab_size
+
+    @property
+    def num_outcomes(self) -> int:
+        """Target and draft take turns on one device."""
+        return 0
 
     def verification(self, shape: RoundShape) -> Callable[..., RoundVerification]:
         """See `HeadPlace.verification`."""
@@ -217,7 +229,7 @@ class _OwnRounds:
         self.catch_up = CatchUp(model, features).run
         self.is_late = False
 
-    def begin(self, num_slots: int, sampling: RoundSampling) -> None:
+    def begin(self, num_slots: int, sampling: RoundSampling, *, is_ahead: bool) -> None:
         """It runs on the same stream."""
 
     def grow(self, state: RoundState, sampling: RoundSampling) -> RoundTree:

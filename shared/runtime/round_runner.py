@@ -51,6 +51,9 @@ class RoundRunner:
         number: of the shape among those that the head has.
         graph_memory: see `RoundGraphs`.
         leader: of a decoder that several processes hold, of which this one has the head.
+
+    Attributes:
+        is_ahead: whether the next rounds have trees that grow while those before are verified.
     """
 
     def __init__(
@@ -72,7 +75,9 @@ class RoundRunner:
             tree,
             draft_vocab_size=head.vocab_size,
             max_context_tokens=limits.max_context_tokens,
+            num_outcomes=head.num_outcomes,
         )
+        self.is_ahead = False
         self.limits, self._device = limits, pool.device
         self._head = head.in_rounds(number, self.shape, limits.max_sequences, feature_rows, pool)
         self._slots = RoundSlots(self._head.state)
@@ -147,10 +152,12 @@ class RoundRunner:
         """Returns the graphs of a round, to be measured part by part."""
         return self._graphs.of(num_sequences, sampling)
 
-    def run_empty(self, num_sequences: int, sampling: RoundSampling) -> None:
+    def run_empty(
+        self, num_sequences: int, sampling: RoundSampling, *, is_ahead: bool = False
+    ) -> None:
         """Queues a round as for so many sequences, while nobody takes part."""
         assert not self._slots.placed, "a round would be lost"
-        self._head.begin(num_sequences, sampling)
+        self._head.begin(num_sequences, sampling, is_ahead=is_ahead)
         with self._announced(QueueRound, num_sequences, sampling):
             self._graphs.grow(num_sequences, sampling)
             self._graphs.verify(sampling)
@@ -220,7 +227,7 @@ class RoundRunner:
             self._head.catch_up(self._read.values())
         chunks = self._slots.prompt_chunks
         given = PromptChunks.of(chunks, self.shape, self._device) if chunks else None
-        self._head.begin(self.num_slots, sampling)
+        self._head.begin(self.num_slots, sampling, is_ahead=self.is_ahead)
         with self._announced(QueueRound, self.num_slots, sampling):
             self._graphs.grow(self.num_slots, sampling)
             output = self._graphs.verify(sampling, self._slots.lanes, given)

@@ -19,10 +19,12 @@ from services.target.drafts.draft_timeout import DraftTimeout
 from services.target.drafts.feature_store import FeatureSpec
 from services.target.engine import Engine
 from shared.kv.pool import KvPool
+from shared.models.decoder import Decoder
 from shared.runtime.mapped_codec import command_from_message, command_message
 from shared.runtime.mapped_head_worker import MappedHeadWorker
 from shared.runtime.mapped_rounds import MappedCommand, MappedRound, OpenMapped, PrepareMapped
-from shared.runtime.tree_model import HeadModel
+from shared.runtime.outcome_chains import MAX_OUTCOMES
+from shared.runtime.tree_model import DecoderModel, HeadModel, TreeModel
 from shared.tokens import TreeShape
 from tests.helpers.device_rounds import Pair
 from tests.helpers.engines import PAGE_SIZE
@@ -40,25 +42,41 @@ class MappedDraft:
         is_full: it takes no message.
     """
 
-    def __init__(self, pair: Pair, engine: Engine, name: str, tree: TreeShape) -> None:
+    def __init__(
+        self,
+        pair: Pair,
+        engine: Engine,
+        name: str,
+        tree: TreeShape,
+        model: Decoder | None = None,
+    ) -> None:
+        """Args:
+        model: drafts instead of the pair's head.
+        """
         head = pair.head
         self.commands: list[MappedCommand] = []
         self.spoils: Callable[[Tensor], Tensor] = lambda trees: trees
         self.is_frozen = self.is_full = False
         self._engine, self._name = engine, name
-        pool = KvPool(head.kv_layout(PAGE_SIZE), NUM_PAGES, pair.decoder.device)
-        self._model = HeadModel(head, pool)
+        pool = KvPool((model or head).kv_layout(PAGE_SIZE), NUM_PAGES, pair.decoder.device)
+        self._model: TreeModel = HeadModel(head, pool)
         self._worker: MappedHeadWorker | None = None
         self._queue: queue.Queue[MappedCommand | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-        spec = head.feature_spec
+        spec, algorithm, num_outcomes = head.feature_spec, "EAGLE3", 0
+        features = FeatureSpec("features", spec.layer_indices, spec.dtype, spec.projection)
+        if model is not None:
+            self._model = DecoderModel(model, pool)
+            algorithm, num_outcomes = "STANDALONE", MAX_OUTCOMES
         self.attachment = Attachment(
-            DraftIdentity(name, name, "head", "EAGLE3", 64, 0.0, tree),
+            DraftIdentity(name, name, "model", algorithm, 64, 0.0, tree),
             self,
             DraftTimeout(0.0),
-            FeatureSpec("features", spec.layer_indices, spec.dtype, spec.projection),
-            mapped_offer=MappedOffer(head.vocabulary.size, 120, is_pinned=True),
+            features if model is None else None,
+            mapped_offer=MappedOffer(
+                self._model.vocab_size, 120, is_pinned=True, num_outcomes=num_outcomes
+            ),
         )
 
     def send(self, message: DraftMessage) -> bool:

@@ -33,6 +33,7 @@ from services.draft.sequence import DraftSequence
 from services.draft.worker import MappedHeadLimits
 from shared.kv.batch import SequenceRows
 from shared.kv.leases import KvLeases
+from shared.runtime.outcome_chains import MAX_OUTCOMES
 from shared.runtime.runner import ModelRunner
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import DecoderModel
@@ -103,7 +104,9 @@ class StandaloneDrafter:
         """Sizes of the model in rounds of a target; None where several processes hold it."""
         if self.decoder.group is not None:
             return None
-        return MappedHeadLimits(self._pool.page_size, self._vocab_size, self._longest)
+        return MappedHeadLimits(
+            self._pool.page_size, self._vocab_size, self._longest, num_outcomes=MAX_OUTCOMES
+        )
 
     @property
     def _longest(self) -> int:

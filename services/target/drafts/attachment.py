@@ -82,11 +82,13 @@ class MappedOffer:
         vocab_size: tokens that it can propose.
         max_context_tokens: longest sequence that a round may start from.
         is_pinned: an operator fixed the shape of its trees.
+        num_outcomes: verdicts of a sequence that it can prepare chains for; 0 for none.
     """
 
     vocab_size: int
     max_context_tokens: int
     is_pinned: bool
+    num_outcomes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.requests import shape_from_message
 from shared.runtime.device import device_id
 from shared.runtime.feature_ring import FeatureRings, FeatureRingWriter
+from shared.runtime.outcome_chains import MAX_OUTCOMES
 from shared.runtime.ring_memory import RingUnavailable, host_id
 
 logger = logging.getLogger(__name__)
@@ -126,7 +127,12 @@ class Handshake:
                 *(attach.worker_id, offer.page_size, engine.page_size),
             )
             return None
-        return MappedOffer(offer.vocab_size, offer.max_context_token_count, offer.shape_pinned)
+        return MappedOffer(
+            offer.vocab_size,
+            offer.max_context_token_count,
+            offer.shape_pinned,
+            offer.outcome_count,
+        )
 
     def _check(self, attach: pb.Attach) -> None:
         known = self._model.tokenizer_sha256
@@ -146,6 +152,10 @@ class Handshake:
             offer = attach.mapped_head
             _check_least("mapped_head.vocab_size", offer.vocab_size, 1)
             _check_least("mapped_head.max_context_token_count", offer.max_context_token_count, 2)
+            count, field = offer.outcome_count, "mapped_head.outcome_count"
+            if not 0 <= count <= MAX_OUTCOMES:
+                message = f"{field} is {count}; it must be in [0, {MAX_OUTCOMES}]"
+                raise InvalidArgument.of("ATTACH_OUT_OF_RANGE", field, message)
 
     def _open_ring(self, attach: pb.Attach, attachment: Attachment) -> FeatureRingWriter | None:
         """Shares memory with a draft of this host that can read it; None leaves bytes."""

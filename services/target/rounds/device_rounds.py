@@ -209,10 +209,15 @@ class DeviceRounds:
         return used >= MIN_SPARSE and used >= 2 * needed
 
     def turn_to(self, shape: TreeShape) -> None:
-        """Gives the rounds from now on trees of another shape; every round has been read."""
-        if shape != self.shape:
+        """Gives the rounds from now on trees of another shape; every round has been read, unless
+        sequences keep their lanes."""
+        if not self.keeps_lanes(shape):
             self.leave()
-            self._runners.turn_to(shape)
+        self._runners.turn_to(shape)
+
+    def keeps_lanes(self, shape: TreeShape) -> bool:
+        """Whether sequences stay where they are when rounds turn to a shape."""
+        return self._runners.is_within(shape)
 
     @property
     def _runner(self) -> RoundRunner:

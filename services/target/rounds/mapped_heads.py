@@ -109,12 +109,17 @@ class MappedHeads:
         trees = capacities(shapes, limits.max_sequences)
         mapped = tuple(
             MappedShape(
-                RoundShape.of(tree, draft_vocab_size=offer.vocab_size, max_context_tokens=context),
+                RoundShape.of(
+                    tree,
+                    draft_vocab_size=offer.vocab_size,
+                    max_context_tokens=context,
+                    num_outcomes=offer.num_outcomes,
+                ),
                 most,
             )
             for tree, most in trees.items()
         )
-        source = MappedSource(offer.vocab_size, mapped)
+        source = MappedSource(offer.vocab_size, mapped, offer.num_outcomes)
         try:
             rounds = self._kept(source, store)
             if rounds is None and len(self._rounds) < _MOST_KINDS:

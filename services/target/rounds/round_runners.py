@@ -14,6 +14,7 @@ from services.target.rounds.policy import CostTable
 from services.target.rounds.round_source import RoundSource
 from shared.kv.batch import empty_decode_batch
 from shared.runtime.memory import Shortage, free_memory_bytes
+from shared.runtime.outcome_chains import MAX_LANES_AHEAD
 from shared.runtime.round_graphs import ROUND_SIZES
 from shared.runtime.round_lockstep import RoundLeader
 from shared.runtime.round_runner import RoundLimits, RoundRunner
@@ -76,6 +77,8 @@ def round_sizes(most: int) -> list[int]:
 
 
 _NUM_TIMED = 3
+# Rounds one after the other, because the draft is at work behind each.
+_NUM_ROUNDS_AHEAD = 4
 # Of the largest planned step: rows that are computed, rows that draw, and bytes for a token there.
 _STEP_ROWS, _DRAWN_ROWS, _DRAWN_BYTES = 8192, 256, 24
 # Without graphs to measure one after another at start, a few sizes tell enough.
@@ -118,6 +121,12 @@ class RoundRunners:
         self.shape = source.tree
         self.current = self._runners[source.tree]
         self._capture_all()
+        # The same graphs serve trees that grow ahead.
+        for shape, each in tuple(self._runners.items()):
+            if each.shape.num_outcomes:
+                ahead = replace(shape, is_ahead=True)
+                self._runners[ahead] = each
+                self._capacities[ahead] = min(self._capacities[shape], MAX_LANES_AHEAD)
 
     @property
     def max_sequences(self) -> int:
@@ -149,10 +158,17 @@ class RoundRunners:
         return tuple(shape for shape, most in self._capacities.items() if most >= num_sequences)
 
     def turn_to(self, shape: TreeShape) -> None:
-        """Takes rounds of another shape from now on; no sequence takes part."""
-        assert not self.current.sequence_ids, "sequences would stay behind"
-        assert not self.current.num_pending, "a round would be lost"
+        """Takes rounds of another shape from now on; no sequence takes part, unless they stay where
+        they are."""
+        if not self.is_within(shape):
+            assert not self.current.sequence_ids, "sequences would stay behind"
+            assert not self.current.num_pending, "a round would be lost"
         self.shape, self.current = shape, self._runners[shape]
+        self.current.is_ahead = shape.is_ahead
+
+    def is_within(self, shape: TreeShape) -> bool:
+        """Whether rounds of a shape have the same lanes as those of the current one."""
+        return self._runners[shape] is self.current
 
     def confine(self, num_sequences: int, shortage: Shortage) -> None:
         """The current shape does not fit the memory for so many sequences; it goes on for fewer,
@@ -184,7 +200,13 @@ class RoundRunners:
 
     def _round_s(self, shape: TreeShape, count: int) -> float:
         runner = self._runners[shape]
-        return self._timed(lambda: runner.run_empty(count, RoundSampling.DRAWN))
+        num_rounds = _NUM_ROUNDS_AHEAD if shape.is_ahead else 1
+
+        def run() -> None:
+            for _ in range(num_rounds):
+                runner.run_empty(count, RoundSampling.DRAWN, is_ahead=shape.is_ahead)
+
+        return self._timed(run) / num_rounds
 
     def _plain_s(self, count: int) -> float:
         batch = empty_decode_batch(count, self._target.page_size, self._device)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
-from services.target.adaptive_config import AdaptiveConfig
+from services.target.adaptive_config import ALWAYS_TREES, AdaptiveConfig
 from services.target.committer import Committer
 from services.target.drafts.attachment import Attachment, AttachmentStatus
 from services.target.drafts.attachments import Attachments
@@ -39,6 +39,19 @@ class RoundStanding:
     num_paused: int
     probe_s: float
     round_s: Mapping[tuple[Choice, int], float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """A round that nobody has read.
+
+    Attributes:
+        is_alone: nothing was planned beside it.
+    """
+
+    start_s: float
+    shape: TreeShape
+    is_alone: bool
 
 
 logger = logging.getLogger(__name__)
@@ -93,8 +106,8 @@ class RoundSteps:
         self._is_plain = False
         # Slots of this turn's round that read the end of a prompt, by sequence.
         self._reading: dict[int, int] = {}
-        # When each unread round was launched, and whether nothing was planned beside it.
-        self._launched: deque[tuple[float, bool]] = deque()
+        self._launched: deque[_Launch] = deque()
+        self._last_shape: Choice = None
         self._committed_s = 0.0
         self._is_alone = True
         self._resumes_s, self._pause_s = -math.inf, FIRST_LATE_PAUSE_S
@@ -105,8 +118,9 @@ class RoundSteps:
         if rounds is None:
             return
         self._attachment, self._rounds, self._policy = attachment, rounds, None
-        if not rounds.is_pinned:
-            self._policy = LanePolicy(rounds.shapes, rounds.measured(), self._config)
+        if not rounds.is_pinned or len(rounds.shapes) > 1:
+            config = ALWAYS_TREES if rounds.is_pinned else self._config
+            self._policy = LanePolicy(rounds.shapes, rounds.measured(), config)
         rounds.warmed_up()
 
     @property
@@ -147,10 +161,10 @@ class RoundSteps:
             self.settle()
             self._close_assignments(suited)
             return
-        if shape != rounds.shape or rounds.is_sparse:
+        if rounds.is_sparse or not rounds.keeps_lanes(shape):
             settle()
             self.settle()
-            rounds.turn_to(shape)
+        rounds.turn_to(shape)
 
     def _is_head_late(self, rounds: DeviceRounds) -> bool:
         """Whether sequences step plainly because trees did not come in time; they join rounds again
@@ -175,7 +189,7 @@ class RoundSteps:
             return 0.0
         if self._scheduler.may_admit or not all(map(rounds.holds, running)):
             return 0.0
-        began_s = max(self._launched[0][0], self._committed_s)
+        began_s = max(self._launched[0].start_s, self._committed_s)
         return self._wait.until_launch_s(self._clock() - began_s)
 
     def holds(self, sequence: Sequence) -> bool:
@@ -263,7 +277,11 @@ class RoundSteps:
         num_before, now_s = rounds.num_pending, self._clock()
         was_taken = rounds.launch(joining)
         if rounds.num_pending > num_before:
-            self._launched.append((now_s, self._is_alone and not joining))
+            shape = rounds.shape
+            if shape != self._last_shape:  # nothing was prepared for it
+                shape = replace(shape, is_ahead=False)
+            self._last_shape = rounds.shape
+            self._launched.append(_Launch(now_s, shape, self._is_alone and not joining))
             if self._launches_late and self._is_alone and not joining:
                 self._wait.launched(self._clock() - self._turn_s)
         return was_taken
@@ -360,11 +378,11 @@ class RoundSteps:
         num_lanes = rounds.num_lanes
         decided = rounds.read()
         now_s = self._clock()
-        launched_s, is_alone = self._launched.popleft()
-        start_s = max(launched_s, self._committed_s)
+        launch = self._launched.popleft()
+        start_s = max(launch.start_s, self._committed_s)
         # One that was launched behind another has taken the time between their results.
-        if self._policy is not None and is_alone and launched_s < self._committed_s:
-            self._policy.observe_time(rounds.shape, num_lanes, now_s - start_s)
+        if self._policy is not None and launch.is_alone and launch.start_s < self._committed_s:
+            self._policy.observe_time(launch.shape, num_lanes, now_s - start_s)
         self._committed_s = now_s
         self._wait.timed(now_s - start_s)
         if self._policy is not None:
@@ -374,7 +392,7 @@ class RoundSteps:
                     for sequence, each in decided
                     if sequence.sampling.is_greedy is is_greedy and not _num_read(sequence)
                 ]
-                self._policy.observe(rounds.shape, is_greedy=is_greedy, accepted=accepted)
+                self._policy.observe(launch.shape, is_greedy=is_greedy, accepted=accepted)
         num_committed = num_accepted = num_prompt_rows = 0
         for sequence, each in decided:
             num_prompt_rows += _num_read(sequence)
@@ -401,7 +419,7 @@ class RoundSteps:
                 outcomes=self._attachments.outcomes.take(),
                 speculation=self._attachments.verdicts.take_counts(),
                 num_discarded=num_lanes - len(decided),
-                round_shape=rounds.shape,
+                round_shape=launch.shape,
             )
         )
 

@@ -5,18 +5,24 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from services.target.engine import Engine
+from services.target.rounds.device_rounds import DeviceRounds
+from services.target.rounds.policy import CostTable
 from services.target.step_report import StepReport
+from shared.models.decoder import Decoder
+from shared.models.loader import load_decoder
 from shared.runtime import mapped_head
 from shared.runtime.mapped_rounds import MappedRound, OpenMapped
 from shared.tokens import SamplingParams, TreeShape
+from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.device_rounds import Pair
-from tests.helpers.engines import build_engine, request, run, run_plain, settle
+from tests.helpers.engines import VOCAB_SIZE, build_engine, request, run, run_plain, settle
 from tests.helpers.mapped_draft import MappedDraft
 
 TREE = TreeShape(3, 2, 7)
@@ -39,8 +45,10 @@ class _Setup:
         )
         self._pair, self.drafts = pair, list[MappedDraft]()
 
-    def attach(self, name: str = "draft", tree: TreeShape = TREE) -> MappedDraft:
-        draft = MappedDraft(self._pair, self.engine, name, tree)
+    def attach(
+        self, name: str = "draft", tree: TreeShape = TREE, model: Decoder | None = None
+    ) -> MappedDraft:
+        draft = MappedDraft(self._pair, self.engine, name, tree, model)
         self.drafts.append(draft)
         self.engine.attach(draft.attachment)
         settle(self.engine)
@@ -175,3 +183,49 @@ def test_rounds_of_few_kinds_are_kept(pair: Pair) -> None:
             setup.engine.detach(str(number))
             settle(setup.engine)
         assert mapped == [True, True, False]
+
+
+CHAIN = TreeShape(3, 1, 4)
+TARGET_SEED = 3
+
+
+@pytest.fixture
+def always_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds whose trees grow ahead are measured as the fastest of all."""
+
+    def measured(rounds: DeviceRounds) -> CostTable:
+        return CostTable({1: 1.0}, {each: {1: 0.5 - 0.4 * each.is_ahead} for each in rounds.shapes})
+
+    monkeypatch.setattr(DeviceRounds, "measured", measured)
+
+
+def _model(folder: Path, seed: int) -> Decoder:
+    """Returns a model of the target's sizes; with `TARGET_SEED` it is the target."""
+    write_checkpoint(folder, "llama", TinyShape(vocab_size=VOCAB_SIZE, num_layers=4), seed=seed)
+    return load_decoder(folder, dtype=torch.float32, device=torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("always_ahead")
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "drawn"])
+@pytest.mark.parametrize("seed", [TARGET_SEED, 9], ids=["the target itself", "another model"])
+def test_a_model_drafts_ahead_while_sequences_come_and_go(
+    pair: Pair, tmp_path: Path, seed: int, sampling: SamplingParams
+) -> None:
+    with _setup(pair) as setup:
+        setup.attach(tree=CHAIN, model=_model(tmp_path, seed))
+        prompts = [[*prompt, number] for number in (1, 2, 3) for prompt in PROMPTS]
+        requests = [request(prompt, sampling) for prompt in prompts]
+        collector, plain = run(setup.engine, requests), run_plain(pair.decoder, requests)
+        for key in range(len(requests)):
+            assert collector.token_ids(key) == plain.token_ids(key)
+        ahead = [each for each in setup.reports if each.round_shape and each.round_shape.is_ahead]
+        num_rounds = sum(each.num_rounds for each in ahead)
+        num_drafted = sum(each.num_drafted for each in ahead)
+        num_accepted = sum(each.num_accepted for each in ahead)
+        assert num_rounds > 2 * len(requests)
+        if seed != TARGET_SEED:
+            assert num_accepted < num_drafted / 2
+            return
+        # Most verdicts are foreseen, but those of rounds in which a sequence joins.
+        assert num_drafted >= 0.7 * CHAIN.num_steps * (num_rounds - len(requests))
+        assert num_accepted > 0.8 * num_drafted

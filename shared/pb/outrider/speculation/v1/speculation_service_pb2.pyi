@@ -93,14 +93,15 @@ class Attach(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., model_id: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., max_sequence_count: _Optional[int] = ..., max_node_count: _Optional[int] = ..., feature_spec: _Optional[_Union[FeatureSpec]] = ..., algorithm: _Optional[str] = ..., max_context_token_count: _Optional[int] = ..., shape: _Optional[_Union[_token_tree_pb2.TreeShape]] = ..., feature_ring: _Optional[_Union[FeatureRingOffer]] = ..., learns: _Optional[bool] = ..., mapped_head: _Optional[_Union[MappedHeadOffer]] = ...) -> None: ...
 
 class MappedHeadOffer(_message.Message):
-    __slots__ = ("host_id", "device_id", "page_size", "vocab_size", "max_context_token_count", "shape_pinned")
+    __slots__ = ("host_id", "device_id", "page_size", "vocab_size", "max_context_token_count", "shape_pinned", "outcome_count")
     host_id: str
     device_id: str
     page_size: int
     vocab_size: int
     max_context_token_count: int
     shape_pinned: bool
-    def __init__(self, host_id: _Optional[str] = ..., device_id: _Optional[str] = ..., page_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_context_token_count: _Optional[int] = ..., shape_pinned: _Optional[bool] = ...) -> None: ...
+    outcome_count: int
+    def __init__(self, host_id: _Optional[str] = ..., device_id: _Optional[str] = ..., page_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_context_token_count: _Optional[int] = ..., shape_pinned: _Optional[bool] = ..., outcome_count: _Optional[int] = ...) -> None: ...
 
 class MappedHeadReady(_message.Message):
     __slots__ = ("pages",)
@@ -127,12 +128,13 @@ class MappedHeadOpen(_message.Message):
     def __init__(self, shared_file: _Optional[str] = ..., cuda_ipc_handle: _Optional[bytes] = ..., feature_shared_file: _Optional[str] = ..., feature_cuda_ipc_handle: _Optional[bytes] = ..., feature_start_bytes: _Optional[int] = ..., feature_row_count: _Optional[int] = ..., last_round: _Optional[int] = ..., shapes: _Optional[_Iterable[_Union[MappedHeadShape]]] = ...) -> None: ...
 
 class MappedHeadShape(_message.Message):
-    __slots__ = ("tree", "row_count", "max_kv_length", "max_sequence_count")
+    __slots__ = ("tree", "row_count", "max_kv_length", "max_sequence_count", "outcome_count")
     tree: _token_tree_pb2.TreeShape
     row_count: int
     max_kv_length: int
     max_sequence_count: int
-    def __init__(self, tree: _Optional[_Union[_token_tree_pb2.TreeShape]] = ..., row_count: _Optional[int] = ..., max_kv_length: _Optional[int] = ..., max_sequence_count: _Optional[int] = ...) -> None: ...
+    outcome_count: int
+    def __init__(self, tree: _Optional[_Union[_token_tree_pb2.TreeShape]] = ..., row_count: _Optional[int] = ..., max_kv_length: _Optional[int] = ..., max_sequence_count: _Optional[int] = ..., outcome_count: _Optional[int] = ...) -> None: ...
 
 class MappedHeadPrepare(_message.Message):
     __slots__ = ("shape_number", "slot_count", "sampling_kind", "last")
@@ -143,12 +145,13 @@ class MappedHeadPrepare(_message.Message):
     def __init__(self, shape_number: _Optional[int] = ..., slot_count: _Optional[int] = ..., sampling_kind: _Optional[int] = ..., last: _Optional[bool] = ...) -> None: ...
 
 class MappedHeadRound(_message.Message):
-    __slots__ = ("shape_number", "slot_count", "sampling_kind", "backlogs")
+    __slots__ = ("shape_number", "slot_count", "sampling_kind", "backlogs", "ahead")
     shape_number: int
     slot_count: int
     sampling_kind: int
     backlogs: _containers.RepeatedCompositeFieldContainer[MappedHeadBacklog]
-    def __init__(self, shape_number: _Optional[int] = ..., slot_count: _Optional[int] = ..., sampling_kind: _Optional[int] = ..., backlogs: _Optional[_Iterable[_Union[MappedHeadBacklog]]] = ...) -> None: ...
+    ahead: bool
+    def __init__(self, shape_number: _Optional[int] = ..., slot_count: _Optional[int] = ..., sampling_kind: _Optional[int] = ..., backlogs: _Optional[_Iterable[_Union[MappedHeadBacklog]]] = ..., ahead: _Optional[bool] = ...) -> None: ...
 
 class MappedHeadBacklog(_message.Message):
     __slots__ = ("token_ids", "start", "end", "pages", "head_pages")

@@ -1,0 +1,193 @@
+"""Drafting ahead in rounds: chains for the likeliest verdicts, grown while the target verifies.
+
+A verdict on a chain of n nodes is a depth and a token: so many nodes are accepted, and the token is
+drawn behind them. While the target computes a round, the draft computes the same chains, takes the
+likeliest verdicts of each lane and grows a chain of n nodes behind each of them. When the verdict
+falls, its chain is there. A lane whose verdict was not foreseen has no tree in that round.
+
+Source: Kumar, Dao, May, *Speculative speculative decoding*, arXiv 2603.03251.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from shared.runtime.round_batches import RoundShape
+from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.round_state import LENGTH, OPEN, TAIL, RoundState
+from shared.runtime.tree_draft import DraftCode
+from shared.speculation.tree import NO_TOKEN
+
+MAX_OUTCOMES = 8
+"""Verdicts of a lane that chains are prepared for."""
+_MAX_BRANCH_ROWS = 256
+MAX_LANES_AHEAD = _MAX_BRANCH_ROWS // 2
+"""Lanes of a round whose chains are grown ahead. A chain for one verdict alone is seldom the
+right one."""
+# A verdict that has not fallen: no sequence is as short.
+_NO_LENGTH = -1
+
+
+def num_outcomes(num_slots: int, most: int) -> int:
+    """Returns for how many verdicts of a lane chains are prepared, in a round of so many lanes."""
+    return min(most, max(_MAX_BRANCH_ROWS // num_slots, 1))
+
+
+# A draft's confidence says which of its choices are sure; what the target took before says how far
+# to believe it. Half of a token's probability comes from each.
+_PRIOR_TOKENS, _PRIOR_SHARE = 8.0, 0.5
+_MEMORY_TOKENS = 4096.0
+
+
+class OutcomeChains:
+    """Chains of the lanes of one shape of rounds.
+
+    Attributes:
+        verified: `[S, n]` int64, the nodes that the target verifies; -1 in lanes without a tree.
+        starts: `[S]` int64, tokens of each lane before the verdict on them.
+        lengths: `[S, B]` int64, tokens after each verdict that was foreseen.
+        last_tokens: `[S, B]` int64, the last one of them.
+        chains: `[S, B, n]` int64, what follows.
+        choices: `[S, 1 + n, B]` int64, the draft's best tokens after the last committed one and
+            after each node; -1 where there are fewer.
+        ranks: `[B]` float32, how often the target took the choice of each rank.
+        num_ranked: `[1]` float32, tokens that were counted.
+    """
+
+    def __init__(self, shape: RoundShape, max_slots: int, device: torch.device) -> None:
+        num_steps, count = shape.tree.num_steps, shape.num_outcomes
+
+        def filled(value: int, *size: int) -> Tensor:
+            return torch.full(size, value, device=device)
+
+        self.verified = filled(NO_TOKEN, max_slots, num_steps)
+        self.starts = filled(_NO_LENGTH, max_slots)
+        self.lengths = filled(_NO_LENGTH, max_slots, count)
+        self.last_tokens = filled(0, max_slots, count)
+        self.chains = filled(0, max_slots, count, num_steps)
+        self.choices = filled(NO_TOKEN, max_slots, num_steps + 1, count)
+        shares = _PRIOR_SHARE ** torch.arange(1, count + 1, device=device, dtype=torch.float32)
+        self.ranks = _PRIOR_TOKENS * shares
+        self.num_ranked = torch.full((1,), _PRIOR_TOKENS, device=device)
+
+    def verify(self, token_ids: Tensor) -> None:
+        """Takes the trees `[S, 1 + n]` of a round, their roots included."""
+        self.verified[: len(token_ids)] = token_ids[:, 1:]
+
+    def select(self, state: RoundState) -> Tensor:
+        """Returns tokens and parents `[S, 2, 1 + n]` int64 of the chains that were prepared for the
+        verdicts that a state holds."""
+        self._count_ranks(state)
+        num_slots = state.num_slots
+        is_hit = self.lengths[:num_slots] == state.lengths.unsqueeze(1)
+        is_hit &= self.last_tokens[:num_slots] == state.roots.unsqueeze(1)
+        outcome = is_hit.int().argmax(dim=1)
+        lanes = torch.arange(num_slots, device=outcome.device)
+        chains = self.chains[lanes, outcome]
+        chains = torch.where(is_hit.any(dim=1, keepdim=True), chains, NO_TOKEN)
+        token_ids = torch.cat((state.roots.unsqueeze(1), chains), dim=1)
+        self.verify(token_ids)
+        parents = (torch.arange(token_ids.shape[1], device=lanes.device) - 1).clamp_min(0)
+        return torch.stack((token_ids, parents.expand_as(token_ids)), dim=1)
+
+    def prepare(self, code: DraftCode, state: RoundState, sampling: RoundSampling) -> None:
+        """Grows chains for the verdicts on the round of a state, whose trees are `verified`."""
+        num_slots, num_steps = state.num_slots, self.verified.shape[1]
+        count = num_outcomes(num_slots, self.lengths.shape[1])
+        seen, verified = code.seen(state), self.verified[:num_slots]
+        num_nodes = (verified != NO_TOKEN).sum(dim=1)
+        num_behind = torch.arange(num_steps + 1, device=verified.device)
+        batch, sources = code.open_rows(_with_nodes(seen, verified, num_nodes))
+        # The last committed token of each lane, then its nodes.
+        rows = (batch.logit_rows - num_nodes).unsqueeze(1) + num_behind
+        batch = replace(batch, logit_rows=rows.flatten())
+        forwards = code.forwards(batch, sources, keeps_states=False)
+        scores = code.scores(_at(seen, num_behind.expand(num_slots, -1)), sampling, count)
+        scores.look(forwards.first())
+        found = scores.choices()
+        choices = found.token_ids[:, 0].long().view(num_slots, num_steps + 1, count)
+        shares = self.ranks[:count] / self.num_ranked
+        scored = (0.5 * found.log_probs[:, 0].exp() + 0.5 * shares).log().view(choices.shape)
+        depths, tokens = likeliest(choices, scored, verified, num_nodes)
+        self.starts[:num_slots] = state.lengths
+        self.choices[:num_slots] = NO_TOKEN
+        self.choices[:num_slots, :, :count] = choices
+        self.lengths[:num_slots] = _NO_LENGTH
+        self.lengths[:num_slots, :count] = state.lengths.unsqueeze(1) + depths + 1
+        self.last_tokens[:num_slots, :count] = tokens
+        scores = code.scores(_at(seen, depths + 1), sampling, 1)
+        own = torch.arange(num_slots * count, device=tokens.device)
+        for level in range(num_steps):
+            batch = code.batches.of_branches(seen, depths, tokens, level, num_steps)
+            scores.look(forwards.next(batch, own))
+            tokens = scores.choices().token_ids[:, level, 0].long().view(num_slots, count)
+            self.chains[:num_slots, :count, level] = tokens
+
+    def _count_ranks(self, state: RoundState) -> None:
+        """Learns from the verdicts which of the draft's choices the target takes."""
+        choices, starts = self.choices[: state.num_slots], self.starts[: state.num_slots]
+        ends = (state.lengths - starts - 1).unsqueeze(1)
+        is_verdict = (starts.unsqueeze(1) >= 0) & (ends >= 0) & (ends < choices.shape[1])
+        rows = torch.arange(choices.shape[1], device=ends.device)
+        roots = state.roots.unsqueeze(1)
+        nodes = torch.cat((self.verified[: state.num_slots], roots), dim=1)
+        taken = torch.where(rows < ends, nodes, roots)
+        is_row = is_verdict & (rows <= ends)
+        is_taken = is_row.unsqueeze(2) & (choices == taken.unsqueeze(2))
+        num_rows = is_row.sum()
+        memory = (1.0 - num_rows / _MEMORY_TOKENS).clamp_min(0.5)
+        self.ranks.mul_(memory).add_(is_taken.sum(dim=(0, 1)))
+        self.num_ranked.mul_(memory).add_(num_rows)
+
+
+def likeliest(
+    choices: Tensor, log_probs: Tensor, verified: Tensor, num_nodes: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns depth and last token `[S, B]` of the likeliest verdicts on chains.
+
+    Args:
+        choices: `[S, 1 + n, B]`, what may follow the last committed token, then each node.
+        log_probs: likewise, how likely the target takes each.
+        verified: `[S, n]`, the nodes.
+        num_nodes: `[S]`, how many there are.
+    """
+    num_rows, count = choices.shape[1:]
+    is_node = choices[:, :-1] == verified.unsqueeze(2)
+    # A node that is none of the choices is about as likely as the last of them.
+    own = torch.where(is_node, log_probs[:, :-1], -torch.inf).amax(dim=2)
+    own = torch.maximum(own, log_probs[:, :-1].amin(dim=2))
+    paths = torch.cat((torch.zeros_like(own[:, :1]), own.cumsum(dim=1)), dim=1)
+    # Where a verdict ends, its token is no node.
+    is_node = torch.nn.functional.pad(is_node, (0, 0, 0, 1))
+    totals = torch.where(is_node, -torch.inf, paths.unsqueeze(2) + log_probs)
+    depths = torch.arange(num_rows, device=choices.device)
+    is_there = (depths <= num_nodes.unsqueeze(1)).unsqueeze(2)
+    totals = torch.where(is_there, totals, -torch.inf)
+    best = totals.flatten(1).topk(count, dim=1).indices
+    return best // count, choices.flatten(1).gather(1, best)
+
+
+def _with_nodes(seen: RoundState, verified: Tensor, num_nodes: Tensor) -> RoundState:
+    """Returns a state whose lanes have their nodes behind their open tokens."""
+    own, num_open = seen.open_tokens, seen.num_open.unsqueeze(1)
+    width = own.shape[1] + verified.shape[1]
+    places = torch.arange(width, device=own.device).expand(len(own), -1)
+    places = torch.where(places < num_open, places, places - num_open + own.shape[1])
+    token_ids = torch.cat((own, verified.clamp_min(0)), dim=1)
+    token_ids = token_ids.gather(1, places.clamp_max(width - 1))
+    numbers = torch.cat((seen.numbers[:, :TAIL], token_ids), dim=1)
+    numbers[:, LENGTH] += num_nodes
+    numbers[:, OPEN] += num_nodes
+    return replace(seen, numbers=numbers)
+
+
+def _at(seen: RoundState, num_behind: Tensor) -> RoundState:
+    """Returns a state `[S * N]` whose noise is that of the tokens so many places behind the last
+    committed one of each lane, `[S, N]`. Its pages are not read."""
+    count = num_behind.shape[1]
+    numbers = seen.numbers.repeat_interleave(count, dim=0)
+    numbers[:, LENGTH] += num_behind.flatten()
+    return replace(seen, numbers=numbers, sampling=seen.sampling.repeat_interleave(count, dim=0))
