@@ -21,6 +21,8 @@ from shared.tokens import TreeShape
 MAX_STEPS = TREE_STEPS.highest
 MAX_DRAFT_TOKENS = TREE_TOKENS.highest
 DEFAULT_STEPS = (0, 1, 2, 3, 5, 7)
+STEPS_AHEAD, MAX_STEPS_AHEAD = 2, 7
+"""Steps that chains may have beyond the draft's own, and in all, where it drafts ahead."""
 _WITHOUT_EFFECT = frozenset(
     {
         *("ema_alpha", "update_interval", "warmup_batches"),
@@ -57,16 +59,23 @@ class Candidates:
             shapes |= {chain(depth) for depth in steps}
         return tuple(sorted(shapes, key=lambda each: (each.num_steps, each.topk)))
 
-    def round_shapes(self, base: TreeShape) -> tuple[TreeShape, ...]:
+    def round_shapes(self, base: TreeShape, *, drafts_ahead: bool = False) -> tuple[TreeShape, ...]:
         """Returns the trees that rounds on the device may have: `shapes` where depths are set,
         else the draft's own and chains that are as deep, half as deep and of one step. Each takes
-        graphs of its own, so they are few."""
+        graphs of its own, so they are few.
+
+        Args:
+            drafts_ahead: chains may grow while those before are verified. Some steps more take no
+                time then.
+        """
         if self.steps is not None:
             return self.shapes(base)
         deepest = min(base.num_steps, base.max_node_count)
-        depths = sorted({1, -(-deepest // 2), deepest}, reverse=True)
-        chains = [chain(depth) for depth in depths if base.topk > 1 or depth < deepest]
-        return (base, *chains)
+        depths = {1, -(-deepest // 2), deepest}
+        if drafts_ahead and deepest + STEPS_AHEAD <= MAX_STEPS_AHEAD:
+            depths.add(deepest + STEPS_AHEAD)
+        own = deepest if base.topk == 1 else None
+        return (base, *map(chain, sorted(depths - {own}, reverse=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +93,13 @@ class AdaptiveConfig:
         fitting = [size for size in self.by_batch if size <= num_sequences]
         return self.by_batch[max(fitting, default=min(self.by_batch))]
 
-    def round_shapes(self, base: TreeShape) -> tuple[TreeShape, ...]:
+    def round_shapes(self, base: TreeShape, *, drafts_ahead: bool = False) -> tuple[TreeShape, ...]:
         """Returns the trees that rounds may have at any size of batch, the draft's own first."""
-        found = {shape for each in self.by_batch.values() for shape in each.round_shapes(base)}
+        found = {
+            shape
+            for each in self.by_batch.values()
+            for shape in each.round_shapes(base, drafts_ahead=drafts_ahead)
+        }
         order = sorted(found - {base}, key=lambda each: (-each.num_steps, -each.topk))
         return (base, *order) if base in found or not order else tuple(order)
 

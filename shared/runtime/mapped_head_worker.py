@@ -277,7 +277,7 @@ class MappedHeadWorker:
         if part is _Part.GROW:
             trees = self._draw(rounds, state, sampling)
             if chains is not None:
-                chains.verify(trees[:, 0])
+                chains.begin(trees[:, 0])
         else:
             assert chains is not None
             trees = chains.select(state)

@@ -47,7 +47,9 @@ class OutcomeChains:
 
     Attributes:
         verified: `[S, n]` int64, the nodes that the target verifies; -1 in lanes without a tree.
-        starts: `[S]` int64, tokens of each lane before the verdict on them.
+        decided: `[S, n]` int64, those of the round before.
+        starts: `[S]` int64, tokens of each lane when chains were prepared last; -1 for never, or
+            where a round came between.
         lengths: `[S, B]` int64, tokens after each verdict that was foreseen.
         last_tokens: `[S, B]` int64, the last one of them.
         chains: `[S, B, n]` int64, what follows.
@@ -64,6 +66,7 @@ class OutcomeChains:
             return torch.full(size, value, device=device)
 
         self.verified = filled(NO_TOKEN, max_slots, num_steps)
+        self.decided = filled(NO_TOKEN, max_slots, num_steps)
         self.starts = filled(_NO_LENGTH, max_slots)
         self.lengths = filled(_NO_LENGTH, max_slots, count)
         self.last_tokens = filled(0, max_slots, count)
@@ -73,14 +76,15 @@ class OutcomeChains:
         self.ranks = _PRIOR_TOKENS * shares
         self.num_ranked = torch.full((1,), _PRIOR_TOKENS, device=device)
 
-    def verify(self, token_ids: Tensor) -> None:
-        """Takes the trees `[S, 1 + n]` of a round, their roots included."""
+    def begin(self, token_ids: Tensor) -> None:
+        """Takes the trees `[S, 1 + n]` of a round that grew behind their verdicts, the roots
+        included."""
         self.verified[: len(token_ids)] = token_ids[:, 1:]
+        self.starts.fill_(_NO_LENGTH)
 
     def select(self, state: RoundState) -> Tensor:
         """Returns tokens and parents `[S, 2, 1 + n]` int64 of the chains that were prepared for the
         verdicts that a state holds."""
-        self._count_ranks(state)
         num_slots = state.num_slots
         is_hit = self.lengths[:num_slots] == state.lengths.unsqueeze(1)
         is_hit &= self.last_tokens[:num_slots] == state.roots.unsqueeze(1)
@@ -89,12 +93,14 @@ class OutcomeChains:
         chains = self.chains[lanes, outcome]
         chains = torch.where(is_hit.any(dim=1, keepdim=True), chains, NO_TOKEN)
         token_ids = torch.cat((state.roots.unsqueeze(1), chains), dim=1)
-        self.verify(token_ids)
+        self.decided.copy_(self.verified)
+        self.verified[:num_slots] = chains
         parents = (torch.arange(token_ids.shape[1], device=lanes.device) - 1).clamp_min(0)
         return torch.stack((token_ids, parents.expand_as(token_ids)), dim=1)
 
     def prepare(self, code: DraftCode, state: RoundState, sampling: RoundSampling) -> None:
         """Grows chains for the verdicts on the round of a state, whose trees are `verified`."""
+        self._count_ranks(state)
         num_slots, num_steps = state.num_slots, self.verified.shape[1]
         count = num_outcomes(num_slots, self.lengths.shape[1])
         seen, verified = code.seen(state), self.verified[:num_slots]
@@ -133,7 +139,7 @@ class OutcomeChains:
         is_verdict = (starts.unsqueeze(1) >= 0) & (ends >= 0) & (ends < choices.shape[1])
         rows = torch.arange(choices.shape[1], device=ends.device)
         roots = state.roots.unsqueeze(1)
-        nodes = torch.cat((self.verified[: state.num_slots], roots), dim=1)
+        nodes = torch.cat((self.decided[: state.num_slots], roots), dim=1)
         taken = torch.where(rows < ends, nodes, roots)
         is_row = is_verdict & (rows <= ends)
         is_taken = is_row.unsqueeze(2) & (choices == taken.unsqueeze(2))

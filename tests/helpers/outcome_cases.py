@@ -83,7 +83,7 @@ class OutcomeCase:
             self.state.numbers[number, OPEN] = lane.num_open
             opened = torch.tensor(tokens[-lane.num_open :], device=device)
             self.state.numbers[number, TAIL : TAIL + lane.num_open] = opened
-        self.chains.verify(_rows(device))
+        self.chains.begin(_rows(device))
         self.code: DraftCode = drafts.code(RoundBatches(shape, PAGE_SIZE), None)
 
     def committed(self, lane: int, token_ids: tuple[int, ...]) -> RoundState:
@@ -140,5 +140,5 @@ def check_chains(case: OutcomeCase) -> None:
             trees = case.chains.select(case.committed(number, committed))
             assert trees[number, 0].tolist() == [token, *expected]
             assert trees[number, 1].tolist() == [0, *range(NUM_STEPS)]
-            case.chains.verify(_rows(trees.device))
+            case.chains.verified.copy_(case.chains.decided)
         assert len(outcomes) == NUM_OUTCOMES, "a verdict was prepared for twice"

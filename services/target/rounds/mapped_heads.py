@@ -105,7 +105,10 @@ class MappedHeads:
             return None
         context = min(offer.max_context_tokens, limits.max_context_tokens)
         base = attachment.base_shape
-        shapes = (base,) if offer.is_pinned else self.config.round_shapes(base)
+        shapes: tuple[TreeShape, ...] = (base,)
+        if not offer.is_pinned:
+            is_ahead = offer.num_outcomes > 0
+            shapes = self.config.round_shapes(base, drafts_ahead=is_ahead)
         trees = capacities(shapes, limits.max_sequences)
         mapped = tuple(
             MappedShape(

@@ -41,7 +41,9 @@ def test_a_verdict_that_was_not_foreseen_has_no_tree(case: OutcomeCase) -> None:
 @torch.inference_mode()
 def test_ranks_of_what_the_target_took_are_learnt(case: OutcomeCase) -> None:
     before, second = case.chains.ranks.clone(), int(case.chains.choices[1, 0, 1])
-    case.chains.select(case.committed(1, (second,)))
+    state = case.committed(1, (second,))
+    case.chains.select(state)
+    case.chains.prepare(case.code, state, RoundSampling.DRAWN)
     gain = case.chains.ranks - before
     assert gain.argmax() == 1
     assert float(case.chains.num_ranked) == pytest.approx(9.0, rel=0.01)
