@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -27,7 +28,9 @@ PROBE_SHARE = 0.02
 PROBE_PAUSE_S = 0.25
 """Least time between two tries."""
 OFFSET_SMOOTHING = 0.1
-"""Weight of a round in what steps take beyond the table."""
+"""Weight of a round in what steps take beyond the table, and of the first ones at least."""
+SETTLED_ROUNDS = 20
+"""Timed rounds of a choice from which on a change of what they take is a change for all choices."""
 PROBE_WORTH = 0.9
 """What promises less than this share of the choice in force, when it is hopeful, is not tried."""
 HOPE = 0.15
@@ -94,7 +97,9 @@ class LanePolicy:
         self._seen_s: dict[Choice, float] = {}
         self._promised: Mapping[Choice, float] = {}
         self._may_probe_s = -math.inf
-        self._offset_s = 0.0
+        # What steps take beyond the table, by choices that were timed.
+        self._offsets_s: dict[Choice, float] = {}
+        self._num_timed: Counter[Choice] = Counter()
 
     @property
     def is_probing(self) -> bool:
@@ -145,12 +150,29 @@ class LanePolicy:
         self._acceptance.observe(shape, is_greedy=is_greedy, accepted=accepted)
 
     def observe_time(self, shape: TreeShape, num_lanes: int, seconds: float) -> None:
-        """Learns from the time of a round that nothing else was computed beside. What it takes
-        beyond the table, for the keys and values of long contexts, every choice would take."""
+        """Learns from the time of a round that nothing else was computed beside.
+
+        What it takes beyond the table is its own where a draft works behind the rounds, and every
+        choice's where contexts grow: their keys and values are read by all.
+        """
         expected_s = self.costs.seconds(shape, num_lanes)
-        if expected_s is not None:
-            beyond_s = min(max(seconds - expected_s, 0.0), expected_s)
-            self._offset_s += OFFSET_SMOOTHING * (beyond_s - self._offset_s)
+        if expected_s is None:
+            return
+        beyond_s = min(max(seconds - expected_s, 0.0), expected_s)
+        num_timed = self._num_timed[shape]
+        known_s = self._offset_s(shape)
+        change_s = max(OFFSET_SMOOTHING, 1.0 / (num_timed + 2)) * (beyond_s - known_s)
+        self._offsets_s[shape] = known_s + change_s
+        self._num_timed[shape] += 1
+        if num_timed >= SETTLED_ROUNDS:
+            for other in self._offsets_s.keys() - {shape}:
+                self._offsets_s[other] = max(self._offsets_s[other] + change_s, 0.0)
+
+    def _offset_s(self, choice: Choice) -> float:
+        """Returns what steps take beyond the table: of a choice that was never timed, the least
+        that others do."""
+        known_s = self._offsets_s.get(choice)
+        return min(self._offsets_s.values(), default=0.0) if known_s is None else known_s
 
     def _decide(
         self, num_greedy: int, num_drawn: int, fitting: tuple[TreeShape, ...], now_s: float
@@ -210,10 +232,12 @@ class LanePolicy:
             tokens = num_greedy * self._acceptance.tokens(shape, is_greedy=True, hope=hope)
             tokens += num_drawn * self._acceptance.tokens(shape, is_greedy=False, hope=hope)
             # What was never measured is tried.
-            promises[shape] = math.inf if seconds is None else tokens / (seconds + self._offset_s)
+            promises[shape] = (
+                math.inf if seconds is None else tokens / (seconds + self._offset_s(shape))
+            )
         plain_s = self.costs.seconds(None, num_lanes)
         if plain_s is not None and (candidates.may_pause or not promises):
-            promises[None] = num_lanes / (plain_s + self._offset_s)
+            promises[None] = num_lanes / (plain_s + self._offset_s(None))
         return promises or {None: 1.0}
 
 

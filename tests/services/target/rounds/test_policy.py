@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -37,10 +37,12 @@ class World:
     Attributes:
         rate: probability that a level is right where the one before was, by time.
         offset_s: what each step takes beyond the table.
+        own_s: what rounds of one shape take beyond that.
     """
 
     rate: Callable[[float], float]
     offset_s: float = 0.0
+    own_s: Mapping[Choice, float] = field(default_factory=dict)
     now_s: float = 0.0
     num_tokens: int = 0
 
@@ -53,6 +55,7 @@ class World:
             choice = policy.choose(num_lanes, 0, SHAPES, self.now_s)
             choices.append(choice)
             seconds = (costs.seconds(choice, num_lanes) or 0.0) + self.offset_s
+            seconds += self.own_s.get(choice, 0.0)
             self.now_s += seconds
             self.num_tokens += num_lanes
             if choice is None:
@@ -142,6 +145,23 @@ def test_what_every_step_takes_beyond_the_table_favours_long_rounds() -> None:
         world.run(policy, 256, 4.0)
         usual.append(_usual(world.run(policy, 256, 4.0)))
     assert usual == [SHORT, LONG]
+
+
+def test_what_one_shape_takes_beyond_the_table_is_its_own() -> None:
+    """A draft at work behind the rounds may need longer than they do, and than at start."""
+    policy = LanePolicy((LONG, SHORT), _costs())
+    world = World(lambda now_s: 0.6, own_s={LONG: 0.003})
+    world.run(policy, 8, 2.0)
+    assert _usual(world.run(policy, 8, 2.0)) == SHORT
+
+
+def test_verdicts_that_were_not_foreseen_count_for_trees_that_grow_ahead_alone() -> None:
+    acceptance, ahead = Acceptance(), replace(LONG, is_ahead=True)
+    acceptance.observe(LONG, is_greedy=True, accepted=[5] * 200)
+    assert acceptance.tokens(ahead, is_greedy=True) > 5.5, "it promises as much until it is tried"
+    acceptance.observe(ahead, is_greedy=True, accepted=[0, 5] * 100)
+    assert acceptance.tokens(ahead, is_greedy=True) == pytest.approx(3.5, abs=0.2)
+    assert acceptance.tokens(LONG, is_greedy=True) > 5.5
 
 
 def test_depths_that_an_operator_left_out_are_never_chosen() -> None:
