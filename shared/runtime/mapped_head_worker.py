@@ -248,16 +248,19 @@ class MappedHeadWorker:
         self, rounds: _Rounds, num_slots: int, sampling: RoundSampling, part: _Part
     ) -> torch.cuda.CUDAGraph:
         kind = rounds.code.kind_of(sampling)
+        if part is _Part.SELECT:
+            kind = RoundSampling.GREEDY  # it draws nothing
         key = (self._num_computed(rounds, num_slots), kind, part)
         graph = rounds.graphs.get(key)
         if graph is None:
             # Loads kernels outside of the graph, for nobody.
-            nobody = rounds.state.first(key[0]).emptied()
+            nobody, chains = rounds.state.first(key[0]).emptied(), rounds.chains
             if part is _Part.GROW:
                 self._draw(rounds, nobody, kind)
-            elif rounds.chains is not None:
-                rounds.chains.prepare(rounds.code, nobody, kind)
-                rounds.chains.select(nobody)
+            elif chains is not None and part is _Part.PREPARE:
+                chains.prepare(rounds.code, nobody, kind)
+            elif chains is not None:
+                chains.select(nobody)
             graph = rounds.graphs[key] = torch.cuda.CUDAGraph()
             with capturing(graph, self._graph_memory):
                 self._queue(rounds, *key)
