@@ -10,6 +10,7 @@ from shared.runtime.round_batches import RoundBatches, RoundTree
 from shared.runtime.round_parts import fits_kernels
 from shared.runtime.round_state import RoundState
 from shared.speculation.tree import NO_TOKEN, TreeRows, rows_of_parents
+from shared.tokens import TreeShape
 
 
 def read_trees(
@@ -27,25 +28,30 @@ def read_trees(
 
         return read_trees_fused(trees, state, batches, vocab_size)
     token_ids, parents = trees[: state.num_slots].clone().unbind(1)
-    max_depth = batches.shape.tree.num_steps
-    rows = mended_rows(token_ids, parents, state.roots, max_depth=max_depth, vocab_size=vocab_size)
+    tree = batches.shape.tree
+    rows = mended_rows(token_ids, parents, state.roots, tree, vocab_size=vocab_size)
     return batches.of_trees(state, rows)
 
 
 def mended_rows(
-    token_ids: Tensor, parents: Tensor, roots: Tensor, *, max_depth: int, vocab_size: int
+    token_ids: Tensor, parents: Tensor, roots: Tensor, shape: TreeShape, *, vocab_size: int
 ) -> TreeRows:
-    """Returns trees that others wrote, as trees: a node that is none is left out.
+    """Returns trees that others wrote, as trees of a shape: a node that is none is left out.
 
-    A token is in the vocabulary, a parent comes before its children, no node is deeper than
-    `max_depth`, and of siblings with one token the first counts.
+    A token is in the vocabulary, a parent comes before its children, no node is deeper than the
+    shape, and of siblings with one token the first counts. In a chain each row is the parent of the
+    next, whatever was written: the target computes chains as runs of tokens.
 
     Args:
         token_ids, parents: `[S, T]` int64, see `TreeRows`; column 0 is not read.
         roots: `[S]` int64.
     """
+    max_depth = shape.num_steps
     rows = torch.arange(token_ids.shape[1], device=token_ids.device)
-    parents = torch.minimum(parents.clamp_min(0), (rows - 1).clamp_min(0))
+    before = (rows - 1).clamp_min(0)
+    parents = torch.minimum(parents.clamp_min(0), before)
+    if shape.topk == 1:
+        parents = before.repeat(len(parents), 1)
     ancestors = parents
     for _ in range(max_depth - 1):
         ancestors = parents.gather(1, ancestors)

@@ -29,6 +29,7 @@ def read_trees_fused(
         state.numbers, state.page_table, state.numbers.stride(0), state.page_table.stride(0),
         LENGTH=LENGTH, OPEN=OPEN, TAIL=TAIL, NO_TOKEN=NO_TOKEN, PAGE_SIZE=batches.page_size,
         NUM_ROWS=num_rows, MAX_DEPTH=batches.shape.tree.num_steps,
+        IS_CHAIN=batches.shape.tree.topk == 1,
         BLOCK_ROWS=triton.next_power_of_2(num_rows), num_warps=4,
     )  # fmt: skip
     return tree.written(state, batches)

@@ -183,7 +183,8 @@ def mend_trees(  # type: ignore[no-untyped-def]
     numbers, page_table, number_stride, page_stride,
     LENGTH: tl.constexpr, OPEN: tl.constexpr, TAIL: tl.constexpr, NO_TOKEN: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    NUM_ROWS: tl.constexpr, MAX_DEPTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    NUM_ROWS: tl.constexpr, MAX_DEPTH: tl.constexpr, IS_CHAIN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Reads a tree that another process wrote, and lays out those nodes of it that are any."""
     sequence = tl.program_id(0)
@@ -195,7 +196,10 @@ def mend_trees(  # type: ignore[no-untyped-def]
     tree = written + sequence * 2 * NUM_ROWS
     token = tl.load(tree + rows, mask=is_row & (rows > 0), other=NO_TOKEN)
     parent = tl.load(tree + NUM_ROWS + rows, mask=is_row & (rows > 0), other=0)
-    parent = tl.maximum(tl.minimum(parent, (rows - 1).to(tl.int64)), 0)
+    before = tl.maximum(rows - 1, 0).to(tl.int64)
+    parent = tl.maximum(tl.minimum(parent, before), 0)
+    if IS_CHAIN:
+        parent = before
     own = sequence * NUM_ROWS
     tl.store(parents + own + rows, parent, mask=is_row)
     tl.debug_barrier()

@@ -35,9 +35,7 @@ def _written(source: random.Random, num_rows: int, device: torch.device) -> Tens
 
 
 def _mended(written: Tensor, roots: Tensor, shape: TreeShape) -> TreeRows:
-    return mended_rows(
-        written[:, 0], written[:, 1], roots, max_depth=shape.num_steps, vocab_size=VOCAB_SIZE
-    )
+    return mended_rows(written[:, 0], written[:, 1], roots, shape, vocab_size=VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -53,6 +51,7 @@ def test_what_is_read_is_a_tree(shape: TreeShape) -> None:
             seen = set()
             for row in range(1, num_rows):
                 assert 0 <= parents[row] < row
+                assert shape.topk > 1 or parents[row] == row - 1, "it is computed as one run"
                 if tokens[row] == NO_TOKEN:
                     continue
                 num_nodes += 1
@@ -71,7 +70,8 @@ def test_what_is_read_is_a_tree(shape: TreeShape) -> None:
 def test_a_tree_stays_as_it_is() -> None:
     tokens = torch.tensor([[9, 1, 2, 1, 3, NO_TOKEN]])
     parents = torch.tensor([[0, 0, 0, 1, 3, 0]])
-    found = mended_rows(tokens, parents, torch.tensor([9]), max_depth=3, vocab_size=VOCAB_SIZE)
+    shape = TreeShape(3, 3, 6)
+    found = mended_rows(tokens, parents, torch.tensor([9]), shape, vocab_size=VOCAB_SIZE)
     assert found.token_ids.tolist() == tokens.tolist()
     assert found.parents.tolist() == parents.tolist()
     assert found.depths.tolist() == [[0, 1, 1, 2, 3, 1]]

@@ -101,9 +101,10 @@ def _garbage(trees: Tensor) -> Tensor:
     return torch.randint(-9, 40, trees.shape, generator=generator)
 
 
-def test_whatever_is_written_changes_no_token(pair: Pair) -> None:
+@pytest.mark.parametrize("shape", [TREE, TreeShape(5, 1, 6)], ids=["trees", "chains"])
+def test_whatever_is_written_changes_no_token(pair: Pair, shape: TreeShape) -> None:
     with _setup(pair) as setup:
-        setup.attach().spoils = _garbage
+        setup.attach(tree=shape).spoils = _garbage
         for sampling in SAMPLINGS:
             assert setup.answers(sampling) == _plain(pair, sampling)
             assert setup.num_rounds > 0
