@@ -133,6 +133,7 @@ class StepLoop:
         has_trees = self._own_trees.has_fallback
         self._selections = SelectionSteps(
             rounds=None if selection is None or has_trees else factory.selected_rounds(selection),
+            is_elsewhere=self._rounds.takes,
             scheduler=scheduler,
             attachments=self.attachments,
             features=self._features,

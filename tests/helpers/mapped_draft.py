@@ -49,6 +49,8 @@ class MappedDraft:
         name: str,
         tree: TreeShape,
         model: Decoder | None = None,
+        *,
+        is_pinned: bool = True,
     ) -> None:
         """Args:
         model: drafts instead of the pair's head.
@@ -74,9 +76,7 @@ class MappedDraft:
             self,
             DraftTimeout(0.0),
             features if model is None else None,
-            mapped_offer=MappedOffer(
-                self._model.vocab_size, 120, is_pinned=True, num_outcomes=num_outcomes
-            ),
+            mapped_offer=MappedOffer(self._model.vocab_size, 120, is_pinned, num_outcomes),
         )
 
     def send(self, message: DraftMessage) -> bool:

@@ -45,14 +45,17 @@ def main() -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (%(default)s)")
     parser.add_argument("--no-overlap", action="store_true", help="read each step before the next")
     parser.add_argument("--head", action="store_true", help="rounds on the device with a head")
+    parser.add_argument(
+        "--ahead", action="store_true", help="rounds with a model that drafts ahead, on a CPU"
+    )
     parser.add_argument("--mixture", choices=tuple(MIXTURES), help="--head, of experts by its MTP")
     parser.add_argument("--selects", action="store_true", help="pushed trees on the device")
     parser.add_argument(
         "--adaptive", action="store_true", help="the target chooses what is drafted"
     )
     args = parser.parse_args()
-    if (args.head or args.mixture) and args.selects:
-        parser.error("--head, --mixture, --selects: rounds have trees of one kind; leave one out")
+    if (args.head or args.mixture or args.ahead) and args.selects:
+        parser.error("--head, --mixture, --ahead, --selects: rounds have trees of one kind")
     seed = secrets.randbelow(2**31) if args.seed is None else args.seed
     device = device_named(args.device)
     launch_on(device)  # steps are taken on this thread
@@ -70,6 +73,12 @@ def _soak(args: argparse.Namespace, folder: Path, device: torch.device, seed: in
         pair = write_pair(folder / "target", folder / "head", device)
         return Soak(pair.decoder, {}, seed, overlaps=not args.no_overlap, head=pair.head)
     models = decoders(folder, device)
+    if args.ahead:
+        pair = write_pair(folder / "pair", folder / "head", device)
+        overlaps = not args.no_overlap
+        return Soak(
+            pair.decoder, {}, seed, overlaps=overlaps, head=pair.head, mapped=models["other"]
+        )
     return Soak(
         models["target"],
         models,

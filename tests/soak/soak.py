@@ -73,6 +73,7 @@ class SoakFigures:
     num_preempted: int = 0
     num_outcome_hits: int = 0
     num_device_rounds: int = 0
+    num_rounds_ahead: int = 0
     num_finished: int = 0
     num_cancelled: int = 0
     num_reconnects: int = 0
@@ -86,6 +87,7 @@ class SoakFigures:
         self.num_preempted += report.num_preempted
         self.num_outcome_hits += report.outcomes.num_hits
         self.num_device_rounds += report.round_shape is not None
+        self.num_rounds_ahead += bool(report.round_shape and report.round_shape.is_ahead)
 
 
 @dataclass(slots=True)
@@ -109,6 +111,7 @@ class Soak:
         head: of the target, which is lent for rounds on the device; then there are no other drafts,
             and most requests are such that rounds can take them. With neither of the two the target
             looks trees up as well.
+        mapped: a model that drafts in these rounds instead of the head, from a thread of its own.
     """
 
     def __init__(
@@ -121,6 +124,7 @@ class Soak:
         selects: bool = False,
         chooses: bool = False,
         head: DraftHead | None = None,
+        mapped: Decoder | None = None,
     ) -> None:
         assert not (selects and head), "rounds have trees of one kind"
         self._has_rounds = has_rounds = selects or head is not None
@@ -132,12 +136,14 @@ class Soak:
         self._traffic = Traffic(seed, share_of_simple=0.97 if has_rounds else 0.0)
         self._leases = KvLeases(NUM_PAGES, PAGE_SIZE)
         self._engine = self._build(
-            overlaps, selects, DEFAULT_CONFIG if head else ALWAYS_ON if chooses else None
+            overlaps,
+            selects or mapped is not None,
+            DEFAULT_CONFIG if head else ALWAYS_ON if chooses else None,
         )
         self._drafts: Drafts | SoakHead = (
             Drafts(self._engine, draft_decoders, seed)
             if head is None
-            else SoakHead(self._engine, Pair(decoder, head), seed)
+            else SoakHead(self._engine, Pair(decoder, head), seed, mapped)
         )
         self._open: dict[int, _Open] = {}
         self._ended: list[_Open] = []
@@ -162,6 +168,8 @@ class Soak:
         assert not self._open, f"{len(self._open)} requests do not end"
         self._compare()
         settle(self._engine)
+        if isinstance(self._drafts, SoakHead):
+            self._drafts.close()
         self._check_happened()
         yield self.figures
 

@@ -90,6 +90,15 @@ def test_nothing_is_lost_where_a_head_is_lent(tmp_path: Path, is_recurrent: bool
         _run(soak, 15, "num_preempted", *happen)
 
 
+def test_nothing_is_lost_where_a_model_drafts_ahead(
+    models: dict[str, Decoder], tmp_path: Path
+) -> None:
+    pair = write_pair(tmp_path / "target", tmp_path / "head", torch.device("cpu"))
+    soak = Soak(pair.decoder, {}, 7, overlaps=True, head=pair.head, mapped=models["other"])
+    happen = ("num_rounds_ahead", "num_accepted", "num_cancelled", "num_preempted")
+    _run(soak, 15, *happen, "num_reconnects")
+
+
 @pytest.mark.parametrize("family", MIXTURES)
 def test_nothing_is_lost_of_a_mixture_by_its_own_layer(family: str, tmp_path: Path) -> None:
     pair = load_mixture(tmp_path, family, torch.device("cpu"))

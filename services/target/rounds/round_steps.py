@@ -196,6 +196,11 @@ class RoundSteps:
         """See `Lanes`."""
         return self._rounds is not None and self._rounds.holds(sequence)
 
+    def takes(self, sequence: Sequence) -> bool:
+        """Whether a sequence has a lane here, or may get one."""
+        rounds = self._rounds
+        return rounds is not None and (rounds.holds(sequence) or rounds.suits(sequence))
+
     def num_taken(self, sequence: Sequence) -> int:
         """See `Lanes`. Somebody has to draw the token after a prompt of one. The end of a prompt
         is read by a round while there are slots for it."""
@@ -259,7 +264,7 @@ class RoundSteps:
         joining: list[Sequence] = []
         num_others = 0  # with one slot each
         for each in self._scheduler.running:
-            if each.num_pending or not each.num_computed or rounds.holds(each):
+            if each.num_pending or not each.num_computed or self._scheduler.lanes.holds(each):
                 continue
             if each.num_uncomputed > self.num_taken(each):
                 continue
@@ -348,10 +353,9 @@ class RoundSteps:
 
     def not_taken(self, running: SequenceOf[Sequence]) -> SequenceOf[Sequence]:
         """Returns the sequences that no lane can have."""
-        rounds = self._rounds
-        if rounds is None:
+        if self._rounds is None:
             return running
-        return [each for each in running if not (rounds.holds(each) or rounds.suits(each))]
+        return [each for each in running if not self.takes(each)]
 
     @property
     def is_under_way(self) -> bool:

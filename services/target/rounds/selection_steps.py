@@ -182,6 +182,7 @@ class SelectionSteps:
 
     Args:
         rounds: None has no lanes.
+        is_elsewhere: whether a sequence has, or is to have, a lane of another kind.
         host_gap: that of the loop.
         take_offers: takes what drafts pushed meanwhile.
         runs_ahead: whether anything is prepared before the round under way is read.
@@ -191,6 +192,7 @@ class SelectionSteps:
         self,
         *,
         rounds: SelectedRounds | None,
+        is_elsewhere: Callable[[Sequence], bool],
         scheduler: Scheduler,
         attachments: Attachments,
         features: FeatureFeed,
@@ -201,6 +203,7 @@ class SelectionSteps:
         runs_ahead: bool,
     ) -> None:
         self._rounds = rounds
+        self._is_elsewhere = is_elsewhere
         self._runs_ahead = runs_ahead
         self._scheduler = scheduler
         self._attachments = attachments
@@ -252,7 +255,9 @@ class SelectionSteps:
         self._is_open = rounds.max_sequences > 0 and self._terms.are_met
         if self._is_open:
             self._turn_to_store(rounds)
-        if not self._is_open or rounds.is_sparse or not all(map(rounds.fits, rounds.sequences)):
+        own = rounds.sequences
+        stay = all(map(rounds.fits, own)) and not any(map(self._is_elsewhere, own))
+        if not self._is_open or rounds.is_sparse or not stay:
             self.settle()
 
     def holds(self, sequence: Sequence) -> bool:
@@ -265,7 +270,7 @@ class SelectionSteps:
         if rounds is None or not self._is_open or len(sequence.token_ids) < MIN_LANE_TOKENS:
             return 0
         suits = rounds.num_free > 0 and rounds.fits(sequence) and self._terms.suit(sequence)
-        return int(suits)
+        return int(suits and not self._is_elsewhere(sequence))
 
     def evict(self, sequence: Sequence) -> None:
         """See `Lanes`."""

@@ -42,10 +42,16 @@ class _Rounds:
         return -(-sequence.num_uncomputed // 2) if sequence.num_uncomputed > 1 else 0
 
 
-def _steps(rounds: _Rounds, running: list[_Sequence]) -> Any:
+def _steps(
+    rounds: _Rounds, running: list[_Sequence], elsewhere: frozenset[int] = frozenset()
+) -> Any:
+    """Args:
+    elsewhere: sequences that have a lane of another kind.
+    """
     unused: Any = None
+    lanes = SimpleNamespace(holds=lambda each: rounds.holds(each) or each.sequence_id in elsewhere)
     steps: Any = RoundSteps(
-        scheduler=SimpleNamespace(running=running),  # type: ignore[arg-type]
+        scheduler=SimpleNamespace(running=running, lanes=lanes),  # type: ignore[arg-type]
         attachments=SimpleNamespace(  # type: ignore[arg-type]
             assignments=SimpleNamespace(close=lambda sequence: None)
         ),
@@ -60,6 +66,14 @@ def _steps(rounds: _Rounds, running: list[_Sequence]) -> Any:
     )
     steps._rounds = rounds
     return steps
+
+
+def test_a_sequence_has_one_lane() -> None:
+    """Two rounds would each draw its next token."""
+    running = [_Sequence(1, 1), _Sequence(2, 1)]
+    rounds = _Rounds(num_free=2)
+    assert _steps(rounds, running, frozenset({1}))._joining(rounds) == running[1:]
+    assert _steps(rounds, running)._joining(rounds) == running
 
 
 def _num_slots(rounds: _Rounds, joining: list[_Sequence]) -> int:
