@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,7 +20,15 @@ os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
 
 
 def pytest_configure() -> None:
-    """One torch thread a process: xdist workers must not fight for the cores."""
+    """One torch thread a process: xdist workers must not fight for the cores. Examples of
+    properties have no deadline: on a busy machine any takes a second now and then."""
+    if importlib.util.find_spec("hypothesis") is not None:
+        from hypothesis import HealthCheck, settings
+
+        settings.register_profile(
+            "suite", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        )
+        settings.load_profile("suite")
     if importlib.util.find_spec("torch") is None:
         return
     import torch
@@ -32,6 +40,17 @@ def pytest_configure() -> None:
         from tests.helpers.interpreter import look_up_once
 
         look_up_once()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collects no garbage while tests are collected: what is imported stays, and looking through
+    it again and again took a tenth of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:

@@ -57,12 +57,15 @@ PAGE_SIZE = 4
 VOCAB_SIZE = 24
 
 
-def tiny_decoder(folder: Path, device: torch.device = CPU, *, seed: int = 3) -> Decoder:
+def tiny_decoder(
+    folder: Path, device: torch.device = CPU, *, seed: int = 3, num_layers: int = 3
+) -> Decoder:
     """Returns a random decoder with a small vocabulary, so that drafts hit by chance as well.
 
     Another seed gives another model of the same shape.
     """
-    write_checkpoint(folder, "llama", TinyShape(vocab_size=VOCAB_SIZE), seed=seed)
+    shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=num_layers)
+    write_checkpoint(folder, "llama", shape, seed=seed)
     return load_decoder(folder, dtype=torch.float32, device=device)
 
 

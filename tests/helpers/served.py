@@ -49,12 +49,13 @@ class Target:
         prompt: list[int],
         temperature: float,
         speculation: pb.SpeculationParams | None = None,
+        num_tokens: int = MAX_TOKENS,
     ) -> tuple[list[int], pb.SpeculationStats]:
         """Returns the output and how it was speculated."""
         request = pb.GenerateRequest(
             prompt_token_ids=prompt,
             sampling_params=sampling_pb2.SamplingParams(temperature=temperature, seed=11),
-            stop_params=sampling_pb2.StopParams(max_output_token_count=MAX_TOKENS, ignore_eos=True),
+            stop_params=sampling_pb2.StopParams(max_output_token_count=num_tokens, ignore_eos=True),
             speculation_params=speculation,
         )
         responses = [response async for response in self.stub.Generate(request)]

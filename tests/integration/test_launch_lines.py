@@ -26,6 +26,7 @@ from tests.services.test_launch_lines import LINES, plan_of
 
 ON_FREE_PORTS: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "maintenance_port": 0}
 
+NUM_TOKENS = 16
 SERVED = next(line for line in LINES if "freq_32768.pt --mem-fraction-static" in line)
 
 
@@ -83,11 +84,11 @@ async def test_every_line_starts_a_target_and_its_draft(
             open_channel(f"127.0.0.1:{process.admin_port}") as admin,
         ):
             target = Target(process, channel, admin)
-            expected, _ = await target.generate(PROMPTS[0], 0.0)
+            expected, _ = await target.generate(PROMPTS[0], 0.0, num_tokens=NUM_TOKENS)
             own = replace(draft.settings, target=(target.address,), **ON_FREE_PORTS)
             async with running_draft(own):
                 await target.until_attached(1)
-                tokens, stats = await target.generate(PROMPTS[0], 0.0)
+                tokens, stats = await target.generate(PROMPTS[0], 0.0, num_tokens=NUM_TOKENS)
         assert tokens == expected
         # Nothing repeats that an n-gram could foresee.
         assert stats.verified_round_count > 0 or draft.algorithm == "NGRAM"

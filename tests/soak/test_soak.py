@@ -47,8 +47,8 @@ def _run(soak: Soak, num_finished: int, *happen: str) -> None:
 def test_nothing_is_lost(models: dict[str, Decoder], overlaps: bool) -> None:
     soak = Soak(models["target"], models, 5, overlaps=overlaps)
     hits = ("num_accepted", "num_outcome_hits")
-    _run(soak, 15, *hits, "num_cancelled", "num_preempted", "num_reconnects")
-    assert soak.figures.num_compared >= soak.figures.num_finished >= 15
+    _run(soak, 10, *hits, "num_cancelled", "num_preempted", "num_reconnects")
+    assert soak.figures.num_compared >= soak.figures.num_finished >= 10
 
 
 @pytest.mark.parametrize("chooses", [False, True])
@@ -56,7 +56,7 @@ def test_nothing_is_lost_where_the_device_selects_trees(
     models: dict[str, Decoder], chooses: bool
 ) -> None:
     soak = Soak(models["target"], models, 6, overlaps=True, selects=True, chooses=chooses)
-    _run(soak, 15, "num_device_rounds", "num_outcome_hits", "num_cancelled", "num_reconnects")
+    _run(soak, 10, "num_device_rounds", "num_outcome_hits", "num_cancelled", "num_reconnects")
 
 
 @pytest.mark.parametrize("selects", [False, True])
@@ -66,7 +66,7 @@ def test_nothing_is_lost_with_recurrent_states(
     drafts = {"target": recurrent, "other": models["other"]}
     soak = Soak(recurrent, drafts, 8, overlaps=True, selects=selects)
     happen = ("num_accepted", "num_cancelled", "num_reconnects")
-    _run(soak, 6, *happen, "num_device_rounds" if selects else "num_preempted")
+    _run(soak, 4, *happen, "num_device_rounds" if selects else "num_preempted")
 
 
 def test_a_soak_notices_a_stale_state(
@@ -87,7 +87,7 @@ def test_nothing_is_lost_where_a_head_is_lent(tmp_path: Path, is_recurrent: bool
     if is_recurrent:
         _run(soak, 8, *happen)
     else:
-        _run(soak, 15, "num_preempted", *happen)
+        _run(soak, 10, "num_preempted", *happen)
 
 
 def test_nothing_is_lost_where_a_model_drafts_ahead(
@@ -103,7 +103,7 @@ def test_nothing_is_lost_where_a_model_drafts_ahead(
 def test_nothing_is_lost_of_a_mixture_by_its_own_layer(family: str, tmp_path: Path) -> None:
     pair = load_mixture(tmp_path, family, torch.device("cpu"))
     soak = Soak(pair.decoder, {}, 8, overlaps=True, head=pair.head)
-    _run(soak, 6, "num_device_rounds", "num_accepted")
+    _run(soak, 4, "num_device_rounds", "num_accepted")
 
 
 def test_wrong_token_is_noticed(

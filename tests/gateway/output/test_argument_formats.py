@@ -172,7 +172,7 @@ def _written(family: str, arguments: Mapping[str, Any]) -> str:
 _TEXT = st.text(max_size=12).filter(lambda text: "</" not in text)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     arguments=st.fixed_dictionaries(
         {},
@@ -216,7 +216,7 @@ _SOUP = {
 }
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(family=st.sampled_from(sorted(_SOUP)), data=st.data())
 def test_garble_is_the_same_for_any_cuts_and_is_text_where_it_is_no_call(
     family: str, data: st.DataObject

@@ -200,7 +200,7 @@ def test_parts_are_the_same_for_every_cut(
         assert whole(parse(_format(family), pieces)) == expected, pieces
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(case=st.sampled_from(CASES), data=st.data())
 def test_parts_are_the_same_for_any_cuts(case: Any, data: st.DataObject) -> None:
     family, text, *expected = case
@@ -208,7 +208,7 @@ def test_parts_are_the_same_for_any_cuts(case: Any, data: st.DataObject) -> None
     assert whole(parse(_format(family), pieces)) == tuple(expected)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     arguments=st.dictionaries(st.text(max_size=6), JSON, max_size=4),
     family=st.sampled_from(["hermes", "llama3", "mistral", "deepseek"]),

@@ -151,7 +151,7 @@ class _Running:
     tokens: list[int]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_random_traffic_keeps_every_page_owned_once(data: st.DataObject) -> None:
     leases = _leases(data.draw(st.integers(3, 14)), prefix_cache=data.draw(st.booleans()))

@@ -58,7 +58,6 @@ PARAMS = st.builds(
 
 
 @given(st.lists(st.tuples(LOGITS, PARAMS), min_size=1, max_size=4))
-@settings(deadline=None)
 def test_mixed_rows_have_the_distributions_of_plain_loops(
     rows: list[tuple[list[float], SamplingParams]],
 ) -> None:
@@ -71,7 +70,7 @@ def test_mixed_rows_have_the_distributions_of_plain_loops(
 
 
 @given(st.lists(st.tuples(LOGITS, PARAMS), min_size=1, max_size=4))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_row_does_not_depend_on_the_rows_beside_it(
     rows: list[tuple[list[float], SamplingParams]],
 ) -> None:
@@ -263,7 +262,6 @@ ANY_VALUE = st.floats(width=32, allow_nan=False)
 
 
 @given(st.lists(st.one_of(FEW_VALUES, ANY_VALUE), min_size=1, max_size=20), st.data())
-@settings(deadline=None)
 def test_order_is_by_value_then_index(values: list[float], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(values)))
     expected = sorted(range(len(values)), key=lambda i: (-values[i], i))[:k]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.token_counts import TokenHistory, count_tokens
@@ -23,7 +23,6 @@ HISTORIES = st.builds(
 
 
 @given(st.lists(HISTORIES, min_size=1, max_size=4))
-@settings(deadline=None)
 def test_counts_are_those_of_output_and_path(histories: list[TokenHistory]) -> None:
     counts = count_tokens(histories, vocab_size=VOCAB_SIZE, device=CPU)
     if not any(history.has_penalties for history in histories):

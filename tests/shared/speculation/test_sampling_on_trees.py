@@ -78,7 +78,7 @@ def plain_distributions(batch: list[Case], logits: torch.Tensor) -> list[list[fl
 
 
 @given(st.lists(cases(), min_size=1, max_size=3), st.integers(0, 10**6))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_each_row_of_a_tree_has_the_distribution_of_plain_decoding_after_its_path(
     batch: list[Case], seed: int
 ) -> None:

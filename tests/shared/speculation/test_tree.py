@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.speculation.growth import SelectedNodes
@@ -30,7 +30,6 @@ def trees(draw: st.DrawFn) -> TokenTree:
 
 
 @given(trees())
-@settings(deadline=None)
 def test_a_row_sees_the_root_its_ancestors_and_itself(tree: TokenTree) -> None:
     mask = tail_mask(tree)
     assert mask[0] == (True, *[False] * len(tree))
@@ -40,7 +39,6 @@ def test_a_row_sees_the_root_its_ancestors_and_itself(tree: TokenTree) -> None:
 
 
 @given(trees())
-@settings(deadline=None)
 def test_rows_follow_their_parents_in_depth_and_path(tree: TokenTree) -> None:
     assert list(tree.depths) == [len(tree.path(node)) for node in range(len(tree))]
     assert row_paths(tree)[0] == ()

@@ -25,7 +25,8 @@ from tests.helpers.modelled_split import Kind, Served, Split, serve
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return tiny_decoder(tmp_path_factory.mktemp("tiny"))
+    """What a step costs is the model of time's to say, so one layer is enough."""
+    return tiny_decoder(tmp_path_factory.mktemp("tiny"), num_layers=1)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_output_has_ended_where_no_word_goes_on() -> None:
         assert _matcher(output).has_ended is not bool(going_on), output
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(tree=_trees(), start=st.sampled_from([(), (5,), (1, 2), (19,), (12,)]))
 def test_node_masks_are_exact_and_leave_no_trace(tree: TokenTree, start: tuple[int, ...]) -> None:
     matcher = _matcher(start)
