@@ -142,7 +142,7 @@ class DraftSettings(DialingSettings):
     )
     speculative_outcome_budget: int = setting(
         0,
-        "outcomes per sequence to prepare trees for during verification; 0 drafts after it",
+        "outcomes per sequence to prepare pushed trees for during verification; 0 drafts after it",
         minimum=0,
         maximum=MAX_BUDGET,
     )

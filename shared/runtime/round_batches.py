@@ -87,8 +87,9 @@ class RoundShape:
     def num_head_kv_tokens(self, length: int) -> int:
         """Returns how many rows the draft's pages must cover for a round at `length`. A language
         model has a row more than a head."""
-        steps = self.tree.num_steps
-        return length + max((steps - 1) * self.tree.topk, steps * (1 + self.num_outcomes))
+        steps, outcomes = self.tree.num_steps, self.num_outcomes
+        num_ahead = steps * (1 + outcomes) if outcomes else 0
+        return length + max((steps - 1) * self.tree.topk, num_ahead)
 
     @property
     def is_chain(self) -> bool:

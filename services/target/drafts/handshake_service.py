@@ -131,7 +131,7 @@ class Handshake:
             offer.vocab_size,
             offer.max_context_token_count,
             offer.shape_pinned,
-            offer.outcome_count,
+            min(offer.outcome_count, MAX_OUTCOMES),
         )
 
     def _check(self, attach: pb.Attach) -> None:
@@ -152,10 +152,7 @@ class Handshake:
             offer = attach.mapped_head
             _check_least("mapped_head.vocab_size", offer.vocab_size, 1)
             _check_least("mapped_head.max_context_token_count", offer.max_context_token_count, 2)
-            count, field = offer.outcome_count, "mapped_head.outcome_count"
-            if not 0 <= count <= MAX_OUTCOMES:
-                message = f"{field} is {count}; it must be in [0, {MAX_OUTCOMES}]"
-                raise InvalidArgument.of("ATTACH_OUT_OF_RANGE", field, message)
+            _check_least("mapped_head.outcome_count", offer.outcome_count, 0)
 
     def _open_ring(self, attach: pb.Attach, attachment: Attachment) -> FeatureRingWriter | None:
         """Shares memory with a draft of this host that can read it; None leaves bytes."""

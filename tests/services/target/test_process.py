@@ -396,6 +396,14 @@ async def test_draft_that_dies_mid_stream_changes_nothing(folder: Path) -> None:
         ({"max_sequence_count": 0}, "ATTACH_OUT_OF_RANGE"),
         ({"algorithm": "A" * 257}, "ATTACH_OUT_OF_RANGE"),
         ({"mapped_head": speculation_pb.MappedHeadOffer(vocab_size=9)}, "ATTACH_OUT_OF_RANGE"),
+        (
+            {
+                "mapped_head": speculation_pb.MappedHeadOffer(
+                    vocab_size=9, max_context_token_count=9, outcome_count=-1
+                )
+            },
+            "ATTACH_OUT_OF_RANGE",
+        ),
         ({"feature_spec": _spec(layers=[9])}, "FEATURE_SPEC_UNSUPPORTED"),
         ({"feature_spec": speculation_pb.FeatureSpec(layer_indices=[1])}, "TENSOR_MALFORMED"),
     ],
