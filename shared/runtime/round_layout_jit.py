@@ -199,7 +199,7 @@ def mend_trees(  # type: ignore[no-untyped-def]
     before = tl.maximum(rows - 1, 0).to(tl.int64)
     parent = tl.maximum(tl.minimum(parent, before), 0)
     if IS_CHAIN:
-        parent = before
+        parent = tl.where(is_row, before, 0)
     own = sequence * NUM_ROWS
     tl.store(parents + own + rows, parent, mask=is_row)
     tl.debug_barrier()
