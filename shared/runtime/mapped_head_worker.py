@@ -229,7 +229,9 @@ class MappedHeadWorker:
             self._catch_up.run(command.backlogs)
         rounds, num_slots = self._rounds[command.number], command.num_slots
         is_ahead = command.is_ahead and _Part.PREPARE in rounds.parts(num_slots)
-        was_prepared = is_ahead and self._prepared is rounds
+        # What was prepared is for nobody where all sequences are new.
+        is_new = len(command.backlogs) >= num_slots
+        was_prepared = is_ahead and self._prepared is rounds and not is_new
         self._run(rounds, num_slots, command.sampling, _Part.SELECT if was_prepared else _Part.GROW)
         if is_ahead:
             self._run(rounds, num_slots, command.sampling, _Part.PREPARE)
