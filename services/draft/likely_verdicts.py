@@ -8,16 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from services.draft.fan_out import FanOut
+from shared.rank_prior import MEASURED_WEIGHT, MEMORY_TOKENS, PRIOR_SHARE, PRIOR_TOKENS
 from shared.tokens import Condition, TokenTree
 
 NUM_RANKS = 32
-PRIOR_STEPS = 8.0
-"""Weight of the prior in verified tokens: enough for a start, soon outweighed."""
-PRIOR_SHARE = 0.5
-"""Share of each choice in what the ones before it leave: a geometric fan-out."""
-MEASURED_WEIGHT = 0.5
-MEMORY_STEPS = 4096.0
-"""Older tokens count for less, because texts change."""
 
 
 class RankShares:
@@ -29,12 +23,12 @@ class RankShares:
     """
 
     def __init__(self) -> None:
-        self._counts = [PRIOR_STEPS * PRIOR_SHARE ** (rank + 1) for rank in range(NUM_RANKS)]
-        self._total = PRIOR_STEPS
+        self._counts = [PRIOR_TOKENS * PRIOR_SHARE ** (rank + 1) for rank in range(NUM_RANKS)]
+        self._total = PRIOR_TOKENS
 
     def observe(self, rank: int | None) -> None:
         """Counts one token of the target; None is beyond the choices that were looked at."""
-        if self._total >= MEMORY_STEPS:
+        if self._total >= MEMORY_TOKENS:
             self._counts = [count / 2 for count in self._counts]
             self._total /= 2
         self._total += 1.0

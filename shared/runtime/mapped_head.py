@@ -52,12 +52,10 @@ class MappedSource:
     Attributes:
         vocab_size: tokens that it can propose.
         shapes: of all rounds, in the order of their numbers.
-        num_outcomes: see `HeadPlace`.
     """
 
     vocab_size: int
     shapes: tuple[MappedShape, ...]
-    num_outcomes: int
 
 
 class MappedHead:
@@ -107,7 +105,7 @@ class MappedHead:
 
     @property
     def num_outcomes(self) -> int:
-        return self.source.num_outcomes
+        return max(each.shape.num_outcomes for each in self._shapes)
 
     def open(self, send: Send, prepared: Sequence[PrepareMapped]) -> None:
         """Has a process map the memory and prepare for rounds."""

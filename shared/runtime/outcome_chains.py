@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from shared.rank_prior import MEASURED_WEIGHT, MEMORY_TOKENS, PRIOR_SHARE, PRIOR_TOKENS
 from shared.runtime.round_batches import RoundShape
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import LENGTH, OPEN, TAIL, RoundState
@@ -27,19 +28,13 @@ _MAX_BRANCH_ROWS = 256
 MAX_LANES_AHEAD = _MAX_BRANCH_ROWS // 2
 """Lanes of a round whose chains are grown ahead. A chain for one verdict alone is seldom the
 right one."""
-# A verdict that has not fallen: no sequence is as short.
+# Nothing was prepared: no sequence is that short.
 _NO_LENGTH = -1
 
 
 def num_outcomes(num_slots: int, most: int) -> int:
     """Returns for how many verdicts of a lane chains are prepared, in a round of so many lanes."""
-    return min(most, max(_MAX_BRANCH_ROWS // num_slots, 1))
-
-
-# A draft's confidence says which of its choices are sure; what the target took before says how far
-# to believe it. Half of a token's probability comes from each.
-_PRIOR_TOKENS, _PRIOR_SHARE = 8.0, 0.5
-_MEMORY_TOKENS = 4096.0
+    return min(most, _MAX_BRANCH_ROWS // num_slots)
 
 
 class OutcomeChains:
@@ -72,9 +67,9 @@ class OutcomeChains:
         self.last_tokens = filled(0, max_slots, count)
         self.chains = filled(0, max_slots, count, num_steps)
         self.choices = filled(NO_TOKEN, max_slots, num_steps + 1, count)
-        shares = _PRIOR_SHARE ** torch.arange(1, count + 1, device=device, dtype=torch.float32)
-        self.ranks = _PRIOR_TOKENS * shares
-        self.num_ranked = torch.full((1,), _PRIOR_TOKENS, device=device)
+        shares = PRIOR_SHARE ** torch.arange(1, count + 1, device=device, dtype=torch.float32)
+        self.ranks = PRIOR_TOKENS * shares
+        self.num_ranked = torch.full((1,), PRIOR_TOKENS, device=device)
 
     def begin(self, token_ids: Tensor) -> None:
         """Takes the trees `[S, 1 + n]` of a round that grew behind their verdicts, the roots
@@ -116,8 +111,9 @@ class OutcomeChains:
         found = scores.choices()
         choices = found.token_ids[:, 0].long().view(num_slots, num_steps + 1, count)
         shares = self.ranks[:count] / self.num_ranked
-        scored = (0.5 * found.log_probs[:, 0].exp() + 0.5 * shares).log().view(choices.shape)
-        depths, tokens = likeliest(choices, scored, verified, num_nodes)
+        probs = torch.lerp(found.log_probs[:, 0].exp(), shares, MEASURED_WEIGHT)
+        log_probs = probs.log().view(choices.shape)
+        depths, tokens = likeliest(choices, log_probs, verified, num_nodes)
         self.starts[:num_slots] = state.lengths
         self.choices[:num_slots] = NO_TOKEN
         self.choices[:num_slots, :, :count] = choices
@@ -144,7 +140,7 @@ class OutcomeChains:
         is_row = is_verdict & (rows <= ends)
         is_taken = is_row.unsqueeze(2) & (choices == taken.unsqueeze(2))
         num_rows = is_row.sum()
-        memory = (1.0 - num_rows / _MEMORY_TOKENS).clamp_min(0.5)
+        memory = (1.0 - num_rows / MEMORY_TOKENS).clamp_min(0.5)
         self.ranks.mul_(memory).add_(is_taken.sum(dim=(0, 1)))
         self.num_ranked.mul_(memory).add_(num_rows)
 

@@ -15,7 +15,7 @@ from shared.runtime.round_batches import RoundBatches, RoundShape
 from shared.runtime.round_head import CatchUp, HeadBacklog
 from shared.runtime.round_state import LENGTH, OPEN, TAIL, RoundState, SlotSequence
 from shared.runtime.tree_draft import DraftCode
-from shared.runtime.tree_model import TreeModel
+from shared.runtime.tree_model import DecoderModel
 from shared.speculation.noise import gumbel_noise
 from shared.speculation.tree import NO_TOKEN
 from shared.tokens import SamplingParams, TreeShape
@@ -51,7 +51,7 @@ LANES = (
 class OutcomeCase:
     """Chains that a model prepared for `LANES`."""
 
-    def __init__(self, decoder: Decoder, model: type[TreeModel]) -> None:
+    def __init__(self, decoder: Decoder) -> None:
         self._decoder, device = decoder, decoder.device
         shape = RoundShape.of(
             TreeShape(NUM_STEPS, 1, NUM_STEPS + 1),
@@ -60,7 +60,7 @@ class OutcomeCase:
             num_outcomes=NUM_OUTCOMES,
         )
         pool = KvPool(decoder.kv_layout(PAGE_SIZE), _NUM_PAGES, device)
-        drafts = model(decoder, pool)  # type: ignore[call-arg]
+        drafts = DecoderModel(decoder, pool)
         pages = [
             range(1 + number * _PAGES_A_LANE, 1 + (number + 1) * _PAGES_A_LANE)
             for number in range(len(LANES))

@@ -69,15 +69,16 @@ def _soak(args: argparse.Namespace, folder: Path, device: torch.device, seed: in
     if args.mixture:
         pair = load_mixture(folder / "target", args.mixture, device)
         return Soak(pair.decoder, {}, seed, overlaps=not args.no_overlap, head=pair.head)
-    if args.head:
-        pair = write_pair(folder / "target", folder / "head", device)
-        return Soak(pair.decoder, {}, seed, overlaps=not args.no_overlap, head=pair.head)
     models = decoders(folder, device)
-    if args.ahead:
+    if args.head or args.ahead:
         pair = write_pair(folder / "pair", folder / "head", device)
-        overlaps = not args.no_overlap
         return Soak(
-            pair.decoder, {}, seed, overlaps=overlaps, head=pair.head, mapped=models["other"]
+            pair.decoder,
+            {},
+            seed,
+            overlaps=not args.no_overlap,
+            head=pair.head,
+            mapped=models["other"] if args.ahead else None,
         )
     return Soak(
         models["target"],

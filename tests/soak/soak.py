@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from services.target.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig, Candidates
+from services.target.adaptive_config import ALWAYS_TREES, DEFAULT_CONFIG, AdaptiveConfig
 from services.target.engine import Engine
 from services.target.fallback import NgramFallback
 from services.target.requests.request import GenerationRequest
@@ -48,9 +48,6 @@ GRAPHS = GraphLimits(
     max_rows=48, max_sequences=MAX_RUNNING, max_tail_width=24, max_context_tokens=CONTEXT_TOKENS
 )
 BATCH = 32
-
-ALWAYS_ON = AdaptiveConfig({1: Candidates(may_pause=False)})
-"""Of a model of random weights no draft pays."""
 
 
 class SoakFailed(AssertionError):
@@ -138,7 +135,8 @@ class Soak:
         self._engine = self._build(
             overlaps,
             selects or mapped is not None,
-            DEFAULT_CONFIG if head else ALWAYS_ON if chooses else None,
+            # Of a model of random weights no draft pays.
+            DEFAULT_CONFIG if head else ALWAYS_TREES if chooses else None,
         )
         self._drafts: Drafts | SoakHead = (
             Drafts(self._engine, draft_decoders, seed)

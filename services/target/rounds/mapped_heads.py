@@ -122,7 +122,7 @@ class MappedHeads:
             )
             for tree, most in trees.items()
         )
-        source = MappedSource(offer.vocab_size, mapped, offer.num_outcomes)
+        source = MappedSource(offer.vocab_size, mapped)
         try:
             rounds = self._kept(source, store)
             if rounds is None and len(self._rounds) < _MOST_KINDS:

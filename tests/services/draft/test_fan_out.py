@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from services.draft.fan_out import SYNCHRONOUS, FanOut
-from services.draft.likely_verdicts import MEMORY_STEPS, RankShares
+from services.draft.likely_verdicts import RankShares
+from shared.rank_prior import MEMORY_TOKENS
 
 
 @pytest.mark.parametrize(("num_sequences", "expected"), [(1, 8), (32, 8), (64, 4), (1000, 1)])
@@ -26,9 +27,9 @@ def test_shares_begin_geometric_and_follow_what_is_observed() -> None:
 
 def test_old_observations_fade() -> None:
     shares = RankShares()
-    for _ in range(int(4 * MEMORY_STEPS)):
+    for _ in range(int(4 * MEMORY_TOKENS)):
         shares.observe(0)
-    for _ in range(int(4 * MEMORY_STEPS)):
+    for _ in range(int(4 * MEMORY_TOKENS)):
         shares.observe(1)
     assert shares.share(1) > 0.9
 

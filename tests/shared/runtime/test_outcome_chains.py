@@ -10,7 +10,6 @@ import torch
 
 from shared.runtime.outcome_chains import likeliest, num_outcomes
 from shared.runtime.round_sampling import RoundSampling
-from shared.runtime.tree_model import DecoderModel
 from shared.speculation.tree import NO_TOKEN
 from tests.helpers.engines import tiny_decoder
 from tests.helpers.outcome_cases import LANES, NUM_STEPS, OutcomeCase, check_chains
@@ -18,7 +17,7 @@ from tests.helpers.outcome_cases import LANES, NUM_STEPS, OutcomeCase, check_cha
 
 @pytest.fixture
 def case(tmp_path: Path) -> OutcomeCase:
-    case = OutcomeCase(tiny_decoder(tmp_path), DecoderModel)
+    case = OutcomeCase(tiny_decoder(tmp_path))
     with torch.inference_mode():
         case.chains.prepare(case.code, case.state, RoundSampling.DRAWN)
     return case

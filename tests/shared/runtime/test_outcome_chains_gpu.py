@@ -9,7 +9,6 @@ import torch
 
 from shared.runtime.fused_code import FusedDecoderDraft
 from shared.runtime.round_sampling import RoundSampling
-from shared.runtime.tree_model import DecoderModel
 from tests.helpers.engines import tiny_decoder
 from tests.helpers.kernel_device import kernel_device
 from tests.helpers.outcome_cases import OutcomeCase, check_chains
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_each_chain_follows_its_verdict(tmp_path: Path) -> None:
-    case = OutcomeCase(tiny_decoder(tmp_path, kernel_device()), DecoderModel)
+    case = OutcomeCase(tiny_decoder(tmp_path, kernel_device()))
     assert isinstance(case.code, FusedDecoderDraft)
     with torch.inference_mode():
         case.chains.prepare(case.code, case.state, RoundSampling.DRAWN)
