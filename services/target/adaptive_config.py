@@ -65,8 +65,8 @@ class Candidates:
         graphs of its own, so they are few.
 
         Args:
-            drafts_ahead: chains may grow while those before are verified. Some steps more take no
-                time then.
+            drafts_ahead: chains may grow while those before are verified. A few more steps cost
+                no time then.
         """
         if self.steps is not None:
             return self.shapes(base)

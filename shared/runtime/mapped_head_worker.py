@@ -269,6 +269,7 @@ class MappedHeadWorker:
         return graph
 
     def _queue(self, rounds: _Rounds, num_slots: int, sampling: RoundSampling, part: _Part) -> None:
+        """Does a part of a round of the first slots; may be captured in a graph."""
         state, chains = rounds.state.first(num_slots), rounds.chains
         if part is _Part.PREPARE:
             assert chains is not None

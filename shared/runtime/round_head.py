@@ -115,7 +115,7 @@ class RoundHead(Protocol):
         """A round is queued next on the current stream.
 
         Args:
-            is_ahead: see `TreeShape`; where nothing was prepared its trees grow as they do else.
+            is_ahead: see `TreeShape`. Where nothing was prepared, trees grow behind their verdicts.
         """
 
     def grow(self, state: RoundState, sampling: RoundSampling) -> RoundTree:

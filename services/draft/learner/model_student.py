@@ -41,7 +41,7 @@ class ModelStudent(Student):
             self._model = load_causal_model(folder, torch.float32)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{folder} cannot be loaded: {error}") from error
-        disable_progress_bar()
+        disable_progress_bar()  # of what is saved
         self._model.to(ends.embedding.device).eval()  # no dropout: few texts, seen a few times
         self._num_layers = num_target_layers
         config = self._model.config

@@ -22,7 +22,7 @@ class RoundSource:
         max_context_tokens: longest sequence that the head can look back on.
         max_sequences: of a round with the draft's own shape.
         other_trees: further shapes that may be chosen, each with the most sequences of a round.
-        is_pinned: an operator fixed the shape, so that nothing is chosen.
+        is_pinned: an operator fixed the shape: at most it is chosen whether trees grow ahead.
     """
 
     head: HeadPlace
