@@ -97,9 +97,9 @@ class LanePolicy:
         self._seen_s: dict[Choice, float] = {}
         self._promised: Mapping[Choice, float] = {}
         self._may_probe_s = -math.inf
-        # What steps take beyond the table, by choices that were timed.
-        self._offsets_s: dict[Choice, float] = {}
-        self._num_timed: Counter[Choice] = Counter()
+        # What steps take beyond the table, by size of the batch and by choices that were timed.
+        self._offsets_s: dict[int, dict[Choice, float]] = {}
+        self._num_timed: Counter[tuple[int, Choice]] = Counter()
 
     @property
     def is_probing(self) -> bool:
@@ -158,26 +158,35 @@ class LanePolicy:
         expected_s = self.costs.seconds(shape, num_lanes)
         if expected_s is None:
             return
+        size = _size(num_lanes)
         beyond_s = min(max(seconds - expected_s, 0.0), expected_s)
-        num_timed = self._num_timed[shape]
-        known_s = self._offset_s(shape)
-        change_s = max(OFFSET_SMOOTHING, 1.0 / (num_timed + 2)) * (beyond_s - known_s)
-        self._offsets_s[shape] = known_s + change_s
-        self._num_timed[shape] += 1
+        num_timed = self._num_timed[size, shape]
+        known_s = self._offset_s(shape, size) if num_timed else 0.0
+        change_s = max(OFFSET_SMOOTHING, 1.0 / (num_timed + 1)) * (beyond_s - known_s)
+        offsets_s = self._offsets_s.setdefault(size, {})
+        offsets_s[shape] = known_s + change_s
+        self._num_timed[size, shape] += 1
         if num_timed >= SETTLED_ROUNDS:
-            for other in self._offsets_s.keys() - {shape}:
-                self._offsets_s[other] = max(self._offsets_s[other] + change_s, 0.0)
+            for other in offsets_s.keys() - {shape}:
+                offsets_s[other] = max(offsets_s[other] + change_s, 0.0)
 
-    def _offset_s(self, choice: Choice) -> float:
-        """Returns what steps take beyond the table: of a choice that was never timed, the least
-        that others do."""
-        known_s = self._offsets_s.get(choice)
-        return min(self._offsets_s.values(), default=0.0) if known_s is None else known_s
+    def _offset_s(self, choice: Choice, size: int) -> float:
+        """Returns what steps take beyond the table: of a choice that was never timed in batches of
+        a size, the least that others do in these, or else what it does in batches of the next
+        size."""
+        known_s = self._offsets_s.get(size, {})
+        if choice in known_s:
+            return known_s[choice]
+        if known_s:
+            return min(known_s.values())
+        others = [other for other, offsets_s in self._offsets_s.items() if choice in offsets_s]
+        nearest = min(others, key=lambda other: abs(other - size), default=None)
+        return 0.0 if nearest is None else self._offsets_s[nearest][choice]
 
     def _decide(
         self, num_greedy: int, num_drawn: int, fitting: tuple[TreeShape, ...], now_s: float
     ) -> None:
-        promises = self._promised = self._promises(num_greedy, num_drawn, fitting, 0.0)
+        promises = self._promised = self._promises(num_greedy, num_drawn, fitting)
         best = max(promises, key=lambda choice: promises[choice])
         own = promises.get(self._choice)
         if own is None or promises[best] > MIN_GAIN * own:
@@ -197,7 +206,9 @@ class LanePolicy:
             return
         hopes = {
             choice: promise * self._freshness(choice, now_s)
-            for choice, promise in self._promises(num_greedy, num_drawn, fitting, HOPE).items()
+            for choice, promise in self._promises(
+                num_greedy, num_drawn, fitting, is_hopeful=True
+            ).items()
             if choice not in (None, self._choice)
         }
         rate = promises[self._choice]
@@ -218,10 +229,22 @@ class LanePolicy:
         return 1.0 + (now_s - self._seen_s.setdefault(choice, now_s)) / FORGET_S
 
     def _promises(
-        self, num_greedy: int, num_drawn: int, fitting: tuple[TreeShape, ...], hope: float
+        self,
+        num_greedy: int,
+        num_drawn: int,
+        fitting: tuple[TreeShape, ...],
+        *,
+        is_hopeful: bool = False,
     ) -> dict[Choice, float]:
-        """Returns the tokens a second of each choice."""
+        """Returns the tokens a second of each choice.
+
+        Args:
+            is_hopeful: takes acceptance that was not seen for better than it was, and times that
+                were not seen for those of the table.
+        """
         num_lanes = num_greedy + num_drawn
+        size, hope = _size(num_lanes), HOPE if is_hopeful else 0.0
+        timed = self._offsets_s.get(size, {})
         candidates = self._config.candidates(num_lanes)
         promises: dict[Choice, float] = {}
         for shape in self._shapes:
@@ -231,14 +254,19 @@ class LanePolicy:
                 continue
             tokens = num_greedy * self._acceptance.tokens(shape, is_greedy=True, hope=hope)
             tokens += num_drawn * self._acceptance.tokens(shape, is_greedy=False, hope=hope)
+            is_from_table = is_hopeful and shape not in timed
+            offset_s = 0.0 if is_from_table else self._offset_s(shape, size)
             # What was never measured is tried.
-            promises[shape] = (
-                math.inf if seconds is None else tokens / (seconds + self._offset_s(shape))
-            )
+            promises[shape] = math.inf if seconds is None else tokens / (seconds + offset_s)
         plain_s = self.costs.seconds(None, num_lanes)
         if plain_s is not None and (candidates.may_pause or not promises):
-            promises[None] = num_lanes / (plain_s + self._offset_s(None))
+            promises[None] = num_lanes / (plain_s + self._offset_s(None, size))
         return promises or {None: 1.0}
+
+
+def _size(num_lanes: int) -> int:
+    """Returns the size of a batch, as the power of two that holds it."""
+    return (num_lanes - 1).bit_length()
 
 
 def _between(times: Mapping[int, float], num_lanes: int) -> float | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -37,12 +37,12 @@ class World:
     Attributes:
         rate: probability that a level is right where the one before was, by time.
         offset_s: what each step takes beyond the table.
-        own_s: what rounds of one shape take beyond that.
+        own_s: what rounds of one shape take beyond that, at a number of lanes.
     """
 
     rate: Callable[[float], float]
     offset_s: float = 0.0
-    own_s: Mapping[Choice, float] = field(default_factory=dict)
+    own_s: Callable[[Choice, int], float] = lambda choice, num_lanes: 0.0
     now_s: float = 0.0
     num_tokens: int = 0
 
@@ -55,7 +55,7 @@ class World:
             choice = policy.choose(num_lanes, 0, SHAPES, self.now_s)
             choices.append(choice)
             seconds = (costs.seconds(choice, num_lanes) or 0.0) + self.offset_s
-            seconds += self.own_s.get(choice, 0.0)
+            seconds += self.own_s(choice, num_lanes)
             self.now_s += seconds
             self.num_tokens += num_lanes
             if choice is None:
@@ -150,9 +150,21 @@ def test_what_every_step_takes_beyond_the_table_favours_long_rounds() -> None:
 def test_what_one_shape_takes_beyond_the_table_is_its_own() -> None:
     """A draft at work behind the rounds may need longer than they do, and than at start."""
     policy = LanePolicy((LONG, SHORT), _costs())
-    world = World(lambda now_s: 0.6, own_s={LONG: 0.003})
+    world = World(lambda now_s: 0.6, own_s=lambda choice, _: 0.003 if choice == LONG else 0.0)
     world.run(policy, 8, 2.0)
     assert _usual(world.run(policy, 8, 2.0)) == SHORT
+
+
+def test_what_shapes_take_beyond_the_table_is_known_by_size() -> None:
+    """A draft that keeps up with one sequence may not keep up with eight, least with long trees."""
+    policy = LanePolicy((LONG, SHORT), _costs())
+    beyond_s = {(LONG, 8): 0.006, (SHORT, 8): 0.001}
+    world = World(lambda now_s: 0.75, own_s=lambda *of: beyond_s.get(of, 0.0))
+    for _ in range(2):
+        world.run(policy, 1, 2.0)
+        assert _usual(world.run(policy, 1, 1.0)) == LONG
+        world.run(policy, 8, 1.0)
+        assert _usual(world.run(policy, 8, 1.0)) == SHORT
 
 
 def test_verdicts_that_were_not_foreseen_count_for_trees_that_grow_ahead_alone() -> None:
