@@ -21,7 +21,7 @@ from shared.tokens import TreeShape
 MAX_STEPS = TREE_STEPS.highest
 MAX_DRAFT_TOKENS = TREE_TOKENS.highest
 DEFAULT_STEPS = (0, 1, 2, 3, 5, 7)
-STEPS_AHEAD, MAX_STEPS_AHEAD = 2, 7
+STEPS_AHEAD, MAX_STEPS_AHEAD = (2, 4), 7
 """Steps that chains may have beyond the draft's own, and in all, where it drafts ahead."""
 _WITHOUT_EFFECT = frozenset(
     {
@@ -66,14 +66,14 @@ class Candidates:
 
         Args:
             drafts_ahead: chains may grow while those before are verified. A few more steps cost
-                no time then.
+                no time then, the more the larger the target is beside the draft.
         """
         if self.steps is not None:
             return self.shapes(base)
         deepest = min(base.num_steps, base.max_node_count)
-        depths = {1, -(-deepest // 2), deepest}
-        if drafts_ahead and deepest + STEPS_AHEAD <= MAX_STEPS_AHEAD:
-            depths.add(deepest + STEPS_AHEAD)
+        deeper = {deepest + more for more in STEPS_AHEAD if deepest + more <= MAX_STEPS_AHEAD}
+        others = deeper if drafts_ahead and deeper else {-(-deepest // 2)}
+        depths = {1, deepest, *others}
         own = deepest if base.topk == 1 else None
         return (base, *map(chain, sorted(depths - {own}, reverse=True)))
 

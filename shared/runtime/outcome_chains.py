@@ -24,7 +24,6 @@ from shared.speculation.tree import NO_TOKEN
 
 MAX_OUTCOMES = 8
 """Most verdicts of a lane that chains are prepared for."""
-_USUAL_OUTCOMES = 4
 _FREE_BRANCH_ROWS, _MAX_BRANCH_ROWS = 32, 256
 MAX_LANES_AHEAD = _MAX_BRANCH_ROWS // 2
 """Lanes of a round whose chains are grown ahead. A chain for one verdict alone is seldom the
@@ -33,13 +32,13 @@ right one."""
 _NO_LENGTH = -1
 
 
-def num_outcomes(num_slots: int, most: int) -> int:
+def num_outcomes(num_slots: int, num_steps: int, most: int) -> int:
     """Returns for how many verdicts of a lane chains are prepared, in a round of so many lanes.
 
-    Four foresee nearly all verdicts. More cost nothing while a forward of all their rows takes
-    little longer than one of a single row.
+    One for each depth of a verdict foresees nearly all. More cost nothing while a forward of all
+    their rows takes little longer than one of a single row.
     """
-    usual = min(_USUAL_OUTCOMES, _MAX_BRANCH_ROWS // num_slots)
+    usual = min(num_steps + 1, _MAX_BRANCH_ROWS // num_slots)
     return min(most, max(usual, _FREE_BRANCH_ROWS // num_slots))
 
 
@@ -103,7 +102,7 @@ class OutcomeChains:
         """Grows chains for the verdicts on the round of a state, whose trees are `verified`."""
         self._count_ranks(state)
         num_slots, num_steps = state.num_slots, self.verified.shape[1]
-        count = num_outcomes(num_slots, self.lengths.shape[1])
+        count = num_outcomes(num_slots, num_steps, self.lengths.shape[1])
         seen, verified = code.seen(state), self.verified[:num_slots]
         num_nodes = (verified != NO_TOKEN).sum(dim=1)
         num_behind = torch.arange(num_steps + 1, device=verified.device)

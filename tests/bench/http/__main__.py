@@ -200,11 +200,15 @@ def _write(out: Path, plan: Plan, rows: list[Row]) -> None:
 
 @contextlib.asynccontextmanager
 async def widened_models(
-    folder: Path | None, is_wide: bool, algorithms: Collection[str] = ()
+    folder: Path | None, size: str, algorithms: Collection[str] = ()
 ) -> AsyncIterator[Models]:
     """Yields the models that algorithms take; wide ones are written where they are not, to a folder
-    that goes with the block unless one is named."""
-    if not is_wide:
+    that goes with the block unless one is named.
+
+    Args:
+        size: of the target: `8b`, `32b` (without a head), or `demo` for what is embedded.
+    """
+    if size == "demo":
         yield Models()
         return
     # They import torch, which the demo on a CPU does without here.
@@ -218,9 +222,14 @@ async def widened_models(
             scratch = tempfile.TemporaryDirectory(prefix="outrider-bench-http-")
             folder = Path(stack.enter_context(scratch))
         start_s = time.monotonic()
-        found = await asyncio.to_thread(
-            widened_with_head, target_folder(folder), DEMO_MODEL, "EAGLE3", head
-        )
+        found: tuple[Path, Path | None]
+        if size == "8b":
+            found = await asyncio.to_thread(
+                widened_with_head, target_folder(folder), DEMO_MODEL, "EAGLE3", head
+            )
+        else:
+            wide = await asyncio.to_thread(widened, folder / f"target-{size}", DEMO_MODEL, size)
+            found = wide, None
         draft = None
         if "STANDALONE" in algorithms:
             draft = await asyncio.to_thread(widened, folder / "draft-1b", DEMO_DRAFT, "1b")
@@ -269,7 +278,7 @@ def parse(arguments: list[str], *, has_gpu: bool) -> argparse.Namespace:
     add("--temperature", type=float, default=0.0)
     add("--repeated", action="store_true", help=f"{_NUM_REPEATED} prompts again and again")
     add("--processes", type=int, help="of clients; a third of the cores, at most 6")
-    add("--model", choices=("8b", "demo"), default="8b" if has_gpu else "demo")
+    add("--model", choices=("8b", "32b", "demo"), default="8b" if has_gpu else "demo")
     add("--widen", type=Path, metavar="DIR", help="keep the 8B there; unset, a folder in TMPDIR")
     add("--serve", type=shlex.split, default=[], metavar="FLAGS", help="of `outrider serve`")
     add("--log-dir", type=Path, default=Path(".run/bench-http"))
@@ -311,7 +320,7 @@ def plan_of(flags: argparse.Namespace) -> Plan:
 
 async def _main(flags: argparse.Namespace) -> int:
     algorithms = {mode.algorithm for mode in flags.modes}
-    async with widened_models(flags.widen, flags.model == "8b", algorithms) as models:
+    async with widened_models(flags.widen, flags.model, algorithms) as models:
         return await run(plan_of(flags), models, flags.out)
 
 

@@ -133,9 +133,9 @@ def test_rounds_on_the_device_come_in_few_shapes_no_larger_than_the_draft_s_own(
     assert DEFAULT_CONFIG.round_shapes(chain(3)) == (chain(3), chain(2), chain(1))
     assert DEFAULT_CONFIG.round_shapes(chain(1)) == (chain(1),)
     ahead = DEFAULT_CONFIG.round_shapes(chain(3), drafts_ahead=True)
-    assert ahead == (chain(3), chain(5), chain(2), chain(1))
+    assert ahead == (chain(3), chain(7), chain(5), chain(1))
     ahead = DEFAULT_CONFIG.round_shapes(chain(6), drafts_ahead=True)
-    assert ahead == (chain(6), chain(3), chain(1)), "eight steps would be too many"
+    assert ahead == (chain(6), chain(3), chain(1)), "eight steps are too many"
     short = TreeShape(6, 1, 3)  # two nodes
     assert DEFAULT_CONFIG.round_shapes(short) == (short, chain(1))
 

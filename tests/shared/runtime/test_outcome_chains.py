@@ -60,6 +60,7 @@ def test_the_likeliest_verdicts_end_where_the_draft_is_unsure() -> None:
 
 
 def test_fewer_verdicts_are_prepared_for_with_more_lanes() -> None:
-    counts = {lanes: num_outcomes(lanes, 8) for lanes in (1, 4, 8, 64, 128)}
+    counts = {lanes: num_outcomes(lanes, 3, 8) for lanes in (1, 4, 8, 64, 128)}
     assert counts == {1: 8, 4: 8, 8: 4, 64: 4, 128: 2}
-    assert num_outcomes(1, 3) == 3, "as many as there is memory for"
+    assert num_outcomes(8, 7, 8) == 8, "one for each depth of a verdict"
+    assert num_outcomes(1, 3, 3) == 3, "as many as there is memory for"
