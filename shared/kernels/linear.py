@@ -196,7 +196,7 @@ def batch_invariant_product(inputs: Tensor, weight: Tensor, bias: Tensor | None)
     if num_rows == 0:
         return inputs.new_zeros(0, weight.shape[0])
     if num_rows < _FEWEST_ROWS:
-        inputs = inputs.repeat(_FEWEST_ROWS, 1)
+        inputs = inputs.expand(_FEWEST_ROWS, -1).contiguous()
     product: Tensor = torch.ops.mkldnn._linear_pointwise.default(
         inputs, weight, bias, "none", [], ""
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -27,6 +27,7 @@ from shared.model_files import tokenizer_sha256
 from shared.rpc.lifecycle import Lifecycle
 from shared.text import Tokenizer
 from tests.gateway.driving import MakeGateway, eventually, http_client
+from tests.gateway.shared_routes import share_routes
 from tests.gateway.thinking_model import thinking_model
 from tests.helpers.fake_target import FakeTarget
 
@@ -38,6 +39,13 @@ CHAT_TEMPLATE = (
 )
 SPECIALS = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 CORPUS = ["the quick brown fox jumps over the lazy dog", "there and then the other thing"] * 20
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_routes() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        share_routes(patch)
+        yield
 
 
 def write_tokenizer(folder: Path) -> None:

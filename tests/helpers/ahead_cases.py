@@ -24,7 +24,7 @@ SAMPLINGS = {
 }
 
 
-def requests(sampling: SamplingParams, num_tokens: int = 30) -> list[GenerationRequest]:
+def requests(sampling: SamplingParams, num_tokens: int = 20) -> list[GenerationRequest]:
     """One for each prompt, each with a seed of its own."""
     return [
         request(prompt, replace(sampling, seed=sampling.seed + i), StopParams(num_tokens))

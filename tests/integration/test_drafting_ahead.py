@@ -55,12 +55,12 @@ def other_decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 def test_good_draft_is_hit_every_round_and_changes_nothing(
     decoder: Decoder, sampling: SamplingParams, shape: TreeShape
 ) -> None:
-    expected = outputs(run_plain(decoder, requests(sampling)))
+    expected = outputs(run_plain(decoder, requests(sampling, 30)))
     reports: list[StepReport] = []
     engine = build_engine(decoder, on_step=reports.append)
     draft = WiredDraft(engine, standalone(decoder), shape, BUDGET)
     draft.attach()
-    assert outputs(run(engine, requests(sampling))) == expected
+    assert outputs(run(engine, requests(sampling, 30))) == expected
     tally = total_outcomes(reports)
     # The draft is the target, so it foresees all but the verdicts that its budget leaves out.
     assert tally.num_hits > 5 * max(tally.num_misses, 1)
