@@ -185,7 +185,7 @@ def conclusion(pairs: Sequence[Pair], detail: str = "") -> str:
         lines.append(
             f"Only {num_drafted:.0f} of the tokens came from rounds with a draft: "
             f"{detail or 'plain steps are faster here'}. "
-            "`--candidate-wait-always` insists on trees."
+            "`--candidate-wait-sequences N` insists on trees of up to N requests."
         )
         return "\n".join(lines)
     num_rounds = sum(run.rounds for run, _ in compared)

@@ -39,7 +39,7 @@ LOOPBACK = "127.0.0.1"
 _DEMO_NAME = "demo"
 _ANY_ADDRESS = ("0.0.0.0", "::", "[::]", "")
 _MOST_GRAPH_SEQUENCES = 256
-_WAITS = "--candidate-wait-always"
+_WAITS = "--candidate-wait-sequences"
 _SHAPE = MappingProxyType(
     {
         "--speculative-num-steps": 4,
@@ -195,14 +195,14 @@ def make_plan(arguments: Sequence[str], env: Mapping[str, str], num_gpus: int) -
 
 
 def _show_trees(making: _Making, target: TargetSettings, line: Line) -> TargetSettings:
-    """The demo on a CPU is there to be looked at: it waits for trees even where plain steps are as
-    fast. A flag or variable says otherwise."""
+    """The demo on a CPU is there to be looked at: a request that is alone waits for trees even
+    where plain steps are as fast. A flag or variable says otherwise."""
     if not _is_shown(making, target):
         return target
     if _is_given(making, line.services[TARGET], TARGET, _WAITS):
         return target
-    line.services[TARGET].append(_WAITS)
-    return replace(target, candidate_wait_always=True)
+    line.services[TARGET].append(f"{_WAITS}=1")
+    return replace(target, candidate_wait_sequences=1)
 
 
 def _is_shown(making: _Making, target: TargetSettings) -> bool:

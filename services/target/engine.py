@@ -17,6 +17,7 @@ from torch import Tensor
 
 from services.target.adaptive_config import AdaptiveConfig
 from services.target.drafts.attachment import Attachment, AttachmentStatus, Offer
+from services.target.drafts.draft_policy import ALWAYS
 from services.target.drafts.feature_store import MAX_LAYERS, FeatureSpec
 from services.target.engine_gauges import EngineGauges
 from services.target.fallback import NgramFallback
@@ -53,7 +54,7 @@ class Engine:
         on_step: called after each step on the engine thread.
         overlaps: whether steps are launched before the last one is read, where they can be.
         fallback: drafts where no draft does; None where nobody should.
-        waits_always: trees are wanted of every draft, whatever they bring.
+        always_up_to: sequences that want trees of every draft, whatever they bring.
         adaptive: trees to choose from, where no shape is pinned; None leaves remote drafts their
             own shape.
         selection: of rounds on the device with trees that remote drafts push; None has none.
@@ -75,7 +76,7 @@ class Engine:
         on_step: Callable[[StepReport], None] = lambda report: None,
         overlaps: bool = True,
         fallback: NgramFallback | None = None,
-        waits_always: bool = True,
+        always_up_to: int = ALWAYS,
         adaptive: AdaptiveConfig | None = None,
         selection: RoundLimits | None = None,
     ) -> None:
@@ -93,7 +94,7 @@ class Engine:
             on_step=on_step,
             overlaps=overlaps,
             fallback=fallback,
-            waits_always=waits_always,
+            always_up_to=always_up_to,
             adaptive=adaptive,
             selection=selection,
         )

@@ -78,7 +78,7 @@ def build_engine(
         on_step=on_step,
         overlaps=not settings.disable_overlap_schedule,
         fallback=_fallback(settings),
-        waits_always=settings.candidate_wait_always,
+        always_up_to=settings.candidate_wait_sequences,
         adaptive=adaptive_config(settings),
         selection=_selection(settings, built.runner.device, limits),
     )

@@ -178,8 +178,10 @@ class TargetSettings(ServiceSettings):
     candidate_wait_ms: float = setting(
         250.0, "longest wait for a draft's trees before a step without them", minimum=0.0
     )
-    candidate_wait_always: bool = setting(
-        False, "want trees even while plain steps bring more tokens a second"
+    candidate_wait_sequences: int = setting(
+        0,
+        "up to so many sequences want trees even while plain steps bring more tokens a second",
+        minimum=0,
     )
 
     max_grammar_bytes: int = setting(

@@ -60,7 +60,7 @@ class StepLoop:
         on_step: Callable[[StepReport], None],
         overlaps: bool,
         fallback: NgramFallback | None,
-        waits_always: bool,
+        always_up_to: int,
         adaptive: AdaptiveConfig | None,
         selection: RoundLimits | None,
     ) -> None:
@@ -80,7 +80,7 @@ class StepLoop:
         )
         self.page_size = runner.page_size
         self._own_trees = OwnTrees(fallback)
-        self.attachments = Attachments(adaptive, waits_always=waits_always)
+        self.attachments = Attachments(adaptive, always_up_to=always_up_to)
         self._features = FeatureFeed(stores, self.attachments.feature_needs, leases.page_size)
         self._subscriptions = Subscriptions()
         self.new_sequences = NewSequences(
@@ -230,6 +230,9 @@ class StepLoop:
             lambda sequence: self.attachments.readiness.is_ready(sequence, now_s),
             self._tree,
         )
+        if plan.admitted:
+            running = self._rounds.not_taken(self._scheduler.running)
+            self.attachments.readiness.weigh(running, now_s)
         self._rounds.assign(self.new_sequences.start(plan.admitted, now_s), now_s)
         last, self._in_flight = self._in_flight, None
         if plan.scheduled:

@@ -159,7 +159,7 @@ class Bench:
         self._steps: list[StepReport] = []
         arguments = ["--model-path", str(DEMO_TARGET), "--device", options.device]
         # The wait is for the draft however slow it is: the figures are per round.
-        arguments += ["--candidate-wait-ms", "5000", "--candidate-wait-always"]
+        arguments += ["--candidate-wait-ms", "5000", "--candidate-wait-sequences=99"]
         arguments += ["--disable-radix-cache"]
         arguments += [*RULES[options.rule], "--draft", "embedded"]
         self.settings, _ = read_settings(arguments, {})

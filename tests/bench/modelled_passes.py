@@ -52,7 +52,7 @@ class ModelledPair:
             max_step_rows=2048,
             max_context_tokens=4096,
             prefix_cache=False,
-            waits_always=False,
+            always_up_to=0,
         )
         [kind] = split.drafts
         self._draft = ModelledDraft(self._engine, self._clock, kind, seed, is_pinned=True)

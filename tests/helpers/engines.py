@@ -12,6 +12,7 @@ import torch
 
 from services.target.adaptive_config import AdaptiveConfig
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
+from services.target.drafts.draft_policy import ALWAYS
 from services.target.drafts.draft_timeout import DraftTimeout
 from services.target.drafts.feature_rows import FeatureRows
 from services.target.drafts.feature_store import FeatureSpec
@@ -123,7 +124,7 @@ def build_engine(
     adaptive: AdaptiveConfig | None = None,
     make_runner: Callable[[Decoder, KvPool], ModelRunner] | None = None,
     selects: bool = False,
-    waits_always: bool = True,
+    always_up_to: int = ALWAYS,
 ) -> Engine:
     """Returns an engine over `decoder`, on its device, whose thread is not started.
 
@@ -153,7 +154,7 @@ def build_engine(
         fallback=fallback,
         adaptive=adaptive,
         selects=selects,
-        waits_always=waits_always,
+        always_up_to=always_up_to,
     )
 
 
@@ -173,7 +174,7 @@ def engine_over(
     fallback: NgramFallback | None = None,
     adaptive: AdaptiveConfig | None = None,
     selects: bool = False,
-    waits_always: bool = True,
+    always_up_to: int = ALWAYS,
 ) -> Engine:
     """Returns an engine over a runner that is there already; arguments as in `build_engine`."""
     num_pages = runner.pool.num_pages
@@ -192,7 +193,7 @@ def engine_over(
         fallback=fallback,
         adaptive=adaptive,
         selection=RoundLimits(max_running, max_context_tokens) if selects else None,
-        waits_always=waits_always,
+        always_up_to=always_up_to,
     )
 
 

@@ -19,6 +19,7 @@ import torch
 from services.draft.preparation import Preparation
 from services.target.adaptive_config import AdaptiveConfig
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
+from services.target.drafts.draft_policy import ALWAYS
 from services.target.drafts.draft_timeout import DraftTimeout
 from services.target.engine import Engine
 from services.target.requests.request import Delta, Event, Finished, GenerationRequest
@@ -503,7 +504,7 @@ def serve(
         max_context_tokens=4096,
         prefix_cache=False,
         # A choice that is fixed is kept to, whatever it costs.
-        waits_always=pinned is not None,
+        always_up_to=0 if pinned is None else ALWAYS,
     )
     drafts: list[ModelledDraft] = []
     for index, kind in enumerate(() if is_plain else split.drafts):

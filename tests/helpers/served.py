@@ -18,6 +18,7 @@ from services.draft.settings import DraftSettings
 from services.draft.worker import WorkerIdentity
 from services.embedded_factory import build_embedded_draft
 from services.target.__main__ import read_settings
+from services.target.drafts.draft_policy import ALWAYS
 from services.target.engine_factory import build_engine
 from services.target.process import TargetProcess
 from services.target.settings import TargetSettings
@@ -94,7 +95,7 @@ async def serving_target(
         "context_length": 256,
         "candidate_wait_ms": 10_000.0,
         # Whether speculation pays for a tiny model depends on what else the machine does.
-        "candidate_wait_always": True,
+        "candidate_wait_sequences": ALWAYS,
         "speculative_adaptive": False,
     }
     chosen = TargetSettings(**(defaults | settings))  # type: ignore[arg-type]

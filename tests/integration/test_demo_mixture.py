@@ -30,7 +30,7 @@ async def _answers(
             "2048",
             "--context-length",
             "256",
-            "--candidate-wait-always",
+            "--candidate-wait-sequences=99",
             *flags,
         ),
     ]

@@ -69,7 +69,7 @@ async def _serving(
     arguments = [
         *("--model-path", str(folder), "--port", "0", "--device", "cpu"),
         *("--max-total-tokens", "2048", "--context-length", "256"),
-        *("--candidate-wait-always", "--candidate-wait-ms", "10000", "--draft", placement),
+        *("--candidate-wait-sequences=99", "--candidate-wait-ms", "10000", "--draft", placement),
     ]
     if placement == "embedded":
         arguments += _flags(folders, kind, is_pinned=is_pinned)

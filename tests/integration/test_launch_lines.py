@@ -69,7 +69,7 @@ async def test_every_line_starts_a_target_and_its_draft(
         plan.target,
         **ON_FREE_PORTS,
         candidate_wait_ms=10_000.0,
-        candidate_wait_always=True,
+        candidate_wait_sequences=99,
         speculative_adaptive=False,
     )
     process = TargetProcess(

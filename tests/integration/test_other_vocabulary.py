@@ -57,7 +57,7 @@ def _embedded(folder: Path, draft: Path, *flags: str) -> list[str]:
     return [
         *("--model-path", str(folder), "--port", "0", "--device", "cpu"),
         *("--max-total-tokens", "2048", "--context-length", "256", "--draft", "embedded"),
-        *("--candidate-wait-always", "--candidate-wait-ms", "10000"),
+        *("--candidate-wait-sequences=99", "--candidate-wait-ms", "10000"),
         # Whether speculation pays for a tiny model depends on what else the machine does.
         *("--speculative-adaptive=false", "--speculative-draft-model-path", str(draft)),
         *CHAIN,

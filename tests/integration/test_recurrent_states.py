@@ -28,7 +28,7 @@ async def test_output_is_the_same_and_drafted(folders: tuple[Path, Path], rounds
     arguments = [
         *("--model-path", str(target), "--port", "0", "--device", "cpu", "--draft", "embedded"),
         *("--max-total-tokens", "2048", "--context-length", "120", "--device-rounds", rounds),
-        *("--candidate-wait-always", "--candidate-wait-ms", "10000"),
+        *("--candidate-wait-sequences=99", "--candidate-wait-ms", "10000"),
         *("--speculative-adaptive=false", "--speculative-draft-model-path", str(draft)),
     ]
     async with running_target(arguments) as running:

@@ -26,7 +26,7 @@ EXPERTS: dict[str, Any] = {
     "mlp_only_layers": [1],
 }
 ON = "--enable-return-routed-experts"
-NGRAM = ("--draft", "embedded", "--speculative-algorithm", "NGRAM", "--candidate-wait-always")
+NGRAM = ("--draft", "embedded", "--speculative-algorithm", "NGRAM", "--candidate-wait-sequences=99")
 
 
 def _write(folder: Path, family: str, overrides: dict[str, Any]) -> Path:
@@ -72,7 +72,11 @@ def flags(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, ...]:
     write_head(tmp_path / "head", head)
     return (
         *("--draft", "embedded", "--speculative-algorithm", "EAGLE", "--device-rounds", "on"),
-        *("--speculative-draft-model-path", str(tmp_path / "head"), "--candidate-wait-always"),
+        *(
+            "--speculative-draft-model-path",
+            str(tmp_path / "head"),
+            "--candidate-wait-sequences=99",
+        ),
     )
 
 

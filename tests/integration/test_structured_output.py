@@ -27,7 +27,7 @@ from tests.helpers.served import target_process
 FLAGS = [
     *("--port", "0", "--maintenance-port", "0", "--device", "cpu", "--served-model-name", "demo"),
     *("--max-total-tokens", "4096", "--context-length", "640", "--max-grammar-bytes", "20000"),
-    *("--draft", "embedded", "--speculative-algorithm", "NGRAM", "--candidate-wait-always"),
+    *("--draft", "embedded", "--speculative-algorithm", "NGRAM", "--candidate-wait-sequences=99"),
 ]
 SCHEMA = {
     "type": "object",

@@ -57,7 +57,7 @@ async def test_gateway_target_and_draft_share_a_trace_and_an_id(folder: Path) ->
         device="cpu",
         max_total_tokens=1024,
         context_length=256,
-        candidate_wait_always=True,  # the sequence stays at the draft
+        candidate_wait_sequences=99,  # the sequence stays at the draft
     )
     target = TargetProcess(
         build_engine(settings, lambda report: None),

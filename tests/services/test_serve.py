@@ -248,15 +248,15 @@ def test_host_and_port_are_those_of_http() -> None:
 
 def test_the_demo_on_a_cpu_shows_trees_unless_told_otherwise() -> None:
     plan = _plan()
-    assert plan.target.candidate_wait_always
-    assert "--candidate-wait-always" in plan.target_arguments
+    assert plan.target.candidate_wait_sequences == 1
+    assert "--candidate-wait-sequences=1" in plan.target_arguments
     assert plan.drafts[0].settings.shape == TreeShape(4, 2, 8)
-    assert not _plan("--no-candidate-wait-always").target.candidate_wait_always
-    assert not _plan(gpus=1).target.candidate_wait_always
+    assert not _plan("--candidate-wait-sequences", "0").target.candidate_wait_sequences
+    assert not _plan(gpus=1).target.candidate_wait_sequences
     chain = _plan("--speculative-eagle-topk", "1")
     assert chain.drafts[0].settings.shape == TreeShape(3, 1, 4)
-    env = {"OUTRIDER_TARGET_CANDIDATE_WAIT_ALWAYS": "false"}
-    assert not _plan(env=env).target.candidate_wait_always
+    env = {"OUTRIDER_TARGET_CANDIDATE_WAIT_SEQUENCES": "0"}
+    assert not _plan(env=env).target.candidate_wait_sequences
 
 
 def test_adaptive_speculation_chooses_the_depth_of_chains_that_have_none() -> None:

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from services.target.drafts.draft_policy import DraftPolicy
+from services.target.drafts.draft_policy import ALWAYS, DraftPolicy
 from services.target.drafts.draft_timeout import DraftTimeout, DraftWarmUp
 from services.target.drafts.feature_rows import FeatureRows
 from services.target.drafts.hidden_state_sender import HiddenStateSender, InlineSender
@@ -227,7 +227,7 @@ class Attachment:
     outbox_weights: WeightVersion | None = None
 
     def __post_init__(self) -> None:
-        self.policy = DraftPolicy(self.base_shape, is_always_on=True)
+        self.policy = DraftPolicy(self.base_shape, always_up_to=ALWAYS)
 
     @property
     def kind(self) -> tuple[str, str, TreeShape]:

@@ -15,6 +15,7 @@ from services.target.adaptive_config import AdaptiveConfig
 from services.target.drafts.assignment import Assignment
 from services.target.drafts.assignments import Assignments
 from services.target.drafts.attachment import Attachment, AttachmentStatus, Offer
+from services.target.drafts.draft_policy import ALWAYS
 from services.target.drafts.draft_registry import DraftRegistry
 from services.target.drafts.feature_rows import FeatureRows
 from services.target.drafts.outcome_tally import RecentOutcomes
@@ -154,7 +155,7 @@ class Attachments:
 
     Args:
         config: trees to choose from; None leaves a draft its own.
-        waits_always: trees are wanted of every draft, whatever they bring.
+        always_up_to: sequences that want trees of every draft, whatever they bring.
 
     Attributes:
         drafts: who is attached.
@@ -166,9 +167,9 @@ class Attachments:
         outcomes: how verdicts were foreseen.
     """
 
-    def __init__(self, config: AdaptiveConfig | None = None, *, waits_always: bool = True) -> None:
+    def __init__(self, config: AdaptiveConfig | None = None, *, always_up_to: int = ALWAYS) -> None:
         self.outcomes = RecentOutcomes()
-        self.drafts = DraftRegistry(config, waits_always=waits_always)
+        self.drafts = DraftRegistry(config, always_up_to=always_up_to)
         self.assignments = Assignments(self.drafts)
         self.intake = CandidateIntake(self.drafts, self.assignments, self.outcomes)
         self.readiness = Readiness(self.drafts, self.assignments)

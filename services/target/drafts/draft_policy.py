@@ -16,8 +16,9 @@ from services.target.acceptance import FORGET_S, Acceptance
 from services.target.adaptive_config import AdaptiveConfig
 from shared.tokens import ANY_TREE, NO_TREE, Choice, TreeRequest, TreeShape
 
-MIN_GAIN = 1.03
-"""A choice must have been this much faster than the one in force to replace it."""
+MIN_GAIN, MARGIN = 1.03, 0.1
+"""A choice must have been this much faster than the one in force to replace it, and by the second
+over the square root of its steps more: few steps say little."""
 FEWEST_ROUNDS = 4
 """Rounds of each sequence before a choice is judged, and of a trial."""
 SKIPPED_ROUNDS = 2
@@ -45,6 +46,8 @@ CHANGE = 1.5
 OUTLIER = 3.0
 """A round counts as at most this many times the usual one: first ones compile, others stall."""
 SHORTEST_ROUND_S = 1e-6
+ALWAYS = 1 << 30
+"""More sequences than there ever are."""
 IDLE_S = 0.5
 """After so long without a step a trial is void."""
 
@@ -192,7 +195,7 @@ class DraftPolicy:
     Attributes:
         base: the shape of the drafts' trees while no other is wanted.
         config: shapes to choose from by number of sequences; None is the drafts' own.
-        is_always_on: trees are wanted even where plain steps are faster.
+        always_up_to: sequences that want trees even where plain steps are faster.
         is_pinned: an operator fixed the shape at the draft, so that no other is asked for.
         choice: what is in force, trials aside.
         trial_s: time that trials have cost.
@@ -200,7 +203,7 @@ class DraftPolicy:
 
     base: TreeShape
     config: AdaptiveConfig | None = None
-    is_always_on: bool = False
+    always_up_to: int = 0
     is_pinned: bool = False
     choice: Choice = field(init=False)
     trial_s: float = 0.0
@@ -220,6 +223,11 @@ class DraftPolicy:
 
     def __post_init__(self) -> None:
         self.choice = self.base
+
+    @property
+    def is_always_on(self) -> bool:
+        """Whether trees are wanted of as many sequences as there are, whatever they bring."""
+        return max(self._num_sequences, 1) <= self.always_up_to
 
     @property
     def current(self) -> Choice:
@@ -310,28 +318,32 @@ class DraftPolicy:
         if self._trial is None and self.choice is None:
             self._seen_s.clear()
 
-    def turn(self, num_sequences: int, now_s: float) -> None:
-        """Decides; called once in a turn of the loop.
+    def turn(self, num_sequences: int, now_s: float, num_reading: int = 0) -> None:
+        """Decides; called in each turn of the loop, and when sequences were admitted.
 
         Args:
             num_sequences: that decode.
+            num_reading: whose prompts are read. Drafts read them as well, unless no trees are
+                wanted of so many.
         """
         if now_s - self._turned_s > IDLE_S:
             self._trial = None
-        self._turned_s, self._num_sequences = now_s, num_sequences
+        number = num_sequences + num_reading
+        is_new = _size(number) != _size(self._num_sequences)
+        self._turned_s, self._num_sequences = now_s, number
         self._began_s = min(self._began_s, now_s)
         has_news = self._fold(num_sequences)
-        if not num_sequences:
+        if not number:
             return
         self._seen_s[self.current] = now_s
-        if self.choice not in (options := self._options(num_sequences)):
+        if self.choice not in (options := self._options(number)):
             self.choice, self._trial = options[0], None
         elif len(options) == 1:
             return
         elif self._trial is not None:
-            self._continue(self._trial, num_sequences, now_s)
-        elif has_news:
-            self._decide(num_sequences, now_s)
+            self._continue(self._trial, max(num_sequences, 1), now_s)
+        elif has_news or is_new:
+            self._decide(number, now_s, may_try=has_news)
 
     def _fold(self, num_sequences: int) -> bool:
         """Takes in the rounds since the last turn; returns whether there were any."""
@@ -384,11 +396,13 @@ class DraftPolicy:
         found = self._rate(trial.choice, num_sequences)
         return found is not None and found < LOST_SHARE * own
 
-    def _decide(self, num_sequences: int, now_s: float) -> None:
+    def _decide(self, num_sequences: int, now_s: float, *, may_try: bool) -> None:
         """Takes what was faster, or tries what might be."""
-        if len(self.times.at(self.choice, num_sequences)) < FEWEST_ROUNDS:
+        # What is known of a load that comes back holds until its rounds say otherwise.
+        if self.times.at(self.choice, num_sequences).mean is not None:
+            self._switch(num_sequences)
+        if not may_try or len(self.times.at(self.choice, num_sequences)) < FEWEST_ROUNDS:
             return
-        self._switch(num_sequences)
         self._try_promising(num_sequences, now_s)
         if self._trial is None and now_s >= self._may_try_s:
             self._try(num_sequences, now_s)
@@ -400,8 +414,12 @@ class DraftPolicy:
             for each, rate in self._rates(num_sequences).items()
             if len(self.times.at(each, num_sequences)) >= FEWEST_ROUNDS - 1
         }
+        own = self._rate(self.choice, num_sequences) or 0.0
         best = max(rates, key=lambda each: rates[each], default=self.choice)
-        if best != self.choice and rates[best] > MIN_GAIN * rates.get(self.choice, 0.0):
+        if best == self.choice:
+            return
+        gain = MIN_GAIN + MARGIN / math.sqrt(len(self.times.at(best, num_sequences)))
+        if rates[best] > gain * own:
             self.choice = best
 
     def _try(self, num_sequences: int, now_s: float) -> None:
@@ -490,5 +508,5 @@ class DraftPolicy:
             allowed = self.config.candidates(num_sequences)
             shapes = shapes if self.is_pinned else allowed.shapes(self.base)
             may_pause = allowed.may_pause
-        may_pause = (may_pause and not self.is_always_on) or not shapes
+        may_pause = (may_pause and num_sequences > self.always_up_to) or not shapes
         return (*shapes, None) if may_pause else shapes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.target.adaptive_config import AdaptiveConfig
 from services.target.drafts.attachment import Attachment, DraftMessage
-from services.target.drafts.draft_policy import DraftPolicy
+from services.target.drafts.draft_policy import ALWAYS, DraftPolicy
 from shared.errors import InvalidArgument
 
 
@@ -13,7 +13,7 @@ class DraftRegistry:
 
     Args:
         config: trees to choose from; None leaves a draft its own.
-        waits_always: trees are wanted of every draft, whatever they bring.
+        always_up_to: sequences that want trees of every draft, whatever they bring.
 
     Attributes:
         algorithms: of the live drafts, sorted, each once. Replaced, never changed, so that other
@@ -21,9 +21,9 @@ class DraftRegistry:
         known_algorithms: of every draft that ever attached.
     """
 
-    def __init__(self, config: AdaptiveConfig | None = None, *, waits_always: bool = True) -> None:
+    def __init__(self, config: AdaptiveConfig | None = None, *, always_up_to: int = ALWAYS) -> None:
         self._config = config
-        self._waits_always = waits_always
+        self._always_up_to = always_up_to
         self.algorithms: tuple[str, ...] = ()
         self.known_algorithms: set[str] = set()
         self._attachments: dict[str, Attachment] = {}
@@ -53,7 +53,7 @@ class DraftRegistry:
         known = next((each for each in self.live if each.kind == attachment.kind), None)
         if known is None:
             attachment.policy = DraftPolicy(
-                attachment.base_shape, self._config, is_always_on=self._waits_always
+                attachment.base_shape, self._config, always_up_to=self._always_up_to
             )
         else:
             attachment.policy = known.policy

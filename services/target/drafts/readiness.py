@@ -43,11 +43,10 @@ class Readiness:
 
     def weigh(self, running: SequenceOf[Sequence], now_s: float) -> None:
         """Decides what drafts are asked for; a round on the device may be under way."""
-        num_decoding = sum(
-            each.num_uncomputed == 1 and not each.request.speculation_disabled for each in running
-        )
+        drafted = [each for each in running if not each.request.speculation_disabled]
+        num_decoding = sum(each.num_uncomputed == 1 for each in drafted)
         for policy in self._drafts.policies:
-            policy.turn(num_decoding, now_s)
+            policy.turn(num_decoding, now_s, len(drafted) - num_decoding)
 
     def disregard(self) -> None:
         """The step under way captures graphs, so that its time says nothing."""

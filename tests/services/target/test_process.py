@@ -341,7 +341,7 @@ async def test_features_come_with_verdicts_and_prompt_rows_before(folder: Path) 
 
 
 async def test_attached_draft_is_verified_and_listed(folder: Path) -> None:
-    waits = {"candidate_wait_ms": 5000.0, "candidate_wait_always": True}
+    waits = {"candidate_wait_ms": 5000.0, "candidate_wait_sequences": 99}
     async with _serve(folder, **waits) as (_, channel, admin):
         expected = await _tokens(channel, _generate([1, 2, 3], 20))
         draft = _Draft(channel)

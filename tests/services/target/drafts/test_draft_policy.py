@@ -13,6 +13,7 @@ from services.target.acceptance import FORGET_S
 from services.target.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig, Candidates, chain
 from services.target.drafts.draft_policy import (
     ALLOWANCE_S,
+    ALWAYS,
     FEWEST_ROUNDS,
     LAST_PAUSE_S,
     MOST_COST_S,
@@ -102,11 +103,46 @@ def test_plain_steps_replace_trees_that_are_slower() -> None:
 
 def test_what_an_operator_insists_on_stays() -> None:
     """Negative control of the test before."""
-    world = World(DraftPolicy(BASE, is_always_on=True), 0.75, _dear)
+    world = World(DraftPolicy(BASE, always_up_to=ALWAYS), 0.75, _dear)
     world.serve(2.0)
     assert world.policy.current == BASE
     assert not world.policy.is_trying
     assert world.policy.pays is None
+
+
+def test_what_an_operator_insists_on_for_few_is_chosen_for_many() -> None:
+    world = World(DraftPolicy(BASE, always_up_to=1), 0.75, _dear)
+    world.serve(2.0)
+    assert world.policy.choice is None
+    world.num_sequences = 1
+    world.serve(0.1)
+    assert (world.policy.current, world.policy.pays) == (BASE, None)
+
+
+def test_what_is_known_of_a_load_holds_at_once_when_it_is_back() -> None:
+    world = World(DraftPolicy(BASE), 0.75, _cheap, num_sequences=1)
+    world.serve(4.0)
+    for _ in range(2):
+        world.num_sequences, world.tree_s = 16, _dear
+        world.serve(4.0)
+        assert world.policy.choice is None
+        world.num_sequences, world.tree_s = 1, _cheap
+        world.serve(LAST_PAUSE_S)
+        assert world.policy.choice == BASE
+    world.num_sequences, world.tree_s = 16, _dear
+    world.serve(2 * (PLAIN_S + _dear(3)))
+    assert world.policy.choice is None
+
+
+def test_those_whose_prompts_are_read_count() -> None:
+    """A draft is not made to read the prompts of a burst for trees that will not be wanted."""
+    world = World(DraftPolicy(BASE), 0.75, _dear, num_sequences=16)
+    world.serve(4.0)
+    world.num_sequences, world.tree_s = 1, _cheap
+    world.serve(LAST_PAUSE_S)
+    assert world.policy.current == BASE
+    world.policy.turn(1, world.now_s, num_reading=15)
+    assert world.policy.current is None
 
 
 def test_trees_come_back_once_they_are_faster() -> None:

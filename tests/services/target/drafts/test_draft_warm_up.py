@@ -17,7 +17,7 @@ class _Rounds:
     """A sequence at a draft that answers after 5 ms, unless it is warming."""
 
     def __init__(self) -> None:
-        self.attachments = Attachments(waits_always=False)
+        self.attachments = Attachments(always_up_to=0)
         self.draft, self.sequence = make_attachment(wait_s=WAIT_S), make_sequence()
         self.attachments.attach(self.draft, [self.sequence], 0.0)
         self.now_s = 0.0

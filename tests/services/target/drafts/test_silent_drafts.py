@@ -6,6 +6,7 @@ import pytest
 
 from services.target.drafts.attachment import Attachment, Offer
 from services.target.drafts.attachments import Attachments
+from services.target.drafts.draft_policy import ALWAYS
 from services.target.sequence import Sequence
 from shared.candidate_columns import CandidateColumns
 from shared.tokens import NO_REPORT
@@ -18,7 +19,7 @@ class _Pool:
     """Sequences at the drafts `a` and `b`, round by round. Only drafts that are awake answer."""
 
     def __init__(self, *, room: int = 8) -> None:
-        self.attachments = Attachments(waits_always=True)
+        self.attachments = Attachments(always_up_to=ALWAYS)
         self.a, self.b = make_attachment("a"), make_attachment("b", max_sequences=room)
         self.awake = {"a", "b"}
         self.sequences: list[Sequence] = []

@@ -10,7 +10,7 @@ import pytest
 from services.draft.fan_out import FanOut
 from services.target.adaptive_config import AdaptiveConfig, Candidates
 from services.target.drafts.attachments import Attachments
-from services.target.drafts.draft_policy import DraftPolicy
+from services.target.drafts.draft_policy import ALWAYS, DraftPolicy
 from services.target.engine import Engine
 from services.target.rounds.selected_rounds import SelectedRounds
 from services.target.step_report import StepReport
@@ -58,7 +58,7 @@ def _engine(
         poisons_free_pages=True,
         selects=selects,
         adaptive=AdaptiveConfig({1: Candidates(steps=STEPS, may_pause=may_pause)}),
-        waits_always=not may_pause,
+        always_up_to=0 if may_pause else ALWAYS,
         overlaps=overlaps,
     )
 
@@ -102,7 +102,9 @@ def test_any_choice_at_any_turn_changes_no_token(
 ) -> None:
     fickle = _Fickle(seed)
     monkeypatch.setattr(
-        DraftPolicy, "turn", lambda policy, number, now_s: fickle.turn(policy, number, now_s)
+        DraftPolicy,
+        "turn",
+        lambda policy, number, now_s, reading: fickle.turn(policy, number, now_s),
     )
     asked, reports = requests(SAMPLINGS[sampling]), list[StepReport]()
     engine = _engine(decoder, reports, may_pause=True, overlaps=seed % 2 == 0, selects=selects)
@@ -122,7 +124,7 @@ def test_sequences_leave_a_draft_that_no_trees_are_wanted_of_and_come_back(
 ) -> None:
     turns, counts = itertools.count(), list[int]()
 
-    def turn(policy: DraftPolicy, num_sequences: int, now_s: float) -> None:
+    def turn(policy: DraftPolicy, num_sequences: int, now_s: float, num_reading: int) -> None:
         policy.choice = None if 8 <= next(turns) < 16 else CHAIN
 
     monkeypatch.setattr(DraftPolicy, "turn", turn)
