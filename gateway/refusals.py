@@ -11,7 +11,6 @@ from gateway.schema import (
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,
-    ContentPart,
     GenerationBody,
     Speculation,
 )
@@ -197,9 +196,9 @@ def refuse_unimplemented(body: GenerationBody) -> None:
     """
     known = CHAT_FIELDS if isinstance(body, ChatCompletionRequest) else COMPLETION_FIELDS
     known.refuse(body.unknown_fields)
-    parts = () if body.prediction is None else body.prediction.content
-    for index, part in enumerate(parts):
-        if isinstance(part, ContentPart) and part.type != "text":
+    content = () if body.prediction is None else body.prediction.content
+    for index, part in enumerate(() if isinstance(content, str) else content):
+        if part.type != "text":
             name = f"prediction.content[{index}].type"
             raise unimplemented(name, f"content of type {part.type[:64]!r}")
     if body.speculation is not None:

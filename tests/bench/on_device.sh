@@ -26,7 +26,14 @@ while [ $# -gt 0 ]; do
   esac
 done
 
+# A card that is hot before anything runs lowers its clocks under load: its figures do not count.
+cards() {
+  nvidia-smi --query-gpu=index,name,temperature.gpu,clocks.sm --format=csv,noheader 2> /dev/null |
+    sed 's/^/on_device: card /' || true
+}
+
 status=0
+cards
 if [ -d "$WHEELS" ]; then
   site=$(mktemp -d)
   "$PY" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$WHEELS"/*.whl
@@ -47,4 +54,5 @@ if [ -n "$bench" ]; then
   fi
   echo "on_device: bench ended with $status after $SECONDS s"
 fi
+cards
 exit "$status"

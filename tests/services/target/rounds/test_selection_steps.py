@@ -188,7 +188,7 @@ def _recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_output_is_that_of_plain_decoding(
     decoder: Decoder, sampling: str, shape: TreeShape
 ) -> None:
-    asked, reports = requests(SAMPLINGS[sampling]), list[StepReport]()
+    asked, reports = requests(SAMPLINGS[sampling], 30), list[StepReport]()
     engine = build_engine(decoder, on_step=reports.append, poisons_free_pages=True, selects=True)
     WiredDraft(engine, standalone(decoder), shape, BUDGET).attach()
     assert outputs(run(engine, asked)) == outputs(run_plain(decoder, asked))
