@@ -92,13 +92,8 @@ async def _serving(
     """Yields the target, and who takes the draft's weights."""
     arguments = [
         *("--model-path", str(target), "--port", "0", "--device", "cpu", "--context-length", "256"),
-        *(
-            "--max-total-tokens",
-            "2048",
-            "--candidate-wait-sequences=99",
-            "--candidate-wait-ms",
-            "10000",
-        ),
+        *("--max-total-tokens", "2048", "--candidate-wait-ms", "10000"),
+        "--candidate-wait-sequences=99",
         *("--draft", placement),
     ]
     if placement == "embedded":

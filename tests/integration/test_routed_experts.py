@@ -72,11 +72,8 @@ def flags(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, ...]:
     write_head(tmp_path / "head", head)
     return (
         *("--draft", "embedded", "--speculative-algorithm", "EAGLE", "--device-rounds", "on"),
-        *(
-            "--speculative-draft-model-path",
-            str(tmp_path / "head"),
-            "--candidate-wait-sequences=99",
-        ),
+        *("--speculative-draft-model-path", str(tmp_path / "head")),
+        "--candidate-wait-sequences=99",
     )
 
 

@@ -51,13 +51,8 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def _serving(target: Path, head: Path | None, *flags: str) -> AsyncIterator[tuple[Any, Any]]:
     arguments = [
         *("--model-path", str(target), "--port", "0", "--device", "cpu", "--context-length", "512"),
-        *(
-            "--max-total-tokens",
-            "2048",
-            "--candidate-wait-sequences=99",
-            "--candidate-wait-ms",
-            "10000",
-        ),
+        *("--max-total-tokens", "2048", "--candidate-wait-ms", "10000"),
+        "--candidate-wait-sequences=99",
         *flags,
     ]
     if head is not None:

@@ -332,7 +332,7 @@ class DraftPolicy:
         is_new = _size(number) != _size(self._num_sequences)
         self._turned_s, self._num_sequences = now_s, number
         self._began_s = min(self._began_s, now_s)
-        has_news = self._fold(num_sequences)
+        has_news = self._fold(num_sequences, number)
         if not number:
             return
         self._seen_s[self.current] = now_s
@@ -341,16 +341,20 @@ class DraftPolicy:
         elif len(options) == 1:
             return
         elif self._trial is not None:
-            self._continue(self._trial, max(num_sequences, 1), now_s)
+            self._continue(self._trial, number, now_s)
         elif has_news or is_new:
             self._decide(number, now_s, may_try=has_news)
 
-    def _fold(self, num_sequences: int) -> bool:
-        """Takes in the rounds since the last turn; returns whether there were any."""
+    def _fold(self, num_decoding: int, num_sequences: int) -> bool:
+        """Takes in the rounds since the last turn; returns whether there were any.
+
+        Args:
+            num_sequences: that decode or whose prompts are read: what choices are made by.
+        """
         step, self._step = self._step, {}
         num_tokens, self._num_step_tokens = self._num_step_tokens, 0
         is_void, self._is_void = self._is_void, False
-        trial, number = self._trial, max(num_sequences, 1)
+        trial, number = self._trial, max(num_decoding, 1)
         if trial is not None:
             trial.num_tokens += num_tokens / number
         if is_void:
@@ -361,7 +365,7 @@ class DraftPolicy:
                 trial.num_rounds += seen.num_rounds / number
                 if is_early:
                     continue
-            self.times.at(choice, number).add(seen)
+            self.times.at(choice, num_sequences).add(seen)
         return bool(step)
 
     def _continue(self, trial: _Trial, num_sequences: int, now_s: float) -> None:

@@ -161,9 +161,9 @@ class LanePolicy:
         size = _size(num_lanes)
         beyond_s = min(max(seconds - expected_s, 0.0), expected_s)
         num_timed = self._num_timed[size, shape]
-        known_s = self._offset_s(shape, size) if num_timed else 0.0
-        change_s = max(OFFSET_SMOOTHING, 1.0 / (num_timed + 1)) * (beyond_s - known_s)
         offsets_s = self._offsets_s.setdefault(size, {})
+        known_s = offsets_s.get(shape, 0.0)
+        change_s = max(OFFSET_SMOOTHING, 1.0 / (num_timed + 1)) * (beyond_s - known_s)
         offsets_s[shape] = known_s + change_s
         self._num_timed[size, shape] += 1
         if num_timed >= SETTLED_ROUNDS:

@@ -50,6 +50,7 @@ class World:
     now_s: float = 0.0
     num_tokens: float = 0.0
     num_sequences: int = 4
+    num_reading: int = 0
 
     def __post_init__(self) -> None:
         self._source = random.Random(5)
@@ -75,7 +76,7 @@ class World:
             if choice is not None:
                 self.policy.saw_accepted(choice, count)
         self.num_tokens += 1 + sum(accepted) / len(accepted)
-        self.policy.turn(self.num_sequences, self.now_s)
+        self.policy.turn(self.num_sequences, self.now_s, self.num_reading)
 
 
 def _cheap(depth: int) -> float:
@@ -131,6 +132,12 @@ def test_what_is_known_of_a_load_holds_at_once_when_it_is_back() -> None:
         assert world.policy.choice == BASE
     world.num_sequences, world.tree_s = 16, _dear
     world.serve(2 * (PLAIN_S + _dear(3)))
+    assert world.policy.choice is None
+
+
+def test_it_decides_where_prompts_are_always_read() -> None:
+    world = World(DraftPolicy(BASE), 0.75, _dear, num_sequences=8, num_reading=4)
+    world.serve(4.0)
     assert world.policy.choice is None
 
 
