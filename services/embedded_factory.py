@@ -27,12 +27,14 @@ from services.target.engine import Engine
 from services.target.engine_factory import adaptive_config
 from services.target.flag_choices import DeviceRoundsChoice
 from services.target.process import attachment_terms
+from services.target.rounds.round_runners import step_memory_bytes
 from services.target.rounds.round_source import MAX_ROWS, RoundSource, capacities
 from services.target.runner_factory import round_memory_bytes
 from services.target.settings import TargetSettings
 from services.target.settings_problems import rejection_flag
 from services.target.verifier import VerificationMode
 from shared.errors import EngineFailed, SettingsError
+from shared.models.decoder import Decoder
 from shared.models.heads.target_tensors import DecoderTensors, ReadTensors, TargetTensors
 from shared.runtime.round_head import OwnHead
 from shared.settings import shown_settings
@@ -111,9 +113,13 @@ def _host(target: Engine, settings: TargetSettings, chosen: DraftSettings) -> Ho
         target.decoder if is_lent else None,
         target.limits.max_kv_tokens,
         target.cache,
-        round_memory_bytes(target.decoder.config) if is_cuda else 0,
+        _round_bytes(target.decoder) if is_cuda else 0,
         target.limits.vocab_size,
     )
+
+
+def _round_bytes(decoder: Decoder) -> int:
+    return round_memory_bytes(decoder.config) + step_memory_bytes(decoder)
 
 
 def _follow_weights(

@@ -34,19 +34,12 @@ def round_problems(settings: TargetSettings) -> list[str]:
 
 
 def _remote_problems(settings: TargetSettings) -> list[str]:
-    """The device selects among whole trees that drafts have pushed, where the model is whole."""
-    problems = []
-    if settings.speculative_fallback is not Fallback.NONE:
-        problems.append(
-            f"{_FLAG} with --draft remote needs --speculative-fallback none; it is "
-            f"{settings.speculative_fallback.value}, whose trees are made on the host"
-        )
-    if settings.tp_size > 1:
-        problems.append(
-            f"{_FLAG} with --draft remote needs the model on one device; --tp-size is "
-            f"{settings.tp_size}"
-        )
-    return problems
+    if settings.speculative_fallback is Fallback.NONE:
+        return []
+    return [
+        f"{_FLAG} with --draft remote needs --speculative-fallback none; it is "
+        f"{settings.speculative_fallback.value}, whose trees are made on the host"
+    ]
 
 
 def verification_problems(settings: TargetSettings) -> list[str]:

@@ -81,7 +81,7 @@ class StepLoop:
         self.page_size = runner.page_size
         self._own_trees = OwnTrees(fallback)
         self.attachments = Attachments(adaptive, always_up_to=always_up_to)
-        self._features = FeatureFeed(stores, self.attachments.feature_needs, leases.page_size)
+        self._features = FeatureFeed(stores, self.attachments.feature_needs, leases)
         self._subscriptions = Subscriptions()
         self.new_sequences = NewSequences(
             limits, scheduler, self._subscriptions, self.attachments.drafts

@@ -427,8 +427,9 @@ class KvLeases:
         return len(pages)
 
     def retire(self) -> int:
-        """Ends the reuse of everything computed so far: the weights are others. Leases go on with
-        the pages they have, and share none of them any more; returns how many pages came free."""
+        """Ends the reuse of everything computed so far: the weights are others, or a draft reads
+        what nobody kept of it. Leases go on with the pages they have, and share none of them any
+        more; returns how many pages came free."""
         self._retired.append(self._cache)
         self._cache = PrefixCache(self.page_size)
         self.num_returns += 1

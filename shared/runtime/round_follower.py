@@ -8,7 +8,14 @@ import torch
 
 from shared.runtime.round_batches import RoundBatches
 from shared.runtime.round_graphs import RoundGraphs
-from shared.runtime.round_lockstep import CaptureRound, OpenRounds, QueueRound, ReceivedTrees
+from shared.runtime.round_lockstep import (
+    CaptureRound,
+    OpenRounds,
+    QueueRound,
+    ReceivedChunks,
+    ReceivedTrees,
+    RoundsKey,
+)
 from shared.runtime.round_parts import verification_for
 from shared.runtime.round_state import RoundState
 from shared.runtime.runner import ModelRunner
@@ -23,7 +30,10 @@ class RoundFollower:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._rounds: dict[int, RoundGraphs] = {}
+        group = runner.decoder.group
+        assert group is not None, "a follower is one of a group"
+        self._group = group
+        self._rounds: dict[RoundsKey, RoundGraphs] = {}
         self._memory: Any | None = None
         if runner.device.type == "cuda":
             # As on rank 0: rounds of two shapes are never under way at once.
@@ -33,20 +43,19 @@ class RoundFollower:
         """Does what rank 0 announces that it does."""
         match message:
             case OpenRounds():
-                self._rounds[message.number] = self._opened(message)
+                self._rounds[message.key] = self._opened(message)
             case CaptureRound():
-                self._rounds[message.number].make(message.num_slots, message.sampling)
+                self._rounds[message.key].make(message.num_slots, message.sampling)
             case QueueRound():
-                rounds = self._rounds[message.number]
+                rounds = self._rounds[message.key]
                 rounds.grow(message.num_slots, message.sampling)
-                rounds.verify(message.sampling)
+                chunks = ReceivedChunks(self._group) if message.has_chunks else None
+                rounds.verify(message.sampling, chunks=chunks)
             case _:
                 raise AssertionError(message)
 
     def _opened(self, message: OpenRounds) -> RoundGraphs:
         decoder, pool, shape = self._runner.decoder, self._runner.pool, message.shape
-        group = decoder.group
-        assert group is not None, "a follower is one of a group"
         verification = verification_for(shape, pool.device)
         state = RoundState.empty(
             message.max_sequences,
@@ -55,7 +64,7 @@ class RoundFollower:
             device=pool.device,
         )
         return RoundGraphs(
-            ReceivedTrees(RoundBatches(shape, pool.page_size), group),
+            ReceivedTrees(RoundBatches(shape, pool.page_size), self._group),
             verification(decoder, pool, shape, None, None),
             state,
             self._memory,

@@ -18,7 +18,6 @@ from torch import Tensor
 from shared.models.decoder import DecoderOutput
 from shared.runtime.graph_store import capturing
 from shared.runtime.lane_sampling import LaneSampling, QueuedLogprobs
-from shared.runtime.prompt_chunks import PromptChunks
 from shared.runtime.round_batches import RoundTree
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import RoundState
@@ -40,6 +39,16 @@ class TreeSource(Protocol):
 
     def grow(self, state: RoundState, sampling: RoundSampling) -> RoundTree:
         """Returns a tree for each slot."""
+
+
+class RoundChunks(Protocol):
+    """Prompt tokens that some slots compute in place of their trees, see `PromptChunks`."""
+
+    def replace(self, tree: RoundTree, state: RoundState) -> None:
+        """Writes them over the trees that have grown in their slots."""
+
+    def accept(self, drawn: Tensor) -> None:
+        """Has their rows draw the token that comes next, but for the last row of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +138,7 @@ class RoundGraphs:
         self,
         sampling: RoundSampling,
         lanes: LaneSampling | None = None,
-        chunks: PromptChunks | None = None,
+        chunks: RoundChunks | None = None,
     ) -> RoundOutput:
         """Runs the rest of the round that was grown last.
 
@@ -191,7 +200,7 @@ class RoundGraphs:
         grown: _GrownRound | CapturedRound,
         sampling: RoundSampling,
         lanes: LaneSampling | None,
-        chunks: PromptChunks | None,
+        chunks: RoundChunks | None,
         drawn: Tensor,
     ) -> None:
         state, rows = grown.state, grown.tree.rows

@@ -2,8 +2,8 @@
 
 Rank 0 has the head, the lanes and the host's view of them. A follower has only its part of the
 target, so a round sends it two tensors, on the stream: the trees with the slots and pages of their
-rows, and the tokens that rank 0 drew. Nothing is decided twice, so nothing can differ. Through the
-pipe goes a word for each round.
+rows, and the tokens that rank 0 drew. Where prompt tokens replace trees, it sends the trees once
+more. Nothing is decided twice, so nothing can differ. Through the pipe goes a word for each round.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shared.layers.tensor_group import TensorGroup
 from shared.runtime.lockstep import Leader, TensorSpec, packed, received, spec_of
+from shared.runtime.prompt_chunks import PromptChunks
 from shared.runtime.round_batches import RoundBatches, RoundShape, RoundTree
 from shared.runtime.round_graphs import TreeSource
 from shared.runtime.round_sampling import RoundSampling
@@ -25,10 +26,23 @@ from shared.speculation.tree import TreeRows
 
 
 @dataclass(frozen=True, slots=True)
-class OpenRounds:
-    """Rounds of one shape are to come; they replace those that had the number before."""
+class RoundsKey:
+    """Which rounds of the target are meant.
 
+    Attributes:
+        place: of the head, see `RoundSource.place`.
+        number: of the shape among those of the head.
+    """
+
+    place: int
     number: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRounds:
+    """Rounds of one shape are to come; they replace those that had the key before."""
+
+    key: RoundsKey
     shape: RoundShape
     max_sequences: int
 
@@ -37,44 +51,57 @@ class OpenRounds:
 class CaptureRound:
     """See `RoundRunner.capture`."""
 
-    number: int
+    key: RoundsKey
     num_slots: int
     sampling: RoundSampling
 
 
 @dataclass(frozen=True, slots=True)
 class QueueRound:
-    """A round of at least the first `num_slots` slots."""
+    """A round of at least the first `num_slots` slots.
 
-    number: int
+    Attributes:
+        has_chunks: prompt tokens replace some trees, see `PromptChunks`.
+    """
+
+    key: RoundsKey
     num_slots: int
     sampling: RoundSampling
+    has_chunks: bool = False
 
 
 class RoundLeader:
     """Rank 0's side of the rounds of one shape. Every call comes before the work it announces.
 
-    Args:
-        number: of the rounds among those of all shapes.
-
     Attributes:
         is_waited_for: something was announced and broke off, so the others wait for ever.
     """
 
-    def __init__(self, leader: Leader, number: int) -> None:
-        self._leader, self._number = leader, number
+    def __init__(self, leader: Leader, key: RoundsKey) -> None:
+        self._leader, self._key = leader, key
         self.is_waited_for = False
 
     def open(self, shape: RoundShape, max_sequences: int) -> None:
         """Announces a `RoundRunner`."""
-        self._leader.tell(OpenRounds(self._number, shape, max_sequences))
+        self._leader.tell(OpenRounds(self._key, shape, max_sequences))
 
     @contextmanager
-    def announced(
-        self, kind: type[CaptureRound | QueueRound], num_slots: int, sampling: RoundSampling
+    def capturing(self, num_slots: int, sampling: RoundSampling) -> Iterator[None]:
+        """Announces that its body captures the graphs of a round."""
+        with self._announced(CaptureRound(self._key, num_slots, sampling)):
+            yield
+
+    @contextmanager
+    def queueing(
+        self, num_slots: int, sampling: RoundSampling, *, has_chunks: bool
     ) -> Iterator[None]:
-        """Announces what its body does."""
-        self._leader.tell(kind(self._number, num_slots, sampling))
+        """Announces that its body queues a round."""
+        with self._announced(QueueRound(self._key, num_slots, sampling, has_chunks)):
+            yield
+
+    @contextmanager
+    def _announced(self, message: CaptureRound | QueueRound) -> Iterator[None]:
+        self._leader.tell(message)
         self.is_waited_for = True
         yield
         self.is_waited_for = False
@@ -94,6 +121,41 @@ class SentTrees:
         assert [spec_of(each) for each in sent] == _specs(state, tree.rows.token_ids.shape[1])
         self.group.broadcast(packed(sent))
         return tree
+
+
+@dataclass(frozen=True, slots=True)
+class SentChunks:
+    """Rank 0's prompt chunks; the others get the trees that they are written over. See
+    `RoundChunks`."""
+
+    chunks: PromptChunks
+    group: TensorGroup
+
+    def replace(self, tree: RoundTree, state: RoundState) -> None:
+        """See `PromptChunks.replace`."""
+        self.chunks.replace(tree, state)
+        self.group.broadcast(packed(_sent(tree)))
+
+    def accept(self, drawn: Tensor) -> None:
+        """See `PromptChunks.accept`."""
+        self.chunks.accept(drawn)
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedChunks:
+    """The trees over which rank 0 wrote prompt chunks, in another process. See `RoundChunks`."""
+
+    group: TensorGroup
+
+    def replace(self, tree: RoundTree, state: RoundState) -> None:
+        """Writes what rank 0 has over the trees that it had sent."""
+        own = _sent(tree)
+        sent = received([spec_of(each) for each in own], self.group, state.numbers.device)
+        for each, new in zip(own, sent, strict=True):
+            each.copy_(new)
+
+    def accept(self, drawn: Tensor) -> None:
+        """Rank 0 sends what is drawn."""
 
 
 @dataclass(frozen=True, slots=True)

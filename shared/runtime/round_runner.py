@@ -7,7 +7,7 @@ decides only who takes part and which pages they have.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +19,9 @@ from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
 from shared.runtime.prompt_chunks import PromptChunks, cut
 from shared.runtime.round_batches import MAX_PENDING_ROUNDS, RoundShape
-from shared.runtime.round_graphs import CapturedRound, RoundGraphs, TreeSource
+from shared.runtime.round_graphs import CapturedRound, RoundChunks, RoundGraphs, TreeSource
 from shared.runtime.round_head import HeadBacklog, HeadPlace
-from shared.runtime.round_lockstep import CaptureRound, QueueRound, RoundLeader, SentTrees
+from shared.runtime.round_lockstep import RoundLeader, SentChunks, SentTrees
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_sequences import NewLane, SequenceRound
 from shared.runtime.round_slots import RoundSlots
@@ -82,7 +82,7 @@ class RoundRunner:
         self._head = head.in_rounds(number, self.shape, limits.max_sequences, feature_rows, pool)
         self._slots = RoundSlots(self._head.state)
         source: TreeSource = self._head
-        self._leader = leader
+        self._leader, self._group = leader, decoder.group
         if leader is not None:
             assert decoder.group is not None, "nobody follows"
             leader.open(self.shape, limits.max_sequences)
@@ -120,11 +120,6 @@ class RoundRunner:
         return self._slots.num_pending
 
     @property
-    def reads_prompts(self) -> bool:
-        """Whether the first round of a sequence may compute more tokens than the last one."""
-        return self._leader is None
-
-    @property
     def is_waited_for(self) -> bool:
         """Whether other processes wait for a round that broke off here."""
         return self._leader is not None and self._leader.is_waited_for
@@ -145,7 +140,8 @@ class RoundRunner:
 
     def capture(self, num_sequences: int, sampling: RoundSampling) -> None:
         """Captures the graphs for a number of sequences before anyone waits for them."""
-        with self._announced(CaptureRound, num_sequences, sampling):
+        leader = self._leader
+        with nullcontext() if leader is None else leader.capturing(num_sequences, sampling):
             self._graphs.make(num_sequences, sampling)
 
     def captured(self, num_sequences: int, sampling: RoundSampling) -> CapturedRound:
@@ -158,7 +154,7 @@ class RoundRunner:
         """Queues a round as for so many sequences, while nobody takes part."""
         assert not self._slots.placed, "a round would be lost"
         self._head.begin(num_sequences, sampling, is_ahead=is_ahead)
-        with self._announced(QueueRound, num_sequences, sampling):
+        with self._queueing(num_sequences, sampling):
             self._graphs.grow(num_sequences, sampling)
             self._graphs.verify(sampling)
 
@@ -226,9 +222,9 @@ class RoundRunner:
         if self._read:
             self._head.catch_up(self._read.values())
         chunks = self._slots.prompt_chunks
-        given = PromptChunks.of(chunks, self.shape, self._device) if chunks else None
+        given = self._given(chunks) if chunks else None
         self._head.begin(self.num_slots, sampling, is_ahead=self.is_ahead)
-        with self._announced(QueueRound, self.num_slots, sampling):
+        with self._queueing(self.num_slots, sampling, has_chunks=given is not None):
             self._graphs.grow(self.num_slots, sampling)
             output = self._graphs.verify(sampling, self._slots.lanes, given)
         self._read, self._reading = self._reading, {}
@@ -238,9 +234,15 @@ class RoundRunner:
         """Returns what the oldest unread round did, those removed since included; waits for it."""
         return self._slots.result()
 
-    def _announced(
-        self, kind: type[CaptureRound | QueueRound], num_slots: int, sampling: RoundSampling
+    def _given(self, chunks: Mapping[int, Sequence[int]]) -> RoundChunks:
+        given = PromptChunks.of(chunks, self.shape, self._device)
+        return given if self._group is None else SentChunks(given, self._group)
+
+    def _queueing(
+        self, num_slots: int, sampling: RoundSampling, *, has_chunks: bool = False
     ) -> AbstractContextManager[None]:
-        """Tells the other processes of the decoder, if there are any, what the body does."""
-        leader = self._leader
-        return nullcontext() if leader is None else leader.announced(kind, num_slots, sampling)
+        """Tells the other processes of the decoder, if there are any, that the body queues a
+        round."""
+        if self._leader is None:
+            return nullcontext()
+        return self._leader.queueing(num_slots, sampling, has_chunks=has_chunks)

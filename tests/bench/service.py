@@ -2,7 +2,8 @@
 
     python -m tests.bench.service target|draft [FLAGS]
 
-Folders that describe a wide model are loaded (`wide_loading`). Lines on stdin, `log on` or
+Folders that describe a wide model are loaded (`wide_loading`), also by the processes that share a
+target's model, which import this module. Lines on stdin, `log on` or
 `disorder off`, switch two things that are off at first:
 
 - log: what `--round-log` names is written. A line a message costs what is being measured.
@@ -24,6 +25,8 @@ from tests.bench.disorder import Disorder
 from tests.bench.switched_log import SwitchedRoundLog
 from tests.bench.wide_loading import load_wide_models
 
+load_wide_models()
+
 
 class Switch(Protocol):
     """Something that can be turned on and off while the process runs."""
@@ -41,7 +44,6 @@ def obey(lines: Iterable[str], switches: Mapping[str, Switch]) -> None:
 def main() -> None:
     name, sys.argv = sys.argv[1], sys.argv[1:]
     end_with_parent()
-    load_wide_models()
     switches: dict[str, Switch] = {}
     if name == "draft":
         disorder = switches["disorder"] = Disorder()

@@ -14,13 +14,18 @@ class StackFailed(Exception):
 
 
 @contextlib.asynccontextmanager
-async def running_stack(arguments: Sequence[str]) -> AsyncIterator[asyncio.subprocess.Process]:
+async def running_stack(
+    arguments: Sequence[str], launcher: str = "services.cli"
+) -> AsyncIterator[asyncio.subprocess.Process]:
     """Runs `outrider serve` with these flags until the block ends; yields the launcher.
+
+    Args:
+        launcher: its module.
 
     Raises:
         StackFailed: the launcher ended before it said that it is ready.
     """
-    command = (sys.executable, "-m", "services.cli", "serve", *arguments)
+    command = (sys.executable, "-m", launcher, "serve", *arguments)
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         assert process.stdout is not None

@@ -11,14 +11,17 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from services.draft.drafters import standalone_factory
 from services.target import runner_factory
 from shared.layers.tensor_group import TensorGroup
-from shared.model_options import ModelOptions
+from shared.model_options import LoadFormat, ModelOptions
+from shared.models.checkpoint import Checkpoint
 from shared.models.decoder import Decoder
+from shared.models.decoder_weights import decoder_parts
 from shared.models.heads import target_tensors
 from shared.models.heads.target_tensors import TargetFolder, TargetTensors
 from shared.models.loader import load_decoder
@@ -27,6 +30,7 @@ from tests.bench.wide_model import SPARE_TOKEN, WideModel, WideShape
 from tests.bench.wide_tensors import WideTensors
 
 WIDENING_FILE = "widening.json"
+_OPEN = Checkpoint.open
 
 
 def describe(folder: Path, source: Path, shape: WideShape) -> WideModel:
@@ -59,10 +63,12 @@ def load_wide_decoder(
     dtype: torch.dtype,
     device: torch.device,
     options: ModelOptions = ModelOptions(),  # noqa: B008 - frozen
-    show_progress: bool = False,
     group: TensorGroup | None = None,
+    vocab_size: int = 0,
+    **others: Any,
 ) -> Decoder:
-    """Does what `load_decoder` does, also for a folder that describes a wide model."""
+    """Does what `load_decoder` does, also for a folder that describes a wide model, which has its
+    own vocabulary and nothing to show of progress."""
     model = described(folder, device)
     if model is None:
         return load_decoder(
@@ -70,12 +76,14 @@ def load_wide_decoder(
             dtype=dtype,
             device=device,
             options=options,
-            show_progress=show_progress,
             group=group,
+            vocab_size=vocab_size,
+            **others,
         )
-    assert group is None, "a wide model is made in one process"
+    assert others.get("vocabulary") is None, "a wide model has one tokenizer"
+    assert vocab_size in (0, model.config.vocab_size), f"{vocab_size} tokens"
     with start_phase("weights"):
-        decoder = model.decoder(dtype=dtype, options=options)
+        decoder = model.decoder(dtype=dtype, options=options, group=group)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     return decoder
@@ -89,8 +97,19 @@ def open_wide_target(folder: Path, *, dtype: torch.dtype, device: torch.device) 
     return WideTensors(model, dtype)
 
 
+def open_wide_checkpoint(folder: Path, load_format: LoadFormat = LoadFormat.AUTO) -> Checkpoint:
+    """Does what `Checkpoint.open` does; of a folder that describes a wide model it has the keys
+    alone."""
+    model = described(folder, torch.device("meta"))
+    if model is None:
+        return _OPEN(folder, load_format)
+    files = {part.key: folder / WIDENING_FILE for part in decoder_parts(model.config)}
+    return Checkpoint(folder, files, {}, None, {}, {})
+
+
 def load_wide_models() -> None:
     """Replaces the loaders of target and drafts in this process."""
+    Checkpoint.open = staticmethod(open_wide_checkpoint)  # type: ignore[assignment,method-assign]
     for factory in (runner_factory, standalone_factory):
         factory.load_decoder = load_wide_decoder  # type: ignore[attr-defined]
     target_tensors.TargetFolder = open_wide_target  # type: ignore[assignment,misc]

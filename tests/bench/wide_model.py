@@ -14,13 +14,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from shared.layers.tensor_group import TensorGroup
 from shared.model_options import ModelOptions
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.config_file import CONFIG_FILE
 from shared.models.decoder import Decoder
 from shared.models.decoder_weights import LM_HEAD_KEY, decoder_parts
-from shared.models.loader import build_decoder
+from shared.models.loader import build_decoder, shard_of
 from shared.models.scaled_weights import QUANTIZATION_CONFIG
 from shared.models.weights import cut_tensor, empty_targets, places_of
 from tests.bench.widening import (
@@ -55,8 +56,9 @@ class WideShape:
     tie_word_embeddings: bool = False
 
 
-# Of Llama 3.1 8B and Llama 3.2 1B, whose heads are 128 and 64 wide, and of Qwen2.5 32B, with the
-# vocabulary of the other two.
+# Of Llama 3.1 70B and 8B and Llama 3.2 1B, whose heads are 128, 128 and 64 wide, and of Qwen2.5
+# 32B, with the vocabulary of the others.
+SHAPE_70B = WideShape(8192, 80, 64, 8, 28672, 128_256)
 SHAPE_32B = WideShape(5120, 64, 40, 8, 27648, 128_256)
 SHAPE_8B = WideShape(4096, 32, 32, 8, 14336, 128_256)
 SHAPE_1B = WideShape(2048, 16, 32, 8, 8192, 128_256, tie_word_embeddings=True)
@@ -196,15 +198,17 @@ class WideModel:
         *,
         dtype: torch.dtype,
         options: ModelOptions = ModelOptions(),  # noqa: B008 - frozen
+        group: TensorGroup | None = None,
     ) -> Decoder:
-        """Returns the decoder on the device, without a file in between."""
-        parts = decoder_parts(self.config)
+        """Returns the decoder on the device, without a file in between; of a group this process's
+        part."""
+        parts = decoder_parts(self.config, shard_of(group))
         tensors = empty_targets(parts, dtype, self._device)
         for part, place in zip(parts, places_of(parts, tensors), strict=True):
             tensor = self.read(part.key)
             assert tuple(tensor.shape) == part.shape, f"{part.key} has shape {list(tensor.shape)}"
             place.copy_(part.taken(partial(cut_tensor, tensor)))
-        return build_decoder(self.config, tensors, self._device, options)
+        return build_decoder(self.config, tensors, self._device, options, group)
 
     def write(self, folder: Path, *, dtype: torch.dtype, shard_size_bytes: int) -> None:
         """Writes a checkpoint in shards of about that size; no more than one is in memory."""

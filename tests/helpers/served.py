@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 from grpc import aio
@@ -23,6 +23,7 @@ from services.target.engine_factory import build_engine
 from services.target.process import TargetProcess
 from services.target.settings import TargetSettings
 from services.target.step_report import StepReport
+from services.target.tensor_parallel import start_followers
 from shared.model_files import tokenizer_sha256
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
@@ -99,9 +100,14 @@ async def serving_target(
         "speculative_adaptive": False,
     }
     chosen = TargetSettings(**(defaults | settings))  # type: ignore[arg-type]
-    engine = build_engine(chosen, on_step)
-    async with _running(TargetProcess(engine, chosen, tokenizer_sha256(folder))) as target:
-        yield target
+    with ExitStack() as opened:
+        others = None
+        if chosen.tp_size > 1:
+            others = start_followers(chosen)
+            opened.callback(others.stop)
+        engine = build_engine(chosen, on_step, others)
+        async with _running(TargetProcess(engine, chosen, tokenizer_sha256(folder))) as target:
+            yield target
 
 
 def target_process(arguments: Sequence[str]) -> TargetProcess:

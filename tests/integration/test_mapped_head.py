@@ -21,6 +21,8 @@ DRAFTS = {
     "a head's trees": ("EAGLE3", "3", "2", "6"),
     "a model's chains": ("STANDALONE", "3", "1", "4"),
 }
+# Also of a target that two processes hold, of which the first shares its memory.
+CASES = [("a head's trees", 1), ("a model's chains", 1), ("a head's trees", 2)]
 
 
 class _Rounds:
@@ -74,8 +76,8 @@ async def _until_rounds(target: Target, rounds: _Rounds) -> None:
 
 
 @pytest.mark.timeout(300)  # two processes load torch, on cores that other tests use
-@pytest.mark.parametrize("draft", DRAFTS)
-async def test_answers_are_those_of_plain_steps(draft: str) -> None:
+@pytest.mark.parametrize(("draft", "tp_size"), CASES)
+async def test_answers_are_those_of_plain_steps(draft: str, tp_size: int) -> None:
     rounds = _Rounds()
     async with serving_target(
         DEMO_TARGET,
@@ -84,6 +86,7 @@ async def test_answers_are_those_of_plain_steps(draft: str) -> None:
         context_length=512,
         max_running_requests=4,
         device_rounds=DeviceRoundsChoice.ON,
+        tp_size=tp_size,
     ) as target:
         asked = [(question, t) for question in QUESTIONS for t in (0.0, 0.8)]
         plain = [await _answer(target, _request(q, 36, t, disabled=True)) for q, t in asked]

@@ -75,7 +75,6 @@ def test_what_would_not_be_exact_is_refused(
     ("flags", "message"),
     [
         (("--speculative-fallback", "ngram"), "needs --speculative-fallback none; it is ngram"),
-        (("--tp-size", "2"), "the model on one device; --tp-size is 2"),
         ((*EMBEDDED, "--verification-mode", "point-mass"), "--verification-mode is point-mass"),
         ((*EMBEDDED, "--speculative-algorithm", "NGRAM"), "--speculative-algorithm is NGRAM"),
         ((*EMBEDDED, "--speculative-algorithm", "DFLASH"), "--speculative-algorithm is DFLASH"),

@@ -67,8 +67,9 @@ def build_eagle(settings: DraftSettings, host: Host | None = None) -> EagleDraft
         layout,
         device,
         max_context_tokens=context,
-        reserved_bytes=reserved_for_head(settings, head, limits)
-        + host.feature_bytes(head.feature_spec),
+        reserved_bytes=host.reserved_bytes(
+            device, reserved_for_head(settings, head, limits), head.feature_spec
+        ),
         most_tokens=host.most_tokens,
     )
     runner = HeadRunner(head, pool, max_compiled_sequences=settings.max_compiled_sequences)

@@ -29,9 +29,20 @@ class Host:
     round_bytes: int = 0
     vocab_size: int = 0
 
-    def reserved_for_rounds(self, device: torch.device) -> int:
-        """Returns what a model's cache leaves for rounds: at most half of what is free."""
-        return min(self.round_bytes, free_memory_bytes(device) // 2) if self.round_bytes else 0
+    def reserved_bytes(
+        self, device: torch.device, own_bytes: int, spec: FeatureSpec | None = None
+    ) -> int:
+        """Returns what a drafter's cache leaves to others: to its own passes, to the features that
+        it reads, and to rounds, of what is free beside those at most half.
+
+        Args:
+            own_bytes: of its own passes.
+            spec: None for a drafter that reads no features.
+        """
+        taken = own_bytes + (0 if spec is None else self.feature_bytes(spec))
+        if not self.round_bytes:
+            return taken
+        return taken + min(self.round_bytes, max(0, free_memory_bytes(device) - taken) // 2)
 
     @property
     def most_tokens(self) -> int | None:

@@ -59,8 +59,11 @@ def build_mtp(settings: DraftSettings, host: Host | None = None) -> EagleDrafter
         layout,
         device,
         max_context_tokens=context,
-        reserved_bytes=(0 if num_layers > 1 else reserved_for_head(settings, head, limits))
-        + host.feature_bytes(head.feature_spec),
+        reserved_bytes=host.reserved_bytes(
+            device,
+            0 if num_layers > 1 else reserved_for_head(settings, head, limits),
+            head.feature_spec,
+        ),
         most_tokens=host.most_tokens,
     )
     runner = HeadRunner(head, pool, max_compiled_sequences=settings.max_compiled_sequences)

@@ -128,13 +128,12 @@ def build_model(
     passes = pass_limits(settings, device, max_context_tokens=context)
     reserved_bytes = 0 if limits is None else graph_memory_bytes(config, limits, dtype)
     reserved_bytes += reserved_for_model(settings, config, dtype, passes)
-    reserved_bytes += host.reserved_for_rounds(device)
     pool, leases = allocate_kv(
         settings,
         layout,
         device,
         max_context_tokens=context,
-        reserved_bytes=reserved_bytes,
+        reserved_bytes=host.reserved_bytes(device, reserved_bytes),
         most_tokens=host.most_tokens,
         group=group,
     )

@@ -13,17 +13,18 @@ from services.target.drafts.attachments import FeatureNeed, FeatureNeeds
 from services.target.drafts.feature_rows import FeatureRows
 from services.target.drafts.feature_store import FeatureSpec, FeatureStore, FeatureStores
 from services.target.step_plan import StepPlan
-from shared.kv.leases import KvLease
+from shared.kv.leases import KvLease, KvLeases
 from shared.runtime.runner import RunnerOutput
 
 
 class FeatureFeed:
     """Between the forwards and the drafts. Owned by the engine thread; idle without such drafts."""
 
-    def __init__(self, stores: FeatureStores, needs: FeatureNeeds, page_size: int) -> None:
+    def __init__(self, stores: FeatureStores, needs: FeatureNeeds, leases: KvLeases) -> None:
         self._stores = stores
         self._needs = needs
-        self._page_size = page_size
+        self._leases = leases
+        self._page_size = leases.page_size
 
     @property
     def stores(self) -> tuple[FeatureStore, ...]:
@@ -36,8 +37,10 @@ class FeatureFeed:
         return self._stores.captured_layers
 
     def open(self, spec: FeatureSpec) -> None:
-        """A draft that wants these features attached."""
-        self._stores.open(spec)
+        """A draft that wants these features attached. Where none were kept so far, the prefix cache
+        starts anew: its tokens have none, so that no head could draft behind them."""
+        if self._stores.open(spec):
+            self._leases.retire()
 
     def close(self, spec: FeatureSpec) -> None:
         """A draft that wanted these features has left."""

@@ -241,8 +241,8 @@ class FeatureStores:
         wanted = [i for store in self._stores.values() for i in store.spec.layer_indices]
         return captured_layers(wanted, self.num_layers)
 
-    def open(self, spec: FeatureSpec) -> None:
-        """Makes sure that there is a store, for one reader more.
+    def open(self, spec: FeatureSpec) -> bool:
+        """Makes sure that there is a store, for one reader more; returns whether it is a new one.
 
         Raises:
             FailedPrecondition: other drafts read as many different features as are kept.
@@ -250,7 +250,8 @@ class FeatureStores:
         if self._unread_key != spec.key:
             self._drop_unread()
         self._unread_key = None
-        if spec.key not in self._stores:
+        is_new = spec.key not in self._stores
+        if is_new:
             if len(self._stores) >= MAX_STORES:
                 message = (
                     f"drafts read {len(self._stores)} different features; {MAX_STORES} are kept"
@@ -265,6 +266,7 @@ class FeatureStores:
                 is_file=self._are_files,
             )
         self._num_readers[spec.key] += 1
+        return is_new
 
     def close(self, key: str) -> None:
         """A reader has left. The last store without one stays, for a reader that comes back, until

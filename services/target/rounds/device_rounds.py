@@ -267,7 +267,7 @@ class DeviceRounds:
         last token; 0 where steps have to."""
         count = sequence.num_uncomputed
         is_read = count > 1 and sequence.num_computed > 0 and sequence.num_pending == 0
-        if not is_read or not self._runner.reads_prompts or sequence.is_scoring:
+        if not is_read or sequence.is_scoring:
             return 0
         # Their penalties would count the prompt as output.
         if new_lane_of(sequence).is_shaped:

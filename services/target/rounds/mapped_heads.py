@@ -38,6 +38,7 @@ class MappedRounds:
         store: the features that the head reads; None where it reads none.
         trees: most sequences of a round by shape, the draft's own shape first.
         is_pinned: an operator fixed the shape.
+        place: see `RoundSource`.
         runners: made when a draft was ready for the first time.
         costs: measured then.
     """
@@ -47,6 +48,7 @@ class MappedRounds:
     trees: dict[TreeShape, int]
     max_context_tokens: int
     is_pinned: bool
+    place: int
     runners: RoundRunners | None = None
     costs: CostTable | None = None
 
@@ -79,6 +81,7 @@ class MappedRounds:
             max_sequences=max_sequences,
             other_trees=dict(others),
             is_pinned=self.is_pinned,
+            place=self.place,
         )
 
 
@@ -99,7 +102,7 @@ class MappedHeads:
         """Begins to open rounds with the head of a draft that attached; None where there can be
         none."""
         offer, limits = attachment.mapped_offer, self.limits
-        if offer is None or limits is None or self.runner.decoder.group is not None:
+        if offer is None or limits is None:
             return None
         if not _is_small(attachment.base_shape):
             return None
@@ -157,5 +160,6 @@ class MappedHeads:
             page_size=self.runner.page_size,
             target_vocab_size=self.runner.decoder.config.vocab_size,
         )
-        self._rounds.append(MappedRounds(head, store, trees, context, is_pinned))
+        place = 1 + len(self._rounds)  # an embedded draft's is 0
+        self._rounds.append(MappedRounds(head, store, trees, context, is_pinned, place))
         return self._rounds[-1]

@@ -13,10 +13,11 @@ import torch
 from services.target.rounds.policy import CostTable
 from services.target.rounds.round_source import RoundSource
 from shared.kv.batch import empty_decode_batch
+from shared.models.decoder import Decoder
 from shared.runtime.memory import Shortage, free_memory_bytes
 from shared.runtime.outcome_chains import MAX_LANES_AHEAD
 from shared.runtime.round_graphs import ROUND_SIZES
-from shared.runtime.round_lockstep import RoundLeader
+from shared.runtime.round_lockstep import RoundLeader, RoundsKey
 from shared.runtime.round_runner import RoundLimits, RoundRunner
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.runner import ModelRunner
@@ -85,6 +86,13 @@ _STEP_ROWS, _DRAWN_ROWS, _DRAWN_BYTES = 8192, 256, 24
 _TIMED_SIZES = (1, 4, 16)
 
 
+def step_memory_bytes(decoder: Decoder) -> int:
+    """Returns about what the largest planned step needs beside graphs, weights and caches."""
+    config, size = decoder.config, 1 if decoder.group is None else decoder.group.size
+    wide = 8 * config.hidden_size + 3 * config.intermediate_size // size
+    return _STEP_ROWS * wide * 2 + _DRAWN_ROWS * config.vocab_size * _DRAWN_BYTES
+
+
 class RoundRunners:
     """Owned by the engine thread.
 
@@ -114,7 +122,9 @@ class RoundRunners:
                 limits=RoundLimits(max_sequences, source.max_context_tokens),
                 number=number,
                 graph_memory=memory,
-                leader=None if runner.leader is None else RoundLeader(runner.leader, number),
+                leader=None
+                if runner.leader is None
+                else RoundLeader(runner.leader, RoundsKey(source.place, number)),
             )
             for number, (shape, max_sequences) in enumerate(self._capacities.items())
         }
@@ -232,15 +242,23 @@ class RoundRunners:
         """Makes every graph that a round may need, so that none is made under traffic. The
         largest comes first: the others share its memory."""
         for shape in self._runners:
+            advice = None
             for count in reversed(self._sizes(shape)):
                 if count <= self._capacities[shape]:
-                    self._capture(shape, count)
+                    advice = self._capture(shape, count) or advice
+            if advice is not None:
+                logger.warning(
+                    "no memory for rounds with trees of %s and more than %d sequences: left out. "
+                    "%s",
+                    *(_name(shape), self._capacities[shape], advice),
+                )
 
     def _sizes(self, shape: TreeShape) -> list[int]:
         return round_sizes(self._capacities[shape])
 
-    def _capture(self, shape: TreeShape, num_sequences: int) -> bool:
-        """Makes the graphs of one size; False where they do not fit the memory."""
+    def _capture(self, shape: TreeShape, num_sequences: int) -> str | None:
+        """Makes the graphs of one size; returns advice where they do not fit the memory, and leaves
+        the shape out for that size and for more."""
         before = self._num_reserved_bytes()
         try:
             self._check_room()
@@ -251,21 +269,13 @@ class RoundRunners:
             if self._runners[shape].is_waited_for:
                 logger.critical("no memory for rounds of the group: %s", advice)
                 raise
-            self._without_memory(shape, num_sequences, advice)
-            return False
+            sizes = [0, *(size for size in self._sizes(shape) if size < num_sequences)]
+            self._capacities[shape] = sizes[-1]
+            torch.cuda.empty_cache()
+            return advice
         taken = (self._num_reserved_bytes() - before) / 2**30
         logger.debug("rounds, %s, %d sequences: %.2f GiB", _name(shape), num_sequences, taken)
-        return True
-
-    def _without_memory(self, shape: TreeShape, num_sequences: int, advice: str) -> None:
-        """The graphs of a size do not fit: the shape is left out for it and for more."""
-        sizes = [0, *(size for size in self._sizes(shape) if size < num_sequences)]
-        self._capacities[shape] = sizes[-1]
-        logger.warning(
-            "no memory for rounds with trees of %s and more than %d sequences: left out. %s",
-            *(_name(shape), sizes[-1], advice),
-        )
-        torch.cuda.empty_cache()
+        return None
 
     def _check_room(self) -> None:
         """Graphs leave room for what steps compute beside them.
@@ -276,9 +286,7 @@ class RoundRunners:
         if self._device.type != "cuda":
             return
         free = free_memory_bytes(self._device)
-        config = self._target.decoder.config
-        wanted = _STEP_ROWS * (8 * config.hidden_size + 3 * config.intermediate_size) * 2
-        wanted += _DRAWN_ROWS * config.vocab_size * _DRAWN_BYTES
+        wanted = step_memory_bytes(self._target.decoder)
         if free < wanted:
             message = f"Tried to allocate {wanted} bytes. of which {free} bytes is free"
             raise torch.OutOfMemoryError(message)

@@ -23,6 +23,7 @@ class RoundSource:
         max_sequences: of a round with the draft's own shape.
         other_trees: further shapes that may be chosen, each with the most sequences of a round.
         is_pinned: an operator fixed the shape: at most it is chosen whether trees grow ahead.
+        place: of the head among those that the target keeps rounds for.
     """
 
     head: HeadPlace
@@ -32,6 +33,7 @@ class RoundSource:
     max_sequences: int
     other_trees: Mapping[TreeShape, int] = field(default_factory=dict)
     is_pinned: bool = False
+    place: int = 0
 
 
 def capacities(shapes: Iterable[TreeShape], max_sequences: int) -> dict[TreeShape, int]:

@@ -37,6 +37,7 @@ _TOKENS = {True: (512, 256), False: (128, 48)}  # of a prompt and of an answer
 _BURST = {True: 64, False: 8}
 _NUM_REPEATED = 8
 _MOST_PROCESSES = 6
+_MODELS = ("8b", "32b", "70b", "70b-quarter", "trial", "demo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class Bench:
             flags = [*mode.flags(self.models), *self.plan.serve_flags]
             async with (
                 clients(self.plan.num_processes) as processes,
-                serving(flags, log_dir, temperature, timeout_s) as stack,
+                serving(flags, log_dir, temperature, timeout_s, self.models.launcher) as stack,
             ):
                 load = Load(processes, stack.server, self.plan.traffic)
                 await stack.watched(_ModeRun(self, mode, stack, load).run())
@@ -206,7 +207,8 @@ async def widened_models(
     that goes with the block unless one is named.
 
     Args:
-        size: of the target: `8b`, `32b` (without a head), or `demo` for what is embedded.
+        size: of the target: one of `wide_sizes`, or `demo` for what is embedded. An 8B is written;
+            larger ones are made as they are loaded.
     """
     if size == "demo":
         yield Models()
@@ -215,6 +217,7 @@ async def widened_models(
     from services.draft.settings_problems import DEMO_DRAFT
     from services.target.settings import DEMO_MODEL
     from tests.bench.wide_folders import target_folder, widened, widened_with_head
+    from tests.bench.wide_sizes import SIZES, described_models
 
     head = DEMO_MODEL.parent / "heads" / "eagle3"
     with contextlib.ExitStack() as stack:
@@ -222,19 +225,22 @@ async def widened_models(
             scratch = tempfile.TemporaryDirectory(prefix="outrider-bench-http-")
             folder = Path(stack.enter_context(scratch))
         start_s = time.monotonic()
-        found: tuple[Path, Path | None]
         if size == "8b":
-            found = await asyncio.to_thread(
+            written = await asyncio.to_thread(
                 widened_with_head, target_folder(folder), DEMO_MODEL, "EAGLE3", head
             )
+            draft = None
+            if "STANDALONE" in algorithms:
+                draft = await asyncio.to_thread(widened, folder / "draft-1b", DEMO_DRAFT, "1b")
+            models = Models(*written, draft)
         else:
-            wide = await asyncio.to_thread(widened, folder / f"target-{size}", DEMO_MODEL, size)
-            found = wide, None
-        draft = None
-        if "STANDALONE" in algorithms:
-            draft = await asyncio.to_thread(widened, folder / "draft-1b", DEMO_DRAFT, "1b")
+            sources = (DEMO_MODEL, head if "EAGLE3" in algorithms else None, DEMO_DRAFT)
+            described = await asyncio.to_thread(
+                described_models, folder / size, SIZES[size], *sources
+            )
+            models = Models(*described, launcher="tests.bench.wide_serve")
         print(f"widened after {time.monotonic() - start_s:.0f} s", file=sys.stderr, flush=True)
-        yield Models(*found, draft)
+        yield models
 
 
 def _has_gpu() -> bool:
@@ -278,7 +284,7 @@ def parse(arguments: list[str], *, has_gpu: bool) -> argparse.Namespace:
     add("--temperature", type=float, default=0.0)
     add("--repeated", action="store_true", help=f"{_NUM_REPEATED} prompts again and again")
     add("--processes", type=int, help="of clients; a third of the cores, at most 6")
-    add("--model", choices=("8b", "32b", "demo"), default="8b" if has_gpu else "demo")
+    add("--model", choices=_MODELS, default="8b" if has_gpu else "demo")
     add("--widen", type=Path, metavar="DIR", help="keep the 8B there; unset, a folder in TMPDIR")
     add("--serve", type=shlex.split, default=[], metavar="FLAGS", help="of `outrider serve`")
     add("--log-dir", type=Path, default=Path(".run/bench-http"))

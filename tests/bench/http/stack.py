@@ -29,11 +29,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Folders of the target, of its EAGLE-3 head and of a smaller model; None is the demo's."""
+    """Folders of the target, of its EAGLE-3 head and of a smaller model; None is the demo's.
+
+    Attributes:
+        launcher: the module of the `outrider` that loads them.
+    """
 
     target: Path | None = None
     head: Path | None = None
     draft: Path | None = None
+    launcher: str = "services.cli"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +149,17 @@ def log_tails(folder: Path) -> str:
 
 @contextlib.asynccontextmanager
 async def serving(
-    flags: Sequence[str], log_dir: Path, temperature: float, start_timeout_s: float
+    flags: Sequence[str],
+    log_dir: Path,
+    temperature: float,
+    start_timeout_s: float,
+    launcher: str = "services.cli",
 ) -> AsyncIterator[Stack]:
     """Runs a stack until the block ends.
 
     Args:
         flags: of `outrider serve`, beside ports and logs.
+        launcher: see `Models`.
 
     Raises:
         StackDied: it did not become ready.
@@ -160,11 +170,11 @@ async def serving(
     own += ["--gateway-port", str(port), "--target-port", str(port + 2)]
     started_s = time.monotonic()
     try:
-        async with running_stack([*flags, *own]) as launcher:
+        async with running_stack([*flags, *own], launcher) as process:
             ready_s = time.monotonic() - started_s
             model = await asyncio.to_thread(_served_model, port)
             server = Server(HOST, port, model, temperature)
-            yield Stack(server, ready_s, port + 4, log_dir, launcher)
+            yield Stack(server, ready_s, port + 4, log_dir, process)
     except StackFailed as error:
         raise StackDied(f"{error}\n{log_tails(log_dir)}") from None
 

@@ -64,6 +64,9 @@ def test_output_is_that_of_plain_decoding(cut: CutTarget, name: str) -> None:
         assert collector.token_ids(key) == expected.token_ids(key)
     rounds = [report for report in reports if report.round_shape is not None]
     assert sum(report.num_accepted for report in rounds) > 0
+    # Rounds read the end of a prompt whose beginning another one has computed, without penalties.
+    num_read = sum(report.num_prompt_rows for report in rounds)
+    assert (num_read > 0) is (name != "penalised")
     # Some tokens come before all have a lane, but none by trees that the host leads.
     assert sum(report.num_drafted for report in reports if report.round_shape is None) == 0
 
