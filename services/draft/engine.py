@@ -58,9 +58,11 @@ class DraftEngine:
         recorder: DraftRecorder | None = None,
         max_waiting_events: int = MAX_WAITING_EVENTS,
         enter_thread: Callable[[], None] | None = None,
+        num_targets: int = 1,
     ) -> None:
         """Args:
         enter_thread: called first on the engine's thread.
+        num_targets: whose rounds the drafter's model can take part in.
         """
         self._enter_thread = enter_thread
         self._drafter = drafter
@@ -79,7 +81,7 @@ class DraftEngine:
         )
         if fan_out.budget and drafter.lookahead is None:
             log.warning("this drafter cannot draft ahead: every tree follows its verdict")
-        self._mapped = MappedHeads(drafter, self._deliver)
+        self._mapped = MappedHeads(drafter, self._deliver, most=num_targets)
         self._inbox = Inbox(max_waiting_events)
         self._outlets: dict[int, Deliver] = {}
         self._link_numbers = itertools.count(1)
@@ -275,8 +277,10 @@ class DraftEngine:
             self._table.apply(event)
             if isinstance(event, LinkOpened) and self._rounds.is_pinned:
                 self._rounds.announce(event.link)
-        for call in mail.calls:
-            call()
+        if mail.calls:
+            with self._mapped.between_rounds():
+                for call in mail.calls:
+                    call()
         return not self._inbox.is_closed
 
     def _deliver(self, output: Output) -> None:

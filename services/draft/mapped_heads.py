@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -11,6 +12,8 @@ from services.draft.events import MappedCommandArrived, MappedHeadReady, Output
 
 if TYPE_CHECKING:
     # A worker without a model runs where torch is not installed.
+    import torch
+
     from services.draft.drafters.shared_head import SharedHead
     from shared.runtime.mapped_head_worker import MappedHeadWorker
     from shared.runtime.mapped_rounds import OpenMapped
@@ -26,26 +29,37 @@ class SharesHead(Protocol):
 
 
 @dataclass(slots=True)
-class _Link:
-    """Rounds of one target."""
+class _Share:
+    """A target's part of the head.
 
-    number: int
-    worker: MappedHeadWorker
+    Attributes:
+        link: of the target that has it; None where nobody has.
+        worker: runs its rounds.
+        stream: of the GPU, for all who have it, one after the other.
+    """
+
+    pages: tuple[int, ...]
+    link: int | None = None
+    worker: MappedHeadWorker | None = None
+    stream: torch.cuda.Stream | None = None
 
 
 class MappedHeads:
-    """Takes the commands of a target. For one target at a time; others are pushed trees. Owned by
-    the engine thread.
+    """Takes the commands of targets, which have equal shares of the head's pages, and a stream of
+    the GPU each. Targets beyond as many are pushed trees. Owned by the engine thread.
 
     Args:
         deliver: says that the head is ready.
+        most: targets that take part.
     """
 
-    def __init__(self, drafter: object, deliver: Callable[[Output], None]) -> None:
+    def __init__(
+        self, drafter: object, deliver: Callable[[Output], None], *, most: int = 1
+    ) -> None:
         self._drafter = drafter if isinstance(drafter, SharesHead) else None
-        self._deliver = deliver
+        self._deliver, self._most = deliver, most
         self._shared: SharedHead | None = None
-        self._link: _Link | None = None
+        self._shares: list[_Share] = []
 
     def take(self, event: MappedCommandArrived, num_target_ids: int) -> None:
         """Does what a target asks for; a command of rounds that could not be opened is dropped.
@@ -59,48 +73,67 @@ class MappedHeads:
         if isinstance(command, OpenMapped):
             self._open(event.link, command, num_target_ids)
             return
-        if self._link is None or self._link.number != event.link:
+        share = next((each for each in self._shares if each.link == event.link), None)
+        if share is None or share.worker is None:
             return
         if isinstance(command, MappedRound):
-            self._link.worker.take(command)
+            share.worker.take(command)
             return
         try:
-            self._link.worker.prepare(command)
+            share.worker.prepare(command)
             if not command.is_last:
                 return
-            assert self._shared is not None
-            self._link.worker.warm_up(self._shared.pages)
+            share.worker.warm_up(share.pages)
         except RuntimeError as error:
             self._decline(event.link, str(error))
             return
-        self._deliver(MappedHeadReady(event.link, self._shared.pages))
+        self._deliver(MappedHeadReady(event.link, share.pages))
 
     def close(self, link: int) -> None:
         """A link has ended."""
-        if self._link is not None and self._link.number == link:
-            self._link = None
+        for each in self._shares:
+            if each.link == link:
+                each.link = each.worker = None
+
+    @contextmanager
+    def between_rounds(self) -> Iterator[None]:
+        """What its body queues, such as other weights, comes between two rounds of each target."""
+        workers = [each.worker for each in self._shares if each.worker is not None]
+        for worker in workers:
+            worker.hold_caller()
+        yield
+        for worker in workers:
+            worker.wait_for_caller()
 
     def _open(self, link: int, command: OpenMapped, num_target_ids: int) -> None:
         from shared.runtime.mapped_head_worker import MappedHeadWorker
         from shared.runtime.ring_memory import RingUnavailable
 
-        if self._drafter is None or self._link is not None:
+        if self._drafter is None:
             self._deliver(MappedHeadReady(link, ()))
             return
         if self._shared is None:
             self._shared = self._drafter.share_head()
+            pages, count = self._shared.pages, len(self._shared.pages) // self._most
+            starts = range(0, count * self._most, max(count, 1))
+            self._shares = [_Share(pages[start : start + count]) for start in starts]
+        share = next((each for each in self._shares if each.link is None), None)
+        if share is None:
+            self._deliver(MappedHeadReady(link, ()))
+            return
         num_ids = self._shared.model.id_limit
         if num_ids < num_target_ids:  # it would look tokens up past the end of its embedding
             self._decline(link, f"it has {num_ids} token ids, its target {num_target_ids}")
             return
         try:
-            worker = MappedHeadWorker(self._shared.model, command)
+            # Its rounds come behind those of the target that had the pages before.
+            worker = MappedHeadWorker(self._shared.model, command, share.stream)
         except (RingUnavailable, RuntimeError) as error:
             self._decline(link, str(error))
             return
-        self._link = _Link(link, worker)
+        share.link, share.worker, share.stream = link, worker, worker.stream
 
     def _decline(self, link: int, reason: str) -> None:
         log.warning("no rounds with this head, trees are pushed: %s", reason)
-        self._link = None
+        self.close(link)
         self._deliver(MappedHeadReady(link, ()))

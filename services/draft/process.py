@@ -90,6 +90,7 @@ class DraftProcess:
 
     async def serve(self, drafter: Drafter, identity: WorkerIdentity) -> None:
         """Starts the engine, drafts once as a warm-up, then attaches to the targets."""
+        is_on_gpu = compiles_kernels(self._settings)
         engine = DraftEngine(
             drafter,
             self._settings.shape,
@@ -99,11 +100,13 @@ class DraftProcess:
             fan_out=self._settings.fan_out,
             recorder=self._recorder,
             enter_thread=functools.partial(use_device, self._settings),
+            # A CPU waits for one target at a time.
+            num_targets=len(self._settings.target) if is_on_gpu else 1,
         )
         engine.start()
         self._engine = engine
         self._weights = HeadWeights(self._settings, drafter, engine)
-        most = self._settings.max_running_requests if compiles_kernels(self._settings) else None
+        most = self._settings.max_running_requests if is_on_gpu else None
         await asyncio.to_thread(warm_up, engine, drafter.limits.feature_spec, most_at_once=most)
         follow = await asyncio.to_thread(self._follow, drafter, engine)
         self._clients = [

@@ -21,7 +21,9 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 @contextmanager
-def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+def capturing(
+    graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream | None = None
+) -> Iterator[None]:
     """Captures into `graph` what its body queues.
 
     Another thread of the process may use the device meanwhile, and waits to capture. It must not
@@ -30,6 +32,8 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
 
     Args:
         pool: of `torch.cuda.graph_pool_handle`.
+        stream: on which the graph will run while others run elsewhere: libraries keep a workspace
+            for each stream that captures. None is the one of all other captures.
     """
     with _ONE_AT_A_TIME:
         collects = gc.isenabled()
@@ -37,7 +41,12 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
         # torch leaves the thread on the stream of captures when one cannot end.
         own_stream = torch.cuda.stream(torch.cuda.current_stream())
         try:
-            with own_stream, torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with (
+                own_stream,
+                torch.cuda.graph(
+                    graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+                ),
+            ):
                 yield
         finally:
             if collects:

@@ -32,7 +32,7 @@ from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import RoundState
 from shared.runtime.round_verification import RoundVerification
 
-LONGEST_WAIT_US = {"cuda": 20_000, "cpu": 1_000_000}
+LONGEST_WAIT_US = {"cuda": 40_000, "cpu": 1_000_000}
 """A tree that takes longer is not waited for; what that costs, it costs once."""
 WAIT_A_BACKLOG_US, WAIT_A_ROW_US = 50_000, 20
 """Added where rows of prompts are computed first, and for each of them."""

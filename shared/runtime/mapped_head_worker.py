@@ -10,6 +10,7 @@ import enum
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -141,19 +142,34 @@ class _Rounds:
 
 
 class MappedHeadWorker:
-    """Runs the rounds of one target. For one thread.
+    """Runs the rounds of one target, on a stream of their own. For one thread.
 
     Args:
         model: with pages as large as the target's.
+        stream: None makes one.
+
+    Attributes:
+        stream: of the GPU; None on a CPU.
 
     Raises:
         RingUnavailable: the target's memory cannot be mapped.
     """
 
-    def __init__(self, model: TreeModel, command: OpenMapped) -> None:
-        pool, spec = model.pool, model.feature_spec
-        device, self._page_size = pool.device, pool.page_size
+    def __init__(
+        self, model: TreeModel, command: OpenMapped, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        device = model.pool.device
         self._device, self._is_cuda = device, device.type == "cuda"
+        self.stream = stream
+        if self._is_cuda and stream is None:
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.wait_for_caller()
+        with self._on_stream():
+            self._open(model, command)
+
+    def _open(self, model: TreeModel, command: OpenMapped) -> None:
+        pool, spec, device = model.pool, model.feature_spec, self._device
+        self._page_size = pool.page_size
         self._layout = MappedLayout.of(command.shapes, pool.page_size)
         self._memory = open_memory(command.address, self._layout.size_bytes, device)
         self._features = None if spec is None else MappedFeatures.of(command, spec, device)
@@ -187,13 +203,27 @@ class MappedHeadWorker:
             chains = OutcomeChains(shape.shape, shape.max_sequences, self._device)
         return _Rounds(shape, place, state, code, features, chains)
 
+    def wait_for_caller(self) -> None:
+        """What is queued from now on waits for what is queued on the current stream."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def hold_caller(self) -> None:
+        """What is queued on the current stream from now on waits for the rounds queued so far."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self.stream)
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
     @torch.inference_mode()
     def prepare(self, command: PrepareMapped) -> None:
         """Captures the graphs for a number of lanes."""
         if self._is_cuda:
             rounds, num_slots = self._rounds[command.number], command.num_slots
-            for part in rounds.parts(num_slots):
-                self._graph(rounds, num_slots, command.sampling, part)
+            with self._on_stream():
+                for part in rounds.parts(num_slots):
+                    self._graph(rounds, num_slots, command.sampling, part)
 
     def warm_up(self, head_pages: Sequence[int]) -> None:
         """Computes prompts of many lengths, for nobody, so that no kernel is compiled later.
@@ -201,8 +231,13 @@ class MappedHeadWorker:
         Args:
             head_pages: whose contents nobody needs.
         """
-        if not self._is_cuda:
+        if self.stream is None:
             return
+        with self._on_stream():
+            self._read_prompts(head_pages)
+        self.stream.synchronize()
+
+    def _read_prompts(self, head_pages: Sequence[int]) -> None:
         for size in _GROUP_SIZES:
             for length in _PROMPT_LENGTHS:
                 num_pages = -(-(length + 1) // self._page_size)
@@ -214,11 +249,14 @@ class MappedHeadWorker:
                     self._catch_up.run(
                         HeadBacklog([0] * (length + 1), start, length, pages, own) for own in groups
                     )
-        torch.cuda.synchronize(self._device)
 
     @torch.inference_mode()
     def take(self, command: MappedRound) -> None:
         """Queues a round: waits for the target, computes the backlogs, grows the trees."""
+        with self._on_stream():
+            self._take(command)
+
+    def _take(self, command: MappedRound) -> None:
         self._round += 1
         if self._features is None:
             # It waits for nothing that the target has yet to compute.
@@ -264,7 +302,7 @@ class MappedHeadWorker:
             elif chains is not None:
                 chains.select(nobody)
             graph = rounds.graphs[key] = torch.cuda.CUDAGraph()
-            with capturing(graph, self._graph_memory):
+            with capturing(graph, self._graph_memory, self.stream):
                 self._queue(rounds, *key)
         return graph
 

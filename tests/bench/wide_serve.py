@@ -1,21 +1,27 @@
-"""`outrider`, but for the loading of models: services also take folders that describe wide ones.
+"""`outrider serve`, but for two things that a benchmark needs.
 
-    python -m tests.bench.wide_serve serve FLAGS
+    python -m tests.bench.wide_serve serve [--targets N] FLAGS
 
-See `wide_loading`. A 70B in bfloat16 is made on its GPUs in seconds, and on no disk.
+Services also load folders that describe wide models, see `wide_loading`: a 70B in bfloat16 is made
+on its GPUs in seconds, and on no disk. And one draft can feed N targets, each on a GPU of its own,
+behind one gateway; the draft has the GPU after theirs.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from functools import partial
 
-from services import serve
+from services import probe, serve
 from services.cli.__main__ import main
-from services.serve_plan import Plan
-from services.stack import ChildSpec
+from services.serve_plan import Plan, dial_address
+from services.stack import Child, ChildSpec, Part
 
-_OWN_SPEC = serve._spec
+TARGETS = "--targets"
+_OWN_SPEC, _OWN_PARTS = serve._spec, serve.parts
 _LOADING = ("services.target", "services.draft")
+_PORTS_A_TARGET = 10
 
 
 def spec(plan: Plan, name: str, module: str, arguments: tuple[str, ...]) -> ChildSpec:
@@ -26,6 +32,56 @@ def spec(plan: Plan, name: str, module: str, arguments: tuple[str, ...]) -> Chil
     return _OWN_SPEC(plan, name, "tests.bench.service", (service, *arguments))
 
 
+def parts(num_targets: int, plan: Plan) -> tuple[Part, ...]:
+    """Returns the parts of a stack with so many targets."""
+    first, *drafts, gateway = _OWN_PARTS(plan)
+    target, is_gpu = plan.target, plan.target.device != "cpu"
+    targets, admins, dialled = [first], list[str](), list[str]()
+    for number in range(num_targets):
+        offset = _PORTS_A_TARGET * number
+        admins.append(dial_address(target.maintenance_host, target.admin_port + offset))
+        if not number:
+            continue
+        ports = {
+            "port": target.port + offset,
+            "maintenance-port": target.admin_port + offset,
+            "metrics-port": (target.metrics_port or target.port + 4) + offset,
+        }
+        own = [f"--{name}={port}" for name, port in ports.items()]
+        own += [f"--device=cuda:{number}"] * is_gpu
+        address = dial_address(target.host, ports["port"])
+        dialled.append(f"--target={address}")
+        child = spec(plan, f"target-{number}", "services.target", (*plan.target_arguments, *own))
+        targets.append(Part(Child(child), partial(probe.grpc_is_serving, address)))
+
+    async def are_attached() -> bool:
+        found = [await probe.has_attachments(each, len(drafts)) for each in admins]
+        return all(found)
+
+    device = [f"--device=cuda:{num_targets}"] * is_gpu
+    fed = [
+        replace(
+            part,
+            child=Child(
+                spec(plan, draft.name, "services.draft", (*draft.arguments, *dialled, *device))
+            ),
+            is_ready=are_attached,
+        )
+        for draft, part in zip(plan.remote_drafts, drafts, strict=True)
+    ]
+    arguments = (*plan.gateway_arguments, *dialled)
+    in_front = Child(spec(plan, "gateway", "gateway", arguments))
+    return (*targets, *fed, replace(gateway, child=in_front))
+
+
+def _main() -> int:
+    words = [word for word in sys.argv if not word.startswith(f"{TARGETS}=")]
+    [*counts] = (int(word.partition("=")[2]) for word in sys.argv if word not in words)
+    sys.argv, serve._spec = words, spec
+    for count in counts:
+        serve.parts = partial(parts, count)
+    return main()
+
+
 if __name__ == "__main__":
-    serve._spec = spec
-    sys.exit(main())
+    sys.exit(_main())

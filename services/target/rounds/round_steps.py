@@ -384,8 +384,10 @@ class RoundSteps:
         now_s = self._clock()
         launch = self._launched.popleft()
         start_s = max(launch.start_s, self._committed_s)
-        # One that was launched behind another has taken the time between their results.
-        if self._policy is not None and launch.is_alone and launch.start_s < self._committed_s:
+        # One that was launched behind another has taken the time between their results. What trees
+        # that came too late cost says nothing of the shape.
+        is_timed = launch.is_alone and launch.start_s < self._committed_s and not rounds.is_late
+        if self._policy is not None and is_timed:
             self._policy.observe_time(launch.shape, num_lanes, now_s - start_s)
         self._committed_s = now_s
         self._wait.timed(now_s - start_s)

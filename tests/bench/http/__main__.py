@@ -49,6 +49,7 @@ class Plan:
         num_windows: of each closed loop.
         open_percents: of the knee's requests a second.
         serve_flags: of `outrider serve`, beside a mode's.
+        num_targets: behind one gateway, with one draft; see `wide_serve`.
     """
 
     modes: tuple[Mode, ...]
@@ -63,6 +64,7 @@ class Plan:
     log_dir: Path
     start_timeout_s: float
     serve_flags: tuple[str, ...] = ()
+    num_targets: int = 1
 
 
 @dataclass(slots=True)
@@ -86,9 +88,13 @@ class Bench:
             self.say(f"{mode.name}: starting, logs in {log_dir}")
             timeout_s, temperature = self.plan.start_timeout_s, self.plan.temperature
             flags = [*mode.flags(self.models), *self.plan.serve_flags]
+            launcher = self.models.launcher
+            if self.plan.num_targets > 1:
+                flags.append(f"--targets={self.plan.num_targets}")
+                launcher = "tests.bench.wide_serve"
             async with (
                 clients(self.plan.num_processes) as processes,
-                serving(flags, log_dir, temperature, timeout_s, self.models.launcher) as stack,
+                serving(flags, log_dir, temperature, timeout_s, launcher) as stack,
             ):
                 load = Load(processes, stack.server, self.plan.traffic)
                 await stack.watched(_ModeRun(self, mode, stack, load).run())
@@ -287,6 +293,7 @@ def parse(arguments: list[str], *, has_gpu: bool) -> argparse.Namespace:
     add("--model", choices=_MODELS, default="8b" if has_gpu else "demo")
     add("--widen", type=Path, metavar="DIR", help="keep the 8B there; unset, a folder in TMPDIR")
     add("--serve", type=shlex.split, default=[], metavar="FLAGS", help="of `outrider serve`")
+    add("--targets", type=int, default=1, help="on a GPU each, with one draft on the next")
     add("--log-dir", type=Path, default=Path(".run/bench-http"))
     add("--out", type=Path, help="file for the rows in JSON")
     add("--start-timeout-s", type=float, default=300.0)
@@ -321,6 +328,7 @@ def plan_of(flags: argparse.Namespace) -> Plan:
         log_dir=flags.log_dir,
         start_timeout_s=flags.start_timeout_s,
         serve_flags=tuple(flags.serve),
+        num_targets=flags.targets,
     )
 
 

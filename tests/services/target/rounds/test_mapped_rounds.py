@@ -13,7 +13,7 @@ from torch import Tensor
 
 from services.target.engine import Engine
 from services.target.rounds.device_rounds import DeviceRounds
-from services.target.rounds.policy import CostTable
+from services.target.rounds.policy import CostTable, LanePolicy
 from services.target.step_report import StepReport
 from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
@@ -46,9 +46,14 @@ class _Setup:
         self._pair, self.drafts = pair, list[MappedDraft]()
 
     def attach(
-        self, name: str = "draft", tree: TreeShape = TREE, model: Decoder | None = None
+        self,
+        name: str = "draft",
+        tree: TreeShape = TREE,
+        model: Decoder | None = None,
+        *,
+        is_pinned: bool = True,
     ) -> MappedDraft:
-        draft = MappedDraft(self._pair, self.engine, name, tree, model)
+        draft = MappedDraft(self._pair, self.engine, name, tree, model, is_pinned=is_pinned)
         self.drafts.append(draft)
         self.engine.attach(draft.attachment)
         settle(self.engine)
@@ -121,6 +126,30 @@ def test_a_frozen_head_costs_plain_steps_and_is_asked_again(
         assert setup.answers(SAMPLINGS[0]) == _plain(pair, SAMPLINGS[0])
         num_asked = sum(isinstance(each, MappedRound) for each in draft.commands)
         assert 0 < num_asked < len(setup.reports) / 2, "most steps asked a frozen head"
+        draft.is_frozen = False
+
+
+def test_what_late_trees_cost_is_not_held_against_a_shape(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: list[TreeShape] = []
+    monkeypatch.setattr(LanePolicy, "choose", lambda self, *_: TREE)
+    monkeypatch.setattr(LanePolicy, "observe_time", lambda _, shape, *__: timed.append(shape))
+    with _setup(pair) as setup:
+        draft = setup.attach(is_pinned=False)
+        mapped = draft.attachment.mapped
+        assert mapped is not None
+
+        def freeze(_: int) -> None:
+            """As soon as rounds are timed."""
+            if timed and not draft.is_frozen:
+                timed.clear()
+                mapped.head._longest_us = 1_000
+                draft.is_frozen = True
+
+        run(setup.engine, [request(prompt, SAMPLINGS[0]) for prompt in PROMPTS], each_step=freeze)
+        assert draft.is_frozen, "no round was timed"
+        assert not timed
         draft.is_frozen = False
 
 
