@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from services.draft.drafter_factory import build_drafter
+from services.draft.drafters import host
 from services.draft.drafters.dflash import DflashDrafter
 from services.draft.drafters.eagle import EagleDrafter
 from services.draft.drafters.host import Host
@@ -17,6 +18,7 @@ from services.draft.drafters.multi_layer import MultiLayerDrafter
 from services.draft.feature_layers import feature_layers
 from services.draft.settings import DraftSettings
 from shared.errors import CheckpointError, SettingsError
+from shared.models.heads.feature_spec import FeatureSpec
 from shared.models.loader import load_decoder
 from shared.settings import load_settings
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
@@ -154,3 +156,14 @@ def test_a_head_in_its_target_s_process_takes_no_more_than_it_can_use(
     drafter = build_drafter(settings, Host(num_tokens=480))
     # Its own sequences, and rounds on the device.
     assert drafter.gauges()["free_page_count"] == 2 * 480 / 16
+
+
+def test_a_cache_leaves_room_for_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "free_memory_bytes", lambda _: 1000)
+    spec, cpu = FeatureSpec((1,), torch.float32, 5, None), torch.device("cpu")
+    where = Host(num_tokens=20, round_bytes=200)
+    assert where.reserved_bytes(cpu, 100) == 100 + 200
+    assert where.reserved_bytes(cpu, 100, spec) == 100 + 20 * 5 * 4 + 200
+    # Where that is not there, half of what is left.
+    assert where.reserved_bytes(cpu, 300, spec) == 300 + 400 + 150
+    assert Host(num_tokens=20).reserved_bytes(cpu, 100, spec) == 100 + 400

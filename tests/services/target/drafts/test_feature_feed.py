@@ -93,6 +93,24 @@ def test_cached_prompt_brings_its_features_along(decoder: Decoder) -> None:
     _check(draft, decoder, whole)
 
 
+def test_prompts_that_were_cached_without_features_are_read_anew(decoder: Decoder) -> None:
+    """No head could draft behind them."""
+    whole = _whole(decoder)
+    engine = build_engine(decoder)
+    draft = _draft(engine, decoder, whole)
+    cached = []
+    run(engine, [request(PROMPT, SAMPLING)])
+    for _ in range(2):
+        draft.features.clear()
+        draft.attach()
+        collector = run(engine, [request(PROMPT, SAMPLING)])
+        cached.append(collector.finished(0).num_cached_tokens)
+        _check(draft, decoder, whole)
+        draft.detach()
+    # One that comes back finds the features that were kept meanwhile.
+    assert cached == [0, 8]
+
+
 def test_draft_that_attaches_again_mid_sequence_gets_all_rows(decoder: Decoder) -> None:
     whole = _whole(decoder)
     engine = build_engine(decoder)
