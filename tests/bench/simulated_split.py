@@ -4,7 +4,8 @@ The times are measured or published ones; nothing here runs a model. A round of 
 
     synchronous:   draft, hop, verify, hop, …                        one after the other
     asynchronous:  verify, and meanwhile draft for the verdicts to come; on a hit the next
-                   verification starts at once, on a miss the draft is awaited
+                   verification starts at once, on a miss the draft is awaited, or the sequence
+                   steps plainly
 
 and commits, per sequence, 1 token and the accepted ones.
 """
@@ -51,6 +52,7 @@ class Scenario:
         batch: sequences that decode at once.
         num_drafts: drafts that share them.
         is_asynchronous: drafts draft ahead while the target verifies.
+        is_plain_on_miss: what was not foreseen is a plain step, and nobody waits.
         tensor_parallel: devices that a target step is split over.
         all_reduce_ms: added to a step for each doubling of the devices.
         host_ms: added to each step by the host.
@@ -66,6 +68,7 @@ class Scenario:
     batch: int = 1
     num_drafts: int = 1
     is_asynchronous: bool = False
+    is_plain_on_miss: bool = False
     tensor_parallel: int = 1
     all_reduce_ms: float = 0.0
     host_ms: float = 0.0
@@ -125,6 +128,8 @@ def round_tokens(scenario: Scenario) -> float:
     for level in range(scenario.num_steps):
         survival *= scenario.acceptance[min(level, len(scenario.acceptance) - 1)]
         total += survival
+    if scenario.is_asynchronous and scenario.is_plain_on_miss:
+        return scenario.hit_rate * total + 1 - scenario.hit_rate
     return total
 
 
@@ -139,4 +144,6 @@ def _wait_ms(scenario: Scenario, verify_ms: float, draft_ms: float) -> float:
     if not scenario.is_asynchronous:
         return miss_ms
     hit_ms = max(miss_ms - verify_ms, 0.0)
+    if scenario.is_plain_on_miss:
+        return hit_ms
     return scenario.hit_rate * hit_ms + (1 - scenario.hit_rate) * miss_ms

@@ -43,6 +43,20 @@ def test_what_is_foreseen_waits_for_nothing() -> None:
     assert predict(half).round_ms == pytest.approx(10.0 + 0.5 * 3.0)
 
 
+def test_where_a_miss_is_a_plain_step_it_costs_its_tokens_and_no_wait() -> None:
+    ahead = replace(BASE, is_asynchronous=True, is_plain_on_miss=True, hit_rate=0.5)
+    prediction = predict(ahead)
+    assert prediction.wait_ms == 0.0
+    assert prediction.round_tokens == pytest.approx(0.5 * 2.2 + 0.5)
+    assert predict(replace(ahead, is_asynchronous=False)).round_tokens == pytest.approx(2.2)
+
+
+def test_rounds_on_h200s_take_what_was_predicted() -> None:
+    """Of sizes and splits as in docs/benchmarks.md; steps of more than 32 rows are extrapolated."""
+    measured = Path(__file__).with_name("measured_h200.json")
+    assert main(["--check", str(measured), "--tolerance", "0.1"]) == 0
+
+
 def test_a_draft_slower_than_its_target_holds_it_up_even_on_hits() -> None:
     slow = replace(BASE, draft_step_ms=Curve(((1, 7.0),)), is_asynchronous=True, hit_rate=1.0)
     assert predict(slow).round_ms == pytest.approx(14.0 + 1.0)
