@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 
 import torch
@@ -50,23 +50,24 @@ def expected_hits(num_experts: int, num_chosen: int, num_rows: int) -> float:
     return num_experts * (1.0 - (1.0 - num_chosen / num_experts) ** num_rows)
 
 
-def weight_bytes(decoder: Decoder, hits: list[int]) -> float:
+def weight_bytes(decoder: Decoder, hits: Sequence[float]) -> float:
     """Returns the bytes of weights that a forward reads, which hits so many experts a layer."""
     return _total(decoder, hits, lambda tensor: tensor.nbytes)
 
 
 def weights_a_row(decoder: Decoder) -> float:
-    """Returns how many weights multiply one row, the lm_head's left out."""
+    """Returns how many weights multiply one row, the lm_head's left out; where experts are spread,
+    of those here on average."""
+    experts = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, Experts)]
     chosen = [
-        layer.mlp.router.routing.num_chosen
-        for layer in decoder.layers
-        if isinstance(layer.mlp, Experts)
+        each.router.routing.num_chosen * each.gate_up.num_experts / each.router.routing.num_experts
+        for each in experts
     ]
     head = sum(tensor.numel() for tensor in tensors_of(decoder.lm_head))
     return _total(decoder, chosen, Tensor.numel) - head
 
 
-def _total(decoder: Decoder, hits: list[int], size: Callable[[Tensor], int]) -> float:
+def _total(decoder: Decoder, hits: Sequence[float], size: Callable[[Tensor], int]) -> float:
     remaining = iter(hits)
     total = float(sum(map(size, tensors_of(decoder.lm_head))))
     for layer in decoder.layers:

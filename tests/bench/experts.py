@@ -1,10 +1,13 @@
-"""Speed of mixtures of experts on one GPU, each forward beside the floor of the same run.
+"""Speed of mixtures of experts, each forward beside the floor of the same run.
 
     python -m tests.bench.experts [--shapes qwen3-30b-a3b glm-4.5-air deepseek-v3] [--no-kernels]
+        [--tp-size N [--ep]]
 
-Three shapes with random weights, made on the device; no checkpoint is read. Each has a process of
-its own, with a time limit, so that one which fails leaves the others; all of them take less than
-five minutes on an H200. As many layers are built as fit.
+On one GPU, or on several that share the matrices (`--tp-size`) or have experts of their own
+(`--ep`); floors are then those of one GPU's part. Three shapes with random weights, made on the
+device; no checkpoint is read. Each has a process of its own, with a time limit, so that one which
+fails leaves the others; all of them take less than five minutes on an H200. As many layers are
+built as fit.
 
 The floor of a step is the bytes of the weights that it reads, of experts those that are hit, over
 the bandwidth of a large copy, and beside them the larger of the bytes of the cache and the
@@ -24,19 +27,27 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import Connection
 
 import torch
 
+from services.followers import Followers, Seat, rank_devices
 from shared.kernels.routing import Routing
 from shared.kv.batch import ForwardBatch, SequenceRows, build_batch
 from shared.kv.pool import KvPool
+from shared.layers.experts import Experts
+from shared.layers.tensor_group import TensorGroup
 from shared.model_options import ModelOptions
 from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder
 from shared.models.decoder_weights import decoder_parts
+from shared.models.loader import shard_of
 from shared.runtime.graph_inputs import GraphLimits
 from shared.runtime.graphs import ForwardGraphs
+from shared.runtime.lockstep import Leader, follow
 from shared.runtime.runner import ModelRunner
+from shared.telemetry.logs import LogFormat
 from tests.bench.device_clock import copy_bandwidth, device_ms, product_rate
 from tests.bench.expert_floors import (
     expected_hits,
@@ -73,19 +84,36 @@ class Rates:
         return cls(copy_bandwidth(), product_rate()) if device.type == "cuda" else cls(1.0, 1.0)
 
 
-def num_layers(shape: ExpertShape, device: torch.device) -> int:
-    """Returns as many layers as fit on the device, and no more than are asked for."""
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The processes that share a model.
+
+    Attributes:
+        has_experts: each has some experts whole.
+    """
+
+    size: int = 1
+    has_experts: bool = False
+
+    def __str__(self) -> str:
+        if self.size == 1:
+            return "one GPU"
+        return f"{self.size} GPUs{', experts spread' if self.has_experts else ''}"
+
+
+def num_layers(shape: ExpertShape, device: torch.device, size: int = 1) -> int:
+    """Returns as many layers as fit on the devices, and no more than are asked for."""
     if device.type != "cuda":
         return shape.layers_most
     counts = (2, 3)
     sizes = [_num_weights(shape.config(count)) for count in counts]
     a_layer = sizes[1] - sizes[0]
     itemsize = 2 if shape.quantisation.value == "unquant" else 1
-    outside = 2 * (sizes[0] - counts[0] * a_layer)
+    outside = 2 * (sizes[0] - counts[0] * a_layer) / size
     tokens = max(shape.batches) * (shape.context + PAGE_SIZE)
     cache = tokens * _cache_bytes(shape.config(1))
     room = torch.cuda.mem_get_info(device)[0] * _WEIGHTS_SHARE - outside
-    return max(1, min(shape.layers_most, int(room / (a_layer * itemsize + cache))))
+    return max(1, min(shape.layers_most, int(room / ((a_layer * itemsize + cache) / size))))
 
 
 def _num_weights(config: ModelConfig) -> int:
@@ -100,21 +128,29 @@ def _cache_bytes(config: ModelConfig) -> int:
 
 
 class ShapeBench:
-    """One shape on one device.
+    """One shape on one device, or this process's part of it.
 
     Args:
         count: layers that are built.
+        group: processes that share the model.
+        leader: of rank 0.
     """
 
     def __init__(
-        self, shape: ExpertShape, count: int, device: torch.device, clock: Callable[..., float]
+        self,
+        shape: ExpertShape,
+        count: int,
+        device: torch.device,
+        clock: Callable[..., float],
+        group: TensorGroup | None = None,
+        leader: Leader | None = None,
     ) -> None:
         self.shape = shape
         self._device, self._clock = device, clock
         self.rates = Rates.of(device)
         options = ModelOptions(quantisation=shape.quantisation)
-        self.decoder = decoder = random_decoder(shape.config(count), device, options)
-        self._runner = ModelRunner(*self._room(decoder))
+        self.decoder = decoder = random_decoder(shape.config(count), device, options, group)
+        self.runner = ModelRunner(*self._room(decoder), leader=leader)
 
     def _room(self, decoder: Decoder) -> tuple[Decoder, KvPool, ForwardGraphs | None]:
         shape, device = self.shape, self._device
@@ -168,7 +204,7 @@ class ShapeBench:
         kinds.append(("prefill", [chunk(0, shape.prompt.num_tokens)] * shape.prompt.count))
         for name, sequences in kinds:
             try:
-                yield f"{name}: {_kernel_times(self._runner, self._batch(sequences))}"
+                yield f"{name}: {_kernel_times(self.runner, self._batch(sequences))}"
             except Exception as error:
                 yield f"{name}: failed: {error}"
 
@@ -185,13 +221,20 @@ class ShapeBench:
             return None
 
     def _step(self, name: str, batch: ForwardBatch, sequences: Sequence[SequenceRows]) -> Line:
-        hits = experts_hit(self.decoder, self._runner.pool, batch)
         num_rows, count = len(batch.token_ids), len(self.decoder.layers)
-        floor = weight_bytes(self.decoder, hits) / self.rates.bandwidth
-        floor += self._attention_ms(sequences)
-        time_ms = self._clock(lambda: self._runner.run(batch))
         routing = self._routing()
         expected = expected_hits(routing.num_experts, routing.num_chosen, num_rows)
+        if self.decoder.group is None:
+            hits: list[float] = [*experts_hit(self.decoder, self.runner.pool, batch)]
+        else:
+            hits = [
+                expected * layer.mlp.gate_up.num_experts / routing.num_experts
+                for layer in self.decoder.layers
+                if isinstance(layer.mlp, Experts)
+            ]
+        floor = weight_bytes(self.decoder, hits) / self.rates.bandwidth
+        floor += self._attention_ms(sequences)
+        time_ms = self._clock(lambda: self.runner.run(batch))
         note = f"experts hit {sum(hits) / len(hits):.1f}, {expected:.1f} expected; "
         head = sum(tensor.nbytes for tensor in tensors_of(self.decoder.lm_head))
         head_ms = head / self.rates.bandwidth
@@ -205,23 +248,28 @@ class ShapeBench:
         if config.latent is not None:
             width = config.latent.query_dim + config.latent.value_dim
         pairs = sum(len(rows.token_ids) ** 2 / 2 for rows in sequences)
-        attention = 2 * config.num_layers * config.num_heads * width * pairs
+        attention = 2 * config.num_layers * self._num_heads * width * pairs
         operations = 2 * len(batch.token_ids) * weights_a_row(self.decoder) + attention
-        time_ms = self._clock(lambda: self._runner.run(batch), repeats=3, inner=1)
+        time_ms = self._clock(lambda: self.runner.run(batch), repeats=3, inner=1)
         note = f"{operations / time_ms / 1e9:.0f} of {rate / 1e9:.0f} TFLOP/s"
         return Line(name, time_ms, operations / rate, note)
 
     def _attention_ms(self, sequences: Sequence[SequenceRows]) -> float:
         """Returns the floor of reading the cache, or of the arithmetic over it."""
         config = self.decoder.config
-        token_bytes = self._runner.pool.layout.token_size_bytes
+        token_bytes = self.runner.pool.layout.token_size_bytes
         read_bytes = token_bytes * sum(rows.kv_start + len(rows.token_ids) for rows in sequences)
         width = 2 * config.head_dim
         if config.latent is not None:
             width = config.latent.row_dim + config.latent.latent_dim
         pairs = sum(rows.kv_start * len(rows.token_ids) for rows in sequences)
-        operations = 2 * config.num_layers * config.num_heads * width * pairs
+        operations = 2 * config.num_layers * self._num_heads * width * pairs
         return max(read_bytes / self.rates.bandwidth, operations / self.rates.operations)
+
+    @property
+    def _num_heads(self) -> int:
+        """Query heads of this process."""
+        return shard_of(self.decoder.group).num_heads(self.decoder.config)
 
     def _routing(self) -> Routing:
         experts = self.decoder.config.experts
@@ -259,16 +307,53 @@ def _kernel_times(runner: ModelRunner, batch: ForwardBatch) -> str:
     return f"{total:,.0f} us: {shown}"
 
 
-def measure(shape: ExpertShape, *, has_kernels: bool) -> None:
+@dataclass(frozen=True, slots=True)
+class _Logging:
+    """See `FollowerSettings`."""
+
+    log_level: str = "warning"
+    log_format: LogFormat = LogFormat.TEXT
+    num_threads: int = 1
+
+
+def follow_rank_0(
+    shape: ExpertShape,
+    count: int,
+    clock: Callable[..., float],
+    spread: Spread,
+    seat: Seat,
+    pipe: Connection,
+) -> None:
+    """Computes another process's part of what rank 0 measures."""
+    group = replace(seat.join(_Logging()), spreads_experts=spread.has_experts)
+    follow(ShapeBench(shape, count, seat.device, clock, group).runner, group, pipe)
+
+
+def measure(shape: ExpertShape, spread: Spread, *, has_kernels: bool) -> None:
     """Prints the table of one shape."""
     device, start_s = torch.device("cuda"), time.perf_counter()
     torch.cuda.init()
-    count = num_layers(shape, device)
-    bench = ShapeBench(shape, count, device, device_ms)
-    held = torch.cuda.memory_allocated() / 2**30
+    count = num_layers(shape, device, spread.size)
+    if spread.size == 1:
+        bench = ShapeBench(shape, count, device, device_ms)
+        _report(bench, spread, start_s, has_kernels=has_kernels)
+        return
+    devices = rank_devices(device.type, spread.size)
+    work = partial(follow_rank_0, shape, count, device_ms, spread)
+    followers = Followers(work, devices, service="bench")
+    try:
+        group = replace(followers.group, spreads_experts=spread.has_experts)
+        bench = ShapeBench(shape, count, devices[0], device_ms, group, followers.leader)
+        _report(bench, spread, start_s, has_kernels=False)
+    finally:
+        followers.stop()
+
+
+def _report(bench: ShapeBench, spread: Spread, start_s: float, *, has_kernels: bool) -> None:
+    shape, held = bench.shape, torch.cuda.memory_allocated() / 2**30
     print(
-        f"\n{shape.name}, {count} of {shape.layers_most} layers, {shape.quantisation.value}, "
-        f"{held:.0f} GiB, context {shape.context:,}; {bench.rates}; "
+        f"\n{shape.name}, {spread}, {len(bench.decoder.layers)} of {shape.layers_most} layers, "
+        f"{shape.quantisation.value}, {held:.0f} GiB, context {shape.context:,}; {bench.rates}; "
         f"made in {time.perf_counter() - start_s:.0f} s\n"
         "| forward | ms | floor ms | of floor | |\n|---|---|---|---|---|",
         flush=True,
@@ -285,15 +370,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="bench-experts", description=__doc__)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--no-kernels", action="store_true", help="do not say where time goes")
+    parser.add_argument("--tp-size", type=int, default=1, help="GPUs that share the model")
+    parser.add_argument("--ep", action="store_true", help="each of them has experts of its own")
     flags = parser.parse_args()
     if len(flags.shapes) == 1:
-        measure(SHAPES[flags.shapes[0]], has_kernels=not flags.no_kernels)
+        spread = Spread(flags.tp_size, flags.ep)
+        measure(SHAPES[flags.shapes[0]], spread, has_kernels=not flags.no_kernels)
         return 0
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     failed = 0
     for name in flags.shapes:
         words = [sys.executable, "-m", "tests.bench.experts", "--shapes", name]
-        words += ["--no-kernels"] if flags.no_kernels else []
+        words += ["--no-kernels"] * flags.no_kernels + ["--ep"] * flags.ep
+        words.append(f"--tp-size={flags.tp_size}")
         try:
             failed |= subprocess.run(words, timeout=LIMIT_S, check=False).returncode
         except subprocess.TimeoutExpired:

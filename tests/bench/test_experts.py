@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+from services.followers import Followers, rank_devices
 from shared.layers.experts import Experts
 from tests.bench import experts as program
 from tests.bench.expert_floors import expected_hits, tensors_of, weight_bytes, weights_a_row
@@ -19,7 +21,7 @@ from tests.bench.expert_shapes import (
     ExpertShape,
     Prompt,
 )
-from tests.bench.experts import ShapeBench
+from tests.bench.experts import ShapeBench, Spread, follow_rank_0
 
 CPU = torch.device("cpu")
 TINY = {
@@ -119,3 +121,23 @@ def test_rows_hit_more_experts_the_more_they_are() -> None:
 def test_published_shapes_are_read(name: str) -> None:
     assert SHAPES[name].config(3).num_layers == 3
     assert program.num_layers(tiny(SHAPES[name]), CPU) == 2
+
+
+def test_processes_that_share_a_model_compute_every_line() -> None:
+    shape, spread = tiny(QWEN3_30B), Spread(2, has_experts=True)
+    work = partial(follow_rank_0, shape, 2, _run_once, spread)
+    followers = Followers(work, rank_devices("cpu", spread.size), service="bench")
+    try:
+        group = replace(followers.group, spreads_experts=True)
+        bench = ShapeBench(shape, 2, CPU, _run_once, group, followers.leader)
+        whole = ShapeBench(shape, 2, CPU, _run_once)
+        names = [line.name for line in bench.lines()]
+        assert names == [line.name for line in whole.lines()]
+        experts, own = whole.decoder.layers[0].mlp, bench.decoder.layers[0].mlp
+        assert isinstance(experts, Experts)
+        assert isinstance(own, Experts)
+        assert own.gate_up.num_experts == experts.gate_up.num_experts / 2
+        # All choose experts by the same numbers.
+        assert torch.equal(own.router.weight.dense(), experts.router.weight.dense())
+    finally:
+        followers.stop()
