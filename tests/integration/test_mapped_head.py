@@ -98,12 +98,12 @@ async def test_answers_are_those_of_plain_steps(draft: str, tp_size: int) -> Non
             # The head reads what the target wrote: without it hardly a token would be accepted.
             assert rounds.num_accepted > 0.4 * rounds.num_verified
             # In the middle of an answer the head is gone.
-            late = asyncio.create_task(_answer(target, _request(QUESTIONS[0], 200, 0.0)))
+            late = asyncio.create_task(_answer(target, _request(QUESTIONS[0], 100, 0.0)))
             await _until_rounds(target, rounds)
             process.kill()
             await process.wait()
             alone = await late
-        assert alone == await _answer(target, _request(QUESTIONS[0], 200, 0.0, disabled=True))
+        assert alone == await _answer(target, _request(QUESTIONS[0], 100, 0.0, disabled=True))
         await target.until_attached(0)
         async with _head(target, draft):
             await _until_rounds(target, rounds)

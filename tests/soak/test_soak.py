@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from services.target.rounds import round_runners
 from shared.kv.states import StateStore
 from shared.models.decoder import Decoder
 from tests.helpers.engines import recurrent_decoder
@@ -55,16 +56,17 @@ def test_nothing_is_lost(models: dict[str, Decoder], overlaps: bool) -> None:
 def test_nothing_is_lost_where_the_device_selects_trees(
     models: dict[str, Decoder], chooses: bool
 ) -> None:
-    soak = Soak(models["target"], models, 6, overlaps=True, selects=True, chooses=chooses)
+    soak = Soak(models["target"], models, 5, overlaps=True, selects=True, chooses=chooses)
     _run(soak, 10, "num_device_rounds", "num_outcome_hits", "num_cancelled", "num_reconnects")
 
 
-@pytest.mark.parametrize("selects", [False, True])
+# With these seeds everything happens early.
+@pytest.mark.parametrize(("selects", "seed"), [(False, 6), (True, 5)])
 def test_nothing_is_lost_with_recurrent_states(
-    models: dict[str, Decoder], recurrent: Decoder, selects: bool
+    models: dict[str, Decoder], recurrent: Decoder, selects: bool, seed: int
 ) -> None:
     drafts = {"target": recurrent, "other": models["other"]}
-    soak = Soak(recurrent, drafts, 8, overlaps=True, selects=selects)
+    soak = Soak(recurrent, drafts, seed, overlaps=True, selects=selects)
     happen = ("num_accepted", "num_cancelled", "num_reconnects")
     _run(soak, 4, *happen, "num_device_rounds" if selects else "num_preempted")
 
@@ -82,7 +84,7 @@ def test_a_soak_notices_a_stale_state(
 def test_nothing_is_lost_where_a_head_is_lent(tmp_path: Path, is_recurrent: bool) -> None:
     folders = tmp_path / "target", tmp_path / "head"
     pair = write_pair(*folders, torch.device("cpu"), is_recurrent=is_recurrent)
-    soak = Soak(pair.decoder, {}, 7, overlaps=True, head=pair.head)
+    soak = Soak(pair.decoder, {}, 1, overlaps=True, head=pair.head)
     happen = ("num_device_rounds", "num_accepted", "num_cancelled", "num_reconnects")
     if is_recurrent:
         _run(soak, 8, *happen)
@@ -91,8 +93,10 @@ def test_nothing_is_lost_where_a_head_is_lent(tmp_path: Path, is_recurrent: bool
 
 
 def test_nothing_is_lost_where_a_model_drafts_ahead(
-    models: dict[str, Decoder], tmp_path: Path
+    models: dict[str, Decoder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # What rounds take is measured first.
+    monkeypatch.setattr(round_runners, "_NUM_TIMED", 1)
     pair = write_pair(tmp_path / "target", tmp_path / "head", torch.device("cpu"))
     soak = Soak(pair.decoder, {}, 7, overlaps=True, head=pair.head, mapped=models["other"])
     happen = ("num_rounds_ahead", "num_accepted", "num_cancelled", "num_preempted")
