@@ -105,7 +105,7 @@ def test_trees_are_cut_and_no_token_changes(
     assert num_rounds == sorted(set(num_rounds))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
 def test_any_size_beside_others_behind_a_bad_network_changes_nothing(
     decoder: Decoder, other_decoder: Decoder, sampling: str, seed: int
