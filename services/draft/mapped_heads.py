@@ -109,16 +109,8 @@ class MappedHeads:
         from shared.runtime.mapped_head_worker import MappedHeadWorker
         from shared.runtime.ring_memory import RingUnavailable
 
-        if self._drafter is None:
-            self._deliver(MappedHeadReady(link, ()))
-            return
-        if self._shared is None:
-            self._shared = self._drafter.share_head()
-            pages, count = self._shared.pages, len(self._shared.pages) // self._most
-            starts = range(0, count * self._most, max(count, 1))
-            self._shares = [_Share(pages[start : start + count]) for start in starts]
-        share = next((each for each in self._shares if each.link is None), None)
-        if share is None:
+        share = self._free_share()
+        if share is None or self._shared is None:
             self._deliver(MappedHeadReady(link, ()))
             return
         num_ids = self._shared.model.id_limit
@@ -132,6 +124,17 @@ class MappedHeads:
             self._decline(link, str(error))
             return
         share.link, share.worker, share.stream = link, worker, worker.stream
+
+    def _free_share(self) -> _Share | None:
+        """Returns a part of the head that no target has; None where there is none."""
+        if self._drafter is None:
+            return None
+        if self._shared is None:
+            self._shared = self._drafter.share_head()
+            pages, count = self._shared.pages, len(self._shared.pages) // self._most
+            starts = (number * count for number in range(self._most))
+            self._shares = [_Share(pages[start : start + count]) for start in starts]
+        return next((each for each in self._shares if each.link is None), None)
 
     def _decline(self, link: int, reason: str) -> None:
         log.warning("no rounds with this head, trees are pushed: %s", reason)

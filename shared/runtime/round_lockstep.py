@@ -1,15 +1,16 @@
 """Keeps rounds on the device in step in the processes of a tensor group.
 
-Rank 0 has the head, the lanes and the host's view of them. A follower has only its part of the
-target, so a round sends it two tensors, on the stream: the trees with the slots and pages of their
-rows, and the tokens that rank 0 drew. Where prompt tokens replace trees, it sends the trees once
-more. Nothing is decided twice, so nothing can differ. Through the pipe goes a word for each round.
+Rank 0 has the lanes, the host's view of them, and the trees, whoever drafts them. A follower has
+only its part of the target, so a round sends it two tensors, on the stream: the trees with the
+slots and pages of their rows, and the tokens that rank 0 drew. Where prompt tokens replace trees,
+it sends the trees once more. Nothing is decided twice, so nothing can differ. Through the pipe goes
+a word for each round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -85,19 +86,15 @@ class RoundLeader:
         """Announces a `RoundRunner`."""
         self._leader.tell(OpenRounds(self._key, shape, max_sequences))
 
-    @contextmanager
-    def capturing(self, num_slots: int, sampling: RoundSampling) -> Iterator[None]:
+    def capturing(self, num_slots: int, sampling: RoundSampling) -> AbstractContextManager[None]:
         """Announces that its body captures the graphs of a round."""
-        with self._announced(CaptureRound(self._key, num_slots, sampling)):
-            yield
+        return self._announced(CaptureRound(self._key, num_slots, sampling))
 
-    @contextmanager
     def queueing(
         self, num_slots: int, sampling: RoundSampling, *, has_chunks: bool
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Announces that its body queues a round."""
-        with self._announced(QueueRound(self._key, num_slots, sampling, has_chunks)):
-            yield
+        return self._announced(QueueRound(self._key, num_slots, sampling, has_chunks))
 
     @contextmanager
     def _announced(self, message: CaptureRound | QueueRound) -> Iterator[None]:

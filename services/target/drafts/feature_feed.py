@@ -24,7 +24,6 @@ class FeatureFeed:
         self._stores = stores
         self._needs = needs
         self._leases = leases
-        self._page_size = leases.page_size
 
     @property
     def stores(self) -> tuple[FeatureStore, ...]:
@@ -57,14 +56,16 @@ class FeatureFeed:
         one that nobody stored, and the position of the first."""
         store = self._stores.get(spec.key)
         assert store is not None, "nobody keeps these features"
-        slots = lease.slots(start, end, self._page_size)
+        slots = lease.slots(start, end, self._leases.page_size)
         num_unknown = store.first_known(slots)
         return start + num_unknown, store.read(slots[num_unknown:])
 
     def store(self, plan: StepPlan, slots: Tensor, output: RunnerOutput) -> None:
         """Stores the rows of a step's forward, tree nodes included."""
         if self._stores.is_used:
-            host_slots = [slot for entry in plan.scheduled for slot in entry.slots(self._page_size)]
+            host_slots = [
+                slot for entry in plan.scheduled for slot in entry.slots(self._leases.page_size)
+            ]
             self._stores.write(slots, host_slots, output, self.captured_layers)
 
     def move(self, source: Tensor, target: Tensor) -> None:
@@ -114,7 +115,7 @@ class FeatureFeed:
         """Returns the first position to send and the slots from there on."""
         lease = need.sequence.open_lease
         start = need.start or 0
-        slots = lease.slots(start, need.end, self._page_size)
+        slots = lease.slots(start, need.end, self._leases.page_size)
         # The first time, rows from before the store's time are missing at the front.
         num_unknown = store.first_known(slots) if need.start is None else 0
         return start + num_unknown, slots[num_unknown:]
