@@ -32,7 +32,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from services.followers import Followers, Seat, rank_devices
+from services.followers import Followers, Seat, check_shard, rank_devices
 from shared.kernels.routing import Routing
 from shared.kv.batch import ForwardBatch, SequenceRows, build_batch
 from shared.kv.pool import KvPool
@@ -43,6 +43,7 @@ from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder
 from shared.models.decoder_weights import decoder_parts
 from shared.models.loader import shard_of
+from shared.models.shard import Shard
 from shared.runtime.graph_inputs import GraphLimits
 from shared.runtime.graphs import ForwardGraphs
 from shared.runtime.lockstep import Leader, follow
@@ -82,23 +83,6 @@ class Rates:
     def of(cls, device: torch.device) -> Rates:
         """Measures them; those of a CPU are 1."""
         return cls(copy_bandwidth(), product_rate()) if device.type == "cuda" else cls(1.0, 1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """The processes that share a model.
-
-    Attributes:
-        has_experts: each has some experts whole.
-    """
-
-    size: int = 1
-    has_experts: bool = False
-
-    def __str__(self) -> str:
-        if self.size == 1:
-            return "one GPU"
-        return f"{self.size} GPUs{', experts spread' if self.has_experts else ''}"
 
 
 def num_layers(shape: ExpertShape, device: torch.device, size: int = 1) -> int:
@@ -320,39 +304,50 @@ def follow_rank_0(
     shape: ExpertShape,
     count: int,
     clock: Callable[..., float],
-    spread: Spread,
+    spreads_experts: bool,
     seat: Seat,
     pipe: Connection,
 ) -> None:
     """Computes another process's part of what rank 0 measures."""
-    group = replace(seat.join(_Logging()), spreads_experts=spread.has_experts)
+    group = replace(seat.join(_Logging()), spreads_experts=spreads_experts)
     follow(ShapeBench(shape, count, seat.device, clock, group).runner, group, pipe)
 
 
-def measure(shape: ExpertShape, spread: Spread, *, has_kernels: bool) -> None:
-    """Prints the table of one shape."""
+def measure(shape: ExpertShape, shard: Shard, *, has_kernels: bool) -> None:
+    """Prints the table of one shape.
+
+    Args:
+        shard: rank 0's.
+
+    Raises:
+        SettingsError: the model cannot be cut so, or there are not as many GPUs.
+    """
     device, start_s = torch.device("cuda"), time.perf_counter()
-    torch.cuda.init()
-    count = num_layers(shape, device, spread.size)
-    if spread.size == 1:
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    check_shard(shard, shape.config(1))
+    count = num_layers(shape, device, shard.size)
+    if shard.size == 1:
         bench = ShapeBench(shape, count, device, device_ms)
-        _report(bench, spread, start_s, has_kernels=has_kernels)
+        _report(bench, start_s, has_kernels=has_kernels)
         return
-    devices = rank_devices(device.type, spread.size)
-    work = partial(follow_rank_0, shape, count, device_ms, spread)
+    devices = rank_devices(device.type, shard.size)
+    work = partial(follow_rank_0, shape, count, device_ms, shard.spreads_experts)
     followers = Followers(work, devices, service="bench")
     try:
-        group = replace(followers.group, spreads_experts=spread.has_experts)
+        group = replace(followers.group, spreads_experts=shard.spreads_experts)
         bench = ShapeBench(shape, count, devices[0], device_ms, group, followers.leader)
-        _report(bench, spread, start_s, has_kernels=False)
+        _report(bench, start_s, has_kernels=False)
     finally:
         followers.stop()
 
 
-def _report(bench: ShapeBench, spread: Spread, start_s: float, *, has_kernels: bool) -> None:
+def _report(bench: ShapeBench, start_s: float, *, has_kernels: bool) -> None:
     shape, held = bench.shape, torch.cuda.memory_allocated() / 2**30
+    shard = shard_of(bench.decoder.group)
+    experts = ", experts spread" if shard.spreads_experts else ""
     print(
-        f"\n{shape.name}, {spread}, {len(bench.decoder.layers)} of {shape.layers_most} layers, "
+        f"\n{shape.name}, --tp-size {shard.size}{experts}, "
+        f"{len(bench.decoder.layers)} of {shape.layers_most} layers, "
         f"{shape.quantisation.value}, {held:.0f} GiB, context {shape.context:,}; {bench.rates}; "
         f"made in {time.perf_counter() - start_s:.0f} s\n"
         "| forward | ms | floor ms | of floor | |\n|---|---|---|---|---|",
@@ -374,8 +369,8 @@ def main() -> int:
     parser.add_argument("--ep", action="store_true", help="each of them has experts of its own")
     flags = parser.parse_args()
     if len(flags.shapes) == 1:
-        spread = Spread(flags.tp_size, flags.ep)
-        measure(SHAPES[flags.shapes[0]], spread, has_kernels=not flags.no_kernels)
+        shard = Shard(0, flags.tp_size, flags.ep)
+        measure(SHAPES[flags.shapes[0]], shard, has_kernels=not flags.no_kernels)
         return 0
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     failed = 0

@@ -28,10 +28,8 @@ _NUMBERS = {
     "host_ms": (0.0, 1e6),
 }
 _WHOLE = frozenset({"num_steps", "nodes_per_step", "batch", "num_drafts", "tensor_parallel"})
-_KNOWN = frozenset(_NUMBERS) | {
-    *("verify_ms", "draft_step_ms", "acceptance"),
-    *("is_asynchronous", "is_plain_on_miss"),
-}
+_FLAGS = ("is_asynchronous", "is_plain_on_miss")
+_KNOWN = frozenset(_NUMBERS) | {"verify_ms", "draft_step_ms", "acceptance", *_FLAGS}
 
 
 def scenario_of(values: Mapping[str, Any]) -> Scenario:
@@ -50,8 +48,7 @@ def scenario_of(values: Mapping[str, Any]) -> Scenario:
             "draft_step_ms", values | {"draft_step_ms": values.get("draft_step_ms", {"1": 0.0})}
         ),
         acceptance=_acceptance(values.get("acceptance", [0.0])),
-        is_asynchronous=_flag("is_asynchronous", values),
-        is_plain_on_miss=_flag("is_plain_on_miss", values),
+        **{key: _flag(key, values.get(key, False)) for key in _FLAGS},
         **numbers,
     )
 
@@ -65,8 +62,7 @@ def _number(key: str, value: object) -> Any:
     return int(value) if key in _WHOLE else float(value)
 
 
-def _flag(key: str, values: Mapping[str, Any]) -> bool:
-    value = values.get(key, False)
+def _flag(key: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise BadScenario(f"{key} is {value!r}; it must be true or false")
     return value

@@ -3,8 +3,7 @@
     python -m tests.bench.service target|draft [FLAGS]
 
 Folders that describe a wide model are loaded (`wide_loading`), also by the processes that share a
-target's model, which import this module. Lines on stdin, `log on` or
-`disorder off`, switch two things that are off at first:
+target's model. Lines on stdin, `log on` or `disorder off`, switch two things that are off at first:
 
 - log: what `--round-log` names is written. A line a message costs what is being measured.
 - disorder: the draft's candidates come twice and in no order (`disorder`).
@@ -25,7 +24,8 @@ from tests.bench.disorder import Disorder
 from tests.bench.switched_log import SwitchedRoundLog
 from tests.bench.wide_loading import load_wide_models
 
-load_wide_models()
+if __name__ in ("__main__", "__mp_main__"):  # the latter in processes that this one spawns
+    load_wide_models()
 
 
 class Switch(Protocol):

@@ -8,6 +8,9 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 
+LAUNCHER, WIDE_LAUNCHER = "services.cli", "tests.bench.wide_serve"
+"""Modules of `outrider`: the one that users start, and the one of `wide_serve`."""
+
 
 class StackFailed(Exception):
     """The services did not start; their launcher has said why on stderr."""
@@ -15,7 +18,7 @@ class StackFailed(Exception):
 
 @contextlib.asynccontextmanager
 async def running_stack(
-    arguments: Sequence[str], launcher: str = "services.cli"
+    arguments: Sequence[str], launcher: str = LAUNCHER
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """Runs `outrider serve` with these flags until the block ends; yields the launcher.
 

@@ -21,7 +21,7 @@ from tests.bench.expert_shapes import (
     ExpertShape,
     Prompt,
 )
-from tests.bench.experts import ShapeBench, Spread, follow_rank_0
+from tests.bench.experts import ShapeBench, follow_rank_0
 
 CPU = torch.device("cpu")
 TINY = {
@@ -124,9 +124,9 @@ def test_published_shapes_are_read(name: str) -> None:
 
 
 def test_processes_that_share_a_model_compute_every_line() -> None:
-    shape, spread = tiny(QWEN3_30B), Spread(2, has_experts=True)
-    work = partial(follow_rank_0, shape, 2, _run_once, spread)
-    followers = Followers(work, rank_devices("cpu", spread.size), service="bench")
+    shape = tiny(QWEN3_30B)
+    work = partial(follow_rank_0, shape, 2, _run_once, True)
+    followers = Followers(work, rank_devices("cpu", 2), service="bench")
     try:
         group = replace(followers.group, spreads_experts=True)
         bench = ShapeBench(shape, 2, CPU, _run_once, group, followers.leader)

@@ -9,6 +9,7 @@ import torch
 
 from services.draft.drafters import standalone_factory
 from services.target import runner_factory
+from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.heads import target_tensors
 from shared.models.loader import load_decoder
@@ -64,6 +65,7 @@ def test_both_services_load_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for factory in factories:
         monkeypatch.setattr(factory, "load_decoder", load_decoder)
     monkeypatch.setattr(target_tensors, "TargetFolder", target_tensors.TargetFolder)
+    monkeypatch.setattr(Checkpoint, "open", Checkpoint.open)
     load_wide_models()
     assert all(factory.load_decoder is load_wide_decoder for factory in factories)  # type: ignore[attr-defined]
     assert target_tensors.TargetFolder is open_wide_target  # type: ignore[comparison-overlap]

@@ -9,6 +9,7 @@ behind one gateway; the draft has the GPU after theirs.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from dataclasses import replace
 from functools import partial
@@ -18,7 +19,6 @@ from services.cli.__main__ import main
 from services.serve_plan import Plan, dial_address
 from services.stack import Child, ChildSpec, Part
 
-TARGETS = "--targets"
 _OWN_SPEC, _OWN_PARTS = serve._spec, serve.parts
 _LOADING = ("services.target", "services.draft")
 _PORTS_A_TARGET = 10
@@ -75,11 +75,12 @@ def parts(num_targets: int, plan: Plan) -> tuple[Part, ...]:
 
 
 def _main() -> int:
-    words = [word for word in sys.argv if not word.startswith(f"{TARGETS}=")]
-    [*counts] = (int(word.partition("=")[2]) for word in sys.argv if word not in words)
-    sys.argv, serve._spec = words, spec
-    for count in counts:
-        serve.parts = partial(parts, count)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--targets", type=int, default=1)
+    flags, sys.argv[1:] = parser.parse_known_args()
+    serve._spec = spec
+    if flags.targets > 1:
+        serve.parts = partial(parts, flags.targets)
     return main()
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from services.draft.algorithm import Algorithm
-from tests.bench.wide_folders import is_written
 from tests.bench.wide_head import WideHead, WideHeadShape
 from tests.bench.wide_loading import describe
 from tests.bench.wide_model import SHAPE_1B, SHAPE_8B, SHAPE_32B, SHAPE_70B, WideModel, WideShape
@@ -45,39 +44,31 @@ SIZES = {
 def wide_models(
     folder: Path, size: PairSize, algorithm: Algorithm, target: Path, draft: Path
 ) -> tuple[Path, Path]:
-    """Returns folders of wide copies of a target and of its draft. Those of models are descriptions
-    that `tests.bench.service` loads; a head's holds its weights, about 1 GB beside an 8B.
+    """Returns folders of wide copies of a target and of its draft, see `write_draft`. The target's
+    is a description that `tests.bench.service` loads.
 
     Raises:
         CannotWiden: the sizes do not fit.
         CheckpointError: a folder cannot be read.
     """
-    wide_target, wide_draft = folder / "target", folder / "draft"
-    model = describe(wide_target, target, size.target)
-    if algorithm.reads_features:
-        _write_head(wide_draft, size, model, algorithm, draft)
-    elif algorithm.has_model:
-        describe(wide_draft, draft, size.draft)
-    return wide_target, wide_draft
+    model = describe(folder / "target", target, size.target)
+    wide = folder / "draft"
+    write_draft(wide, size, model, algorithm, draft)
+    return folder / "target", wide
 
 
-def described_models(
-    folder: Path, size: PairSize, target: Path, head: Path | None, draft: Path
-) -> tuple[Path, Path | None, Path]:
-    """Returns folders of wide copies of a target, of its EAGLE-3 head, if there is one, and of a
-    smaller model; see `wide_models`."""
-    wide_target, wide_head, wide_draft = folder / "target", folder / "head", folder / "draft"
-    model = describe(wide_target, target, size.target)
-    describe(wide_draft, draft, size.draft)
-    if head is None:
-        return wide_target, None, wide_draft
-    if not is_written(wide_head):
-        _write_head(wide_head, size, model, Algorithm.EAGLE3, head)
-    return wide_target, wide_head, wide_draft
-
-
-def _write_head(
-    folder: Path, size: PairSize, model: WideModel, algorithm: Algorithm, head: Path
+def write_draft(
+    folder: Path, size: PairSize, target: WideModel, algorithm: Algorithm, draft: Path
 ) -> None:
-    shape = WideHeadShape(size.target.intermediate_size, size.draft_vocab_size)
-    WideHead(head, model, shape, algorithm=algorithm.value).write(folder, dtype=torch.bfloat16)
+    """Makes `folder` a wide copy of a draft for a target. That of a model is a description; a
+    head's holds its weights, about 1 GB beside an 8B.
+
+    Raises:
+        CannotWiden, CheckpointError: see `wide_models`.
+    """
+    if algorithm.reads_features:
+        shape = WideHeadShape(size.target.intermediate_size, size.draft_vocab_size)
+        head = WideHead(draft, target, shape, algorithm=algorithm.value)
+        head.write(folder, dtype=torch.bfloat16)
+    elif algorithm.has_model:
+        describe(folder, draft, size.draft)

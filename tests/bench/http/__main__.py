@@ -31,6 +31,7 @@ from tests.bench.http.answers import Figures, closed_rate, figures_of, knee
 from tests.bench.http.load import ClientFailed, Load, Loaded, Traffic, clients
 from tests.bench.http.report import Row, StepCost, markdown
 from tests.bench.http.stack import MODES, Mode, Models, Stack, StackDied, serving
+from tests.bench.stack import WIDE_LAUNCHER
 
 _CLOSED = {True: (1, 8, 32, 64, 128, 256), False: (1, 4, 16)}
 _TOKENS = {True: (512, 256), False: (128, 48)}  # of a prompt and of an answer
@@ -91,7 +92,7 @@ class Bench:
             launcher = self.models.launcher
             if self.plan.num_targets > 1:
                 flags.append(f"--targets={self.plan.num_targets}")
-                launcher = "tests.bench.wide_serve"
+                launcher = WIDE_LAUNCHER
             async with (
                 clients(self.plan.num_processes) as processes,
                 serving(flags, log_dir, temperature, timeout_s, launcher) as stack,
@@ -220,10 +221,12 @@ async def widened_models(
         yield Models()
         return
     # They import torch, which the demo on a CPU does without here.
+    from services.draft.algorithm import Algorithm
     from services.draft.settings_problems import DEMO_DRAFT
     from services.target.settings import DEMO_MODEL
     from tests.bench.wide_folders import target_folder, widened, widened_with_head
-    from tests.bench.wide_sizes import SIZES, described_models
+    from tests.bench.wide_loading import describe
+    from tests.bench.wide_sizes import SIZES, write_draft
 
     head = DEMO_MODEL.parent / "heads" / "eagle3"
     with contextlib.ExitStack() as stack:
@@ -240,11 +243,17 @@ async def widened_models(
                 draft = await asyncio.to_thread(widened, folder / "draft-1b", DEMO_DRAFT, "1b")
             models = Models(*written, draft)
         else:
-            sources = (DEMO_MODEL, head if "EAGLE3" in algorithms else None, DEMO_DRAFT)
-            described = await asyncio.to_thread(
-                described_models, folder / size, SIZES[size], *sources
+            sizes, folder = SIZES[size], folder / size
+            model = describe(folder / "target", DEMO_MODEL, sizes.target)
+            drafts: dict[str, Path] = {}
+            for name, source in (("EAGLE3", head), ("STANDALONE", DEMO_DRAFT)):
+                if name in algorithms:
+                    drafts[name] = folder / name.lower()
+                    work = (drafts[name], sizes, model, Algorithm(name), source)
+                    await asyncio.to_thread(write_draft, *work)
+            models = Models(
+                folder / "target", drafts.get("EAGLE3"), drafts.get("STANDALONE"), WIDE_LAUNCHER
             )
-            models = Models(*described, launcher="tests.bench.wide_serve")
         print(f"widened after {time.monotonic() - start_s:.0f} s", file=sys.stderr, flush=True)
         yield models
 

@@ -17,7 +17,7 @@ import orjson
 from shared.tokens import TreeShape
 from tests.bench.http.client import Server
 from tests.bench.scrape import add_counters
-from tests.bench.stack import StackFailed, running_stack
+from tests.bench.stack import LAUNCHER, StackFailed, running_stack
 from tests.helpers.serving import free_ports
 
 HOST = "127.0.0.1"
@@ -38,7 +38,7 @@ class Models:
     target: Path | None = None
     head: Path | None = None
     draft: Path | None = None
-    launcher: str = "services.cli"
+    launcher: str = LAUNCHER
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ async def serving(
     log_dir: Path,
     temperature: float,
     start_timeout_s: float,
-    launcher: str = "services.cli",
+    launcher: str,
 ) -> AsyncIterator[Stack]:
     """Runs a stack until the block ends.
 
