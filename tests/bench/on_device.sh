@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All that a bare GPU host is asked at once: installs the wheels that came along, widens the models,
-# runs GPU tests, then `make bench-http`. Run from the repository's root; see docs/benchmarks.md.
+# runs GPU tests, then `make bench-http`. Run from the repository's root.
 #
 #   tests/bench/on_device.sh [--tests PYTEST_ARGUMENTS] [--no-bench | BENCH_HTTP_ARGUMENTS…]
 #
