@@ -298,6 +298,8 @@ def parse(arguments: list[str], *, has_gpu: bool) -> argparse.Namespace:
     add("--max-tokens", type=int, default=_TOKENS[has_gpu][1])
     add("--temperature", type=float, default=0.0)
     add("--repeated", action="store_true", help=f"{_NUM_REPEATED} prompts again and again")
+    add("--fields", type=json.loads, default={}, metavar="JSON", help="more of requests' bodies")
+    add("--fields-every", type=int, default=1, help="each so many requests have --fields")
     add("--processes", type=int, help="of clients; a third of the cores, at most 6")
     add("--model", choices=_MODELS, default="8b" if has_gpu else "demo")
     add("--widen", type=Path, metavar="DIR", help="keep the 8B there; unset, a folder in TMPDIR")
@@ -330,6 +332,8 @@ def plan_of(flags: argparse.Namespace) -> Plan:
             prompt_tokens=flags.prompt_tokens,
             num_tokens=flags.max_tokens,
             num_repeated=_NUM_REPEATED if flags.repeated else 0,
+            fields=flags.fields,
+            fields_every=flags.fields_every,
             timeout_s=flags.timeout_s,
         ),
         temperature=flags.temperature,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import orjson
@@ -44,7 +44,7 @@ class Server:
     model: str
     temperature: float = 0.0
 
-    def request(self, prompt: list[int], num_tokens: int) -> bytes:
+    def request(self, prompt: list[int], num_tokens: int, fields: Mapping[str, object]) -> bytes:
         body = orjson.dumps(
             {
                 "model": self.model,
@@ -54,6 +54,7 @@ class Server:
                 "temperature": self.temperature,
                 "stream": True,
                 "stream_options": {"include_usage": True},
+                **fields,
             }
         )
         head = (
@@ -79,17 +80,19 @@ class Connection:
         prompt: list[int],
         num_tokens: int,
         *,
+        fields: Mapping[str, object] | None = None,
         due_s: float | None = None,
         on_first: Callable[[], None] = lambda: None,
     ) -> Answer:
         """Sends one request and reads its stream to the end; a failure is in the answer.
 
         Args:
+            fields: of the body, beside what every request says.
             due_s: when it should have been sent; now if None.
             on_first: called at the first token.
         """
         sent_s = time.monotonic() if due_s is None else due_s
-        request = self._server.request(prompt, num_tokens)
+        request = self._server.request(prompt, num_tokens, fields or {})
         try:
             try:
                 return await self._ask(request, sent_s, on_first)

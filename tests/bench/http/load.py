@@ -7,8 +7,8 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import orjson
@@ -27,12 +27,16 @@ class Traffic:
 
     Attributes:
         num_repeated: prompts that repeat; 0 makes each new.
+        fields: of the body of some requests, beside what every request says.
+        fields_every: each so many requests have them.
         timeout_s: in which all clients of a load must have a first token, and then their last.
     """
 
     prompt_tokens: int
     num_tokens: int
     num_repeated: int = 0
+    fields: Mapping[str, object] = field(default_factory=dict)
+    fields_every: int = 1
     timeout_s: float = 120.0
 
 
@@ -130,6 +134,8 @@ class Load:
             prompt_tokens=traffic.prompt_tokens,
             num_tokens=traffic.num_tokens,
             num_repeated=traffic.num_repeated,
+            fields=traffic.fields,
+            fields_every=traffic.fields_every,
             **changes,  # type: ignore[arg-type]
         )
 

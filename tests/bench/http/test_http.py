@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from services.serve_line import take_apart
@@ -43,18 +44,23 @@ def _response(body: bytes) -> bytes:
 
 
 @asynccontextmanager
-async def _server(respond: Callable[[int], bytes], *, keeps: bool = True) -> AsyncIterator[Server]:
+async def _server(
+    respond: Callable[[int], bytes], *, keeps: bool = True, bodies: list[bytes] | None = None
+) -> AsyncIterator[Server]:
     """Yields a server that answers the n-th request with `respond(n)`.
 
     Args:
         keeps: connections outlive an answer.
+        bodies: takes those of requests.
     """
     numbers = itertools.count()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
-                await reader.readexactly(int(head.rpartition(b": ")[2]))
+                body = await reader.readexactly(int(head.rpartition(b": ")[2]))
+                if bodies is not None:
+                    bodies.append(body)
                 writer.write(respond(next(numbers)))
                 await writer.drain()
                 if not keeps:
@@ -214,6 +220,17 @@ async def test_processes_of_clients_carry_every_load() -> None:
     assert all(figures_of(closed.answers, each).tokens_per_s > 0 for each in closed.windows)
     assert 5 <= len(arrivals.answers) <= 80  # 30 on average
     assert not [each for each in (*burst.answers, *closed.answers, *arrivals.answers) if each.error]
+
+
+async def test_some_requests_have_fields_of_their_own() -> None:
+    bodies: list[bytes] = []
+    async with (
+        _server(lambda number: _response(_EVENTS), bodies=bodies) as server,
+        clients(1) as processes,
+    ):
+        traffic = Traffic(16, 6, fields={"regex": "a*"}, fields_every=2, timeout_s=30.0)
+        await Load(processes, server, traffic).burst(4)
+    assert sorted(orjson.loads(body).get("regex", "") for body in bodies) == ["", "", "a*", "a*"]
 
 
 async def test_a_stack_that_dies_ends_the_work_and_shows_its_logs(tmp_path: Path) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import orjson
 
@@ -33,6 +34,7 @@ class Task:
         rate: requests a second of an open loop, of this process.
         start_s, end_s: of arrivals, on the monotonic clock; a burst has the start alone.
         num_repeated: prompts that repeat; 0 makes each new.
+        fields, fields_every: see `Traffic`.
     """
 
     kind: str
@@ -48,6 +50,8 @@ class Task:
     start_s: float = 0.0
     end_s: float = 0.0
     num_repeated: int = 0
+    fields: Mapping[str, object] = field(default_factory=dict)
+    fields_every: int = 1
 
     @property
     def server(self) -> Server:
@@ -63,6 +67,7 @@ class Clients:
     def __init__(self, lines: asyncio.StreamReader) -> None:
         self._lines = lines
         self._free: list[Connection] = []
+        self._numbers = itertools.count()
 
     async def run(self) -> None:
         while line := await self._lines.readline():
@@ -86,12 +91,15 @@ class Clients:
         async def work(client: int, first_tokens: int) -> None:
             connection, prompt = self._connection(task), next(source)
             on_first = functools.partial(begin, client)
-            answer = await connection.ask(prompt, first_tokens, on_first=on_first)
+            answer = await connection.ask(
+                prompt, first_tokens, fields=self._fields(task), on_first=on_first
+            )
             begin(client)  # where it failed
             answers.append(answer)
             # A server that refuses everything must not be asked in a busy loop.
             while not stopped.is_set() and answer.error is None:
-                answer = await connection.ask(next(source), task.num_tokens)
+                fields = self._fields(task)
+                answer = await connection.ask(next(source), task.num_tokens, fields=fields)
                 answers.append(answer)
             self._free.append(connection)
 
@@ -126,9 +134,14 @@ class Clients:
 
     async def _once(self, task: Task, prompt: list[int], due_s: float) -> Answer:
         connection = self._connection(task)
-        answer = await connection.ask(prompt, task.num_tokens, due_s=due_s)
+        fields = self._fields(task)
+        answer = await connection.ask(prompt, task.num_tokens, fields=fields, due_s=due_s)
         self._free.append(connection)
         return answer
+
+    def _fields(self, task: Task) -> Mapping[str, object]:
+        """Returns what the next request says beside what every request does."""
+        return {} if next(self._numbers) % task.fields_every else task.fields
 
     def _connection(self, task: Task) -> Connection:
         """Returns one that is free; a process talks to one server all its life."""
