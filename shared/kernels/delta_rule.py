@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_EPS = 1e-6
+EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def _gates(inputs: Tensor, shape: DeltaShape, weights: DeltaWeights) -> tuple[Te
 def _unit(vectors: Tensor) -> Tensor:
     """Returns vectors `[..., D]` of length 1."""
     squares = _summed((vectors * vectors).unsqueeze(-1))
-    return vectors / (squares + _EPS).sqrt()
+    return vectors / (squares + EPS).sqrt()
 
 
 def _summed(rows: Tensor) -> Tensor:

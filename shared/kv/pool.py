@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shared.kernels.cache import CacheScales, store
-from shared.kv.states import STAMP_SIZE, StateLayout, StateStore
+from shared.kernels.delta_layer import STAMP_SIZE
+from shared.kv.batch import ForwardBatch
+from shared.kv.state_plan import StatePlan
+from shared.kv.states import StateLayout, StateStore
 
 NUM_STATES = 32
 """Checkpoints of recurrent states, unless told otherwise."""
@@ -123,29 +128,26 @@ class KvPool:
         store(self.keys[layer], slots, keys, None if scales is None else scales.keys)
         store(self.values[layer], slots, values, None if scales is None else scales.values)
 
-    def write_rows(self, first_layer: int, slots: Tensor, rows: Tensor) -> None:
-        """Stores `rows` `[T, R]` of a layer with a state at `slots` `[T]` int64, over as many of
-        the cache's layers as they take, from `first_layer` on."""
-        own = self._rows(first_layer)
-        width = len(own) * own.shape[1] * own.shape[3] * own.shape[4]
-        padded = torch.nn.functional.pad(rows, (0, width - rows.shape[1]))
-        parts = padded.view(-1, len(own), own.shape[1], *own.shape[3:])
-        own.index_copy_(2, slots, parts.permute(1, 2, 0, 3, 4).to(own.dtype))
+    def state_rows(self, first_layer: int) -> Tensor:
+        """Returns the rows of a layer with a state, over as many of the cache's layers as they
+        take, from `first_layer` on; see `delta_layer`."""
+        assert self.layout.states is not None
+        return self.storage[:, first_layer : first_layer + self.layout.states.layers_each]
 
-    def read_rows(self, first_layer: int, slots: Tensor) -> Tensor:
-        """Returns what `write_rows` stored, `[N, R]` and what pads it, of `slots` `[N]` int64."""
-        rows = self._rows(first_layer).index_select(2, slots)
-        return rows.permute(2, 0, 1, 3, 4).flatten(1)
+    @contextmanager
+    def advancing(self, batch: ForwardBatch) -> Iterator[StatePlan | None]:
+        """Plans what the forward of a batch, which is the body, does with states; None where there
+        are none. Its checkpoints are entered at the end, unless it fails."""
+        plan = None if self.states is None else self.states.plan(batch, self.read_stamps)
+        yield plan
+        if self.states is not None and plan is not None:
+            self.states.keep(plan)
 
     def read_stamps(self, slots: Tensor) -> Tensor:
         """Returns the stamps of rows, `[N, STAMP_SIZE]` int64; a row begins with its own."""
         assert self.layout.states is not None
         first = self.storage[0, self.layout.states.first_layer].flatten(1)
         return first[:, :STAMP_SIZE].index_select(0, slots).to(torch.int64)
-
-    def _rows(self, first_layer: int) -> Tensor:
-        assert self.layout.states is not None
-        return self.storage[:, first_layer : first_layer + self.layout.states.layers_each]
 
     def move(self, source_slots: Tensor, target_slots: Tensor) -> None:
         """Copies tokens between slots in every layer, as if all were read before any is written.

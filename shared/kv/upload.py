@@ -20,6 +20,8 @@ _TORCH_TYPES = {
     np.dtype(np.bool_): torch.bool,
 }
 
+_NUMPY_TYPES: dict[torch.dtype, Any] = {ours: theirs for theirs, ours in _TORCH_TYPES.items()}
+
 
 def uploaded(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
     """Returns the arrays as tensors of the device, of their shapes and types, 16-byte aligned.
@@ -66,6 +68,18 @@ class UploadBlock:
         host = _packed([*arrays, beside], is_pinned=self._memory.is_cuda)
         self._memory[: len(host)].copy_(host, non_blocking=True)
         return self._spare[: beside.size].view(beside.shape)
+
+
+def downloaded(tensors: Sequence[Tensor]) -> list[Array]:
+    """Returns tensors of one device, of int64, int32 or bool, as arrays of the host, all in one
+    copy; waits for the device."""
+    packed = torch.cat([each.reshape(-1).view(torch.uint8) for each in tensors]).cpu().numpy()
+    arrays, start = [], 0
+    for each in tensors:
+        own = packed[start : start + each.nbytes].view(_NUMPY_TYPES[each.dtype])
+        arrays.append(own.reshape(each.shape))
+        start += each.nbytes
+    return arrays
 
 
 def uploaded_numbers(

@@ -16,7 +16,7 @@ from shared.kernels.partials import Partials
 from shared.kernels.pointwise import gated, gated_heads
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
-from shared.kv.states import StatePlan
+from shared.kv.state_plan import StateInputs
 from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm
 from shared.layers.tensor_group import Part
@@ -66,6 +66,8 @@ class ForwardContext:
             no layer has one.
         routes: gets the experts of each layer's rows, see `FeedForward`; None where nobody asks.
         states: of layers with recurrent states; None where there are none.
+        read: `[T, value_size]`, takes what rows read of states in one layer after another; zeros
+            for rows of no sequence. None where there are no states.
     """
 
     batch: ForwardBatch
@@ -75,7 +77,8 @@ class ForwardContext:
     plans: Mapping[int | None, AttentionPlan]
     sliding_tables: tuple[Tensor, Tensor] | None = None
     routes: list[Tensor | None] | None = None
-    states: StatePlan | None = None
+    states: StateInputs | None = None
+    read: Tensor | None = None
 
     def tables_of(self, shape: AttentionShape) -> tuple[Tensor, Tensor]:
         """Returns cosine and signed sine of a layer."""

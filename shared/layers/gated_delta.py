@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
-from shared.kernels.delta_rule import DeltaShape, DeltaWeights, batch_invariant_silu, delta_scan
+from shared.kernels.delta_layer import advance_lanes, gated_norm, store_inputs
+from shared.kernels.delta_rule import DeltaShape, DeltaWeights
 from shared.kernels.partials import Partials
-from shared.kv.pool import KvPool
-from shared.kv.states import STAMP_SIZE, StateBlock, StatePlan
 from shared.layers.attention import AttentionShape, ForwardContext
 from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm
@@ -61,46 +59,15 @@ class GatedDelta:
 
     def _read(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """Returns `[T, value_size]`."""
-        plan, pool, shape = context.states, context.pool, self.delta
-        assert plan is not None
-        channels = self.channels(hidden)
-        inputs = torch.cat(
-            (
-                plan.stamps.to(hidden.dtype),
-                channels[:, : shape.num_channels],
-                self.gates(hidden),
-            ),
-            dim=1,
-        )
-        # All rows, before any is read: a sequence's prefix may be in this forward.
-        pool.write_rows(self.layer, context.batch.slots, inputs)
-        read = self._advance(plan, pool, len(hidden)).to(hidden.dtype)
-        normed = self.norm(read.view(-1, shape.value_dim)).view(len(hidden), -1)
-        gate = batch_invariant_silu(channels[:, shape.num_channels :])
-        return (normed.float() * gate).to(hidden.dtype)
-
-    def _advance(self, plan: StatePlan, pool: KvPool, num_rows: int) -> Tensor:
-        """Returns what each row reads, `[T, num_value_heads, value_dim]` float32."""
+        inputs, pool, read = context.states, context.pool, context.read
+        assert inputs is not None
+        assert read is not None
         assert pool.states is not None
-        checkpoints, shape = pool.states.values[self.state], self.delta
-        # The last one takes what nobody wants.
-        read = checkpoints.new_zeros((num_rows + 1, shape.num_value_heads, shape.value_dim))
-        states = checkpoints.index_select(0, plan.loads)
-        for block in plan.sequences:
-            self._scan(block, states, read, pool)
-        checkpoints.index_copy_(0, plan.places, states.index_select(0, plan.kept))
-        for group in plan.candidates:
-            own = states.index_select(0, group.owners)
-            for block in group.blocks:
-                self._scan(block, own, read, pool)
-        return read[:num_rows]
-
-    def _scan(self, block: StateBlock, states: Tensor, read: Tensor, pool: KvPool) -> None:
-        """Advances the states of a block's lanes, and writes what rows read."""
-        num_lanes, width = block.is_there.shape
-        inputs = pool.read_rows(self.layer, block.slots)[:, STAMP_SIZE:]
-        inputs = inputs.reshape(num_lanes, width, -1)
-        own = states.index_select(0, block.lanes)
-        own, found = delta_scan(inputs, block.is_there, own, self.delta, self.weights)
-        states.index_copy_(0, block.lanes, own)
-        read.index_copy_(0, block.rows, found.flatten(0, 1))
+        channels, count = self.channels(hidden), self.delta.num_channels
+        stored, states = pool.state_rows(self.layer), pool.states.values[self.state]
+        slots = context.batch.slots
+        # All rows, before any is read: a sequence's prefix may be in this forward.
+        store_inputs(stored, slots, inputs.stamps, channels[:, :count], self.gates(hidden))
+        for lanes in (inputs.sequences, inputs.candidates):
+            advance_lanes(stored, lanes, states, read, self.delta, self.weights)
+        return gated_norm(read, channels[:, count:], self.norm.weight, self.norm.eps)

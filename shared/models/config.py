@@ -11,8 +11,8 @@ from typing import Self
 import torch
 
 from shared.errors import CheckpointError
+from shared.kernels.delta_layer import STAMP_SIZE
 from shared.kernels.pointwise import Activation
-from shared.kv.states import STAMP_SIZE
 from shared.layers.rotary import RopeConfig
 from shared.models.config_file import CONFIG_FILE, ConfigFile
 from shared.models.delta_config import DeltaConfig, read_delta

@@ -12,6 +12,7 @@ from shared.kernels.partials import Partials
 from shared.kernels.pointwise import embeddings, own_embeddings
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvLayout, KvPool
+from shared.kv.state_plan import StateInputs
 from shared.kv.states import StateLayout
 from shared.layers.attention import AttentionShape, ForwardContext, plan_for
 from shared.layers.decoder_layer import DecoderLayer
@@ -101,7 +102,12 @@ class Decoder:
         )
 
     def forward(
-        self, batch: ForwardBatch, pool: KvPool, *, capture_layers: tuple[int, ...] = ()
+        self,
+        batch: ForwardBatch,
+        pool: KvPool,
+        *,
+        capture_layers: tuple[int, ...] = (),
+        states: StateInputs | None = None,
     ) -> DecoderOutput:
         """Computes the rows of `batch` and writes their keys and values to `pool`.
 
@@ -109,8 +115,9 @@ class Decoder:
             capture_layers: layers whose input is wanted, in this order; `num_layers` stands for
                 the output of the last layer, before the final norm, and `ROUTES` for the experts
                 that rows take.
+            states: of the plan that `KvPool.advancing` makes of the batch.
         """
-        context = self._context(batch, pool, has_routes=ROUTES in capture_layers)
+        context = self._context(batch, pool, states, has_routes=ROUTES in capture_layers)
         captured: dict[int, Tensor] = {}
         hidden: Tensor | Part = self._embedded(batch.token_ids)
         update: Tensor | Partials | Part | None = None
@@ -121,9 +128,6 @@ class Decoder:
         captured[len(self.layers)], normed = self.norm.add_parts(hidden, update)
         if context.routes is not None:
             captured[ROUTES] = self._joined_routes(context.routes, normed)
-        if context.states is not None:
-            assert pool.states is not None
-            pool.states.keep(context.states)
         features = tuple(captured[index] for index in capture_layers)
         return DecoderOutput(normed, features)
 
@@ -164,7 +168,9 @@ class Decoder:
         scale = self.config.embedding_scale
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype).item()
 
-    def _context(self, batch: ForwardBatch, pool: KvPool, *, has_routes: bool) -> ForwardContext:
+    def _context(
+        self, batch: ForwardBatch, pool: KvPool, states: StateInputs | None, *, has_routes: bool
+    ) -> ForwardContext:
         cos, signed_sin = self.rotary.tables(batch.positions)
         shapes = {layer.attention.shape for layer in self.layers}
         plans = {
@@ -173,8 +179,12 @@ class Decoder:
         sliding = self.sliding_rotary
         sliding_tables = None if sliding is None else sliding.tables(batch.positions)
         routes: list[Tensor | None] | None = [] if has_routes else None
-        states = None if pool.states is None else pool.states.plan(batch, pool.read_stamps)
-        return ForwardContext(batch, pool, cos, signed_sin, plans, sliding_tables, routes, states)
+        read = None
+        if self.config.delta is not None:
+            size = len(batch.token_ids), self.config.delta.shape.value_size
+            read = torch.zeros(size, dtype=self.dtype, device=self.device)
+        tables = cos, signed_sin
+        return ForwardContext(batch, pool, *tables, plans, sliding_tables, routes, states, read)
 
 
 def _state_layout(config: ModelConfig) -> StateLayout | None:

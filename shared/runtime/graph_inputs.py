@@ -8,6 +8,8 @@ import torch
 
 from shared.kernels.split_plan import MAX_PLAIN_ROWS
 from shared.kv.batch import ForwardBatch
+from shared.kv.pool import KvLayout
+from shared.kv.state_plan import StateInputs, StatePlan, StateSlots
 
 # Rows beyond a few hundred are bound by arithmetic, which hides what launches cost.
 _FEWEST_ROWS, _MOST_ROWS, _ROWS_A_SEQUENCE = 64, 512, 4
@@ -41,7 +43,8 @@ class GraphLimits:
 
 
 class GraphInputs:
-    """A `ForwardBatch` of the largest size, in memory that never moves.
+    """A `ForwardBatch` of the largest size, and what is planned of it for recurrent states where
+    the layout has some, in memory that never moves.
 
     A bucket of R rows and B sequences reads the first of every tensor, so all graphs share these.
 
@@ -49,8 +52,14 @@ class GraphInputs:
         num_pages: columns of the page table; a sequence may hold more pages than its rows need.
     """
 
-    def __init__(self, limits: GraphLimits, page_size: int, device: torch.device) -> None:
+    def __init__(self, limits: GraphLimits, layout: KvLayout, device: torch.device) -> None:
         num_rows, num_sequences = limits.max_rows, limits.max_sequences
+        page_size, self._states = layout.page_size, None
+        if layout.states is not None:
+            # A path a row, and what a sequence has committed since its last step.
+            line = limits.max_tail_width + layout.states.window
+            num_places = (num_rows + num_sequences) * line
+            self._states = StateSlots(num_rows, num_sequences, num_places, device)
         self.num_pages = num_pages = -(-limits.max_context_tokens // page_size)
         self._whole = ForwardBatch(
             token_ids=torch.zeros(num_rows, dtype=torch.int64, device=device),
@@ -89,6 +98,22 @@ class GraphInputs:
             is_causal=whole.is_causal[:num_sequences],
             logit_rows=whole.logit_rows[:num_rows],
         )
+
+    def states(self, num_rows: int, num_sequences: int, *, has_tail: bool) -> StateInputs | None:
+        """Returns the plan that a graph of this size reads; None where there are no states."""
+        if self._states is None:
+            return None
+        return self._states.inputs.first(num_rows, num_sequences, has_tail=has_tail)
+
+    def fits(self, plan: StatePlan | None) -> bool:
+        """Whether there is room: not for sequences that lost their state, and begin anew."""
+        return plan is None or (self._states is not None and self._states.fits(plan))
+
+    def fill_states(self, plan: StatePlan | None) -> None:
+        """Queues a plan that fits, in one copy; None where there are no states."""
+        if plan is not None:
+            assert self._states is not None
+            self._states.fill(plan)
 
     def fill(self, bucket: ForwardBatch, batch: ForwardBatch) -> None:
         """Copies `batch` to the front of `bucket` and pads the rest, in one launch."""

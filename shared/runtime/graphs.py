@@ -19,6 +19,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from shared.kernels.split_plan import MAX_PLAIN_ROWS, num_part_rows, num_splits
 from shared.kv.batch import ForwardBatch, empty_decode_batch
 from shared.kv.pool import KvPool
+from shared.kv.state_plan import StatePlan
 from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder
 from shared.runtime.graph_inputs import GraphInputs, GraphLimits
@@ -59,7 +60,7 @@ class ForwardGraphs:
         self.limits = limits
         self._decoder = decoder
         self._pool = pool
-        self._inputs = GraphInputs(limits, pool.page_size, pool.device)
+        self._inputs = GraphInputs(limits, pool.layout, pool.device)
         self._memory = torch.cuda.graph_pool_handle()
         self._graphs = GraphStore(
             self._captured,
@@ -129,8 +130,10 @@ class ForwardGraphs:
                 return self._graph_of(key) is not None
         return False
 
-    def fits(self, batch: ForwardBatch, capture_layers: Sequence[int]) -> bool:
-        """Whether a graph can compute `batch`."""
+    def fits(
+        self, batch: ForwardBatch, capture_layers: Sequence[int], plan: StatePlan | None = None
+    ) -> bool:
+        """Whether a graph can compute `batch`, with what is planned of it for states."""
         limits, has_tail = self.limits, batch.tail_mask is not None
         kinds = {key.capture_layers for key in self._graphs}
         return (
@@ -141,10 +144,13 @@ class ForwardGraphs:
             and (has_tail or batch.max_query_length <= MAX_PLAIN_ROWS)
             and (batch.tail_mask is None or batch.tail_mask.shape[1] <= limits.max_tail_width)
             and (tuple(capture_layers) in kinds or len(kinds) < _MAX_CAPTURE_KINDS)
+            and self._inputs.fits(plan)
         )
 
     @torch.inference_mode()
-    def run(self, batch: ForwardBatch, capture_layers: tuple[int, ...]) -> CapturedForward | None:
+    def run(
+        self, batch: ForwardBatch, capture_layers: tuple[int, ...], plan: StatePlan | None = None
+    ) -> CapturedForward | None:
         """Computes a batch that fits; None where there is no memory for its graph.
 
         The first run of a size, or with other captured layers, captures it, which takes about as
@@ -153,6 +159,7 @@ class ForwardGraphs:
         captured = self._graph_of(key_of(batch, self.limits, capture_layers))
         if captured is not None:
             self._inputs.fill(captured.bucket, batch)
+            self._inputs.fill_states(plan)
             captured.graph.replay()
         return captured
 
@@ -188,18 +195,21 @@ class ForwardGraphs:
         nobody = empty_decode_batch(1, bucket.page_size, self._pool.device)
         self._inputs.fill(bucket, nobody)
         # Loads kernels and makes the workspaces of products outside of the graph.
-        self._forward(bucket, key.capture_layers)
+        self._forward(bucket, key)
         graph = torch.cuda.CUDAGraph()
         if self._decoder.group is not None:
             self._decoder.group.graphs.append(graph)
         with capturing(graph, self._memory):
-            logits, hidden, features = self._forward(bucket, key.capture_layers)
+            logits, hidden, features = self._forward(bucket, key)
         return CapturedForward(graph, bucket, logits, hidden, features)
 
     def _forward(
-        self, bucket: ForwardBatch, capture_layers: tuple[int, ...]
+        self, bucket: ForwardBatch, key: GraphKey
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        output = self._decoder.forward(bucket, self._pool, capture_layers=capture_layers)
+        states = self._inputs.states(key.num_rows, key.num_sequences, has_tail=key.has_tail)
+        output = self._decoder.forward(
+            bucket, self._pool, capture_layers=key.capture_layers, states=states
+        )
         logits = self._decoder.logits(output.hidden.index_select(0, bucket.logit_rows))
         return logits, output.hidden, output.features
 

@@ -68,7 +68,12 @@ class RoundVerification:
 
     def forward(self, tree: RoundTree) -> VerifiedTrees:
         """Computes the rows of all trees."""
-        output = self.decoder.forward(tree.batch, self.pool, capture_layers=self._captured_layers)
+        layers = self._captured_layers
+        with self.pool.advancing(tree.batch) as plan:
+            states = None if plan is None else plan.upload(self.pool.device)
+            output = self.decoder.forward(
+                tree.batch, self.pool, capture_layers=layers, states=states
+            )
         return VerifiedTrees(self._logits(output.hidden), output)
 
     def draw(

@@ -89,11 +89,13 @@ class ModelRunner:
         """
         if self.leader is not None:
             self.leader.forward(batch, capture_layers)
-        if self._graphs is not None and self._graphs.fits(batch, capture_layers):
-            captured = self._graphs.run(batch, capture_layers)
-            if captured is not None:
-                return _result(captured, batch)
-        output = self._forward(batch, self.pool, capture_layers=capture_layers)
+        with self.pool.advancing(batch) as plan:
+            if self._graphs is not None and self._graphs.fits(batch, capture_layers, plan):
+                captured = self._graphs.run(batch, capture_layers, plan)
+                if captured is not None:
+                    return _result(captured, batch)
+            states = None if plan is None else plan.upload(self.device)
+            output = self._forward(batch, self.pool, capture_layers=capture_layers, states=states)
         logits = self.decoder.logits(output.hidden.index_select(0, batch.logit_rows))
         return RunnerOutput(logits, output.hidden, output.features)
 

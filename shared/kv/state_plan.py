@@ -1,0 +1,300 @@
+"""What one forward does with recurrent states: planned on the host, read by kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shared.kernels.delta_layer import NOWHERE, DeltaLanes
+from shared.kv.batch import ForwardBatch
+from shared.kv.upload import Array, UploadBlock, downloaded, uploaded
+
+# More causal rows than a chain of candidates has: a part of a prompt, all of which stays.
+_MAX_CHAIN_ROWS = 64
+_LANE_COLUMNS, _PLACE_COLUMNS = 4, 2
+
+
+@dataclass(frozen=True, slots=True)
+class StateInputs:
+    """What the layers of one forward read of its plan, the same in all of them.
+
+    Attributes:
+        stamps: `[T]` int64, of the forward's rows.
+        sequences: what sequences advance by before their checkpoints are kept.
+        candidates: rows behind the states of sequences, which may not stay; they keep no state.
+    """
+
+    stamps: Tensor
+    sequences: DeltaLanes
+    candidates: DeltaLanes
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], places: Tensor) -> StateInputs:
+        """Names the tensors of `StatePlan.fixed`, and of its `places`."""
+        stamps, counts, *tables = tensors
+        sequences, candidates = (
+            DeltaLanes(table, counts[number : number + 1], places)
+            for number, table in enumerate(tables)
+        )
+        return cls(stamps, sequences, candidates)
+
+    def first(self, num_rows: int, num_sequences: int, *, has_tail: bool) -> StateInputs:
+        """Returns the inputs of a graph, see `GraphInputs`."""
+        # Without a tree there are chains, of two rows or more.
+        num_candidates = num_rows if has_tail else num_rows // 2
+        return StateInputs(
+            self.stamps[:num_rows],
+            _first(self.sequences, num_sequences),
+            _first(self.candidates, num_candidates),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StatePlan:
+    """`StateInputs` in host memory, and the checkpoints that the forward writes.
+
+    Attributes:
+        stamps: `[T]`.
+        sequences: `[N, 4]`, and candidates: `[M, 4]`, see `DeltaLanes.table`.
+        places: `[P, 2]`, see `DeltaLanes`.
+        kept: `[K]` checkpoints that are written.
+        lengths: `[K]`, the tokens that each of them holds.
+        ends: `[K]`, the stamp of its last token.
+    """
+
+    stamps: Array
+    sequences: Array
+    candidates: Array
+    places: Array
+    kept: Array
+    lengths: Array
+    ends: Array
+
+    @property
+    def fixed(self) -> list[Array]:
+        counts = np.array([len(self.sequences), len(self.candidates)], np.int64)
+        return [self.stamps, counts, self.sequences, self.candidates]
+
+    def upload(self, device: torch.device) -> StateInputs:
+        """Returns the inputs on the device. Does not wait for it."""
+        *fixed, places = uploaded([*self.fixed, self.places], device)
+        return StateInputs.of(fixed, places)
+
+
+class StateSlots:
+    """Inputs at addresses that never change, as a CUDA graph reads them, for nobody at first.
+
+    Attributes:
+        inputs: of the largest size.
+    """
+
+    def __init__(
+        self, num_rows: int, num_sequences: int, num_places: int, device: torch.device
+    ) -> None:
+        self._empty = [
+            np.zeros(num_rows, np.int64),
+            np.zeros(2, np.int64),
+            np.zeros((num_sequences, _LANE_COLUMNS), np.int64),
+            np.zeros((num_rows, _LANE_COLUMNS), np.int64),
+        ]
+        places = np.zeros((num_places, _PLACE_COLUMNS), np.int64)
+        self._block = UploadBlock(self._empty, places, device)
+        self.inputs = StateInputs.of(self._block.tensors, self._block.fill(self._empty, places))
+
+    def fits(self, plan: StatePlan) -> bool:
+        """Whether the plan's places are as many as these; lanes are no more than rows."""
+        return len(plan.places) <= len(self.inputs.sequences.places)
+
+    def fill(self, plan: StatePlan) -> None:
+        """Queues a plan that fits; what it leaves of rows has the stamp 0."""
+        padded = [
+            np.concatenate((own, empty[len(own) :]))
+            for own, empty in zip(plan.fixed, self._empty, strict=True)
+        ]
+        self._block.fill(padded, plan.places)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostBatch:
+    """The sequences of a batch in host memory, `[B]` each.
+
+    Attributes:
+        slots: `[T]`, of the rows.
+        row_starts: the first row of each.
+        counts: rows.
+        first: logical index of the first row.
+        prefixes: tokens that all rows see.
+        tables: `[B, P]`, pages.
+        mask: `[T, W]`, the tail mask; None where all rows are causal.
+    """
+
+    slots: Array
+    row_starts: Array
+    counts: Array
+    first: Array
+    prefixes: Array
+    is_causal: Array
+    tables: Array
+    mask: Array | None
+    page_size: int
+
+    @classmethod
+    def of(cls, batch: ForwardBatch) -> HostBatch:
+        """Waits for the device."""
+        slots, starts, lengths, prefixes, is_causal, tables, *mask = downloaded(
+            [
+                batch.slots,
+                batch.query_starts,
+                batch.kv_lengths,
+                batch.prefix_lengths,
+                batch.is_causal,
+                batch.page_table,
+                *([] if batch.tail_mask is None else [batch.tail_mask]),
+            ]
+        )
+        starts = starts.astype(np.int64)
+        counts = np.diff(starts)
+        return cls(
+            slots=slots,
+            row_starts=starts[:-1],
+            counts=counts,
+            first=lengths - counts,
+            prefixes=prefixes.astype(np.int64),
+            is_causal=is_causal,
+            tables=tables.astype(np.int64),
+            mask=mask[0] if mask else None,
+            page_size=batch.page_size,
+        )
+
+    @property
+    def is_real(self) -> Array:
+        """Others fill a batch up, in the padding page."""
+        real: Array = self.tables[:, 0] != 0
+        return real
+
+    @property
+    def start(self) -> Array:
+        """Tokens before the forward's, all of them committed."""
+        return np.where(self.is_causal, self.first, self.prefixes)
+
+    @property
+    def stays(self) -> Array:
+        """Whether all rows do, most likely: one of them is the last committed token, and many are a
+        prompt, as the first ones are."""
+        is_chain = (self.start > 0) & (self.counts > 1) & (self.counts <= _MAX_CHAIN_ROWS)
+        stays: Array = self.is_causal & ~is_chain
+        return stays
+
+    @property
+    def end(self) -> Array:
+        """Tokens behind which the state is kept."""
+        return np.where(self.stays, self.first + self.counts, self.start)
+
+    def slots_of(self, owners: Array, indices: Array) -> Array:
+        """Returns the slots of logical indices of sequences; `NOWHERE` of negative ones."""
+        pages = self.tables[owners, np.maximum(indices, 0) // self.page_size]
+        return np.where(indices < 0, NOWHERE, pages * self.page_size + indices % self.page_size)
+
+
+def sequence_lanes(
+    batch: HostBatch, sources: Array, lengths: Array, targets: Array, history: int
+) -> tuple[Array, Array]:
+    """Returns the table and the places of the lanes from checkpoints to what is kept.
+
+    Args:
+        sources: `[B]`, the checkpoint that each sequence starts from.
+        lengths: `[B]`, tokens that it holds.
+        targets: `[B]`, the checkpoint that its state is kept in; `NOWHERE` if it is not.
+        history: tokens that a window sees before its own.
+    """
+    is_kept, is_wanted = targets != NOWHERE, batch.stays & (batch.counts > 0)
+    moves = (batch.end > lengths) | (sources != targets)
+    [owners] = np.nonzero(np.where(is_kept, moves, is_wanted))
+    lanes, indices = _spans(lengths[owners] - history, batch.end[owners])
+    rows = _rows(batch, owners[lanes], indices)
+    rows[~batch.stays[owners[lanes]]] = NOWHERE
+    slots = batch.slots_of(owners[lanes], indices)
+    table = _table(sources[owners], targets[owners], lanes, history)
+    return table, np.stack((slots, rows), 1)
+
+
+def candidate_lanes(
+    batch: HostBatch, sources: Array, lengths: Array, targets: Array, history: int
+) -> tuple[Array, Array]:
+    """Returns the table and the places of rows that may not stay: a chain as one lane, of a tree
+    the path to each leaf. Where a sequence keeps no state they begin where it does.
+
+    Args: those of `sequence_lanes`.
+    """
+    is_kept = targets != NOWHERE
+    [chains] = np.nonzero(batch.is_causal & ~batch.stays)
+    lanes, indices = _spans(batch.start[chains], batch.start[chains] + batch.counts[chains])
+    leaf_owners, leaves, path_indices = _paths(batch)
+    owners = np.concatenate((chains, leaf_owners))
+    base = np.where(is_kept, batch.start, lengths)[owners]
+    before, before_indices = _spans(base - history, batch.start[owners])
+    lanes = np.concatenate((before, lanes, leaves + len(chains)))
+    indices = np.concatenate((before_indices, indices, path_indices))
+    order = np.argsort(lanes, kind="stable")
+    lanes, indices = lanes[order], indices[order]
+    slots, rows = batch.slots_of(owners[lanes], indices), _rows(batch, owners[lanes], indices)
+    # Paths share nodes: the first one says what each reads.
+    is_first = np.zeros(len(rows), np.bool_)
+    is_first[np.unique(rows, return_index=True)[1]] = True
+    rows[~is_first] = NOWHERE
+    own_sources = np.where(is_kept, targets, sources)[owners]
+    table = _table(own_sources, np.full(len(owners), NOWHERE), lanes, history)
+    return table, np.stack((slots, rows), 1)
+
+
+def _paths(batch: HostBatch) -> tuple[Array, Array, Array]:
+    """Returns the sequence of each leaf `[N]`, and the leaf and the logical index of each node of
+    its path, leaf by leaf."""
+    owners = np.repeat(np.arange(len(batch.counts)), batch.counts)
+    [tree_rows] = np.nonzero(~batch.is_causal[owners])
+    if not len(tree_rows):
+        return tree_rows, tree_rows, tree_rows
+    assert batch.mask is not None, "rows that are not causal have a mask"
+    owners = owners[tree_rows]
+    # Of each row's own column, and of that of its sequence's first row.
+    first = (batch.first - batch.prefixes)[owners]
+    own = tree_rows - batch.row_starts[owners] + first
+    paths = batch.mask[tree_rows] & (np.arange(batch.mask.shape[1]) < own[:, None])
+    lines, columns = np.nonzero(paths)
+    is_row = columns >= first[lines]
+    is_leaf = np.ones(len(batch.slots), np.bool_)
+    is_leaf[(batch.row_starts[owners] - first)[lines][is_row] + columns[is_row]] = False
+    is_leaf = is_leaf[tree_rows]
+    owners, own, paths = owners[is_leaf], own[is_leaf], paths[is_leaf]
+    paths[np.arange(len(own)), own] = True
+    leaves, columns = np.nonzero(paths)
+    return owners, leaves, columns + batch.prefixes[owners[leaves]]
+
+
+def _rows(batch: HostBatch, owners: Array, indices: Array) -> Array:
+    """Returns the forward's rows at logical indices of sequences, `NOWHERE` before the first."""
+    rows = indices - batch.first[owners]
+    return np.where(rows < 0, NOWHERE, rows + batch.row_starts[owners])
+
+
+def _spans(begins: Array, ends: Array) -> tuple[Array, Array]:
+    """Returns the numbers of some ranges, one after another, and to which range each belongs."""
+    counts = ends - begins
+    numbers = np.repeat(np.arange(len(counts)), counts)
+    firsts = np.cumsum(counts) - counts
+    return numbers, np.arange(len(numbers)) + np.repeat(begins - firsts, counts)
+
+
+def _table(sources: Array, targets: Array, lanes: Array, history: int) -> Array:
+    """Returns the table of lanes whose places, `lanes` of them each, follow one another."""
+    counts = np.bincount(lanes, minlength=len(sources))
+    firsts = np.cumsum(counts) - counts
+    return np.stack((sources, targets, firsts, counts - history), 1).astype(np.int64)
+
+
+def _first(lanes: DeltaLanes, count: int) -> DeltaLanes:
+    return DeltaLanes(lanes.table[:count], lanes.count, lanes.places)
