@@ -17,8 +17,9 @@ from services.target.adaptive_config import (
 from services.target.engine import Engine
 from services.target.fallback import Fallback, NgramFallback
 from services.target.inbox import Inbox
+from services.target.recurrent_problems import has_device_rounds
 from services.target.requests.request import ModelLimits
-from services.target.runner_factory import build_runner, num_routes
+from services.target.runner_factory import BuiltRunner, build_runner, num_routes
 from services.target.scheduler import Scheduler, SchedulerLimits
 from services.target.settings import TargetSettings
 from services.target.step_report import StepReport
@@ -80,7 +81,7 @@ def build_engine(
         fallback=_fallback(settings),
         always_up_to=settings.candidate_wait_sequences,
         adaptive=adaptive_config(settings),
-        selection=_selection(settings, built.runner.device, limits),
+        selection=_selection(settings, built, limits),
     )
     if followers is not None:
         ranks = RankStages(followers.group, followers.leader, built.runner.device)
@@ -89,10 +90,10 @@ def build_engine(
 
 
 def _selection(
-    settings: TargetSettings, device: torch.device, limits: ModelLimits
+    settings: TargetSettings, built: BuiltRunner, limits: ModelLimits
 ) -> RoundLimits | None:
     """Returns the limits of rounds whose trees remote drafts push; None where there are none."""
-    if not settings.has_device_rounds(is_cuda=device.type == "cuda"):
+    if not has_device_rounds(settings, built.config, built.runner.device):
         return None
     max_sequences = min(settings.max_running_requests, settings.cuda_graph_max_bs)
     return RoundLimits(max_sequences, limits.max_sequence_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from services.target.flag_choices import DeviceRoundsChoice
 from services.target.settings import TargetSettings
 from shared.errors import SettingsError
 from shared.model_options import KvDtype
@@ -19,10 +20,19 @@ def check_recurrent(settings: TargetSettings, config: ModelConfig, device: torch
     why = f"{config.architecture} has linear attention"
     if settings.kv_cache_dtype is KvDtype.FP8_E4M3:
         problems.append(f"--kv-cache-dtype is fp8_e4m3; {why}, whose inputs are not kept in 8 bits")
-    if device.type == "cuda" and not settings.disable_cuda_graph:
+    if device.type == "cuda" and settings.device_rounds is DeviceRoundsChoice.ON:
         problems.append(
-            f"{why}, which is not computed in CUDA graphs, nor in rounds on a GPU; add "
-            f"--disable-cuda-graph"
+            f"--device-rounds is on; {why}, whose states the host plans: on a GPU it needs auto or "
+            f"off"
         )
     if problems:
         raise SettingsError(tuple(problems))
+
+
+def has_device_rounds(settings: TargetSettings, config: ModelConfig, device: torch.device) -> bool:
+    """Whether rounds are to stay on the device where they can: on a GPU their graphs leave the host
+    no turn, in which it plans states."""
+    is_cuda = device.type == "cuda"
+    return settings.has_device_rounds(is_cuda=is_cuda) and not (
+        is_cuda and config.delta is not None
+    )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from services.target.drafts.feature_store import captured_layers
-from services.target.recurrent_problems import check_recurrent
+from services.target.recurrent_problems import check_recurrent, has_device_rounds
 from services.target.rounds.round_source import MAX_ROWS
 from services.target.settings import TargetSettings
 from shared.errors import SettingsError
@@ -81,6 +81,7 @@ def build_runner(
     device = _opened_device(settings)
     config = ModelConfig.from_folder(settings.model_path)
     check_recurrent(settings, config, device)
+    has_lanes = has_lanes and has_device_rounds(settings, config, device)
     dtype = dtype_named(settings.dtype, config.dtype, device)
     is_first = leader is not None or group is None
     if group is not None and settings.ep_size > 1:
