@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from shared.kv.upload import UploadBlock, uploaded
+from shared.kv.upload import UploadBlock, downloaded, uploaded
 
 CPU = torch.device("cpu")
 
@@ -22,6 +22,19 @@ def test_arrays_keep_values_shapes_and_types() -> None:
         assert tensor.shape == array.shape
         assert tensor.numpy().dtype == array.dtype
         np.testing.assert_array_equal(tensor.numpy(), array)
+
+
+def test_tensors_come_back() -> None:
+    tensors = [
+        torch.tensor([[True, False, True]]),
+        torch.tensor([1, -2, 2**40]),
+        torch.arange(6, dtype=torch.int32).view(2, 3).T,
+        torch.zeros(0, 4, dtype=torch.int64),
+    ]
+    for tensor, array in zip(tensors, downloaded(tensors), strict=True):
+        assert array.shape == tensor.shape
+        assert array.dtype == tensor.numpy().dtype
+        np.testing.assert_array_equal(array, tensor.numpy())
 
 
 def test_every_tensor_starts_at_a_whole_vector() -> None:

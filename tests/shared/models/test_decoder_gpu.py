@@ -14,7 +14,7 @@ from shared.kv.pool import KvPool
 from shared.models.loader import load_decoder
 from shared.runtime.runner import ModelRunner
 from shared.tokens import TokenTree
-from tests.helpers.checkpoints import TinyShape, build_model, write_checkpoint
+from tests.helpers.checkpoints import DELTA, TinyShape, build_model, write_checkpoint
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -29,6 +29,7 @@ SHAPES = {
     "mistral": TinyShape(head_dim=32, overrides={"sliding_window": 24}),
     "qwen2": TinyShape(num_heads=6, num_kv_heads=2, head_dim=16),
     "qwen3": TinyShape(hidden_size=128, head_dim=128),
+    "qwen3_5": TinyShape(head_dim=16, overrides=DELTA),
 }
 DTYPES = [torch.float32, torch.bfloat16]
 LARGEST_FLOAT32_ERROR = 1e-3

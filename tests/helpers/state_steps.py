@@ -1,0 +1,57 @@
+"""Steps of sequences whose model has recurrent states: prompts, plain tokens, chains and trees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from shared.kv.batch import ForwardBatch, SequenceRows, build_batch
+
+PAGE_SIZE, NUM_PAGES = 16, 40
+_PAGES = [range(1 + 8 * number, 9 + 8 * number) for number in range(4)]
+
+
+def state_steps() -> Iterator[list[SequenceRows]]:
+    """Yields the sequences of each step, which follow one another over one pool."""
+    yield [causal(0, 0, 40), causal(1, 0, 3)]
+    yield [causal(2, 0, 15), causal(0, 40, 1), causal(1, 3, 1)]
+    yield [causal(number, start, 1) for number, start in enumerate((41, 4, 15))]
+    yield [causal(0, 42, 4), tree(1, 5, [None, 0, 0, 1, 1, 2, 3]), causal(2, 16, 1)]
+    # Two of the chain stay, and the root alone of the tree.
+    yield [causal(0, 44, 1), causal(1, 6, 1), causal(2, 17, 1)]
+    yield [tree(0, 45, [None, 0, 1, 0]), tree(2, 18, [None]), causal(1, 7, 2)]
+    # One whose state is behind it begins anew.
+    yield [causal(0, 20, 1)]
+
+
+def batch_of(sequences: list[SequenceRows], device: torch.device) -> ForwardBatch:
+    return build_batch(sequences, page_size=PAGE_SIZE, device=device)
+
+
+def causal(number: int, start: int, count: int) -> SequenceRows:
+    """Returns rows of a sequence by its number, whose token follows from its place."""
+    tokens = [_token(number, index) for index in range(start, start + count)]
+    return SequenceRows.causal(tokens, start, _PAGES[number], range(count))
+
+
+def tree(number: int, start: int, parents: list[int | None]) -> SequenceRows:
+    """Returns the rows of a tree whose root is the sequence's next token."""
+    masks: list[list[bool]] = []
+    for node, parent in enumerate(parents):
+        mask = [False] * len(parents) if parent is None else list(masks[parent])
+        mask[node] = True
+        masks.append(mask)
+    return SequenceRows(
+        token_ids=[_token(number, start + node) for node in range(len(parents))],
+        positions=[start + sum(mask) - 1 for mask in masks],
+        kv_start=start,
+        pages=_PAGES[number],
+        prefix_length=start,
+        tail_mask=masks,
+        logit_rows=range(len(parents)),
+    )
+
+
+def _token(number: int, index: int) -> int:
+    return (31 * number + 7 * index) % 13

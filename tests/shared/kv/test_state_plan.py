@@ -1,0 +1,72 @@
+"""A plan in memory that does not move is the plan as it is, whatever the one before has left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shared.kv.pool import KvPool
+from shared.kv.state_plan import StateSlots
+from shared.models.decoder import Decoder
+from shared.runtime.graph_inputs import GraphInputs, GraphLimits
+from shared.runtime.runner import ModelRunner
+from tests.helpers.engines import recurrent_decoder
+from tests.helpers.state_steps import NUM_PAGES, PAGE_SIZE, batch_of, causal, state_steps
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return recurrent_decoder(tmp_path_factory.mktemp("recurrent"))
+
+
+def new_pool(decoder: Decoder, num_states: int = 4) -> KvPool:
+    return KvPool(decoder.kv_layout(PAGE_SIZE), NUM_PAGES, CPU, num_states=num_states)
+
+
+@pytest.mark.parametrize("num_states", [4, 1])
+@torch.inference_mode()
+def test_steps_read_a_plan_in_fixed_memory(decoder: Decoder, num_states: int) -> None:
+    plain, pool = new_pool(decoder, num_states), new_pool(decoder, num_states)
+    runner, slots = ModelRunner(decoder, plain), StateSlots(64, 8, 500, CPU)
+    for sequences in state_steps():
+        batch = batch_of(sequences, CPU)
+        with pool.advancing(batch) as plan:
+            assert plan is not None
+            assert slots.fits(plan)
+            slots.fill(plan)
+            sizes = len(batch.token_ids), len(sequences)
+            states = slots.inputs.first(*sizes, has_tail=batch.tail_mask is not None)
+            hidden = decoder.forward(batch, pool, states=states).hidden
+        assert torch.equal(hidden, runner.run(batch).hidden)
+
+
+@torch.inference_mode()
+def test_paths_share_the_rows_of_their_nodes(decoder: Decoder) -> None:
+    pool, num_candidates = new_pool(decoder), list[int]()
+    for sequences in state_steps():
+        batch = batch_of(sequences, CPU)
+        with pool.advancing(batch) as plan:
+            assert plan is not None
+            decoder.forward(batch, pool, states=plan.upload(CPU))
+        wanted = sorted(row for row in plan.places[:, 1].tolist() if row >= 0)
+        assert wanted == list(range(len(batch.token_ids)))
+        num_candidates.append(len(plan.candidates))
+    # A chain and a tree of three leaves; trees of two and of one, and a chain.
+    assert num_candidates == [0, 0, 0, 1 + 3, 0, 2 + 1 + 1, 0]
+
+
+@torch.inference_mode()
+def test_a_plan_of_too_many_tokens_does_not_fit(decoder: Decoder) -> None:
+    limits = GraphLimits(max_rows=4, max_sequences=1, max_tail_width=2, max_context_tokens=64)
+    inputs = GraphInputs(limits, decoder.kv_layout(PAGE_SIZE), CPU)
+    pool = new_pool(decoder)
+    fits = []
+    for start, count in ((0, 40), (40, 1), (30, 1)):
+        batch = batch_of([causal(0, start, count)], CPU)
+        with pool.advancing(batch) as plan:
+            assert plan is not None
+            fits.append(inputs.fits(plan))
+            decoder.forward(batch, pool, states=plan.upload(CPU))
+    assert fits == [False, True, False]
