@@ -1,0 +1,46 @@
+"""Steps that are padded as in a CUDA graph compute what they compute as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.kv.pool import KvPool
+from shared.models.decoder import Decoder
+from shared.runtime.graph_inputs import GraphInputs, GraphLimits
+from shared.runtime.graph_store import key_of
+from shared.runtime.runner import ModelRunner
+from tests.helpers.engines import recurrent_decoder
+from tests.helpers.kernel_device import kernel_device
+from tests.helpers.state_steps import NUM_PAGES, PAGE_SIZE, batch_of, state_steps
+
+pytestmark = [pytest.mark.gpu, pytest.mark.interpreter]
+LIMITS = GraphLimits(max_rows=64, max_sequences=4, max_tail_width=24, max_context_tokens=128)
+
+
+@pytest.fixture
+def decoder(tmp_path: Path) -> Decoder:
+    return recurrent_decoder(tmp_path, kernel_device())
+
+
+# Attention leaves rows of no sequence as the memory was.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@torch.inference_mode()
+def test_padded_steps_compute_the_same(decoder: Decoder) -> None:
+    device, layout = decoder.device, decoder.kv_layout(PAGE_SIZE)
+    plain, pool = (KvPool(layout, NUM_PAGES, device, num_states=4) for _ in range(2))
+    runner, inputs = ModelRunner(decoder, plain), GraphInputs(LIMITS, layout, device)
+    for sequences in state_steps():
+        batch = batch_of(sequences, device)
+        key = key_of(batch, LIMITS, ())
+        sizes = key.num_rows, key.num_sequences
+        bucket = inputs.bucket(*sizes, has_tail=key.has_tail)
+        with pool.advancing(batch) as plan:
+            inputs.fill(bucket, batch)
+            inputs.fill_states(plan)
+            states = inputs.states(*sizes, has_tail=key.has_tail)
+            hidden = decoder.forward(bucket, pool, states=states).hidden
+        expected = runner.run(batch).hidden
+        torch.testing.assert_close(hidden[: len(expected)], expected, atol=1e-4, rtol=1e-4)
