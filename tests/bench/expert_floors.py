@@ -41,7 +41,9 @@ def experts_hit(decoder: Decoder, pool: KvPool, batch: ForwardBatch) -> list[int
         replace(layer, mlp=watched(layer.mlp)) if isinstance(layer.mlp, Experts) else layer
         for layer in decoder.layers
     )
-    replace(decoder, layers=layers).forward(batch, pool)
+    with pool.advancing(batch) as plan:
+        states = None if plan is None else plan.upload(pool.device)
+        replace(decoder, layers=layers).forward(batch, pool, states=states)
     return counts
 
 

@@ -30,6 +30,7 @@ class ExpertShape:
         batches: sequences of plain steps.
         trees: nodes of the trees that are verified at batch 1.
         layers_most: layers that are built, as far as they fit.
+        period: layers after which their kinds repeat; as many, or a multiple, are built.
     """
 
     name: str
@@ -41,6 +42,7 @@ class ExpertShape:
     trees: tuple[int, ...]
     prompt: Prompt
     layers_most: int
+    period: int = 1
 
     def config(self, num_layers: int) -> ModelConfig:
         """Returns the config of a model of so many of its layers."""
@@ -131,4 +133,37 @@ DEEPSEEK_V3 = ExpertShape(
     prompt=Prompt(1, 2048),
     layers_most=58,
 )
-SHAPES = {shape.name: shape for shape in (QWEN3_30B, GLM_45_AIR, DEEPSEEK_V3)}
+QWEN3_NEXT = ExpertShape(
+    name="qwen3-next-80b-a3b",
+    architecture="Qwen3NextForCausalLM",
+    values={
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "intermediate_size": 5120,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+        "rope_theta": 10_000_000,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 262_144,
+    },
+    quantisation=Quantisation.UNQUANT,
+    context=512,
+    batches=(1, 8, 64),
+    trees=(8, 32),
+    prompt=Prompt(8, 2048),
+    layers_most=48,
+    period=4,
+)
+SHAPES = {shape.name: shape for shape in (QWEN3_30B, GLM_45_AIR, DEEPSEEK_V3, QWEN3_NEXT)}

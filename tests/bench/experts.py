@@ -1,19 +1,19 @@
 """Speed of mixtures of experts, each forward beside the floor of the same run.
 
-    python -m tests.bench.experts [--shapes qwen3-30b-a3b glm-4.5-air deepseek-v3] [--no-kernels]
-        [--tp-size N [--ep]]
+    python -m tests.bench.experts [--shapes qwen3-30b-a3b glm-4.5-air deepseek-v3
+        qwen3-next-80b-a3b] [--no-kernels] [--tp-size N [--ep]]
 
 On one GPU, or on several that share the matrices (`--tp-size`) or have experts of their own
-(`--ep`); floors are then those of one GPU's part. Three shapes with random weights, made on the
+(`--ep`); floors are then those of one GPU's part. Four shapes with random weights, made on the
 device; no checkpoint is read. Each has a process of its own, with a time limit, so that one which
 fails leaves the others; all of them take less than five minutes on an H200. As many layers are
 built as fit.
 
-The floor of a step is the bytes of the weights that it reads, of experts those that are hit, over
-the bandwidth of a large copy, and beside them the larger of the bytes of the cache and the
-arithmetic of attention over them, at the rate of a large product. That of a prompt is its
-arithmetic. Experts are hit as random weights have it: about evenly. Where the device's time goes
-is printed below each shape, by kernel.
+The floor of a step is the bytes of the weights that it reads, of experts those that are hit, and of
+recurrent states over the bandwidth of a large copy, and beside them the larger of the bytes of the
+cache and the arithmetic of attention over them, at the rate of a large product. That of a prompt is
+its arithmetic. Experts are hit as random weights have it: about evenly. Where the device's time
+goes is printed below each shape, by kernel.
 """
 
 from __future__ import annotations
@@ -89,15 +89,20 @@ def num_layers(shape: ExpertShape, device: torch.device, size: int = 1) -> int:
     """Returns as many layers as fit on the devices, and no more than are asked for."""
     if device.type != "cuda":
         return shape.layers_most
-    counts = (2, 3)
+    # A first dense layer is none of those that are counted.
+    period = shape.period
+    counts = (2 * period, 3 * period)
     sizes = [_num_weights(shape.config(count)) for count in counts]
-    a_layer = sizes[1] - sizes[0]
+    a_period = sizes[1] - sizes[0]
     itemsize = 2 if shape.quantisation.value == "unquant" else 1
-    outside = 2 * (sizes[0] - counts[0] * a_layer) / size
-    tokens = max(shape.batches) * (shape.context + PAGE_SIZE)
-    cache = tokens * _cache_bytes(shape.config(1))
+    outside = 2 * (sizes[0] - 2 * a_period) / size
+    config, batch = shape.config(period), max(shape.batches)
+    cache = batch * (shape.context + PAGE_SIZE) * _cache_bytes(config)
+    if config.delta is not None:
+        cache += batch * config.delta.state_bytes
     room = torch.cuda.mem_get_info(device)[0] * _WEIGHTS_SHARE - outside
-    return max(1, min(shape.layers_most, int(room / ((a_layer * itemsize + cache) / size))))
+    most = int(room / ((a_period * itemsize + cache) / size)) * period
+    return max(period, min(shape.layers_most, most))
 
 
 def _num_weights(config: ModelConfig) -> int:
@@ -106,9 +111,9 @@ def _num_weights(config: ModelConfig) -> int:
 
 
 def _cache_bytes(config: ModelConfig) -> int:
-    """Of a token and layer."""
+    """Of a token."""
     planes = 1 if config.latent is not None else 2
-    return 2 * planes * config.num_kv_heads * config.head_dim
+    return 2 * planes * config.num_cache_layers * config.num_kv_heads * config.head_dim
 
 
 class ShapeBench:
@@ -144,7 +149,8 @@ class ShapeBench:
             shape.context + max(shape.trees),
         )
         num_pages = most_tokens // PAGE_SIZE + max(shape.batches) + 2
-        pool = KvPool(decoder.kv_layout(PAGE_SIZE), num_pages, device)
+        num_states = max(*shape.batches, shape.prompt.count)
+        pool = KvPool(decoder.kv_layout(PAGE_SIZE), num_pages, device, num_states=num_states)
         pool.storage.normal_()
         if device.type != "cuda":
             return decoder, pool, None
@@ -217,8 +223,8 @@ class ShapeBench:
                 if isinstance(layer.mlp, Experts)
             ]
         floor = weight_bytes(self.decoder, hits) / self.rates.bandwidth
-        floor += self._attention_ms(sequences)
-        time_ms = self._clock(lambda: self.runner.run(batch))
+        floor += self._attention_ms(sequences) + self._states_ms(sequences)
+        time_ms = self._clock(self._repeated(batch, sequences))
         note = f"experts hit {sum(hits) / len(hits):.1f}, {expected:.1f} expected; "
         head = sum(tensor.nbytes for tensor in tensors_of(self.decoder.lm_head))
         head_ms = head / self.rates.bandwidth
@@ -232,7 +238,7 @@ class ShapeBench:
         if config.latent is not None:
             width = config.latent.query_dim + config.latent.value_dim
         pairs = sum(len(rows.token_ids) ** 2 / 2 for rows in sequences)
-        attention = 2 * config.num_layers * self._num_heads * width * pairs
+        attention = 2 * self._num_attention_layers * self._num_heads * width * pairs
         operations = 2 * len(batch.token_ids) * weights_a_row(self.decoder) + attention
         time_ms = self._clock(lambda: self.runner.run(batch), repeats=3, inner=1)
         note = f"{operations / time_ms / 1e9:.0f} of {rate / 1e9:.0f} TFLOP/s"
@@ -241,14 +247,45 @@ class ShapeBench:
     def _attention_ms(self, sequences: Sequence[SequenceRows]) -> float:
         """Returns the floor of reading the cache, or of the arithmetic over it."""
         config = self.decoder.config
-        token_bytes = self.runner.pool.layout.token_size_bytes
+        layout, num_layers = self.runner.pool.layout, self._num_attention_layers
+        token_bytes = layout.token_size_bytes / layout.num_layers * num_layers
         read_bytes = token_bytes * sum(rows.kv_start + len(rows.token_ids) for rows in sequences)
         width = 2 * config.head_dim
         if config.latent is not None:
             width = config.latent.row_dim + config.latent.latent_dim
         pairs = sum(rows.kv_start * len(rows.token_ids) for rows in sequences)
-        operations = 2 * config.num_layers * self._num_heads * width * pairs
+        operations = 2 * num_layers * self._num_heads * width * pairs
         return max(read_bytes / self.rates.bandwidth, operations / self.rates.operations)
+
+    def _states_ms(self, sequences: Sequence[SequenceRows]) -> float:
+        """Returns the floor of reading recurrent states, and of writing those that are kept."""
+        states = self.runner.pool.layout.states
+        times = sum(2 if rows.tail_mask is None else 1 for rows in sequences)
+        return 0.0 if states is None else times * states.size_bytes / self.rates.bandwidth
+
+    def _repeated(
+        self, batch: ForwardBatch, sequences: Sequence[SequenceRows]
+    ) -> Callable[[], object]:
+        """Returns a step that can be run again, as if its sequences had not moved on: the states
+        behind their contexts are found each time, with other numbers."""
+        states = self.runner.pool.states
+        if states is None:
+            return lambda: self.runner.run(batch)
+        for rows in self._placed(sequences):
+            context = SequenceRows.causal([1] * rows.kv_start, 0, rows.pages)
+            self.runner.run(build_batch([context], page_size=PAGE_SIZE, device=self._device))
+        known = states._lengths.copy(), states._stamps.copy()
+
+        def again() -> None:
+            states._lengths[:], states._stamps[:] = known
+            self.runner.run(batch)
+
+        return again
+
+    @property
+    def _num_attention_layers(self) -> int:
+        config = self.decoder.config
+        return config.num_layers - (0 if config.delta is None else len(config.delta.layers))
 
     @property
     def _num_heads(self) -> int:
@@ -260,9 +297,12 @@ class ShapeBench:
         assert experts is not None
         return experts.routing
 
+    def _placed(self, sequences: Sequence[SequenceRows]) -> list[SequenceRows]:
+        """Returns the sequences with pages, the same each time."""
+        return with_pages(random.Random(1), list(sequences), PAGE_SIZE)[0]
+
     def _batch(self, sequences: Sequence[SequenceRows]) -> ForwardBatch:
-        rng, vocab_size = random.Random(1), self.decoder.config.vocab_size
-        placed, _ = with_pages(rng, list(sequences), PAGE_SIZE)
+        rng, vocab_size = random.Random(2), self.decoder.config.vocab_size
         filled = [
             replace(
                 rows,
@@ -270,7 +310,7 @@ class ShapeBench:
                 logit_rows=range(len(rows.token_ids)) if len(rows.token_ids) <= 64
                 else [len(rows.token_ids) - 1],
             )
-            for rows in placed
+            for rows in self._placed(sequences)
         ]  # fmt: skip
         return build_batch(filled, page_size=PAGE_SIZE, device=self._device)
 

@@ -17,6 +17,7 @@ from tests.bench.expert_shapes import (
     DEEPSEEK_V3,
     GLM_45_AIR,
     QWEN3_30B,
+    QWEN3_NEXT,
     SHAPES,
     ExpertShape,
     Prompt,
@@ -43,18 +44,25 @@ LATENT = {
     "v_head_dim": 16,
     "n_routed_experts": 16,
 }
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "shared_expert_intermediate_size": 16,
+}
 
 
 def tiny(shape: ExpertShape) -> ExpertShape:
-    own = LATENT if shape is DEEPSEEK_V3 else {}
-    count = {"num_experts" if shape is QWEN3_30B else "n_routed_experts": 16}
+    own = {DEEPSEEK_V3.name: LATENT, QWEN3_NEXT.name: LINEAR}.get(shape.name, {})
+    count = {"num_experts" if "num_experts" in shape.values else "n_routed_experts": 16}
     return replace(
         shape,
         values={**shape.values, **TINY, **count, **own},
         context=24,
         trees=(3, 5),
         prompt=Prompt(2, 20),
-        layers_most=2,
+        layers_most=2 * shape.period,
     )
 
 
@@ -64,7 +72,7 @@ def _run_once(work: Callable[[], object], **_: int) -> float:
 
 
 def _bench(shape: ExpertShape) -> ShapeBench:
-    return ShapeBench(tiny(shape), 2, CPU, _run_once)
+    return ShapeBench(tiny(shape), 2 * shape.period, CPU, _run_once)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -74,7 +82,8 @@ def test_every_row_of_a_shape_is_measured(name: str) -> None:
     names += ["verify 3 nodes, batch 1", "verify 5 nodes, batch 1", "prefill 2 × 20"]
     assert [line.name for line in lines] == names
     assert all(line.floor_ms > 0.0 for line in lines)
-    assert lines[0].note.startswith("experts hit 8.0, 8.0 expected")
+    chosen = SHAPES[name].values.get("num_experts_per_tok")
+    assert lines[0].note.startswith(f"experts hit {chosen}.0, {chosen}.0 expected")
 
 
 def test_a_row_that_fails_leaves_the_others(
@@ -119,8 +128,9 @@ def test_rows_hit_more_experts_the_more_they_are() -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_published_shapes_are_read(name: str) -> None:
-    assert SHAPES[name].config(3).num_layers == 3
-    assert program.num_layers(tiny(SHAPES[name]), CPU) == 2
+    shape = SHAPES[name]
+    assert shape.config(4).num_layers == 4
+    assert program.num_layers(tiny(shape), CPU) == 2 * shape.period
 
 
 def test_processes_that_share_a_model_compute_every_line() -> None:

@@ -16,5 +16,5 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_row_is_measured(name: str) -> None:
     shape = tiny(SHAPES[name])
-    lines = list(ShapeBench(shape, 2, torch.device("cuda"), device_ms).lines())
+    lines = list(ShapeBench(shape, shape.layers_most, torch.device("cuda"), device_ms).lines())
     assert len(lines) == len(shape.batches) + len(shape.trees) + 1
