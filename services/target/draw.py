@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from services.target.step_plan import ScheduledSequence
-from services.target.token_masks import RowMasks
 from shared.kv.upload import uploaded_numbers
 from shared.runtime.host_copy import HostCopy
 from shared.speculation.distributions import masked_logits, shaped_logits, target_log_probs
@@ -26,6 +25,7 @@ from shared.speculation.logprobs import (
     unpacked_logprobs,
 )
 from shared.speculation.rejection import ChainRule, DrawnChain, accept_chains
+from shared.speculation.row_masks import RowMasks
 from shared.speculation.row_sampling import RowSampling, TokenCounts, uploaded
 from shared.speculation.verify import (
     EXACT,

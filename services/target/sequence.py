@@ -233,7 +233,12 @@ class Sequence:
 
         Then the next step is launched when this one's tokens are read, not before.
         """
-        return not (self.matcher is None and self.rules is None and self.prediction is None)
+        return self.is_masked or self.prediction is not None
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether the host says which tokens may be drawn, after each path of a tree."""
+        return self.matcher is not None or self.rules is not None
 
     @property
     def failure(self) -> OutriderError | None:

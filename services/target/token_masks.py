@@ -1,91 +1,91 @@
-"""The tokens that grammars allow at each row of a step: committed token and tree nodes."""
+"""The tokens that grammars and rules allow at each row of a tree: committed token, then nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Sequence as SequenceOf
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from services.target.grammars.matcher import GrammarMatcher, Mask
+from services.target.grammars.matcher import MaskExecutor, Masks
+from services.target.sequence import Sequence, TokenRules
 from services.target.step_plan import ScheduledSequence
 from shared.speculation.distributions import num_mask_words
-from shared.speculation.verify import AcceptedPath
+from shared.speculation.row_masks import MaskedRows, RowMasks
+from shared.speculation.tree import row_paths
 from shared.tokens import TokenTree
-
-_NUM_THREADS = 4
-_ALL = -1  # every bit of a word
-
-
-@dataclass(frozen=True, slots=True)
-class RowMasks:
-    """Masks of a step's rows.
-
-    Attributes:
-        bits: `[R, W]` int32 on the device, see `masked_logits`.
-        may_draw: False for the rows of nodes that their grammar forbids, and beyond a bound of
-            the matcher. A token drawn there means nothing.
-    """
-
-    bits: Tensor
-    may_draw: tuple[bool, ...]
-
-    def cut(self, path: AcceptedPath, tree: TokenTree, first_row: int) -> AcceptedPath:
-        """Ends a path at the first node whose row may not draw: the node is the bonus then."""
-        for place, node in enumerate(path.node_indices):
-            if not self.may_draw[first_row + 1 + node]:
-                return AcceptedPath(path.node_indices[:place], tree.token_ids[node])
-        return path
 
 
 class TokenMasks:
-    """Computes masks on the host, in the shadow of the forward where that is on a GPU.
-
-    The matchers of several sequences run side by side: llguidance lets go of the interpreter.
-    """
+    """Computes masks on the host, in the shadow of the forward where that is on a GPU."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, "masks")
+        self._executor = MaskExecutor()
 
-    def of(self, drawn: Sequence[ScheduledSequence], logits: Tensor) -> RowMasks | None:
-        """Returns the masks of all rows; None when no sequence has a grammar."""
-        constrained: list[tuple[int, GrammarMatcher, TokenTree]] = []
+    def of(self, drawn: SequenceOf[ScheduledSequence], logits: Tensor) -> RowMasks | None:
+        """Returns the masks of all rows of a planned step; None when no sequence has a grammar.
+        Rules are among what its rows draw with."""
+        first_rows: list[int] = []
         num_rows = 0
         for entry in drawn:
-            if entry.sequence.matcher is not None:
-                constrained.append((num_rows, entry.sequence.matcher, entry.tree))
+            first_rows.append(num_rows)
             num_rows += 1 + len(entry.tree)
+        constrained = [
+            (first_row, entry.sequence.matcher, entry.tree)
+            for first_row, entry in zip(first_rows, drawn, strict=True)
+            if entry.sequence.matcher is not None
+        ]
         if not constrained:
             return None
-        _, matchers, trees = zip(*constrained, strict=True)
-        # One sequence alone is faster without a change of threads.
-        run = map if len(constrained) == 1 else self._threads.map
-        found = run(GrammarMatcher.tree_masks, matchers, trees)
-        bits = _all_allowed(num_rows, num_mask_words(logits.shape[1]), logits.device)
-        may_draw = [True] * num_rows
-        for (first_row, _, _), masks in zip(constrained, found, strict=True):
-            _write(bits, may_draw, first_row, masks)
-        return RowMasks(bits.to(logits.device, non_blocking=True), tuple(may_draw))
+        places, matchers, trees = zip(*constrained, strict=True)
+        found = self._executor.tree_masks(matchers, trees)
+        masks = [
+            MaskedRows(range(len(words)), words).behind(place)
+            for place, words in zip(places, found, strict=True)
+        ]
+        return RowMasks.of(
+            masks, num_rows=num_rows, vocab_size=logits.shape[1], device=logits.device
+        )
+
+    def of_lanes(
+        self, lanes: SequenceOf[tuple[Sequence, TokenTree]], vocab_size: int
+    ) -> list[Masks]:
+        """Returns what a grammar and the rules of each sequence allow, root first, then nodes."""
+        followed = [(each.matcher, tree) for each, tree in lanes if each.matcher is not None]
+        allowed = iter(self._executor.tree_masks(*zip(*followed, strict=True)) if followed else ())
+        found: list[Masks] = []
+        for sequence, tree in lanes:
+            if sequence.matcher is None:
+                masks = np.full((1 + len(tree), num_mask_words(vocab_size)), _ALL, np.int32)
+            else:
+                masks = next(allowed)
+            if sequence.rules is not None:
+                _follow(sequence.rules, tree, masks)
+            found.append(masks)
+        return found
 
 
-def _all_allowed(num_rows: int, num_words: int, device: torch.device) -> Tensor:
-    is_pinned = device.type == "cuda"
-    return torch.full((num_rows, num_words), _ALL, dtype=torch.int32, pin_memory=is_pinned)
+_ALL = -1  # every bit of a word
+_WORD_BITS = 32
 
 
-def _write(
-    bits: Tensor, may_draw: list[bool], first_row: int, masks: Sequence[Mask | None]
-) -> None:
-    rows = bits.numpy().view(np.uint8)
-    for row, mask in enumerate(masks, start=first_row):
-        if mask is None:
-            may_draw[row] = False
-            continue
-        # Rows of the model's output beyond the tokenizer's tokens are never allowed.
-        rows[row] = 0
-        # llguidance adds a word for its own use where the vocabulary fills the last one.
-        num_bytes = min(len(mask), rows.shape[1])
-        rows[row, :num_bytes] = np.frombuffer(mask, np.uint8, num_bytes)
+def _follow(rules: TokenRules, tree: TokenTree, masks: Masks) -> None:
+    """Takes from masks what rules forbid; a rule that leaves nothing is not followed."""
+    words = masks.view(np.uint32)
+    for row, path in zip(words, row_paths(tree), strict=True):
+        kept, forced = row.copy(), rules.forced_after(path)
+        if forced is not None and _allows(row, forced):
+            kept[:] = 0
+            kept[forced // _WORD_BITS] = 1 << forced % _WORD_BITS
+        else:
+            for token_id in rules.banned_after(path):
+                if _allows(kept, token_id):
+                    kept[token_id // _WORD_BITS] ^= np.uint32(1 << token_id % _WORD_BITS)
+        if kept.any():
+            row[:] = kept
+
+
+def _allows(row: NDArray[np.uint32], token_id: int) -> bool:
+    place, bit = divmod(token_id, _WORD_BITS)
+    return place < len(row) and bool(row[place] >> np.uint32(bit) & np.uint32(1))

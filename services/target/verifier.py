@@ -138,6 +138,9 @@ class Verifier:
     Args:
         generator: on the host; the source of fresh randomness of all rules but the coupled one.
         thresholds: of the point-mass rule; below 1 they are lossy.
+
+    Attributes:
+        masks: computes what grammars allow.
     """
 
     def __init__(
@@ -151,7 +154,7 @@ class Verifier:
         self._rule = _path_rule(mode, generator, thresholds)
         self._sampling = _LastSampling()
         self._counts = RunningCounts()
-        self._masks = TokenMasks()
+        self.masks = TokenMasks()
 
     @torch.inference_mode()
     def draw(
@@ -175,7 +178,7 @@ class Verifier:
         if sampling.penalties is not None:
             counts = self._counts.of(drawn, input_ids, logits.shape[-1])
         # On a GPU the host does this while the forward, which is queued, runs.
-        masks = self._masks.of(drawn, logits)
+        masks = self.masks.of(drawn, logits)
         distributions = RowDistributions(drawn, logits, positions, sampling, counts, masks)
         return (
             CoupledDraw(distributions)

@@ -1,4 +1,4 @@
-"""Distributions of single lanes: penalties, bias, a minimum length, and log probabilities.
+"""Distributions of single lanes: penalties, bias, masks, a minimum length; log probabilities.
 
 A lane without any of these draws with all the others (`RoundSampling`). The rows of those that have
 some are drawn once more, on their own, by the same `draw_tokens` as everywhere.
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shared.kv.upload import uploaded_numbers
 from shared.runtime.host_copy import HostCopy
+from shared.runtime.lane_trees import AppliedMasks, LaneMasks
 from shared.runtime.round_sequences import NewLane
 from shared.runtime.round_state import LENGTH, RoundState
 from shared.speculation.logprobs import packed_logprobs, unpacked_logprobs
@@ -103,6 +104,16 @@ class LaneSampling:
         self._counts.leave(slot)
         if self._shaped.pop(slot, None) is not None:
             self._groups.clear()
+
+    def masked(self, logits: Tensor, masks: LaneMasks, num_rows: int) -> AppliedMasks:
+        """Applies masks to `logits` `[S * T, V]`, in place, until the rows have drawn.
+
+        Args:
+            masks: by slot.
+            num_rows: T.
+        """
+        scored = [slot for slot in self._num_top if slot in masks]
+        return AppliedMasks.to(logits, masks, num_rows, scored)
 
     def redraw(self, drawn: Tensor, logits: Tensor, state: RoundState, tree: TreeRows) -> None:
         """Draws the rows of shaped lanes anew.

@@ -27,7 +27,8 @@ def accept_trees(  # type: ignore[no-untyped-def]
     token = tl.load(token_ids + own + rows, mask=is_row, other=-1)
     parent = tl.load(parents + own + rows, mask=is_row, other=0)
     wanted = tl.load(drawn + own + parent, mask=is_row, other=0)
-    matches = ((token == wanted) | (rows == 0)).to(tl.int32)
+    own_drawn = tl.load(drawn + own + rows, mask=is_row, other=0)
+    matches = ((token == wanted) & (own_drawn >= 0) | (rows == 0)).to(tl.int32)
     is_square = is_row[:, None] & is_row[None, :]
     seen = tl.load(
         visible + (own + rows)[:, None] * NUM_ROWS + rows[None, :], mask=is_square, other=0
@@ -54,13 +55,12 @@ def accept_trees(  # type: ignore[no-untyped-def]
     state = numbers + sequence * number_stride
     is_active = tl.load(state + ACTIVE)
     answer = result + sequence * (RESULT_COUNTS + WIDTH)
-    committed = tl.load(drawn + own + rows, mask=is_row, other=0)
-    tl.store(answer + RESULT_COUNTS + place, committed, mask=is_accepted)
+    tl.store(answer + RESULT_COUNTS + place, own_drawn, mask=is_accepted)
     tl.store(answer + RESULT_COUNTS + steps, slot * 0, mask=is_beyond)
     tl.store(answer, count * is_active)
     tl.store(answer + 1, num_nodes)
     if is_active == 1:
-        tl.store(state + TAIL + place, committed, mask=is_accepted)
+        tl.store(state + TAIL + place, own_drawn, mask=is_accepted)
         tl.store(state + LENGTH, tl.load(state + LENGTH) + count)
         tl.store(state + OPEN, count.to(tl.int64))
         last_row = tl.max(tl.where(is_accepted, rows, 0), 0)

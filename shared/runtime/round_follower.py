@@ -50,7 +50,8 @@ class RoundFollower:
                 rounds = self._rounds[message.key]
                 rounds.grow(message.num_slots, message.sampling)
                 chunks = ReceivedChunks(self._group) if message.has_chunks else None
-                rounds.verify(message.sampling, chunks=chunks)
+                rounds.forward(chunks)
+                rounds.commit(message.sampling, chunks=chunks)
             case _:
                 raise AssertionError(message)
 

@@ -2,14 +2,15 @@
 
 A round is three graphs: the trees grow, the target computes them, the accepted paths are committed.
 Between the last two the host queues the draw, so that whatever shapes a distribution needs no graph
-of its own. A graph fixes shapes and addresses: there is one set for each number of slots, and for
-each kind of noise in the draft.
+of its own, and what a grammar allows can be computed beside the forward. A graph fixes shapes and
+addresses: there is one set for each number of slots, and for each kind of noise in the draft.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from shared.models.decoder import DecoderOutput
 from shared.runtime.graph_store import capturing
 from shared.runtime.lane_sampling import LaneSampling, QueuedLogprobs
+from shared.runtime.lane_trees import LaneMasks
 from shared.runtime.round_batches import RoundTree
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_state import RoundState
@@ -25,11 +27,14 @@ from shared.runtime.round_verification import (
     RESULT_COUNTS,
     CommittedRound,
     RoundVerification,
+    VerifiedTrees,
 )
+from shared.speculation.tree import TreeRows
 
 ROUND_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 72, 96, 128, 144, 192, 256)
 """Numbers of slots that rounds compute; above, as many as there are sequences."""
 
+NO_MASKS: LaneMasks = MappingProxyType({})
 _MOST_GREEDY_SLOTS = 32
 """Above, what greedy drafts save of the noise is lost in a round's time."""
 
@@ -113,6 +118,7 @@ class RoundGraphs:
         self._group = verification.decoder.group
         self._captured: dict[tuple[int, RoundSampling], CapturedRound] = {}
         self._grown: _GrownRound | CapturedRound | None = None
+        self._verified: VerifiedTrees | None = None
 
     def is_made(self, num_slots: int, sampling: RoundSampling) -> bool:
         """Whether a round needs no graphs that are not there."""
@@ -133,21 +139,18 @@ class RoundGraphs:
             self._grown = captured = self.of(num_slots, sampling)
             captured.draft.replay()
 
+    @property
+    def grown(self) -> TreeRows:
+        """The trees that were grown last."""
+        assert self._grown is not None, "nothing was grown"
+        return self._grown.tree.rows
+
     @torch.inference_mode()
-    def verify(
-        self,
-        sampling: RoundSampling,
-        lanes: LaneSampling | None = None,
-        chunks: RoundChunks | None = None,
-    ) -> RoundOutput:
-        """Runs the rest of the round that was grown last.
+    def forward(self, chunks: RoundChunks | None = None) -> None:
+        """Runs the target's forward over the trees that were grown last.
 
         Args:
-            sampling: what all lanes draw with, but for those that `lanes` draws anew.
             chunks: what some slots compute in place of their trees.
-
-        Returns:
-            With graphs it holds until the next round.
         """
         grown = self._grown
         assert grown is not None, "nothing was grown"
@@ -155,15 +158,39 @@ class RoundGraphs:
             chunks.replace(grown.tree, grown.state)
         if isinstance(grown, CapturedRound):
             grown.forward.replay()
+        else:
+            self._verified = self._verification.forward(grown.tree)
+
+    @torch.inference_mode()
+    def commit(
+        self,
+        sampling: RoundSampling,
+        lanes: LaneSampling | None = None,
+        chunks: RoundChunks | None = None,
+        masks: LaneMasks = NO_MASKS,
+    ) -> RoundOutput:
+        """Runs the rest of the round behind its forward.
+
+        Args:
+            sampling: what all lanes draw with, but for those that `lanes` draws anew.
+            chunks: those of the forward.
+            masks: by slot, of lanes that the host restricts.
+
+        Returns:
+            With graphs it holds until the next round.
+        """
+        grown, verified = self._grown, self._verified
+        assert grown is not None, "nothing was grown"
+        if isinstance(grown, CapturedRound):
             logits = grown.logits
-            self._draw(logits, grown, sampling, lanes, chunks, grown.drawn)
+            self._draw(logits, grown, sampling, lanes, chunks, masks, grown.drawn)
             grown.commit.replay()
             committed = grown.committed
         else:
-            verified = self._verification.forward(grown.tree)
-            logits = verified.logits
+            assert verified is not None, "nothing was computed"
+            self._verified, logits = None, verified.logits
             drawn = torch.empty_like(grown.tree.rows.depths)
-            self._draw(logits, grown, sampling, lanes, chunks, drawn)
+            self._draw(logits, grown, sampling, lanes, chunks, masks, drawn)
             committed = self._finish(grown.state, grown.tree, verified.output, drawn)
         if lanes is None:
             return RoundOutput(committed.result, None)
@@ -201,13 +228,19 @@ class RoundGraphs:
         sampling: RoundSampling,
         lanes: LaneSampling | None,
         chunks: RoundChunks | None,
+        masks: LaneMasks,
         drawn: Tensor,
     ) -> None:
         state, rows = grown.state, grown.tree.rows
+        applied = None
+        if masks and lanes is not None:
+            applied = lanes.masked(logits, masks, drawn.shape[1])
         if self._group is None or self._group.rank == 0:
             drawn.copy_(self._verification.draw(logits, state, rows, sampling))
         if lanes is not None:
             lanes.redraw(drawn, logits, state, rows)
+        if applied is not None:
+            applied.drawn(drawn)
         if chunks is not None:
             chunks.accept(drawn)
         if self._group is not None:

@@ -3,12 +3,16 @@
 `launch` queues a round and waits for nothing. Its result, a few numbers a sequence, is copied to
 the host behind it; `result` may be asked for one round late, while the next one runs. So the host
 decides only who takes part and which pages they have.
+
+Where the host also says which tokens some lanes may draw, their trees are copied to it before the
+target's forward is queued, and it computes their masks while the device computes that. `finish`
+queues the draws.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +21,38 @@ from torch import Tensor
 
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
+from shared.runtime.lane_trees import LaneMasks, LaneTree, QueuedTrees, TreeCopies
 from shared.runtime.prompt_chunks import PromptChunks, cut
 from shared.runtime.round_batches import MAX_PENDING_ROUNDS, RoundShape
-from shared.runtime.round_graphs import CapturedRound, RoundChunks, RoundGraphs, TreeSource
+from shared.runtime.round_graphs import (
+    CapturedRound,
+    RoundChunks,
+    RoundGraphs,
+    TreeSource,
+)
 from shared.runtime.round_head import HeadBacklog, HeadPlace
 from shared.runtime.round_lockstep import RoundLeader, SentChunks, SentTrees
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_sequences import NewLane, SequenceRound
 from shared.runtime.round_slots import RoundSlots
 from shared.tokens import TreeShape
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenRound:
+    """A round whose draws are not queued.
+
+    Attributes:
+        masked: slots by sequence.
+        trees: None where nobody is masked.
+        announced: ends what other processes were told.
+    """
+
+    sampling: RoundSampling
+    chunks: RoundChunks | None
+    masked: Mapping[int, int]
+    trees: QueuedTrees | None
+    announced: ExitStack
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +119,9 @@ class RoundRunner:
         )
         self._graphs = RoundGraphs(source, verification, self._head.state, graph_memory)
         # Of sequences whose prompts the last launched round ended, and the next one ends.
+        self._open: _OpenRound | None = None
+        max_rows = limits.max_sequences * self.shape.num_tree_rows
+        self._tree_copies = TreeCopies(max_rows, self._device)
         self._read: dict[int, HeadBacklog] = {}
         self._reading: dict[int, HeadBacklog] = {}
 
@@ -156,7 +186,8 @@ class RoundRunner:
         self._head.begin(num_sequences, sampling, is_ahead=is_ahead)
         with self._queueing(num_sequences, sampling):
             self._graphs.grow(num_sequences, sampling)
-            self._graphs.verify(sampling)
+            self._graphs.forward()
+            self._graphs.commit(sampling)
 
     def num_kv_tokens(self, sequence_id: int) -> tuple[int, int]:
         """Returns how many tokens the target's and the head's pages of a sequence must cover for
@@ -204,9 +235,18 @@ class RoundRunner:
             self._reading.pop(each, None)
         self._slots.remove(gone)
 
+    @property
+    def awaits_masks(self) -> bool:
+        """Whether a round was launched with masked lanes and is to be finished."""
+        return self._open is not None
+
     @torch.inference_mode()
-    def launch(self) -> None:
+    def launch(self, masked: Iterable[int] = ()) -> None:
         """Queues one round of every placed sequence; their pages must cover `num_kv_tokens`.
+
+        Args:
+            masked: sequences whose draws wait for masks. Where there are any, `finish` is to be
+                called, once their results of all earlier rounds are read.
 
         Raises:
             torch.OutOfMemoryError: a number of sequences or a kind of sampling that is new to the
@@ -224,11 +264,46 @@ class RoundRunner:
         chunks = self._slots.prompt_chunks
         given = self._given(chunks) if chunks else None
         self._head.begin(self.num_slots, sampling, is_ahead=self.is_ahead)
-        with self._queueing(self.num_slots, sampling, has_chunks=given is not None):
-            self._graphs.grow(self.num_slots, sampling)
-            output = self._graphs.verify(sampling, self._slots.lanes, given)
+        announced = ExitStack()
+        announced.enter_context(
+            self._queueing(self.num_slots, sampling, has_chunks=given is not None)
+        )
+        self._graphs.grow(self.num_slots, sampling)
+        slots = {each: self._slots.placed[each].slot for each in masked}
+        trees = None
+        if slots:
+            are_chains = self.shape.tree.topk == 1
+            trees = self._tree_copies.queue(self._graphs.grown, are_chains=are_chains)
+        self._graphs.forward(given)
+        self._open = _OpenRound(sampling, given, slots, trees, announced)
+        if not slots:
+            self.finish({})
+
+    def masked_trees(self) -> dict[int, LaneTree]:
+        """Returns the trees of masked lanes by sequence; waits until they have grown."""
+        opened = self._open
+        assert opened is not None, "nothing was launched"
+        assert opened.trees is not None, "nobody is masked"
+        trees = opened.trees.read(tuple(opened.masked.values()))
+        return dict(zip(opened.masked, trees, strict=True))
+
+    @torch.inference_mode()
+    def finish(self, masks: LaneMasks) -> None:
+        """Queues the draws of the round that was launched, and its commit.
+
+        Args:
+            masks: by sequence, of rows of its tree.
+
+        Raises:
+            torch.OutOfMemoryError: nothing was launched.
+        """
+        opened, self._open = self._open, None
+        assert opened is not None, "nothing was launched"
+        by_slot = {opened.masked[sequence_id]: rows for sequence_id, rows in masks.items()}
+        output = self._graphs.commit(opened.sampling, self._slots.lanes, opened.chunks, by_slot)
+        opened.announced.close()
         self._read, self._reading = self._reading, {}
-        self._slots.launched(output, sampling, self.shape.max_committed)
+        self._slots.launched(output, opened.sampling, self.shape.max_committed)
 
     def result(self) -> tuple[SequenceRound, ...]:
         """Returns what the oldest unread round did, those removed since included; waits for it."""

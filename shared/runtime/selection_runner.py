@@ -248,7 +248,8 @@ class SelectionRunner:
         """Queues the verification of what was prepared."""
         prepared, self._prepared = self._prepared, None
         assert prepared is not None, "nothing was prepared"
-        output = prepared.rounds.verify(prepared.sampling, self._slots.lanes)
+        prepared.rounds.forward()
+        output = prepared.rounds.commit(prepared.sampling, self._slots.lanes)
         self._slots.launched(output, prepared.sampling, prepared.shape.num_steps + 1)
 
     def result(self) -> tuple[SequenceRound, ...]:

@@ -103,11 +103,12 @@ def accept_rows(tree: TreeRows, drawn: Tensor, max_depth: int) -> AcceptedRows:
     """Returns the paths whose tokens are the ones the target drew.
 
     Args:
-        drawn: `[B, T]` int64, the token each row drew; not negative.
+        drawn: `[B, T]` int64, the token each row drew; negative in a row, but the root's, that
+            may not draw: a path ends before its node.
         max_depth: D, of any node; less than T.
     """
     batch_size, num_rows = drawn.shape
-    matches = tree.token_ids == drawn.gather(1, tree.parents)
+    matches = (tree.token_ids == drawn.gather(1, tree.parents)) & (drawn >= 0)
     matches[:, 0] = True
     # Siblings hold different tokens, so what is accepted is one path, ordered by row.
     accepted = (matches.unsqueeze(1) | ~tree.visible).all(dim=2)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Sequence
 
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from services.target.grammars.matcher import CompiledGrammar
+from services.target.grammars.matcher import CompiledGrammar, GrammarMatcher, MaskExecutor
 from services.target.grammars.source import grammar_source
 from services.target.grammars.structural_tag import SpecialTokens
 from shared.grammar import Grammar, GrammarKind
+from shared.tokens import TokenTree
 
 EOS = 0
 SPELLINGS = (
@@ -46,7 +48,14 @@ def compiled(kind: GrammarKind, text: str, limits: LLParserLimits | None = None)
     source = grammar_source(Grammar.of(kind, text), SpecialTokens({}))
     matcher = LLMatcher(small_tokenizer(), source, log_level=0, limits=limits)
     assert not matcher.is_error(), matcher.get_error()
-    return CompiledGrammar(matcher)
+    return CompiledGrammar(matcher, small_tokenizer().vocab_size)
+
+
+def tree_tokens(matcher: GrammarMatcher, tree: TokenTree) -> list[set[int] | None]:
+    """Returns the tokens that may follow the root and each node; None where none may be drawn."""
+    [masks] = MaskExecutor().tree_masks([matcher], [tree])
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+    return [set(np.flatnonzero(row).tolist()) or None for row in bits]
 
 
 def regex(text: str) -> CompiledGrammar:

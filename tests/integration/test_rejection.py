@@ -44,7 +44,7 @@ from tests.helpers.engines import (
     run,
     tiny_decoder,
 )
-from tests.helpers.grammars import EOS, regex
+from tests.helpers.grammars import EOS, regex, tree_tokens
 from tests.helpers.hosted_draft import HostedDraft
 from tests.helpers.standalone_drafts import standalone
 from tests.shared.speculation.naive import chi_square_p_value, naive_distribution
@@ -218,9 +218,9 @@ def _row_distribution(
 ) -> list[float]:
     forbidden: list[int] = []
     if asked.grammar is not None:
-        [mask] = _matcher(asked, head).tree_masks(EMPTY_TREE)
-        assert mask is not None
-        forbidden = [i for i in range(VOCAB_SIZE) if not mask[i // 8] >> (i % 8) & 1]
+        [allowed] = tree_tokens(_matcher(asked, head), EMPTY_TREE)
+        assert allowed is not None
+        forbidden = [i for i in range(VOCAB_SIZE) if i not in allowed]
     return naive_distribution(logits, asked.sampling, prompt=PROMPT, output=head, banned=forbidden)
 
 

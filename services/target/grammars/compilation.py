@@ -77,4 +77,4 @@ def _compiled_unguarded(grammar: Grammar, vocabulary: Vocabulary) -> CompiledGra
     if not any(first.compute_bitmask()) or first.is_error():
         reason = first.get_error() or "no token of the vocabulary can begin a match"
         raise invalid_grammar(grammar.kind, shown_reason(reason))
-    return CompiledGrammar(matcher)
+    return CompiledGrammar(matcher, vocabulary.tokenizer.vocab_size)

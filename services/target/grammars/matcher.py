@@ -3,32 +3,42 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shared.errors import InvalidArgument
 from shared.tokens import TokenTree
 
 if TYPE_CHECKING:
     # A target decodes where it is not installed.
-    from llguidance import LLMatcher
+    from llguidance import LLExecutor, LLMatcher
 
 _MAX_REASON_CHARACTERS = 500
 _MAX_MASKS_S = 0.5  # usually less than a millisecond each
-Mask = bytes
-"""Bit i of byte i // 8 says whether token i may come next, lowest bit first."""
+_NUM_THREADS = 4
+_WORD_BITS = 32
+Masks = NDArray[np.int32]
+"""A row each: bit i % 32 of word i // 32 says whether token i may come next."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledGrammar:
-    """A grammar ready for use, shared by the outputs that must match it."""
+    """A grammar ready for use, shared by the outputs that must match it.
+
+    Attributes:
+        num_tokens: that its tokenizer has.
+    """
 
     start: LLMatcher
+    num_tokens: int
 
     def matcher(self) -> GrammarMatcher:
         """Returns a matcher before the first token."""
-        return GrammarMatcher(self.start)
+        return GrammarMatcher(self.start, -(-self.num_tokens // _WORD_BITS))
 
 
 class GrammarMatcher:
@@ -37,10 +47,12 @@ class GrammarMatcher:
     Attributes:
         failure: why the grammar cannot be followed further: it exceeded a bound of the matcher.
             The output must end.
+        num_words: of a mask, see `Masks`.
     """
 
-    def __init__(self, start: LLMatcher) -> None:
+    def __init__(self, start: LLMatcher, num_words: int) -> None:
         self.failure: InvalidArgument | None = None
+        self.num_words = num_words
         self._start = start
         self._matcher = start.deep_copy()
         self._token_ids: list[int] = []
@@ -56,44 +68,39 @@ class GrammarMatcher:
         if not self._matcher.consume_token(token_id):
             self._fail(self._matcher.get_error())
 
-    def tree_masks(self, tree: TokenTree) -> list[Mask | None]:
-        """Returns the mask of the root's row, then of each node's.
+    @property
+    def inner(self) -> LLMatcher:
+        """Stands at the last committed token; to be left there."""
+        return self._matcher
 
-        None stands for a row that must not draw: the grammar forbids its node or an ancestor, or
-        the matcher met a bound there.
-        """
+    def check_bounds(self, masks: Masks) -> None:
+        """Mends the masks of a path where the matcher met a bound: the last one that it wrote is
+        not to be relied on, and it cannot go back by itself."""
+        if not self._matcher.is_error():
+            return
+        last = int(np.flatnonzero(masks.any(axis=1))[-1])
+        masks[last] = 0
+        if last == 0:
+            self._restore()
+            root = self._matcher.compute_bitmask()
+            if not self._matcher.is_error():
+                masks[0] = np.frombuffer(root, np.int32, self.num_words)
+
+    def computed(self, root: Masks) -> None:
+        """The masks of a tree were computed, that of its root among them."""
+        if root.any():
+            if self._matcher.is_error():
+                self._restore()
+        elif self.failure is None:
+            self._fail(self._matcher.get_error() or "no token can follow")
+
+    def check_time(self) -> None:
+        """Ends a grammar whose next mask takes too long."""
         begin_s = time.thread_time()
-        masks: list[Mask | None] = [None] * (1 + len(tree))
-        masks[0] = self._mask()
+        self._matcher.compute_bitmask()
         taken_s = time.thread_time() - begin_s
         if taken_s > _MAX_MASKS_S:
             self._fail(f"a mask takes {taken_s:.2f} s; at most {_MAX_MASKS_S:g} s are allowed")
-            return [None] * len(masks)
-        if masks[0] is None:
-            self._fail(self._matcher.get_error() or "no token can follow")
-            return masks
-        path: list[int] = []
-        for node in _depth_first(tree):
-            parent = tree.parent_indices[node]
-            if masks[0 if parent is None else parent + 1] is None:
-                continue
-            if time.thread_time() - begin_s > _MAX_MASKS_S:
-                break
-            depth = 0 if parent is None else path.index(parent) + 1
-            self._matcher.rollback(len(path) - depth)
-            del path[depth:]
-            if self._matcher.try_consume_tokens([tree.token_ids[node]]) == 1:
-                path.append(node)
-                masks[node + 1] = self._mask()
-            if self._matcher.is_error():
-                self._restore()
-                return masks
-        self._matcher.rollback(len(path))
-        return masks
-
-    def _mask(self) -> Mask | None:
-        mask = self._matcher.compute_bitmask()
-        return None if self._matcher.is_error() or not any(mask) else mask
 
     def _restore(self) -> None:
         """Brings the matcher back to the committed tokens; one in error cannot roll back."""
@@ -113,12 +120,88 @@ def shown_reason(error: str) -> str:
     return error.split("\n<", 1)[0][:_MAX_REASON_CHARACTERS]
 
 
-def _depth_first(tree: TokenTree) -> Iterator[int]:
-    children: dict[int | None, list[int]] = {}
-    for node, parent in enumerate(tree.parent_indices):
-        children.setdefault(parent, []).append(node)
-    waiting = children.get(None, [])[::-1]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        waiting.extend(reversed(children.get(node, ())))
+class MaskExecutor:
+    """Computes masks of many matchers side by side. Owned by the engine thread, which lets go of
+    the interpreter meanwhile."""
+
+    def __init__(self) -> None:
+        self._executor: LLExecutor | None = None
+
+    def tree_masks(
+        self, matchers: SequenceOf[GrammarMatcher], trees: SequenceOf[TokenTree]
+    ) -> list[Masks]:
+        """Returns the masks of the root's row, then of each node's, of each tree.
+
+        A row of zeros must not draw: the grammar forbids its node or an ancestor, or the matcher
+        met a bound there.
+        """
+        found = [
+            np.zeros((1 + len(tree), matcher.num_words), np.int32)
+            for matcher, tree in zip(matchers, trees, strict=True)
+        ]
+        paths = [_paths(tree) for tree in trees]
+        # A path of each tree at a time, because a matcher can stand in one place only.
+        for turn in range(max(map(len, paths), default=0)):
+            asked = [
+                (matchers[place], own[turn], trees[place], found[place])
+                for place, own in enumerate(paths)
+                if turn < len(own) and not matchers[place].inner.is_error()
+            ]
+            self._compute(asked)
+        for matcher, masks in zip(matchers, found, strict=True):
+            matcher.computed(masks[0])
+        return found
+
+    def _compute(self, asked: SequenceOf[_Asked]) -> None:
+        """Computes the masks on one path of each tree."""
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor(num_threads=_NUM_THREADS)
+        plain: list[tuple[LLMatcher, int]] = []
+        drafted: list[tuple[LLMatcher, int, list[int]]] = []
+        num_rows = 0
+        for matcher, path, tree, _ in asked:
+            tokens = [tree.token_ids[node] for node in path]
+            if tokens:
+                drafted.append((matcher.inner, num_rows, tokens))
+            else:
+                plain.append((matcher.inner, num_rows))
+            num_rows += 1 + len(tokens)
+        num_words = asked[0][0].num_words if asked else 0
+        rows = np.zeros((num_rows, num_words), np.int32)
+        where = (rows.ctypes.data, rows.itemsize * num_words, num_rows)
+        begin_s = time.monotonic()
+        if plain:
+            self._executor.unsafe_compute_mask_ptr(plain, *where)
+        if drafted:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
+        if time.monotonic() - begin_s > _MAX_MASKS_S:
+            for matcher, *_ in asked:
+                matcher.check_time()
+        first = 0
+        for matcher, path, _, masks in asked:
+            end = first + 1 + len(path)
+            if matcher.failure is None:
+                matcher.check_bounds(rows[first:end])
+                masks[[0, *(node + 1 for node in path)]] = rows[first:end]
+            first = end
+
+
+_Asked = tuple[GrammarMatcher, SequenceOf[int], TokenTree, Masks]
+
+
+def _paths(tree: TokenTree) -> list[list[int]]:
+    """Returns the nodes from below the root to each leaf; one path without nodes of an empty
+    tree."""
+    parents = set(tree.parent_indices)
+    paths: list[list[int]] = []
+    for leaf in range(len(tree)):
+        if leaf in parents:
+            continue
+        path, parent = [leaf], tree.parent_indices[leaf]
+        while parent is not None:
+            path.append(parent)
+            parent = tree.parent_indices[parent]
+        paths.append(path[::-1])
+    return paths or [[]]

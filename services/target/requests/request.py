@@ -138,7 +138,7 @@ class GenerationRequest:
         """Whether log probabilities want more of the draw than its temperature."""
         if self.top_logprobs is None or not self.logprobs_after_temperature:
             return False
-        is_ruled = bool(self.sampling.bad_phrases or self.sampling.thinking)
+        is_ruled = bool(self.sampling.bad_phrases or self.sampling.thinking or self.grammar)
         return self.sampling.shapes_logits or is_ruled or bool(self.stop.min_output_tokens)
 
 

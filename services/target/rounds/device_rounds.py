@@ -2,7 +2,7 @@
 
 A draft in the target's process may share its head, see `round_source.py`. A sequence whose request
 a round can serve gets a lane when its prompt is computed but for the last token, and keeps it until
-it ends. All others, prompts and requests with a grammar, step beside the lanes.
+it ends. All others, and prompts, step beside the lanes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from services.target.rounds.policy import CostTable
 from services.target.rounds.round_runners import RoundRunners
 from services.target.rounds.round_source import RoundSource
 from services.target.sequence import Sequence
+from services.target.token_masks import TokenMasks
 from shared.kv.leases import KvLeases, OutOfPages, PagePool
 from shared.runtime.memory import Shortage
 from shared.runtime.round_runner import RoundRunner
 from shared.runtime.round_sequences import NewLane, SequenceRound
 from shared.runtime.runner import ModelRunner
+from shared.speculation.row_masks import MaskedRows
 from shared.tokens import TreeShape
 
 
@@ -94,14 +96,13 @@ def can_be_round(
 ) -> bool:
     """Whether a draft of this algorithm can draft for the request in rounds, at any depth.
 
-    They know no grammars and compute no trace, and verify whole trees of one shape.
+    They compute no trace, and verify whole trees of one shape.
 
     Args:
         num_tree_rows: that their trees have at most, the root included.
     """
     return (
-        request.grammar is None
-        and not request.speculation_disabled
+        not request.speculation_disabled
         and not request.wants_trace
         and not request.wants_routes
         and not request.scores_shaped
@@ -124,6 +125,7 @@ class DeviceRounds:
         store: the features that the draft reads, one row a slot of the target's pool; None where
             it reads none.
         algorithm: the name of what the head does.
+        masks: computes those of lanes with a grammar or rules.
         mapped: of a head in another process.
 
     Attributes:
@@ -137,6 +139,7 @@ class DeviceRounds:
         leases: KvLeases,
         store: FeatureStore | None,
         algorithm: str,
+        masks: TokenMasks,
         mapped: MappedRounds | None = None,
     ) -> None:
         self._head, self._mapped = source.head, mapped
@@ -151,6 +154,8 @@ class DeviceRounds:
         self._runners = kept or RoundRunners(source, runner, None if store is None else store.rows)
         if mapped is not None:
             mapped.runners = self._runners
+        self._masks = masks
+        self._vocab_size = runner.decoder.config.vocab_size
         self._lanes: dict[int, Lane] = {}
         # Whether rounds can serve a request at all, by sequence.
         self._can_serve: dict[int, bool] = {}
@@ -236,7 +241,7 @@ class DeviceRounds:
             rows = self._runners.max_tree_rows
             can_serve = can_be_round(sequence.request, self._algorithm, rows)
             self._can_serve[sequence_id] = can_serve
-        if not can_serve or sequence.needs_host_before_next_step:
+        if not can_serve or sequence.prediction is not None:
             return False
         if len(sequence.token_ids) > self._max_context_tokens:
             return False
@@ -269,14 +274,16 @@ class DeviceRounds:
         is_read = count > 1 and sequence.num_computed > 0 and sequence.num_pending == 0
         if not is_read or sequence.is_scoring:
             return 0
-        # Their penalties would count the prompt as output.
-        if new_lane_of(sequence).is_shaped:
+        # Their penalties would count the prompt as output, their masks are those of trees.
+        if sequence.is_masked or new_lane_of(sequence).is_shaped:
             return 0
         return -(-count // self._runner.shape.max_committed)
 
     def launch(self, joining: SequenceOf[Sequence]) -> bool:
         """Launches a round of all lanes and of the sequences `joining`, whose last tokens are read;
         those before are computed, or can be read by the round.
+
+        Where the host masks lanes, `finish` is to be called once the rounds before are read.
 
         False, with nothing launched, where a sequence outgrows its lane or its pages while rounds
         are unread: they have to be read first. Sequences without room are refused.
@@ -296,7 +303,7 @@ class DeviceRounds:
             return True
         try:
             self._place([each for each in placed if self.holds(each)], new)
-            self._runner.launch()
+            self._runner.launch(each.sequence_id for each in self.sequences if each.is_masked)
         except RuntimeError as error:
             if self._runner.is_waited_for:
                 raise
@@ -306,6 +313,36 @@ class DeviceRounds:
                 return False
             self._give_up(Shortage.of(error), new)
         return True
+
+    @property
+    def awaits_masks(self) -> bool:
+        """Whether a round was launched whose draws wait for masks."""
+        return self._runner.awaits_masks
+
+    def finish(self) -> None:
+        """Computes the masks for the trees of a round, beside the forward, and queues its draws.
+        All rounds before are read: a grammar is followed up to the last token."""
+        assert not self.num_pending, "the last tokens are not known"
+        lanes = {each.sequence_id: each for each in self.sequences}
+        trees = {
+            sequence_id: each
+            for sequence_id, each in self._runner.masked_trees().items()
+            if sequence_id in lanes and lanes[sequence_id].is_masked
+        }
+        found = self._masks.of_lanes(
+            [(lanes[sequence_id], each.tree) for sequence_id, each in trees.items()],
+            self._vocab_size,
+        )
+        masks = {
+            sequence_id: MaskedRows(each.rows, own)
+            for (sequence_id, each), own in zip(trees.items(), found, strict=True)
+        }
+        try:
+            self._runner.finish(masks)
+        except RuntimeError as error:
+            if self._runner.is_waited_for:
+                raise
+            self._give_up(Shortage.of(error), ())
 
     def evict(self, sequence: Sequence) -> None:
         """Takes a lane from a sequence; every round has been read."""

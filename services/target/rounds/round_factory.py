@@ -46,6 +46,7 @@ class RoundFactory:
             self.leases,
             store,
             attachment.identity.algorithm,
+            self.verifier.masks,
             attachment.mapped,
         )
 

@@ -281,6 +281,11 @@ class RoundSteps:
     def _launch(self, rounds: DeviceRounds, joining: SequenceOf[Sequence]) -> bool:
         num_before, now_s = rounds.num_pending, self._clock()
         was_taken = rounds.launch(joining)
+        launched_s = self._clock()
+        if rounds.awaits_masks:
+            self._drain(rounds)
+            num_before = 0
+            rounds.finish()
         if rounds.num_pending > num_before:
             shape = rounds.shape
             if shape != self._last_shape:  # nothing was prepared for it
@@ -288,7 +293,7 @@ class RoundSteps:
             self._last_shape = rounds.shape
             self._launched.append(_Launch(now_s, shape, self._is_alone and not joining))
             if self._launches_late and self._is_alone and not joining:
-                self._wait.launched(self._clock() - self._turn_s)
+                self._wait.launched(launched_s - self._turn_s)
         return was_taken
 
     def _choose(self, rounds: DeviceRounds, suited: SequenceOf[Sequence]) -> TreeShape | None:
@@ -387,6 +392,8 @@ class RoundSteps:
         # One that was launched behind another has taken the time between their results. What trees
         # that came too late cost says nothing of the shape.
         is_timed = launch.is_alone and launch.start_s < self._committed_s and not rounds.is_late
+        # Where all have ended before its draws, nobody took part.
+        is_timed = is_timed and num_lanes > 0
         if self._policy is not None and is_timed:
             self._policy.observe_time(launch.shape, num_lanes, now_s - start_s)
         self._committed_s = now_s

@@ -12,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.speculation.growth import SelectedNodes
-from shared.speculation.tree import TreeRows, accept_rows, row_parents, row_paths, tree_rows
+from shared.speculation.row_masks import RowMasks
+from shared.speculation.tree import (
+    NO_TOKEN,
+    TreeRows,
+    accept_rows,
+    row_parents,
+    row_paths,
+    tree_rows,
+)
 from shared.speculation.verify import accept_path
 from shared.tokens import EMPTY_TREE, TokenTree
 from tests.helpers.host_rounds import tail_mask
@@ -125,13 +133,19 @@ def test_rows_stand_where_the_host_puts_them(row_trees: list[TokenTree], rows: T
 
 
 def test_paths_are_those_of_the_host(row_trees: list[TokenTree], rows: TreeRows) -> None:
-    lengths = set()
+    """Some rows may not draw, which ends a path before their nodes."""
+    lengths, num_cut = set(), 0
     for seed in range(200):
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randint(VOCAB_SIZE, rows.token_ids.shape, generator=generator)
-        accepted = accept_rows(rows, drawn, MAX_DEPTH)
+        may_draw = torch.rand(drawn.shape, generator=generator) < 0.9
+        may_draw[:, 0] = True
+        accepted = accept_rows(rows, torch.where(may_draw, drawn, NO_TOKEN), MAX_DEPTH)
         for index, tree in enumerate(row_trees):
-            path = accept_path(tree, drawn[index, : len(tree) + 1].tolist())
+            whole = accept_path(tree, drawn[index, : len(tree) + 1].tolist())
+            masks = RowMasks(torch.empty(0), may_draw[index].numpy())
+            path = masks.cut(whole, tree, 0)
+            num_cut += path != whole
             count = len(path.node_indices)
             assert accepted.counts[index] == count
             own = [0, *(node + 1 for node in path.node_indices)]
@@ -141,3 +155,4 @@ def test_paths_are_those_of_the_host(row_trees: list[TokenTree], rows: TreeRows)
             assert tokens[count + 1 :].eq(0).all()
             lengths.add(count)
     assert lengths == set(range(MAX_DEPTH + 1))
+    assert num_cut > 20

@@ -32,7 +32,7 @@ from tests.helpers.engines import (
     shuffled_drops,
     tiny_decoder,
 )
-from tests.helpers.grammars import EOS, compiled, regex, spelled
+from tests.helpers.grammars import EOS, compiled, regex, spelled, tree_tokens
 from tests.helpers.plain_forward import plain_forward
 
 PROMPTS = ([1, 2, 3, 4, 5], [1, 2, 3, 4, 9, 8, 7], [11], [3] * 12)
@@ -289,9 +289,9 @@ def _distribution(
         if matcher.has_ended:
             distribution[output] = probability
             continue
-        [mask] = matcher.tree_masks(EMPTY_TREE)
-        assert mask is not None
-        ids = [i for i in range(VOCAB_SIZE) if mask[i // 8] >> (i % 8) & 1]
+        [allowed] = tree_tokens(matcher, EMPTY_TREE)
+        assert allowed is not None
+        ids = sorted(allowed)
         whole = [*prompt, *output]
         [logits] = plain_forward(decoder, whole, [len(whole) - 1]).logits.float()
         weights = logits[ids].softmax(0).tolist()

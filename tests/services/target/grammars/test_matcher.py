@@ -9,10 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLParserLimits
 
-from services.target.grammars.matcher import GrammarMatcher, Mask
+from services.target.grammars.matcher import GrammarMatcher
 from shared.grammar import GrammarKind
 from shared.tokens import EMPTY_TREE, TokenTree
-from tests.helpers.grammars import EOS, SPELLINGS, allowed, compiled, is_forced, regex, spelled
+from tests.helpers.grammars import (
+    EOS,
+    SPELLINGS,
+    allowed,
+    compiled,
+    is_forced,
+    regex,
+    spelled,
+    tree_tokens,
+)
 
 # Words with common beginnings, with several ways to cut them into tokens.
 LANGUAGE = {"ab", "abc", "abcd", "abxy", "x", "xx", "xxy", "0121"}
@@ -20,14 +29,8 @@ PATTERN = "|".join(sorted(LANGUAGE))
 VOCABULARY = range(len(SPELLINGS))
 
 
-def _ids(mask: Mask | None) -> set[int] | None:
-    if mask is None:
-        return None
-    return {i for i in range(len(mask) * 8) if mask[i // 8] >> (i % 8) & 1}
-
-
-def _is_exact(mask: Mask | None, output: Sequence[int]) -> bool:
-    ids, right = _ids(mask), allowed(LANGUAGE, output)
+def _is_exact(ids: set[int] | None, output: Sequence[int]) -> bool:
+    right = allowed(LANGUAGE, output)
     if ids is None:
         return False
     return (bool(ids) and ids <= right) if is_forced(LANGUAGE, output) else ids == right
@@ -61,7 +64,7 @@ def test_root_mask_is_exact_after_every_beginning_of_every_word() -> None:
     outputs = [output for output in _outputs() if allowed(LANGUAGE, output)]
     assert len(outputs) > 30
     for output in outputs:
-        [mask] = _matcher(output).tree_masks(EMPTY_TREE)
+        [mask] = tree_tokens(_matcher(output), EMPTY_TREE)
         assert _is_exact(mask, output), spelled(output)
 
 
@@ -75,8 +78,8 @@ def test_output_has_ended_where_no_word_goes_on() -> None:
 @given(tree=_trees(), start=st.sampled_from([(), (5,), (1, 2), (19,), (12,)]))
 def test_node_masks_are_exact_and_leave_no_trace(tree: TokenTree, start: tuple[int, ...]) -> None:
     matcher = _matcher(start)
-    masks = matcher.tree_masks(tree)
-    assert masks == matcher.tree_masks(tree)
+    masks = tree_tokens(matcher, tree)
+    assert masks == tree_tokens(matcher, tree)
     for node in range(len(tree)):
         path = [tree.token_ids[each] for each in tree.path(node)]
         output = [*start, *path]
@@ -89,24 +92,24 @@ def test_node_masks_are_exact_and_leave_no_trace(tree: TokenTree, start: tuple[i
             assert masks[node + 1] is None
         elif EOS not in path:
             assert _is_exact(masks[node + 1], output)
-            assert masks[node + 1] == _matcher(tuple(output)).tree_masks(EMPTY_TREE)[0]
+            assert masks[node + 1] == tree_tokens(_matcher(tuple(output)), EMPTY_TREE)[0]
 
 
 def test_outputs_of_one_grammar_do_not_disturb_each_other() -> None:
     grammar = regex(PATTERN)
     one, other = grammar.matcher(), grammar.matcher()
     one.advance(5)
-    assert _is_exact(other.tree_masks(EMPTY_TREE)[0], ())
-    assert _is_exact(one.tree_masks(EMPTY_TREE)[0], (5,))
+    assert _is_exact(tree_tokens(other, EMPTY_TREE)[0], ())
+    assert _is_exact(tree_tokens(one, EMPTY_TREE)[0], (5,))
 
 
 def test_dead_end_is_a_failure_that_names_its_place() -> None:
     matcher = regex("aZ|ab").matcher()  # no token spells Z, so only b can follow
     matcher.advance(1)
-    assert _ids(matcher.tree_masks(EMPTY_TREE)[0]) == {2}
+    assert tree_tokens(matcher, EMPTY_TREE)[0] == {2}
     matcher = regex("aZ").matcher()
     matcher.advance(1)
-    assert matcher.tree_masks(EMPTY_TREE) == [None]
+    assert tree_tokens(matcher, EMPTY_TREE) == [None]
     assert matcher.has_ended
     assert matcher.failure is not None
     assert matcher.failure.reason == "GRAMMAR_TOO_COMPLEX"
@@ -121,7 +124,7 @@ def test_bound_met_inside_a_tree_leaves_the_committed_state() -> None:
         limits = LLParserLimits(step_lexer_fuel=fuel, precompute_large_lexemes=False)
         matcher = compiled(GrammarKind.REGEX, text, limits).matcher()
         chain = TokenTree.chain([1, 2, 5, 8, 1, 2, 5, 19, 1, 2, 5, 8])
-        masks = matcher.tree_masks(chain)
+        masks = tree_tokens(matcher, chain)
         if masks[0] is None:
             continue
         found |= None in masks
@@ -129,6 +132,6 @@ def test_bound_met_inside_a_tree_leaves_the_committed_state() -> None:
         fresh = compiled(GrammarKind.REGEX, text, limits).matcher()
         for token_id, mask in itertools.islice(zip(chain.token_ids, masks, strict=False), 3):
             if mask is not None and fresh.failure is None:
-                assert fresh.tree_masks(EMPTY_TREE)[0] == mask
+                assert tree_tokens(fresh, EMPTY_TREE)[0] == mask
                 fresh.advance(token_id)
     assert found, "no bound was met; the test tests nothing"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -80,9 +80,9 @@ def _setup(
     clock, launch = ModelClock(), RoundRunner.launch
     reports: list[StepReport] = []
 
-    def timed_launch(runner: RoundRunner) -> None:
+    def timed_launch(runner: RoundRunner, masked: Iterable[int]) -> None:
         clock.advance(costs.round_s(runner.shape.tree, len(runner.sequence_ids)))
-        launch(runner)
+        launch(runner, masked)
 
     def measured(rounds: DeviceRounds) -> CostTable:
         sizes = (1, 2, 4, 8)
@@ -252,10 +252,10 @@ def test_a_shape_without_memory_gives_way_to_others(
     setup = _setup(pair, CHEAP, monkeypatch)
     launch = RoundRunner.launch
 
-    def launch_narrow(runner: RoundRunner) -> None:
+    def launch_narrow(runner: RoundRunner, masked: Iterable[int]) -> None:
         if runner.shape.tree == TREE and len(runner.sequence_ids) > 1:
             raise torch.OutOfMemoryError("no room")
-        launch(runner)
+        launch(runner, masked)
 
     monkeypatch.setattr(RoundRunner, "launch", launch_narrow)
     for _ in range(2):

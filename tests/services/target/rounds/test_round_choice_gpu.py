@@ -12,6 +12,7 @@ from shared.runtime.graph_inputs import GraphLimits
 from shared.tokens import SamplingParams, StopParams, TreeShape
 from tests.helpers.device_rounds import Pair
 from tests.helpers.engines import Collector, build_engine, request, run, settle
+from tests.helpers.masked_requests import masked_requests
 from tests.helpers.shared_head_rounds import SilentDraft, any_choice, sharing_head, write_pair
 
 pytestmark = pytest.mark.gpu
@@ -32,12 +33,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return write_pair(tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("head"), CUDA)
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("name", [*SAMPLINGS, "masked"])
 def test_any_choice_at_any_step_changes_no_token(
     pair: Pair, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LanePolicy, "choose", any_choice(3))
-    requests = [request(prompt, SAMPLINGS[name], StopParams(60)) for prompt in PROMPTS]
+    requests = masked_requests()
+    if name in SAMPLINGS:
+        requests = [request(prompt, SAMPLINGS[name], StopParams(60)) for prompt in PROMPTS]
     expected = run(build_engine(pair.decoder), requests)
     reports: list[StepReport] = []
     engine = build_engine(

@@ -28,6 +28,7 @@ from tests.helpers.engines import (
     run_plain,
     settle,
 )
+from tests.helpers.masked_requests import masked_requests
 from tests.helpers.shared_head_rounds import any_choice
 
 PROMPTS = ([1, 2, 3, 4, 5], [1, 2, 3, 4, 9, 8, 7], [11, 3], [3] * 21)
@@ -49,9 +50,11 @@ def _plain(cut: CutTarget, requests: list[GenerationRequest]) -> Collector:
     return run_plain(cut.whole.decoder, requests)
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("name", [*SAMPLINGS, "masked"])
 def test_output_is_that_of_plain_decoding(cut: CutTarget, name: str) -> None:
-    requests = [request(prompt, SAMPLINGS[name], StopParams(24)) for prompt in PROMPTS]
+    requests = masked_requests()
+    if name in SAMPLINGS:
+        requests = [request(prompt, SAMPLINGS[name], StopParams(24)) for prompt in PROMPTS]
     reports: list[StepReport] = []
     engine, collector = cut.drafted(reports.append), Collector()
     for key, each in enumerate(requests):
@@ -64,9 +67,10 @@ def test_output_is_that_of_plain_decoding(cut: CutTarget, name: str) -> None:
         assert collector.token_ids(key) == expected.token_ids(key)
     rounds = [report for report in reports if report.round_shape is not None]
     assert sum(report.num_accepted for report in rounds) > 0
-    # Rounds read the end of a prompt whose beginning another one has computed, without penalties.
+    # Rounds read the end of a prompt whose beginning another one has computed, where neither
+    # penalties nor masks would take it for output.
     num_read = sum(report.num_prompt_rows for report in rounds)
-    assert (num_read > 0) is (name != "penalised")
+    assert (num_read > 0) is (name not in ("penalised", "masked"))
     # Some tokens come before all have a lane, but none by trees that the host leads.
     assert sum(report.num_drafted for report in reports if report.round_shape is None) == 0
 

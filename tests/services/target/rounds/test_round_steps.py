@@ -8,20 +8,23 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from llguidance import LLParserLimits
 
 from services.target.adaptive_config import DEFAULT_CONFIG
 from services.target.drafts.attachment import Attachment
 from services.target.engine import Engine
+from services.target.grammars.matcher import GrammarMatcher, MaskExecutor, Masks
 from services.target.requests.request import GenerationRequest
 from services.target.rounds.policy import LanePolicy
 from services.target.rounds.round_factory import RoundFactory
 from services.target.step_report import StepReport
+from shared.grammar import GrammarKind
 from shared.runtime.round_graphs import RoundGraphs
 from shared.runtime.round_head import CatchUp, HeadBacklog
 from shared.runtime.round_runner import RoundRunner
 from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.runner import ModelRunner
-from shared.tokens import SamplingParams, StopParams, TreeShape
+from shared.tokens import SamplingParams, StopParams, TokenTree, TreeShape
 from tests.helpers.device_rounds import Pair
 from tests.helpers.engines import (
     VOCAB_SIZE,
@@ -32,6 +35,8 @@ from tests.helpers.engines import (
     run_plain,
     settle,
 )
+from tests.helpers.grammars import compiled, regex
+from tests.helpers.masked_requests import masked_requests
 from tests.helpers.shared_head_rounds import SilentDraft, any_choice, sharing_head
 
 CPU = torch.device("cpu")
@@ -205,6 +210,53 @@ def test_lanes_shape_the_distributions_of_those_who_ask(pair: Pair) -> None:
     assert not collector.logprobs(0)
 
 
+@pytest.mark.parametrize("most_masks", [1, 3, 99])
+def test_lanes_follow_grammars_and_rules(
+    pair: Pair, most_masks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a matcher stops in the middle of a tree, the path ends and the next round goes on."""
+    tree_masks = MaskExecutor.tree_masks
+
+    def first_masks(
+        executor: MaskExecutor, matchers: Sequence[GrammarMatcher], trees: Sequence[TokenTree]
+    ) -> list[Masks]:
+        found = tree_masks(executor, matchers, trees)
+        for masks in found:
+            masks[most_masks:] = 0
+        return found
+
+    requests = masked_requests()
+    expected = run_plain(pair.decoder, requests)
+    monkeypatch.setattr(MaskExecutor, "tree_masks", first_masks)
+    setup, collector = _setup(pair, is_poisoned=True), Collector()
+    for key, each in enumerate(requests):
+        setup.engine.submit(each, collector, key)
+        for _ in range(3):
+            setup.engine.step()
+    settle(setup.engine)
+    assert _tokens(collector, len(requests)) == _tokens(expected, len(requests))
+    assert setup.draft.opened == 0
+    found, wanted = collector.logprobs(3), expected.logprobs(3)
+    assert [each.rank for each in found] == [each.rank for each in wanted]
+    planned = [report for report in setup.reports if report.round_shape is None]
+    assert not sum(report.num_committed for report in planned)
+    stats = [collector.finished(key).stats for key in range(4)]
+    assert all(each.num_verified_rounds > 0 for each in stats)
+    num_accepted = sum(each.num_accepted for each in stats)
+    assert num_accepted > 4 if most_masks > 1 else num_accepted == 0
+
+
+def test_grammar_that_cannot_be_followed_ends_its_lane_alone(pair: Pair) -> None:
+    limits = LLParserLimits(step_lexer_fuel=20, precompute_large_lexemes=False)
+    hard = compiled(GrammarKind.REGEX, "(a|b|ab|abc){1,40}x(a|b|ab|abc){1,40}", limits)
+    requests = [request([1, 2], SAMPLINGS["seeded"], grammar=hard), *masked_requests()]
+    setup = _setup(pair)
+    collector = run(setup.engine, requests)
+    assert collector.failure(0).error.reason == "GRAMMAR_TOO_COMPLEX"
+    expected = _plain(pair, requests[1:])
+    assert [collector.token_ids(key) for key in range(1, len(requests))] == expected
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -212,9 +264,8 @@ def test_lanes_shape_the_distributions_of_those_who_ask(pair: Pair) -> None:
         replace(request([5, 4, 3], stop=StopParams(9)), num_draft_steps=2),
         replace(request([5, 4, 3], stop=StopParams(9)), num_draft_tokens=2),
         replace(request([5, 4, 3], stop=StopParams(9)), wants_trace=True),
-        request([5, 4, 3], SamplingParams(bad_words=((3, 4),), seed=1), StopParams(9)),
     ],
-    ids=["disabled", "depth", "width", "trace", "phrase"],
+    ids=["disabled", "depth", "width", "trace"],
 )
 def test_a_request_that_no_lane_can_serve_steps_beside_the_lanes(
     pair: Pair, other: GenerationRequest
@@ -327,8 +378,8 @@ def test_a_round_is_launched_when_the_last_one_is_about_to_end(
     launched: list[int] = []
     launch = RoundRunner.launch
 
-    def counted(runner: RoundRunner) -> None:
-        launch(runner)
+    def counted(runner: RoundRunner, masked: Iterable[int]) -> None:
+        launch(runner, masked)
         launched.append(runner.num_placed)
 
     monkeypatch.setattr(RoundRunner, "launch", counted)
@@ -445,11 +496,11 @@ def test_where_the_device_has_no_memory_for_a_round_the_general_path_goes_on(
 ) -> None:
     launch, asked = RoundRunner.launch, []
 
-    def launch_few(runner: RoundRunner) -> None:
+    def launch_few(runner: RoundRunner, masked: Iterable[int]) -> None:
         asked.append(len(runner.sequence_ids))
         if asked[-1] > 1:
             raise torch.OutOfMemoryError("no room")
-        launch(runner)
+        launch(runner, masked)
 
     monkeypatch.setattr(RoundRunner, "launch", launch_few)
     requests = _requests(SAMPLINGS["greedy"])
@@ -514,7 +565,9 @@ def _random_request(source: random.Random) -> GenerationRequest:
         min_output_tokens=source.choice([0, 0, 0, min(3, num_output)]),
         stop_token_ids=frozenset(source.sample(range(VOCAB_SIZE), 2)),
     )
-    return request(prompt, replace(sampling, seed=source.randrange(1000)), stop)
+    grammar = source.choice([None, None, None, regex("(a|b|ab|abc){1,9}"), regex("[abc0-9]*")])
+    sampling = replace(sampling, seed=source.randrange(1000))
+    return request(prompt, sampling, stop, grammar=grammar)
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
