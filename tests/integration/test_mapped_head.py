@@ -70,9 +70,10 @@ async def _answer(target: Target, request: pb.GenerateRequest) -> list[int]:
 async def _until_rounds(target: Target, rounds: _Rounds) -> None:
     """Asks until an answer came by rounds: the head says when it is ready for them."""
     before = rounds.num_verified
+    await _answer(target, _request(QUESTIONS[1], 8, 0.0))
     while rounds.num_verified == before:
+        await asyncio.sleep(0.2)  # to leave the cores to a process that starts
         await _answer(target, _request(QUESTIONS[1], 8, 0.0))
-        await asyncio.sleep(0.05)  # to leave the cores to a process that starts
 
 
 @pytest.mark.timeout(300)  # two processes load torch, on cores that other tests use
@@ -105,5 +106,6 @@ async def test_answers_are_those_of_plain_steps(draft: str, tp_size: int) -> Non
             alone = await late
         assert alone == await _answer(target, _request(QUESTIONS[0], 100, 0.0, disabled=True))
         await target.until_attached(0)
-        async with _head(target, draft):
-            await _until_rounds(target, rounds)
+        if tp_size > 1:  # what one process does, and all have to
+            async with _head(target, draft):
+                await _until_rounds(target, rounds)

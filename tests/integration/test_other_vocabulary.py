@@ -18,6 +18,7 @@ from shared.rpc.channel import open_channel
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.other_vocabularies import renumbered
 from tests.helpers.served import (
+    MAX_TOKENS,
     PROMPTS,
     Target,
     draft_settings,
@@ -117,7 +118,7 @@ async def test_rejection_takes_chains_of_such_a_draft(folder: Path, other: Path)
     async with running_target(_embedded(folder, other, flag)) as target:
         assert await _accepted(target, 0.0) > 0.9
         tokens, stats = await target.generate(PROMPTS[0], 1.0)
-        assert len(tokens) == 60
+        assert len(tokens) == MAX_TOKENS
         assert stats.accepted_token_count > 0.9 * stats.drafted_token_count
 
 
