@@ -19,7 +19,7 @@ def _pair(tmp_path: Path, size: int, attended_s: float | None = None) -> Modelle
     split = on_two_gpus(0.9, size)
     if attended_s is not None:
         split = replace(split, attended_s=attended_s)
-    return ModelledPair(tiny_decoder(tmp_path), split, seed=0)
+    return ModelledPair(tiny_decoder(tmp_path, num_layers=1), split, seed=0)
 
 
 def _over_plain(pair: ModelledPair, size: int, num_passes: int) -> list[dict[str, float]]:

@@ -51,7 +51,7 @@ def _request(
     return pb.GenerateRequest(
         prompt_token_ids=[1, 2, 3, 4, 5],
         sampling_params=sampling_pb2.SamplingParams(temperature=temperature, seed=3),
-        stop_params=sampling_pb2.StopParams(max_output_token_count=60, ignore_eos=True),
+        stop_params=sampling_pb2.StopParams(max_output_token_count=36, ignore_eos=True),
         speculation_params=pb.SpeculationParams(
             disabled=disabled, draft_token_count=num_draft_tokens
         ),
@@ -118,7 +118,7 @@ async def test_drawn_chains_are_verified(folder: Path, flag: str, rule: str) -> 
             accepted = responses[-1].finished.speculation.accepted_token_count
             assert (accepted == 0) == disabled
         assert outputs[0] == outputs[1] != outputs[2]
-        assert len(outputs[2]) == 60
+        assert len(outputs[2]) == 36
         info = await admin_service_pb2_grpc.AdminServiceStub(admin).GetServerInfo(
             admin_service_pb2.GetServerInfoRequest()
         )

@@ -139,7 +139,7 @@ def test_any_size_beside_others_behind_a_bad_network_changes_nothing(
 def test_trees_of_the_targets_own_are_cut_as_well(
     decoder: Decoder, sampling: SamplingParams
 ) -> None:
-    asked = requests(sampling, 60)
+    asked = requests(sampling, 36)
     expected = outputs(run_plain(decoder, asked))
     largest: list[int] = []
     for num_draft_tokens in (None, 3, 1):

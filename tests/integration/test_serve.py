@@ -43,16 +43,14 @@ HOSTED = (
 )
 
 
-@pytest.mark.parametrize("flags", [("--algorithm", "NONE"), HOSTED])
-def test_the_stack_answers_and_ends_in_order(flags: tuple[str, ...], tmp_path: Path) -> None:
-    """Without flags: `test_an_installed_package_serves`."""
-    with serving(tmp_path, *flags) as (process, ready_line, base_url):
+def test_the_stack_answers_and_ends_in_order(tmp_path: Path) -> None:
+    """With a draft process: `test_an_installed_package_serves`."""
+    with serving(tmp_path, *HOSTED) as (process, ready_line, base_url):
         assert ready_line.startswith(f"ready: {base_url}/v1"), process.communicate()[1]
         answer = _completion(base_url)
-        if flags is HOSTED:
-            by_curl, by_openai = run_requests(base_url, sys.executable)
-            assert by_curl.rstrip().endswith("data: [DONE]")
-            assert "Paris" in by_openai
+        by_curl, by_openai = run_requests(base_url, sys.executable)
+        assert by_curl.rstrip().endswith("data: [DONE]")
+        assert "Paris" in by_openai
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=60)
     assert answer["choices"]

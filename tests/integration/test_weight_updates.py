@@ -142,7 +142,7 @@ async def test_a_head_follows_and_every_token_is_that_of_its_weights(
             assert _has_tables_of(new, borrowed)
 
 
-async def test_fifty_updates_lose_no_request(folders: tuple[Path, Path], head: Path) -> None:
+async def test_thirty_updates_lose_no_request(folders: tuple[Path, Path], head: Path) -> None:
     """Each runs on with its own seed, on whatever weights are in force."""
     done = asyncio.Event()
 
@@ -154,13 +154,13 @@ async def test_fifty_updates_lose_no_request(folders: tuple[Path, Path], head: P
 
     async with _serving(folders[0], head) as (stub, admin):
         asking = [asyncio.create_task(asked(stub, prompt)) for prompt in PROMPTS]
-        for number in range(50):
+        for number in range(30):
             answer = await admin.UpdateWeights(_disk(folders[(number + 1) % 2]))
             assert answer.update.weight_version == str(number + 1)
         done.set()
         answers = await asyncio.gather(*asking)
         assert all(len(tokens) == 100 for each in answers for tokens, _ in each)
-        assert sum(len(changes) for each in answers for _, changes in each) >= 25
+        assert sum(len(changes) for each in answers for _, changes in each) >= 15
         for prompt, each in zip(PROMPTS, answers, strict=True):
             tokens, changes = each[-1]
             start = changes[-1] if changes else 0

@@ -61,7 +61,7 @@ def test_nothing_is_lost_where_the_device_selects_trees(
 
 
 # With these seeds everything happens early.
-@pytest.mark.parametrize(("selects", "seed"), [(False, 6), (True, 5)])
+@pytest.mark.parametrize(("selects", "seed"), [(False, 9), (True, 5)])
 def test_nothing_is_lost_with_recurrent_states(
     models: dict[str, Decoder], recurrent: Decoder, selects: bool, seed: int
 ) -> None:
@@ -84,12 +84,10 @@ def test_a_soak_notices_a_stale_state(
 def test_nothing_is_lost_where_a_head_is_lent(tmp_path: Path, is_recurrent: bool) -> None:
     folders = tmp_path / "target", tmp_path / "head"
     pair = write_pair(*folders, torch.device("cpu"), is_recurrent=is_recurrent)
-    soak = Soak(pair.decoder, {}, 1, overlaps=True, head=pair.head)
+    # With this seed everything happens early.
+    soak = Soak(pair.decoder, {}, 5, overlaps=True, head=pair.head)
     happen = ("num_device_rounds", "num_accepted", "num_cancelled", "num_reconnects")
-    if is_recurrent:
-        _run(soak, 8, *happen)
-    else:
-        _run(soak, 10, "num_preempted", *happen)
+    _run(soak, 6, *happen, *(() if is_recurrent else ("num_preempted",)))
 
 
 def test_nothing_is_lost_where_a_model_drafts_ahead(

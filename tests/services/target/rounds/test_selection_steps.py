@@ -551,7 +551,7 @@ def test_random_lives_change_no_token(
     is late, loses what it says, and comes and goes."""
     source = random.Random(seed)
     monkeypatch.setattr(EarlyLaunch, "pays", lambda early, rates, s: source.random() < 0.5)
-    asked = [_random_request(source) for _ in range(16)]
+    asked = [_random_request(source) for _ in range(10)]
     expected = run_plain(decoder, asked)
     reports = list[StepReport]()
     engine = build_engine(
