@@ -300,12 +300,11 @@ def test_a_sequence_that_outgrows_the_head_goes_on_in_the_general_path(pair: Pai
     assert setup.reports[-1].num_drafted == 0
 
 
-@pytest.mark.parametrize("seed", [3, 7])
 def test_any_choice_up_to_the_longest_context_changes_no_token(
-    pair: Pair, seed: int, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages that a wide tree took at the end lie behind what a short chain can reach."""
-    monkeypatch.setattr(LanePolicy, "choose", any_choice(seed))
+    monkeypatch.setattr(LanePolicy, "choose", any_choice(3))
     requests = [request([5, 4, 3] * 4, SAMPLINGS["seeded"], StopParams(CONTEXT))]
     trees = {TreeShape(2, 16, 64): 8, TreeShape(1, 1, 2): 8}
     setup = _setup(pair, is_poisoned=True, other_trees=trees)
@@ -590,8 +589,8 @@ def test_any_choice_at_any_step_changes_no_token(
 
 @pytest.mark.parametrize(
     ("is_chosen", "seed"),
-    [(False, 0), (True, 1), (True, 3)],
-    ids=["one shape", "any choice", "any choice once more"],
+    [(False, 0), (True, 1)],
+    ids=["one shape", "any choice"],
 )
 def test_random_lives_change_no_token(
     pair: Pair, is_chosen: bool, seed: int, monkeypatch: pytest.MonkeyPatch
