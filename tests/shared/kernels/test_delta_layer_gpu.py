@@ -97,10 +97,11 @@ def lanes_of(
         places += zip(slots, [*before, *rows], strict=True)
     # What a graph leaves of its tables names no state and no row.
     table += [(10**6, 10**6, 10**6, 10**6)] * num_spare
+    # An empty list would be one of float32.
     return DeltaLanes(
-        torch.tensor(table, device=CUDA).view(-1, 4),
+        torch.tensor(table, dtype=torch.int64, device=CUDA).view(-1, 4),
         torch.tensor([len(lanes)], device=CUDA),
-        torch.tensor(places, device=CUDA).view(-1, 2),
+        torch.tensor(places, dtype=torch.int64, device=CUDA).view(-1, 2),
     )
 
 
