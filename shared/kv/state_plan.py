@@ -117,6 +117,10 @@ class StateSlots:
         ]
         self._block.fill(padded, plan.places)
 
+    def clear(self) -> None:
+        """Queues a plan for nobody, in which no lane is in use."""
+        self._block.fill(self._empty, np.zeros((0, _PLACE_COLUMNS), np.int64))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostBatch:

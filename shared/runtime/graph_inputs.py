@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from shared.kernels.split_plan import MAX_PLAIN_ROWS
-from shared.kv.batch import ForwardBatch
+from shared.kv.batch import ForwardBatch, empty_decode_batch
 from shared.kv.pool import KvLayout
 from shared.kv.state_plan import StateInputs, StatePlan, StateSlots
 
@@ -108,6 +108,16 @@ class GraphInputs:
     def fits(self, plan: StatePlan | None) -> bool:
         """Whether there is room: not for sequences that lost their state, and begin anew."""
         return plan is None or (self._states is not None and self._states.fits(plan))
+
+    def fill_with_nobody(self, bucket: ForwardBatch) -> None:
+        """Queues a batch without a sequence of anybody: what a capture computes.
+
+        What was planned for the forward before goes as well: to follow that plan once more would
+        advance states that are advanced already.
+        """
+        self.fill(bucket, empty_decode_batch(1, bucket.page_size, bucket.token_ids.device))
+        if self._states is not None:
+            self._states.clear()
 
     def fill_states(self, plan: StatePlan | None) -> None:
         """Queues a plan that fits, in one copy; None where there are no states."""

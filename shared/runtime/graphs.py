@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from shared.kernels.split_plan import MAX_PLAIN_ROWS, num_part_rows, num_splits
-from shared.kv.batch import ForwardBatch, empty_decode_batch
+from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.kv.state_plan import StatePlan
 from shared.models.config import ModelConfig
@@ -192,8 +192,7 @@ class ForwardGraphs:
     @torch.inference_mode()
     def _captured(self, key: GraphKey) -> CapturedForward:
         bucket = self._inputs.bucket(key.num_rows, key.num_sequences, has_tail=key.has_tail)
-        nobody = empty_decode_batch(1, bucket.page_size, self._pool.device)
-        self._inputs.fill(bucket, nobody)
+        self._inputs.fill_with_nobody(bucket)
         # Loads kernels and makes the workspaces of products outside of the graph.
         self._forward(bucket, key)
         graph = torch.cuda.CUDAGraph()

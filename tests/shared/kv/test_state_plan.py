@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shared.kv.batch import empty_decode_batch
 from shared.kv.pool import KvPool
 from shared.kv.state_plan import StateSlots
 from shared.models.decoder import Decoder
@@ -40,6 +41,27 @@ def test_steps_read_a_plan_in_fixed_memory(decoder: Decoder, num_states: int) ->
             states = slots.inputs.first(*sizes, has_tail=batch.tail_mask is not None)
             hidden = decoder.forward(batch, pool, states=states).hidden
         assert torch.equal(hidden, runner.run(batch).hidden)
+
+
+@torch.inference_mode()
+def test_what_is_computed_for_nobody_leaves_states(decoder: Decoder) -> None:
+    """A graph is captured between two steps, whatever the first of them has planned."""
+    pool, slots = new_pool(decoder), StateSlots(64, 8, 500, CPU)
+    assert pool.states is not None
+    nobody = empty_decode_batch(64, PAGE_SIZE, CPU)
+    for sequences in state_steps():
+        batch = batch_of(sequences, CPU)
+        with pool.advancing(batch) as plan:
+            assert plan is not None
+            slots.fill(plan)
+            sizes = len(batch.token_ids), len(sequences)
+            states = slots.inputs.first(*sizes, has_tail=batch.tail_mask is not None)
+            decoder.forward(batch, pool, states=states)
+        own, kept = pool.states.values.clone(), pool.storage[:, :, PAGE_SIZE:].clone()
+        slots.clear()
+        decoder.forward(nobody, pool, states=slots.inputs.first(64, 8, has_tail=True))
+        assert torch.equal(pool.states.values, own)
+        assert torch.equal(pool.storage[:, :, PAGE_SIZE:], kept)
 
 
 @torch.inference_mode()

@@ -37,10 +37,13 @@ def test_padded_steps_compute_the_same(decoder: Decoder) -> None:
         key = key_of(batch, LIMITS, ())
         sizes = key.num_rows, key.num_sequences
         bucket = inputs.bucket(*sizes, has_tail=key.has_tail)
+        states = inputs.states(*sizes, has_tail=key.has_tail)
         with pool.advancing(batch) as plan:
+            # As if this were the first of its size, behind another's plan.
+            inputs.fill_with_nobody(bucket)
+            decoder.forward(bucket, pool, states=states)
             inputs.fill(bucket, batch)
             inputs.fill_states(plan)
-            states = inputs.states(*sizes, has_tail=key.has_tail)
             hidden = decoder.forward(bucket, pool, states=states).hidden
         expected = runner.run(batch).hidden
         torch.testing.assert_close(hidden[: len(expected)], expected, atol=1e-4, rtol=1e-4)

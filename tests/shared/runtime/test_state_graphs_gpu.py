@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from shared.kv.pool import KvPool
 from shared.models.loader import load_decoder
 from shared.runtime.graph_inputs import GraphLimits
+from shared.runtime.graph_store import GraphKey, key_of, keys_of
 from shared.runtime.graphs import ForwardGraphs
 from shared.runtime.runner import ModelRunner
 from tests.helpers.checkpoints import DELTA, TinyShape, write_checkpoint
@@ -21,20 +23,23 @@ LIMITS = GraphLimits(max_rows=32, max_sequences=4, max_tail_width=24, max_contex
 SHAPE = TinyShape(head_dim=16, overrides=DELTA)
 
 
-def test_graph_steps_equal_eager_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("captures_first", [True, False], ids=["captured first", "when needed"])
+def test_graph_steps_equal_eager_steps(tmp_path: Path, captures_first: bool) -> None:
+    """A graph that is captured between two steps leaves the states of the first."""
     folder = write_checkpoint(tmp_path, "qwen3_5", SHAPE)
     decoder = load_decoder(folder, dtype=torch.float32, device=CUDA)
 
     def pool() -> KvPool:
         return KvPool(decoder.kv_layout(PAGE_SIZE), NUM_PAGES, CUDA, num_states=4)
 
-    own = pool()
-    graphs = ForwardGraphs(decoder, own, LIMITS)
-    graphs.capture()
+    plain, own = pool(), pool()
+    assert plain.states is not None
     assert own.states is not None
+    graphs = ForwardGraphs(decoder, own, LIMITS)
+    if captures_first:
+        graphs.capture()
     assert not own.states.values.any()
-    num_captured = len(graphs._graphs)
-    eager, captured = ModelRunner(decoder, pool()), ModelRunner(decoder, own, graphs)
+    eager, captured = ModelRunner(decoder, plain), ModelRunner(decoder, own, graphs)
     num_run = 0
     run = graphs.run
 
@@ -44,9 +49,20 @@ def test_graph_steps_equal_eager_steps(tmp_path: Path) -> None:
         return run(*arguments)
 
     graphs.run = counted  # type: ignore[method-assign]
-    for sequences in state_steps():
-        expected, found = (each.run(batch_of(sequences, CUDA)).logits for each in (eager, captured))
-        torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    keys = set(keys_of(LIMITS, ())) if captures_first else set[GraphKey]()
+    for step, sequences in enumerate(state_steps()):
+        batch = batch_of(sequences, CUDA)
+        if graphs.fits(batch, ()):
+            keys.add(key_of(batch, LIMITS, ()))
+        expected, found = (each.run(batch).logits for each in (eager, captured))
+        _assert_close(found, expected, f"logits of step {step}")
+        _assert_close(own.states.values, plain.states.values, f"states after step {step}")
     # The first one is a prompt of too many rows.
     assert num_run == len(list(state_steps())) - 1
-    assert len(graphs._graphs) == num_captured
+    assert set(graphs._graphs) == keys
+
+
+def _assert_close(found: Tensor, expected: Tensor, name: str) -> None:
+    torch.testing.assert_close(
+        found, expected, atol=1e-3, rtol=1e-3, msg=lambda text: f"{name}: {text}"
+    )
