@@ -14,6 +14,7 @@ from torch import Tensor
 from shared.kernels.delta_layer import STAMP_SIZE, DeltaLanes
 from shared.kernels.delta_rule import EPS, DeltaShape, DeltaWeights
 from shared.kernels.dependent_jit import begin, early
+from shared.kernels.fused_jit import before_weight
 from shared.kernels.launch import dependent_launch
 
 _STORED_COLUMNS = 1024
@@ -214,7 +215,7 @@ def norm_heads(  # type: ignore[no-untyped-def]
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / DIM + eps)[:, None]
     # Rounded where a norm of its own would.
-    normed = (wide * scale).to(values.dtype).to(tl.float32)
+    normed = before_weight(wide * scale, values.dtype, weight.dtype.element_ty)
     normed = (normed * weights[None, :]).to(values.dtype).to(tl.float32)
     gate = tl.load(gates + row * gate_stride + places, mask=is_element, other=0.0).to(tl.float32)
     tl.store(results + own, (normed * silu(gate)).to(values.dtype), mask=is_element)

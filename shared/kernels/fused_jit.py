@@ -11,12 +11,19 @@ import triton.language as tl
 from shared.kernels.dependent_jit import begin, early
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def before_weight(wide, dtype: tl.constexpr, weight_dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns float32 numbers as the weight of a norm multiplies them: rounded to `dtype`, unless
+    the weight is wider; see `shared.kernels.pointwise.rms_norm`."""
+    return wide if weight_dtype == tl.float32 else wide.to(dtype).to(tl.float32)
+
+
 @triton.jit
 def normed_row(values, weights, num_columns, eps):  # type: ignore[no-untyped-def]
     """Returns the norm of a row, padded with zeros; see `shared.kernels.pointwise.rms_norm`."""
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / num_columns + eps)
-    result = (wide * scale).to(values.dtype).to(tl.float32) * weights.to(tl.float32)
+    result = before_weight(wide * scale, values.dtype, weights.dtype) * weights.to(tl.float32)
     return result.to(values.dtype)
 
 
@@ -86,9 +93,10 @@ def rotate_store(  # type: ignore[no-untyped-def]
     crossed = swapped.to(tl.float32)
     if HAS_NORM:
         scale = tl.rsqrt(tl.sum(straight * straight, 1) / HEAD_DIM + eps)[:, None]
-        straight = (straight * scale).to(plain.dtype).to(tl.float32)
+        weight_dtype: tl.constexpr = norm_weight.dtype.element_ty
+        straight = before_weight(straight * scale, plain.dtype, weight_dtype)
         straight = (straight * straight_weights).to(plain.dtype).to(tl.float32)
-        crossed = (crossed * scale).to(plain.dtype).to(tl.float32)
+        crossed = before_weight(crossed * scale, plain.dtype, weight_dtype)
         crossed = (crossed * crossed_weights).to(plain.dtype).to(tl.float32)
     table = row * HEAD_DIM + dims
     row_cos = tl.load(cos + table, mask=dims < HEAD_DIM, other=0.0)[None, :]

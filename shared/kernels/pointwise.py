@@ -83,7 +83,8 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scales the last axis of `hidden` `[..., D]` to unit root mean square, times `weight`.
 
     Computes in float32 and rounds to the dtype of `hidden` before the weight is applied, and
-    after. `weight` broadcasts against `hidden`; it may be wider.
+    after; after it alone if the weight is float32, as families whose weights have an offset do.
+    `weight` broadcasts against `hidden`.
 
     Source: Zhang and Sennrich, arXiv 1910.07467, equation 4.
     """
@@ -122,7 +123,9 @@ def plain_rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`rms_norm` in plain torch, on any device: the kernel's oracle."""
     wide = hidden.float()
     mean_square = (wide * wide).mean(-1, keepdim=True)
-    normed = (wide * torch.rsqrt(mean_square.add_(eps))).to(hidden.dtype)
+    normed = wide * torch.rsqrt(mean_square.add_(eps))
+    if weight.dtype is not torch.float32:
+        normed = normed.to(hidden.dtype)
     return (normed * weight).to(hidden.dtype)
 
 

@@ -53,6 +53,23 @@ def test_norm(num_columns: int, dtype: torch.dtype) -> None:
     _close(normed, expected)
 
 
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_a_float32_weight_is_multiplied_before_rounding(is_plain: bool) -> None:
+    hidden = torch.randn(9, 6, 80, device=CUDA).to(torch.float16)
+    weight = torch.randn(5, 80, device=CUDA)
+    exact = torch.nn.functional.rms_norm(hidden[:, :5].double(), (80,), eps=1e-5) * weight
+    tables = rotation_tables(torch.zeros(9, 40, device=CUDA), 1.0)
+    cache = tuple(torch.zeros((9, 1, 80), dtype=hidden.dtype, device=CUDA) for _ in range(2))
+    norm, rotate = (
+        (plain_rms_norm, plain_rotate_into_cache) if is_plain else (rms_norm, rotate_into_cache)
+    )
+    heads = rotate(hidden, weight, 1e-5, tables, cache, torch.arange(9, device=CUDA))
+    rows = norm(hidden[:, 0].contiguous(), weight[0], 1e-5)
+    for found, expected in ((heads, exact[:, :4]), (cache[0], exact[:, 4:]), (rows, exact[:, 0])):
+        is_nearest = found == expected.to(found.dtype)
+        assert float(is_nearest.float().mean()) > 0.98
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", [0, 1, 33])
 def test_sum_and_norm(num_rows: int, dtype: torch.dtype) -> None:
