@@ -194,7 +194,8 @@ class ShapeBench:
         kinds.append(("prefill", [chunk(0, shape.prompt.num_tokens)] * shape.prompt.count))
         for name, sequences in kinds:
             try:
-                yield f"{name}: {_kernel_times(self.runner, self._batch(sequences))}"
+                work = self._repeated(self._batch(sequences), sequences)
+                yield f"{name}: {_kernel_times(work)}"
             except Exception as error:
                 yield f"{name}: failed: {error}"
 
@@ -272,13 +273,15 @@ class ShapeBench:
         if states is None:
             return lambda: self.runner.run(batch)
         for rows in self._placed(sequences):
+            if not rows.kv_start:
+                continue
             context = SequenceRows.causal([1] * rows.kv_start, 0, rows.pages)
             self.runner.run(build_batch([context], page_size=PAGE_SIZE, device=self._device))
         known = states._lengths.copy(), states._stamps.copy()
 
-        def again() -> None:
+        def again() -> object:
             states._lengths[:], states._stamps[:] = known
-            self.runner.run(batch)
+            return self.runner.run(batch)
 
         return again
 
@@ -315,12 +318,12 @@ class ShapeBench:
         return build_batch(filled, page_size=PAGE_SIZE, device=self._device)
 
 
-def _kernel_times(runner: ModelRunner, batch: ForwardBatch) -> str:
+def _kernel_times(work: Callable[[], object]) -> str:
     """Returns the kernels of one forward with their times in us and how often they run."""
-    runner.run(batch)
+    work()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        runner.run(batch)
+        work()
         torch.cuda.synchronize()
     found = sorted(profile.key_averages(), key=lambda each: -each.self_device_time_total)
     total = sum(each.self_device_time_total for each in found)
@@ -364,7 +367,7 @@ def measure(shape: ExpertShape, shard: Shard, *, has_kernels: bool) -> None:
     """
     device, start_s = torch.device("cuda"), time.perf_counter()
     torch.cuda.init()  # type: ignore[no-untyped-call]
-    check_shard(shard, shape.config(1))
+    check_shard(shard, shape.config(shape.period))
     count = num_layers(shape, device, shard.size)
     if shard.size == 1:
         bench = ShapeBench(shape, count, device, device_ms)

@@ -11,6 +11,7 @@ import torch
 
 from services.followers import Followers, rank_devices
 from shared.layers.experts import Experts
+from shared.models.shard import Shard
 from tests.bench import experts as program
 from tests.bench.expert_floors import expected_hits, tensors_of, weight_bytes, weights_a_row
 from tests.bench.expert_shapes import (
@@ -124,6 +125,28 @@ def test_a_row_multiplies_the_weights_of_its_experts() -> None:
 def test_rows_hit_more_experts_the_more_they_are() -> None:
     assert expected_hits(128, 8, 1) == pytest.approx(8.0)
     assert expected_hits(128, 8, 64) == pytest.approx(128 * (1 - (120 / 128) ** 64))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_is_measured_from_its_command_on(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a GPU, with the sizes of its memory; the forwards run on the CPU."""
+
+    def on_cpu(shape: ExpertShape, count: int, *_: object) -> ShapeBench:
+        return ShapeBench(shape, count, CPU, _run_once)
+
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (80 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(program, "ShapeBench", on_cpu)
+    monkeypatch.setattr(program, "_kernel_times", lambda work: "failed" if work() is None else "")
+    shape = tiny(SHAPES[name])
+    program.measure(shape, Shard(0, 1), has_kernels=True)
+    printed = capsys.readouterr().out
+    assert f"{2 * shape.period} of {2 * shape.period} layers" in printed
+    assert printed.count("\n| ") == 1 + len(shape.batches) + len(shape.trees) + 1
+    assert f"batch {max(shape.batches)}: " in printed
+    assert "failed" not in printed
 
 
 @pytest.mark.parametrize("name", SHAPES)
