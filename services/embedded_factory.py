@@ -28,7 +28,6 @@ from services.target.engine_factory import adaptive_config
 from services.target.flag_choices import DeviceRoundsChoice
 from services.target.process import attachment_terms
 from services.target.recurrent_problems import has_device_rounds
-from services.target.rounds.round_runners import step_memory_bytes
 from services.target.rounds.round_source import MAX_ROWS, RoundSource, capacities
 from services.target.runner_factory import round_memory_bytes
 from services.target.settings import TargetSettings
@@ -37,6 +36,7 @@ from services.target.verifier import VerificationMode
 from shared.errors import EngineFailed, SettingsError
 from shared.models.decoder import Decoder
 from shared.models.heads.target_tensors import DecoderTensors, ReadTensors, TargetTensors
+from shared.runtime.graphs import step_memory_bytes
 from shared.runtime.round_head import OwnHead
 from shared.settings import shown_settings
 from shared.telemetry.start_up import start_phase

@@ -25,12 +25,13 @@ from shared.models.kv_scales import kv_scales
 from shared.models.loader import load_decoder
 from shared.runtime.device import device_named, dtype_named, kv_dtype_named, launch_on
 from shared.runtime.graph_inputs import GraphLimits
-from shared.runtime.graphs import ForwardGraphs, graph_memory_bytes
+from shared.runtime.graphs import ForwardGraphs, graph_memory_bytes, step_memory_bytes
 from shared.runtime.lockstep import Leader
 from shared.runtime.memory import (
     CacheSize,
     Shortage,
     fraction_in_force,
+    free_memory_bytes,
     in_words,
     num_pages_for,
     refusing_shortage,
@@ -41,6 +42,8 @@ from shared.telemetry.start_up import start_phase
 logger = logging.getLogger(__name__)
 # Of a row and token: in half precision, and three times in single.
 _LOGIT_BYTES = 14
+_MOST_OF_ROUNDS = 0.2
+"""Of the memory that weights leave. Rounds that can use more have fewer lanes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +103,10 @@ def build_runner(
     max_context = _context_tokens(settings, config)
     limits = _graph_limits(settings, device, max_context)
     reserved_bytes = 0 if limits is None else graph_memory_bytes(config, limits, dtype)
-    if limits is not None and has_lanes:
-        reserved_bytes += round_memory_bytes(config)
+    if limits is not None and has_device_rounds(settings, config, device):
+        # Of a head here, or of drafts that come later.
+        share = int(_MOST_OF_ROUNDS * free_memory_bytes(device))
+        reserved_bytes += min(round_memory_bytes(config), share)
     with start_phase("kv-pool") as phase:
         # A draft in this process has the target keep a row of features for each token.
         feature_bytes = config.hidden_size * dtype.itemsize if feature_layers else 0
@@ -222,6 +227,7 @@ def _pool(
         max_total_tokens=settings.max_total_tokens,
         max_sequence_length=min(max_context, settings.max_total_tokens or max_context),
         reserved_bytes=reserved_bytes,
+        step_bytes=step_memory_bytes(decoder),
         token_bytes_elsewhere=feature_bytes,
     )
     if decoder.group is not None:

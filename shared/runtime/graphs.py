@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 _FIRST_ROWS = 8
 # Most kinds of features that graphs are kept for; more are computed without.
 _MAX_CAPTURE_KINDS = 3
+# Of the largest planned step: rows that are computed, rows that draw, and bytes for a token there.
+_STEP_ROWS, _DRAWN_ROWS, _DRAWN_BYTES = 8192, 256, 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,3 +226,10 @@ def graph_memory_bytes(config: ModelConfig, limits: GraphLimits, dtype: torch.dt
     blocks = rows * (8 * config.hidden_size + 3 * config.intermediate_size) * dtype.itemsize
     masks = rows * limits.max_tail_width * 9
     return attention + logits + blocks + masks
+
+
+def step_memory_bytes(decoder: Decoder) -> int:
+    """Returns about what the largest planned step needs beside graphs, weights and caches."""
+    config, size = decoder.config, 1 if decoder.group is None else decoder.group.size
+    wide = 8 * config.hidden_size + 3 * config.intermediate_size // size
+    return _STEP_ROWS * wide * 2 + _DRAWN_ROWS * config.vocab_size * _DRAWN_BYTES

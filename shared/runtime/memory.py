@@ -166,6 +166,7 @@ def num_pages_for(
     max_total_tokens: int | None,
     max_sequence_length: int,
     reserved_bytes: int = 0,
+    step_bytes: int = 0,
     token_bytes_elsewhere: int = 0,
     most_tokens: int | None = None,
     free_bytes: int | None = None,
@@ -180,6 +181,8 @@ def num_pages_for(
         max_total_tokens: tokens the cache shall hold; None takes what the share allows.
         max_sequence_length: longest sequence that will be served, in tokens.
         reserved_bytes: of the memory now free, what CUDA graphs will take.
+        step_bytes: that the largest step takes beside them. A share that nobody named leaves as
+            much, where the cache still holds one sequence.
         token_bytes_elsewhere: what each token of the cache takes beside its keys and values, of
             the same share.
         most_tokens: beyond these more would be memory taken for nothing; counts where
@@ -195,8 +198,11 @@ def num_pages_for(
     free = max(0, free - reserved_bytes)
     fraction = fraction_in_force(mem_fraction_static, device)
     page_bytes = layout.page_size_bytes + layout.page_size * token_bytes_elsewhere
-    affordable = int(free * fraction) // page_bytes - 1
     needed = _num_pages(max_sequence_length, layout)
+    affordable = int(free * fraction) // page_bytes - 1
+    if mem_fraction_static is None:
+        beside = (free - step_bytes) // page_bytes - 1
+        affordable = min(affordable, max(beside, needed))
     if max_total_tokens is not None:
         wanted = _num_pages(max_total_tokens, layout)
         _check_explicit(wanted, needed, free, page_bytes, max_total_tokens, max_sequence_length)

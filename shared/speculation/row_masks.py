@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shared.kernels.kernel_settings import runs_triton
 from shared.speculation.distributions import masked_logits, num_mask_words
 from shared.speculation.verify import AcceptedPath
 from shared.tokens import TokenTree
@@ -43,7 +42,7 @@ def mask_logits(logits: Tensor, rows: Tensor, words: Tensor) -> None:
         rows: `[N]` int64.
         words: `[N, W]` int32, see `MaskedRows`; no row of zeros.
     """
-    if runs_triton(logits):
+    if logits.is_cuda:
         from shared.speculation.mask_triton import fused_mask
 
         fused_mask(logits, rows, words)

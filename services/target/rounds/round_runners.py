@@ -13,7 +13,7 @@ import torch
 from services.target.rounds.policy import CostTable
 from services.target.rounds.round_source import RoundSource
 from shared.kv.batch import empty_decode_batch
-from shared.models.decoder import Decoder
+from shared.runtime.graphs import step_memory_bytes
 from shared.runtime.memory import Shortage, free_memory_bytes
 from shared.runtime.outcome_chains import MAX_LANES_AHEAD
 from shared.runtime.round_graphs import ROUND_SIZES
@@ -80,17 +80,8 @@ def round_sizes(most: int) -> list[int]:
 _NUM_TIMED = 3
 # Rounds one after the other, because the draft is at work behind each.
 _NUM_ROUNDS_AHEAD = 4
-# Of the largest planned step: rows that are computed, rows that draw, and bytes for a token there.
-_STEP_ROWS, _DRAWN_ROWS, _DRAWN_BYTES = 8192, 256, 24
 # Without graphs to measure one after another at start, a few sizes tell enough.
 _TIMED_SIZES = (1, 4, 16)
-
-
-def step_memory_bytes(decoder: Decoder) -> int:
-    """Returns about what the largest planned step needs beside graphs, weights and caches."""
-    config, size = decoder.config, 1 if decoder.group is None else decoder.group.size
-    wide = 8 * config.hidden_size + 3 * config.intermediate_size // size
-    return _STEP_ROWS * wide * 2 + _DRAWN_ROWS * config.vocab_size * _DRAWN_BYTES
 
 
 class RoundRunners:

@@ -31,6 +31,7 @@ def pages(
     reserved_pages: int = 0,
     most: int | None = None,
     token_bytes: int = 0,
+    step_pages: int = 0,
 ) -> int:
     return num_pages_for(
         LAYOUT,
@@ -41,6 +42,7 @@ def pages(
         reserved_bytes=reserved_pages * LAYOUT.page_size_bytes,
         most_tokens=most,
         token_bytes_elsewhere=token_bytes,
+        step_bytes=step_pages * LAYOUT.page_size_bytes,
         free_bytes=free_pages * LAYOUT.page_size_bytes,
     )
 
@@ -57,6 +59,14 @@ def test_reserved_memory_is_left_alone() -> None:
     assert pages(free_pages=100, fraction=0.5, reserved_pages=40) == 30
     with pytest.raises(SettingsError):
         pages(free_pages=100, tokens=16 * 70, reserved_pages=40)
+
+
+def test_a_share_that_nobody_named_leaves_room_for_a_step() -> None:
+    """A quarter of a host; unless one sequence needs it all the same."""
+    assert pages(free_pages=100, step_pages=70) == 25
+    assert pages(free_pages=100, step_pages=80) == 20
+    assert pages(free_pages=100, step_pages=99) == 4 + 1
+    assert pages(free_pages=100, fraction=0.5, step_pages=80) == 50
 
 
 def test_what_tokens_take_elsewhere_is_of_the_same_share() -> None:
