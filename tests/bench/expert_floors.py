@@ -11,6 +11,7 @@ from torch import Tensor
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.layers.experts import Experts, Router
+from shared.layers.tensor_group import TensorGroup
 from shared.models.decoder import Decoder
 
 
@@ -83,7 +84,9 @@ def _total(decoder: Decoder, hits: Sequence[float], size: Callable[[Tensor], int
 
 
 def tensors_of(part: object) -> Iterator[Tensor]:
-    """Yields the tensors that a part of a decoder holds."""
+    """Yields the weights that a part of a decoder holds; memory for sums over GPUs is none."""
+    if isinstance(part, TensorGroup):
+        return
     if isinstance(part, Tensor):
         yield part
     elif isinstance(part, tuple):

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from services.followers import Followers, rank_devices
+from shared.kernels.exchange import PeerSlots
 from shared.layers.experts import Experts
+from shared.layers.tensor_group import TensorGroup
 from shared.models.shard import Shard
 from tests.bench import experts as program
 from tests.bench.expert_floors import expected_hits, tensors_of, weight_bytes, weights_a_row
@@ -112,6 +114,13 @@ def test_floors_count_the_experts_that_are_hit() -> None:
     whole = sum(tensor.nbytes for tensor in tensors_of((decoder.layers, decoder.lm_head)))
     assert weight_bytes(decoder, [16]) == pytest.approx(whole)
     assert weight_bytes(decoder, [4]) == pytest.approx(whole - 0.75 * experts)
+
+
+def test_memory_for_sums_over_gpus_is_no_weight() -> None:
+    memory, turns = torch.zeros(64), torch.zeros(8)
+    slots = PeerSlots(0, memory, turns, turns, slot_bytes=16, max_programs=1)
+    group = TensorGroup(0, 2, lambda *_: None, slots)
+    assert list(tensors_of((group, turns))) == [turns]
 
 
 def test_a_row_multiplies_the_weights_of_its_experts() -> None:
