@@ -78,7 +78,8 @@ class GrammarMatcher:
         not to be relied on, and it cannot go back by itself."""
         if not self._matcher.is_error():
             return
-        last = int(np.flatnonzero(masks.any(axis=1))[-1])
+        written = np.flatnonzero(masks.any(axis=1))
+        last = int(written[-1]) if len(written) else 0
         masks[last] = 0
         if last == 0:
             self._restore()
