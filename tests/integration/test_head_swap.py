@@ -137,9 +137,9 @@ async def test_swaps_under_load_lose_no_token(
 ) -> None:  # fmt: skip
     launch, launched_s, pauses_s = RoundRunner.launch, list[float](), list[float]()
 
-    def noted(runner: RoundRunner) -> None:
+    def noted(runner: RoundRunner, masked: Iterable[int]) -> None:
         launched_s.append(time.perf_counter())
-        launch(runner)
+        launch(runner, masked)
 
     monkeypatch.setattr(RoundRunner, "launch", noted)
     async with _serving(kind, heads[0], target, placement) as (stub, admin):

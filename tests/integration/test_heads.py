@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -151,9 +151,9 @@ async def test_rounds_on_the_device_change_nothing(
 ) -> None:
     launch, launched = RoundRunner.launch, []
 
-    def counted(runner: RoundRunner) -> None:
+    def counted(runner: RoundRunner, masked: Iterable[int]) -> None:
         launched.append(len(runner.sequence_ids))
-        launch(runner)
+        launch(runner, masked)
 
     monkeypatch.setattr(RoundRunner, "launch", counted)
     async with _serving(folders, kind, "embedded", "--device-rounds", "on") as stub:

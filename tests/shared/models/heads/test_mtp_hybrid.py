@@ -88,7 +88,7 @@ def test_layers_compute_what_the_decoders_own_do(tmp_path: Path) -> None:
     hidden = torch.randn(len(TOKENS), 32, generator=torch.Generator().manual_seed(0))
     runner = HeadRunner(head, KvPool(head.kv_layout(PAGE_SIZE), 8, CPU))
     pool = KvPool(whole.kv_layout(PAGE_SIZE), 8, CPU)
-    context = whole._context(batch, pool, has_routes=False)
+    context = whole._context(batch, pool, None, has_routes=False)
     for index in range(NUM_OWN):
         weights = {
             name: own[f"model.mtp.layers.{index}.{name}.weight"]
