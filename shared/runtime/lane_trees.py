@@ -128,7 +128,8 @@ class AppliedMasks:
         arrays = (rows[may_draw], words[may_draw], rows[is_barred], np.array(own, np.int64))
         places, bits, barred, kept = uploaded(arrays, logits.device)
         raw = (kept, logits.index_select(0, kept)) if own else None
-        mask_logits(logits, places, bits)
+        if len(places):  # else no row of any lane can go on
+            mask_logits(logits, places, bits)
         return cls(logits, barred, raw)
 
     def drawn(self, tokens: Tensor) -> None:
