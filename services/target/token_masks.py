@@ -11,8 +11,8 @@ from torch import Tensor
 from services.target.grammars.matcher import MaskExecutor, Masks
 from services.target.sequence import Sequence, TokenRules
 from services.target.step_plan import ScheduledSequence
-from shared.speculation.distributions import num_mask_words
-from shared.speculation.row_masks import MaskedRows, RowMasks
+from shared.speculation.distributions import WORD_BITS, num_mask_words
+from shared.speculation.row_masks import ALL_TOKENS, MaskedRows, RowMasks
 from shared.speculation.tree import row_paths
 from shared.tokens import TokenTree
 
@@ -57,17 +57,13 @@ class TokenMasks:
         found: list[Masks] = []
         for sequence, tree in lanes:
             if sequence.matcher is None:
-                masks = np.full((1 + len(tree), num_mask_words(vocab_size)), _ALL, np.int32)
+                masks = np.full((1 + len(tree), num_mask_words(vocab_size)), ALL_TOKENS, np.int32)
             else:
                 masks = next(allowed)
             if sequence.rules is not None:
                 _follow(sequence.rules, tree, masks)
             found.append(masks)
         return found
-
-
-_ALL = -1  # every bit of a word
-_WORD_BITS = 32
 
 
 def _follow(rules: TokenRules, tree: TokenTree, masks: Masks) -> None:
@@ -77,15 +73,15 @@ def _follow(rules: TokenRules, tree: TokenTree, masks: Masks) -> None:
         kept, forced = row.copy(), rules.forced_after(path)
         if forced is not None and _allows(row, forced):
             kept[:] = 0
-            kept[forced // _WORD_BITS] = 1 << forced % _WORD_BITS
+            kept[forced // WORD_BITS] = 1 << forced % WORD_BITS
         else:
             for token_id in rules.banned_after(path):
                 if _allows(kept, token_id):
-                    kept[token_id // _WORD_BITS] ^= np.uint32(1 << token_id % _WORD_BITS)
+                    kept[token_id // WORD_BITS] ^= np.uint32(1 << token_id % WORD_BITS)
         if kept.any():
             row[:] = kept
 
 
 def _allows(row: NDArray[np.uint32], token_id: int) -> bool:
-    place, bit = divmod(token_id, _WORD_BITS)
+    place, bit = divmod(token_id, WORD_BITS)
     return place < len(row) and bool(row[place] >> np.uint32(bit) & np.uint32(1))

@@ -113,7 +113,7 @@ class LaneSampling:
             num_rows: T.
         """
         scored = [slot for slot in self._num_top if slot in masks]
-        return AppliedMasks.to(logits, masks, num_rows, scored)
+        return AppliedMasks.of(logits, masks, num_rows, scored)
 
     def redraw(self, drawn: Tensor, logits: Tensor, state: RoundState, tree: TreeRows) -> None:
         """Draws the rows of shaped lanes anew.

@@ -106,7 +106,7 @@ class AppliedMasks:
     scored: tuple[Tensor, Tensor] | None
 
     @classmethod
-    def to(
+    def of(
         cls, logits: Tensor, masks: LaneMasks, num_rows: int, scored: Sequence[int]
     ) -> AppliedMasks:
         """Applies masks in place.

@@ -34,7 +34,7 @@ from shared.speculation.tree import TreeRows
 ROUND_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 72, 96, 128, 144, 192, 256)
 """Numbers of slots that rounds compute; above, as many as there are sequences."""
 
-NO_MASKS: LaneMasks = MappingProxyType({})
+_NO_MASKS: LaneMasks = MappingProxyType({})
 _MOST_GREEDY_SLOTS = 32
 """Above, what greedy drafts save of the noise is lost in a round's time."""
 
@@ -167,7 +167,7 @@ class RoundGraphs:
         sampling: RoundSampling,
         lanes: LaneSampling | None = None,
         chunks: RoundChunks | None = None,
-        masks: LaneMasks = NO_MASKS,
+        masks: LaneMasks = _NO_MASKS,
     ) -> RoundOutput:
         """Runs the rest of the round behind its forward.
 

@@ -14,7 +14,8 @@ from shared.speculation.distributions import masked_logits, num_mask_words
 from shared.speculation.verify import AcceptedPath
 from shared.tokens import TokenTree
 
-_ALL = -1  # every bit of a word
+ALL_TOKENS = -1
+"""Every bit of a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class RowMasks:
             num_words = min(each.words.shape[1], shape[1])
             rows[own, :num_words] = each.words[:, :num_words]
             rows[own, num_words:] = 0
-        rows[~is_masked] = _ALL
+        rows[~is_masked] = ALL_TOKENS
         return cls(bits.to(device, non_blocking=True), may_draw)
 
     def cut(self, path: AcceptedPath, tree: TokenTree, first_row: int) -> AcceptedPath:

@@ -121,6 +121,10 @@ def shown_reason(error: str) -> str:
     return error.split("\n<", 1)[0][:_MAX_REASON_CHARACTERS]
 
 
+_Asked = tuple[GrammarMatcher, SequenceOf[int], TokenTree, Masks]
+"""A matcher, the nodes of a path of its tree, the tree, and where the masks of its rows go."""
+
+
 class MaskExecutor:
     """Computes masks of many matchers side by side. Owned by the engine thread, which lets go of
     the interpreter meanwhile."""
@@ -187,9 +191,6 @@ class MaskExecutor:
                 matcher.check_bounds(rows[first:end])
                 masks[[0, *(node + 1 for node in path)]] = rows[first:end]
             first = end
-
-
-_Asked = tuple[GrammarMatcher, SequenceOf[int], TokenTree, Masks]
 
 
 def _paths(tree: TokenTree) -> list[list[int]]:

@@ -301,9 +301,10 @@ class DeviceRounds:
         new = [each for each in joining if self._has_room(each)]
         if not self._runner.num_placed and not new:
             return True
+        kept = [each for each in placed if self.holds(each)]
         try:
-            self._place([each for each in placed if self.holds(each)], new)
-            self._runner.launch(each.sequence_id for each in self.sequences if each.is_masked)
+            self._place(kept, new)
+            self._runner.launch(each.sequence_id for each in (*kept, *new) if each.is_masked)
         except RuntimeError as error:
             if self._runner.is_waited_for:
                 raise
