@@ -25,7 +25,7 @@ from services.draft.settings_problems import DEMO_HEADS, DEMO_TARGET
 from services.draft.training.documents import Documents
 from services.draft.training.frozen_target import FrozenTarget
 from services.draft.training.generation import write_answers
-from tests.bench.domain_shift import HELD_OUT, LESSON_REQUESTS, MAX_NEW_TOKENS, questions, train
+from tests.bench.domain_shift import LESSON_REQUESTS, MAX_NEW_TOKENS, questions, train
 
 _STEPS = 5
 _BATCH = 64
@@ -89,6 +89,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for heads and texts")
     parser.add_argument("--algorithm", default="EAGLE3", choices=("EAGLE", "EAGLE3", "MTP"))
     parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument(
+        "--held-out", type=int, default=640, help="questions; of 160 one in 40 is luck"
+    )
     parser.add_argument("--updates", type=int, nargs="+", default=[25, 50, 100, 200])
     parser.add_argument("--offline-steps", type=int, default=600)
     arguments = parser.parse_args()
@@ -96,7 +99,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = FrozenTarget.load(DEMO_TARGET, device=device, dtype=torch.float32)
-    domain = answered(target, questions(arguments.requests + HELD_OUT, seed=7))
+    domain = answered(target, questions(arguments.requests + arguments.held_out, seed=7))
     texts = [[*p, *a] for p, a in zip(domain.prompts, domain.answers, strict=True)]
     Documents.of(texts[: arguments.requests]).save(out / "answers.npz")
     train(arguments.algorithm, arguments.offline_steps, start, out / "answers.npz", out / "offline")

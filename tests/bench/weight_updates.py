@@ -5,9 +5,9 @@ takes as a whole, how long no step ran, and how long the bytes alone take over t
 read of the checkpoint with a copy to the device, or a broadcast. NCCL needs a second GPU for the
 sender; with one GPU, copies within its memory stand in for what NCCL would write there, and the
 link's own time is left out. Of a draft's swaps it prints the longest wait for a token in rounds.
-With `--learner`, a learner in a process of its own on the same GPU is told of all sequences at
-first, as one with a GPU of its own would be, and then trains for a tenth of the time; printed are
-tokens a second beside those without it, and whether all answers stay the same.
+With `--learner`, a learner in a process of its own is told of all sequences at first and then
+trains: for a tenth of the time on the same GPU, and all the time on the second one where there is
+one. Printed are tokens a second beside those without it, and whether all answers stay the same.
 """
 
 from __future__ import annotations
@@ -158,7 +158,9 @@ async def _from_disk(admin: Any, folder: Path, device: torch.device) -> None:
     _row("update from disk", time.perf_counter() - begin_s, pause_s, medium_s, num_bytes)
 
 
-async def _learning(served: Target, load: Load, target: Path, head: Path) -> None:
+async def _learning(
+    served: Target, load: Load, target: Path, head: Path, device: str, share: float
+) -> None:
     calm = [await load.rate(_WINDOW_S)]
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -168,7 +170,7 @@ async def _learning(served: Target, load: Load, target: Path, head: Path) -> Non
             *(sys.executable, "-m", "services.draft.learner", "--target", served.address),
             *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(head)),
             *("--target-model-path", str(target), "--out", out, "--metrics-port", str(port)),
-            *("--busy-share", str(_BUSY_SHARE), "--lesson-updates", "1000000"),
+            *("--device", device, "--busy-share", str(share), "--lesson-updates", "1000000"),
             *("--lesson-tokens", str(round(calm[0] * (_WINDOW_S + 3.0)))),
         )
         try:
@@ -181,7 +183,7 @@ async def _learning(served: Target, load: Load, target: Path, head: Path) -> Non
             busy_s, begin_s = await _figure(port, "busy_seconds_total"), time.perf_counter()
             learning = await load.rate(2 * _WINDOW_S)
             busy_s = await _figure(port, "busy_seconds_total") - busy_s
-            share = busy_s / (time.perf_counter() - begin_s)
+            busy = busy_s / (time.perf_counter() - begin_s)
         finally:
             learner.kill()
             await learner.wait()
@@ -189,9 +191,9 @@ async def _learning(served: Target, load: Load, target: Path, head: Path) -> Non
     calm.append(await load.rate(_WINDOW_S))
     plain = statistics.mean(calm)
     print(
-        f"learner: {calm[0]:.0f} and {calm[1]:.0f} tokens/s without one; {told:.0f} while it is "
-        f"told ({told / plain - 1:+.1%}, busy {was_busy:.1f} s); {learning:.0f} while it trains "
-        f"for {share:.1%} of the time ({learning / plain - 1:+.1%}); "
+        f"learner on {device}: {calm[0]:.0f} and {calm[1]:.0f} tokens/s without one; {told:.0f} "
+        f"while it is told ({told / plain - 1:+.1%}, busy {was_busy:.1f} s); {learning:.0f} while "
+        f"it trains for {busy:.1%} of the time ({learning / plain - 1:+.1%}); "
         f"{sum(len(each) > 1 for each in load.answers.values())} of {len(load.answers)} requests "
         f"had more than one answer",
         flush=True,
@@ -323,7 +325,9 @@ async def _measure(
             else:
                 await _from_memory(admin, target, device)
             if head is not None and with_learner:
-                await _learning(served, load, target, head)
+                await _learning(served, load, target, head, str(device), _BUSY_SHARE)
+                if torch.cuda.device_count() > 1:
+                    await _learning(served, load, target, head, "cuda:1", 1.0)
             assert not any(each.done() for each in running), "a request was lost"
         finally:
             for each in running:

@@ -13,6 +13,7 @@ from pathlib import Path
 from grpc import aio
 
 from services.draft.drafter_factory import build_drafter, worker_identity
+from services.draft.feature_layers import feature_layers
 from services.draft.process import DraftProcess
 from services.draft.settings import DraftSettings
 from services.draft.worker import WorkerIdentity
@@ -113,7 +114,9 @@ async def serving_target(
 def target_process(arguments: Sequence[str]) -> TargetProcess:
     """Returns a target as its flags say, not started, with the draft that it embeds."""
     settings, chosen = read_settings(arguments, {})
-    engine = build_engine(settings, lambda report: None)
+    layers = () if chosen is None else feature_layers(chosen)
+    has_lanes = chosen is not None and chosen.algorithm.joins_rounds
+    engine = build_engine(settings, lambda report: None, None, layers, has_lanes=has_lanes)
     process = TargetProcess(engine, settings, tokenizer_sha256(settings.model_path))
     if chosen is not None:
         built = build_embedded_draft(engine, settings, chosen)

@@ -18,6 +18,7 @@ from services.draft.learner.student import CONFIG_FILE, Batch, Student, Teaching
 from services.draft.training.causal_model import load_causal_model
 from services.draft.training.drafting import TargetEnds
 from services.draft.training.objectives import divergence
+from services.draft.training.optimisers import OptimiserKind
 from shared.errors import CheckpointError
 
 _RATE = 0.1
@@ -46,7 +47,8 @@ class ModelStudent(Student):
         self._num_layers = num_target_layers
         config = self._model.config
         self._vocab_size = min(config.vocab_size, len(ends.lm_head))
-        super().__init__(self._model, folder, ends, teaching, rate=_RATE / config.hidden_size)
+        rate, optimiser = _RATE / config.hidden_size, OptimiserKind.ADAMW
+        super().__init__(self._model, folder, ends, teaching, rate=rate, optimiser=optimiser)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:

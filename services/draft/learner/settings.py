@@ -80,7 +80,7 @@ class LearnerSettings(DialingSettings):
     )
     rate: float | None = setting(
         None,
-        "highest learning rate; 0.5 over the hidden size when unset, 0.1 for STANDALONE",
+        "highest learning rate; 0.25 over the hidden size when unset, 0.1 for STANDALONE",
         minimum=0.0,
     )
     batch_size: int = setting(16, "sequences of an update", minimum=1)

@@ -21,10 +21,10 @@ from shared.models.scaled_weights import QUANTIZATION_CONFIG
 
 State = dict[str, Tensor]
 CONFIG_FILE = "config.json"
-_SURE = 1.28
+_SURE = 1.15
 _MEASURED_ROWS = 2048
 """Of a measurement at once; each has scores of the whole vocabulary."""
-_MEAN_UPDATES = 100
+_MEAN_UPDATES = 300
 """The mean of weights reaches back so far; at first, a tenth of the updates there were."""
 
 
@@ -73,7 +73,8 @@ class Measurement:
 
     def beats(self, other: Measurement, gain: float) -> bool:
         """Whether it gains so much more on the same examples, and not by their luck: the rounds
-        that it saves lie as far above none as one in ten would by chance."""
+        that it saves lie as far above none as one in eight would by chance. To wait for more keeps
+        worse weights for longer than a swap by luck, which is rolled back, costs."""
         saved = [theirs[0] - own[0] for own, theirs in zip(self.walked, other.walked, strict=True)]
         mean = sum(saved) / max(len(saved), 1)
         spread = math.sqrt(sum((each - mean) ** 2 for each in saved))
@@ -103,6 +104,8 @@ class Student(ABC):
 
     Args:
         module: what learns; its device is that of `ends`.
+        rate: learning rate where `teaching` names none.
+        optimiser: of its matrices.
 
     Attributes:
         folder: that the weights came from.
@@ -110,9 +113,16 @@ class Student(ABC):
     """
 
     def __init__(
-        self, module: nn.Module, folder: Path, ends: TargetEnds, teaching: Teaching, *, rate: float
+        self,
+        module: nn.Module,
+        folder: Path,
+        ends: TargetEnds,
+        teaching: Teaching,
+        *,
+        rate: float,
+        optimiser: OptimiserKind,
     ) -> None:
-        self.folder = folder
+        self.folder, self._optimiser = folder, optimiser
         self._module, self._ends, self._teaching = module, ends, teaching
         self._rate = rate if teaching.rate is None else teaching.rate
         self._device = ends.embedding.device
@@ -250,7 +260,7 @@ class Student(ABC):
     def _new_optimisers(self) -> Optimisers:
         self._num_updates = 0
         decay = self._teaching.weight_decay
-        return Optimisers(self._module, OptimiserKind.ADAMW, rate=self._rate, decay=decay)
+        return Optimisers(self._module, self._optimiser, rate=self._rate, decay=decay)
 
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
         is_on = self._device.type == "cuda"

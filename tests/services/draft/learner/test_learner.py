@@ -72,7 +72,7 @@ def _examples(step: int = STEP) -> list[Example]:
 
 
 def _student(folder: Path) -> HeadStudent:
-    return HeadStudent(folder, ENDS, Teaching(unroll=3, rate=1e-2, batch_size=8, window=20))
+    return HeadStudent(folder, ENDS, Teaching(unroll=3, rate=3e-2, batch_size=8, window=20))
 
 
 class Drafts:
