@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from services.target.step_plan import ScheduledSequence
+from services.target.token_masks import RowMasks
 from shared.kv.upload import uploaded_numbers
 from shared.runtime.host_copy import HostCopy
-from shared.speculation.distributions import masked_logits, shaped_logits, target_log_probs
+from shared.speculation.distributions import shaped_logits, target_log_probs
 from shared.speculation.logprobs import (
     packed_logprobs,
     token_logprobs,
     unpacked_logprobs,
 )
 from shared.speculation.rejection import ChainRule, DrawnChain, accept_chains
-from shared.speculation.row_masks import RowMasks
 from shared.speculation.row_sampling import RowSampling, TokenCounts, uploaded
 from shared.speculation.verify import (
     EXACT,
@@ -146,7 +146,7 @@ class RowDistributions:
     @property
     def allowed_logits(self) -> Tensor:
         """The logits, -inf where a grammar forbids the token."""
-        return self.logits if self.masks is None else masked_logits(self.logits, self.masks.bits)
+        return self.logits if self.masks is None else self.masks.applied(self.logits)
 
     @property
     def scored_logits(self) -> Tensor:

@@ -3,18 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from services.target.grammars.matcher import MaskExecutor, Masks
 from services.target.sequence import Sequence, TokenRules
 from services.target.step_plan import ScheduledSequence
-from shared.speculation.distributions import WORD_BITS, num_mask_words
-from shared.speculation.row_masks import ALL_TOKENS, MaskedRows, RowMasks
+from shared.kv.upload import uploaded
+from shared.speculation.row_masks import (
+    ALL_TOKENS,
+    WORD_BITS,
+    MaskedRows,
+    mask_logits,
+    num_mask_words,
+)
 from shared.speculation.tree import row_paths
+from shared.speculation.verify import AcceptedPath
 from shared.tokens import TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class RowMasks:
+    """Masks of some of R rows.
+
+    Attributes:
+        rows, words: on the device, see `mask_logits`.
+        may_draw: `[R]` bool on the host; False for the rows of nodes that their grammar forbids,
+            and beyond a bound of the matcher. A token drawn there means nothing.
+    """
+
+    rows: Tensor
+    words: Tensor
+    may_draw: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, masks: SequenceOf[MaskedRows], *, num_rows: int, device: torch.device) -> RowMasks:
+        """Queues the upload of at least one mask; rows without one may draw any token."""
+        joined = MaskedRows.joined(masks)
+        is_open = joined.words.any(axis=1)
+        rows, may_draw = np.array(joined.rows, np.int64), np.ones(num_rows, np.bool_)
+        may_draw[rows] = is_open
+        places, words = uploaded((rows[is_open], joined.words[is_open]), device)
+        return cls(places, words, may_draw)
+
+    def applied(self, logits: Tensor) -> Tensor:
+        """Returns a copy of `logits` `[R, V]` without the tokens that rows may not draw."""
+        masked = logits.clone()
+        if len(self.rows):
+            mask_logits(masked, self.rows, self.words)
+        return masked
+
+    def cut(self, path: AcceptedPath, tree: TokenTree, first_row: int) -> AcceptedPath:
+        """Ends a path at the first node whose row may not draw: the node is the bonus then."""
+        for place, node in enumerate(path.node_indices):
+            if not self.may_draw[first_row + 1 + node]:
+                return AcceptedPath(path.node_indices[:place], tree.token_ids[node])
+        return path
 
 
 class TokenMasks:
@@ -44,9 +92,7 @@ class TokenMasks:
             MaskedRows(range(len(words)), words).behind(place)
             for place, words in zip(places, found, strict=True)
         ]
-        return RowMasks.of(
-            masks, num_rows=num_rows, vocab_size=logits.shape[1], device=logits.device
-        )
+        return RowMasks.of(masks, num_rows=num_rows, device=logits.device)
 
     def of_lanes(
         self, lanes: SequenceOf[tuple[Sequence, TokenTree]], vocab_size: int

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from shared.kv.upload import uploaded
@@ -117,10 +116,8 @@ class AppliedMasks:
             num_rows: T.
             scored: slots whose log probabilities are wanted.
         """
-        rows = np.concatenate(
-            [slot * num_rows + np.array(each.rows) for slot, each in masks.items()]
-        )
-        words = _joined([each.words for each in masks.values()])
+        joined = MaskedRows.joined([own.behind(slot * num_rows) for slot, own in masks.items()])
+        rows, words = np.array(joined.rows, np.int64), joined.words
         may_draw = words.any(axis=1)
         # A root draws in any case: where nothing can follow, its sequence ends.
         is_barred = ~may_draw & (rows % num_rows > 0)
@@ -142,14 +139,3 @@ class AppliedMasks:
             tokens.view(-1).index_fill_(0, self.barred, NO_TOKEN)
         if self.scored is not None:
             self.logits.index_copy_(0, *self.scored)
-
-
-def _joined(parts: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
-    """Returns words of all lanes, as wide as the widest: those of rules know no tokenizer."""
-    width = max(part.shape[1] for part in parts)
-    joined = np.zeros((sum(map(len, parts)), width), np.int32)
-    first = 0
-    for part in parts:
-        joined[first : first + len(part), : part.shape[1]] = part
-        first += len(part)
-    return joined

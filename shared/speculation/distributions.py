@@ -41,7 +41,6 @@ from shared.speculation.row_sampling import RowSampling, TokenCounts, apply_pena
 _LOW_BITS = 32
 _SIGN_FREE = 0x7FFFFFFF
 
-WORD_BITS = 32
 # Mass of the most probable token in integer units. A row of 2^18 such tokens sums to 2^62.
 _MASS_UNIT = 2.0**44
 
@@ -69,28 +68,6 @@ def stable_topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     best = keys.topk(k, dim=-1, largest=True, sorted=True).values
     indices = (size - 1) - (best & ((1 << _LOW_BITS) - 1))
     return values.gather(-1, indices), indices
-
-
-def num_mask_words(vocab_size: int) -> int:
-    """Returns the 32-bit words of one row's mask."""
-    return -(-vocab_size // WORD_BITS)
-
-
-def masked_logits(logits: Tensor, masks: Tensor) -> Tensor:
-    """Returns the logits with -inf for every token its row may not draw.
-
-    A distribution made of them is the model's distribution under the condition that the token is
-    allowed, whatever temperature and cuts follow.
-
-    Args:
-        logits: `[R, V]` of any float type; not changed.
-        masks: `[R, ceil(V / 32)]` int32 on the same device; bit i % 32 of word i // 32 allows
-            token i. Each row allows at least one token.
-    """
-    places = torch.arange(WORD_BITS, dtype=torch.int32, device=masks.device)
-    is_allowed = (masks.unsqueeze(-1) >> places) & 1
-    is_allowed = is_allowed.flatten(1)[:, : logits.shape[1]].to(torch.bool)
-    return torch.where(is_allowed, logits, -math.inf)
 
 
 def keep_top(scaled: Tensor, top_ks: Tensor, top_ps: Tensor | None, *, width: int) -> Tensor:

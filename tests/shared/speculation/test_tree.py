@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.target.token_masks import RowMasks
 from shared.speculation.growth import SelectedNodes
-from shared.speculation.row_masks import RowMasks
 from shared.speculation.tree import (
     NO_TOKEN,
     TreeRows,
@@ -143,7 +143,7 @@ def test_paths_are_those_of_the_host(row_trees: list[TokenTree], rows: TreeRows)
         accepted = accept_rows(rows, torch.where(may_draw, drawn, NO_TOKEN), MAX_DEPTH)
         for index, tree in enumerate(row_trees):
             whole = accept_path(tree, drawn[index, : len(tree) + 1].tolist())
-            masks = RowMasks(torch.empty(0), may_draw[index].numpy())
+            masks = RowMasks(torch.empty(0), torch.empty(0), may_draw[index].numpy())
             path = masks.cut(whole, tree, 0)
             num_cut += path != whole
             count = len(path.node_indices)
