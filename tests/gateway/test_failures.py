@@ -63,7 +63,7 @@ COMPLETION = {"model": "fake", "prompt": "the"}
         ("n", 0, "[1, 128]"),
         ("n", 129, "[1, 128]"),
         ("max_tokens", 0, "at least 1"),
-        ("min_tokens", 99999, "[0, max_tokens="),
+        ("min_tokens", 99999, "], the most tokens of the output"),
         ("logit_bias", {"512": 1}, "[0, 512)"),
     ],
 )

@@ -390,8 +390,8 @@ async def test_a_model_has_further_names(make_gateway: MakeGateway, target: Fake
     [
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"allowed_token_ids": [512]}, "allowed_token_ids"),
-        ({"bad_words": [" "]}, "bad_words"),
-        ({"bad_words": ["x" * 65]}, "bad_words"),
+        ({"bad_words": ["so", " "]}, "bad_words[1]"),
+        ({"bad_words": ["x" * 65]}, "bad_words[0]"),
         ({"bad_words": ["x"] * 257}, "bad_words"),
         ({"thinking_token_budget": -1}, "thinking_token_budget"),
         ({"cache_salt": ""}, "cache_salt"),
@@ -401,6 +401,8 @@ async def test_a_model_has_further_names(make_gateway: MakeGateway, target: Fake
             "prediction.content[0].type",
         ),
         ({"prediction": {"content": "x" * 5_000_000}}, "prediction"),
+        ({"input_ids": []}, "input_ids"),
+        ({"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens"),
     ],
 )
 async def test_wrong_limits_of_tokens_are_refused_by_name(
@@ -409,6 +411,22 @@ async def test_wrong_limits_of_tokens_are_refused_by_name(
     gateway = await make_gateway(target, text=marked)
     response = await post(gateway, "/v1/chat/completions", {**CHAT, **fields})
     assert (await error_of(response))[:2] == (400, named)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"cache_salt": ""}, "cache_salt has 0 characters; it must have [1, 256]"),
+        ({"bad_words": ["x"] * 257}, "bad_words has 257 words; it must have at most 256"),
+        ({"stop": ["x"] * 17}, "stop has 17 strings; it must have at most 16"),
+        ({"logit_bias": {"512": 1}}, "logit_bias holds token 512; ids must be in [0, 512)"),
+    ],
+)
+async def test_a_limit_says_what_it_counts(
+    client: httpx.AsyncClient, fields: dict[str, Any], message: str
+) -> None:
+    response = await client.post("/v1/chat/completions", json={**CHAT, **fields})
+    assert (await error_of(response))[::3] == (400, message)
 
 
 @pytest.fixture(scope="session")
