@@ -173,8 +173,11 @@ async def on_bug(request: Request, _error: Exception) -> Response:
 
 
 def _invalid_body(problems: Sequence[Any]) -> InvalidArgument:
-    """Returns the first problem. Of a union, that is the first form that did not fit."""
-    problem = problems[0]
+    """Returns the problem of the first wrong field. Of a union, that of the form which was read
+    furthest: a list of parts that lacks a type is meant as a list, not as a text."""
+    place = problems[0]["loc"][:2]
+    same = [each for each in problems if each["loc"][:2] == place]
+    problem = max(same, key=lambda each: len(_names(each["loc"][1:])))
     field = _field(problem["loc"][1:])
     if not field:
         message = "the body must be a JSON object, sent as content-type application/json"
@@ -186,12 +189,17 @@ def _invalid_body(problems: Sequence[Any]) -> InvalidArgument:
 
 
 def _field(path: Sequence[str | int]) -> str:
-    """Returns a field as messages spell it: `messages[0].role`.
+    """Returns a field as messages spell it: `messages[0].role`."""
+    written = (f"[{n}]" if isinstance(n, int) else f".{n}" for n in _names(path))
+    return "".join(written).removeprefix(".")
+
+
+def _names(path: Sequence[str | int]) -> list[str | int]:
+    """Returns the names and indices of a path.
 
     Pydantic puts the form of a union it tried into the path, too: `str`, `list[int]`, a class.
     """
-    names = [part for part in path if isinstance(part, int) or _is_name(part)]
-    return "".join(f"[{n}]" if isinstance(n, int) else f".{n}" for n in names).removeprefix(".")
+    return [part for part in path if isinstance(part, int) or _is_name(part)]
 
 
 def _is_name(part: str) -> bool:

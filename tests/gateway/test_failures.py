@@ -198,6 +198,15 @@ async def test_a_wrong_field_is_a_400_with_its_name(
             f"stream_options.include_usage is '{'x' * 63}…: ",
         ),
         ({"messages": [{"content": "x"}]}, "messages[0].role is missing"),
+        # Of forms that a field may have, the one that is meant.
+        (
+            {"messages": [{"role": "user", "content": [{"text": "x"}]}]},
+            "messages[0].content[0].type is missing",
+        ),
+        (
+            {"tool_choice": {"type": "function", "name": "f"}},
+            "tool_choice.function is missing",
+        ),
     ],
 )
 async def test_a_field_of_the_wrong_type_is_shown_with_its_value(
