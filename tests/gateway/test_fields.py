@@ -467,6 +467,14 @@ async def test_a_model_without_thoughts_needs_no_budget(
     asked = {**CHAT, "max_tokens": 2, "thinking_token_budget": 4}
     assert (await client.post("/v1/chat/completions", json=asked)).status_code == 200
     assert not target.submits[-1].request.sampling_params.HasField("thinking")
+    for field, value in (
+        ("thinking_token_budget", -1),
+        ("thinking", {"type": "enabled", "budget_tokens": -1}),
+    ):
+        for url in ("/v1/chat/completions", "/v1/messages"):
+            response = await client.post(url, json={**GENERATING[url], field: value})
+            error = response.json()["error"]
+            assert (response.status_code, field in error["message"]) == (400, True)
     gateway = await make_gateway(target, text=thinking_text)  # whose marks are many tokens
     for url, body in (("/v1/chat/completions", asked), ("/v1/completions", COMPLETION)):
         response = await post(gateway, url, {**body, "thinking_token_budget": 4})
