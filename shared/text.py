@@ -250,6 +250,10 @@ class Tokenizer:
         encodings = self._tokenizer.encode_batch_fast(list(words), add_special_tokens=False)
         return [list(encoding.ids) for encoding in encodings]
 
+    def entries(self, token_ids: Sequence[int]) -> list[str]:
+        """Returns tokens as the vocabulary writes them; ids that it does not have are empty."""
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+
     def fallback_ids(self) -> frozenset[int]:
         """Returns the tokens of single bytes, of which characters that have none are made up."""
         found = self._tokenizer.get_vocab(with_added_tokens=False).items()
