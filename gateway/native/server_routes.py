@@ -88,6 +88,7 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
             "tp_size": None if first is None else first.tp_size,
             "pp_size": 1,
             "ep_size": 1,
+            "max_total_num_tokens": None if first is None else first.num_max_tokens,
             "enable_memory_saver": bool(statuses) and all(each.can_release for each in statuses),
             "weight_version": await _version(gateway),
             "version": gateway.version,

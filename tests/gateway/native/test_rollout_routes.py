@@ -56,6 +56,7 @@ async def test_a_step_of_training_in_slimes_order_of_calls(old: Path, new: Path)
             "tp_size": 1, "pp_size": 1, "ep_size": 1, "enable_memory_saver": True,
             "weight_version": "1",
         }  # fmt: skip
+        assert info["max_total_num_tokens"] == 1024
         (load,) = (await server.get("/v1/loads"))["loads"]
         assert (load["max_total_num_tokens"], load["token_usage"]) == (1024, 0.0)
 
