@@ -9,7 +9,7 @@ import contextlib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any, Self
 
@@ -99,6 +99,15 @@ class Problem:
         param = error.violations[0].field if error.violations else None
         code = _OPENAI_CODES.get(error.reason, error.reason.lower())
         return cls(http_status(error), error.message, code, param)
+
+    @classmethod
+    def of_request(cls, error: OutriderError) -> Problem:
+        """Returns the problem of a request about the server, which the state of a target refuses:
+        a 400, as SGLang has it."""
+        problem = cls.of(error)
+        if error.code is StatusCode.FAILED_PRECONDITION:
+            return replace(problem, status=HTTPStatus.BAD_REQUEST)
+        return problem
 
     def openai_body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, self._kind("server_error"))
