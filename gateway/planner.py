@@ -210,9 +210,10 @@ class Planner:
         )
         request_id = body.rid or f"cmpl-{uuid.uuid4().hex}"
         plan = await self._plan(wanted, request_id, name, prompts)
+        kept = [each.prompt_token_ids for each in plan.generations[:: plan.num_choices]]
         return replace(
             plan,
-            echoed_texts=echoed_texts(body, prompts, tokenizer),
+            echoed_texts=echoed_texts(body, prompts, kept, tokenizer),
             echoes_scores=body.echo and body.logprobs is not None,
             shows_logprobs=body.logprobs is not None,
         )

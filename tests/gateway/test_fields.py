@@ -163,6 +163,21 @@ async def test_only_the_end_of_a_prompt_is_kept(
         assert list(target.submits[-1].request.prompt_token_ids) == prompt[:kept]
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+async def test_what_is_cut_off_a_prompt_is_not_echoed(
+    client: httpx.AsyncClient, target: FakeTarget, tokenizer: Tokenizer, side: str
+) -> None:
+    body = {**COMPLETION, "prompt": "the quick fox", "echo": True, "max_tokens": 3}
+    cut = {**body, "truncate_prompt_tokens": 2, "truncation_side": side, "logprobs": 0}
+    choice = (await client.post("/v1/completions", json=cut)).json()["choices"][0]
+    kept = tokenizer.decode(target.submits[0].request.prompt_token_ids, skip_special_tokens=False)
+    assert choice["text"].startswith(kept)
+    tokens, places = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+    assert places == [len("".join(tokens[:number])) for number in range(len(tokens))]
+    whole = await client.post("/v1/completions", json={**body, "truncate_prompt_tokens": 2000})
+    assert whole.json()["choices"][0]["text"].startswith("the quick fox")
+
+
 async def test_a_long_text_is_cut_where_it_may_be(
     client: httpx.AsyncClient, target: FakeTarget
 ) -> None:
