@@ -244,11 +244,14 @@ class Answer:
     def send_at_once(self, can_send: Callable[[], bool], send: Callable[[Choice], None]) -> None:
         """Sends tokens while they arrive, where `step` waits and the client reads: waking the task
         of a stream costs more than all else that a step does for it."""
+        if self._is_checked:  # which `step` waits for
+            return
+        choices = self.choices
 
         def take_now(index: int, delta: Delta) -> bool:
-            if not can_send() or self._is_checked:
+            if not can_send():
                 return False
-            choice = self.choices[index]
+            choice = choices[index]
             if choice.finish_reason is not None:
                 return True
             try:

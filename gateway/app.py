@@ -75,7 +75,7 @@ def create_app(gateway: Gateway) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=gateway.cors_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=("retry-after", REQUEST_ID_KEY, NOTICE_HEADER),
         )

@@ -154,8 +154,11 @@ class Choice:
         if self._is_token_wise:
             self._push_token_wise(delta)
             return
-        token_ids = delta.token_ids
-        self._texts.append(self._detokenizer.push(self._shown(token_ids)))
+        shown = token_ids = delta.token_ids
+        # Only the last one can have ended the generation.
+        if token_ids and token_ids[-1] in self._hidden_ids:
+            shown = token_ids[:-1]
+        self._texts.append(self._detokenizer.push(shown))
         self._token_ids += token_ids
         self.num_output_tokens += len(token_ids)
         self.num_accepted += delta.num_accepted
@@ -190,6 +193,14 @@ class Choice:
             return self._next()
         piece, self._last = self._last, None
         return piece
+
+    def take_text(self) -> str:
+        """Returns the new text, like `take`, where nobody asks for more: all of the output is text
+        and it still runs."""
+        text = "".join(self._texts)
+        self._texts.clear()
+        self._token_ids.clear()
+        return text
 
     def hold(self) -> Piece:
         """Returns all of the output, once it has ended; the next `take` still returns its end."""
@@ -246,7 +257,7 @@ class Choice:
     def _push_each(self, delta: Delta) -> int:
         """Adds tokens one at a time; returns how many there are up to a stop string's end."""
         for number, token_id in enumerate(delta.token_ids):
-            text = self._detokenizer.push(self._shown((token_id,)))
+            text = self._detokenizer.push(() if token_id in self._hidden_ids else (token_id,))
             if delta.logprobs:
                 score = TokenScore(token_id, self._num_characters, delta.logprobs[number])
                 self._scores.append(score)
@@ -257,12 +268,6 @@ class Choice:
                 self.ended_s = time.perf_counter()
                 return number + 1
         return len(delta.token_ids)
-
-    def _shown(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """Leaves out the token that ended generation; it can only be the last one."""
-        if token_ids and token_ids[-1] in self._hidden_ids:
-            return token_ids[:-1]
-        return token_ids
 
 
 def _content(parts: Sequence[Part]) -> str:

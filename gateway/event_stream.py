@@ -111,6 +111,7 @@ class ChatChunks(_OpenAiChunks):
             plan.text.with_logprobs
             or plan.text.with_rounds
             or plan.text.output is not None
+            or plan.text.keeps_output
             or plan.return_token_ids
             or plan.continuous_usage
         )
@@ -131,15 +132,14 @@ class ChatChunks(_OpenAiChunks):
         return chunk
 
     def news(self, choice: Choice, usage_so_far: bytes) -> bytes:
-        piece = choice.take()
-        if self._is_text_only and choice.finish_reason is None:
-            return b"" if piece is None else self._text_chunk(choice.index, piece.text)
-        return self._full_news(choice, piece, usage_so_far)
-
-    def _text_chunk(self, index: int, text: str) -> bytes:
-        """Returns the chunk that nearly all streams consist of: nothing but text."""
+        if not self._is_text_only or choice.finish_reason is not None:
+            return self._full_news(choice, choice.take(), usage_so_far)
+        text = choice.take_text()
+        if not text:
+            return b""
+        # Nearly all streams consist of such chunks.
         before, after = self._before, self._after_text
-        return b'%b%d,"delta":{"content":%b%b' % (before, index, orjson.dumps(text), after)
+        return b'%b%d,"delta":{"content":%b%b' % (before, choice.index, orjson.dumps(text), after)
 
     def _full_news(self, choice: Choice, piece: Piece | None, usage_so_far: bytes) -> bytes:
         before, after = self._before, self._after(usage_so_far)
@@ -300,6 +300,7 @@ class EventStream(Response):
         super().__init__()
         self._answer = answer
         self._chunks = chunks
+        self._tells_usage = answer.plan.continuous_usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -335,8 +336,7 @@ class EventStream(Response):
             raise _Reported from error
 
     def _write_news(self, writer: BodyWriter, choice: Choice) -> None:
-        usage_so_far = self._usage_so_far() if self._answer.plan.continuous_usage else b""
-        news = self._chunks.news(choice, usage_so_far)
+        news = self._chunks.news(choice, self._usage_so_far())
         if news:
             writer.write(news)
 
@@ -346,8 +346,9 @@ class EventStream(Response):
 
     def _usage_so_far(self) -> bytes:
         """Returns what chunks carry of it; nothing where nobody asks."""
-        plan, choices = self._answer.plan, self._answer.choices
-        return orjson.dumps(usage(plan, choices)) if plan.continuous_usage else b""
+        if not self._tells_usage:
+            return b""
+        return orjson.dumps(usage(self._answer.plan, self._answer.choices))
 
 
 async def whole_answer(answer: Answer, receive: Receive) -> list[FinalChoice]:

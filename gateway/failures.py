@@ -9,7 +9,7 @@ import contextlib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any, Self
 
@@ -100,6 +100,15 @@ class Problem:
         code = _OPENAI_CODES.get(error.reason, error.reason.lower())
         return cls(http_status(error), error.message, code, param)
 
+    @classmethod
+    def of_request(cls, error: OutriderError) -> Problem:
+        """Returns the problem of a request about the server, which the state of a target refuses:
+        a 400, as SGLang has it."""
+        problem = cls.of(error)
+        if error.code is StatusCode.FAILED_PRECONDITION:
+            return replace(problem, status=HTTPStatus.BAD_REQUEST)
+        return problem
+
     def openai_body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, self._kind("server_error"))
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
@@ -173,8 +182,11 @@ async def on_bug(request: Request, _error: Exception) -> Response:
 
 
 def _invalid_body(problems: Sequence[Any]) -> InvalidArgument:
-    """Returns the first problem. Of a union, that is the first form that did not fit."""
-    problem = problems[0]
+    """Returns the problem of the first wrong field. Of a union, that of the form which was read
+    furthest: a list of parts that lacks a type is meant as a list, not as a text."""
+    place = problems[0]["loc"][:2]
+    same = [each for each in problems if each["loc"][:2] == place]
+    problem = max(same, key=lambda each: len(_names(each["loc"][1:])))
     field = _field(problem["loc"][1:])
     if not field:
         message = "the body must be a JSON object, sent as content-type application/json"
@@ -186,12 +198,17 @@ def _invalid_body(problems: Sequence[Any]) -> InvalidArgument:
 
 
 def _field(path: Sequence[str | int]) -> str:
-    """Returns a field as messages spell it: `messages[0].role`.
+    """Returns a field as messages spell it: `messages[0].role`."""
+    written = (f"[{n}]" if isinstance(n, int) else f".{n}" for n in _names(path))
+    return "".join(written).removeprefix(".")
+
+
+def _names(path: Sequence[str | int]) -> list[str | int]:
+    """Returns the names and indices of a path.
 
     Pydantic puts the form of a union it tried into the path, too: `str`, `list[int]`, a class.
     """
-    names = [part for part in path if isinstance(part, int) or _is_name(part)]
-    return "".join(f"[{n}]" if isinstance(n, int) else f".{n}" for n in names).removeprefix(".")
+    return [part for part in path if isinstance(part, int) or _is_name(part)]
 
 
 def _is_name(part: str) -> bool:

@@ -89,7 +89,8 @@ class RequestLimits:
         InvalidArgument: there are too many, or one is empty or too long.
         """
         if len(stops) > self.max_stop_strings:
-            message = f"{field} has {len(stops)}; at most {self.max_stop_strings} strings"
+            limit = f"at most {self.max_stop_strings}"
+            message = f"{field} has {len(stops):,} strings; it must have {limit}"
             raise InvalidArgument.of("STOP_OUT_OF_RANGE", field, message)
         for stop in stops:
             if not 1 <= len(stop) <= self.max_stop_characters:

@@ -89,10 +89,10 @@ class Planner:
             predicted=await self._predicted(body, model),
         )
         request_id = body.rid or f"chatcmpl-{uuid.uuid4().hex}"
-        prompt = body.input_ids
+        prompt, names = body.input_ids, {"prompt": "input_ids"}
         if prompt is None:
-            prompt = await self._encode(text, longest_prompt(body, model))
-        with client_names(_PROMPT_IN_CHAT):
+            prompt, names = await self._encode(text, longest_prompt(body, model)), _PROMPT_IN_CHAT
+        with client_names({**names, "max_tokens": wanted.length.field or "max_tokens"}):
             plan = await self._plan(wanted, request_id, name, [prompt])
         echoed = echoed_text(body)
         return replace(plan, echoed_texts=(echoed,)) if echoed else plan
@@ -210,9 +210,10 @@ class Planner:
         )
         request_id = body.rid or f"cmpl-{uuid.uuid4().hex}"
         plan = await self._plan(wanted, request_id, name, prompts)
+        kept = [each.prompt_token_ids for each in plan.generations[:: plan.num_choices]]
         return replace(
             plan,
-            echoed_texts=echoed_texts(body, prompts, tokenizer),
+            echoed_texts=echoed_texts(body, prompts, kept, tokenizer),
             echoes_scores=body.echo and body.logprobs is not None,
             shows_logprobs=body.logprobs is not None,
         )

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from gateway.generation import (
-    Delta,
     Event,
     Failed,
     Generation,
@@ -53,17 +52,16 @@ class RoutedGeneration:
         OutriderError: the link does not take it.
         """
         self.tried.add((link.address, link.epoch))
-        self._placed = (link, link.submit(self.generation, self.receive))
+        self._placed = (link, link.submit(self.generation, self.receive, self._deliver))
 
     def receive(self, event: Event) -> None:
-        """Takes an event from the link, or from the pool that gave up."""
-        if not isinstance(event, Delta):  # of which there is one every step
-            if isinstance(event, Failed) and event.may_retry and not self._has_started:
-                self._placed = None
-                self._pool.place_again(self, event.error)
-                return
-            self._has_started = True
-            self._is_over = not isinstance(event, (Started, PromptScored))
+        """Takes an event that is no delta from the link, or from the pool that gave up."""
+        if isinstance(event, Failed) and event.may_retry and not self._has_started:
+            self._placed = None
+            self._pool.place_again(self, event.error)
+            return
+        self._has_started = True
+        self._is_over = not isinstance(event, (Started, PromptScored))
         self._deliver(event)
 
     def cancel(self) -> None:

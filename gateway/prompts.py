@@ -300,15 +300,23 @@ def truncated(
 
 
 def echoed_texts(
-    body: CompletionRequest, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer
+    body: CompletionRequest,
+    prompts: Sequence[Sequence[int]],
+    kept: Sequence[Sequence[int]],
+    tokenizer: Tokenizer,
 ) -> tuple[str, ...]:
     """Returns what `echo` puts before the outputs: strings as they were sent, and for token ids
-    the text they stand for. Empty without `echo`."""
+    the text they stand for. Empty without `echo`.
+
+    Args:
+        prompts: the token ids of each.
+        kept: what `truncate_prompt_tokens` left of them; what was cut off is not echoed.
+    """
     if not body.echo:
         return ()
     return tuple(
         prompt
-        if isinstance(prompt, str)
-        else tokenizer.decode(token_ids, skip_special_tokens=False)
-        for prompt, token_ids in zip(given_prompts(body), prompts, strict=True)
+        if isinstance(prompt, str) and len(own) == len(token_ids)
+        else tokenizer.decode(own, skip_special_tokens=False)
+        for prompt, token_ids, own in zip(given_prompts(body), prompts, kept, strict=True)
     )

@@ -25,7 +25,8 @@ class KnownFields:
 
     Attributes:
         harmless: without effect on the text; accepted in silence.
-        unimplemented: refused by name unless they are null, false or empty.
+        unimplemented: refused by name unless they are null, false or empty; those that an empty
+            object turns on unless they are null.
         neutral: values of further fields that ask for what happens anyway; others are refused.
     """
 
@@ -54,7 +55,7 @@ class KnownFields:
         strange = [name for name, value in unknown.items() if not self._check(name, value, prefix)]
         if strange:
             names = ", ".join(repr(prefix + name[:64]) for name in strange[:_MAX_TOLD])
-            give_notice(f"nobody here knows {names}: ignored")
+            give_notice(f"unknown fields are ignored: {names}")
 
     def _check(self, name: str, value: object, prefix: str) -> bool:
         """Returns whether the field is known and asks for nothing."""
@@ -65,7 +66,7 @@ class KnownFields:
         neutral = self.neutral.get(name, ())
         is_on = any(each is True for each in neutral)  # unless it is turned off
         is_asked = value is False if is_on else value and value not in neutral
-        if is_asked:
+        if is_asked or (name in _ON_IF_EMPTY and value is not None):
             raise unimplemented(prefix + name)
         return True
 
@@ -157,6 +158,8 @@ _UNIMPLEMENTED = frozenset(
         "web_search_options",
     }
 )
+
+_ON_IF_EMPTY = frozenset({"web_search_options"})
 
 _NEUTRAL = {
     "add_generation_prompt": (True,),

@@ -72,14 +72,14 @@ def _allowed(token_ids: Sequence[int]) -> tuple[int, ...]:
 def _word_tokens(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Returns the tokens of words, at the beginning of a text and behind a space."""
     if len(words) > _MAX_BAD_WORDS:
-        limit = f"at most {_MAX_BAD_WORDS} words"
-        raise InvalidArgument.out_of_range("bad_words", len(words), limit)
+        limit = f"at most {_MAX_BAD_WORDS}"
+        raise InvalidArgument.wrong_count("bad_words", len(words), "words", limit)
     runs: dict[tuple[int, ...], None] = {}
-    for word in words:
+    for index, word in enumerate(words):
         bare = word.lstrip()
         if not 1 <= len(bare) <= _MAX_WORD_CHARACTERS:
-            limit = f"words of [1, {_MAX_WORD_CHARACTERS}] characters"
-            raise InvalidArgument.out_of_range("bad_words", len(bare), limit)
+            field, limit = f"bad_words[{index}]", f"[1, {_MAX_WORD_CHARACTERS}]"
+            raise InvalidArgument.wrong_count(field, len(bare), "characters", limit)
         for spelled in (bare, f" {bare}"):
             runs[tuple(tokenizer.encode_word(spelled))] = None
     return tuple(runs)
@@ -136,8 +136,8 @@ def check_named(token_ids: Sequence[int], model: TargetModel) -> tuple[int, ...]
     """
     named = tuple(dict.fromkeys(token_ids))
     if len(named) > MAX_NAMED_LOGPROBS:
-        limit = f"[0, {MAX_NAMED_LOGPROBS}]"
-        raise InvalidArgument.out_of_range("logprob_token_ids", len(named), limit)
+        limit = f"at most {MAX_NAMED_LOGPROBS}"
+        raise InvalidArgument.wrong_count("logprob_token_ids", len(named), "tokens", limit)
     _check_token_ids("logprob_token_ids", named, model)
     return named
 
@@ -179,12 +179,13 @@ def check_salt(salt: str | None) -> str:
         InvalidArgument: it is empty or too long.
     """
     if salt is not None and not 1 <= len(salt) <= MAX_SALT_CHARACTERS:
-        limit = f"[1, {MAX_SALT_CHARACTERS}] characters"
-        raise InvalidArgument.out_of_range("cache_salt", len(salt), limit)
+        limit = f"[1, {MAX_SALT_CHARACTERS}]"
+        raise InvalidArgument.wrong_count("cache_salt", len(salt), "characters", limit)
     return salt or ""
 
 
 def _check_token_ids(field: str, token_ids: Collection[int], model: TargetModel) -> None:
     for token_id in token_ids:
         if not 0 <= token_id < model.vocab_size:
-            raise InvalidArgument.out_of_range(field, token_id, f"[0, {model.vocab_size})")
+            message = f"{field} holds token {token_id}; ids must be in [0, {model.vocab_size})"
+            raise InvalidArgument.of("SAMPLING_PARAM_OUT_OF_RANGE", field, message)

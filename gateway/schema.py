@@ -139,7 +139,7 @@ class SamplingFields(Body):
     )
     bad_words: Items[str] | None = Field(default=None, description="words the answer never holds")
     thinking_token_budget: int | None = Field(
-        default=None, description="tokens of reasoning, after which the answer begins"
+        default=None, ge=0, description="tokens of reasoning, after which the answer begins"
     )
     min_tokens: int | None = None
     stop: str | Items[str] | None = None
@@ -356,7 +356,7 @@ class Thinking(Body):
     """Whether the model thinks before it answers."""
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: int | None = None
+    budget_tokens: int | None = Field(default=None, ge=0)
 
 
 class ChatCompletionRequest(GenerationBody):

@@ -47,6 +47,7 @@ _MAX_UNSENT_MESSAGES = 4096
 @dataclass(frozen=True, slots=True)
 class _Live:
     receive: Receive
+    take: Receive
     num_reserved_tokens: int
 
 
@@ -119,8 +120,11 @@ class TargetLink:
         """Requests submitted and not ended."""
         return len(self._live)
 
-    def submit(self, generation: Generation, receive: Receive) -> int:
+    def submit(self, generation: Generation, receive: Receive, take: Receive | None = None) -> int:
         """Sends a generation; its events go to `receive`, the last one is Finished or Failed.
+
+        Args:
+            take: gets the deltas, of which there is one every step; None leaves them to `receive`.
 
         Returns:
             The id to cancel it by.
@@ -142,7 +146,7 @@ class TargetLink:
             # A value that no check has named is too large, or no Unicode. Nothing is counted yet.
             told = f"the request cannot be sent to a target: {error}"
             raise InvalidArgument(told, reason="REQUEST_UNENCODABLE") from error
-        live = _Live(receive, generation.num_reserved_tokens)
+        live = _Live(receive, take or receive, generation.num_reserved_tokens)
         self._live[request_id] = live
         self.num_reserved_tokens += live.num_reserved_tokens
         self._unsent.put_nowait(message)
@@ -243,8 +247,7 @@ class TargetLink:
             SessionEnded, grpc.aio.AioRpcError: how it did.
         """
         async for response in call:
-            for request_id, event in events_from_response(response):
-                self._dispatch(request_id, event)
+            self._dispatch(response)
         raise SessionEnded
 
     async def _write(self, call: SessionCall) -> None:
@@ -272,15 +275,19 @@ class TargetLink:
             await asyncio.Event().wait()  # the session tells when the target is gone
         raise SessionEnded
 
-    def _dispatch(self, request_id: int, event: Event) -> None:
-        live = self._live.get(request_id)
-        if live is None:  # cancelled while the event travelled
-            return
-        if isinstance(event, Delta):
-            self.num_tokens += len(event.token_ids)
-        elif not isinstance(event, Started | PromptScored):
-            self._end(request_id)
-        live.receive(event)
+    def _dispatch(self, response: pb.SessionResponse) -> None:
+        find = self._live.get
+        for request_id, event in events_from_response(response):
+            live = find(request_id)
+            if live is None:  # cancelled while the event travelled
+                continue
+            if isinstance(event, Delta):
+                self.num_tokens += len(event.token_ids)
+                live.take(event)
+                continue
+            if not isinstance(event, (Started, PromptScored)):
+                self._end(request_id)
+            live.receive(event)
 
     def _end(self, request_id: int) -> bool:
         """Forgets a request; returns whether it was live."""

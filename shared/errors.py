@@ -91,6 +91,14 @@ class InvalidArgument(OutriderError):
         return cls.of("SAMPLING_PARAM_OUT_OF_RANGE", field, message)
 
     @classmethod
+    def wrong_count(cls, field: str, count: int, noun: str, limit: str) -> Self:
+        """Args:
+        noun: what is counted, in the plural.
+        """
+        message = f"{field} has {count:,} {noun}; it must have {limit}"
+        return cls.of("SAMPLING_PARAM_OUT_OF_RANGE", field, message)
+
+    @classmethod
     def malformed_tree(cls, message: str) -> Self:
         return cls.of("TREE_MALFORMED", "tree", f"malformed token tree: {message}")
 

@@ -13,7 +13,7 @@ import asyncio
 import codecs
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -162,12 +162,32 @@ def _sentencepiece_bytes(token: str) -> bytes:
     return token.replace(_SPACE_MARK, " ").encode()
 
 
+class _WholeTexts(dict[int, str]):
+    """Texts of tokens that are whole characters, each decoded when it is first wanted."""
+
+    def __init__(self, token_bytes: Mapping[int, bytes], special_ids: Collection[int]) -> None:
+        super().__init__()
+        self._token_bytes = token_bytes
+        self._special_ids = special_ids
+
+    def __missing__(self, token_id: int) -> str:
+        if token_id in self._special_ids:
+            raise KeyError(token_id)
+        try:
+            text = self._token_bytes[token_id].decode()
+        except UnicodeDecodeError as error:
+            raise KeyError(token_id) from error
+        self[token_id] = text
+        return text
+
+
 class Tokenizer:
     """Text to token ids, and each token id to the bytes it stands for.
 
     Attributes:
         token_bytes: bytes of each token id; special tokens as they are spelled. A model may draw
             ids its tokenizer does not have (rows that pad the vocabulary): they have no bytes.
+        whole_texts: text of each token that is not special and has no part of a character.
         special_ids: tokens that carry structure rather than text.
         longest_token: characters of the longest token.
     """
@@ -193,6 +213,7 @@ class Tokenizer:
         self.token_bytes = read_token_bytes(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.whole_texts = _WholeTexts(self.token_bytes, self.special_ids)
         spelled = (spelling.decode("utf-8", "replace") for spelling in self.token_bytes.values())
         self.longest_token = max(map(len, spelled), default=1)
 
@@ -250,6 +271,10 @@ class Tokenizer:
         encodings = self._tokenizer.encode_batch_fast(list(words), add_special_tokens=False)
         return [list(encoding.ids) for encoding in encodings]
 
+    def entries(self, token_ids: Sequence[int]) -> list[str]:
+        """Returns tokens as the vocabulary writes them; ids that it does not have are empty."""
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+
     def fallback_ids(self) -> frozenset[int]:
         """Returns the tokens of single bytes, of which characters that have none are made up."""
         found = self._tokenizer.get_vocab(with_added_tokens=False).items()
@@ -297,14 +322,20 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         kept: Collection[str] = (),
     ) -> None:
+        self._whole_text = tokenizer.whole_texts.__getitem__
         self._token_bytes = tokenizer.token_bytes
         self._skipped_ids: frozenset[int] = frozenset()
         if skip_special_tokens:
             self._skipped_ids = tokenizer.special_ids - tokenizer.ids_of(kept)
         self._unfinished = b""
 
-    def push(self, token_ids: Iterable[int]) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
         """Returns the text that these tokens complete."""
+        if not self._unfinished:
+            try:
+                return "".join(map(self._whole_text, token_ids))
+            except KeyError:  # one of them is special, or has a part of a character
+                pass
         table, skipped = self._token_bytes, self._skipped_ids
         pieces = [table.get(i, b"") for i in token_ids if i not in skipped]
         data = self._unfinished + b"".join(pieces)

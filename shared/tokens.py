@@ -94,12 +94,12 @@ class SamplingParams:
 
     def _check_words(self) -> None:
         if len(self.bad_words) > MAX_BAD_WORDS:
-            limit = f"at most {MAX_BAD_WORDS} entries"
-            raise InvalidArgument.out_of_range("bad_words", len(self.bad_words), limit)
-        for word in self.bad_words:
+            limit = f"at most {MAX_BAD_WORDS}"
+            raise InvalidArgument.wrong_count("bad_words", len(self.bad_words), "entries", limit)
+        for index, word in enumerate(self.bad_words):
             if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
-                limit = f"entries of [1, {MAX_BAD_WORD_TOKENS}] tokens"
-                raise InvalidArgument.out_of_range("bad_words", len(word), limit)
+                field, limit = f"bad_words[{index}]", f"[1, {MAX_BAD_WORD_TOKENS}]"
+                raise InvalidArgument.wrong_count(field, len(word), "tokens", limit)
         if self.allowed_token_ids and not set(self.allowed_token_ids) - self.bad_token_ids:
             message = "bad_words leaves none of allowed_token_ids"
             raise InvalidArgument.of("SAMPLING_PARAM_OUT_OF_RANGE", "allowed_token_ids", message)
@@ -166,9 +166,8 @@ class StopParams:
         if self.max_output_tokens < 1:
             raise InvalidArgument.out_of_range("max_tokens", self.max_output_tokens, "at least 1")
         if not 0 <= self.min_output_tokens <= self.max_output_tokens:
-            raise InvalidArgument.out_of_range(
-                "min_tokens", self.min_output_tokens, f"[0, max_tokens={self.max_output_tokens}]"
-            )
+            limit = f"[0, {self.max_output_tokens}], the most tokens of the output"
+            raise InvalidArgument.out_of_range("min_tokens", self.min_output_tokens, limit)
 
     def within(self, num_left: int) -> StopParams:
         """Returns the parameters with both bounds cut to what the context has left, at least 1."""

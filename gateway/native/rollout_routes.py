@@ -35,7 +35,6 @@ from shared.errors import (
     InvalidArgument,
     OutriderError,
     PermissionDenied,
-    StatusCode,
 )
 from shared.rpc.admin_client import GroupPlace, SentTensor, TargetAdmin, WeightSource
 
@@ -68,16 +67,14 @@ class RolloutRoutes:
         self._gateway = gateway
 
     async def _answered(self, request: Request, work: Work) -> Response:
-        """Does something at the targets; what they refuse is a 400, as SGLang has it."""
+        """Does something at the targets."""
         check_may_change_weights(request, self._gateway)
         try:
             done = await work(self._gateway.target_admins())
         except OutriderError as error:
-            problem = Problem.of(error)
-            is_state = error.code is StatusCode.FAILED_PRECONDITION
-            status = 400 if is_state else problem.status
+            problem = Problem.of_request(error)
             body = {"success": False, "message": error.message, **problem.openai_body()}
-            return JSONResponse(body, status)
+            return JSONResponse(body, problem.status)
         # What answers say of their weights is what targets said when they were last asked.
         await asyncio.gather(*(link.ask_model() for link in self._gateway.pool.links))
         return JSONResponse({"success": True, "message": "done", **done})

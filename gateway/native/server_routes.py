@@ -88,6 +88,7 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
             "tp_size": None if first is None else first.tp_size,
             "pp_size": 1,
             "ep_size": 1,
+            "max_total_num_tokens": None if first is None else first.num_max_tokens,
             "enable_memory_saver": bool(statuses) and all(each.can_release for each in statuses),
             "weight_version": await _version(gateway),
             "version": gateway.version,
@@ -154,8 +155,9 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
         try:
             freed = await asyncio.gather(*(each.flush(only_when_idle=True) for each in admins))
         except FailedPrecondition as error:
-            body = {"success": False, "message": error.message}
-            return JSONResponse({**body, **Problem.of(error).openai_body()}, 400)
+            problem = Problem.of_request(error)
+            body = {"success": False, "message": error.message, **problem.openai_body()}
+            return JSONResponse(body, problem.status)
         pages = {each.address: count for each, count in zip(admins, freed, strict=True)}
         return JSONResponse({"success": True, "freed_page_count": pages})
 

@@ -45,9 +45,9 @@ def add_token_routes(app: FastAPI, gateway: Gateway) -> None:
             "token_strs": None,
         }
         if body.return_token_strs:
-            spell = partial(_spelled_rows, rows, gateway)
-            spelled = await _inline_if_short("prompt", rows, spell)
-            answer["token_strs"] = spelled if is_batch else spelled[0]
+            write = partial(_entries, rows, gateway)
+            written = await _inline_if_short("prompt", rows, write)
+            answer["token_strs"] = written if is_batch else written[0]
         return answer
 
     @app.post("/v1/detokenize", tags=["tokens"])
@@ -103,14 +103,8 @@ def _decoded(
     return [decode(row, skip_special_tokens=skip) for row in rows]
 
 
-def _spelled_rows(rows: Sequence[Sequence[int]], gateway: Gateway) -> list[list[str]]:
-    return [_spelled(row, gateway) for row in rows]
-
-
-def _spelled(token_ids: Sequence[int], gateway: Gateway) -> list[str]:
-    """Returns each token's text; half a character becomes U+FFFD."""
-    decode = gateway.text.tokenizer.decode
-    return [decode([token_id], skip_special_tokens=False) for token_id in token_ids]
+def _entries(rows: Sequence[Sequence[int]], gateway: Gateway) -> list[list[str]]:
+    return [gateway.text.tokenizer.entries(row) for row in rows]
 
 
 def _check_token_ids(token_ids: Sequence[int], model: TargetModel) -> None:

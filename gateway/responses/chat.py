@@ -388,9 +388,13 @@ def _functions(
     """Yields the functions among tools, those of a namespace with its name."""
     for index, tool in enumerate(tools):
         place = f"{field}[{index}]"
-        if tool.type == "function" and tool.name is not None:
+        is_namespace = tool.type == "namespace" and namespace is None
+        if tool.name is None and (tool.type == "function" or is_namespace):
+            name = f"{place}.name"
+            raise InvalidArgument.of("FIELD_INVALID", name, f"{name} is missing")
+        if tool.type == "function":
             yield tool, namespace
-        elif tool.type == "namespace" and tool.name is not None and namespace is None:
+        elif is_namespace:
             yield from _functions(tool.tools or (), f"{place}.tools", tool.name)
         elif tool.type in _HOSTED:
             leave_out_hosted(place, tool.type)

@@ -465,7 +465,8 @@ _KINDS = {"chatcmpl": "Completion", "conv": "Conversation", "resp": "Response"}
 def _missing(entry_id: str) -> NotFound:
     kind = _KINDS.get(entry_id.partition("_")[0].partition("-")[0], "Item")
     message = (
-        f"{kind} with id {entry_id[:128]!r} not found. It may have been deleted, also for space."
+        f"{kind} with id {entry_id[:128]!r} not found. "
+        "It may have been deleted, or dropped to free space."
     )
     return NotFound(message, reason="RESPONSE_NOT_STORED")
 

@@ -232,9 +232,15 @@ async def test_tools_of_unknown_types_are_refused_by_name(
 ) -> None:
     gateway = await make_gateway(target, text=text)
     inner = [{"type": "namespace", "name": "b", "tools": []}]
-    for tool, name in (
-        ({"type": "frobnicate"}, "tools[0].type"),
-        ({"type": "namespace", "name": "a", "tools": inner}, "tools[0].tools[0].type"),
+    for tool, name, code in (
+        ({"type": "frobnicate"}, "tools[0].type", "not_implemented"),
+        (
+            {"type": "namespace", "name": "a", "tools": inner},
+            "tools[0].tools[0].type",
+            "not_implemented",
+        ),
+        ({"type": "function", "parameters": {}}, "tools[0].name", "field_invalid"),
+        ({"type": "namespace", "tools": []}, "tools[0].name", "field_invalid"),
     ):
         response = await post(gateway, "/v1/responses", {**CODEX, "tools": [tool]})
-        assert (await error_of(response))[:3] == (400, name, "not_implemented")
+        assert (await error_of(response))[:3] == (400, name, code)

@@ -275,9 +275,12 @@ async def test_browsers_get_in_from_listed_sites_only(
                 "access-control-request-method": "POST",
                 "access-control-request-headers": "authorization",
             }
-            answer = await client.options("/v1/chat/completions", headers=preflight)
             is_allowed = "*" in origins or site in origins
-            assert ("access-control-allow-origin" in answer.headers) == is_allowed
+            for method, url in (("POST", "/v1/chat/completions"), ("DELETE", "/v1/responses/x")):
+                asked = {**preflight, "access-control-request-method": method}
+                answer = await client.options(url, headers=asked)
+                assert ("access-control-allow-origin" in answer.headers) == is_allowed
+                assert answer.is_success == is_allowed
             headers = {"origin": site, "authorization": "Bearer sesame"}
             answer = await client.post("/v1/chat/completions", json=SHORT, headers=headers)
             assert answer.status_code == 200

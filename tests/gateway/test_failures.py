@@ -63,7 +63,7 @@ COMPLETION = {"model": "fake", "prompt": "the"}
         ("n", 0, "[1, 128]"),
         ("n", 129, "[1, 128]"),
         ("max_tokens", 0, "at least 1"),
-        ("min_tokens", 99999, "[0, max_tokens="),
+        ("min_tokens", 99999, "], the most tokens of the output"),
         ("logit_bias", {"512": 1}, "[0, 512)"),
     ],
 )
@@ -91,12 +91,13 @@ async def test_a_bias_out_of_range_names_its_token(client: httpx.AsyncClient) ->
         ("modalities", ["text", "audio"]),
         ("mirostat", 2),
         ("repeat_penalty", 1.3),
+        ("web_search_options", {}),  # as OpenAI's clients ask for a search
     ],
 )
 async def test_what_is_not_implemented_is_refused_by_name(
     client: httpx.AsyncClient, field: str, value: Any
 ) -> None:
-    response = await client.post("/v1/chat/completions", json={**CHAT, field: value or {"a": 1}})
+    response = await client.post("/v1/chat/completions", json={**CHAT, field: value})
     assert (await error_of(response))[:3] == (400, field, "not_implemented")
 
 
@@ -198,6 +199,15 @@ async def test_a_wrong_field_is_a_400_with_its_name(
             f"stream_options.include_usage is '{'x' * 63}…: ",
         ),
         ({"messages": [{"content": "x"}]}, "messages[0].role is missing"),
+        # Of forms that a field may have, the one that is meant.
+        (
+            {"messages": [{"role": "user", "content": [{"text": "x"}]}]},
+            "messages[0].content[0].type is missing",
+        ),
+        (
+            {"tool_choice": {"type": "function", "name": "f"}},
+            "tool_choice.function is missing",
+        ),
     ],
 )
 async def test_a_field_of_the_wrong_type_is_shown_with_its_value(

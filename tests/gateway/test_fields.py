@@ -163,6 +163,21 @@ async def test_only_the_end_of_a_prompt_is_kept(
         assert list(target.submits[-1].request.prompt_token_ids) == prompt[:kept]
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+async def test_what_is_cut_off_a_prompt_is_not_echoed(
+    client: httpx.AsyncClient, target: FakeTarget, tokenizer: Tokenizer, side: str
+) -> None:
+    body = {**COMPLETION, "prompt": "the quick fox", "echo": True, "max_tokens": 3}
+    cut = {**body, "truncate_prompt_tokens": 2, "truncation_side": side, "logprobs": 0}
+    choice = (await client.post("/v1/completions", json=cut)).json()["choices"][0]
+    kept = tokenizer.decode(target.submits[0].request.prompt_token_ids, skip_special_tokens=False)
+    assert choice["text"].startswith(kept)
+    tokens, places = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+    assert places == [len("".join(tokens[:number])) for number in range(len(tokens))]
+    whole = await client.post("/v1/completions", json={**body, "truncate_prompt_tokens": 2000})
+    assert whole.json()["choices"][0]["text"].startswith("the quick fox")
+
+
 async def test_a_long_text_is_cut_where_it_may_be(
     client: httpx.AsyncClient, target: FakeTarget
 ) -> None:
@@ -390,8 +405,8 @@ async def test_a_model_has_further_names(make_gateway: MakeGateway, target: Fake
     [
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"allowed_token_ids": [512]}, "allowed_token_ids"),
-        ({"bad_words": [" "]}, "bad_words"),
-        ({"bad_words": ["x" * 65]}, "bad_words"),
+        ({"bad_words": ["so", " "]}, "bad_words[1]"),
+        ({"bad_words": ["x" * 65]}, "bad_words[0]"),
         ({"bad_words": ["x"] * 257}, "bad_words"),
         ({"thinking_token_budget": -1}, "thinking_token_budget"),
         ({"cache_salt": ""}, "cache_salt"),
@@ -401,6 +416,8 @@ async def test_a_model_has_further_names(make_gateway: MakeGateway, target: Fake
             "prediction.content[0].type",
         ),
         ({"prediction": {"content": "x" * 5_000_000}}, "prediction"),
+        ({"input_ids": []}, "input_ids"),
+        ({"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens"),
     ],
 )
 async def test_wrong_limits_of_tokens_are_refused_by_name(
@@ -409,6 +426,22 @@ async def test_wrong_limits_of_tokens_are_refused_by_name(
     gateway = await make_gateway(target, text=marked)
     response = await post(gateway, "/v1/chat/completions", {**CHAT, **fields})
     assert (await error_of(response))[:2] == (400, named)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"cache_salt": ""}, "cache_salt has 0 characters; it must have [1, 256]"),
+        ({"bad_words": ["x"] * 257}, "bad_words has 257 words; it must have at most 256"),
+        ({"stop": ["x"] * 17}, "stop has 17 strings; it must have at most 16"),
+        ({"logit_bias": {"512": 1}}, "logit_bias holds token 512; ids must be in [0, 512)"),
+    ],
+)
+async def test_a_limit_says_what_it_counts(
+    client: httpx.AsyncClient, fields: dict[str, Any], message: str
+) -> None:
+    response = await client.post("/v1/chat/completions", json={**CHAT, **fields})
+    assert (await error_of(response))[::3] == (400, message)
 
 
 @pytest.fixture(scope="session")
@@ -449,6 +482,14 @@ async def test_a_model_without_thoughts_needs_no_budget(
     asked = {**CHAT, "max_tokens": 2, "thinking_token_budget": 4}
     assert (await client.post("/v1/chat/completions", json=asked)).status_code == 200
     assert not target.submits[-1].request.sampling_params.HasField("thinking")
+    for field, value in (
+        ("thinking_token_budget", -1),
+        ("thinking", {"type": "enabled", "budget_tokens": -1}),
+    ):
+        for url in ("/v1/chat/completions", "/v1/messages"):
+            response = await client.post(url, json={**GENERATING[url], field: value})
+            error = response.json()["error"]
+            assert (response.status_code, field in error["message"]) == (400, True)
     gateway = await make_gateway(target, text=thinking_text)  # whose marks are many tokens
     for url, body in (("/v1/chat/completions", asked), ("/v1/completions", COMPLETION)):
         response = await post(gateway, url, {**body, "thinking_token_budget": 4})

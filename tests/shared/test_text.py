@@ -93,6 +93,16 @@ def test_a_special_token_between_bytes_does_not_break_the_character() -> None:
     assert Detokenizer(Tokenizer(fast)).push([first, end, second]) == "é"
 
 
+def test_what_one_output_has_shown_is_not_shown_by_another() -> None:
+    fast = byte_level()
+    tokenizer, end = Tokenizer(fast), fast.token_to_id("<|end|>")
+    token_ids = [*fast.encode("a").ids, end]
+    shows, skips = Detokenizer(tokenizer, skip_special_tokens=False), Detokenizer(tokenizer)
+    for _ in range(2):
+        assert (shows.push(token_ids), skips.push(token_ids)) == ("a<|end|>", "a")
+    assert skips.push([len(tokenizer.token_bytes)]) == ""  # a row that pads the vocabulary
+
+
 def test_a_decoder_of_neither_family_is_refused() -> None:
     fast = byte_level()
     fast.decoder = decoders.WordPiece()

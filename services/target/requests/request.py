@@ -203,16 +203,15 @@ class ModelLimits:
 
     def _check_kept(self, request: GenerationRequest) -> None:
         if len(request.cache_salt) > MAX_SALT_CHARACTERS:
-            limit = f"at most {MAX_SALT_CHARACTERS} characters"
-            raise InvalidArgument.out_of_range("cache_salt", len(request.cache_salt), limit)
-        if len(request.logprob_token_ids) > MAX_NAMED_LOGPROBS:
-            raise InvalidArgument.out_of_range(
-                "logprob_token_ids", len(request.logprob_token_ids), f"[0, {MAX_NAMED_LOGPROBS}]"
-            )
-        predicted = request.predicted_token_ids
-        if len(predicted) > self.max_context_tokens:
-            limit = f"at most {self.max_context_tokens} tokens"
-            raise InvalidArgument.out_of_range("prediction", len(predicted), limit)
+            num_characters, limit = len(request.cache_salt), f"at most {MAX_SALT_CHARACTERS}"
+            raise InvalidArgument.wrong_count("cache_salt", num_characters, "characters", limit)
+        num_named, num_predicted = len(request.logprob_token_ids), len(request.predicted_token_ids)
+        if num_named > MAX_NAMED_LOGPROBS:
+            limit = f"at most {MAX_NAMED_LOGPROBS}"
+            raise InvalidArgument.wrong_count("logprob_token_ids", num_named, "tokens", limit)
+        if num_predicted > self.max_context_tokens:
+            limit = f"at most {self.max_context_tokens:,}"
+            raise InvalidArgument.wrong_count("prediction", num_predicted, "tokens", limit)
 
     def _check_minimum(self, request: GenerationRequest) -> None:
         stop, allowed = request.stop, set(request.sampling.allowed_token_ids)

@@ -56,6 +56,7 @@ async def test_a_step_of_training_in_slimes_order_of_calls(old: Path, new: Path)
             "tp_size": 1, "pp_size": 1, "ep_size": 1, "enable_memory_saver": True,
             "weight_version": "1",
         }  # fmt: skip
+        assert info["max_total_num_tokens"] == 1024
         (load,) = (await server.get("/v1/loads"))["loads"]
         assert (load["max_total_num_tokens"], load["token_usage"]) == (1024, 0.0)
 
@@ -79,7 +80,7 @@ async def test_no_target_takes_what_one_of_them_refuses(old: Path, new: Path) ->
         expected = (await server.ask())["output_ids"]
         body = {"model_path": str(new / "nowhere"), "weight_version": "7"}
         refused = await server.post("/update_weights_from_disk", body, status=400)
-        assert refused["success"] is False
+        assert (refused["success"], refused["error"]["type"]) == (False, "invalid_request_error")
         assert "which is no folder here" in refused["message"]
         assert refused["error"]["code"] == "checkpoint_invalid"
         # The second is busy with an update that somebody has begun there.
