@@ -30,6 +30,8 @@ _HALF_PRECISION = (torch.bfloat16, torch.float16)
 _PACKING_ROWS = 8
 # Measured for depths from 1,024 on: a single row takes a kernel of its own, with other bits.
 _FEWEST_ROWS = 2
+# oneDNN takes 30 microseconds a product, and a millisecond more for each new number of rows.
+_MOST_SMALL = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,8 @@ class LinearWeight:
     Measured for float32 on a CPU without matrix instructions: packed, five rows cost about what
     one costs, and a row has the same bits for every count of two rows and more and every thread
     count. Unpacked BLAS doubles its time from one row to two and changes bits below four rows,
-    which would let speculation change a token.
+    which would let speculation change a token. Small weights are multiplied row by row, which
+    takes a third of the time.
 
     Attributes:
         values: the plain `[N, K]` tensor, or the opaque packed one.
@@ -122,7 +125,7 @@ class LinearWeight:
         """Packs `weight` `[N, K]` if its device and dtype have a packed product."""
         if can_be_batch_invariant(weight) and weight.is_contiguous():
             return cls(weight, False, tile_counters(len(weight), weight.device))
-        if not has_batch_invariant_product(weight.device, weight.dtype):
+        if not has_batch_invariant_product(weight.device, weight.dtype) or _is_small(weight):
             return cls(weight, is_packed=False)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKING_ROWS)
         return cls(packed, is_packed=True)
@@ -145,7 +148,7 @@ def linear(inputs: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
     operand = weight.batch_invariant_operand(inputs)
     if operand is not None:
         return batch_invariant_linear(inputs, operand, bias)
-    if weight.is_packed:
+    if weight.is_packed or _is_small(weight.values):
         return batch_invariant_product(inputs, weight.values, bias)
     return F.linear(inputs, weight.values, bias)
 
@@ -176,7 +179,7 @@ def wide_linear(inputs: Tensor, weight: LinearWeight) -> Tensor | Partials:
         product = batch_invariant_partials(inputs, operand)
         if isinstance(product, Partials):
             return replace(product, dtype=torch.float32)
-    if weight.is_packed:
+    if weight.is_packed or _is_small(weight.values):
         return linear(inputs.float(), weight, None)
     return F.linear(inputs.float(), weight.values.float())
 
@@ -184,6 +187,12 @@ def wide_linear(inputs: Tensor, weight: LinearWeight) -> Tensor | Partials:
 def has_batch_invariant_product(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether `batch_invariant_product` takes such tensors."""
     return device.type == "cpu" and dtype == torch.float32 and torch._C._has_mkldnn
+
+
+def _is_small(weight: Tensor) -> bool:
+    """Whether a product of `batch_invariant_product` is made row by row."""
+    is_plain = weight.layout == torch.strided and weight.numel() <= _MOST_SMALL
+    return is_plain and has_batch_invariant_product(weight.device, weight.dtype)
 
 
 def batch_invariant_product(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -195,6 +204,9 @@ def batch_invariant_product(inputs: Tensor, weight: Tensor, bias: Tensor | None)
     num_rows = inputs.shape[0]
     if num_rows == 0:
         return inputs.new_zeros(0, weight.shape[0])
+    if _is_small(weight):
+        each = torch.bmm(inputs[:, None], weight.t().expand(num_rows, -1, -1))[:, 0]
+        return each if bias is None else each + bias
     if num_rows < _FEWEST_ROWS:
         inputs = inputs.expand(_FEWEST_ROWS, -1).contiguous()
     product: Tensor = torch.ops.mkldnn._linear_pointwise.default(

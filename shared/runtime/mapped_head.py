@@ -22,6 +22,7 @@ from shared.runtime.mapped_rounds import (
     MappedShape,
     OpenMapped,
     PrepareMapped,
+    nap,
     state_within,
 )
 from shared.runtime.ring_memory import RingMemory, share_memory
@@ -38,7 +39,6 @@ WAIT_A_BACKLOG_US, WAIT_A_ROW_US = 50_000, 20
 """Added where rows of prompts are computed first, and for each of them."""
 WARM_UP_WAIT_US = 2_000_000
 _LONGEST_US = 2**31 - 1
-_POLL_S = 2e-5
 
 
 Send = Callable[[Sequence[MappedCommand]], bool]
@@ -194,12 +194,13 @@ class MappedHead:
             return
         counters = memory.view(torch.int32)
         counters[GO // 4] = self._round
-        end_s = time.monotonic() + limit_us / 1e6
+        began_s = time.monotonic()
         while int(counters[DONE // 4]) < self._round:
-            if time.monotonic() >= end_s:
+            waited_s = time.monotonic() - began_s
+            if waited_s >= limit_us / 1e6:
                 self._late[0] = self._round
                 return
-            time.sleep(_POLL_S)
+            nap(waited_s)
 
 
 def _nobody(_: Sequence[MappedCommand]) -> bool:

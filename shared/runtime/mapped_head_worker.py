@@ -29,6 +29,7 @@ from shared.runtime.mapped_rounds import (
     MappedState,
     OpenMapped,
     PrepareMapped,
+    nap,
 )
 from shared.runtime.outcome_chains import MAX_LANES_AHEAD, OutcomeChains
 from shared.runtime.ring_memory import OpenedMemory, RingUnavailable, open_memory
@@ -43,7 +44,6 @@ from shared.runtime.tree_model import TreeModel
 logger = logging.getLogger(__name__)
 LONGEST_WAIT_US = 10_000_000
 """A target that announced a round and does not begin it has ended."""
-_POLL_S = 2e-5
 # Kernels are compiled for kinds of lengths, and for few or many rows at once.
 _PROMPT_LENGTHS = (1, 2, 9, 16, 17, 40, 100, 300, 512, 700, 2048)
 _GROUP_SIZES = (1, 2, 8, 40)
@@ -348,10 +348,13 @@ class MappedHeadWorker:
             return
         self._current[0] = self._round
         go = torch.zeros(1, dtype=torch.int32)
-        end_s = time.monotonic() + LONGEST_WAIT_US / 1e6
+        began_s = time.monotonic()
         self._memory.copy(GO, go)
-        while int(go[0]) < self._round and time.monotonic() < end_s:
-            time.sleep(_POLL_S)
+        while int(go[0]) < self._round:
+            waited_s = time.monotonic() - began_s
+            if waited_s >= LONGEST_WAIT_US / 1e6:
+                break
+            nap(waited_s)
             self._memory.copy(GO, go)
 
     def _raise_done(self) -> None:

@@ -11,6 +11,7 @@ own, and mends what is not a tree.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,15 @@ _ALIGNMENT = 256
 GO, DONE = 0, _ALIGNMENT
 """Where the counters are, int32 each, in bytes."""
 _NUM_SAMPLING_COLUMNS = 4
+_SHORTEST_NAP_S = 2e-5
+_NAP_SHARE = 1 / 16
+
+
+def nap(waited_s: float) -> None:
+    """Sleeps before a host looks at a counter again. The longer it has waited the longer, by a
+    share: a few microseconds late where trees come fast, and few looks where they take a while,
+    because whoever is waited for may need this core."""
+    time.sleep(max(_SHORTEST_NAP_S, waited_s * _NAP_SHARE))
 
 
 @dataclass(frozen=True, slots=True)

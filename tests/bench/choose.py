@@ -19,8 +19,6 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from tests.bench.aim_table import aim_table
 from tests.bench.figure import Figure, read_figures
 from tests.bench.program import Program, Stop
@@ -112,9 +110,11 @@ async def run_all(num_gpus: int) -> int:
 
 
 def main() -> int:
-    num_gpus = 0 if sys.argv[1:] else torch.cuda.device_count()
-    if num_gpus:
-        return asyncio.run(run_all(num_gpus))
+    if not sys.argv[1:]:
+        import torch  # which takes seconds
+
+        if num_gpus := torch.cuda.device_count():
+            return asyncio.run(run_all(num_gpus))
     from tests.bench import __main__ as serving
 
     return serving.main()

@@ -84,7 +84,8 @@ def test_logits_are_those_of_the_small_model(
     expected, states = _run(_load(folder), (0, 2, 3))
     found, wide_states = _run(wide.decoder(dtype=torch.float32), (0, 2, 3))
     _is_wider(found, expected)
-    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+    # Of the spare token and its copies any may come first: a product may round each differently.
+    assert torch.equal(found[:, : expected.shape[1]].argmax(-1), expected.argmax(-1))
     for state, wide_state in zip(states, wide_states, strict=True):
         torch.testing.assert_close(wide_state, state.repeat(1, 3), atol=1e-4, rtol=1e-5)
 

@@ -35,7 +35,7 @@ from shared.settings import load_settings
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9], [30, 31])
-MAX_TOKENS = 36
+MAX_TOKENS = 24
 
 
 class Target:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.target.drafts import draft_timeout
+from services.target.rounds import round_runners
 
 
 @pytest.fixture(autouse=True)
@@ -12,3 +13,9 @@ def patient_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Targets wait for a draft as long as `--candidate-wait-ms` lets them, not a few times as long
     as it usually takes: on a busy machine a draft may be late by any factor."""
     monkeypatch.setattr(draft_timeout, "SHORTEST_WAIT_S", 3600.0)
+
+
+@pytest.fixture(autouse=True)
+def rounds_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rounds take is measured before the first one, and nothing here depends on it."""
+    monkeypatch.setattr(round_runners, "_NUM_TIMED", 1)

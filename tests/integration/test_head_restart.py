@@ -1,4 +1,5 @@
-"""The demo's EAGLE-3 head in a process of its own: killed in the middle of an answer, then back."""
+"""The demo's EAGLE-3 head in a process of its own, killed in the middle of an answer; then one is
+back."""
 
 from __future__ import annotations
 
@@ -10,27 +11,42 @@ from contextlib import asynccontextmanager
 import pytest
 from tokenizers import Tokenizer
 
-from services.draft.settings_problems import DEMO_TARGET
+from services.draft.settings_problems import DEMO_HEADS, DEMO_TARGET
 from services.target.step_report import StepReport
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.types.v1 import sampling_pb2
-from tests.helpers.served import Target, draft_process, serving_target
+from tests.helpers.served import (
+    Target,
+    draft_process,
+    draft_settings,
+    running_draft,
+    serving_target,
+)
 
 LONGEST = 1800
 NUM_ROUNDS = 12
 QUESTION = "<|im_start|>user\nTell me a story about a dog.<|im_end|>\n<|im_start|>assistant\n"
+CHAIN = (
+    *("--speculative-num-steps", "5", "--speculative-eagle-topk", "1"),
+    *("--speculative-num-draft-tokens", "6"),
+)
 
 
 @asynccontextmanager
 async def _head(target: Target) -> AsyncIterator[asyncio.subprocess.Process]:
-    chain = (
-        *("--speculative-num-steps", "5", "--speculative-eagle-topk", "1"),
-        *("--speculative-num-draft-tokens", "6"),
-    )
-    flags = ("--speculative-algorithm", "EAGLE3", "--device", "cpu", *chain)
+    flags = ("--speculative-algorithm", "EAGLE3", "--device", "cpu", *CHAIN)
     async with draft_process(target, *flags) as process:
         await target.until_attached(1)
         yield process
+
+
+@asynccontextmanager
+async def _next_head(target: Target) -> AsyncIterator[None]:
+    """Here: nobody kills it, and a process of its own would load torch once more."""
+    settings = draft_settings("EAGLE3", DEMO_HEADS / "eagle3", *CHAIN, "--target", target.address)
+    async with running_draft(settings):
+        await target.until_attached(1)
+        yield
 
 
 def _prompt() -> list[int]:
@@ -71,7 +87,7 @@ class _Answer:
 
 class _Pace:
     """Makes a target's steps long while it is without its head, so that the answer lasts until
-    another process has loaded the head again, however busy the machine is."""
+    another draft has loaded the head again, however busy the machine is."""
 
     def __init__(self) -> None:
         self.has_head = threading.Event()
@@ -81,7 +97,7 @@ class _Pace:
         self.has_head.wait(0.1)
 
 
-@pytest.mark.timeout(300)  # two processes load torch, on cores that other tests use
+@pytest.mark.timeout(300)  # a process loads torch, on cores that other tests use
 async def test_acceptance_recovers_when_a_killed_head_is_back() -> None:
     pace = _Pace()
     async with serving_target(
@@ -95,7 +111,7 @@ async def test_acceptance_recovers_when_a_killed_head_is_back() -> None:
             await process.wait()
         await target.until_attached(0)
         num_alone = len(answer.token_ids)
-        async with _head(target):
+        async with _next_head(target):
             pace.has_head.set()
             after = await answer.accepted()
         answer.cancel()

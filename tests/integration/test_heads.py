@@ -107,7 +107,7 @@ async def _outputs(
         request = pb.GenerateRequest(
             prompt_token_ids=prompt,
             sampling_params=sampling_pb2.SamplingParams(temperature=temperature, seed=3),
-            stop_params=sampling_pb2.StopParams(max_output_token_count=24, ignore_eos=True),
+            stop_params=sampling_pb2.StopParams(max_output_token_count=16, ignore_eos=True),
             speculation_params=pb.SpeculationParams(disabled=disabled),
         )
         responses = [response async for response in stub.Generate(request)]

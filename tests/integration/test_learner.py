@@ -130,10 +130,10 @@ async def test_what_is_learnt_reaches_the_running_draft(
             )  # fmt: skip
             async with _running(process):
                 await _until(lambda: process.traffic.num_links == 1)
-                plain = await _ask(target, 18)
+                plain = await _ask(target, 8)
                 async with asyncio.timeout(WAIT_S):
                     while not process.learner.figures.num_swaps:
-                        await _ask(target, 18)  # what came while it learnt, it may have missed
+                        await _ask(target, 8)  # what came while it learnt, it may have missed
                 assert await _ask(target, 2, disabled=False) == plain[:2], "no token changes"
             assert process.learner.version > 0
             async with open_channel(f"127.0.0.1:{draft.admin_port}") as channel:

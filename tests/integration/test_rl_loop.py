@@ -28,7 +28,7 @@ from tests.helpers.rollout_server import Server, rollout_server
 SHAPE = TinyShape(num_layers=6)
 TEMPERATURE = 0.7
 PROMPT = [(7 * place) % 256 for place in range(40)]  # whole pages, which the cache keeps
-NUM_NEW, GROUP, NUM_STEPS = 8, 8, 20
+NUM_NEW, GROUP, NUM_STEPS = 8, 8, 14
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,8 @@ from tests.helpers.checkpoints import TinyShape, write_byte_tokenizer, write_che
 from tests.helpers.draft_heads import TinyHead, write_head
 from tests.helpers.served import running_target
 
-VOCAB_SIZE = 300
+# Tables of up to 16,384 elements would be the memory of the target: nothing to follow.
+VOCAB_SIZE = 520
 SHAPE = TinyShape(vocab_size=VOCAB_SIZE, max_position_embeddings=512)
 PROMPTS = (list(range(1, 40)), list(range(1, 30)), [7, 7, 7], [9, 8, 7, 6, 5])
 
@@ -65,7 +66,7 @@ async def _serving(target: Path, head: Path | None, *flags: str) -> AsyncIterato
         yield running.stub, running.admin
 
 
-async def _ask(stub: Any, prompt: list[int], count: int = 40) -> tuple[list[int], list[int]]:
+async def _ask(stub: Any, prompt: list[int], count: int = 20) -> tuple[list[int], list[int]]:
     """Returns the tokens, and how many were drawn before each version but the first."""
     request = pb.GenerateRequest(
         prompt_token_ids=prompt,
@@ -112,7 +113,7 @@ async def test_a_head_follows_and_every_token_is_that_of_its_weights(
         of_new = await _answers(stub)
         async with _serving(old, head, "--device-rounds", rounds) as (drafted, admin):
             assert await _answers(drafted) == of_old
-            asking = [asyncio.create_task(_ask(drafted, each, 200)) for each in PROMPTS]
+            asking = [asyncio.create_task(_ask(drafted, each, 120)) for each in PROMPTS]
             while not (
                 status := await admin.GetWeightStatus(admin_pb.GetWeightStatusRequest())
             ).running_request_count:
@@ -124,7 +125,7 @@ async def test_a_head_follows_and_every_token_is_that_of_its_weights(
                 await admin.ContinueGeneration(admin_pb.ContinueGenerationRequest())
             answers = await asyncio.gather(*asking)
             assert any(changes for _, changes in answers), "all had ended before the update"
-            assert [len(tokens) for tokens, _ in answers] == [200] * len(PROMPTS)
+            assert [len(tokens) for tokens, _ in answers] == [120] * len(PROMPTS)
             changed = [
                 (prompt, tokens, place)
                 for prompt, (tokens, changes) in zip(PROMPTS, answers, strict=True)
@@ -132,7 +133,7 @@ async def test_a_head_follows_and_every_token_is_that_of_its_weights(
             ]
             rests = await asyncio.gather(
                 *(
-                    _rest(stub, [*prompt, *tokens[:place]], len(prompt), 200 - place)
+                    _rest(stub, [*prompt, *tokens[:place]], len(prompt), 120 - place)
                     for prompt, tokens, place in changed
                 )
             )
@@ -142,29 +143,29 @@ async def test_a_head_follows_and_every_token_is_that_of_its_weights(
             assert _has_tables_of(new, borrowed)
 
 
-async def test_thirty_updates_lose_no_request(folders: tuple[Path, Path], head: Path) -> None:
+async def test_many_updates_lose_no_request(folders: tuple[Path, Path], head: Path) -> None:
     """Each runs on with its own seed, on whatever weights are in force."""
     done = asyncio.Event()
 
     async def asked(stub: Any, prompt: list[int]) -> list[tuple[list[int], list[int]]]:
-        answers = [await _ask(stub, prompt, 100)]
+        answers = [await _ask(stub, prompt, 60)]
         while not done.is_set():
-            answers.append(await _ask(stub, prompt, 100))
+            answers.append(await _ask(stub, prompt, 60))
         return answers
 
     async with _serving(folders[0], head) as (stub, admin):
         asking = [asyncio.create_task(asked(stub, prompt)) for prompt in PROMPTS]
-        for number in range(30):
+        for number in range(12):
             answer = await admin.UpdateWeights(_disk(folders[(number + 1) % 2]))
             assert answer.update.weight_version == str(number + 1)
         done.set()
         answers = await asyncio.gather(*asking)
-        assert all(len(tokens) == 100 for each in answers for tokens, _ in each)
-        assert sum(len(changes) for each in answers for _, changes in each) >= 15
+        assert all(len(tokens) == 60 for each in answers for tokens, _ in each)
+        assert sum(len(changes) for each in answers for _, changes in each) >= 6
         for prompt, each in zip(PROMPTS, answers, strict=True):
             tokens, changes = each[-1]
             start = changes[-1] if changes else 0
-            rest = await _rest(stub, [*prompt, *tokens[:start]], len(prompt), 100 - start)
+            rest = await _rest(stub, [*prompt, *tokens[:start]], len(prompt), 60 - start)
             assert tokens[start:] == rest
 
 

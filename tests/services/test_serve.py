@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from services.check import check
 from services.serve import ready_line
 from services.serve_line import all_fields, take_apart
 from services.serve_plan import Plan, make_plan, num_gpus
 from services.serve_settings import Placement
-from shared.errors import SettingsError
+from shared.errors import CheckpointError, SettingsError
 from shared.tokens import TreeShape
 from tests.helpers.checkpoints import write_byte_tokenizer
 from tests.helpers.other_vocabularies import renumber_tokenizer
@@ -321,10 +322,8 @@ def test_several_next_token_layers_are_asked_for_by_name(tmp_path: Path) -> None
 
 
 def test_a_folder_without_a_model_is_refused_by_name(tmp_path: Path) -> None:
-    result = _outrider("check", "--model", str(tmp_path))
-    assert result.returncode == 2
-    assert result.stderr.startswith(f"outrider check: {tmp_path}")
-    assert "config.json" in result.stderr
+    with pytest.raises(CheckpointError, match=f"^{tmp_path}.*config.json"):
+        check(_plan("--model", str(tmp_path)))
 
 
 def test_busy_ports_are_named_with_a_way_out_before_anything_starts(tmp_path: Path) -> None:

@@ -301,8 +301,12 @@ async def test_checksums_tell_weights_apart(old: Path, new: Path) -> None:
         assert not (await of(action.ACTION_COMPARE)).changed
 
 
-def _train(port: int, folder: Path, *, is_flat: bool, num_sent: int | None) -> None:
-    """A trainer of rank 0, which may die on the way."""
+def _train(port: int, updates: Sequence[tuple[Path, bool]], num_sent: int | None) -> None:
+    """A trainer of rank 0, which may die on the way.
+
+    Args:
+        updates: folders whose tensors it sends, one by one or as one.
+    """
     from torch.distributed.distributed_c10d import (
         PrefixStore,
         _new_process_group_helper,
@@ -316,19 +320,18 @@ def _train(port: int, folder: Path, *, is_flat: bool, num_sent: int | None) -> N
         2, 0, [], "gloo", PrefixStore("update", store), group_name="update", timeout=limit
     )
     _world.pg_group_ranks[group] = {0: 0, 1: 1}
-    weights = load_file(folder / "model.safetensors")
-    tensors = [weights[name] for name in sorted(weights)]
-    if is_flat:
-        tensors = [torch.cat([each.flatten().view(torch.uint8) for each in tensors])]
-    for tensor in tensors[:num_sent]:
-        dist.broadcast(tensor, src=0, group=group)
+    for folder, is_flat in updates:
+        weights = load_file(folder / "model.safetensors")
+        tensors = [weights[name] for name in sorted(weights)]
+        if is_flat:
+            tensors = [torch.cat([each.flatten().view(torch.uint8) for each in tensors])]
+        for tensor in tensors[:num_sent]:
+            dist.broadcast(tensor, src=0, group=group)
 
 
-def _trainer(port: int, folder: Path, is_flat: bool, num_sent: int | None) -> Any:
+def _trainer(port: int, *updates: tuple[Path, bool], num_sent: int | None = None) -> Any:
     context = multiprocessing.get_context("spawn")
-    process = context.Process(
-        target=_train, args=(port, folder), kwargs={"is_flat": is_flat, "num_sent": num_sent}
-    )
+    process = context.Process(target=_train, args=(port, updates, num_sent))
     process.start()
     return process
 
@@ -345,22 +348,25 @@ def _to_come(folder: Path, *, is_flat: bool) -> pb.UpdateWeightsRequest:
     return pb.UpdateWeightsRequest(distributed=sent, weight_version="sent")
 
 
-@pytest.mark.parametrize("is_flat", [False, True])
-async def test_a_trainer_sends_weights_through_a_group(is_flat: bool, old: Path, new: Path) -> None:
+async def test_a_trainer_sends_weights_through_a_group(old: Path, new: Path) -> None:
+    """One by one, and then the old ones as one tensor."""
     async with _serve(new) as other:
         expected = await other.answer()
     port = next(free_ports(1))
     async with _serve(old) as served:
-        trainer = _trainer(port, new, is_flat, None)
+        before = await served.answer()
+        trainer = _trainer(port, (new, False), (old, True))
         terms = pb.InitWeightUpdateGroupRequest(
             master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=2,
             group_name="update",
         )  # fmt: skip
         await served.admin.InitWeightUpdateGroup(terms)
         await _refused(served.admin.InitWeightUpdateGroup(terms), "WEIGHT_GROUP_EXISTS")
-        await served.admin.UpdateWeights(_to_come(new, is_flat=is_flat))
-        assert await served.answer() == expected
+        await served.admin.UpdateWeights(_to_come(new, is_flat=False))
+        assert await served.answer() == expected != before
         assert (await served.status()).weight_version == "sent"
+        await served.admin.UpdateWeights(_to_come(old, is_flat=True))
+        assert await served.answer() == before
         leave = pb.DestroyWeightUpdateGroupRequest(group_name="update")
         await served.admin.DestroyWeightUpdateGroup(leave)
         await _refused(served.admin.DestroyWeightUpdateGroup(leave), "WEIGHT_GROUP_MISSING")
@@ -371,7 +377,7 @@ async def test_a_trainer_that_dies_leaves_the_old_weights(old: Path, new: Path) 
     port = next(free_ports(1))
     async with _serve(old) as served:
         before = await served.answer()
-        trainer = _trainer(port, new, False, 3)
+        trainer = _trainer(port, (new, False), num_sent=3)
         terms = pb.InitWeightUpdateGroupRequest(
             master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=2,
             group_name="update",

@@ -79,11 +79,26 @@ def test_linear_of_no_rows() -> None:
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs packed products")
-@pytest.mark.parametrize("sizes", [(64, 96), (172, 64), (512, 768), (1280, 512), (2048, 64)])
-def test_rows_of_packed_products_do_not_depend_on_their_number(sizes: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "is_packed"),
+    [
+        ((4, 5), False),
+        ((32, 258), False),
+        ((64, 96), False),
+        ((48, 33), False),
+        ((172, 64), False),
+        ((172, 96), True),
+        ((512, 768), True),
+        ((1280, 512), True),
+        ((2048, 64), True),
+    ],
+)
+def test_rows_of_products_do_not_depend_on_their_number(
+    sizes: tuple[int, int], is_packed: bool
+) -> None:
     inputs, weight = torch.randn(70, sizes[0]), torch.randn(sizes[1], sizes[0])
     prepared = LinearWeight.prepare(weight)
-    assert prepared.is_packed
+    assert prepared.is_packed == is_packed
     expected = linear(inputs, prepared, None)
     for num_rows in (1, 2, 3, 5, 8, 17, 33):
         assert torch.equal(linear(inputs[:num_rows], prepared, None), expected[:num_rows])

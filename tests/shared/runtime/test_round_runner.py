@@ -49,8 +49,6 @@ CASES = [
         for sampling in (("greedy", "cut"), ("mixed", "sampled"))[number % 2]
     ),
     ("eagle3", SMALL, "mixed"),
-    ("eagle3", TREE, "mixed"),
-    ("eagle3", TREE, "sampled"),
     *((head, TreeShape(5, 1, 6), "greedy") for head in ("eagle", "eagle3.1")),
     *((head, TREE, "mixed") for head in ("eagle", "eagle3.1")),
 ]

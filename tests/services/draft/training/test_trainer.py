@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -199,20 +201,43 @@ def test_an_eagle3_head_without_a_map_takes_the_targets_lm_head(
 
 
 @pytest.mark.timeout(240)
-def test_torchs_launcher_trains_on_two_processes(target: Path, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore")  # of transformers, about a tokenizer that is not needed
+def test_the_processes_of_torchs_launcher_train_together(
+    target: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two that are told what torchrun tells each; this one is the first, so that one of them is
+    spared loading torch and transformers."""
     data = tmp_path / "data.npz"
     _texts().save(data)
     arguments = _train_arguments(target, data, tmp_path, "--steps", "3", "--algorithm", "MTP")
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = subprocess.run(
-        [sys.executable, *launcher, "-m", "services.draft.training", *arguments],
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    told = {
+        "TORCHELASTIC_RUN_ID": "none",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
+    other = subprocess.Popen(
+        [sys.executable, "-m", "services.draft.training", *arguments],
         cwd=ROOT,
-        capture_output=True,
+        env={**os.environ, **told, "RANK": "1", "LOCAL_RANK": "1"},
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert "3 steps on 2 processes, 384 tokens" in done.stdout
+    for name, value in {**told, "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    try:
+        _command(*arguments)
+        _, errors = other.communicate(timeout=100)
+    finally:
+        other.kill()
+    assert other.returncode == 0, errors
+    assert "3 steps on 2 processes, 384 tokens" in capsys.readouterr().out
 
 
 def test_a_batch_depends_on_the_step_and_the_rank_alone() -> None:

@@ -34,15 +34,14 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     [
         # Where drafts are never right, plain is the best, as the control below shows.
         (Scenario(on_cpu(0.0), 14.0, 6.0), ()),
-        (Scenario(on_cpu(0.8), 30.0, 10.0), (3,)),
-        (Scenario(on_gpu(0.0), 6.0, 2.0), ()),
+        (Scenario(on_cpu(0.8), 20.0, 10.0), (3,)),
         (Scenario(on_gpu(0.8), 4.0, 2.0), (7,)),
-        (Scenario(on_gpu(0.8, hop_s=0.0025), 6.0, 4.0), (7,)),
+        (Scenario(on_gpu(0.8, hop_s=0.0025), 5.0, 3.5), (7,)),
         (Scenario(on_gpu(0.8, hop_s=0.01), 5.0, 2.0), (7,)),
-        (Scenario(on_gpu(0.6, 64), 4.0, 2.0), (3,)),
+        (Scenario(on_gpu(0.6, 64), 3.0, 1.5), (3,)),
         (Scenario(on_two_gpus(0.0), 6.0, 3.0), ()),
     ],
-    ids=["cpu 0", "cpu 80", "gpu 0", "gpu 80", "5 ms", "20 ms", "gpu 64", "two gpus 0"],
+    ids=["cpu 0", "cpu 80", "gpu 80", "5 ms", "20 ms", "gpu 64", "two gpus 0"],
 )
 def test_it_comes_close_to_the_best_fixed_choice_and_is_never_below_plain(
     decoder: Decoder, scenario: Scenario, depths: tuple[int, ...]
@@ -55,8 +54,8 @@ def test_it_comes_close_to_the_best_fixed_choice_and_is_never_below_plain(
 
 def test_the_pinned_chain_of_3_shows_what_a_wrong_choice_costs(decoder: Decoder) -> None:
     """Negative control: the scenarios tell good choices from bad ones."""
-    found = compare(decoder, Scenario(on_cpu(0.0), 4.0, 1.0), (3,))
-    assert found.late_pinned[3] < 0.6 * found.plain.rate(1.0, 4.0)
+    found = compare(decoder, Scenario(on_cpu(0.0), 5.0, 1.0), (3,))
+    assert found.pinned_rates[3] < 0.6 * found.plain_rate
 
 
 @pytest.mark.parametrize(("right", "size", "num_prompt_tokens"), [(0.4, 1, 40), (0.7, 4, 200)])
@@ -67,7 +66,7 @@ def test_where_target_and_draft_share_cores_it_is_not_below_plain(
     found = compare(decoder, Scenario(split, 25.0, 10.0), (3,))
     assert found.over_plain > 0.9, "the learning included"
     assert found.late_over_plain >= 0.94
-    assert found.late_pinned[3] < 0.97 * found.plain.rate(10.0, 25.0), "negative control"
+    assert found.pinned_rates[3] < 0.97 * found.plain_rate, "negative control"
 
 
 def _by_time(before: float, after: float, *, start_s: float, end_s: float) -> Split:
@@ -78,13 +77,14 @@ def _by_time(before: float, after: float, *, start_s: float, end_s: float) -> Sp
     return replace(split, drafts=(replace(split.drafts[0], right=right),))
 
 
-def _served(decoder: Decoder, split: Split, duration_s: float) -> tuple[Served, Served]:
-    plain = serve(decoder, split, duration_s, None, is_plain=True)
-    return plain, serve(decoder, split, duration_s, DEFAULT_CONFIG)
+def _served(decoder: Decoder, split: Split, duration_s: float) -> tuple[float, Served]:
+    """Returns the tokens a second of plain decoding, which do not change, and what was chosen."""
+    plain = serve(decoder, split, 3.0, None, is_plain=True)
+    return plain.rate(1.0, 3.0), serve(decoder, split, duration_s, DEFAULT_CONFIG)
 
 
-def _gain(plain: Served, adaptive: Served, start_s: float, end_s: float) -> float:
-    return adaptive.rate(start_s, end_s) / plain.rate(start_s, end_s)
+def _gain(plain: float, adaptive: Served, start_s: float, end_s: float) -> float:
+    return adaptive.rate(start_s, end_s) / plain
 
 
 def test_it_follows_a_text_that_drafts_get_wrong_for_a_while(decoder: Decoder) -> None:

@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 # Of 20 tokens that the head knows; trained for nothing, it hits as often as it is broad.
 TREE, NARROW, CHAIN = TreeShape(1, 16, 17), TreeShape(1, 8, 9), TreeShape(2, 1, 3)
 OTHER_TREES = {NARROW: 8, CHAIN: 8}
-NUM_TOKENS = 100
+NUM_TOKENS = 70
 PLAIN_S = 0.01
 MOST_REQUESTS = 7
 
