@@ -14,15 +14,15 @@ _PAGES = [range(1 + 8 * number, 9 + 8 * number) for number in range(4)]
 
 def state_steps() -> Iterator[list[SequenceRows]]:
     """Yields the sequences of each step, which follow one another over one pool."""
-    yield [causal(0, 0, 40), causal(1, 0, 3)]
-    yield [causal(2, 0, 15), causal(0, 40, 1), causal(1, 3, 1)]
-    yield [causal(number, start, 1) for number, start in enumerate((41, 4, 15))]
-    yield [causal(0, 42, 4), tree(1, 5, [None, 0, 0, 1, 1, 2, 3]), causal(2, 16, 1)]
+    yield [causal(0, 0, 18), causal(1, 0, 3)]
+    yield [causal(2, 0, 9), causal(0, 18, 1), causal(1, 3, 1)]
+    yield [causal(number, start, 1) for number, start in enumerate((19, 4, 9))]
+    yield [causal(0, 20, 4), tree(1, 5, [None, 0, 0, 1, 1, 2, 3]), causal(2, 10, 1)]
     # Two of the chain stay, and the root alone of the tree.
-    yield [causal(0, 44, 1), causal(1, 6, 1), causal(2, 17, 1)]
-    yield [tree(0, 45, [None, 0, 1, 0]), tree(2, 18, [None]), causal(1, 7, 2)]
+    yield [causal(0, 22, 1), causal(1, 6, 1), causal(2, 11, 1)]
+    yield [tree(0, 23, [None, 0, 1, 0]), tree(2, 12, [None]), causal(1, 7, 2)]
     # One whose state is behind it begins anew.
-    yield [causal(0, 20, 1)]
+    yield [causal(0, 12, 1)]
 
 
 def batch_of(sequences: list[SequenceRows], device: torch.device) -> ForwardBatch:

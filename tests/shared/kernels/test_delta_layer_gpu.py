@@ -142,14 +142,18 @@ def test_no_lanes_change_nothing() -> None:
         assert not read.any()
 
 
-@pytest.mark.parametrize("shape", [SHAPE, SHAPES["Qwen3-Next's head"]], ids=["odd", "Qwen3-Next"])
+# The interpreter takes ten seconds for a published head, whose other kernels it runs.
+_SAME_BITS = [SHAPE] if CUDA.type == "cpu" else [SHAPE, SHAPES["Qwen3-Next's head"]]
+
+
+@pytest.mark.parametrize("shape", _SAME_BITS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_has_the_same_bits_however_it_is_computed(
     shape: DeltaShape, dtype: torch.dtype
 ) -> None:
     """At once, one by one, in parts beside others, and as the path of a tree."""
     layer, window = Layer.random(shape, dtype), shape.window - 1
-    count = 9 if CUDA.type == "cpu" else 33
+    count = 5 if CUDA.type == "cpu" else 33
     slots = [*[NOWHERE] * window, *range(1, 1 + count)]
     at_once = lanes_of([(4, 0, slots, range(count))])
     states, read = layer.advanced(at_once, count)
