@@ -102,7 +102,7 @@ async def _ask(
     speculation = pb.SpeculationParams(never_learnt=never_learnt, disabled=disabled)
     prompts = [[seed % 250 + 3, 7, 9, 11] for seed in range(count)]
     answers = await asyncio.gather(
-        *(target.generate(prompt, 0.0, speculation) for prompt in prompts)
+        *(target.generate(prompt, 0.0, speculation, num_tokens=36) for prompt in prompts)
     )
     return [tokens for tokens, _ in answers]
 
