@@ -19,9 +19,14 @@ if TYPE_CHECKING:
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """One torch thread a process: xdist workers must not fight for the cores. Examples of
-    properties have no deadline: on a busy machine any takes a second now and then."""
+    properties have no deadline: on a busy machine any takes a second now and then.
+
+    With TESTS_IN_SESSIONS each worker is a session of its own, see `.ci/run`.
+    """
+    if os.environ.get("TESTS_IN_SESSIONS") and hasattr(config, "workerinput"):
+        os.setsid()
     if importlib.util.find_spec("hypothesis") is not None:
         from hypothesis import HealthCheck, settings
 
