@@ -29,12 +29,6 @@ def answers(decoder: Decoder) -> list[list[int]]:
     return plain_answers(decoder, PROMPTS, SAMPLINGS, 70)
 
 
-@pytest.fixture(scope="module")
-def short_answers(decoder: Decoder) -> list[list[int]]:
-    """Few tokens, since Triton's interpreter takes its time."""
-    return plain_answers(decoder, PROMPTS, SAMPLINGS, 10)
-
-
 def _rounds(decoder: Decoder, answers: Sequence[Sequence[int]], count: int = 4) -> SelectedRounds:
     rounds = SelectedRounds(decoder, answers)
     for number in range(count):
@@ -46,11 +40,10 @@ def _sure(rounds: SelectedRounds, number: int, tree: TokenTree) -> PreparedTree:
     return PreparedTree(rounds.committed[number], tree)
 
 
-@pytest.mark.interpreter
 def test_the_tree_for_the_right_ending_is_verified_next(
-    decoder: Decoder, short_answers: list[list[int]]
+    decoder: Decoder, answers: list[list[int]]
 ) -> None:
-    rounds = _rounds(decoder, short_answers)
+    rounds = _rounds(decoder, answers)
     trees = {number: rounds.right(number, number) for number in range(4)}
     rounds.launch({number: [_sure(rounds, number, tree)] for number, tree in trees.items()})
     prepared = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import random
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,9 @@ import torch
 
 from services.bound import end_with_parent
 from services.followers import end_processes
-from shared.kernels.kernel_settings import IS_INTERPRETING
 from shared.tokens import TreeShape
 from tests.helpers.cut_drafts import check_ahead, check_trees, cut_draft
-from tests.helpers.drafting import GREEDY, SAMPLED, mixed_sequences
+from tests.helpers.drafting import GREEDY, SAMPLED
 
 SIZE, LIMIT_S = 2, 280.0
 SAMPLINGS = [GREEDY, SAMPLED]
@@ -49,12 +47,3 @@ def test_graphs_of_two_gpus_grow_the_trees_of_one(tmp_path: Path) -> None:
     process.start()
     end_processes([process], LIMIT_S)
     assert process.exitcode == 0
-
-
-@pytest.mark.interpreter
-@pytest.mark.skipif(not IS_INTERPRETING, reason="a GPU has a test of its own")
-def test_kernels_of_two_processes_grow_the_trees_of_one(tmp_path: Path) -> None:
-    with cut_draft(tmp_path, "cpu") as draft:
-        twins, batch = draft.twins(), mixed_sequences(3, 9)
-        twins.open(*batch)
-        assert twins.rounds(TreeShape(2, 2, 5), 2, random.Random(1), *batch) > 0
