@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from services.draft.algorithm import Algorithm
+from services.draft.feature_layers import feature_layers
 from services.draft.settings import MOST_PAGE_TOKENS, DraftSettings, with_local_models
 from services.target.flag_choices import DeviceRoundsChoice
 from services.target.settings import TargetSettings
@@ -53,6 +54,18 @@ def embedded_settings(
     chosen = with_target_tokenizer(with_local_models(chosen), settings)
     check_embedded(settings, chosen)
     return chosen
+
+
+def engine_needs(draft: DraftSettings | None) -> tuple[tuple[int, ...], bool]:
+    """Returns the layers whose features a hosted draft reads, and whether it takes part in rounds
+    on the device; see `build_engine`.
+
+    Raises:
+        CheckpointError: a config is missing or cannot be served.
+    """
+    if draft is None:
+        return (), False
+    return feature_layers(draft), draft.algorithm.joins_rounds
 
 
 def with_target_tokenizer(draft: DraftSettings, target: TargetSettings) -> DraftSettings:

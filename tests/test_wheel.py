@@ -100,12 +100,13 @@ def test_without_the_demos_weights_a_model_has_to_be_named(
     wheels: dict[str, Path], tmp_path: Path
 ) -> None:
     zipfile.ZipFile(wheels["outrider"]).extractall(tmp_path)
-    process = subprocess.Popen(
+    served = subprocess.run(
         [sys.executable, "-m", "services.cli", "serve"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
+        check=False,
     )
-    assert "outrider-demo, which is not installed" in process.communicate()[1]
-    assert process.returncode == 2
+    assert "outrider-demo, which is not installed" in served.stderr
+    assert served.returncode == 2

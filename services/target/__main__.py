@@ -14,10 +14,9 @@ import torch
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from services.draft.feature_layers import feature_layers
 from services.draft.settings import DraftSettings
 from services.embedded_factory import build_embedded_draft
-from services.embedded_settings import embedded_settings
+from services.embedded_settings import embedded_settings, engine_needs
 from services.followers import Followers
 from services.target.engine_factory import build_engine
 from services.target.flag_choices import DraftPlacement
@@ -111,8 +110,7 @@ def _build(
     wire = WireMeter(round_log)
     metrics = TargetMetrics(registry, round_log)
     registry.register(WireMetrics("outrider_target", wire))
-    layers = () if draft_settings is None else feature_layers(draft_settings)
-    has_lanes = draft_settings is not None and draft_settings.algorithm.joins_rounds
+    layers, has_lanes = engine_needs(draft_settings)
     followers = _followers(settings, layers, opened, has_lanes=has_lanes)
     engine = build_engine(settings, metrics.observe_step, followers, layers, has_lanes=has_lanes)
     requests = VllmMetrics(lambda: engine_figures(engine, settings, metrics.num_preempted))

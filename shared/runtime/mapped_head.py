@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -22,8 +21,8 @@ from shared.runtime.mapped_rounds import (
     MappedShape,
     OpenMapped,
     PrepareMapped,
-    nap,
     state_within,
+    wait_for_round,
 )
 from shared.runtime.ring_memory import RingMemory, share_memory
 from shared.runtime.round_batches import RoundBatches, RoundShape, RoundTree
@@ -194,13 +193,8 @@ class MappedHead:
             return
         counters = memory.view(torch.int32)
         counters[GO // 4] = self._round
-        began_s = time.monotonic()
-        while int(counters[DONE // 4]) < self._round:
-            waited_s = time.monotonic() - began_s
-            if waited_s >= limit_us / 1e6:
-                self._late[0] = self._round
-                return
-            nap(waited_s)
+        if not wait_for_round(self._round, lambda: int(counters[DONE // 4]), limit_us / 1e6):
+            self._late[0] = self._round
 
 
 def _nobody(_: Sequence[MappedCommand]) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import logging
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from shared.runtime.mapped_rounds import (
     MappedState,
     OpenMapped,
     PrepareMapped,
-    nap,
+    wait_for_round,
 )
 from shared.runtime.outcome_chains import MAX_LANES_AHEAD, OutcomeChains
 from shared.runtime.ring_memory import OpenedMemory, RingUnavailable, open_memory
@@ -348,14 +347,12 @@ class MappedHeadWorker:
             return
         self._current[0] = self._round
         go = torch.zeros(1, dtype=torch.int32)
-        began_s = time.monotonic()
-        self._memory.copy(GO, go)
-        while int(go[0]) < self._round:
-            waited_s = time.monotonic() - began_s
-            if waited_s >= LONGEST_WAIT_US / 1e6:
-                break
-            nap(waited_s)
+
+        def counter() -> int:
             self._memory.copy(GO, go)
+            return int(go[0])
+
+        wait_for_round(self._round, counter, LONGEST_WAIT_US / 1e6)
 
     def _raise_done(self) -> None:
         if self._is_cuda:

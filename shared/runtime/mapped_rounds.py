@@ -12,7 +12,7 @@ own, and mends what is not a tree.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,11 +32,22 @@ _SHORTEST_NAP_S = 2e-5
 _NAP_SHARE = 1 / 16
 
 
-def nap(waited_s: float) -> None:
-    """Sleeps before a host looks at a counter again. The longer it has waited the longer, by a
-    share: a few microseconds late where trees come fast, and few looks where they take a while,
-    because whoever is waited for may need this core."""
-    time.sleep(max(_SHORTEST_NAP_S, waited_s * _NAP_SHARE))
+def wait_for_round(number: int, read: Callable[[], int], longest_s: float) -> bool:
+    """Waits on the host until a counter has come to a round; returns whether it has in time.
+
+    The longer it has waited, the longer it sleeps before it reads the counter again: whoever is
+    waited for may need this core.
+
+    Args:
+        read: returns the counter.
+    """
+    began_s = time.monotonic()
+    while read() < number:
+        waited_s = time.monotonic() - began_s
+        if waited_s >= longest_s:
+            return False
+        time.sleep(max(_SHORTEST_NAP_S, waited_s * _NAP_SHARE))
+    return True
 
 
 @dataclass(frozen=True, slots=True)

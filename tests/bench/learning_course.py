@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from services.draft.learner.head_student import HeadStudent
 from services.draft.learner.learner import Learner, Lessons
-from services.draft.learner.student import Teaching
+from services.draft.learner.student import State, Teaching
 from services.draft.learner.traffic import Example, Retention, Traffic
 from services.draft.settings_problems import DEMO_HEADS, DEMO_TARGET
 from services.draft.training.documents import Documents
@@ -69,18 +69,22 @@ def answered(target: FrozenTarget, prompts: Sequence[list[int]]) -> Domain:
 
 def taught(
     student: HeadStudent, examples: Sequence[Example], held_out: Sequence[Example], lessons: Lessons
-) -> float:
-    """Returns tokens a round of the weights that serve at the end."""
+) -> tuple[float, float]:
+    """Returns tokens a round at the end, of the weights that serve and of those learnt since."""
     clock = itertools.count(1.0).__next__
     traffic = Traffic(Retention(), clock=clock)
     learner = Learner(student, traffic, lessons, lambda folder, version: None, clock)
+
+    def measured(state: State) -> float:
+        with student.as_it_was(state):
+            return student.measured(held_out, num_steps=_STEPS).mean_length
+
     for begin in range(0, len(examples), LESSON_REQUESTS):
         for each in examples[begin : begin + LESSON_REQUESTS]:
             traffic.add(Example(each.token_ids, each.rows, each.num_prompt_tokens, clock()))
         learner.step()
         learner.watch()
-    with student.as_it_was(learner.served_state):
-        return student.measured(held_out, num_steps=_STEPS).mean_length
+    return measured(learner.served_state), measured(student.state())
 
 
 def main() -> None:
@@ -117,8 +121,12 @@ def main() -> None:
     for updates in arguments.updates:
         student = HeadStudent(start, target, teaching)
         lessons = Lessons(out=out / f"updates-{updates}", num_updates=updates, min_new_tokens=1)
-        length = taught(student, seen, held_out, lessons)
-        print(f"{updates:4d} updates a lesson: {length:.3f}, {length / offline:.1%}", flush=True)
+        served, learnt = taught(student, seen, held_out, lessons)
+        print(
+            f"{updates:4d} updates a lesson: {served:.3f} served, {served / offline:.1%}; "
+            f"{learnt:.3f} learnt, {learnt / offline:.1%}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

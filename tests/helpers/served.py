@@ -13,11 +13,12 @@ from pathlib import Path
 from grpc import aio
 
 from services.draft.drafter_factory import build_drafter, worker_identity
-from services.draft.feature_layers import feature_layers
 from services.draft.process import DraftProcess
 from services.draft.settings import DraftSettings
+from services.draft.settings_problems import DEMO_HEADS
 from services.draft.worker import WorkerIdentity
 from services.embedded_factory import build_embedded_draft
+from services.embedded_settings import engine_needs
 from services.target.__main__ import read_settings
 from services.target.drafts.draft_policy import ALWAYS
 from services.target.engine_factory import build_engine
@@ -114,8 +115,7 @@ async def serving_target(
 def target_process(arguments: Sequence[str]) -> TargetProcess:
     """Returns a target as its flags say, not started, with the draft that it embeds."""
     settings, chosen = read_settings(arguments, {})
-    layers = () if chosen is None else feature_layers(chosen)
-    has_lanes = chosen is not None and chosen.algorithm.joins_rounds
+    layers, has_lanes = engine_needs(chosen)
     engine = build_engine(settings, lambda report: None, None, layers, has_lanes=has_lanes)
     process = TargetProcess(engine, settings, tokenizer_sha256(settings.model_path))
     if chosen is not None:
@@ -171,6 +171,17 @@ async def draft_process(target: Target, *flags: str) -> AsyncIterator[asyncio.su
             process.send_signal(signal.SIGCONT)
             process.kill()
         await process.wait()
+
+
+@asynccontextmanager
+async def demo_head(target: Target, algorithm: str, *flags: str) -> AsyncIterator[None]:
+    """Attaches a head of the demo that is not to be killed: in this process, because one of its own
+    would load torch."""
+    folder = DEMO_HEADS / algorithm.lower()
+    settings = draft_settings(algorithm, folder, "--target", target.address, *flags)
+    async with running_draft(settings):
+        await target.until_attached(1)
+        yield
 
 
 @asynccontextmanager

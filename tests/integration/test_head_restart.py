@@ -1,5 +1,5 @@
-"""The demo's EAGLE-3 head in a process of its own, killed in the middle of an answer; then one is
-back."""
+"""The process of the demo's EAGLE-3 head is killed in the middle of an answer; another head
+attaches."""
 
 from __future__ import annotations
 
@@ -11,17 +11,11 @@ from contextlib import asynccontextmanager
 import pytest
 from tokenizers import Tokenizer
 
-from services.draft.settings_problems import DEMO_HEADS, DEMO_TARGET
+from services.draft.settings_problems import DEMO_TARGET
 from services.target.step_report import StepReport
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.types.v1 import sampling_pb2
-from tests.helpers.served import (
-    Target,
-    draft_process,
-    draft_settings,
-    running_draft,
-    serving_target,
-)
+from tests.helpers.served import Target, demo_head, draft_process, serving_target
 
 LONGEST = 1800
 NUM_ROUNDS = 12
@@ -38,15 +32,6 @@ async def _head(target: Target) -> AsyncIterator[asyncio.subprocess.Process]:
     async with draft_process(target, *flags) as process:
         await target.until_attached(1)
         yield process
-
-
-@asynccontextmanager
-async def _next_head(target: Target) -> AsyncIterator[None]:
-    """Here: nobody kills it, and a process of its own would load torch once more."""
-    settings = draft_settings("EAGLE3", DEMO_HEADS / "eagle3", *CHAIN, "--target", target.address)
-    async with running_draft(settings):
-        await target.until_attached(1)
-        yield
 
 
 def _prompt() -> list[int]:
@@ -111,7 +96,7 @@ async def test_acceptance_recovers_when_a_killed_head_is_back() -> None:
             await process.wait()
         await target.until_attached(0)
         num_alone = len(answer.token_ids)
-        async with _next_head(target):
+        async with demo_head(target, "EAGLE3", *CHAIN):
             pace.has_head.set()
             after = await answer.accepted()
         answer.cancel()

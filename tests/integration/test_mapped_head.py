@@ -9,18 +9,12 @@ from contextlib import asynccontextmanager
 import pytest
 from tokenizers import Tokenizer
 
-from services.draft.settings_problems import DEMO_HEADS, DEMO_TARGET
+from services.draft.settings_problems import DEMO_TARGET
 from services.target.flag_choices import DeviceRoundsChoice
 from services.target.step_report import StepReport
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.types.v1 import sampling_pb2
-from tests.helpers.served import (
-    Target,
-    draft_process,
-    draft_settings,
-    running_draft,
-    serving_target,
-)
+from tests.helpers.served import Target, demo_head, draft_process, serving_target
 
 QUESTIONS = ("Tell me a story about a dog.", "What is the capital of France?")
 DRAFTS = {
@@ -57,16 +51,6 @@ async def _head(target: Target, draft: str) -> AsyncIterator[asyncio.subprocess.
     async with draft_process(target, *flags) as process:
         await target.until_attached(1)
         yield process
-
-
-@asynccontextmanager
-async def _next_head(target: Target, draft: str) -> AsyncIterator[None]:
-    """Here: nobody kills it, and a process of its own would load torch once more."""
-    folder = DEMO_HEADS / DRAFTS[draft][0].lower()
-    settings = draft_settings(DRAFTS[draft][0], folder, *_shape(draft), "--target", target.address)
-    async with running_draft(settings):
-        await target.until_attached(1)
-        yield
 
 
 def _request(
@@ -126,5 +110,5 @@ async def test_answers_are_those_of_plain_steps(draft: str, tp_size: int) -> Non
         assert alone == await _answer(target, _request(QUESTIONS[0], 60, 0.0, disabled=True))
         await target.until_attached(0)
         if tp_size > 1:  # what one process does, and all have to
-            async with _next_head(target, draft):
+            async with demo_head(target, DRAFTS[draft][0], *_shape(draft)):
                 await _until_rounds(target, rounds)

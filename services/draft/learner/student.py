@@ -22,6 +22,7 @@ from shared.models.scaled_weights import QUANTIZATION_CONFIG
 State = dict[str, Tensor]
 CONFIG_FILE = "config.json"
 _SURE = 1.15
+"""Standard deviations above none that one measurement in eight exceeds by chance."""
 _MEASURED_ROWS = 2048
 """Of a measurement at once; each has scores of the whole vocabulary."""
 _MEAN_UPDATES = 300
@@ -73,8 +74,8 @@ class Measurement:
 
     def beats(self, other: Measurement, gain: float) -> bool:
         """Whether it gains so much more on the same examples, and not by their luck: the rounds
-        that it saves lie as far above none as one in eight would by chance. To wait for more keeps
-        worse weights for longer than a swap by luck, which is rolled back, costs."""
+        that it saves lie as far above none as one in eight would by chance. A stricter test would
+        keep worse weights for longer, and a swap by luck is rolled back."""
         saved = [theirs[0] - own[0] for own, theirs in zip(self.walked, other.walked, strict=True)]
         mean = sum(saved) / max(len(saved), 1)
         spread = math.sqrt(sum((each - mean) ** 2 for each in saved))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +27,7 @@ from services.draft.training.token_map import frequent_tokens
 from services.draft.training.trainer import STATE_FILE, Trainer, TrainingPlan
 from shared.errors import CheckpointError
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.serving import free_ports
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[4]
@@ -213,12 +213,10 @@ def test_the_processes_of_torchs_launcher_train_together(
     data = tmp_path / "data.npz"
     _texts().save(data)
     arguments = _train_arguments(target, data, tmp_path, "--steps", "3", "--algorithm", "MTP")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     told = {
         "TORCHELASTIC_RUN_ID": "none",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(next(free_ports(1))),
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
     }
