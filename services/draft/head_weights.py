@@ -141,12 +141,20 @@ class HeadWeights:
         return running, new
 
     def _swap(self, apply: Callable[[], None]) -> float:
-        """On the engine's thread."""
-        start_s = time.perf_counter()
-        if self._on_target is None:
+        """On the engine's thread. Returns how long `apply` took where rounds are made, not how long
+        the step before it went on."""
+        pause_s = 0.0
+
+        def timed() -> None:
+            nonlocal pause_s
+            start_s = time.perf_counter()
             apply()
+            pause_s = time.perf_counter() - start_s
+
+        if self._on_target is None:
+            timed()
         else:
-            self._on_target(apply).result()
+            self._on_target(timed).result()
         # Rows that other weights made are worth less to sequences to come.
         self._drafter.retire_prefix_cache()
-        return time.perf_counter() - start_s
+        return pause_s

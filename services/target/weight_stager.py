@@ -160,6 +160,9 @@ class WeightStager:
             message = "backend is nccl; this target computes on the CPU, which takes gloo"
             raise InvalidArgument.of("WEIGHT_GROUP_BACKEND", "backend", message)
         rank = terms.rank_offset + (0 if group is None else group.rank)
+        if backend == "nccl":
+            # Its buffers are not torch's, which may keep all memory that steps ever took.
+            torch.cuda.empty_cache()
         try:
             self._groups[terms.name] = _joined(terms, rank, backend)
         except (RuntimeError, ValueError, OSError) as error:

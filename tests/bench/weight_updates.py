@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from services.target.__main__ import tune_interpreter
+from services.target.__main__ import tune_interpreter, tune_torch
 from services.target.weight_stager import WeightStager
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2 as target_pb
@@ -119,7 +119,10 @@ def _medium_s(folder: Path, device: torch.device) -> tuple[float, int]:
             del tensor
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - begin_s, num_bytes
+    took_s = time.perf_counter() - begin_s
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # which is the target's, too
+    return took_s, num_bytes
 
 
 def _send(port: int, folder: Path) -> None:
@@ -174,18 +177,17 @@ async def _learning(
             *("--lesson-tokens", str(round(calm[0] * (_WINDOW_S + 3.0)))),
         )
         try:
-            while not await _figure(port, "attached_target_count"):
-                await asyncio.sleep(0.2)
+            await _until(learner, port, "attached_target_count")
             told, was_busy = await load.rate(_WINDOW_S), await _figure(port, "busy_seconds_total")
-            while not await _figure(port, "busy_seconds_total"):
-                await asyncio.sleep(0.2)
+            await _until(learner, port, "busy_seconds_total")
             await asyncio.sleep(2.0)
             busy_s, begin_s = await _figure(port, "busy_seconds_total"), time.perf_counter()
             learning = await load.rate(2 * _WINDOW_S)
             busy_s = await _figure(port, "busy_seconds_total") - busy_s
             busy = busy_s / (time.perf_counter() - begin_s)
         finally:
-            learner.kill()
+            with contextlib.suppress(ProcessLookupError):
+                learner.kill()
             await learner.wait()
     await asyncio.sleep(2.0)
     calm.append(await load.rate(_WINDOW_S))
@@ -198,6 +200,14 @@ async def _learning(
         f"had more than one answer",
         flush=True,
     )
+
+
+async def _until(learner: asyncio.subprocess.Process, port: int, name: str) -> None:
+    """Waits until a metric is there, or fails with the learner."""
+    while not await _figure(port, name):
+        if learner.returncode is not None:
+            raise SystemExit(f"the learner ended with {learner.returncode}")
+        await asyncio.sleep(0.2)
 
 
 async def _figure(port: int, name: str) -> float:
@@ -263,6 +273,8 @@ async def _from_memory(admin: Any, folder: Path, device: torch.device) -> None:
         for _ in range(_NUM_UPDATES):
             waiting += tensors
             await _distributed(admin, folder, "update within the device")
+    del tensors
+    torch.cuda.empty_cache()
 
 
 async def _distributed(admin: Any, folder: Path, what: str) -> None:
@@ -343,6 +355,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=8, help="that run at once")
     parser.add_argument("--learner", action="store_true", help="measure the cost of one")
     arguments, flags = parser.parse_known_args()
+    tune_torch()
     tune_interpreter()
     asyncio.run(
         _measure(

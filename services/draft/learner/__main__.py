@@ -17,6 +17,7 @@ from services.draft.learner.process import LearnerProcess
 from services.draft.learner.settings import LearnerSettings
 from shared.errors import OutriderError
 from shared.hub import local_path
+from shared.runtime.memory import refusing_shortage
 from shared.settings import load_settings
 from shared.telemetry.logs import configure_logs
 from shared.telemetry.metrics_server import serve_metrics
@@ -56,7 +57,13 @@ async def _serve(settings: LearnerSettings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    process = await asyncio.to_thread(LearnerProcess, settings)
+    with refusing_shortage(
+        lambda shortage: (
+            f"no room for the learner on {settings.device}: {shortage}; give it another --device, "
+            f"or lower --mem-fraction-static of the target that is there"
+        )
+    ):
+        process = await asyncio.to_thread(LearnerProcess, settings)
     registry = CollectorRegistry()
     registry.register(process.metrics())
     host, tls = settings.maintenance_host, settings.server_tls

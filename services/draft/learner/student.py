@@ -23,8 +23,9 @@ State = dict[str, Tensor]
 CONFIG_FILE = "config.json"
 _SURE = 1.15
 """Standard deviations above none that one measurement in eight exceeds by chance."""
-_MEASURED_ROWS = 2048
-"""Of a measurement at once; each has scores of the whole vocabulary."""
+_ROWS_AT_ONCE = 2048
+"""Of an update or a measurement; each has scores of the whole vocabulary, an update's at every
+step."""
 _MEAN_UPDATES = 300
 """The mean of weights reaches back so far; at first, a tenth of the updates there were."""
 
@@ -99,6 +100,11 @@ class Batch:
     firsts: Tensor
     lengths: Tensor
 
+    @property
+    def num_scored(self) -> Tensor:
+        """Tokens that a draft of one step is asked for, `[]`."""
+        return (self.lengths - self.firsts.clamp(min=2)).clamp(min=0).sum()
+
 
 class Student(ABC):
     """Weights that learn, beside those that serve. Used by one thread.
@@ -168,31 +174,36 @@ class Student(ABC):
 
     def learn(self, examples: Sequence[Example], generator: torch.Generator) -> float:
         """Makes one update on a window of each example; returns the loss."""
-        batch = self._batch(examples, self._at_random(examples, generator))
-        with self._autocast():
-            loss = self._loss(batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        starts = self._at_random(examples, generator)
+        batches = [self._batch(examples[part], starts[part]) for part in self._parts(examples)]
+        counts = torch.stack([batch.num_scored for batch in batches])
+        shares = counts / counts.sum().clamp(min=1)
+        mean = torch.zeros((), device=self._device)
+        for batch, share in zip(batches, shares, strict=True):
+            with self._autocast():
+                loss = self._loss(batch) * share
+            loss.backward()
+            mean += loss.detach()
         torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._teaching.max_norm)
         self._num_updates += 1
         self._optimisers.step(min(self._num_updates / self._teaching.warm_up, 1.0))
-        share = max(1.0 / _MEAN_UPDATES, 10.0 / (10.0 + self._num_updates))
+        newest = max(1.0 / _MEAN_UPDATES, 10.0 / (10.0 + self._num_updates))
         for name, value in self._module.state_dict().items():
             if value.is_floating_point():
-                self._mean[name].lerp_(value, share)
-        return float(loss.detach())
+                self._mean[name].lerp_(value, newest)
+        return float(mean)
 
     @torch.no_grad()
     def measured(self, examples: Sequence[Example], *, num_steps: int) -> Measurement:
         """Walks greedy chains along what the target said: what a draft in service would have
         gained at temperature 0."""
-        window = self._teaching.window
-        starts = [max(len(each.token_ids) - window, 0) for each in examples]
-        lengths = [min(len(each.token_ids), window) for each in examples]
+        lengths = self._lengths(examples)
+        starts = [len(each.token_ids) - n for each, n in zip(examples, lengths, strict=True)]
         walked: dict[int, tuple[int, int]] = {}
         # Of like lengths, so that little of a batch is padding.
         by_length = sorted(range(len(examples)), key=lengths.__getitem__, reverse=True)
         while by_length:
-            size = max(_MEASURED_ROWS // lengths[by_length[0]], 1)
+            size = max(_ROWS_AT_ONCE // lengths[by_length[0]], 1)
             part, by_length = by_length[:size], by_length[size:]
             batch = self._batch([examples[each] for each in part], [starts[each] for each in part])
             with self._autocast():
@@ -235,6 +246,19 @@ class Student(ABC):
         """Tensors that are one in the module are several here."""
         return {name: value.clone() for name, value in self._module.state_dict().items()}
 
+    def _lengths(self, examples: Sequence[Example]) -> list[int]:
+        """Returns the tokens of each one's window."""
+        return [min(len(each.token_ids), self._teaching.window) for each in examples]
+
+    def _parts(self, examples: Sequence[Example]) -> Iterator[slice]:
+        """Cuts an update, so that its memory does not grow with its size."""
+        lengths, start = self._lengths(examples), 0
+        for end in range(1, len(examples) + 1):
+            is_last = end == len(examples)
+            if is_last or max(lengths[start : end + 1]) * (end + 1 - start) > _ROWS_AT_ONCE:
+                yield slice(start, end)
+                start = end
+
     def _at_random(self, examples: Sequence[Example], generator: torch.Generator) -> list[int]:
         """Returns where a window of each begins, anywhere in those that are longer."""
         rooms = [max(len(each.token_ids) - self._teaching.window, 0) for each in examples]
@@ -243,8 +267,7 @@ class Student(ABC):
 
     def _batch(self, examples: Sequence[Example], starts: Sequence[int]) -> Batch:
         """Cuts a window of each example."""
-        window = self._teaching.window
-        longest = min(max(len(each.token_ids) for each in examples), window)
+        longest = max(self._lengths(examples))
         width = examples[0].rows.shape[1]
         tokens = torch.zeros(len(examples), longest, dtype=torch.long)
         rows = torch.zeros(len(examples), longest - 1, width)

@@ -134,6 +134,24 @@ def test_the_loss_is_the_divergence_from_the_targets_law(folder: Path) -> None:
     assert loss == pytest.approx(float(divergence.mean()), rel=1e-4)
 
 
+def test_an_update_in_parts_is_that_of_the_whole(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = (6, 6, 9, 9, 15, 15)  # so that no part scores as many tokens as another
+    texts = [
+        Example(each.token_ids, each.rows, num_prompt_tokens)
+        for each, num_prompt_tokens in zip(TEXTS[:6], prompts, strict=True)
+    ]
+
+    def losses() -> list[float]:
+        student, generator = _student(folder), torch.Generator().manual_seed(0)
+        return [student.learn(texts, generator) for _ in range(4)]
+
+    whole = losses()
+    monkeypatch.setattr("services.draft.learner.student._ROWS_AT_ONCE", 45)  # two windows of 20
+    assert losses() == pytest.approx(whole, rel=1e-4)
+
+
 def test_saved_weights_are_read_by_who_serves_them(folder: Path, tmp_path: Path) -> None:
     student = _student(folder)
     _taught(student, TEXTS, 3)
