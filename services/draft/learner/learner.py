@@ -16,7 +16,7 @@ from queue import SimpleQueue
 
 import torch
 
-from services.draft.learner.student import Measurement, State, Student
+from services.draft.learner.student import LIKELY, Measurement, State, Student
 from services.draft.learner.traffic import Example, Traffic
 from shared.errors import OutriderError
 
@@ -199,7 +199,9 @@ class Learner:
             return self._note("kept", loss, None, None)
         before = self._measure(self._served.state, held_out)
         after = self._measure(self._student.state(), held_out)
-        if after.beats(before, lessons.min_gain):
+        # Most lessons bring something, and a swap by luck is rolled back: a stricter test would
+        # keep worse weights for longer.
+        if after.beats(before, lessons.min_gain, LIKELY):
             return self._swap(loss, before, after)
         if before.beats(after, lessons.max_loss):
             self._student.restore(self._served.state)

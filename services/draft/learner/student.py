@@ -21,8 +21,8 @@ from shared.models.scaled_weights import QUANTIZATION_CONFIG
 
 State = dict[str, Tensor]
 CONFIG_FILE = "config.json"
-_SURE = 1.15
-"""Standard deviations above none that one measurement in eight exceeds by chance."""
+LIKELY, SURE = 0.67, 1.15
+"""Standard deviations above none that one measurement in four, one in eight exceeds by chance."""
 _ROWS_AT_ONCE = 2048
 """Of an update or a measurement; each has scores of the whole vocabulary, an update's at every
 step."""
@@ -73,14 +73,13 @@ class Measurement:
         rounds, tokens = map(sum, zip(*self.walked, strict=True)) if self.walked else (0, 0)
         return tokens / max(rounds, 1)
 
-    def beats(self, other: Measurement, gain: float) -> bool:
+    def beats(self, other: Measurement, gain: float, deviations: float = SURE) -> bool:
         """Whether it gains so much more on the same examples, and not by their luck: the rounds
-        that it saves lie as far above none as one in eight would by chance. A stricter test would
-        keep worse weights for longer, and a swap by luck is rolled back."""
+        that it saves lie so many standard deviations above none."""
         saved = [theirs[0] - own[0] for own, theirs in zip(self.walked, other.walked, strict=True)]
         mean = sum(saved) / max(len(saved), 1)
         spread = math.sqrt(sum((each - mean) ** 2 for each in saved))
-        is_sure = sum(saved) >= _SURE * spread
+        is_sure = sum(saved) >= deviations * spread
         return self.mean_length >= other.mean_length + gain and is_sure
 
 

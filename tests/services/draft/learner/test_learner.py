@@ -15,7 +15,7 @@ import torch
 from services.draft.events import WeightsUpdated
 from services.draft.learner.head_student import HeadStudent
 from services.draft.learner.learner import LOG_FILE, Learner, Lessons
-from services.draft.learner.student import Measurement, Student, Teaching
+from services.draft.learner.student import LIKELY, Measurement, Student, Teaching
 from services.draft.learner.traffic import Example, Retention, Traffic
 from services.draft.training.head_shape import Algorithm, HeadShape
 from services.draft.training.heads import build_head, save_head
@@ -231,6 +231,9 @@ def test_luck_is_no_gain() -> None:
     better = Measurement(((9, 20),) * 8)
     assert lucky.mean_length > plain.mean_length + 0.1
     assert not lucky.beats(plain, 0.1)
+    assert lucky.beats(plain, 0.1, LIKELY)
+    luckier = Measurement(((0, 20), (15, 20), *((10, 20),) * 6))
+    assert not luckier.beats(plain, 0.0, LIKELY)
     assert better.beats(plain, 0.1)
     assert not better.beats(plain, 0.5)
     assert not plain.beats(better, 0.0)
