@@ -151,9 +151,9 @@ class Student(ABC):
         return self._teaching.batch_size
 
     def state(self) -> State:
-        """Returns a copy of the weights that it has come to: the mean of the latest, which is
-        steadier than the last where the learning rate never falls."""
-        return {name: value.clone() for name, value in self._mean.items()}
+        """Returns a copy, on the host, of the weights that it has come to: the mean of the latest,
+        which is steadier than the last where the learning rate never falls."""
+        return _on_host(self._mean)
 
     def restore(self, state: State) -> None:
         """Goes on from a copy of weights, with no memory of gradients."""
@@ -164,7 +164,7 @@ class Student(ABC):
     @contextmanager
     def as_it_was(self, state: State) -> Iterator[None]:
         """Has other weights for as long as the block runs."""
-        own = self._copied()
+        own = _on_host(self._module.state_dict())
         self._module.load_state_dict(state)
         try:
             yield
@@ -288,6 +288,11 @@ class Student(ABC):
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
         is_on = self._device.type == "cuda"
         return torch.autocast(self._device.type, torch.bfloat16, enabled=is_on)
+
+
+def _on_host(state: State) -> State:
+    """Returns copies, which take nothing of a GPU that others need."""
+    return {name: value.to("cpu", copy=True) for name, value in state.items()}
 
 
 def _walked(depths: Sequence[int], at: int, end: int) -> tuple[int, int]:
