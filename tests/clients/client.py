@@ -43,12 +43,18 @@ class Outcome:
 async def run_client(
     client: Client, command: tuple[str, ...], variables: Mapping[str, str]
 ) -> Outcome:
-    """Runs it to its end; prints what it said when it failed."""
+    """Runs it to its end; prints what it said when it failed.
+
+    Args:
+        variables: beside our own; `HOME` is also the folder that it runs in.
+    """
+    home = variables["HOME"]
     begin_s = time.monotonic()
     process = await asyncio.create_subprocess_exec(
         *command,
-        cwd=variables["HOME"],
-        env={**os.environ, **variables},
+        cwd=home,
+        # Some believe it rather than the kernel, and would work in the checkout.
+        env={**os.environ, **variables, "PWD": home},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
