@@ -62,3 +62,18 @@ async def test_an_answer_that_never_comes_is_a_finding_only_where_it_is_missing_
             writer.transport.abort()
     [line] = found.lines
     assert "s alone" in line
+
+
+async def test_a_server_may_close_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "_TIMEOUT_S", 0.01)
+    silent: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(lambda _, writer: silent.append(writer), "127.0.0.1", 0)
+    async with server, Connection(server.sockets[0].getsockname()[1]) as client:
+        asked = asyncio.create_task(client.request("GET", "/health", b""))
+        while (transport := client._answer.transport) is None:
+            await asyncio.sleep(0)
+        client._answer.transport = None  # what `connection_lost` does
+        with pytest.raises(TimeoutError):
+            await asked
+        for each in (transport, *(writer.transport for writer in silent)):
+            each.abort()
