@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,13 +59,16 @@ async def run_client(
         env={**os.environ, **variables, "PWD": home},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
     )
     try:
         output, _ = await asyncio.wait_for(process.communicate(), _TIMEOUT_S)
     except TimeoutError:
-        process.kill()
         output = b"no end within its time"
-        await process.wait()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # what it has started, too
+    await process.wait()
     text = output.decode(errors="replace").strip()
     is_well = process.returncode == 0
     if not is_well:
