@@ -42,6 +42,8 @@ Flag = Annotated[bool, BeforeValidator(_null_is_absent)]
 T = TypeVar("T")
 Items = Annotated[list[T], _FirstErrorOnly()]
 """Refused at its first wrong item: an error for each of a million costs gigabytes."""
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
+"""OpenAI's, of which one serves all."""
 MAX_BIASED_TOKENS = 65_536
 Bias = Annotated[dict[int, float], BeforeValidator(_bounded)]
 
@@ -217,7 +219,9 @@ class GenerationBody(SharedFields):
     model: str | None = None
     stream: Flag = False
     stream_options: StreamOptions | None = None
-    service_tier: str | None = Field(default=None, description="one tier serves all: `default`")
+    service_tier: ServiceTier | None = Field(
+        default=None, description="one tier serves all: `default`"
+    )
     n: int | None = Field(default=None, description="choices for each prompt; 1 by default")
     max_tokens: int | None = None
     return_token_ids: Flag = False

@@ -72,6 +72,7 @@ _EPILOG = (
     "a variable: --max-total-tokens of the target is OUTRIDER_TARGET_MAX_TOTAL_TOKENS. A flag "
     "beats the file, which beats the variable."
 )
+_NAMES = ("--served-model-name", "--target-served-model-name")
 _OF_EACH = ("--maintenance-host", "--maintenance-port", "--metrics-port", "--round-log")
 
 
@@ -115,6 +116,8 @@ def all_fields() -> Mapping[str, tuple[Field, ...]]:
 
 
 def _sort(flag: str, texts: Sequence[str], line: Line) -> None:
+    if flag in _NAMES:
+        texts = _first_name(texts, line)
     if flag in {each.flag for each in _OWN}:
         line.own.extend(flag_words({flag: texts}))
         return
@@ -129,6 +132,13 @@ def _sort(flag: str, texts: Sequence[str], line: Line) -> None:
         line.services[service].extend(flag_words({f"--{rest}": texts}))
     else:
         line.problems.append(_problem(flag))
+
+
+def _first_name(texts: Sequence[str], line: Line) -> list[str]:
+    """Returns the model's name; further names, as vLLM takes them, are the gateway's aliases."""
+    names = [each.strip() for text in texts for each in text.split(",") if each.strip()]
+    line.services[GATEWAY].extend(flag_words({"--model-alias": names[1:]} if names[1:] else {}))
+    return names[:1]
 
 
 def _owners(flag: str) -> tuple[str, ...]:
@@ -170,15 +180,20 @@ def _parser() -> FlagParser:
     taken = set(listed)
     for owners, each in listed.values():
         aliases = tuple(alias for alias in each.aliases if alias not in taken)
-        parser.add(replace(each, aliases=aliases), title=_title(owners))
+        parser.add(_sortable(replace(each, aliases=aliases)), title=_title(owners))
         taken.update(aliases)
     for service, fields in _FIELDS.items():
         for each in fields:
-            own = replace(each, flag=f"--{service}{each.flag[1:]}", aliases=())
+            own = _sortable(replace(each, flag=f"--{service}{each.flag[1:]}", aliases=()))
             if own.flag not in taken:
                 is_listed = service not in _owners(each.flag)
                 parser.add(own, title=_title((service,)), is_listed=is_listed)
     return parser
+
+
+def _sortable(field: Field) -> Field:
+    """Returns a field as the launcher reads it: of the target's names it takes several."""
+    return replace(field, is_repeated=field.is_repeated or field.flag in _NAMES)
 
 
 def _title(owners: Sequence[str]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +11,9 @@ from typing import Any
 
 import jinja2
 from fastapi import FastAPI, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
+
+from gateway.limits import off_loop
 
 _PREFIX = "#/components/schemas/"
 
@@ -136,11 +140,10 @@ def _type(schema: Mapping[str, Any]) -> Type:
 
 def add_reference_routes(app: FastAPI) -> None:
     """Adds the page. It asks for no key, like the document."""
-    content = ""
+    make = functools.cache(lambda: render(app.openapi()))
 
     async def page(_request: Request) -> Response:
-        nonlocal content
-        content = content or render(app.openapi())
+        content = await off_loop("the page", make)
         return Response(content, headers=_HEADERS, media_type="text/html")
 
     app.add_route("/docs", page, methods=["GET"], include_in_schema=False)
@@ -186,12 +189,23 @@ def _json(message: dict[str, Any]) -> dict[str, Any] | None:
 class DocumentedApp(FastAPI):
     """An application whose document is true of its errors and streams."""
 
+    def setup(self) -> None:
+        """Adds the document, which takes a second to make: FastAPI's own route would hold up every
+        stream for so long."""
+        self._document_lock = threading.Lock()
+
+        async def document(_request: Request) -> Response:
+            return JSONResponse(await off_loop("the document", self.openapi))
+
+        self.add_route("/openapi.json", document, include_in_schema=False)
+
     def openapi(self) -> Schema:
-        if self.openapi_schema is None:
-            document = super().openapi()
-            _complete(document)
-            self.openapi_schema = document
-        return self.openapi_schema
+        with self._document_lock:
+            if self.openapi_schema is None:
+                document = super().openapi()
+                _complete(document)
+                self.openapi_schema = document
+            return self.openapi_schema
 
 
 def _complete(document: Schema) -> None:

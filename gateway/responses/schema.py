@@ -7,7 +7,15 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeInt
 
 from gateway.reference.answered import Answered, AnswerMetrics, SchemaCheck, Timings
-from gateway.schema import Body, ContentPart, Flag, Items, SharedFields, Speculation
+from gateway.schema import (
+    Body,
+    ContentPart,
+    Flag,
+    Items,
+    ServiceTier,
+    SharedFields,
+    Speculation,
+)
 
 Status = Literal["completed", "incomplete"]
 """Of an item that the answer has."""
@@ -128,7 +136,9 @@ class ResponsesRequest(SharedFields):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    service_tier: str | None = Field(default=None, description="one tier serves all: `default`")
+    service_tier: ServiceTier | None = Field(
+        default=None, description="one tier serves all: `default`"
+    )
     speculation: Speculation | None = None
 
     @property

@@ -45,7 +45,9 @@ class TargetSettings(ServiceSettings):
         None, "branch, tag or commit of a --model-path that is an id on the Hub"
     )
     served_model_name: str | None = setting(
-        None, "name that clients pass as `model`; the folder's when unset"
+        None,
+        "name that clients pass as `model`; the folder's when unset; `outrider serve` takes "
+        "aliases, too",
     )
     tokenizer_path: Path | None = setting(
         None, "folder of the tokenizer; the model's when unset", is_model=True

@@ -72,6 +72,7 @@ _AGENT_PROGRAMS = {
 def _schemathesis(url: str, max_examples: int, seed: int) -> Client:
     program = (
         *("schemathesis", "run", f"{url}/openapi.json", "--max-examples", str(max_examples)),
+        *("--wait-for-schema", "60", "--request-timeout", "60"),
         *("--checks", "not_a_server_error,status_code_conformance,content_type_conformance"),
         *("--checks", "response_schema_conformance"),
         # A target without a model has no weights to replace.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,21 +45,30 @@ class Outcome:
 async def run_client(
     client: Client, command: tuple[str, ...], variables: Mapping[str, str]
 ) -> Outcome:
-    """Runs it to its end; prints what it said when it failed."""
+    """Runs it to its end; prints what it said when it failed.
+
+    Args:
+        variables: beside our own; `HOME` is also the folder that it runs in.
+    """
+    home = variables["HOME"]
     begin_s = time.monotonic()
     process = await asyncio.create_subprocess_exec(
         *command,
-        cwd=variables["HOME"],
-        env={**os.environ, **variables},
+        cwd=home,
+        # Some believe it rather than the kernel, and would work in the checkout.
+        env={**os.environ, **variables, "PWD": home},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
     )
     try:
         output, _ = await asyncio.wait_for(process.communicate(), _TIMEOUT_S)
     except TimeoutError:
-        process.kill()
         output = b"no end within its time"
-        await process.wait()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # what it has started, too
+    await process.wait()
     text = output.decode(errors="replace").strip()
     is_well = process.returncode == 0
     if not is_well:

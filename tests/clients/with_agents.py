@@ -79,6 +79,7 @@ def opencode(url: str) -> None:
         *("opencode", "run", "--model", "outrider/demo", _TASK),
         OPENCODE_CONFIG_CONTENT=json.dumps(config),
         OPENCODE_DISABLE_AUTOUPDATE="1",
+        OPENCODE_DISABLE_MODELS_FETCH="1",
     )
     assert LAST_WORDS in output, output
 

@@ -79,7 +79,8 @@ class Connection:
             async with asyncio.timeout(_TIMEOUT_S):
                 return await answer.status
         except TimeoutError:
-            answer.transport.abort()
+            if answer.transport is not None:  # the server may close at the same time
+                answer.transport.abort()
             raise
 
     def _is_open(self) -> bool:

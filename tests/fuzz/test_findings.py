@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable
 
+import pytest
+
+from tests.fuzz import connection, findings
+from tests.fuzz.__main__ import _send_http
+from tests.fuzz.connection import Connection
 from tests.fuzz.findings import MAX_SECONDS, Findings
 
 
@@ -36,3 +42,38 @@ def test_a_request_late_every_time_is_a_finding() -> None:
 
 def test_a_request_in_time_is_not_sent_again() -> None:
     assert _lines(MAX_SECONDS) == []  # `_answers` holds no further answer
+
+
+async def test_an_answer_that_never_comes_is_a_finding_only_where_it_is_missing_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A busy host may keep a request for longer than any client waits."""
+    monkeypatch.setattr(connection, "_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(findings, "MAX_SECONDS", 0.005)
+    found = Findings()
+    silent: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(lambda _, writer: silent.append(writer), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, Connection(port) as client:
+        await _send_http(client, port, random.Random(1), found)
+        assert (len(found.suspects), found.lines) == (1, [])
+        await found.try_suspects()
+        for writer in silent:
+            writer.transport.abort()
+    [line] = found.lines
+    assert "s alone" in line
+
+
+async def test_a_server_may_close_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "_TIMEOUT_S", 0.01)
+    silent: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(lambda _, writer: silent.append(writer), "127.0.0.1", 0)
+    async with server, Connection(server.sockets[0].getsockname()[1]) as client:
+        asked = asyncio.create_task(client.request("GET", "/health", b""))
+        while (transport := client._answer.transport) is None:
+            await asyncio.sleep(0)
+        client._answer.transport = None  # what `connection_lost` does
+        with pytest.raises(TimeoutError):
+            await asked
+        for each in (transport, *(writer.transport for writer in silent)):
+            each.abort()

@@ -549,6 +549,22 @@ async def test_answers_tell_their_times_and_their_tier(client: httpx.AsyncClient
         assert "service_tier" not in (await client.post(url, json=asked)).json()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_tier_that_openai_does_not_have_is_refused(
+    client: httpx.AsyncClient, stream: bool
+) -> None:
+    of_responses = {"model": "fake", "input": "then"}
+    for url, body in (*BOTH, ("/v1/responses", of_responses)):
+        for tier in ("auto", "default", "flex", "scale", "priority", None):
+            asked = {**body, "service_tier": tier}
+            assert (await client.post(url, json=asked)).status_code == 200
+        asked = {**body, "stream": stream, "service_tier": "bogus"}
+        status, field, _, message = await error_of(await client.post(url, json=asked))
+        assert (status, field) == (400, "service_tier")
+        assert "'bogus'" in message
+        assert "'flex'" in message
+
+
 async def test_the_fingerprint_is_that_of_weights_and_settings() -> None:
     model = TargetModel("m", "0", 100, 50, frozenset({0}), output_fingerprint="a")
     others = {

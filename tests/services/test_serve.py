@@ -56,6 +56,31 @@ def test_the_demo_model_is_served_with_the_demo_draft() -> None:
     assert "--served-model-name=demo" in plan.target_arguments
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--served-model-name first second third",
+        "--served-model-name first,second --model-alias third",
+        "--target-served-model-name first second --model-alias third",
+        "--config FILE",
+    ],
+)
+def test_names_of_a_model_after_the_first_are_aliases(words: str, tmp_path: Path) -> None:
+    file = tmp_path / "names.yaml"
+    file.write_text("served-model-name: [first, second, third]\n")
+    plan = _plan(*words.replace("FILE", str(file)).split())
+    assert plan.target.served_model_name == "first"
+    assert plan.target_arguments.count("--served-model-name=first") == 1
+    assert plan.gateway.model_alias == ("second", "third")
+    assert "model: first" in ready_line(plan)
+
+
+def test_one_name_of_a_model_has_no_aliases() -> None:
+    plan = _plan("--served-model-name", "only")
+    assert (plan.target.served_model_name, plan.gateway.model_alias) == ("only", ())
+    assert "--served-model-name needs a value" in _problems("--served-model-name")
+
+
 def test_another_model_drafts_from_its_own_text_unless_told_otherwise(tmp_path: Path) -> None:
     model, draft = _model_folder(tmp_path / "model"), _model_folder(tmp_path / "draft")
     flags = ("--model", str(model))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from typing import Any
 
 import httpx
 import pytest
 
-from gateway.reference.document import SchemaField, Type, fields, types
+from gateway.reference.document import DocumentedApp, SchemaField, Type, fields, types
 from tests.gateway.driving import CHAT
 
 
@@ -24,6 +26,27 @@ async def test_no_route_claims_fastapis_own_status_for_a_wrong_body(
         for operation in operations.values():
             assert "422" not in operation["responses"]
     assert "HTTPValidationError" not in document["components"]["schemas"]
+
+
+@pytest.mark.parametrize("path", ["/openapi.json", "/docs"])
+async def test_making_the_document_holds_up_no_other_request(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    document = await _document(client)
+    others_are_answered = threading.Event()
+    documents: list[bool] = []
+
+    def make(_app: DocumentedApp) -> dict[str, Any]:
+        documents.append(others_are_answered.wait(2.0))
+        return document
+
+    monkeypatch.setattr(DocumentedApp, "openapi", make)
+    asked = asyncio.create_task(client.get(path))
+    await asyncio.sleep(0)
+    assert (await client.get("/version")).status_code == 200
+    others_are_answered.set()
+    assert (await asked).status_code == 200
+    assert documents == [True]
 
 
 async def test_answers_to_wrong_bodies_are_documented(client: httpx.AsyncClient) -> None:
