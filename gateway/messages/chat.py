@@ -44,7 +44,7 @@ _CLEAR_THINKING = "clear_thinking_20251015"
 _NEVER_APPLIED = ("clear_tool_uses_", "compact_")
 _THOUGHTS = frozenset({"thinking", "redacted_thinking"})
 _HARMLESS = frozenset(
-    {"betas", "cache_control", "diagnostics", "inference_geo", "metadata", "service_tier", "speed"}
+    {"betas", "cache_control", "diagnostics", "inference_geo", "metadata", "speed"}
     | {"user_profile_id", "workspace_id"}
 )
 _UNIMPLEMENTED = frozenset({"compaction", "container", "mcp_servers", "prefill", "thread"})

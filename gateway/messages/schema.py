@@ -73,6 +73,9 @@ class Prompt(Body):
     thinking: Thinking | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     context_management: ContextManagement | None = None
+    service_tier: Literal["auto", "standard_only"] | None = Field(
+        default=None, description="each is served alike"
+    )
 
 
 class OutputFormat(Body):

@@ -36,6 +36,8 @@ class TokenizeRequest(Body):
     tools: Items[ToolDefinition] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: Flag = False
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: Flag = False
 

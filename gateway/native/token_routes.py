@@ -21,9 +21,7 @@ T = TypeVar("T")
 _INLINE_TOKENS = 8_192
 _TOKENIZE_FIELDS = KnownFields(
     harmless=frozenset(),
-    unimplemented=frozenset(
-        {"chat_template", "continue_final_message", "documents", "mm_processor_kwargs"}
-    ),
+    unimplemented=frozenset({"documents", "mm_processor_kwargs"}),
 )
 _DETOKENIZE_FIELDS = KnownFields(frozenset(), frozenset())
 
@@ -76,6 +74,8 @@ async def _encoded(body: TokenizeRequest, gateway: Gateway) -> list[list[int]]:
         chat = ChatCompletionRequest(
             messages=body.messages,
             add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            chat_template=body.chat_template,
             chat_template_kwargs=body.chat_template_kwargs,
             tools=body.tools,
         )

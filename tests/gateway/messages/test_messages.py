@@ -49,6 +49,22 @@ def anthropic_error(response: httpx.Response) -> tuple[int, str, str]:
     return response.status_code, body["error"]["type"], body["error"]["message"]
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_a_tier_that_anthropic_does_not_have_is_refused(
+    client: httpx.AsyncClient, path: str
+) -> None:
+    counted = {name: BODY[name] for name in ("model", "messages")}
+    body = counted if path.endswith("count_tokens") else BODY
+    for tier in ("auto", "standard_only", None):
+        answer = await client.post(path, json={**body, "service_tier": tier})
+        assert answer.status_code == 200, answer.text
+    answer = await client.post(path, json={**body, "service_tier": "bogus"})
+    status, kind, message = anthropic_error(answer)
+    assert (status, kind) == (400, "invalid_request_error")
+    assert "service_tier" in message
+    assert "'bogus'" in message
+
+
 async def test_a_message_is_answered_with_one_text_block(
     client: httpx.AsyncClient, target: FakeTarget, tokenizer: Tokenizer
 ) -> None:

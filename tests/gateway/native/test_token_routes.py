@@ -54,6 +54,14 @@ async def test_the_generation_prompt_can_be_left_out(client: httpx.AsyncClient) 
     assert answer.json()["prompt"] == PROMPT.removesuffix("<|assistant|>")
 
 
+async def test_a_final_message_is_continued(client: httpx.AsyncClient) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "the fox"}]
+    body = {"messages": messages, "continue_final_message": True}
+    tokens = (await client.post("/tokenize", json=body)).json()["tokens"]
+    answer = await client.post("/detokenize", json={"tokens": tokens, "skip_special_tokens": False})
+    assert answer.json()["text"] == f"{PROMPT}the fox"
+
+
 @pytest.mark.parametrize("path", ["/detokenize", "/v1/detokenize"])
 async def test_tokens_become_text_without_special_ones(
     client: httpx.AsyncClient, tokenizer: Tokenizer, path: str
@@ -72,6 +80,18 @@ async def test_tokens_become_text_without_special_ones(
         ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "prompt", "prompt_ambiguous"),
         ("/tokenize", {"prompt": []}, "prompt", "prompts_out_of_range"),
         ("/tokenize", {"messages": []}, "messages", "prompt_empty"),
+        (
+            "/tokenize",
+            {"messages": MESSAGES, "continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            "field_invalid",
+        ),
+        (
+            "/tokenize",
+            {"messages": MESSAGES, "chat_template": "{{ messages }}"},
+            "chat_template",
+            "request_templates_off",
+        ),
         ("/tokenize", {"prompt": "a", "documents": [{}]}, "documents", "not_implemented"),
         ("/detokenize", {}, "tokens", "field_invalid"),
         ("/detokenize", {"tokens": [512]}, "tokens", "token_out_of_range"),
