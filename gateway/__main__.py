@@ -6,6 +6,11 @@ import os
 import sys
 from dataclasses import replace
 
+from shared.garbage import collect_none
+
+if __name__ == "__main__":
+    collect_none()  # while the rest is loaded
+
 import uvloop
 
 from gateway.process import serve, serve_with_workers

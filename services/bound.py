@@ -9,9 +9,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import runpy
 import signal
 import sys
+from typing import TYPE_CHECKING
+
+from shared.garbage import collect_from_here, collect_none
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -26,9 +33,19 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+def call_unpickled(call: bytes, pipe: Connection) -> None:
+    """Runs in a process that was spawned: calls a pickled function with pickled arguments and the
+    pipe, in that order. Unpickled here, because that loads their modules."""
+    collect_none()
+    function, arguments = pickle.loads(call)
+    collect_from_here()
+    function(*arguments, pipe)
+
+
 def main() -> None:
     module, sys.argv = sys.argv[1], sys.argv[1:]
     end_with_parent()
+    collect_none()  # while it loads; each of the services says when it has
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

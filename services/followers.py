@@ -10,6 +10,7 @@ import logging
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import signal
 import threading
 import time
@@ -23,7 +24,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from services.bound import end_with_parent
+from services.bound import call_unpickled, end_with_parent
 from shared.errors import SettingsError
 from shared.layers.tensor_group import TensorGroup, open_group
 from shared.models.config import ModelConfig
@@ -113,7 +114,8 @@ class Followers:
         for rank in range(1, size):
             own_end, other_end = context.Pipe()
             seat = Seat(service, rank, size, devices[rank], store.port)
-            process = context.Process(target=_serve, args=(work, seat, other_end), name=seat.name)
+            call = pickle.dumps((_serve, (work, seat)))
+            process = context.Process(target=call_unpickled, args=(call, other_end), name=seat.name)
             process.start()
             other_end.close()
             self._pipes.append(own_end)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import socket
 import sys
 from typing import TYPE_CHECKING
+
+from shared.garbage import collect_from_here, collect_none
+
+if __name__ == "__main__":
+    collect_none()  # while the rest is loaded
 
 import uvloop
 from prometheus_client import CollectorRegistry
@@ -43,8 +47,7 @@ def main() -> None:
             import torch
 
             torch.set_num_threads(settings.num_threads)
-        # Modules stay; a full collection that walks them all keeps every thread waiting for 50 ms.
-        gc.freeze()
+        collect_from_here()
         uvloop.run(_serve(settings))
     except OutriderError as error:
         sys.exit(f"outrider-draft: {error.message}")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+
+from shared.garbage import collect_from_here, collect_none
+
+if __name__ == "__main__":
+    collect_none()  # while the rest is loaded
 
 import torch
 import uvloop
@@ -65,9 +69,7 @@ def tune_torch() -> None:
 
 def tune_interpreter() -> None:
     """Has Python hold up no step; once everything is imported."""
-    # Modules stay. A full collection that walks what they hold, some 200,000 objects with torch,
-    # takes 50 ms, in which no thread launches a step or sends a token.
-    gc.freeze()
+    collect_from_here()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
 

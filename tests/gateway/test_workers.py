@@ -45,7 +45,7 @@ async def workers(target: FakeTarget, model_folder: Path, tmp_path: Path) -> Asy
     )
     url = f"http://127.0.0.1:{port}"
     try:
-        async with asyncio.timeout(60.0):
+        async with asyncio.timeout(300.0):  # three processes load, on cores that others use
             while not await _is_ready(url):
                 assert process.returncode is None, await process.communicate()
                 await asyncio.sleep(0.05)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,36 @@ from tests.helpers.draft_heads import TinyHead
 
 EPS, THETA = 1e-5, 10000.0
 Values = dict[tuple[int, ...], float]
+T = TypeVar("T")
+_Rows = tuple[list[int], Tensor, Tensor]
+
+
+class Paths(Generic[T]):
+    """What an oracle finds for each path of one text, from what it found for the path before."""
+
+    def __init__(self) -> None:
+        self._text: tuple[tuple[int, ...], Tensor] | None = None
+        self._found: dict[tuple[int, ...], T] = {}
+
+    def find(
+        self,
+        token_ids: Sequence[int],
+        features: Tensor,
+        path: Sequence[int],
+        start: Callable[[], T],
+        longer: Callable[[T, int], T],
+    ) -> T:
+        """Args:
+        start: returns what there is of the text.
+        longer: returns what there is of a path that is a token longer.
+        """
+        text = tuple(token_ids), features
+        if self._text is None or self._text[0] != text[0] or self._text[1] is not features:
+            self._text, self._found = text, {(): start()}
+        for end in range(1, len(path) + 1):
+            if (known := tuple(path[:end])) not in self._found:
+                self._found[known] = longer(self._found[known[:-1]], known[-1])
+        return self._found[tuple(path)]
 
 
 class HeadOracle:
@@ -37,6 +68,7 @@ class HeadOracle:
         self.token_map = token_map
         self.feeds_back_norm = feeds_back_norm
         self.norm_before_residual = norm_before_residual
+        self._paths = Paths[_Rows]()
 
     def fuse(self, rows: Tensor) -> Tensor:
         """What target and draft together make of the concatenated target layers."""
@@ -60,14 +92,17 @@ class HeadOracle:
             token_ids: N committed tokens.
             features: `[N - 1, W]`, those of positions 0 … N-2.
         """
-        hidden = self.fuse(features)
-        tokens = list(token_ids[1:])
-        states = self.states(tokens, hidden)
-        for token in path:
-            # The tree's row reads the state of the row before it, and so on: all from scratch.
-            hidden = torch.cat((hidden, states[-1:]))
-            tokens.append(token)
-            states = self.states(tokens, hidden)
+
+        def rows(tokens: list[int], hidden: Tensor) -> _Rows:
+            return tokens, hidden, self.states(tokens, hidden)
+
+        def longer(before: _Rows, token: int) -> _Rows:
+            # The tree's row reads the state of the row before it.
+            tokens, hidden, states = before
+            return rows([*tokens, token], torch.cat((hidden, states[-1:])))
+
+        start = partial(rows, list(token_ids[1:]), self.fuse(features))
+        _, _, states = self._paths.find(token_ids, features, path, start, longer)
         return self.logits(states[-1:])[0]
 
     def states(self, tokens: Sequence[int], hidden: Tensor) -> Tensor:
@@ -94,9 +129,9 @@ class HeadOracle:
         if self.head.kind == "EAGLE" and self.token_map is None:
             return states @ self.lm_head.T
         logits = torch.full((len(states), self.head.vocab_size), -math.inf)
-        for draft_id, token in enumerate(self.known_tokens()):
-            row = token if self.head.kind == "EAGLE" else draft_id
-            logits[:, token] = states @ self.lm_head[row]
+        known = torch.tensor(self.known_tokens())
+        rows = known if self.head.kind == "EAGLE" else torch.arange(len(known))
+        logits[:, known] = states @ self.lm_head[rows].T
         return logits
 
     def known_tokens(self) -> list[int]:

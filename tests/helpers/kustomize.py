@@ -8,11 +8,13 @@ from typing import Any
 import yaml
 
 Manifest = dict[str, Any]
+# That in C takes a tenth of the time, where there is one.
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def built(folder: Path) -> list[Manifest]:
     """Returns the manifests of a kustomization; fails when it names what is not there."""
-    content = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    content = yaml.load((folder / "kustomization.yaml").read_text(), _LOADER)
     assert set(content) <= {
         *("apiVersion", "kind", "namespace", "resources", "components", "images", "patches"),
     }, f"{folder} uses more of kustomize than is read here"
@@ -23,7 +25,7 @@ def built(folder: Path) -> list[Manifest]:
         assert path.is_dir() or path.resolve().is_relative_to(folder.resolve()), path
         found += built(path) if path.is_dir() else _documents(path)
     for name in content.get("components", ()):
-        component = yaml.safe_load((folder / name / "kustomization.yaml").read_text())
+        component = yaml.load((folder / name / "kustomization.yaml").read_text(), _LOADER)
         assert component["kind"] == "Component"
         for each in component["resources"]:
             found += _documents(folder / name / each)
@@ -37,7 +39,7 @@ def built(folder: Path) -> list[Manifest]:
 
 
 def _documents(path: Path) -> list[Manifest]:
-    return [each for each in yaml.safe_load_all(path.read_text()) if each]
+    return [each for each in yaml.load_all(path.read_text(), _LOADER) if each]
 
 
 def _patch(manifests: list[Manifest], patches: Any) -> None:

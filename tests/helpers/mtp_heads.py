@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.dense_layer import DenseLayer, plain_norm
+from tests.helpers.head_oracle import Paths
+
+_Rows = tuple[int, list[int], Tensor, Tensor]
 
 _MTP_KEYS = {
     "deepseek": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
@@ -123,6 +127,7 @@ class MtpOracle:
     def __init__(self, mtp: TinyMtp, folder: Path) -> None:
         self.mtp = mtp
         self.tensors = load_file(folder / "model.safetensors")
+        self._paths = Paths[_Rows]()
 
     def states(self, layer: int, tokens: Sequence[int], hidden: Tensor) -> Tensor:
         """Returns the states `[N, H]` of rows 0 … N-1 (token, hidden state)."""
@@ -155,14 +160,16 @@ class MtpOracle:
         Args:
             features: `[N - 1, H]`, those of positions 0 … N-2.
         """
-        known, num_rows = [*token_ids, *path], len(token_ids) - 1
-        last = min(len(path), self.mtp.num_layers - 1)
-        hidden = features
-        for layer in range(last):
-            hidden = self.states(layer, known[1 + layer : 1 + layer + num_rows], hidden)
-        tokens = known[1 + last : 1 + last + num_rows]
-        states = self.states(last, tokens, hidden)
-        for token in path[last:]:
-            hidden, tokens = torch.cat((hidden, states[-1:])), [*tokens, token]
-            states = self.states(last, tokens, hidden)
+
+        def rows(layer: int, tokens: list[int], hidden: Tensor) -> _Rows:
+            return layer, tokens, hidden, self.states(layer, tokens, hidden)
+
+        def longer(before: _Rows, token: int) -> _Rows:
+            layer, tokens, hidden, states = before
+            if layer + 1 < self.mtp.num_layers:
+                return rows(layer + 1, [*tokens[1:], token], states)
+            return rows(layer, [*tokens, token], torch.cat((hidden, states[-1:])))
+
+        start = partial(rows, 0, list(token_ids[1:]), features)
+        *_, states = self._paths.find(token_ids, features, path, start, longer)
         return self.logits(states[-1])

@@ -15,6 +15,7 @@ import httpx
 import pytest
 from huggingface_hub import constants
 
+from services.cert_folder import CertFolder
 from services.target.engine_factory import build_engine
 from services.target.process import TargetProcess
 from shared.model_files import tokenizer_sha256
@@ -43,14 +44,24 @@ def hub(tmp_path_factory: pytest.TempPathFactory, models: Path) -> dict[str, str
     return {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
 
 
-def test_a_line_starts_and_answers(hub: dict[str, str], tmp_path: Path) -> None:
+def test_a_line_starts_and_answers_over_tls_on_every_hop(
+    hub: dict[str, str], certs: CertFolder, tmp_path: Path
+) -> None:
+    """The ready line alone says that draft, gateway and probes reached the target over TLS."""
     before, _, flags = SERVED.partition("python3 -m sglang.launch_server ")
     env = {**hub, **dict(word.split("=") for word in before.split())}
-    with serving(tmp_path, *shlex.split(flags), env=env) as (process, ready, base_url):
-        assert "speculation: EAGLE (remote)" in ready, process.communicate()
-        [model] = httpx.get(f"{base_url}/v1/models").json()["data"]
-        body = {"model": model["id"], "prompt": "ab", "max_tokens": 4, "ignore_eos": True}
-        answer = httpx.post(f"{base_url}/v1/completions", json=body, timeout=60).json()
+    words = [*shlex.split(flags), "--certs", str(certs.path)]
+    with serving(tmp_path, *words, env=env) as (process, ready, plain_url):
+        base_url = plain_url.replace("http:", "https:")
+        assert ready.startswith(f"ready: {base_url}/v1"), process.communicate()
+        assert "speculation: EAGLE (remote)" in ready
+        context = certs.client_tls().context()
+        with httpx.Client(base_url=base_url, verify=context, timeout=60) as client:
+            [model] = client.get("/v1/models").json()["data"]
+            body = {"model": model["id"], "prompt": "ab", "max_tokens": 4, "ignore_eos": True}
+            answer = client.post("/v1/completions", json=body).json()
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{plain_url}/v1/models")
     assert model["id"] in SERVED
     assert answer["usage"]["completion_tokens"] == 4
 

@@ -68,13 +68,11 @@ def _embedded(folder: Path, draft: Path, *flags: str) -> list[str]:
 
 async def _accepted(target: Target, temperature: float) -> float:
     """Returns the share of drafted tokens that is accepted; outputs are those of plain decoding."""
-    drafted = accepted = 0
-    for prompt in PROMPTS:
-        plain, _ = await target.generate(prompt, temperature, PLAIN)
-        tokens, stats = await target.generate(prompt, temperature)
-        assert tokens == plain
-        drafted += stats.drafted_token_count
-        accepted += stats.accepted_token_count
+    plain = await asyncio.gather(*(target.generate(each, temperature, PLAIN) for each in PROMPTS))
+    answers = await asyncio.gather(*(target.generate(each, temperature) for each in PROMPTS))
+    assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in plain]
+    drafted = sum(stats.drafted_token_count for _, stats in answers)
+    accepted = sum(stats.accepted_token_count for _, stats in answers)
     assert drafted > 0
     return accepted / drafted
 

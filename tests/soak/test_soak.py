@@ -33,8 +33,11 @@ def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 @pytest.fixture
 def few_callers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One more than run at a time: what is open at the end has to be served to its end."""
+    """One more than run at a time: what is open at the end has to be served to its end. What rounds
+    take is measured once a size."""
     monkeypatch.setattr(module, "MAX_OPEN", module.MAX_RUNNING + 1)
+    monkeypatch.setattr(round_runners, "_NUM_TIMED", 1)
+    monkeypatch.setattr(round_runners, "_TIMED_SIZES", (1, 4))
 
 
 def _run(soak: Soak, num_finished: int, *happen: str) -> None:
@@ -63,7 +66,7 @@ def test_nothing_is_lost_where_the_device_selects_trees(
     few_callers: None, models: dict[str, Decoder], chooses: bool
 ) -> None:
     soak = Soak(models["target"], models, 5, overlaps=True, selects=True, chooses=chooses)
-    _run(soak, 10, "num_device_rounds", "num_outcome_hits", "num_cancelled", "num_reconnects")
+    _run(soak, 6, "num_device_rounds", "num_outcome_hits", "num_cancelled", "num_reconnects")
 
 
 # With these seeds everything happens early.
@@ -103,14 +106,12 @@ def test_nothing_is_lost_where_a_head_is_lent(
 
 
 def test_nothing_is_lost_where_a_model_drafts_ahead(
-    few_callers: None, models: dict[str, Decoder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    few_callers: None, models: dict[str, Decoder], tmp_path: Path
 ) -> None:
-    # What rounds take is measured first.
-    monkeypatch.setattr(round_runners, "_NUM_TIMED", 1)
     pair = write_pair(tmp_path / "target", tmp_path / "head", torch.device("cpu"))
     soak = Soak(pair.decoder, {}, 7, overlaps=True, head=pair.head, mapped=models["other"])
     happen = ("num_rounds_ahead", "num_accepted", "num_cancelled", "num_preempted")
-    _run(soak, 10, *happen, "num_reconnects")
+    _run(soak, 6, *happen, "num_reconnects")
 
 
 @pytest.mark.parametrize("family", MIXTURES)

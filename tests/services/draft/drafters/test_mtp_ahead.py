@@ -63,9 +63,12 @@ def _drafter(setup: MtpSetup, *, num_pages: int = 200) -> EagleDrafter:
 
 
 def _oracle(
-    setup: MtpSetup, sequence: DraftSequence, supposed: Sequence[int], shape: TreeShape
+    setup: MtpSetup,
+    sequence: DraftSequence,
+    features: Tensor,
+    supposed: Sequence[int],
+    shape: TreeShape,
 ) -> Values:
-    features = setup.features(sequence.token_ids)[: sequence.num_tokens - 1]
     oracle = _Behind(setup.oracle, len(supposed))
     tokens = [*sequence.token_ids, *supposed]
     return best_paths(oracle, tokens, features, sequence.sampling, shape)
@@ -79,8 +82,9 @@ def _assert_same(
     shape: TreeShape,
 ) -> None:
     assert len(block) == FAN_OUT.budget
+    features = setup.features(sequence.token_ids)[: sequence.num_tokens - 1]
     for proposal in block:
-        expected = _oracle(setup, sequence, foreseen_tokens(tree, proposal), shape)
+        expected = _oracle(setup, sequence, features, foreseen_tokens(tree, proposal), shape)
         assert path_values(proposal.tree) == pytest.approx(expected, abs=1e-3)
 
 

@@ -83,7 +83,7 @@ def test_layers_take_their_own_step_only(setups: dict[str, MtpSetup]) -> None:
     """Without the second layer the same checkpoint drafts something else from level 2 on."""
     setup, sequence = setups["deepseek 2"], draft_sequence(random_text(0, 15))
     oracle = setup.oracle
-    alone = copy.copy(oracle)
+    alone = copy.deepcopy(oracle)
     alone.mtp = TinyMtp(num_layers=1)
     shape, features = TreeShape(2, 1, 3), setup.features(sequence.token_ids)[:-1]
     (first,) = _oracle(setup, sequence, TreeShape(1, 1, 2))
