@@ -97,8 +97,8 @@ def _add_openai_routes(app: FastAPI, gateway: Gateway) -> None:
         final_choices = await whole_answer(answer, request.receive)
         if keep is not None:
             keep(answer.choices)
-        completion = bodies.chat_completion(plan, final_choices, tokenizer)
-        return Response(completion.model_dump_json(exclude_unset=True), media_type=_JSON)
+        completion = orjson.dumps(bodies.chat_completion(plan, final_choices, tokenizer))
+        return Response(completion, media_type=_JSON)
 
     @app.post("/v1/completions", tags=["openai"], responses={200: {"model": CompletionAnswer}})
     async def completions(body: CompletionRequest, request: Request) -> Response:

@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
-from openai.types import Completion, Model
-from openai.types.chat import ChatCompletion
-
 from gateway.choice import Choice, FinalChoice, Piece, best_choices, stop_fields
 from gateway.generation import round_fields
 from gateway.logprobs import (
@@ -194,29 +191,23 @@ def speculative_decoding(choices: Sequence[Choice]) -> dict[str, Any] | None:
 
 def chat_completion(
     plan: Plan, final_choices: Sequence[FinalChoice], tokenizer: Tokenizer
-) -> ChatCompletion:
-    """Returns the response of `/v1/chat/completions`."""
-    body = _body(plan, final_choices, "chat.completion")
-    body["choices"] = [_chat_choice(plan, each, tokenizer) for each in final_choices]
+) -> dict[str, Any]:
+    """Returns the response of `/v1/chat/completions`, a `ChatAnswer`."""
+    shown = [_chat_choice(plan, each, tokenizer) for each in final_choices]
+    body = _body(plan, final_choices, "chat.completion", shown)
     prompt, choice = plan.generations[0].prompt_token_ids, final_choices[0].choice
-    body["prompt_token_ids"] = prompt if plan.return_token_ids else None
+    body["prompt_token_ids"] = list(prompt) if plan.return_token_ids else None
     body["prompt_logprobs"] = _prompt_logprobs(plan, prompt, choice, tokenizer)
-    return ChatCompletion.model_validate(body)
+    return body
 
 
 def completion(
     plan: Plan, final_choices: Sequence[FinalChoice], tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """Returns the response of `/v1/completions`."""
-    body = _body(plan, final_choices, "text_completion")
-    shown = best_choices(plan, final_choices)
-    body["choices"] = [_completion_choice(plan, each, tokenizer) for each in shown]
-    checked = Completion.model_validate(body).model_dump(mode="json", exclude_unset=True)
-    if plan.echoes_scores:
-        # The package's type has no place for the null of the first token.
-        for choice, final_choice in zip(checked["choices"], shown, strict=True):
-            choice["logprobs"] = _echoed(plan, final_choice, tokenizer)
-    return checked
+    """Returns the response of `/v1/completions`, a `CompletionAnswer`."""
+    best = best_choices(plan, final_choices)
+    shown = [_completion_choice(plan, each, tokenizer) for each in best]
+    return _body(plan, final_choices, "text_completion", shown)
 
 
 def model(name: str, created: int, max_context_tokens: int, root: str) -> dict[str, Any]:
@@ -225,18 +216,26 @@ def model(name: str, created: int, max_context_tokens: int, root: str) -> dict[s
     Args:
         root: the model's own name; another than `name` for an alias.
     """
-    entry = Model(id=name, created=created, object="model", owned_by="outrider")
-    shown = entry.model_dump(exclude_unset=True)
-    return {**shown, "root": root, "max_model_len": max_context_tokens}
+    return {
+        "id": name,
+        "created": created,
+        "object": "model",
+        "owned_by": "outrider",
+        "root": root,
+        "max_model_len": max_context_tokens,
+    }
 
 
-def _body(plan: Plan, final_choices: Sequence[FinalChoice], kind: str) -> dict[str, Any]:
+def _body(
+    plan: Plan, final_choices: Sequence[FinalChoice], kind: str, shown: list[dict[str, Any]]
+) -> dict[str, Any]:
     choices = [each.choice for each in final_choices]
     return {
         "id": plan.request_id,
         "object": kind,
         "created": plan.created,
         "model": plan.model,
+        "choices": shown,
         "system_fingerprint": plan.fingerprint,
         **({} if plan.service_tier is None else {"service_tier": plan.service_tier}),
         "usage": usage(plan, choices),
@@ -284,7 +283,9 @@ def _completion_choice(
     echoed = plan.echoed_texts[drawn.index // plan.num_choices] if plan.echoed_texts else ""
     prompt = plan.generations[drawn.index].prompt_token_ids
     scores = None
-    if piece.scores and plan.shows_logprobs and not plan.echoes_scores:
+    if plan.echoes_scores:
+        scores = _echoed(plan, final_choice, tokenizer)
+    elif piece.scores and plan.shows_logprobs:
         scores = completion_logprobs(
             piece.scores, tokenizer, echo_length=len(echoed), as_ids=plan.tokens_as_ids
         )
@@ -295,7 +296,7 @@ def _completion_choice(
         "finish_reason": final_choice.finish_reason,
         **stop_fields(plan, final_choice.choice),
     }
-    choice["prompt_token_ids"] = prompt if plan.return_token_ids else None
+    choice["prompt_token_ids"] = list(prompt) if plan.return_token_ids else None
     choice["token_ids"] = list(piece.token_ids) if plan.return_token_ids else None
     choice["prompt_logprobs"] = _prompt_logprobs(plan, prompt, drawn, tokenizer)
     if piece.rounds:

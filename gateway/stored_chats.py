@@ -45,8 +45,7 @@ def kept_chat(
 
     def keep(choices: Sequence[Choice]) -> None:
         final = [FinalChoice(choice, choice.hold(), choice.index) for choice in choices]
-        completion = chat_completion(plan, final, tokenizer)
-        answered = completion.model_dump(mode="json", exclude_unset=True)
+        answered = chat_completion(plan, final, tokenizer)
         answered["metadata"] = body.metadata or {}
         messages = [
             _stored(f"{plan.request_id}-{index}", message)

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from openai.types import Completion, CompletionChoice
-from openai.types.chat import ChatCompletion
-from openai.types.completion_choice import Logprobs
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 
@@ -75,37 +72,43 @@ class SchemaCheck(Answered):
     path: str | None = Field(description="where, as a JSON pointer")
 
 
-class ChatAnswer(ChatCompletion):
-    """Answer of `/v1/chat/completions`."""
+class TokenAlternative(Answered):
+    """A token that might have stood there."""
 
-    prompt_token_ids: list[int] | None = Field(description="with `return_token_ids`")
-    prompt_logprobs: list[dict[str, Any] | None] | None
-    metrics: AnswerMetrics
-    timings: Timings
-
-
-class CompletionLogprobs(Logprobs):
-    """Log probabilities of a text; an echoed prompt's first token has none."""
-
-    token_logprobs: list[float | None] | None = None  # type: ignore[assignment]
-    top_logprobs: list[dict[str, float] | None] | None = None  # type: ignore[assignment]
+    token: str
+    logprob: float
+    bytes: list[int]
 
 
-class CompletedText(CompletionChoice):
-    """A choice."""
+class TokenLogprob(TokenAlternative):
+    """A token of the text, and the likeliest in its place."""
 
-    logprobs: CompletionLogprobs | None = None
-    prompt_token_ids: list[int] | None = Field(description="with `return_token_ids`")
-    token_ids: list[int] | None = Field(description="with `return_token_ids`")
-    prompt_logprobs: list[dict[str, Any] | None] | None
+    top_logprobs: list[TokenAlternative]
 
 
-class CompletionAnswer(Completion):
-    """Answer of `/v1/completions`."""
+class PromptUsage(Answered):
+    """Of the tokens of the prompt."""
 
-    choices: list[CompletedText]  # type: ignore[assignment]
-    metrics: AnswerMetrics
-    timings: Timings
+    cached_tokens: NonNegativeInt
+
+
+class OutputUsage(Answered):
+    """Of the tokens of the output. Drafts are predictions, too."""
+
+    accepted_prediction_tokens: NonNegativeInt
+    rejected_prediction_tokens: NonNegativeInt
+    reasoning_tokens: NonNegativeInt
+
+
+class Usage(Answered):
+    """Tokens of a request; its prompt counts once, whatever `n`."""
+
+    prompt_tokens: NonNegativeInt
+    completion_tokens: NonNegativeInt
+    total_tokens: NonNegativeInt
+    prompt_tokens_details: PromptUsage
+    completion_tokens_details: OutputUsage
+    reasoning_tokens: NonNegativeInt = Field(description="where SGLang has it")
 
 
 class TracedTree(Answered):
@@ -137,3 +140,118 @@ class TracedRound(Answered):
     tree: TracedTree | None
     accepted_nodes: list[int]
     tokens: list[TracedToken]
+
+
+class TracedChoice(Answered):
+    """The rounds of a choice."""
+
+    rounds: list[TracedRound]
+
+
+class AnsweredChoice(Answered):
+    """What choices of chats and completions have in common."""
+
+    index: NonNegativeInt
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    stop_reason: str | int | None = Field(
+        description="the `stop` text or the token of `stop_token_ids` that ended it, as vLLM tells"
+    )
+    matched_stop: str | int | None = Field(description="the same, the model's own end included")
+    schema_check: SchemaCheck | None = Field(
+        default=None, description="absent where a grammar holds the schema, or there is none"
+    )
+    token_ids: list[int] | None = Field(description="with `return_token_ids`")
+    speculation: TracedChoice | None = Field(
+        default=None, description="absent without `speculation.trace`"
+    )
+
+
+class CalledFunction(Answered):
+    """A function, and what it is called with."""
+
+    name: str
+    arguments: str = Field(description="a JSON object, as text")
+
+
+class ChatCall(Answered):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(Answered):
+    """The answer of the assistant."""
+
+    role: Literal["assistant"]
+    content: str | None = Field(description="null where there are calls alone")
+    refusal: None
+    tool_calls: list[ChatCall] = Field(default=[], description="absent where there are none")
+    reasoning_content: str = Field(default="", description="absent where there is none")
+    reasoning: str = Field(default="", description="the same, by vLLM's newer name")
+
+
+class ChatLogprobs(Answered):
+    """Log probabilities of an answer."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class ChatChoice(AnsweredChoice):
+    """A choice."""
+
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+
+
+class CompletionLogprobs(Answered):
+    """Log probabilities of a text; an echoed prompt's first token has none."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[NonNegativeInt]
+
+
+class CompletedText(AnsweredChoice):
+    """A choice."""
+
+    text: str
+    logprobs: CompletionLogprobs | None
+    prompt_token_ids: list[int] | None = Field(description="with `return_token_ids`")
+    prompt_logprobs: list[dict[str, Any] | None] | None
+
+
+class OpenAIAnswer(Answered):
+    """What answers of chats and completions have in common."""
+
+    id: str
+    created: NonNegativeInt = Field(description="seconds since 1970")
+    model: str
+    system_fingerprint: str | None = Field(
+        description="of weights, version and settings: what outputs depend on"
+    )
+    service_tier: Literal["default"] | None = Field(
+        default=None, description="absent where it was not asked"
+    )
+    usage: Usage
+    metrics: AnswerMetrics
+    timings: Timings
+
+
+class ChatAnswer(OpenAIAnswer):
+    """Answer of `/v1/chat/completions`."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    prompt_token_ids: list[int] | None = Field(description="with `return_token_ids`")
+    prompt_logprobs: list[dict[str, Any] | None] | None
+
+
+class CompletionAnswer(OpenAIAnswer):
+    """Answer of `/v1/completions`."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletedText]

@@ -6,7 +6,13 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt
 
-from gateway.reference.answered import Answered, AnswerMetrics, SchemaCheck, Timings
+from gateway.reference.answered import (
+    Answered,
+    AnswerMetrics,
+    SchemaCheck,
+    Timings,
+    TokenLogprob,
+)
 from gateway.schema import (
     Body,
     ContentPart,
@@ -158,20 +164,6 @@ class ConversationItems(Body):
     """Items that a conversation gets."""
 
     items: Items[InputItem]
-
-
-class TokenAlternative(Answered):
-    """A token that might have stood there."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(TokenAlternative):
-    """A token of the text, and the likeliest in its place."""
-
-    top_logprobs: list[TokenAlternative]
 
 
 class OutputText(Answered):

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from gateway.messages.schema import MessageAnswer
 from gateway.model_text import ModelText
 from gateway.native.schema import GenerateAnswer
+from gateway.reference.answered import ChatAnswer, CompletionAnswer
 from gateway.responses.schema import ResponseAnswer
 from tests.gateway.driving import MESSAGES, MakeGateway, http_client, say
 from tests.gateway.thinking_model import OUTPUT, SCHEMA
@@ -19,6 +20,7 @@ from tests.helpers.fake_target import FakeTarget
 
 T = TypeVar("T", bound=BaseModel)
 RESPONSE = {"model": "fake", "input": "then"}
+CHAT = {"model": "fake", "messages": MESSAGES}
 MESSAGE = {"model": "fake", "max_tokens": 400, "messages": MESSAGES}
 FUNCTION = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": False}
 TOOL = {"name": "weather", "input_schema": SCHEMA}
@@ -87,6 +89,62 @@ async def test_responses_of_a_model_that_thinks_and_calls(
         found = await _answer(client, "/v1/responses", {**body, "tool_choice": choice})
     kinds = [item.type for item in _documented(found, ResponseAnswer).output]
     assert kinds == ["reasoning", "message", "function_call", "function_call"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"max_tokens": 2, "n": 2, "service_tier": "auto"},
+        {"logprobs": True, "top_logprobs": 2, "return_tokens_as_token_ids": True},
+        {"stop": "fox", "return_token_ids": True, "prompt_logprobs": 1},
+        {"speculation": {"trace": True}},
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+    ],
+    ids=["plain", "two", "scored", "stop", "traced", "checked"],
+)
+async def test_chats(client: httpx.AsyncClient, body: dict[str, Any]) -> None:
+    found = await _answer(client, "/v1/chat/completions", {**CHAT, **body})
+    choices = _documented(found, ChatAnswer).choices
+    assert [choice.index for choice in choices] == [*range(body.get("n", 1))]
+    assert (choices[0].logprobs is not None) == ("logprobs" in body)
+    assert (choices[0].speculation is not None) == ("speculation" in body)
+
+
+async def test_chats_of_a_model_that_thinks_and_calls(
+    make_gateway: MakeGateway, target: FakeTarget, thinking_text: ModelText
+) -> None:
+    await say(target, thinking_text.tokenizer, OUTPUT)
+    gateway = await make_gateway(target, text=thinking_text)
+    functions = [{"name": "weather", "parameters": SCHEMA}, {"name": "now"}]
+    tools = [{"type": "function", "function": each} for each in functions]
+    async with http_client(gateway) as client:
+        found = await _answer(client, "/v1/chat/completions", {**CHAT, "tools": tools})
+    [choice] = _documented(found, ChatAnswer).choices
+    assert choice.finish_reason == "tool_calls"
+    assert len(choice.message.tool_calls) == 2
+    assert choice.message.reasoning == choice.message.reasoning_content != ""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"prompt": ["the fox", "then"], "n": 2, "best_of": 3},
+        {"logprobs": 2},
+        {"logprobs": 2, "echo": True},
+        {"stop": "fox", "return_token_ids": True, "prompt_logprobs": 1},
+        {"speculation": {"trace": True}},
+    ],
+    ids=["plain", "four", "scored", "echoed", "stop", "traced"],
+)
+async def test_completions(client: httpx.AsyncClient, body: dict[str, Any]) -> None:
+    asked = {"model": "fake", "prompt": "the fox", **body}
+    choices = _documented(await _answer(client, "/v1/completions", asked), CompletionAnswer).choices
+    assert len(choices) == (4 if "n" in body else 1)
+    scores = choices[0].logprobs
+    assert (scores is not None) == ("logprobs" in body)
+    assert scores is None or (scores.token_logprobs[0] is None) == ("echo" in body)
 
 
 @pytest.mark.parametrize(
