@@ -47,7 +47,6 @@ _SHAPE = MappingProxyType(
         "--speculative-num-draft-tokens": 8,
     }
 )
-_COMPILE_FLAGS = ("--enable-torch-compile", "--torch-compile-max-bs")
 _BESIDE_FEATURES = 0.78  # of a GPU, for weights and cache of a target that keeps features
 _BESIDE_TARGET = 0.1  # of a GPU's free memory, for the cache of a draft that shares it
 _APART = ("--device", "--speculative-outcome-budget")
@@ -231,7 +230,6 @@ def _plan(making: _Making, launcher: LauncherSettings, target: TargetSettings, l
     if algorithms is None:
         algorithms = (_default_algorithm(target, line),)
     placement = _placement(making, launcher, target, line, algorithms)
-    _drop_compile(making, target, line)
     if not algorithms:
         _note_unused(making, line)
     if len(algorithms) > 1 and _has(line.services[DRAFT], "--speculative-draft-model-path"):
@@ -509,20 +507,6 @@ def _backend_notices(line: Line) -> list[str]:
         and name.lower() != "auto"
         and BACKEND_SYNONYMS.get(name.lower()) == "auto"
     ]
-
-
-def _drop_compile(making: _Making, target: TargetSettings, line: Line) -> None:
-    """torch.compile is for small forwards on a GPU; on a CPU the line works without."""
-    words = line.services[DRAFT]
-    is_cpu = target.device == "cpu" or not making.num_gpus
-    given = [flag for flag in _COMPILE_FLAGS if _has(words, flag)]
-    if given and is_cpu:
-        line.services[DRAFT] = [w for w in words if w.partition("=")[0] not in _COMPILE_FLAGS]
-        making.notices.append(f"{', '.join(given)}: no effect on a CPU")
-    elif given:
-        making.notices.append(
-            f"{', '.join(given)}: for the draft's forwards; the target's are CUDA graphs"
-        )
 
 
 def _note_unused(making: _Making, line: Line) -> None:

@@ -65,6 +65,10 @@ class SglangSettings:
     disable_cuda_graph_padding: bool = setting(
         False, "no effect: graphs are captured for chosen sizes, and steps between them are padded"
     )
+    enable_torch_compile: bool = setting(
+        False, "no effect: forwards are fused kernels in CUDA graphs, on a CPU plain torch"
+    )
+    torch_compile_max_bs: int | None = setting(None, "no effect, like --enable-torch-compile")
     enable_multi_layer_eagle: bool = setting(
         False, "EAGLE and NEXTN use the target's next-token layers (MTP), one or several"
     )

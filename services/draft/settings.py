@@ -38,7 +38,6 @@ from shared.ngram import MatchType, NgramOptions
 from shared.settings import DialingSettings, load_settings, setting
 from shared.tokens import TreeShape
 
-COMPILED_SEQUENCES = 32
 MOST_PAGE_TOKENS = 256
 
 
@@ -104,14 +103,10 @@ class DraftSettings(DialingSettings):
         aliases=("speculative-dflash-draft-window-size",),
         minimum=64,
     )
-    enable_torch_compile: bool = setting(False, "compile the draft's forward; needs CUDA")
     enable_cuda_graph: bool | None = setting(
         None,
         "capture drafting as CUDA graphs; needs CUDA. true: trees and a STANDALONE draft's other "
         "small forwards; unset: trees only, if there is CUDA",
-    )
-    torch_compile_max_bs: int | None = setting(
-        None, f"most sequences of a compiled forward; {COMPILED_SEQUENCES} when unset", minimum=1
     )
     target_model_path: Path | None = setting(
         None,
@@ -305,13 +300,6 @@ class DraftSettings(DialingSettings):
     def fan_out(self) -> FanOut:
         """The verdicts to prepare candidates for."""
         return FanOut(self.speculative_outcome_budget)
-
-    @property
-    def max_compiled_sequences(self) -> int | None:
-        """Most sequences of a forward that is compiled; None compiles none."""
-        if not self.enable_torch_compile:
-            return None
-        return self.torch_compile_max_bs or COMPILED_SEQUENCES
 
     @property
     def ngram_options(self) -> NgramOptions:

@@ -149,7 +149,6 @@ _OF_A_MODEL = frozenset(
         "speculative_attention_mode",
         "speculative_draft_attention_backend",
         "speculative_draft_window_size",
-        "enable_torch_compile",
         "tp_size",
     }
 )
@@ -161,7 +160,7 @@ def settings_problems(settings: DraftSettings) -> tuple[str, ...]:
         *_shape_problems(settings),
         *_ngram_problems(settings),
         *_head_problems(settings),
-        *_compile_problems(settings),
+        *_graph_problems(settings),
         *_tp_problems(settings),
         *_window_problems(settings),
         *device_problems(settings.device),
@@ -246,37 +245,25 @@ def missing_model(settings: DraftSettings) -> tuple[str, ...]:
     )
 
 
-def _compile_problems(settings: DraftSettings) -> tuple[str, ...]:
-    problems = []
-    if settings.torch_compile_max_bs is not None and not settings.enable_torch_compile:
-        problems.append("--torch-compile-max-bs: set --enable-torch-compile, too, or neither")
-    if settings.enable_cuda_graph and not settings.algorithm.takes_cuda_graphs:
-        name = settings.speculative_algorithm.value
-        problems.append(
-            f"--enable-cuda-graph: {name} runs without graphs; STANDALONE, EAGLE, EAGLE3 and MTP "
-            f"have them"
-        )
-    if settings.enable_cuda_graph and settings.enable_torch_compile:
-        problems.append("--enable-cuda-graph: graphs hold what is not compiled; set one")
-    return tuple(problems)
+def _graph_problems(settings: DraftSettings) -> tuple[str, ...]:
+    if not settings.enable_cuda_graph or settings.algorithm.takes_cuda_graphs:
+        return ()
+    name = settings.speculative_algorithm.value
+    return (
+        f"--enable-cuda-graph: {name} runs without graphs; STANDALONE, EAGLE, EAGLE3 and MTP have "
+        f"them",
+    )
 
 
 def _tp_problems(settings: DraftSettings) -> tuple[str, ...]:
-    size, algorithm = settings.tp_size, settings.algorithm
-    if size == 1:
+    size = settings.tp_size
+    if size == 1 or not settings.algorithm.reads_features:
         return ()
-    problems = []
-    if algorithm.reads_features:
-        problems.append(
-            f"--tp-size is {size}; {settings.speculative_algorithm.value} drafts by a head of a "
-            f"few layers, which one GPU reads faster than several add up its parts; STANDALONE "
-            f"models can be cut"
-        )
-    if settings.enable_torch_compile:
-        problems.append(
-            f"--enable-torch-compile needs the model on one device; --tp-size is {size}"
-        )
-    return tuple(problems)
+    return (
+        f"--tp-size is {size}; {settings.speculative_algorithm.value} drafts by a head of a few "
+        f"layers, which one GPU reads faster than several add up its parts; STANDALONE models can "
+        f"be cut",
+    )
 
 
 def _window_problems(settings: DraftSettings) -> tuple[str, ...]:

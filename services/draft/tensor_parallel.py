@@ -30,5 +30,4 @@ def start_followers(settings: DraftSettings) -> Followers:
 def _follow(settings: DraftSettings, seat: Seat, pipe: Connection) -> None:
     group = seat.join(settings)
     built = build_model(replace(settings, device=str(seat.device)), group)
-    assert built.grower is not None, "settings refuse what has none"
     follow(built.runner, group, pipe, TreeFollower(built.grower).take)

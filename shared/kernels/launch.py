@@ -37,8 +37,8 @@ def dependent_launch(
             as one.
         most_rows: with which it pays.
     """
-    if device.type != "cuda" or torch.compiler.is_compiling() or num_rows > most_rows:
-        return {"IS_DEPENDENT": False}  # an interpreted or traced launch takes no such option
+    if device.type != "cuda" or num_rows > most_rows:
+        return {"IS_DEPENDENT": False}  # an interpreted launch takes no such option
     is_dependent = torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY
     return {"IS_DEPENDENT": True, "launch_pdl": True} if is_dependent else {"IS_DEPENDENT": False}
 

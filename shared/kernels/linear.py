@@ -136,8 +136,7 @@ class LinearWeight:
 
     def batch_invariant_operand(self, inputs: Tensor) -> BatchInvariantOperand | None:
         """Returns the weight for the product that keeps bits, if that is to take `inputs`."""
-        # A compiler gains more from a product that it knows.
-        is_faster = len(inputs) <= MOST_FEW_ROWS and not torch.compiler.is_compiling()
+        is_faster = len(inputs) <= MOST_FEW_ROWS
         if self.counters is None or not (self.is_batch_invariant or is_faster):
             return None
         return BatchInvariantOperand(self.values, None, self.counters)

@@ -146,7 +146,7 @@ def own_embeddings(token_ids: Tensor, embedding: Tensor, first_token: int) -> Te
 def embeddings(token_ids: Tensor, embedding: Tensor) -> Tensor:
     """Returns rows of `embedding` `[V, H]` for `token_ids` `[T]` int64, all below V."""
     is_fused = runs_triton(embedding) and embedding.is_contiguous() and token_ids.is_contiguous()
-    if is_fused and not torch.compiler.is_compiling():
+    if is_fused:
         return own_embeddings(token_ids, embedding, 0)
     return F.embedding(token_ids, embedding)
 

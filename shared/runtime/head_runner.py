@@ -13,7 +13,6 @@ from shared.kv.pool import KvPool
 from shared.kv.upload import uploaded_numbers
 from shared.models.heads.dflash import DflashHead
 from shared.models.heads.head import DraftHead
-from shared.runtime.device import compile_small
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +29,14 @@ class HeadOutput:
 
 
 class HeadRunner:
-    """`ModelRunner`'s counterpart for heads, whose rows also read a hidden state.
+    """`ModelRunner`'s counterpart for heads, whose rows also read a hidden state."""
 
-    Args:
-        max_compiled_sequences: see `compile_small`.
-    """
-
-    def __init__(
-        self, head: DraftHead, pool: KvPool, *, max_compiled_sequences: int | None = None
-    ) -> None:
+    def __init__(self, head: DraftHead, pool: KvPool) -> None:
         assert pool.layout == head.kv_layout(pool.page_size, pool.layout.dtype), (
             f"the pool's layout {pool.layout} does not fit the head"
         )
         self.head = head
         self.pool = pool
-        self._forward = compile_small(head.forward, max_compiled_sequences)
 
     @property
     def device(self) -> torch.device:
@@ -62,7 +54,7 @@ class HeadRunner:
     @torch.inference_mode()
     def states(self, batch: ForwardBatch, hidden: Tensor, *, layer: int) -> Tensor:
         """Returns the states `[T, H]` of every row of `batch`, computed by one layer."""
-        return self._forward(batch, hidden, self.pool, layer=layer)
+        return self.head.forward(batch, hidden, self.pool, layer=layer)
 
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
@@ -72,26 +64,19 @@ class HeadRunner:
     @torch.inference_mode()
     def run(self, batch: ForwardBatch, hidden: Tensor) -> HeadOutput:
         """Computes `batch` from `hidden` `[T, H]`, one hidden state a row."""
-        states = self._forward(batch, hidden, self.pool).index_select(0, batch.logit_rows)
+        states = self.head.forward(batch, hidden, self.pool).index_select(0, batch.logit_rows)
         return HeadOutput(self.head.logits(states), states)
 
 
 class BlockRunner:
-    """`HeadRunner`'s counterpart for heads that draft blocks.
+    """`HeadRunner`'s counterpart for heads that draft blocks."""
 
-    Args:
-        max_compiled_sequences: see `compile_small`.
-    """
-
-    def __init__(
-        self, head: DflashHead, pool: KvPool, *, max_compiled_sequences: int | None = None
-    ) -> None:
+    def __init__(self, head: DflashHead, pool: KvPool) -> None:
         assert pool.layout == head.kv_layout(pool.page_size, pool.layout.dtype), (
             f"the pool's layout {pool.layout} does not fit the head"
         )
         self.head = head
         self.pool = pool
-        self._forward = compile_small(head.forward, max_compiled_sequences)
 
     @property
     def device(self) -> torch.device:
@@ -110,5 +95,5 @@ class BlockRunner:
     @torch.inference_mode()
     def run(self, batch: ForwardBatch) -> Tensor:
         """Returns the logits `[L, V]` float32 of the rows of blocks that ask for them."""
-        states = self._forward(batch, self.pool)
+        states = self.head.forward(batch, self.pool)
         return self.head.logits(states.index_select(0, batch.logit_rows))

@@ -12,7 +12,6 @@ from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.kv.upload import uploaded_pairs
 from shared.models.decoder import Decoder
-from shared.runtime.device import compile_small
 from shared.runtime.graphs import CapturedForward, ForwardGraphs
 from shared.runtime.lockstep import Leader
 from shared.runtime.memory import CacheSize
@@ -38,7 +37,6 @@ class ModelRunner:
 
     Args:
         graphs: computes the forwards that fit it; None computes all of them as they are.
-        max_compiled_sequences: see `compile_small`; graphs hold what is not compiled.
         leader: tells the other processes of the decoder's group, on rank 0.
         cache: for advice where memory runs out; None knows no settings.
     """
@@ -49,7 +47,6 @@ class ModelRunner:
         pool: KvPool,
         graphs: ForwardGraphs | None = None,
         *,
-        max_compiled_sequences: int | None = None,
         leader: Leader | None = None,
         cache: CacheSize | None = None,
     ) -> None:
@@ -61,7 +58,6 @@ class ModelRunner:
         self._graphs = graphs
         self.leader = leader
         self.cache = cache or CacheSize(pool.storage.nbytes)
-        self._forward = compile_small(decoder.forward, max_compiled_sequences)
 
     @property
     def device(self) -> torch.device:
@@ -95,7 +91,9 @@ class ModelRunner:
                 if captured is not None:
                     return _result(captured, batch)
             states = None if plan is None else plan.upload(self.device)
-            output = self._forward(batch, self.pool, capture_layers=capture_layers, states=states)
+            output = self.decoder.forward(
+                batch, self.pool, capture_layers=capture_layers, states=states
+            )
         logits = self.decoder.logits(output.hidden.index_select(0, batch.logit_rows))
         return RunnerOutput(logits, output.hidden, output.features)
 

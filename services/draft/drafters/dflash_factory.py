@@ -65,7 +65,7 @@ def build_dflash(settings: DraftSettings, host: Host | None = None) -> DflashDra
             *(window, target_config.max_position_embeddings),
         )
     pool = KvPool(layout, num_pages, device)
-    runner = BlockRunner(head, pool, max_compiled_sequences=settings.max_compiled_sequences)
+    runner = BlockRunner(head, pool)
     return DflashDrafter(runner, num_pages, block_size=block_size, window_tokens=window)
 
 

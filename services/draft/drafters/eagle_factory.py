@@ -72,7 +72,7 @@ def build_eagle(settings: DraftSettings, host: Host | None = None) -> EagleDraft
         ),
         most_tokens=host.most_tokens,
     )
-    runner = HeadRunner(head, pool, max_compiled_sequences=settings.max_compiled_sequences)
+    runner = HeadRunner(head, pool)
     return EagleDrafter(
         runner,
         leases,

@@ -18,11 +18,8 @@ from shared.runtime.tree_pass import PassLimits, head_memory_bytes, num_pass_row
 
 def pass_limits(
     settings: DraftSettings, device: torch.device, *, max_context_tokens: int
-) -> PassLimits | None:
-    """Returns the sizes of passes; None where trees grow level by level, because only single
-    forwards are compiled."""
-    if settings.enable_torch_compile:
-        return None
+) -> PassLimits:
+    """Returns the sizes of passes."""
     # The plain kernels ask the device for sizes, which no graph can hold.
     has_kernels = settings.speculative_draft_attention_backend is not AttentionBackend.TORCH
     return PassLimits(
@@ -34,18 +31,18 @@ def pass_limits(
     )
 
 
-def reserved_for_head(settings: DraftSettings, head: DraftHead, limits: PassLimits | None) -> int:
+def reserved_for_head(settings: DraftSettings, head: DraftHead, limits: PassLimits) -> int:
     """Returns the bytes that the cache has to leave for the passes of a head."""
-    if limits is None or not limits.has_graphs:
+    if not limits.has_graphs:
         return 0
     return _num_memories(settings) * head_memory_bytes(head, settings.shape, limits)
 
 
 def reserved_for_model(
-    settings: DraftSettings, config: ModelConfig, dtype: torch.dtype, limits: PassLimits | None
+    settings: DraftSettings, config: ModelConfig, dtype: torch.dtype, limits: PassLimits
 ) -> int:
     """Returns the bytes that the cache has to leave for the passes of a language model."""
-    if limits is None or not limits.has_graphs:
+    if not limits.has_graphs:
         return 0
     largest = GraphLimits(
         max_rows=num_pass_rows(settings.shape, limits),
@@ -61,6 +58,6 @@ def _num_memories(settings: DraftSettings) -> int:
     return 2 if settings.speculative_outcome_budget else 1
 
 
-def head_grower(head: DraftHead, pool: KvPool, limits: PassLimits | None) -> TreeGrower | None:
-    """Returns what grows the trees of a head of one layer; None where that is level by level."""
-    return None if limits is None else TreeGrower(HeadModel(head, pool), limits)
+def head_grower(head: DraftHead, pool: KvPool, limits: PassLimits) -> TreeGrower:
+    """Returns what grows the trees of a head of one layer."""
+    return TreeGrower(HeadModel(head, pool), limits)

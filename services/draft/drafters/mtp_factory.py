@@ -66,7 +66,7 @@ def build_mtp(settings: DraftSettings, host: Host | None = None) -> EagleDrafter
         ),
         most_tokens=host.most_tokens,
     )
-    runner = HeadRunner(head, pool, max_compiled_sequences=settings.max_compiled_sequences)
+    runner = HeadRunner(head, pool)
     if num_layers > 1:
         return MultiLayerDrafter(
             runner, leases, max_context_tokens=context, keeps_features=is_shorter

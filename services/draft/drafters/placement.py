@@ -32,9 +32,6 @@ def device_for(settings: DraftSettings) -> torch.device:
     problems = []
     if settings.speculative_draft_attention_backend is AttentionBackend.TRITON:
         problems.append("--speculative-draft-attention-backend: triton needs CUDA")
-    if settings.enable_torch_compile:
-        # Its compiler does not take the packed weights that make CPU forwards fast.
-        problems.append("--enable-torch-compile needs CUDA")
     if settings.enable_cuda_graph:
         problems.append("--enable-cuda-graph needs CUDA")
     if problems:

@@ -50,7 +50,7 @@ class BuiltModel:
     """
 
     runner: ModelRunner
-    grower: TreeGrower | None
+    grower: TreeGrower
     leases: KvLeases
     max_context_tokens: int
 
@@ -146,17 +146,9 @@ def build_model(
         )
         is_first = leader is not None or group is None
         graphs = _captured(decoder, pool, limits, cache, show_progress=is_first)
-    runner = ModelRunner(
-        decoder,
-        pool,
-        graphs,
-        max_compiled_sequences=settings.max_compiled_sequences,
-        leader=leader,
-    )
-    grower = None
-    if passes is not None:
-        tree_leader = None if leader is None else TreeLeader(leader)
-        grower = TreeGrower(DecoderModel(decoder, pool), passes, leader=tree_leader)
+    runner = ModelRunner(decoder, pool, graphs, leader=leader)
+    tree_leader = None if leader is None else TreeLeader(leader)
+    grower = TreeGrower(DecoderModel(decoder, pool), passes, leader=tree_leader)
     return BuiltModel(runner, grower, leases, context)
 
 

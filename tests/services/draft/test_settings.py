@@ -137,7 +137,6 @@ def test_the_demo_draft_is_the_default_model() -> None:
             ("--speculative-draft-window-size", "200", "--context-length", "100"),
             "--speculative-draft-window-size is 200; it must not exceed --context-length, 100",
         ),
-        (("--torch-compile-max-bs", "4"), "--torch-compile-max-bs: set --enable-torch-compile"),
         (
             ("--enable-cuda-graph", "--speculative-algorithm", "NGRAM"),
             "--enable-cuda-graph: NGRAM runs without graphs; STANDALONE, EAGLE, EAGLE3 and MTP",
@@ -146,7 +145,6 @@ def test_the_demo_draft_is_the_default_model() -> None:
             ("--enable-cuda-graph", "--speculative-algorithm", "DFLASH"),
             "--enable-cuda-graph: DFLASH runs without graphs",
         ),
-        (("--enable-cuda-graph", "--enable-torch-compile"), "graphs hold what is not compiled"),
         ((*NGRAM, "--tp-size", "2"), "--tp-size: NGRAM has no model"),
         (
             ("--tp-size", "2", "--speculative-algorithm", "EAGLE3"),
@@ -155,10 +153,6 @@ def test_the_demo_draft_is_the_default_model() -> None:
         (
             ("--tp-size", "4", "--speculative-algorithm", "NEXTN"),
             "--tp-size is 4; NEXTN drafts by a head of a few layers",
-        ),
-        (
-            ("--tp-size", "2", "--enable-torch-compile"),
-            "--enable-torch-compile needs the model on one device; --tp-size is 2",
         ),
         (("--tp-size", "65"), "--tp-size is '65'"),
         (("--speculative-outcome-budget", "65"), "--speculative-outcome-budget is '65'"),
@@ -177,11 +171,10 @@ def test_bad_settings_are_refused_by_name(arguments: tuple[str, ...], part: str)
         ("--speculative-attention-mode", "decode"),
         ("--speculative-draft-attention-backend", "torch"),
         ("--speculative-draft-window-size", "100"),
-        ("--enable-torch-compile",),
     ],
 )
 def test_flags_of_a_model_are_echoed_and_refused_without_one(arguments: tuple[str, ...]) -> None:
-    flag, value = arguments[0], "true" if len(arguments) == 1 else arguments[1]
+    flag, value = arguments
     assert shown_settings(_read(*arguments))[flag.removeprefix("--")] == value
     assert _problems(*NGRAM, *arguments) == f"{flag}: NGRAM has no model"
 
@@ -196,13 +189,6 @@ def test_heads_have_graphs_unless_told(
 ) -> None:
     settings = _read("--speculative-algorithm", algorithm, *arguments)
     assert shown_settings(settings)["enable-cuda-graph"] == shown
-
-
-def test_compiled_forwards_have_a_default_limit() -> None:
-    assert _read().max_compiled_sequences is None
-    assert _read("--enable-torch-compile").max_compiled_sequences == 32
-    flags = ("--enable-torch-compile", "--torch-compile-max-bs", "4")
-    assert _read(*flags).max_compiled_sequences == 4
 
 
 def _head(algorithm: str, target: Path, *arguments: str) -> DraftSettings:

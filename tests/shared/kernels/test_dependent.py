@@ -26,13 +26,6 @@ def test_few_rows_on_hopper_or_later(
     assert dependent_launch(DEVICE, num_rows) == expected
 
 
-def test_traced_launch_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    traced = torch.compile(lambda rows: rows + dependent_launch(DEVICE, 1)["IS_DEPENDENT"],
-                           backend="eager", fullgraph=True)  # fmt: skip
-    assert traced(torch.zeros(1)).item() == 0.0
-
-
 @pytest.mark.parametrize(
     ("row_bytes", "num_rows", "expected"),
     [
