@@ -234,6 +234,8 @@ class StepLoop:
             running = self._rounds.not_taken(self._scheduler.running)
             self.attachments.readiness.weigh(running, now_s)
         self._rounds.assign(self.new_sequences.start(plan.admitted, now_s), now_s)
+        if plan.admitted and not self._runner.computes_aside:
+            self._subscriptions.deliver()  # a launch computes: who has begun hears of it first
         last, self._in_flight = self._in_flight, None
         if plan.scheduled:
             self.attachments.readiness.begin_rounds(entry.sequence for entry in plan.drawn)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -312,6 +313,23 @@ def test_started_comes_first_and_names_cached_tokens(decoder: Decoder) -> None:
     first = collector.events[0][0]
     assert isinstance(first, Started)
     assert first.num_cached_tokens == 8
+
+
+def test_started_is_told_before_a_cpu_computes_the_prompt(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collector, told = Collector(), list[bool]()
+    forward = Decoder.forward
+
+    def watched(self: Decoder, *args: Any, **kwargs: Any) -> Any:
+        told.append(isinstance(collector.events.get(0, [None])[0], Started))
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(Decoder, "forward", watched)
+    engine = build_engine(decoder)
+    engine.submit(request(PROMPTS[0]), collector, 0)
+    engine.step()
+    assert told == [True]
 
 
 def test_draft_that_does_not_keep_up_is_detached(decoder: Decoder) -> None:
