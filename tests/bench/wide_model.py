@@ -167,7 +167,6 @@ class WideModel:
         self.tokens = tokens(small.vocab_size, shape.vocab_size, spare_token)
         self._checkpoint = Checkpoint.open(folder)
         self._device = device
-        self._read: dict[str, Tensor] = {}
 
     @property
     def small_tokens(self) -> range:
@@ -226,10 +225,7 @@ class WideModel:
                 (folder / name).write_bytes((self.folder / name).read_bytes())
 
     def _small(self, key: str) -> Tensor:
-        """Returns a small tensor; it is kept, because each is read for many wide layers."""
-        if key not in self._read:
-            self._read[key] = self._checkpoint.read(key).to(self._device)
-        return self._read[key]
+        return self._checkpoint.read(key).to(self._device)
 
 
 def write_config(source: Path, target: Path, changes: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ a temperature: the further tokens take a part of the probability.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,17 +55,9 @@ class Axis:
 
     def shared(self) -> Axis:
         """Returns the axis of a matrix that adds up what the copies hold."""
-        counts = self.index.bincount()
-        order = self.index.argsort(stable=True)
-        firsts = counts.cumsum(0) - counts
-        # How many copies of the same position come before each.
-        before = torch.empty_like(order)
-        before[order] = torch.arange(len(order)) - firsts[self.index[order]]
-        of_each, shares = counts[self.index], torch.empty(len(order))
-        for count in of_each.unique().tolist():
-            is_so = of_each == count
-            shares[is_so] = torch.tensor(shares_of(count)[::-1])[before[is_so]]
-        return Axis(self.index, shares)
+        sources = self.index.tolist()
+        left = {source: shares_of(count) for source, count in Counter(sources).items()}
+        return Axis(self.index, torch.tensor([left[source].pop() for source in sources]))
 
     def expanded(self, size: int) -> Axis:
         """Returns the axis whose positions are `size` neighbours each, as channels of heads."""
