@@ -196,7 +196,7 @@ def chat_completion(
     shown = [_chat_choice(plan, each, tokenizer) for each in final_choices]
     body = _body(plan, final_choices, "chat.completion", shown)
     prompt, choice = plan.generations[0].prompt_token_ids, final_choices[0].choice
-    body["prompt_token_ids"] = list(prompt) if plan.return_token_ids else None
+    body["prompt_token_ids"] = prompt if plan.return_token_ids else None
     body["prompt_logprobs"] = _prompt_logprobs(plan, prompt, choice, tokenizer)
     return body
 
@@ -296,7 +296,7 @@ def _completion_choice(
         "finish_reason": final_choice.finish_reason,
         **stop_fields(plan, final_choice.choice),
     }
-    choice["prompt_token_ids"] = list(prompt) if plan.return_token_ids else None
+    choice["prompt_token_ids"] = prompt if plan.return_token_ids else None
     choice["token_ids"] = list(piece.token_ids) if plan.return_token_ids else None
     choice["prompt_logprobs"] = _prompt_logprobs(plan, prompt, drawn, tokenizer)
     if piece.rounds:

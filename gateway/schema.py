@@ -43,7 +43,7 @@ T = TypeVar("T")
 Items = Annotated[list[T], _FirstErrorOnly()]
 """Refused at its first wrong item: an error for each of a million costs gigabytes."""
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
-"""OpenAI's, of which one serves all."""
+"""OpenAI's; all are served alike."""
 MAX_BIASED_TOKENS = 65_536
 Bias = Annotated[dict[int, float], BeforeValidator(_bounded)]
 

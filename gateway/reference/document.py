@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import orjson
 from fastapi import FastAPI, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from gateway.limits import off_loop
 
@@ -193,9 +194,11 @@ class DocumentedApp(FastAPI):
         """Adds the document, which takes a second to make: FastAPI's own route would hold up every
         stream for so long."""
         self._document_lock = threading.Lock()
+        make = functools.cache(lambda: orjson.dumps(self.openapi()))
 
         async def document(_request: Request) -> Response:
-            return JSONResponse(await off_loop("the document", self.openapi))
+            content = await off_loop("the document", make)
+            return Response(content, media_type="application/json")
 
         self.add_route("/openapi.json", document, include_in_schema=False)
 

@@ -39,8 +39,7 @@ from shared.telemetry.tracing import tracer_for
 from shared.telemetry.vllm_metrics import VllmMetrics
 from shared.telemetry.wire_meter import WireMeter, WireMetrics
 
-# An update of the weights waits in memory that a GPU reads at the full speed of its link. By one
-# thread Linux takes 14 s to give 16 GB of it.
+# An update of the weights is gathered in pinned memory. One thread takes 14 s to pin 16 GB.
 _PINNED_BY_THREADS = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 # How long a busy event loop may keep the interpreter from the engine's thread, which then launches
 # late: Python's own 5 ms are longer than a step.

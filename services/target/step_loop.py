@@ -235,7 +235,7 @@ class StepLoop:
             self.attachments.readiness.weigh(running, now_s)
         self._rounds.assign(self.new_sequences.start(plan.admitted, now_s), now_s)
         if plan.admitted and not self._runner.computes_aside:
-            self._subscriptions.deliver()  # a launch computes: who has begun hears of it first
+            self._subscriptions.deliver()  # on a CPU the launch computes the prompt
         last, self._in_flight = self._in_flight, None
         if plan.scheduled:
             self.attachments.readiness.begin_rounds(entry.sequence for entry in plan.drawn)

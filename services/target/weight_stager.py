@@ -161,7 +161,7 @@ class WeightStager:
             raise InvalidArgument.of("WEIGHT_GROUP_BACKEND", "backend", message)
         rank = terms.rank_offset + (0 if group is None else group.rank)
         if backend == "nccl":
-            # Its buffers are not torch's, which may keep all memory that steps ever took.
+            # It allocates memory itself, and torch keeps what steps have freed.
             torch.cuda.empty_cache()
         try:
             self._groups[terms.name] = _joined(terms, rank, backend)

@@ -22,7 +22,7 @@ from shared.models.scaled_weights import QUANTIZATION_CONFIG
 State = dict[str, Tensor]
 CONFIG_FILE = "config.json"
 LIKELY, SURE = 0.67, 1.15
-"""Standard deviations above none that one measurement in four, one in eight exceeds by chance."""
+"""Standard deviations above zero: chance alone exceeds them in one measurement of 4, of 8."""
 _ROWS_AT_ONCE = 2048
 """Of an update or a measurement; each has scores of the whole vocabulary, an update's at every
 step."""
