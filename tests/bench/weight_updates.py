@@ -5,9 +5,10 @@ takes as a whole, how long no step ran, and how long the bytes alone take over t
 read of the checkpoint with a copy to the device, or a broadcast. NCCL needs a second GPU for the
 sender; with one GPU, copies within its memory stand in for what NCCL would write there, and the
 link's own time is left out. Of a draft's swaps it prints the longest wait for a token in rounds.
-With `--learner`, a learner in a process of its own is told of all sequences at first and then
-trains: for a tenth of the time on the same GPU, and all the time on the second one where there is
-one. Printed are tokens a second beside those without it, and whether all answers stay the same.
+Of a learner, in a process of its own, it prints what it costs: it is told of all sequences at
+first and then trains, for a tenth of the time on the same GPU, and all the time on the second one
+where there is one. Printed are tokens a second beside those without it, and whether all answers
+stay the same. `--parts` names what is measured.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from shared.pb.outrider.target.v1 import target_service_pb2 as target_pb
 from shared.pb.outrider.types.v1 import sampling_pb2
 from tests.helpers.served import Target, running_target
 
+_PARTS = ("swaps", "disk", "group", "learner")
 _GROUP = "weight_update"
 _NUM_SWAPS = 20
 _NUM_UPDATES = 2
@@ -314,7 +316,7 @@ async def _swaps(admin: Any, load: Load, head: Path) -> None:
 
 
 async def _measure(
-    target: Path, head: Path | None, flags: Sequence[str], count: int, *, with_learner: bool
+    target: Path, head: Path | None, flags: Sequence[str], count: int, parts: Sequence[str]
 ) -> None:
     words = ["--model-path", str(target), "--port", "0", *flags]
     if head is not None:
@@ -328,15 +330,15 @@ async def _measure(
         running = [asyncio.create_task(load.run(number)) for number in range(count)]
         try:
             await asyncio.sleep(2.0)
-            if head is not None:
+            if head is not None and "swaps" in parts:
                 await _swaps(admin, load, head)
-            for _ in range(_NUM_UPDATES):
+            for _ in range(_NUM_UPDATES if "disk" in parts else 0):
                 await _from_disk(admin, target, device)
-            if torch.cuda.device_count() > 1:
+            if "group" in parts and torch.cuda.device_count() > 1:
                 await _from_nccl(admin, target)
-            else:
+            elif "group" in parts:
                 await _from_memory(admin, target, device)
-            if head is not None and with_learner:
+            if head is not None and "learner" in parts:
                 await _learning(served, load, target, head, str(device), _BUSY_SHARE)
                 if torch.cuda.device_count() > 1:
                     await _learning(served, load, target, head, "cuda:1", 1.0)
@@ -353,7 +355,7 @@ def main() -> None:
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--head", type=Path, help="of EAGLE3, embedded")
     parser.add_argument("--requests", type=int, default=8, help="that run at once")
-    parser.add_argument("--learner", action="store_true", help="measure the cost of one")
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS[:-1])
     arguments, flags = parser.parse_known_args()
     tune_torch()
     tune_interpreter()
@@ -363,7 +365,7 @@ def main() -> None:
             arguments.head,
             flags,
             arguments.requests,
-            with_learner=arguments.learner,
+            arguments.parts,
         )
     )
 
