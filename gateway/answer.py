@@ -15,7 +15,7 @@ from gateway.choice import Choice
 from gateway.failures import Aborted, ClientGone, ClientTooSlow, client_names
 from gateway.generation import Delta, Event, Failed, Finished, NodeBudget, PromptScored, Started
 from gateway.metrics import RequestRecord
-from gateway.plan import Plan
+from gateway.planner import Plan
 from gateway.pool import RoutedGeneration
 
 if TYPE_CHECKING:

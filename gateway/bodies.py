@@ -15,7 +15,7 @@ from gateway.logprobs import (
     vllm_prompt_logprobs,
 )
 from gateway.output.parser import CallArguments, CallBegun, Part, Reasoning
-from gateway.plan import Plan
+from gateway.planner import Plan
 from shared.text import Tokenizer
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from gateway.generation import Delta, Finished, NodeBudget, SpeculationStats, Started, TokenRound
 from gateway.output.parser import Content, OutputParser, Part, Reasoning
-from gateway.plan import Plan, TextOptions
+from gateway.planner import Plan, TextOptions
 from gateway.schema_trial import Verdict
 from gateway.stop_patterns import StopPatterns
 from shared.text import Detokenizer, StopStrings, Tokenizer

@@ -22,7 +22,7 @@ from gateway.failures import ClientGone, error_body
 from gateway.generation import round_fields
 from gateway.http_server import BODY_WRITER, BodyWriter
 from gateway.logprobs import chat_logprobs, completion_logprobs, echoed_logprobs
-from gateway.plan import Plan
+from gateway.planner import Plan
 from shared.errors import OutriderError
 from shared.text import Tokenizer
 

@@ -21,7 +21,7 @@ from gateway.api_keys import Quotas, current_quota
 from gateway.choice import Choice
 from gateway.failures import Aborted, ClientGone, ClientTooSlow
 from gateway.generation import Delta, SpeculationStats, TargetState
-from gateway.plan import Plan
+from gateway.planner import Plan
 from gateway.pool import TargetPool
 from shared.errors import OutriderError
 from shared.rpc.admin_client import TargetStatus

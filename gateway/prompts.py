@@ -12,7 +12,6 @@ from gateway.json_body import parse_json
 from gateway.limits import RequestLimits
 from gateway.model_text import ChatTemplate, ModelText
 from gateway.output.tools import Tool, Toolbox, ToolUse, schema_of, tools_prompt
-from gateway.refusals import refuse_unimplemented_message
 from gateway.schema import (
     AllowedToolChoice,
     ChatCompletionRequest,
@@ -22,6 +21,7 @@ from gateway.schema import (
     GenerationBody,
     NamedTool,
     ToolCall,
+    refuse_unimplemented_message,
 )
 from shared.errors import InvalidArgument
 from shared.text import Tokenizer

@@ -11,8 +11,7 @@ from gateway.api_keys import Quotas
 from gateway.limits import RequestLimits
 from gateway.metrics import GatewayMetrics, RequestRecord
 from gateway.model_text import ModelText
-from gateway.plan import Plan
-from gateway.planner import Planner
+from gateway.planner import Plan, Planner
 from gateway.pool import TargetPool
 from gateway.responses.store import ResponseStore
 from gateway.schema_check import SchemaChecks

@@ -14,7 +14,7 @@ from gateway.bodies import chat_completion
 from gateway.choice import Choice, FinalChoice
 from gateway.event_stream import OnEnd
 from gateway.notices import give_notice
-from gateway.plan import Plan
+from gateway.planner import Plan
 from gateway.responses.routes import add_refusals
 from gateway.responses.store import CHAT, ChatFilter, Item, Order, ResponseStore, item_list, listed
 from gateway.schema import Body, ChatCompletionRequest, ChatMessage

@@ -13,7 +13,7 @@ from services.draft.recurrent_drafts import check_no_states
 from services.serve import ready_line
 from services.serve_plan import Plan, PlannedDraft
 from services.serve_settings import Placement
-from services.target.recurrent_problems import check_recurrent
+from services.target.runner_factory import check_recurrent
 from shared.errors import SettingsError
 from shared.hub import shown_name
 from shared.model_options import Dtype

@@ -10,8 +10,17 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+from services.draft.drafter_factory import build_drafter, use_device, worker_identity
+from services.draft.drafters.drafter import Drafter
+from services.draft.drafters.multi_layer import MultiLayerDrafter
+from services.draft.drafters.placement import Host
+from services.draft.drafters.table_service import borrowed_tensors
 from services.draft.engine import DraftEngine
 from services.draft.events import (
     CandidatesReady,
@@ -28,24 +37,44 @@ from services.draft.events import (
     SequencesReleased,
 )
 from services.draft.head_weights import HeadWeights
+from services.draft.mapped_heads import SharesHead
+from services.draft.metrics import DraftMetrics, engine_figures
+from services.draft.recorder import DraftRecorder
+from services.draft.settings import DraftSettings
+from services.draft.warm_up import warm_up
 from services.draft.worker import MAX_TREE_NODES, WorkerIdentity
-from services.target.drafts.assignment import MAX_CONDITIONAL_CANDIDATES
+from services.embedded_settings import HEADS
+from services.target.adaptive_config import DEFAULT_CONFIG
+from services.target.drafts.assignments import MAX_CONDITIONAL_CANDIDATES
 from services.target.drafts.attachment import (
     Attachment,
+    AttachmentTerms,
     DraftIdentity,
     DraftMessage,
+    DraftTimeout,
     OpenedSequence,
 )
-from services.target.drafts.attachment_terms import AttachmentTerms
-from services.target.drafts.draft_timeout import DraftTimeout
 from services.target.drafts.feature_rows import FeatureRows as TargetRows
 from services.target.drafts.feature_store import FeatureSpec
 from services.target.drafts.hidden_state_sender import InProcessSender
 from services.target.engine import Engine
-from services.target.rounds.round_source import RoundSource
+from services.target.engine_factory import adaptive_config
+from services.target.flag_choices import DeviceRoundsChoice
+from services.target.process import attachment_terms
+from services.target.rounds.round_runners import MAX_ROWS, RoundSource, capacities
+from services.target.runner_factory import has_device_rounds, round_memory_bytes
+from services.target.settings import TargetSettings
+from services.target.settings_problems import rejection_flag
 from services.target.verifier import VerificationMode
-from shared.errors import EngineFailed, FailedPrecondition, QueueFull, Unavailable
-from shared.tokens import Verdict
+from shared.errors import EngineFailed, FailedPrecondition, QueueFull, SettingsError, Unavailable
+from shared.models.decoder import Decoder
+from shared.models.heads.target_tensors import DecoderTensors, ReadTensors, TargetTensors
+from shared.runtime.graphs import step_memory_bytes
+from shared.runtime.round_head import OwnHead
+from shared.settings import shown_settings
+from shared.telemetry.start_up import start_phase
+from shared.telemetry.tracing import NO_TRACER, Tracer
+from shared.tokens import TreeShape, Verdict
 
 logger = logging.getLogger(__name__)
 ATTACHMENT_ID = "embedded"
@@ -208,3 +237,182 @@ def _opening(sequence: OpenedSequence) -> Opening:
         traceparent=sequence.traceparent,
         cache_salt=sequence.cache_salt,
     )
+
+
+# Builds the draft that a target hosts, from the draft's own settings.
+
+_NOT_EMBEDDED = frozenset(
+    {
+        *("target", "target-tls-ca", "target-tls-cert", "target-tls-key", "target-tls-name"),
+        *("host", "port", "maintenance-host", "maintenance-port", "num-threads"),
+        *("tls-cert", "tls-key", "tls-client-ca", "otlp-endpoint", "trace-sample-ratio"),
+        *("metrics-port", "tp-size", "exit-when-refused"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltDraft:
+    """A draft ready to attach.
+
+    Attributes:
+        settings: by flag name, without those of a process of its own.
+    """
+
+    port: EmbeddedDraft
+    settings: Mapping[str, str]
+    metrics: DraftMetrics
+
+
+def build_embedded_draft(
+    target: Engine, settings: TargetSettings, chosen: DraftSettings, tracer: Tracer = NO_TRACER
+) -> BuiltDraft:
+    """Loads the drafter and starts its engine.
+
+    Raises:
+        CheckpointError: the draft's folder cannot be served.
+        SettingsError: memory does not hold what the settings ask for.
+    """
+    with start_phase("load"):
+        drafter = build_drafter(chosen, _host(target, settings, chosen))
+    check_drafter(settings, drafter)
+    shape = chosen.shape.as_chain if settings.verification.draws_chains else chosen.shape
+    # Before the draft's thread has the drafter.
+    rounds = _rounds(target, settings, chosen, drafter)
+    recorder = DraftRecorder(tracer)
+    engine = DraftEngine(
+        drafter,
+        shape,
+        chunk_tokens=chosen.chunked_prefill_size,
+        max_sequences=chosen.max_running_requests,
+        recorder=recorder,
+        is_pinned=chosen.is_shape_pinned,
+        fan_out=chosen.fan_out,
+        enter_thread=partial(use_device, chosen),
+    )
+    engine.start()
+    with start_phase("warm-up"):
+        warm_up(engine, drafter.limits.feature_spec)
+    worker = replace(worker_identity(chosen, drafter.limits, worker_id="embedded"), shape=shape)
+    shown = {k: v for k, v in shown_settings(chosen).items() if k not in _NOT_EMBEDDED}
+    _follow_weights(target, settings, chosen, drafter, engine)
+    weights = HeadWeights(chosen, drafter, engine, on_target=target.between_steps)
+    port = EmbeddedDraft(target, engine, worker, attachment_terms(settings), rounds, weights)
+    return BuiltDraft(port, shown, DraftMetrics(recorder.counters, lambda: engine_figures(engine)))
+
+
+def _host(target: Engine, settings: TargetSettings, chosen: DraftSettings) -> Host:
+    """Returns what the target shares; its tensors if all of them are here, and the draft was made
+    for them."""
+    is_whole = target.decoder.group is None
+    is_lent = is_whole and chosen.target_model_path == settings.model_path
+    is_cuda = target.device.type == "cuda"
+    return Host(
+        target.decoder if is_lent else None,
+        target.limits.max_kv_tokens,
+        target.cache,
+        _round_bytes(target.decoder) if is_cuda else 0,
+        target.limits.vocab_size,
+    )
+
+
+def _round_bytes(decoder: Decoder) -> int:
+    return round_memory_bytes(decoder.config) + step_memory_bytes(decoder)
+
+
+def _follow_weights(
+    target: Engine,
+    settings: TargetSettings,
+    chosen: DraftSettings,
+    drafter: Drafter,
+    engine: DraftEngine,
+) -> None:
+    """Has a head copy what it borrowed when the target's weights change, and drop what it knows of
+    texts: features of other weights made it."""
+    if chosen.target_model_path != settings.model_path:
+        return
+    shared, decoder = _host(target, settings, chosen).decoder, target.decoder
+    borrowed = borrowed_tensors(chosen, drafter, shared)
+    if borrowed is None:
+        return
+    tensors: TargetTensors
+    if shared is None:
+        tensors = ReadTensors(decoder.config, partial(target.read_table, dtype=borrowed.dtype))
+    else:
+        tensors = DecoderTensors(shared, borrowed.dtype)
+
+    def follow() -> None:
+        borrowed.follow(tensors)
+        with suppress(EngineFailed):
+            engine.between_rounds(drafter.retire_prefix_cache)
+
+    target.follow_weights(follow)
+
+
+def _rounds(
+    target: Engine, settings: TargetSettings, chosen: DraftSettings, drafter: Drafter
+) -> RoundSource | None:
+    """Returns the drafter's head and pages for rounds on the device; None where it has none."""
+    is_wanted = has_device_rounds(settings, target.decoder.config, target.device)
+    is_coupled = settings.verification is VerificationMode.COUPLED
+    if not (is_wanted and is_coupled) or drafter.limits.mapped_head is None:
+        return None
+    assert isinstance(drafter, SharesHead)
+    if chosen.page_size != settings.page_size:
+        logger.warning(
+            "no rounds on the device: the draft's pages hold %d tokens, the target's %d",
+            *(chosen.page_size, settings.page_size),
+        )
+        return None
+    shared, trees = drafter.share_head(), _round_trees(settings, chosen)
+    _log_capacities(settings, trees)
+    (tree, max_sequences), *others = trees.items()
+    return RoundSource(
+        head=OwnHead(shared.model),
+        pages=shared.pages,
+        tree=tree,
+        max_context_tokens=min(shared.max_context_tokens, target.limits.max_sequence_tokens),
+        max_sequences=max_sequences,
+        other_trees=dict(others),
+        is_pinned=chosen.is_shape_pinned,
+    )
+
+
+def _round_trees(settings: TargetSettings, chosen: DraftSettings) -> dict[TreeShape, int]:
+    """Returns the trees that rounds may have, each with the most sequences of a round; the first
+    one is that of rounds while nothing is chosen."""
+    config = adaptive_config(settings) or DEFAULT_CONFIG
+    is_pinned = chosen.is_shape_pinned
+    shapes = (chosen.shape,) if is_pinned else config.round_shapes(chosen.shape)
+    most = min(settings.max_running_requests, settings.cuda_graph_max_bs)
+    return capacities(shapes, most)
+
+
+def _log_capacities(settings: TargetSettings, trees: Mapping[TreeShape, int]) -> None:
+    """Says how many sequences can have a lane."""
+    shown = ", ".join(
+        f"{count} with {tree.num_steps},{tree.topk},{tree.num_draft_tokens}"
+        for tree, count in trees.items()
+    )
+    logger.info("lanes by shape of the trees (steps,topk,rows): %s", shown)
+    most = max(trees.values())
+    if most < settings.max_running_requests:
+        logger.warning(
+            "%d of %d running requests have a lane at most, the others step plainly; what limits "
+            "lanes is --cuda-graph-max-bs and %d rows",
+            *(most, settings.max_running_requests, MAX_ROWS),
+        )
+
+
+def check_drafter(settings: TargetSettings, drafter: Drafter) -> None:
+    """Raises:
+    SettingsError: the loaded drafter does not fit the target's verification rule or its rounds.
+    """
+    if not isinstance(drafter, MultiLayerDrafter):
+        return
+    if settings.verification.draws_chains:
+        raise SettingsError(
+            (f"{rejection_flag(settings)} needs a head of one layer; this one has several",)
+        )
+    if settings.device_rounds is DeviceRoundsChoice.ON:
+        raise SettingsError((f"--device-rounds on needs {HEADS}; this one has several layers",))

@@ -12,7 +12,7 @@ from gateway.bodies import metrics, timings
 from gateway.choice import Choice, Piece, check_field
 from gateway.failures import Problem
 from gateway.output.parser import CallArguments, CallBegun, Content, Part, Reasoning
-from gateway.plan import Plan
+from gateway.planner import Plan
 from shared.errors import OutriderError
 from shared.tokens import FinishReason
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from gateway.constraints import json_schema_format
 from gateway.failures import client_names
 from gateway.generation import TargetModel
 from gateway.messages.schema import (
@@ -21,9 +20,8 @@ from gateway.messages.schema import (
 )
 from gateway.notices import give_notice
 from gateway.output.style import OutputStyle, ReasoningParser
-from gateway.plan import OutputLength, Plan
-from gateway.planner import Planner
-from gateway.refusals import KnownFields, leave_out_hosted, refuse_rounds, unimplemented
+from gateway.planner import OutputLength, Plan, Planner
+from gateway.sampling import json_schema_format
 from gateway.schema import (
     CalledFunction,
     ChatCompletionRequest,
@@ -31,11 +29,15 @@ from gateway.schema import (
     ContentPart,
     FunctionDefinition,
     FunctionName,
+    KnownFields,
     NamedTool,
     ResponseFormat,
     Thinking,
     ToolCall,
     ToolDefinition,
+    leave_out_hosted,
+    refuse_rounds,
+    unimplemented,
 )
 from shared.errors import InvalidArgument
 

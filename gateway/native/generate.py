@@ -21,10 +21,8 @@ from gateway.failures import Aborted, client_names, error_body
 from gateway.generation import TargetModel, TokenRound, round_fields
 from gateway.logprobs import finite
 from gateway.native.schema import GenerateAnswer, GenerateRequest, NativeSampling
-from gateway.plan import Plan
-from gateway.planner import Planner
-from gateway.refusals import KnownFields, unimplemented
-from gateway.schema import CompletionRequest, SamplingFields
+from gateway.planner import Plan, Planner
+from gateway.schema import CompletionRequest, KnownFields, SamplingFields, unimplemented
 from gateway.serving import Gateway
 from shared.errors import InvalidArgument, OutriderError
 from shared.telemetry.tracing import current_request_id

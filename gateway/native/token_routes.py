@@ -11,8 +11,7 @@ from fastapi import FastAPI
 from gateway.generation import TargetModel
 from gateway.limits import off_loop
 from gateway.native.schema import DetokenizeRequest, TokenizeRequest
-from gateway.refusals import KnownFields
-from gateway.schema import ChatCompletionRequest
+from gateway.schema import ChatCompletionRequest, KnownFields
 from gateway.serving import Gateway
 from shared.errors import InvalidArgument
 

@@ -11,12 +11,9 @@ from typing import Literal, cast
 
 from pydantic import TypeAdapter
 
-from gateway.constraints import json_schema_format
 from gateway.failures import client_names
 from gateway.generation import TargetModel
-from gateway.plan import OutputLength, Plan
-from gateway.planner import Planner
-from gateway.refusals import KnownFields, leave_out_hosted, refuse_rounds, unimplemented
+from gateway.planner import OutputLength, Plan, Planner
 from gateway.responses.schema import (
     AllowedFunctions,
     InputItem,
@@ -25,6 +22,7 @@ from gateway.responses.schema import (
     Tool,
 )
 from gateway.responses.store import CONVERSATION, Item, ResponseStore, StoredResponse, stored_items
+from gateway.sampling import json_schema_format
 from gateway.schema import (
     AllowedToolChoice,
     AllowedTools,
@@ -34,10 +32,14 @@ from gateway.schema import (
     ContentPart,
     FunctionDefinition,
     FunctionName,
+    KnownFields,
     NamedTool,
     ResponseFormat,
     ToolCall,
     ToolDefinition,
+    leave_out_hosted,
+    refuse_rounds,
+    unimplemented,
 )
 from shared.errors import InvalidArgument
 

@@ -24,7 +24,7 @@ from services.draft.settings import DraftSettings, read_settings
 from shared.errors import OutriderError
 from shared.telemetry.logs import configure_logs
 from shared.telemetry.metrics_server import serve_metrics
-from shared.telemetry.round_log import open_round_log
+from shared.telemetry.start_up import open_round_log
 from shared.telemetry.tracing import tracer_for
 from shared.telemetry.wire_meter import WireMeter, WireMetrics
 

@@ -1,16 +1,18 @@
-"""Keeps one target supplied: dial, attach, carry events in and candidates out, dial again."""
+"""Keeps one target supplied: dial, attach, carry events in and candidates out, dial again after a
+delay."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import random
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from grpc import aio
 
-from services.draft.backoff import Backoff
 from services.draft.engine import Deliver
 from services.draft.events import Event, LinkTerms, Output, WeightsUpdated
 from services.draft.link_codec import (
@@ -28,12 +30,41 @@ from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2_grpc as pb_grpc
 from shared.rpc.channel import open_channel
 from shared.rpc.status import error_from_rpc
+from shared.telemetry.wire_meter import WireMeter
 from shared.tls import ClientTls
 
 if TYPE_CHECKING:
-    # A worker without a model runs where torch is not installed.
-    from shared.runtime.feature_ring import FeatureRingReader
-from shared.telemetry.wire_meter import WireMeter
+    from shared.runtime.ring_memory import FeatureRingReader
+
+
+# The delay before the next dial.
+
+_MAX_DOUBLINGS = 32
+
+
+@dataclass(slots=True)
+class Backoff:
+    """Doubling delays, with jitter so that drafts do not dial in lockstep."""
+
+    first_s: float = 0.1
+    longest_s: float = 5.0
+    generator: random.Random = field(default_factory=random.Random)
+    _num_failures: int = 0
+
+    def reset(self) -> None:
+        """The last attempt succeeded."""
+        self._num_failures = 0
+
+    def next_s(self) -> float:
+        """Returns between half and all of `first_s * 2^failures`, at most `longest_s`."""
+        delay_s = min(self.first_s * 2.0**self._num_failures, self.longest_s)
+        self._num_failures = min(self._num_failures + 1, _MAX_DOUBLINGS)
+        return delay_s * self.generator.uniform(0.5, 1.0)
+
+    def slow_s(self) -> float:
+        """Returns the delay after a refusal that only an operator can mend."""
+        return self.longest_s * self.generator.uniform(0.5, 1.0)
+
 
 MAX_WAITING_REQUESTS = 64
 ATTACH_TIMEOUT_S = 10.0

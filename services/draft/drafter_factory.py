@@ -19,7 +19,7 @@ from shared.hub import shown_name
 from shared.model_files import tokenizer_sha256
 
 if TYPE_CHECKING:
-    from services.draft.drafters.host import Host
+    from services.draft.drafters.placement import Host
     from services.followers import Followers
 
 Encode = Callable[[str], list[int]]
@@ -103,7 +103,7 @@ def build_drafter(
     """
     if settings.speculative_algorithm is Algorithm.NGRAM:
         return _build_ngram(settings)
-    from services.draft.drafters.host import Host
+    from services.draft.drafters.placement import Host
     from shared.runtime.memory import CacheTooSmall, refusing_shortage
 
     host = host or Host()
@@ -121,18 +121,18 @@ def _build_model_drafter(
     settings: DraftSettings, host: Host, followers: Followers | None
 ) -> Drafter:
     if settings.algorithm is Algorithm.MTP:
-        from services.draft.drafters.mtp_factory import build_mtp
+        from services.draft.drafters.head_factory import build_mtp
 
         return build_mtp(settings, host)
     if settings.algorithm is Algorithm.DFLASH:
-        from services.draft.drafters.dflash_factory import build_dflash
+        from services.draft.drafters.dflash import build_dflash
 
         return build_dflash(settings, host)
     if settings.algorithm.reads_features:
-        from services.draft.drafters.eagle_factory import build_eagle
+        from services.draft.drafters.head_factory import build_eagle
 
         return build_eagle(settings, host)
-    from services.draft.drafters.standalone_factory import build_standalone
+    from services.draft.drafters.standalone import build_standalone
 
     return build_standalone(settings, followers, host)
 

@@ -81,7 +81,7 @@ class HeadWeights:
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is no folder")
         # A worker without a model runs where torch is not installed.
-        from shared.models.weight_swap import WeightSwap
+        from shared.models.weight_update import WeightSwap
 
         is_model = algorithm is Algorithm.STANDALONE
         running, new = self._models(folder) if is_model else self._heads(folder)

@@ -17,16 +17,15 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from services.draft.drafters.tail import Tail, TailNode
-from services.draft.fan_out import FanOut
-from services.draft.likely_verdicts import RankShares
+from services.draft.drafters.draft_kv import Tail, TailNode
+from services.draft.likely_verdicts import FanOut, RankShares
 from shared.tokens import TokenTree, TreeShape
 
 
 class GrowingTree:
     """A tree below a node, grown level by level as in EAGLE-2.
 
-    Source: arXiv 2406.16858; `shared.speculation.growth` is the same on tensors of fixed shapes.
+    Source: arXiv 2406.16858; `shared.speculation.tree` is the same on tensors of fixed shapes.
     """
 
     def __init__(self, root: TailNode, shape: TreeShape, *, max_depth: int) -> None:

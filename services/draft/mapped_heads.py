@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     # A worker without a model runs where torch is not installed.
     import torch
 
-    from services.draft.drafters.shared_head import SharedHead
+    from services.draft.drafters.drafter import SharedHead
     from shared.runtime.mapped_head_worker import MappedHeadWorker
     from shared.runtime.mapped_rounds import OpenMapped
 

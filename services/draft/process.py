@@ -12,8 +12,7 @@ from pathlib import Path
 
 from grpc import aio
 
-from services.draft.attach_client import AttachClient, Follow
-from services.draft.backoff import Backoff
+from services.draft.attach_client import AttachClient, Backoff, Follow
 from services.draft.draft_service import DraftBackend, DraftServicer
 from services.draft.drafter_factory import compiles_kernels, use_device
 from services.draft.drafters.drafter import Drafter

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from services.draft.drafters.drafter import Proposal
 from services.draft.events import Opening
 from services.draft.sequence import DraftSequence, SequenceKey
-from shared.telemetry.round_log import RoundLog
+from shared.telemetry.start_up import RoundLog
 from shared.telemetry.tracing import NO_REQUEST, NO_TRACER, Span, Tracer, current_request_id
 from shared.telemetry.vllm_metrics import StepHistogram
 from shared.tokens import Outcome, Verdict

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from services.draft.algorithm import Algorithm
-from services.draft.fan_out import MAX_BUDGET, FanOut
+from services.draft.likely_verdicts import MAX_BUDGET, FanOut
 from services.draft.settings_problems import (
     CHAIN_SHAPE,
     DEMO_TARGET,

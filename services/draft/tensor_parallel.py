@@ -6,13 +6,13 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 
-from services.draft.drafters.standalone_factory import build_model
+from services.draft.drafters.standalone import build_model
 from services.draft.settings import DraftSettings
 from services.followers import Followers, Seat, check_shard, rank_devices
 from shared.models.config import ModelConfig
 from shared.models.shard import Shard
+from shared.runtime.followers import TreeFollower
 from shared.runtime.lockstep import follow
-from shared.runtime.tree_follower import TreeFollower
 
 
 def start_followers(settings: DraftSettings) -> Followers:

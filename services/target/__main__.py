@@ -19,7 +19,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from services.draft.settings import DraftSettings
-from services.embedded_factory import build_embedded_draft
+from services.embedded import build_embedded_draft
 from services.embedded_settings import embedded_settings, engine_needs
 from services.followers import Followers
 from services.target.engine_factory import build_engine
@@ -33,8 +33,7 @@ from shared.model_files import tokenizer_sha256
 from shared.settings import load_settings, split_arguments
 from shared.telemetry.logs import configure_logs
 from shared.telemetry.metrics_server import serve_metrics
-from shared.telemetry.round_log import open_round_log
-from shared.telemetry.start_up import IMPORTS, SERVING, log_process_age, start_phase
+from shared.telemetry.start_up import IMPORTS, SERVING, log_process_age, open_round_log, start_phase
 from shared.telemetry.tracing import tracer_for
 from shared.telemetry.vllm_metrics import VllmMetrics
 from shared.telemetry.wire_meter import WireMeter, WireMetrics

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from services.target.drafts.attachments import Attachments
-from services.target.drafts.feature_feed import FeatureFeed
-from services.target.drafts.feature_store import FeatureSpec
+from services.target.drafts.feature_store import FeatureFeed, FeatureSpec
 from services.target.draw import Decision
 from services.target.fallback import OwnTrees
 from services.target.launcher import LaunchedStep
@@ -16,10 +15,10 @@ from services.target.requests.request import Delta, Failed, Finished, RoundTrace
 from services.target.sequence import Sequence
 from services.target.step_plan import ScheduledSequence
 from services.target.step_report import Clock, StepReport
-from services.target.weight_version import WeightVersion
+from services.target.weight_control import WeightVersion
 from shared.kv.leases import KvLeases
 from shared.runtime.host_copy import HostCopy
-from shared.runtime.round_sequences import SequenceRound
+from shared.runtime.round_state import SequenceRound
 
 
 class Committer:

@@ -26,7 +26,7 @@ from shared.speculation.logprobs import (
     unpacked_logprobs,
 )
 from shared.speculation.rejection import ChainRule, DrawnChain, accept_chains
-from shared.speculation.row_sampling import RowSampling, TokenCounts, uploaded
+from shared.speculation.row_sampling import RowSampling, TokenCounts, uploaded_tensor
 from shared.speculation.verify import (
     EXACT,
     AcceptedPath,
@@ -162,7 +162,7 @@ class RowDistributions:
         sampling = self.sampling
         shaped = shaped_logits(self.allowed_logits, sampling, self.counts)
         cooled = torch.where(sampling.greedy, shaped, shaped / sampling.temperatures)
-        is_wanted = uploaded(torch.tensor(wanted), cooled.device).unsqueeze(1)
+        is_wanted = uploaded_tensor(torch.tensor(wanted), cooled.device).unsqueeze(1)
         return torch.where(is_wanted, cooled, self.logits.to(cooled.dtype))
 
     def row_slices(self) -> list[slice]:

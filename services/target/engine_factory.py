@@ -14,12 +14,10 @@ from services.target.adaptive_config import (
     AdaptiveConfig,
     read_adaptive_config,
 )
-from services.target.engine import Engine
+from services.target.engine import Engine, Inbox
 from services.target.fallback import Fallback, NgramFallback
-from services.target.inbox import Inbox
-from services.target.recurrent_problems import has_device_rounds
 from services.target.requests.request import ModelLimits
-from services.target.runner_factory import BuiltRunner, build_runner, num_routes
+from services.target.runner_factory import BuiltRunner, build_runner, has_device_rounds, num_routes
 from services.target.scheduler import Scheduler, SchedulerLimits
 from services.target.settings import TargetSettings
 from services.target.step_report import StepReport

@@ -6,7 +6,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from services.target.drafts.assignment import narrowed
+from services.target.drafts.assignments import narrowed
 from services.target.sequence import Sequence
 from shared.ngram import Cursor, NgramIndex, NgramOptions
 from shared.tokens import EMPTY_TREE, TokenTree, TreeShape

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.target.drafts.feature_feed import FeatureFeed
+from services.target.drafts.feature_store import FeatureFeed
 from services.target.draw import Decision, Draw
 from services.target.requests.request import PromptScored
 from services.target.sequence import Sequence

@@ -9,12 +9,11 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from services.target.drafts.attachment import AttachmentStatus
-from services.target.drafts.outcome_tally import OutcomeTally
 from services.target.engine import Engine
 from services.target.settings import TargetSettings
-from services.target.step_report import SpeculationCounts, StepReport, shape_name
+from services.target.step_report import OutcomeTally, SpeculationCounts, StepReport, shape_name
 from shared.errors import OutriderError
-from shared.telemetry.round_log import RoundLog
+from shared.telemetry.start_up import RoundLog
 from shared.telemetry.vllm_metrics import EngineFigures
 
 _PREFIX = "outrider_target"

@@ -19,13 +19,12 @@ from services.target.admin_service import (
     target_settings,
     wanted_gauges,
 )
-from services.target.drafts.attachment_terms import AttachmentTerms
+from services.target.drafts.attachment import AttachmentTerms
 from services.target.drafts.speculation_service import SpeculationServicer
 from services.target.engine import Engine
 from services.target.grammars.compiler import GrammarCompiler, GrammarLimits
-from services.target.requests.admission import Admission
+from services.target.requests.admission import Admission, RequestRecorder
 from services.target.requests.generate_service import RequestService, ServedModel, TargetServicer
-from services.target.requests.request_record import RequestRecorder
 from services.target.settings import TargetSettings
 from services.target.vllm.model_facts import ModelFacts
 from services.target.vllm.vllm_engine_service import VllmEngineServicer

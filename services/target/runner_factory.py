@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from services.target.drafts.feature_store import captured_layers
-from services.target.recurrent_problems import check_recurrent, has_device_rounds
-from services.target.rounds.round_source import MAX_ROWS
+from services.target.flag_choices import DeviceRoundsChoice
+from services.target.rounds.round_runners import MAX_ROWS
 from services.target.settings import TargetSettings
 from shared.errors import SettingsError
 from shared.kernels.linear import LinearWeight, is_hopper
@@ -23,9 +23,9 @@ from shared.models.config import ModelConfig
 from shared.models.decoder import ROUTES, Decoder
 from shared.models.kv_scales import kv_scales
 from shared.models.loader import load_decoder
+from shared.models.shard import Shard
 from shared.runtime.device import device_named, dtype_named, kv_dtype_named, launch_on
-from shared.runtime.graph_inputs import GraphLimits
-from shared.runtime.graphs import ForwardGraphs, graph_memory_bytes, step_memory_bytes
+from shared.runtime.graphs import ForwardGraphs, GraphLimits, graph_memory_bytes, step_memory_bytes
 from shared.runtime.lockstep import Leader
 from shared.runtime.memory import (
     CacheSize,
@@ -38,6 +38,35 @@ from shared.runtime.memory import (
 )
 from shared.runtime.runner import ModelRunner
 from shared.telemetry.start_up import start_phase
+
+# What a target does not do with layers that have recurrent states.
+
+
+def check_recurrent(settings: TargetSettings, config: ModelConfig, device: torch.device) -> None:
+    """Raises: SettingsError with a line for each flag that such a model is not served with."""
+    if config.delta is None:
+        return
+    problems = [*Shard(0, settings.tp_size, settings.ep_size > 1).problems(config)]
+    why = f"{config.architecture} has linear attention"
+    if settings.kv_cache_dtype is KvDtype.FP8_E4M3:
+        problems.append(f"--kv-cache-dtype is fp8_e4m3; {why}, whose inputs are not kept in 8 bits")
+    if device.type == "cuda" and settings.device_rounds is DeviceRoundsChoice.ON:
+        problems.append(
+            f"--device-rounds is on; {why}, whose states the host plans: on a GPU it needs auto or "
+            f"off"
+        )
+    if problems:
+        raise SettingsError(tuple(problems))
+
+
+def has_device_rounds(settings: TargetSettings, config: ModelConfig, device: torch.device) -> bool:
+    """Whether rounds are to stay on the device where they can: on a GPU their graphs leave the host
+    no turn, in which it plans states."""
+    is_cuda = device.type == "cuda"
+    return settings.has_device_rounds(is_cuda=is_cuda) and not (
+        is_cuda and config.delta is not None
+    )
+
 
 logger = logging.getLogger(__name__)
 # Of a row and token: in half precision, and three times in single.

@@ -17,13 +17,11 @@ from services.target.committer import Committer, StepCommits
 from services.target.drafts.attachment import Attachment, AttachmentStatus
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.draft_exchange import DraftExchange
-from services.target.drafts.feature_feed import FeatureFeed
-from services.target.drafts.feature_store import FeatureSpec, FeatureStores
+from services.target.drafts.feature_store import FeatureFeed, FeatureSpec, FeatureStores
 from services.target.engine_gauges import EngineGauges, engine_gauges
 from services.target.fallback import NgramFallback, OwnTrees
 from services.target.launcher import LaunchedStep, Launcher
-from services.target.requests.event_stream import Subscriptions
-from services.target.requests.new_sequences import NewSequences
+from services.target.requests.event_stream import NewSequences, Subscriptions
 from services.target.requests.request import EventSink, ModelLimits
 from services.target.rounds.mapped_heads import MappedHeads
 from services.target.rounds.round_factory import RoundFactory
@@ -34,8 +32,7 @@ from services.target.sequence import Sequence as TargetSequence
 from services.target.speculation_state import SpeculationState
 from services.target.step_report import Clock, HostGap, StepReport
 from services.target.verifier import Verifier
-from services.target.weight_control import MemoryTag, MovableMemory, WeightControl
-from services.target.weight_version import WeightVersion
+from services.target.weight_control import MemoryTag, MovableMemory, WeightControl, WeightVersion
 from shared.errors import OutriderError
 from shared.kv.leases import KvLeases
 from shared.models.weight_update import named_tensors

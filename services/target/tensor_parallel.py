@@ -18,8 +18,8 @@ from services.target.weight_stager import (
 )
 from shared.models.config import ModelConfig
 from shared.models.shard import Shard
+from shared.runtime.followers import RoundFollower
 from shared.runtime.lockstep import follow
-from shared.runtime.round_follower import RoundFollower
 
 
 def start_followers(

@@ -19,7 +19,6 @@ from services.target.requests.request import Finished
 from services.target.scheduler import Scheduler
 from services.target.sequence import Sequence
 from services.target.weight_stager import RankStages, StageCall, TableCall
-from services.target.weight_version import WeightVersion
 from shared.errors import FailedPrecondition
 from shared.kv.leases import KvLeases
 from shared.models.decoder import Decoder
@@ -27,6 +26,24 @@ from shared.models.heads.target_tensors import Table, table_rows
 from shared.models.weight_update import WeightStage, checksums, named_tensors
 from shared.runtime.host_copy import HostCopy
 from shared.runtime.memory import Shortage, is_shortage
+
+# The version of the weights in force.
+
+FIRST_VERSION = "default"
+"""The version of the weights that a process has started with."""
+
+
+@dataclass(slots=True)
+class WeightVersion:
+    """The name of the weights in force. Not frozen: an update replaces it.
+
+    Attributes:
+        num_updates: since the start.
+    """
+
+    name: str = FIRST_VERSION
+    num_updates: int = 0
+
 
 logger = logging.getLogger(__name__)
 

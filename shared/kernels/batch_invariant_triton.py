@@ -28,7 +28,7 @@ from shared.kernels.linear import (
     WORD_BLOCK,
     BatchInvariantOperand,
 )
-from shared.kernels.partials import Partials
+from shared.kernels.pointwise import Partials
 from shared.kernels.widened_jit import unpacked
 
 # Segments are halved up to this many programs that stream the weight, and no shorter than this.

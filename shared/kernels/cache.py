@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from shared.kernels.kernel_settings import runs_triton
-from shared.kernels.partials import Partials, total_of
-from shared.kernels.pointwise import plain_rms_norm, rotate
+from shared.kernels.pointwise import Partials, plain_rms_norm, rotate, total_of
 
 LARGEST = 448.0
 # As bits of a float32, a number shifted to the top is 2^-120 of its value.

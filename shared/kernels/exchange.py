@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shared.kernels.partials import Partials
+from shared.kernels.pointwise import Partials
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from shared.kernels.exchange import PeerSlots
 from shared.kernels.fused_jit import normed_row, summed
 from shared.kernels.fused_triton import norm_warps, parts_of
 from shared.kernels.launch import dependent_launch
-from shared.kernels.partials import Partials
+from shared.kernels.pointwise import Partials
 
 _BITS = {2: torch.int16, 4: torch.int32}
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from shared.kernels.kernel_settings import has_triton, runs_triton
 from shared.kernels.linear import LinearWeight, linear
-from shared.kernels.partials import Partials
-from shared.kernels.pointwise import Activation, gate_mul
+from shared.kernels.pointwise import Activation, Partials, gate_mul
 from shared.kernels.quantised import QuantisedWeight, quantised_linear
 
 # Rows of a tile, and the pairs an expert up to which they are taken: of few pairs every tile reads

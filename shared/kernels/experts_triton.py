@@ -14,8 +14,7 @@ from shared.kernels.experts import FEWEST_ROWS, ExpertTiles, ExpertWeight
 from shared.kernels.fused_jit import silu_times
 from shared.kernels.launch import bytes_ahead, dependent_launch
 from shared.kernels.linear import WORD_BLOCK
-from shared.kernels.partials import Partials
-from shared.kernels.pointwise import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
+from shared.kernels.pointwise import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation, Partials
 from shared.kernels.quantised import from_words
 from shared.kernels.widened_jit import unpacked
 

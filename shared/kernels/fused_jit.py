@@ -30,7 +30,7 @@ def normed_row(values, weights, num_columns, eps):  # type: ignore[no-untyped-de
 @triton.jit  # type: ignore[untyped-decorator]
 def summed(parts, places, mask, size, dtype, NUM_PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns some elements of a tensor in `dtype`, which may be the sum of several of `size`
-    elements; see `shared.kernels.partials`."""
+    elements; see `shared.kernels.pointwise`."""
     if NUM_PARTS == 1:
         return tl.load(parts + places, mask=mask, other=0.0).to(dtype)
     # From zero, as every sum over segments of a product.

@@ -16,7 +16,7 @@ from shared.kernels.fused_jit import (
     silu_product,
 )
 from shared.kernels.launch import dependent_launch
-from shared.kernels.partials import Partials
+from shared.kernels.pointwise import Partials
 
 _BLOCK_HEADS = 8
 _WIDE_BLOCK = 2048

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from shared.kernels.cache import store
 from shared.kernels.kernel_settings import runs_triton
-from shared.kernels.partials import Partials, total_of
-from shared.kernels.pointwise import Norm, plain_rms_norm, rotate
+from shared.kernels.pointwise import Norm, Partials, plain_rms_norm, rotate, total_of
 
 # Measured with MKL: a row of a product has the same bits for every multiple of 8 rows.
 _ROW_MULTIPLE = 8

@@ -16,8 +16,7 @@ from shared.kernels.latent_jit import (
 )
 from shared.kernels.latent_plan import LatentPlan, block_heads
 from shared.kernels.launch import dependent_launch, empties
-from shared.kernels.partials import Partials
-from shared.kernels.pointwise import Norm
+from shared.kernels.pointwise import Norm, Partials
 
 # As in `split_plan`, of other lengths: a program of this kernel fills a multiprocessor.
 FIRST_SPLIT_KEYS = 512

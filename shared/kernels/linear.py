@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shared.kernels.partials import Partials
-from shared.kernels.pointwise import silu_mul
+from shared.kernels.pointwise import Partials, silu_mul
 
 # A matrix instruction of a warp group has 64 rows, here channels of the weight.
 TILE_CHANNELS = 64

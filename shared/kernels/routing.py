@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shared.kernels.kernel_settings import runs_triton
-from shared.kernels.partials import Partials, total_of
+from shared.kernels.pointwise import Partials, total_of
 
 
 class RouterScores(enum.Enum):

@@ -10,7 +10,7 @@ from torch import Tensor
 from shared.kernels.dependent_jit import begin, early
 from shared.kernels.fused_jit import summed
 from shared.kernels.launch import dependent_launch
-from shared.kernels.partials import Partials
+from shared.kernels.pointwise import Partials
 from shared.kernels.routing import RouterScores, Routing
 
 # Below every key.

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from shared.kernels.attention import AttentionPlan, paged_attention, plan_attention
 from shared.kernels.cache import rotate_into_cache
-from shared.kernels.partials import Partials
-from shared.kernels.pointwise import gated, gated_heads
+from shared.kernels.pointwise import Partials, gated, gated_heads
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.kv.state_plan import StateInputs

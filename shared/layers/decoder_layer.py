@@ -7,8 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from shared.kernels.partials import Partials, total_of
-from shared.kernels.pointwise import Activation, bounded_gate_mul, gate_mul
+from shared.kernels.pointwise import Activation, Partials, bounded_gate_mul, gate_mul, total_of
 from shared.layers.attention import ForwardContext, SelfAttention
 from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm

@@ -21,8 +21,7 @@ from shared.kernels.experts import (
 from shared.kernels.kernel_settings import runs_triton
 from shared.kernels.launch import side_by_side
 from shared.kernels.linear import MOST_FEW_ROWS, LinearWeight, wide_linear
-from shared.kernels.partials import Partials
-from shared.kernels.pointwise import Activation, bounded_gate_mul, gated
+from shared.kernels.pointwise import Activation, Partials, bounded_gate_mul, gated
 from shared.kernels.routing import Routing, route
 from shared.layers.decoder_layer import Mlp
 from shared.layers.linear import Linear

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shared.kernels.delta_layer import advance_lanes, gated_norm, store_inputs
 from shared.kernels.delta_rule import DeltaShape, DeltaWeights
-from shared.kernels.partials import Partials
+from shared.kernels.pointwise import Partials
 from shared.layers.attention import AttentionShape, ForwardContext
 from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from shared.kernels.experts import ExpertWeight
 from shared.kernels.linear import LinearWeight, gated_linear, linear, linear_partials
-from shared.kernels.partials import Partials
-from shared.kernels.pointwise import silu_mul
+from shared.kernels.pointwise import Partials, silu_mul
 from shared.kernels.quantised import QuantisedWeight, largest_elements, quantised_linear
 from shared.layers.tensor_group import Part, TensorGroup
 from shared.model_options import Quantisation

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shared.kernels.partials import Partials
-from shared.kernels.pointwise import add_rms_norm, rms_norm
+from shared.kernels.pointwise import Partials, add_rms_norm, rms_norm
 from shared.layers.tensor_group import Part
 
 

@@ -22,8 +22,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _abort_process_group
 
 from shared.kernels.exchange import PeerSlots, exchanged_norm, plain_sum
-from shared.kernels.partials import Partials, total_of
-from shared.kernels.pointwise import add_rms_norm
+from shared.kernels.pointwise import Partials, add_rms_norm, total_of
 
 MAX_ROWS = 512
 """Most rows of such a sum, as many as graphs have. Prompts have more: NCCL moves them faster."""

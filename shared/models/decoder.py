@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shared.kernels.partials import Partials
-from shared.kernels.pointwise import embeddings, own_embeddings
+from shared.kernels.pointwise import Partials, embeddings, own_embeddings
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvLayout, KvPool
 from shared.kv.state_plan import StateInputs

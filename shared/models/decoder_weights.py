@@ -1,18 +1,466 @@
-"""The name maps of decoder checkpoints."""
+"""The name maps of decoder checkpoints: dense layers, experts, latent attention, delta rule."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
+from shared.kernels.delta_rule import DeltaShape, DeltaWeights
+from shared.kernels.experts import ExpertWeight
+from shared.kernels.linear import can_be_batch_invariant
+from shared.kernels.pointwise import Activation
+from shared.layers.attention import AttentionShape
+from shared.layers.decoder_layer import Mlp
+from shared.layers.experts import Experts, Router
+from shared.layers.gated_delta import GatedDelta
+from shared.layers.latent_attention import LatentAttention
+from shared.layers.linear import STORED_DTYPES, Linear
+from shared.layers.norm import RmsNorm
+from shared.layers.tensor_group import TensorGroup
+from shared.model_options import Quantisation
 from shared.models.checkpoint import Cut
-from shared.models.config import ModelConfig
-from shared.models.delta_weights import delta_parts
-from shared.models.expert_weights import expert_parts
+from shared.models.config import LatentConfig, ModelConfig
+from shared.models.expert_config import ExpertConfig
 from shared.models.families import NormPlacement
-from shared.models.latent_weights import latent_parts
 from shared.models.shard import WHOLE, Shard
 from shared.models.weights import WeightPart
+
+# The name map of gated delta layers, and the layer of its tensors.
+
+
+def delta_parts(config: ModelConfig, source: str, target: str) -> Iterator[WeightPart]:
+    """Yields the tensors of one layer, see `decoder_weights.layer_parts`."""
+    assert config.delta is not None
+    shape, hidden = config.delta.shape, config.hidden_size
+    source, num_heads = f"{source}linear_attn.", shape.num_value_heads
+    matrices: list[tuple[str, int, str, tuple[int, ...] | None]]
+    if config.delta.is_fused:
+        size = shape.num_channels + shape.value_size
+        matrices = [
+            ("in_proj_qkvz", size, "channels", _channel_order(shape)),
+            ("in_proj_ba", 2 * num_heads, "gates", _gate_order(shape)),
+        ]
+    else:
+        matrices = [
+            ("in_proj_qkv", shape.num_channels, "channels", None),
+            ("in_proj_z", shape.value_size, "channels", None),
+            ("in_proj_b", num_heads, "gates", None),
+            ("in_proj_a", num_heads, "gates", None),
+        ]
+    for key, size, name, order in matrices:
+        yield WeightPart(
+            f"{source}{key}.weight", (size, hidden), f"{target}{name}.weight", row_order=order
+        )
+    taps = (shape.num_channels, 1, shape.window)
+    yield WeightPart(f"{source}conv1d.weight", taps, f"{target}taps")
+    for key in ("A_log", "dt_bias"):
+        yield WeightPart(f"{source}{key}", (num_heads,), f"{target}{key}", dtype=torch.float32)
+    yield WeightPart(f"{source}norm.weight", (shape.value_dim,), f"{target}delta_norm")
+    yield WeightPart(
+        f"{source}out_proj.weight", (hidden, shape.value_size), f"{target}output.weight"
+    )
+
+
+def build_delta(
+    config: ModelConfig,
+    tensors: dict[str, Tensor],
+    shape: AttentionShape,
+    layer: int,
+    quantisation: Quantisation,
+) -> GatedDelta:
+    """Takes the tensors of one layer out of the dict."""
+    assert config.delta is not None
+    prefix = f"layers.{layer}."
+
+    def linear(name: str, quantisation: Quantisation) -> Linear:
+        return Linear.of(tensors.pop(f"{prefix}{name}.weight"), None, quantisation)
+
+    return GatedDelta(
+        shape=shape,
+        delta=config.delta.shape,
+        channels=linear("channels", quantisation),
+        # A few rows, on which everything behind them depends.
+        gates=linear("gates", Quantisation.UNQUANT),
+        weights=DeltaWeights(
+            tensors.pop(f"{prefix}taps").squeeze(1),
+            tensors.pop(f"{prefix}A_log"),
+            tensors.pop(f"{prefix}dt_bias"),
+        ),
+        norm=RmsNorm(tensors.pop(f"{prefix}delta_norm"), config.rms_norm_eps),
+        output=linear("output", quantisation),
+        layer=config.first_cache_layer(layer),
+        state=config.delta.layers.index(layer),
+    )
+
+
+def _channel_order(shape: DeltaShape) -> tuple[int, ...]:
+    """Returns the rows of all queries, all keys, all values and all gates, which a checkpoint has
+    by key heads."""
+    values = shape.value_size // shape.num_key_heads
+    return _by_kind(shape.num_key_heads, (shape.key_dim, shape.key_dim, values, values))
+
+
+def _gate_order(shape: DeltaShape) -> tuple[int, ...]:
+    each = shape.num_value_heads // shape.num_key_heads
+    return _by_kind(shape.num_key_heads, (each, each))
+
+
+def _by_kind(num_groups: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    size, first, order = sum(sizes), 0, list[int]()
+    for own in sizes:
+        for group in range(num_groups):
+            start = group * size + first
+            order.extend(range(start, start + own))
+        first += own
+    return tuple(order)
+
+
+# The name map of latent attention, and the layer of its tensors.
+
+
+def latent_parts(
+    config: ModelConfig, source: str, target: str, shard: Shard
+) -> Iterator[WeightPart]:
+    """Yields the tensors of one layer's attention, see `decoder_weights.layer_parts`.
+
+    A shard cuts the heads; the latent vector is every process's own.
+    """
+    latent, hidden = config.latent, config.hidden_size
+    assert latent is not None
+    source = f"{source}self_attn."
+    by_head, row_order = _orders(config, latent)
+    heads = config.num_heads * latent.query_dim
+    cut = _head_cut(config, latent.query_dim, 0, shard)
+    has_bias = config.has_qkv_bias
+    if latent.query_rank is None:
+        yield WeightPart(
+            f"{source}q_proj.weight", (heads, hidden), f"{target}compress.weight", 1, cut, by_head
+        )
+        has_bias = False
+    else:
+        rank = latent.query_rank
+        yield WeightPart(f"{source}q_a_proj.weight", (rank, hidden), f"{target}compress.weight")
+        if has_bias:
+            yield WeightPart(f"{source}q_a_proj.bias", (rank,), f"{target}compress.bias")
+        yield WeightPart(f"{source}q_a_layernorm.weight", (rank,), f"{target}query_norm")
+        yield WeightPart(
+            f"{source}q_b_proj.weight", (heads, rank), f"{target}queries.weight", 1, cut, by_head
+        )
+    key = f"{source}kv_a_proj_with_mqa"
+    shape, name = (latent.row_dim, hidden), f"{target}compress"
+    yield WeightPart(f"{key}.weight", shape, f"{name}.weight", row_order=row_order)
+    if has_bias:
+        yield WeightPart(f"{key}.bias", shape[:1], f"{name}.bias", row_order=row_order)
+    yield WeightPart(f"{source}kv_a_layernorm.weight", (latent.latent_dim,), f"{target}latent_norm")
+    expanded = latent.straight_dim + latent.value_dim
+    yield WeightPart(
+        f"{source}kv_b_proj.weight",
+        (config.num_heads * expanded, latent.latent_dim),
+        f"{target}expand",
+        cut=_head_cut(config, expanded, 0, shard),
+    )
+    yield WeightPart(
+        f"{source}o_proj.weight",
+        (hidden, config.num_heads * latent.value_dim),
+        f"{target}output.weight",
+        cut=_head_cut(config, latent.value_dim, 1, shard),
+    )
+    if config.has_output_bias:
+        yield WeightPart(f"{source}o_proj.bias", (hidden,), f"{target}output.bias")
+
+
+def build_latent(
+    config: ModelConfig,
+    tensors: dict[str, Tensor],
+    shape: AttentionShape,
+    layer: int,
+    quantisation: Quantisation,
+    group: TensorGroup | None,
+) -> LatentAttention:
+    """Takes the tensors of one layer's attention out of the dict."""
+    latent, prefix, eps = config.latent, f"layers.{layer}.", config.rms_norm_eps
+    assert latent is not None
+
+    def linear(name: str, own_group: TensorGroup | None = None) -> Linear:
+        bias = tensors.pop(f"{prefix}{name}.bias", None)
+        return Linear.of(tensors.pop(f"{prefix}{name}.weight"), bias, quantisation, own_group)
+
+    is_short = latent.query_rank is None
+    expand = tensors.pop(f"{prefix}expand").view(shape.num_heads, -1, latent.latent_dim)
+    return LatentAttention(
+        shape=shape,
+        compress=linear("compress"),
+        query_norm=None if is_short else RmsNorm(tensors.pop(f"{prefix}query_norm"), eps),
+        queries=None if is_short else linear("queries"),
+        latent_norm=RmsNorm(tensors.pop(f"{prefix}latent_norm"), eps),
+        key_up=expand[:, : latent.straight_dim].contiguous(),
+        value_up=expand[:, latent.straight_dim :].contiguous(),
+        output=linear("output", group),
+        layer=layer,
+    )
+
+
+def _orders(
+    config: ModelConfig, latent: LatentConfig
+) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """Returns the order of a query head's rows, and of those that make a row of the cache."""
+    order = config.rope.dim_order(latent.rotary_dim)
+    if order is None:
+        return None, None
+
+    def behind(count: int) -> tuple[int, ...]:
+        return (*range(count), *(count + index for index in order))
+
+    return behind(latent.straight_dim), behind(latent.latent_dim)
+
+
+def _head_cut(config: ModelConfig, dim: int, axis: int, shard: Shard) -> Cut | None:
+    if shard.size == 1:
+        return None
+    own = shard.num_heads(config) * dim
+    return Cut(axis, shard.rank * own, own)
+
+
+# The name map of a block of experts, and the block of its tensors.
+
+
+def expert_parts(
+    config: ExpertConfig,
+    hidden: int,
+    source: str,
+    target: str,
+    shard: Shard,
+    *,
+    has_stacks: bool = False,
+) -> Iterator[WeightPart]:
+    """Yields the tensors of one block of experts, see `decoder_weights.layer_parts`.
+
+    A shard holds some channels of every expert, or some experts.
+
+    Args:
+        has_stacks: the checkpoint has those of a layer as one tensor, where the family allows it.
+    """
+    keys, wide = config.family.keys, config.intermediate_size
+    layer, source = source, f"{source}{keys.block}"
+    router, num_experts = f"{source}{keys.router}", config.routing.num_experts
+    yield WeightPart(f"{router}.weight", (num_experts, hidden), f"{target}router.weight")
+    if config.family.has_correction:
+        yield WeightPart(
+            f"{source}{keys.correction}",
+            (num_experts,),
+            f"{target}router.correction",
+            dtype=torch.float32,
+        )
+    if config.family.is_stacked_apart:
+        yield from _parts_stacked_apart(config, hidden, source, target, shard)
+    if config.family.is_stacked:
+        yield from _stacked_parts(config, hidden, f"{source}experts.", target, shard)
+    if config.family.has_biases:
+        yield WeightPart(f"{router}.bias", (num_experts,), f"{target}router.bias")
+    is_whole = config.family.may_be_stacked and has_stacks
+    if is_whole:
+        yield from _whole_parts(config, hidden, f"{source}experts.", target, shard)
+    inner, outer = _cuts(wide, shard.of_experts)
+    family = config.family
+    is_one_tensor = family.is_stacked or family.is_stacked_apart or is_whole
+    for expert in () if is_one_tensor else shard.experts(num_experts):
+        own = f"{source}experts.{expert}."
+        for key in (keys.gate, keys.up):
+            yield WeightPart(
+                f"{own}{key}.weight", (wide, hidden), f"{target}experts.gate_up", cut=inner
+            )
+        yield WeightPart(
+            f"{own}{keys.down}.weight", (hidden, wide), f"{target}experts.down", cut=outer
+        )
+    if config.shared_size:
+        place = layer if keys.has_shared_apart else source
+        yield from _shared_parts(config, hidden, place, target, shard)
+        if keys.shared_gate is not None:
+            yield WeightPart(
+                f"{place}{keys.shared_gate}.weight", (1, hidden), f"{target}shared.gate.weight"
+            )
+
+
+def _parts_stacked_apart(
+    config: ExpertConfig, hidden: int, source: str, target: str, shard: Shard
+) -> Iterator[WeightPart]:
+    keys, wide, num_experts = (
+        config.family.keys,
+        config.intermediate_size,
+        config.routing.num_experts,
+    )
+    inner, outer = _cuts(wide, shard.of_experts)
+    matrices = (
+        (f"{keys.gate}.weight", (wide, hidden), "gate_up", inner),
+        (f"{keys.up}.weight", (wide, hidden), "gate_up", inner),
+        (f"{keys.down}.weight", (hidden, wide), "down", outer),
+    )
+    return _of_stacks(matrices, num_experts, source, target, shard)
+
+
+def _whole_parts(
+    config: ExpertConfig, hidden: int, source: str, target: str, shard: Shard
+) -> Iterator[WeightPart]:
+    wide, num_experts = config.intermediate_size, config.routing.num_experts
+    part = shard.of_experts
+    own, outer = wide // part.size, _cuts(wide, part)[1]
+    first = part.rank * own
+    matrices = (
+        ("gate_up_proj", (2 * wide, hidden), "gate_up", Cut(0, first, own)),
+        ("gate_up_proj", (2 * wide, hidden), "gate_up", Cut(0, wide + first, own)),
+        ("down_proj", (hidden, wide), "down", outer),
+    )
+    return _of_stacks(matrices, num_experts, source, target, shard)
+
+
+def _of_stacks(
+    matrices: Sequence[tuple[str, tuple[int, int], str, Cut | None]],
+    num_experts: int,
+    source: str,
+    target: str,
+    shard: Shard,
+) -> Iterator[WeightPart]:
+    """Yields the part of each expert in tensors that hold the matrices of all.
+
+    Args:
+        matrices: key, shape of one expert's, name and cut.
+    """
+    for expert in shard.experts(num_experts):
+        for key, shape, name, cut in matrices:
+            yield WeightPart(
+                f"{source}{key}",
+                (num_experts, *shape),
+                f"{target}experts.{name}",
+                cut=cut,
+                index=expert,
+                keeps_order=True,
+            )
+
+
+def _stacked_parts(
+    config: ExpertConfig, hidden: int, source: str, target: str, shard: Shard
+) -> Iterator[WeightPart]:
+    wide, num_experts = config.intermediate_size, config.routing.num_experts
+    part = shard.of_experts
+    own, outer = wide // part.size, _cuts(wide, part)[1]
+    first, both = part.rank * own, (hidden, 2 * wide)
+    matrices: list[tuple[str, tuple[int, ...], str, Cut | None, tuple[int, ...] | None]]
+    if config.family.has_biases:
+        # Gate and up of a channel are neighbours.
+        inner = Cut(0, 2 * first, 2 * own)
+        order = (*range(0, 2 * own, 2), *range(1, 2 * own, 2))
+        matrices = [
+            ("gate_up_proj", both, "gate_up", inner, order),
+            ("gate_up_proj_bias", both[1:], "gate_up_bias", inner, order),
+            ("down_proj_bias", (hidden,), "down_bias", None, None),
+        ]
+    else:
+        matrices = [
+            ("gate_up_proj", both, "gate_up", Cut(0, start, own), None)
+            for start in (first, wide + first)
+        ]
+    matrices.append(("down_proj", (wide, hidden), "down", outer, None))
+    for expert in shard.experts(num_experts):
+        for key, shape, name, cut, row_order in matrices:
+            yield WeightPart(
+                f"{source}{key}",
+                (num_experts, *shape),
+                f"{target}experts.{name}",
+                cut=cut,
+                row_order=row_order,
+                index=expert,
+            )
+
+
+def _shared_parts(
+    config: ExpertConfig, hidden: int, source: str, target: str, shard: Shard
+) -> Iterator[WeightPart]:
+    keys, wide = config.family.keys, config.shared_size
+    inner, outer = _cuts(wide, shard)
+    source, target = f"{source}{keys.shared}", f"{target}shared."
+    for key in ("gate_proj", "up_proj"):
+        yield WeightPart(
+            f"{source}{key}.weight", (wide, hidden), f"{target}gate_up.weight", cut=inner
+        )
+    yield WeightPart(f"{source}down_proj.weight", (hidden, wide), f"{target}down.weight", cut=outer)
+
+
+def build_experts(
+    config: ExpertConfig,
+    tensors: dict[str, Tensor],
+    prefix: str,
+    activation: Activation,
+    quantisation: Quantisation,
+    group: TensorGroup | None,
+    limit: float | None = None,
+    shared_limit: float | None = None,
+) -> Experts:
+    """Takes the tensors of one block out of the dict.
+
+    Args:
+        limit, shared_limit: see `Mlp`.
+    """
+    num_experts, stored = config.routing.num_experts, STORED_DTYPES.get(quantisation)
+    is_spread = group is not None and group.spreads_experts
+    if is_spread:
+        assert group is not None
+        num_experts //= group.size
+
+    def stacked(name: str) -> ExpertWeight:
+        weight = tensors.pop(f"{prefix}experts.{name}")
+        bias = tensors.pop(f"{prefix}experts.{name}_bias", None)
+        if bias is not None:
+            bias = bias.view(num_experts, -1)
+            # What a group's processes compute is added up, and the bias counts once.
+            if name == "down" and group is not None and group.rank > 0 and not is_spread:
+                bias = torch.zeros_like(bias)
+        return ExpertWeight.of(weight.view(num_experts, -1, weight.shape[1]), bias, stored)
+
+    shared = None
+    if config.shared_size:
+        shared = Mlp(
+            Linear.of(tensors.pop(f"{prefix}shared.gate_up.weight"), None, quantisation),
+            # Its sum over processes is that of the whole block.
+            replace(
+                Linear.of(tensors.pop(f"{prefix}shared.down.weight"), None, quantisation, group),
+                group=None,
+            ),
+            activation,
+            shared_limit,
+        )
+    shared_gate = tensors.pop(f"{prefix}shared.gate.weight", None)
+    router = tensors.pop(f"{prefix}router.weight")
+    is_wide = config.family.is_wide
+    if is_wide and not can_be_batch_invariant(router):
+        router = router.float()
+    return Experts(
+        router=Router(
+            weight=Linear.of(router, tensors.pop(f"{prefix}router.bias", None)),
+            correction=tensors.pop(f"{prefix}router.correction", None),
+            routing=config.routing,
+            is_wide=is_wide,
+        ),
+        gate_up=stacked("gate_up"),
+        down=stacked("down"),
+        activation=activation,
+        shared=shared,
+        group=group,
+        scales_inputs=config.family.scales_inputs,
+        limit=limit,
+        shared_gate=None if shared_gate is None else Linear.of(shared_gate),
+    )
+
+
+def _cuts(wide: int, shard: Shard) -> tuple[Cut | None, Cut | None]:
+    """Returns the parts of matrices with `wide` outputs, and with `wide` inputs."""
+    if shard.size == 1:
+        return None, None
+    own = wide // shard.size
+    return Cut(0, shard.rank * own, own), Cut(1, shard.rank * own, own)
+
 
 # Buffers that some checkpoints carry beside their weights.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")

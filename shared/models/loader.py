@@ -26,13 +26,13 @@ from shared.models.decoder import Decoder, attention_shape
 from shared.models.decoder_weights import (
     IGNORED_SUFFIXES,
     DecoderKeys,
+    build_delta,
+    build_experts,
+    build_latent,
     decoder_parts,
     keys_of_others,
 )
-from shared.models.delta_weights import build_delta
-from shared.models.expert_weights import build_experts
 from shared.models.families import NormPlacement
-from shared.models.latent_weights import build_latent
 from shared.models.other_vocabulary import in_other_vocabulary, with_ids
 from shared.models.shard import WHOLE, Shard
 from shared.models.weights import AT_ONCE, CopyPace, read_weights

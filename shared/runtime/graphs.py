@@ -1,4 +1,5 @@
-"""CUDA graphs of small forwards: plain decode, and verification of trees.
+"""CUDA graphs of small forwards: plain decode, and verification of trees. Their fixed inputs, and
+where they are kept.
 
 A graph fixes shapes and addresses, not contents. One serves every batch of up to its numbers of
 rows and sequences, however rows fall to sequences: queries are ragged inside it as they are
@@ -7,26 +8,335 @@ outside. Padding rows touch the padding page alone. Forwards that fit no graph r
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from shared.kernels.split_plan import MAX_PLAIN_ROWS, num_part_rows, num_splits
-from shared.kv.batch import ForwardBatch
-from shared.kv.pool import KvPool
-from shared.kv.state_plan import StatePlan
+from shared.kv.batch import ForwardBatch, empty_decode_batch
+from shared.kv.pool import KvLayout, KvPool
+from shared.kv.state_plan import StateInputs, StatePlan, StateSlots
 from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder
-from shared.runtime.graph_inputs import GraphInputs, GraphLimits
-from shared.runtime.graph_store import GraphKey, GraphStore, capturing, key_of, keys_of
-from shared.runtime.memory import CacheSize
+from shared.runtime.memory import CacheSize, Shortage
+
+# The fixed tensors that CUDA graphs read, and copying a batch into them.
+
+# Rows beyond a few hundred are bound by arithmetic, which hides what launches cost.
+_FEWEST_ROWS, _MOST_ROWS, _ROWS_A_SEQUENCE = 64, 512, 4
+
+
+@dataclass(frozen=True, slots=True)
+class GraphLimits:
+    """Sizes of the largest graph.
+
+    Attributes:
+        max_rows: rows of a forward.
+        max_sequences: sequences of a forward.
+        max_tail_width: columns of the tail mask.
+        max_context_tokens: longest sequence.
+    """
+
+    max_rows: int
+    max_sequences: int
+    max_tail_width: int
+    max_context_tokens: int
+
+    @classmethod
+    def of(cls, *, max_sequences: int, max_tree_nodes: int, max_context_tokens: int) -> GraphLimits:
+        """Returns limits for steps of up to `max_sequences`, with some rows a sequence."""
+        return cls(
+            max_rows=min(_MOST_ROWS, max(_FEWEST_ROWS, _ROWS_A_SEQUENCE * max_sequences)),
+            max_sequences=max_sequences,
+            max_tail_width=max_tree_nodes + MAX_PLAIN_ROWS,
+            max_context_tokens=max_context_tokens,
+        )
+
+
+class GraphInputs:
+    """A `ForwardBatch` of the largest size, and what is planned of it for recurrent states where
+    the layout has some, in memory that never moves.
+
+    A bucket of R rows and B sequences reads the first of every tensor, so all graphs share these.
+
+    Attributes:
+        num_pages: columns of the page table; a sequence may hold more pages than its rows need.
+    """
+
+    def __init__(self, limits: GraphLimits, layout: KvLayout, device: torch.device) -> None:
+        num_rows, num_sequences = limits.max_rows, limits.max_sequences
+        page_size, self._states = layout.page_size, None
+        if layout.states is not None:
+            # A path a row, and what a sequence has committed since its last step.
+            line = limits.max_tail_width + layout.states.window
+            num_places = (num_rows + num_sequences) * line
+            self._states = StateSlots(num_rows, num_sequences, num_places, device)
+        self.num_pages = num_pages = -(-limits.max_context_tokens // page_size)
+        self._whole = ForwardBatch(
+            token_ids=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            positions=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            slots=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            query_starts=torch.zeros(num_sequences + 1, dtype=torch.int32, device=device),
+            kv_lengths=torch.zeros(num_sequences, dtype=torch.int32, device=device),
+            prefix_lengths=torch.zeros(num_sequences, dtype=torch.int32, device=device),
+            page_table=torch.zeros((num_sequences, num_pages), dtype=torch.int32, device=device),
+            tail_mask=torch.zeros(
+                num_rows * limits.max_tail_width, dtype=torch.bool, device=device
+            ).view(num_rows, limits.max_tail_width),
+            is_causal=torch.ones(num_sequences, dtype=torch.bool, device=device),
+            logit_rows=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            # One row keeps every sequence out of the chunk kernel, whose blocks a graph lacks.
+            max_query_length=1,
+            max_kv_length=limits.max_context_tokens,
+            page_size=page_size,
+        )
+
+    def bucket(self, num_rows: int, num_sequences: int, *, has_tail: bool) -> ForwardBatch:
+        """Returns the batch that a graph of this size reads."""
+        whole = self._whole
+        mask = whole.tail_mask
+        assert mask is not None
+        return replace(
+            whole,
+            token_ids=whole.token_ids[:num_rows],
+            positions=whole.positions[:num_rows],
+            slots=whole.slots[:num_rows],
+            query_starts=whole.query_starts[: num_sequences + 1],
+            kv_lengths=whole.kv_lengths[:num_sequences],
+            prefix_lengths=whole.prefix_lengths[:num_sequences],
+            page_table=whole.page_table[:num_sequences],
+            tail_mask=mask[:num_rows] if has_tail else None,
+            is_causal=whole.is_causal[:num_sequences],
+            logit_rows=whole.logit_rows[:num_rows],
+        )
+
+    def states(self, num_rows: int, num_sequences: int, *, has_tail: bool) -> StateInputs | None:
+        """Returns the plan that a graph of this size reads; None where there are no states."""
+        if self._states is None:
+            return None
+        return self._states.inputs.first(num_rows, num_sequences, has_tail=has_tail)
+
+    def fits(self, plan: StatePlan | None) -> bool:
+        """Whether there is room: not for sequences that lost their state, and begin anew."""
+        return plan is None or (self._states is not None and self._states.fits(plan))
+
+    def fill_with_nobody(self, bucket: ForwardBatch) -> None:
+        """Queues a batch without a sequence of anybody: what a capture computes.
+
+        What was planned for the forward before goes as well: to follow that plan once more would
+        advance states that are advanced already.
+        """
+        self.fill(bucket, empty_decode_batch(1, bucket.page_size, bucket.token_ids.device))
+        if self._states is not None:
+            self._states.clear()
+
+    def fill_states(self, plan: StatePlan | None) -> None:
+        """Queues a plan that fits, in one copy; None where there are no states."""
+        if plan is not None:
+            assert self._states is not None
+            self._states.fill(plan)
+
+    def fill(self, bucket: ForwardBatch, batch: ForwardBatch) -> None:
+        """Copies `batch` to the front of `bucket` and pads the rest, in one launch."""
+        from shared.kernels.padding_jit import pad_batch
+
+        mask, target_mask = batch.tail_mask, bucket.tail_mask
+        num_programs = max(len(bucket.token_ids), len(bucket.kv_lengths) + 1)
+        # A batch of causal rows has no mask; its rows read none either.
+        has_tail = mask is not None and target_mask is not None
+        pad_batch[(num_programs,)](
+            batch.token_ids, batch.positions, batch.slots, batch.logit_rows,
+            batch.query_starts, batch.kv_lengths, batch.prefix_lengths, batch.is_causal,
+            batch.page_table, batch.is_causal if mask is None else mask,
+            bucket.token_ids, bucket.positions, bucket.slots, bucket.logit_rows,
+            bucket.query_starts, bucket.kv_lengths, bucket.prefix_lengths, bucket.is_causal,
+            bucket.page_table, bucket.is_causal if target_mask is None else target_mask,
+            len(batch.token_ids), len(batch.logit_rows), len(batch.kv_lengths),
+            batch.page_table.shape[1], 1 if mask is None else mask.shape[1],
+            len(bucket.token_ids), len(bucket.kv_lengths), bucket.page_table.shape[1],
+            1 if target_mask is None else target_mask.shape[1],
+            HAS_TAIL=has_tail, BLOCK=128, num_warps=4,
+        )  # fmt: skip
+
+
+# Graphs by what tells them apart, as many of them as there is memory for.
+
+# torch captures on one stream of the process, whichever thread asks.
+_ONE_AT_A_TIME = threading.Lock()
+
+
+@contextmanager
+def capturing(
+    graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream | None = None
+) -> Iterator[None]:
+    """Captures into `graph` what its body queues.
+
+    Another thread of the process may use the device meanwhile, and waits to capture. It must not
+    wait for the whole device, which breaks the capture under way; this waits for it before it
+    begins. No garbage is collected: a graph among it would be destroyed, which breaks it, too.
+
+    Args:
+        pool: of `torch.cuda.graph_pool_handle`.
+        stream: on which the graph will run while others run elsewhere: libraries keep a workspace
+            for each stream that captures. None is the one of all other captures.
+    """
+    with _ONE_AT_A_TIME:
+        collects = gc.isenabled()
+        gc.disable()
+        # torch leaves the thread on the stream of captures when one cannot end.
+        own_stream = torch.cuda.stream(torch.cuda.current_stream())
+        try:
+            with (
+                own_stream,
+                torch.cuda.graph(
+                    graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+                ),
+            ):
+                yield
+        finally:
+            if collects:
+                gc.enable()
+
+
+# Each size costs its captures at start; between two sizes padding costs little, because small
+# products are bound by their weights.
+_ROW_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 224, 256, 320, 512)
+# A graph has blocks of attention for as many sequences as may come. Trees mostly have this many
+# rows, and room for a sequence a row would make the launcher take them for a full device.
+_ROWS_A_TREE = 4
+_FEWEST_ROWS_OF_TREES = 24
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """The properties by which a graph is chosen.
+
+    Attributes:
+        num_rows: rows of the bucket.
+        num_sequences: that these rows may fall to.
+        has_tail: whether some sequence may be a tree.
+        capture_layers: layers whose input the forward returns.
+    """
+
+    num_rows: int
+    num_sequences: int
+    has_tail: bool
+    capture_layers: tuple[int, ...]
+
+
+def sequence_buckets(num_rows: int, max_sequences: int, *, has_tail: bool) -> tuple[int, ...]:
+    """Returns the numbers of sequences that graphs of so many rows are captured for, ascending."""
+    most, few = min(num_rows, max_sequences), num_rows // _ROWS_A_TREE
+    has_trees = has_tail and num_rows >= _FEWEST_ROWS_OF_TREES
+    return (few, most) if has_trees and few < most else (most,)
+
+
+def row_buckets(max_rows: int) -> tuple[int, ...]:
+    """Returns the numbers of rows that graphs are captured for, ascending, `max_rows` last."""
+    return (*(rows for rows in _ROW_BUCKETS if rows < max_rows), max_rows)
+
+
+def keys_of(limits: GraphLimits, capture_layers: tuple[int, ...]) -> list[GraphKey]:
+    """Returns all graphs for one kind of features, ascending."""
+    most_plain = _bucket_of(limits.max_sequences, limits)
+    return [
+        GraphKey(num_rows, num_sequences, has_tail, capture_layers)
+        for num_rows in row_buckets(limits.max_rows)
+        for has_tail in (False, True)
+        if has_tail or num_rows <= most_plain
+        for num_sequences in sequence_buckets(num_rows, limits.max_sequences, has_tail=has_tail)
+    ]
+
+
+def key_of(batch: ForwardBatch, limits: GraphLimits, capture_layers: tuple[int, ...]) -> GraphKey:
+    """Returns the smallest graph for a batch within the limits."""
+    num_rows, has_tail = _bucket_of(len(batch.token_ids), limits), batch.tail_mask is not None
+    buckets = sequence_buckets(num_rows, limits.max_sequences, has_tail=has_tail)
+    num_sequences = next(count for count in buckets if count >= len(batch.kv_lengths))
+    return GraphKey(num_rows, num_sequences, has_tail, capture_layers)
+
+
+def _bucket_of(num_rows: int, limits: GraphLimits) -> int:
+    return next(rows for rows in row_buckets(limits.max_rows) if rows >= num_rows)
+
 
 logger = logging.getLogger(__name__)
+Key = TypeVar("Key", bound=Hashable)
+Graph = TypeVar("Graph")
+
+
+class GraphStore(Generic[Key, Graph]):
+    """Captures a graph when it is first asked for.
+
+    Args:
+        capture: makes one.
+        is_shared: other processes capture the same one at the same time, and wait for this one in
+            the middle of it.
+        advise: says what to change for so much memory.
+
+    Attributes:
+        is_full: no memory is left for another one; those that are here go on.
+    """
+
+    def __init__(
+        self,
+        capture: Callable[[Key], Graph],
+        *,
+        is_shared: bool,
+        advise: Callable[[Shortage], str],
+    ) -> None:
+        self.is_full = False
+        self._capture = capture
+        self._is_shared = is_shared
+        self._advise = advise
+        self._graphs: dict[Key, Graph] = {}
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._graphs
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._graphs)
+
+    def of(self, key: Key) -> Graph | None:
+        """Returns a graph; None where there is no memory for it.
+
+        Raises:
+            RuntimeError: there is none, and others share the graph: going on without it
+                would leave them waiting for ever.
+        """
+        if key not in self._graphs and not self.is_full:
+            try:
+                self._graphs[key] = self._capture(key)
+            except RuntimeError as error:
+                advice = self._advise(Shortage.of(error))
+                if self._is_shared:
+                    logger.critical(
+                        "no memory for CUDA graph %d of the group: %s", len(self) + 1, advice
+                    )
+                    raise
+                self._fill_up(advice)
+        return self._graphs.get(key)
+
+    def _fill_up(self, advice: str) -> None:
+        self.is_full = True
+        torch.cuda.empty_cache()
+        logger.warning(
+            "no memory for more than %d CUDA graphs; other steps run without: %s",
+            *(len(self), advice),
+        )
+
+
 # A few sequences, or the tree of one: what a target is asked for first.
 _FIRST_ROWS = 8
 # Most kinds of features that graphs are kept for; more are computed without.

@@ -16,7 +16,7 @@ from shared.runtime.mapped_rounds import (
 from shared.runtime.ring_memory import RingAddress
 from shared.runtime.round_batches import RoundShape
 from shared.runtime.round_head import HeadBacklog
-from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.round_state import RoundSampling
 
 
 def command_message(command: MappedCommand) -> pb.MappedHeadCommand:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shared.kv.leases import PADDING_PAGE
 from shared.models.heads.feature_spec import FeatureSpec
-from shared.runtime.graph_store import capturing
+from shared.runtime.graphs import capturing
 from shared.runtime.mapped_rounds import (
     DONE,
     GO,
@@ -35,8 +35,7 @@ from shared.runtime.ring_memory import OpenedMemory, RingUnavailable, open_memor
 from shared.runtime.round_batches import RoundBatches
 from shared.runtime.round_graphs import num_computed
 from shared.runtime.round_head import CatchUp, HeadBacklog
-from shared.runtime.round_sampling import RoundSampling
-from shared.runtime.round_state import RoundState
+from shared.runtime.round_state import RoundSampling, RoundState
 from shared.runtime.tree_draft import DraftCode, grown
 from shared.runtime.tree_model import TreeModel
 

@@ -12,17 +12,20 @@ own, and mends what is not a tree.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from shared.runtime.ring_memory import RingAddress
-from shared.runtime.round_batches import RoundShape
-from shared.runtime.round_head import HeadBacklog
-from shared.runtime.round_sampling import RoundSampling
-from shared.runtime.round_state import TAIL, RoundState
+from shared.kv.pool import KvPool
+from shared.models.heads.feature_spec import FeatureSpec
+from shared.runtime.ring_memory import RingAddress, RingMemory, share_memory
+from shared.runtime.round_batches import RoundBatches, RoundShape, RoundTree
+from shared.runtime.round_head import HeadBacklog, RoundHead, read_trees
+from shared.runtime.round_state import TAIL, RoundSampling, RoundState
+from shared.runtime.round_verification import RoundVerification
+from shared.runtime.tree_model import verification_for
 
 _ALIGNMENT = 256
 GO, DONE = 0, _ALIGNMENT
@@ -192,3 +195,198 @@ class MappedRound:
 
 
 MappedCommand = OpenMapped | PrepareMapped | MappedRound
+
+
+# The target's side.
+
+LONGEST_WAIT_US = {"cuda": 40_000, "cpu": 1_000_000}
+"""A tree that takes longer is not waited for; what that costs, it costs once."""
+WAIT_A_BACKLOG_US, WAIT_A_ROW_US = 50_000, 20
+"""Added where rows of prompts are computed first, and for each of them."""
+WARM_UP_WAIT_US = 2_000_000
+_LONGEST_US = 2**31 - 1
+
+
+Send = Callable[[Sequence[MappedCommand]], bool]
+"""Hands commands to the head's process; False where it does not keep up."""
+
+
+@dataclass(frozen=True, slots=True)
+class MappedSource:
+    """A kind of head in another process.
+
+    Attributes:
+        vocab_size: tokens that it can propose.
+        shapes: of all rounds, in the order of their numbers.
+    """
+
+    vocab_size: int
+    shapes: tuple[MappedShape, ...]
+
+
+class MappedHead:
+    """A head of another process. A `HeadPlace`; owned by the engine thread.
+
+    Args:
+        spec: the hidden states that it reads.
+        features: where they are; None for a model that reads none.
+        target_vocab_size: trees may hold only tokens below it.
+    """
+
+    def __init__(
+        self,
+        source: MappedSource,
+        spec: FeatureSpec | None,
+        features: FeatureAddress | None,
+        *,
+        device: torch.device,
+        page_size: int,
+        target_vocab_size: int,
+    ) -> None:
+        """Raises:
+        RingUnavailable: the memory cannot be shared.
+        """
+        self.source = source
+        self._send: Send = _nobody
+        self.spec, self._shapes, self._page_size = spec, source.shapes, page_size
+        self.target_vocab_size = target_vocab_size
+        self._layout = MappedLayout.of(source.shapes, page_size)
+        self._memory: RingMemory = share_memory(self._layout.size_bytes, device)
+        self._memory.elements.zero_()
+        self._features = features
+        self._round = 0
+        self._late_before = 0
+        self._longest_us = LONGEST_WAIT_US[device.type]
+        self._backlogs: list[HeadBacklog] = []
+        self.is_open = self.is_broken = False
+        self._is_warming_up = True
+        # Of the last round whose trees came too late.
+        is_cuda = device.type == "cuda"
+        self._late = torch.zeros(1, dtype=torch.int32, pin_memory=is_cuda)
+        self._is_cuda = is_cuda
+
+    @property
+    def vocab_size(self) -> int:
+        return self.source.vocab_size
+
+    @property
+    def num_outcomes(self) -> int:
+        return max(each.shape.num_outcomes for each in self._shapes)
+
+    def open(self, send: Send, prepared: Sequence[PrepareMapped]) -> None:
+        """Has a process map the memory and prepare for rounds."""
+        self._send, self.is_open, self.is_broken = send, True, False
+        self._is_warming_up, self._backlogs = True, []
+        self.forgive()
+        opening = OpenMapped(self._memory.address, self._features, self._shapes, self._round)
+        self._tell(opening, *prepared)
+
+    def close(self) -> None:
+        """The process has left; another one may come."""
+        self._send, self.is_open, self.is_broken = _nobody, False, True
+
+    def warmed_up(self) -> None:
+        """Rounds have run, so that late trees count from now on."""
+        self._is_warming_up = False
+        self.forgive()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether trees did not come in time since `forgive`, or the process is not heard any
+        more."""
+        return self.is_broken or int(self._late[0]) != self._late_before
+
+    def forgive(self) -> None:
+        """Rounds begin anew: what was late does not count."""
+        self._late_before = int(self._late[0])
+
+    def verification(self, shape: RoundShape) -> Callable[..., RoundVerification]:
+        """See `HeadPlace.verification`."""
+        return verification_for(shape, self._memory.elements.device)
+
+    def in_rounds(
+        self, number: int, shape: RoundShape, max_sequences: int, feature_rows: Tensor | None,
+        target: KvPool,
+    ) -> RoundHead:  # fmt: skip
+        """See `HeadPlace.in_rounds`."""
+        assert self._shapes[number] == MappedShape(shape, max_sequences), "another shape"
+        memory = self._memory.elements
+        state = state_within(
+            memory, self._layout.states[number], self._shapes[number], self._page_size
+        )
+        empty = RoundState.empty(
+            max_sequences,
+            max_open_rows=shape.max_committed,
+            num_pages=shape.num_pages(self._page_size),
+            device=memory.device,
+        )
+        state.copy_(empty)
+        size = max_sequences * 2 * shape.num_tree_rows
+        trees = memory[self._layout.trees :].view(torch.int64)[:size]
+        return _MappedRounds(
+            self, number, shape, state, trees.view(max_sequences, 2, shape.num_tree_rows)
+        )
+
+    def catch_up(self, backlogs: Iterable[HeadBacklog]) -> None:
+        """Has the next round begin with some rows."""
+        self._backlogs += backlogs
+
+    def begin(
+        self, number: int, num_slots: int, sampling: RoundSampling, *, is_ahead: bool
+    ) -> None:
+        """Announces a round and queues the wait for its trees on the current stream."""
+        backlogs, self._backlogs = tuple(self._backlogs), []
+        self._round += 1
+        self._tell(MappedRound(number, num_slots, sampling, backlogs, is_ahead))
+        limit_us = WARM_UP_WAIT_US if self._is_warming_up else self._longest_us
+        num_rows = sum(each.num_rows for each in backlogs)
+        limit_us += WAIT_A_ROW_US * num_rows + (WAIT_A_BACKLOG_US if num_rows else 0)
+        # Who has left, or was late, is not waited for.
+        self._exchange(0 if self.is_late else min(limit_us, _LONGEST_US))
+
+    def _tell(self, *commands: MappedCommand) -> None:
+        if not self.is_broken and not self._send(commands):
+            self.is_broken = True
+
+    def _exchange(self, limit_us: int) -> None:
+        memory = self._memory.elements
+        if self._is_cuda:
+            from shared.runtime.exchange_jit import exchange
+
+            start = memory.data_ptr()
+            exchange[(1,)](
+                start + GO, start + DONE, self._late.data_ptr(), self._round, limit_us, num_warps=1
+            )
+            return
+        counters = memory.view(torch.int32)
+        counters[GO // 4] = self._round
+        if not wait_for_round(self._round, lambda: int(counters[DONE // 4]), limit_us / 1e6):
+            self._late[0] = self._round
+
+
+def _nobody(_: Sequence[MappedCommand]) -> bool:
+    return False
+
+
+class _MappedRounds:
+    """See `RoundHead`."""
+
+    def __init__(
+        self, head: MappedHead, number: int, shape: RoundShape, state: RoundState, trees: Tensor
+    ) -> None:
+        self._head, self._number, self._trees = head, number, trees
+        self.state, self.feature_spec = state, head.spec
+        self.catch_up = head.catch_up
+        self._batches = RoundBatches(shape, head._page_size)
+
+    @property
+    def is_late(self) -> bool:
+        return self._head.is_late
+
+    def begin(self, num_slots: int, sampling: RoundSampling, *, is_ahead: bool) -> None:
+        """See `RoundHead.begin`."""
+        self._head.begin(self._number, num_slots, sampling, is_ahead=is_ahead)
+
+    def grow(self, state: RoundState, sampling: RoundSampling) -> RoundTree:
+        """Reads the trees, once."""
+        return read_trees(self._trees, state, self._batches, self._head.target_vocab_size)

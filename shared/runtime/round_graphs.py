@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 from shared.models.decoder import DecoderOutput
-from shared.runtime.graph_store import capturing
-from shared.runtime.lane_sampling import LaneSampling, QueuedLogprobs
-from shared.runtime.lane_trees import LaneMasks
+from shared.runtime.graphs import capturing
+from shared.runtime.lane_sampling import LaneMasks, LaneSampling, QueuedLogprobs
 from shared.runtime.round_batches import RoundTree
-from shared.runtime.round_sampling import RoundSampling
-from shared.runtime.round_state import RoundState
+from shared.runtime.round_state import RoundSampling, RoundState
 from shared.runtime.round_verification import (
     RESULT_COUNTS,
     CommittedRound,

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from shared.runtime.host_copy import UploadRing
 from shared.runtime.round_batches import RoundBatches, RoundTree
-from shared.runtime.round_sampling import RoundSampling
-from shared.runtime.round_state import RoundState
+from shared.runtime.round_state import RoundSampling, RoundState
 from shared.speculation.tree import NO_TOKEN, rows_of_parents
 from shared.tokens import TokenTree
 

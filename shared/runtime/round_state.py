@@ -6,7 +6,8 @@ another without the host. A slot without a sequence computes in the padding page
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import enum
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +16,16 @@ from torch import Tensor
 
 from shared.kv.leases import PADDING_PAGE
 from shared.kv.upload import Array, uploaded
-from shared.speculation.row_sampling import sampling_columns, signed_seed
-from shared.tokens import SamplingParams
+from shared.speculation.distributions import coupled_confidence
+from shared.speculation.noise import gumbel_noise
+from shared.speculation.row_sampling import (
+    RowSampling,
+    sampling_columns,
+    sampling_of_columns,
+    signed_seed,
+)
+from shared.speculation.verify import draw_tokens
+from shared.tokens import SamplingParams, TokenLogprobs
 
 NewPage = tuple[int, int, int]
 """A slot, the place in its sequence that a page has, and the page."""
@@ -228,3 +237,159 @@ def empty_number_row(max_open_rows: int) -> list[int]:
 def _number_row(tokens: Sequence[int], seed: int, max_open_rows: int) -> list[int]:
     padding = [0] * (max_open_rows - len(tokens))
     return [_EMPTY_LENGTH, _EMPTY_OPEN, 0, seed, 0, 0, *tokens, *padding]
+
+
+# Scores and draws of a round's rows from the sampling parameters of their slots.
+
+_MAX_CUT_ROWS = 512
+
+
+class RoundSampling(enum.Enum):
+    """The sampling that the slots of a round need; each kind includes those before it.
+
+    The rule is the coupled one; `LaneSampling` draws for lanes with penalties, bias or bans.
+    """
+
+    GREEDY = 0
+    DRAWN = 1
+    CUT = 2
+
+    @classmethod
+    def of(
+        cls, params: Iterable[SamplingParams], drafted: Iterable[SamplingParams] = ()
+    ) -> RoundSampling:
+        """Returns the least kind that draws for all of `params`, and drafts for `drafted` too."""
+        kinds = [_kind_of(each) for each in params]
+        kinds += [cls.GREEDY if each.is_greedy else cls.DRAWN for each in drafted]
+        return max(kinds, key=_rank, default=cls.GREEDY)
+
+    def confidence(self, logits: Tensor, state: RoundState, depth: int) -> Tensor:
+        """Returns the head's `coupled_confidence` `[S * N, V]` for its logits `[S * N, V]`.
+
+        Args:
+            depth: of the rows; the root's is 0.
+        """
+        num_rows = len(logits) // state.num_slots
+        rows = self._rows(state, num_rows)
+        if self is RoundSampling.GREEDY:
+            return coupled_confidence(logits, rows, None)
+        noise = gumbel_noise(state.seeds, state.drawn_positions + depth, logits.shape[1])
+        # Rows of one sequence and level draw the token at one position, so they share their noise.
+        return coupled_confidence(logits, rows, noise.repeat_interleave(num_rows, dim=0))
+
+    def draw(self, logits: Tensor, state: RoundState, depths: Tensor) -> Tensor:
+        """Returns the target's tokens `[S, T]` for its logits `[S * T, V]` and depths `[S, T]`."""
+        positions = state.lengths.unsqueeze(1) + depths
+        num_slots, num_rows = depths.shape
+        # Cuts sort a row, in several times its memory.
+        size = max(_MAX_CUT_ROWS // num_rows, 1) if self is RoundSampling.CUT else num_slots
+        drawn = []
+        for first in range(0, num_slots, size):
+            own = slice(first, min(first + size, num_slots))
+            rows = self._rows(state.of(own), num_rows)
+            own_logits = logits[own.start * num_rows : own.stop * num_rows]
+            drawn.append(draw_tokens(own_logits, rows, positions[own].flatten()))
+        return (drawn[0] if len(drawn) == 1 else torch.cat(drawn)).view(depths.shape)
+
+    def _rows(self, state: RoundState, num_rows: int) -> RowSampling:
+        return sampling_of_columns(
+            state.sampling.repeat_interleave(num_rows, dim=0),
+            state.seeds.repeat_interleave(num_rows),
+            has_draws=self is not RoundSampling.GREEDY,
+            has_cuts=self is RoundSampling.CUT,
+        )
+
+
+def _kind_of(params: SamplingParams) -> RoundSampling:
+    if params.is_greedy:
+        return RoundSampling.GREEDY
+    is_cut = bool(params.top_k) or params.top_p < 1.0 or params.min_p > 0.0
+    return RoundSampling.CUT if is_cut else RoundSampling.DRAWN
+
+
+def _rank(kind: RoundSampling) -> int:
+    return kind.value
+
+
+# Sequences on their way into rounds on the device, and what rounds did to them.
+
+
+@dataclass(frozen=True, slots=True)
+class NewLane:
+    """A sequence that is to take part.
+
+    Attributes:
+        token_ids: committed, at least two.
+        pages: the target's, in logical order.
+        head_pages: the head's; cover one row a token but the last.
+        num_head_rows: the first rows, whose keys and values are in `head_pages` already.
+        num_computed: tokens that the target has computed, at least one, and whose features are in
+            `feature_rows`. The first round computes the others; None is all but the last.
+        num_prompt_tokens: how many of the tokens are the prompt.
+        min_length: tokens that there must be before one of `stop_token_ids` may be drawn.
+        top_logprobs: alternatives to report for each token; None reports no log probability.
+        logprob_temperature: what logits are divided by for them.
+    """
+
+    sequence_id: int
+    token_ids: Sequence[int]
+    sampling: SamplingParams
+    pages: Sequence[int]
+    head_pages: Sequence[int]
+    num_head_rows: int
+    num_computed: int | None = None
+    num_prompt_tokens: int = 0
+    min_length: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    top_logprobs: int | None = None
+    logprob_temperature: float = 1.0
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def output_token_ids(self) -> Sequence[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def is_shaped(self) -> bool:
+        """Whether more than temperature and cuts shapes what it draws from."""
+        is_early = bool(self.stop_token_ids) and len(self.token_ids) < self.min_length
+        return self.sampling.shapes_logits or is_early
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether the first round computes more than the last token."""
+        return len(self.uncomputed_token_ids) > 1
+
+    @property
+    def uncomputed_token_ids(self) -> Sequence[int]:
+        """The tokens that the first round computes, the last one at least."""
+        return self.token_ids[-1 if self.num_computed is None else self.num_computed :]
+
+    def in_slot(self, start: int, *, is_last: bool = True) -> SlotSequence:
+        """Returns what a slot holds whose first row is the token at `start`.
+
+        Args:
+            is_last: the slot is its own. One that computes what comes before draws nothing.
+        """
+        head_pages = self.head_pages if is_last else ()
+        root = self.token_ids[start]
+        return SlotSequence(start + 1, root, self.sampling, self.pages, head_pages)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRound:
+    """The result of a round for one sequence.
+
+    Attributes:
+        token_ids: committed, the bonus token last; at least one.
+        num_drafted: nodes of its tree.
+        logprobs: of each token; empty where none are wanted.
+    """
+
+    sequence_id: int
+    token_ids: tuple[int, ...]
+    num_drafted: int
+    logprobs: tuple[TokenLogprobs, ...] = ()

@@ -17,8 +17,7 @@ from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder, DecoderOutput
 from shared.models.heads.feature_spec import FeatureSpec
 from shared.runtime.round_batches import RoundShape, RoundTree
-from shared.runtime.round_sampling import RoundSampling
-from shared.runtime.round_state import RoundState
+from shared.runtime.round_state import RoundSampling, RoundState
 from shared.speculation.tree import AcceptedRows, TreeRows, accept_rows
 
 RESULT_COUNTS = 2

@@ -22,13 +22,10 @@ from shared.models.heads.feature_spec import FeatureSpec
 from shared.runtime.host_copy import HostCopy
 from shared.runtime.round_batches import MAX_PENDING_ROUNDS, RoundBatches, RoundShape
 from shared.runtime.round_graphs import CapturedRound, RoundGraphs, num_computed
-from shared.runtime.round_parts import SelectionParts
-from shared.runtime.round_runner import RoundLimits
-from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.round_runner import RoundLimits, RoundSlots
 from shared.runtime.round_selection import PreparedBlock, PreparedTree
-from shared.runtime.round_sequences import NewLane, SequenceRound
-from shared.runtime.round_slots import RoundSlots
-from shared.runtime.round_state import RoundState
+from shared.runtime.round_state import NewLane, RoundSampling, RoundState, SequenceRound
+from shared.runtime.tree_model import SelectionParts
 from shared.tokens import TokenTree, TreeShape
 
 _ROWS = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)

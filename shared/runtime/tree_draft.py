@@ -1,20 +1,22 @@
-"""Whole trees of one shape, grown or walked level by level by any model and kernels."""
+"""Whole trees of one shape, grown or walked level by level: by a draft head, or by a language
+model; in plain torch, or by kernels that are handed in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from shared.kv.batch import ForwardBatch
+from shared.kv.pool import KvPool
+from shared.models.decoder import Decoder
+from shared.models.heads.head import DraftHead
 from shared.runtime.round_batches import RoundBatches, RoundTree
-from shared.runtime.round_sampling import RoundSampling
-from shared.runtime.round_state import RoundState
-from shared.speculation.growth import Children
-from shared.speculation.tree import TreeRows
+from shared.runtime.round_state import LENGTH, OFFSET, RoundSampling, RoundState
+from shared.speculation.tree import Beam, Children, TreeGrowth, TreeRows, choose_children, tree_rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -252,3 +254,295 @@ def packed(part: ScoredRows | ComputedRows | None) -> Part:
             return PackedRows(numbers, part.states)
         case None:
             return None
+
+
+# The growth of trees in plain torch: `TreeGrowth` on the slots of a state.
+
+
+class PlainScores:
+    """See `Scores`.
+
+    Args:
+        width: tokens to find after each row.
+    """
+
+    def __init__(self, state: RoundState, sampling: RoundSampling, width: int) -> None:
+        self._state, self._sampling, self._width = state, sampling, width
+        self._levels: list[Children] = []
+
+    def best(self, logits: Tensor) -> Children:
+        """Returns the best tokens after each row of the next level."""
+        scores = self._sampling.confidence(logits, self._state, len(self._levels))
+        rows = scores.view(self._state.num_slots, -1, logits.shape[1])
+        self._levels.append(choose_children(rows, self._width))
+        return self._levels[-1]
+
+    def look(self, logits: Tensor) -> None:
+        """See `Scores.look`."""
+        self.best(logits)
+
+    def choices(self) -> Children:
+        """See `Scores.choices`."""
+        return Children(
+            torch.cat([each.token_ids for each in self._levels], dim=1),
+            torch.cat([each.log_probs for each in self._levels], dim=1),
+        )
+
+
+class PlainGrowth:
+    """See `Growth`."""
+
+    def __init__(self, state: RoundState, batches: RoundBatches, scores: PlainScores) -> None:
+        self._state, self._batches, self.scores = state, batches, scores
+        self._growth, self._beams = TreeGrowth(batches.shape.tree), list[Beam]()
+
+    def add(self, logits: Tensor) -> None:
+        """See `Growth.add`."""
+        self._growth.add(self.scores.best(logits).best(self._batches.shape.tree.topk))
+
+    def beam(self) -> tuple[ForwardBatch, Tensor]:
+        """See `Growth.beam`."""
+        beam, level = self._growth.select_beam(), len(self._beams)
+        self._beams.append(beam)
+        num_before = self._batches.shape.tree.topk if level else 1
+        first_rows = torch.arange(self._state.num_slots, device=beam.parents.device) * num_before
+        parents = first_rows.unsqueeze(1) + beam.parents
+        return self._batches.of_beam(self._state, beam, level), parents.flatten()
+
+    def scored(self) -> ScoredRows:
+        """See `Growth.scored`."""
+        tree, roots = self._batches.shape.tree, self._state.roots
+        nodes = self._growth.select()
+        # A tree may have no level that is computed.
+        none = roots.new_empty((2, self._state.num_slots, 0, tree.topk))
+        levels = [torch.stack((each.token_ids, each.parents)).unsqueeze(2) for each in self._beams]
+        return ScoredRows(
+            tree_rows(nodes, roots, tree.num_steps),
+            torch.cat((torch.zeros_like(nodes.path[:, :1]), nodes.path), dim=1),
+            torch.cat((none, *levels), dim=2),
+        )
+
+    def finish(self) -> RoundTree:
+        """See `Growth.finish`."""
+        return self._batches.of_trees(self._state, self.scored().rows)
+
+
+def plain_scores(
+    state: RoundState, batches: RoundBatches, sampling: RoundSampling, num_choices: int
+) -> PlainScores:
+    """Returns what finds the children that trees need, or as many tokens as are asked for."""
+    return PlainScores(state, sampling, num_choices or batches.shape.tree.topk)
+
+
+# A language model that drafts, for trees that are grown in one pass.
+
+
+class DecoderForwards:
+    """See `Forwards`: rows read tokens alone."""
+
+    def __init__(self, logits: Callable[[ForwardBatch], Tensor], batch: ForwardBatch) -> None:
+        self._logits, self._batch = logits, batch
+
+    def first(self) -> Tensor:
+        """See `Forwards.first`."""
+        return self._logits(self._batch)
+
+    def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor:
+        """See `Forwards.next`."""
+        return self._logits(batch)
+
+    def walk(self, levels: Iterable[KnownLevel]) -> Iterator[Tensor]:
+        """See `Forwards.walk`."""
+        yield self.first()
+        for level in levels:
+            yield self.next(*level)
+
+    def states(self) -> None:
+        """There are none."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderDraft:
+    """Drafts in plain torch. See `DraftCode`.
+
+    A model's rows are those of a head one token later: row i reads token i. So the state counts a
+    token more than are committed, and its first one is left out of the window.
+    """
+
+    decoder: Decoder
+    pool: KvPool
+    batches: RoundBatches
+
+    def seen(self, state: RoundState) -> RoundState:
+        """See `DraftCode.seen`."""
+        numbers = state.numbers.clone()
+        numbers[:, LENGTH] += 1
+        numbers[:, OFFSET] -= 1
+        return replace(state, numbers=numbers)
+
+    def open_rows(self, state: RoundState) -> tuple[ForwardBatch, Tensor]:
+        """See `DraftCode.open_rows`."""
+        return self.batches.of_open_rows(state)
+
+    def forwards(
+        self, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool
+    ) -> DecoderForwards:
+        """See `DraftCode.forwards`."""
+        return DecoderForwards(self.logits, batch)
+
+    def scores(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> Scores:
+        """See `DraftCode.scores`."""
+        return plain_scores(state, self.batches, sampling, num_choices)
+
+    def growth(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> Growth:
+        """See `DraftCode.growth`."""
+        scores = plain_scores(state, self.batches, sampling, num_choices)
+        return PlainGrowth(state, self.batches, scores)
+
+    def kind_of(self, sampling: RoundSampling) -> RoundSampling:
+        """See `DraftCode.kind_of`."""
+        return sampling
+
+    def logits(self, batch: ForwardBatch) -> Tensor:
+        """Computes rows; returns the logits of those that ask for them."""
+        hidden = self.decoder.forward(batch, self.pool).hidden
+        return self.decoder.logits(hidden.index_select(0, batch.logit_rows))
+
+
+# First part of a speculative round: the head takes in what was committed and grows the trees.
+
+Level = Callable[[ForwardBatch, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
+Logits = Callable[[Tensor], Tensor]
+
+
+class HeadForwards:
+    """See `Forwards`: each level reads the states of the one before.
+
+    Args:
+        level, logits: see `RoundDraft`.
+        hidden: `[any, H]`, what the open rows read.
+        sources: `[R]` int64, the row of `hidden` that each of them reads; None takes them in order.
+        keeps_states: those of all levels, not of the last alone.
+    """
+
+    def __init__(
+        self,
+        level: Level,
+        logits: Logits,
+        batch: ForwardBatch,
+        hidden: Tensor,
+        sources: Tensor | None,
+        *,
+        keeps_states: bool,
+    ) -> None:
+        self._level, self._logits = level, logits
+        self._batch, self._hidden, self._sources = batch, hidden, sources
+        self._keeps_states, self._kept = keeps_states, list[Tensor]()
+        self._num_slots = len(batch.logit_rows)
+
+    def first(self) -> Tensor:
+        """See `Forwards.first`."""
+        return self._logits(self._open())
+
+    def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor:
+        """See `Forwards.next`."""
+        return self._logits(self._advance(batch, parents, None))
+
+    def walk(self, levels: Iterable[KnownLevel]) -> Sequence[Tensor]:
+        """See `Forwards.walk`. The matrix of the vocabulary is the largest, and read once."""
+        read = [self._open(), *(self._advance(*level, None) for level in levels)]
+        return torch.split(self._logits(torch.cat(read)), [len(rows) for rows in read])
+
+    def states(self) -> Tensor:
+        """See `Forwards.states`."""
+        levels = [each.view(self._num_slots, -1, each.shape[1]) for each in self._kept]
+        return torch.cat(levels, dim=1)
+
+    def _open(self) -> Tensor:
+        return self._advance(self._batch, self._sources, self._batch.logit_rows)
+
+    def _advance(
+        self, batch: ForwardBatch, sources: Tensor | None, wanted: Tensor | None
+    ) -> Tensor:
+        """Computes a level; returns what its logits read."""
+        self._hidden, read = self._level(batch, self._hidden, sources, wanted)
+        if self._keeps_states:
+            self._kept.append(self._hidden)
+        return read
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoundDraft:
+    """Drafts for all slots of a state, in plain torch. See `DraftCode`.
+
+    Attributes:
+        pool: the head's; its pages are as large as the target's.
+        source_rows: what open rows read beside tokens: the target's features `[num_slots, W]` of
+            each slot of the target's pool, or of any rows where the target is elsewhere.
+        reads_states: they are states `[any, H]` of the head's own instead.
+    """
+
+    head: DraftHead
+    pool: KvPool
+    batches: RoundBatches
+    source_rows: Tensor
+    reads_states: bool = False
+
+    def grow(self, state: RoundState, sampling: RoundSampling) -> RoundTree:
+        """Computes the open rows and returns the trees that grow from the last of them."""
+        batch, feature_slots = self.open_rows(state)
+        return grown(self, state, sampling, batch, feature_slots)
+
+    def seen(self, state: RoundState) -> RoundState:
+        """See `DraftCode.seen`."""
+        return state
+
+    def open_rows(self, state: RoundState) -> tuple[ForwardBatch, Tensor]:
+        """See `DraftCode.open_rows`."""
+        return self.batches.of_open_rows(state)
+
+    def forwards(self, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool) -> HeadForwards:
+        """See `DraftCode.forwards`."""
+        rows = self.source_rows
+        if rows.is_contiguous() and (self.reads_states or self.head.reads_rows(rows)):
+            return self._forwards(batch, rows, sources, keeps_states=keeps_states)
+        rows = rows.index_select(0, sources)
+        hidden = rows if self.reads_states else self.head.fuse(rows)
+        return self._forwards(batch, hidden, None, keeps_states=keeps_states)
+
+    def scores(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> Scores:
+        """See `DraftCode.scores`."""
+        return plain_scores(state, self.batches, sampling, num_choices)
+
+    def growth(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> Growth:
+        """See `DraftCode.growth`."""
+        scores = plain_scores(state, self.batches, sampling, num_choices)
+        return PlainGrowth(state, self.batches, scores)
+
+    def kind_of(self, sampling: RoundSampling) -> RoundSampling:
+        """See `DraftCode.kind_of`."""
+        return sampling
+
+    def level(
+        self, batch: ForwardBatch, hidden: Tensor, sources: Tensor | None, wanted: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns states `[R, H]` of the wanted rows, None being all, and what their logits read.
+
+        Args:
+            sources: the row of `hidden` that each row reads; None is its own.
+        """
+        read = hidden if sources is None else hidden.index_select(0, sources)
+        states = self.head.forward(batch, read, self.pool)
+        states = states if wanted is None else states.index_select(0, wanted)
+        return states, states
+
+    def logits(self, read: Tensor) -> Tensor:
+        """Returns logits `[R, any]` of what levels return for that."""
+        return self.head.logits(read)
+
+    def _forwards(
+        self, batch: ForwardBatch, hidden: Tensor, sources: Tensor | None, *, keeps_states: bool
+    ) -> HeadForwards:
+        return HeadForwards(
+            self.level, self.logits, batch, hidden, sources, keeps_states=keeps_states
+        )

@@ -1,6 +1,6 @@
 """Grows the trees of a batch with one copy to the host, for a draft apart from its target.
 
-A head's pass is the first part of a round on the device, see `round_draft`. Its shape is fixed by
+A head's pass is the first part of a round on the device, see `RoundDraft`. Its shape is fixed by
 depth and width; of the nodes a little more are kept than are asked for, so that few graphs serve
 all sizes of trees, and the host takes the best of them.
 """
@@ -14,15 +14,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shared.runtime.growing_trees import GrowingTrees, PassRows, PassTree
-from shared.runtime.open_sequence import OpenSequence
+from shared.runtime.lockstep import TreeLeader
 from shared.runtime.round_batches import RoundShape
-from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.round_state import RoundSampling
 from shared.runtime.tree_draft import Parts
-from shared.runtime.tree_lockstep import TreeLeader
 from shared.runtime.tree_model import PassKind, TreeModel
-from shared.runtime.tree_pass import PassLimits, TreePass
-from shared.runtime.walked_tree import WalkedTree
+from shared.runtime.tree_pass import (
+    GrowingTrees,
+    OpenSequence,
+    PassLimits,
+    PassRows,
+    PassTree,
+    TreePass,
+    WalkedTree,
+)
 from shared.tokens import TokenTree, TreeShape
 
 # Most passes whose graphs are kept: a few of each shape.

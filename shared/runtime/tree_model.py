@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,11 +15,73 @@ from shared.kv.pool import KvPool
 from shared.layers.tensor_group import TensorGroup
 from shared.models.decoder import Decoder
 from shared.models.heads.feature_spec import FeatureSpec
-from shared.models.heads.head import DraftHead
-from shared.runtime.decoder_draft import DecoderDraft
-from shared.runtime.round_batches import RoundBatches
-from shared.runtime.round_parts import RoundParts, fits_kernels
-from shared.runtime.tree_draft import DraftCode, TreeDraft
+from shared.models.heads.head import DraftHead, SplitHeadLayer
+from shared.runtime.round_batches import RoundBatches, RoundShape
+from shared.runtime.round_selection import RoundSelection
+from shared.runtime.round_verification import RoundVerification
+from shared.runtime.tree_draft import DecoderDraft, DraftCode, RoundDraft, TreeDraft
+
+# Chooses the code that runs each of the two parts of a round.
+
+# A kernel holds a whole tree, row by row, in the registers of one program.
+_MAX_ROWS = 64
+_MAX_CANDIDATES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RoundParts:
+    """Makers of the parts, called with the fields of `RoundDraft` and `RoundVerification`."""
+
+    draft: Callable[..., RoundDraft]
+    verification: Callable[..., RoundVerification]
+
+    @classmethod
+    def of(cls, head: DraftHead, shape: RoundShape, device: torch.device) -> RoundParts:
+        """Returns the fastest parts for a head."""
+        if not (has_triton(device) and fits_kernels(shape)):
+            return PLAIN
+        # Triton is not installed where there is no CUDA.
+        from shared.runtime.round_fused import FusedRoundDraft
+
+        is_split = all(isinstance(layer, SplitHeadLayer) for layer in head.layers)
+        return cls(FusedRoundDraft if is_split else RoundDraft, verification_for(shape, device))
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionParts:
+    """Makers of the parts of rounds without a head, called with the fields of `RoundSelection` and
+    `RoundVerification`."""
+
+    selection: Callable[..., RoundSelection]
+    verification: Callable[..., RoundVerification]
+
+    @classmethod
+    def of(cls, device: torch.device) -> SelectionParts:
+        """Returns the fastest parts on a device."""
+        if not has_triton(device):
+            return cls(RoundSelection, RoundVerification)
+        # Triton is not installed where there is no CUDA.
+        from shared.runtime.round_fused import FusedRoundSelection, FusedRoundVerification
+
+        return cls(FusedRoundSelection, FusedRoundVerification)
+
+
+def verification_for(shape: RoundShape, device: torch.device) -> type[RoundVerification]:
+    """Returns the fastest verification of trees of a shape."""
+    if not (has_triton(device) and fits_kernels(shape)):
+        return RoundVerification
+    # Triton is not installed where there is no CUDA.
+    from shared.runtime.round_fused import FusedRoundVerification
+
+    return FusedRoundVerification
+
+
+PLAIN = RoundParts(RoundDraft, RoundVerification)
+
+
+def fits_kernels(shape: RoundShape) -> bool:
+    """Whether the fused kernels take trees of this shape."""
+    return shape.num_tree_rows <= _MAX_ROWS and shape.num_candidates <= _MAX_CANDIDATES
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +247,6 @@ class DecoderModel:
         if not (has_triton(self.pool.device) and fits_kernels(batches.shape)):
             return DecoderDraft(self.decoder, self.pool, batches)
         # Triton is not installed where there is no CUDA.
-        from shared.runtime.fused_code import FusedDecoderDraft
+        from shared.runtime.round_fused import FusedDecoderDraft
 
         return FusedDecoderDraft(self.decoder, self.pool, batches)

@@ -6,24 +6,253 @@ is: without CUDA, where graphs are not wanted, and where memory does not hold an
 
 from __future__ import annotations
 
+import heapq
 import logging
+import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shared.kernels.split_plan import PLAIN_TILE, num_splits
+from shared.kv.leases import PADDING_PAGE
+from shared.kv.upload import Array, UploadBlock, uploaded, uploaded_numbers
 from shared.models.heads.head import DraftHead
-from shared.runtime.graph_store import capturing
-from shared.runtime.joined_rows import write_rows
-from shared.runtime.open_sequence import OpenArrays, OpenInputs, OpenSequence, OpenSlots
-from shared.runtime.round_batches import WALK_LINE, RoundBatches, RoundShape
-from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.graphs import capturing
+from shared.runtime.host_copy import HostCopy, write_rows
+from shared.runtime.round_batches import (
+    WALK_LINE,
+    WALK_PARENT,
+    WALK_TOKEN,
+    RoundBatches,
+    RoundShape,
+)
+from shared.runtime.round_state import (
+    ACTIVE,
+    LENGTH,
+    OFFSET,
+    OPEN,
+    SEED,
+    TAIL,
+    RoundSampling,
+    RoundState,
+    empty_number_row,
+)
 from shared.runtime.tree_draft import PackedRows, PackedTrees, Part, Parts, TreeDraft, packed
 from shared.runtime.tree_model import PassKind, TreeModel
-from shared.tokens import TreeShape
+from shared.speculation.row_sampling import sampling_columns, signed_seed
+from shared.tokens import SamplingParams, TokenTree, TreeShape
+
+# A given tree as rows of a pass that computes its nodes, and what may follow them.
+
+
+@dataclass(frozen=True, slots=True)
+class WalkedTree:
+    """The nodes of a tree that are computed: K a level, those with children among them.
+
+    Attributes:
+        levels: see `PassTree`. Where a level has fewer nodes, token 0 behind its first parent fills
+            it up, which is a row like any other.
+    """
+
+    tree: TokenTree
+    levels: tuple[tuple[Sequence[int], Sequence[int]], ...]
+
+    @classmethod
+    def of(cls, tree: TokenTree, num_levels: int, topk: int) -> WalkedTree:
+        """Lays out a tree that is within that size, see `walked_shape`."""
+        inner, paths = set(tree.parent_indices), _path_scores(tree)
+        by_depth: list[list[int]] = [[] for _ in range(num_levels)]
+        for node, depth in enumerate(tree.depths):
+            by_depth[depth - 1].append(node)
+        levels: list[tuple[list[int], list[int]]] = []
+        places: dict[int | None, int] = {None: 0}
+        for nodes in by_depth:
+            kept = heapq.nsmallest(topk, nodes, key=lambda node: (node not in inner, -paths[node]))
+            num_missing = topk - len(kept)
+            parents = [places[tree.parent_indices[node]] for node in kept]
+            levels.append(
+                ([*(tree.token_ids[node] for node in kept), *[0] * num_missing],
+                 [*parents, *[0] * num_missing])
+            )  # fmt: skip
+            places = {node: place for place, node in enumerate(kept)}
+        return cls(tree, tuple(levels))
+
+    def numbers(self) -> Array:
+        """Returns `[L * K, 2 + L]` int64, level by level: the token of each node, the place of its
+        parent in the level before, and the rows on the way to it, its own repeated at the end."""
+        num_levels, topk = len(self.levels), len(self.levels[0][0])
+        numbers = np.empty((num_levels * topk, WALK_LINE + num_levels), np.int64)
+        for level, (token_ids, parents) in enumerate(self.levels):
+            first = level * topk
+            rows = slice(first, first + topk)
+            numbers[rows, WALK_TOKEN], numbers[rows, WALK_PARENT] = token_ids, parents
+            if level:
+                above = first - topk + np.array(parents)
+                numbers[rows, WALK_LINE:] = numbers[above, WALK_LINE:]
+            numbers[rows, WALK_LINE + level :] = np.arange(first, first + topk)[:, None]
+        return numbers
+
+
+def walked_shape(tree: TokenTree, shape: TreeShape) -> TreeShape:
+    """Returns the depth and the width of passes that walk a tree: those of a shape, or more where
+    the tree needs more."""
+    depths = tree.depths
+    inner = Counter(depths[node] for node in set(tree.parent_indices) if node is not None)
+    num_steps = max((shape.num_steps, *depths))
+    topk = max((shape.topk, *inner.values()))
+    return TreeShape(num_steps, topk, max(shape.num_draft_tokens, num_steps + 1))
+
+
+def _path_scores(tree: TokenTree) -> list[float]:
+    """Returns the score of the path to each node; where there are none, earlier ones are better."""
+    scores: list[float] = []
+    for node, parent in enumerate(tree.parent_indices):
+        own = tree.log_probs[node] if tree.log_probs else -1.0
+        scores.append(own + (0.0 if parent is None else scores[parent]))
+    return scores
+
+
+# Inputs of sequences whose trees grow in one pass, laid out for the device.
+
+_GREEDY_COLUMNS = sampling_columns(SamplingParams(temperature=0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSequence:
+    """One sequence with the rows that are yet to be computed.
+
+    Attributes:
+        token_ids: those that the open rows read, the last committed one included; at least one.
+        num_computed: rows that are computed before them.
+        num_before: the position of the token that the first row reads, less 1. A head's first row
+            reads the second token of its window, a language model's the first one.
+        pages: in logical order; they cover the open rows and those of the tree.
+        walk: the tree that a pass computes behind them instead of growing one.
+    """
+
+    token_ids: Sequence[int]
+    num_computed: int
+    num_before: int
+    sampling: SamplingParams
+    pages: Sequence[int]
+    walk: WalkedTree | None = None
+
+    @property
+    def num_open(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def length(self) -> int:
+        """The number of committed rows, and one more."""
+        return self.num_computed + self.num_open + 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenInputs:
+    """The inputs of S slots.
+
+    Attributes:
+        state: has one page table.
+        sources: `[S, W]` int64, the row of what is read beside tokens that each open row reads.
+        walks: `[S, any, any]` int64, see `WalkedTree.numbers`; none where trees grow.
+    """
+
+    state: RoundState
+    sources: Tensor
+    walks: Tensor
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], table: Tensor) -> OpenInputs:
+        """Names the tensors of `OpenArrays.fixed`, and of its `table`."""
+        numbers, columns, sources, walks = tensors
+        return cls(RoundState(numbers, columns.view(torch.float64), table, table), sources, walks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenArrays:
+    """`OpenInputs` in host memory.
+
+    Attributes:
+        fixed: numbers and sampling of the slots, sources, walks.
+        table: `[S, P]` int32, the page table.
+    """
+
+    fixed: Sequence[Array]
+    table: Array
+
+    @classmethod
+    def of(
+        cls,
+        sequences: Sequence[OpenSequence],
+        *,
+        num_slots: int,
+        max_open_rows: int,
+        num_pages: int,
+        walk_size: tuple[int, int],
+    ) -> OpenArrays:
+        """Lays out sequences in the first of `num_slots` slots.
+
+        Args:
+            max_open_rows: W, most open rows of one.
+            num_pages: P.
+            walk_size: of `WalkedTree.numbers`; zeros where trees grow.
+        """
+        num_empty = num_slots - len(sequences)
+        rows = [_number_row(each, max_open_rows) for each in sequences]
+        numbers = np.array([*rows, *[empty_number_row(max_open_rows)] * num_empty], np.int64)
+        sampling = [sampling_columns(each.sampling) for each in sequences]
+        columns = np.array([*sampling, *[_GREEDY_COLUMNS] * num_empty], np.float64)
+        table = np.full((num_slots, num_pages), PADDING_PAGE, np.int32)
+        walks = np.zeros((num_slots, *walk_size), np.int64)
+        for slot, each in enumerate(sequences):
+            pages = each.pages[:num_pages]
+            table[slot, : len(pages)] = pages
+            if each.walk is not None:
+                walks[slot] = each.walk.numbers()
+        sources = np.zeros((num_slots, max_open_rows), np.int64)
+        # Slot by slot, the open rows read one row after another.
+        is_open = np.arange(max_open_rows) < numbers[: len(sequences), OPEN, None]
+        sources[: len(sequences)][is_open] = np.arange(np.count_nonzero(is_open))
+        return cls((numbers, columns.view(np.int64), sources, walks), table)
+
+    def upload(self, device: torch.device) -> OpenInputs:
+        """Returns them on the device. Does not wait for it."""
+        *fixed, table = uploaded((*self.fixed, self.table), device)
+        return OpenInputs.of(fixed, table)
+
+
+class OpenSlots:
+    """Inputs at addresses that never change, of slots without sequences at first.
+
+    Args:
+        empty: their sizes; no page table is wider.
+    """
+
+    def __init__(self, empty: OpenArrays, device: torch.device) -> None:
+        self._block = UploadBlock(empty.fixed, empty.table, device)
+        [self._table] = uploaded([empty.table], device)
+        self.inputs = OpenInputs.of(self._block.tensors, self._table)
+
+    def fill(self, arrays: OpenArrays) -> None:
+        """Queues the arrays of as many slots."""
+        pages = self._block.fill(arrays.fixed, arrays.table)
+        self._table[:, : pages.shape[1]].copy_(pages)
+
+
+def _number_row(sequence: OpenSequence, max_open_rows: int) -> list[int]:
+    row, count = empty_number_row(max_open_rows), len(sequence.token_ids)
+    assert 1 <= count <= max_open_rows, f"{count} open rows; a pass takes {max_open_rows}"
+    row[LENGTH], row[OPEN], row[ACTIVE] = sequence.num_computed + count + 1, count, 1
+    row[SEED], row[OFFSET] = signed_seed(sequence.sampling.seed), sequence.num_before
+    row[TAIL : TAIL + count] = sequence.token_ids
+    return row
+
 
 logger = logging.getLogger(__name__)
 # A graph of so many slots serves fewer sequences nearly as fast as one of their number.
@@ -294,3 +523,196 @@ def head_memory_bytes(head: DraftHead, tree: TreeShape, limits: PassLimits) -> i
     # Inputs, states and what the layer makes of them, for as long as the pass goes on.
     blocks = tree.num_steps * num_rows * 16 * head.embedding.shape[1] * size
     return features + kernels + logits + blocks
+
+
+# The trees of a pass, while the device computes them and when the host reads them.
+
+
+@dataclass(frozen=True, slots=True)
+class PassTree:
+    """The results of a pass for one sequence.
+
+    Attributes:
+        levels: tokens of the nodes whose rows are computed, and the places of their parents in the
+            level before; level by level.
+        rows: those of the root and each of these nodes.
+    """
+
+    tree: TokenTree
+    levels: tuple[tuple[Sequence[int], Sequence[int]], ...]
+    rows: PassRows
+
+
+class PassRows:
+    """The computed rows of one sequence, which the device may still be at."""
+
+    def __init__(self, growing: GrowingTrees, place: int) -> None:
+        self._growing, self._place = growing, place
+
+    def after(self, row: int) -> tuple[tuple[int, float], ...]:
+        """Returns tokens and scores after one row, best first; waits for the device. There are none
+        where nobody asked for any, or the pass was given up."""
+        return self._growing.choices(self._place, row)
+
+    @staticmethod
+    def states(rows: Iterable[tuple[PassRows, int]]) -> list[Tensor]:
+        """Returns the states `[any, H]` that rows below some rows read, end to end in a few pieces;
+        waits for nothing."""
+        return [
+            growing.states([(own._place, row) for own, row in group])
+            for growing, group in groupby(rows, key=lambda each: each[0]._growing)
+        ]
+
+
+class GrowingTrees:
+    """Trees that the device is at work on.
+
+    Args:
+        max_nodes: of a tree.
+    """
+
+    def __init__(self, parts: Parts, num_sequences: int, grown: TreePass, max_nodes: int) -> None:
+        self._parts, self._num_sequences = parts, num_sequences
+        self._pass, self._max_nodes = grown, max_nodes
+        self._trees: HostCopy | None = None
+        self._choices: HostCopy | None = None
+        self._states: Tensor | None = None
+        self._host_choices: tuple[list[list[int]], list[list[float]]] | None = None
+        self._is_queued, self._num_queued = False, 0
+        self._part: torch.cuda.Event | None = None
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether the trees are queued."""
+        return self._trees is not None
+
+    @property
+    def is_half_done(self) -> bool:
+        """Whether no more forwards are left than are queued."""
+        return 2 * self._num_queued >= self._pass.shape.tree.num_steps
+
+    def advance(self) -> bool:
+        """Queues a part and waits until the device is at work on it, so that another part, or
+        something else, can be queued in time; returns whether some was left."""
+        before, self._part = self._part, None
+        is_left = self._queue_part()
+        if is_left and self._pass.is_on_gpu:
+            self._part = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._part.record()
+        if before is not None:
+            before.synchronize()
+        return is_left
+
+    def queue(self) -> None:
+        """Queues all that is left; waits for nothing."""
+        while self._queue_part():
+            pass
+
+    def run_on(self) -> bool:
+        """Queues all that is left if that takes the host no time; returns whether some is left."""
+        if self._pass.is_on_gpu:
+            self.queue()
+        return not self._is_queued
+
+    def give_up(self) -> None:
+        """Queues no more: another pass takes its place."""
+        self._is_queued = True
+
+    def read(self) -> list[PassTree]:
+        """Waits for the trees and returns what grew for each sequence."""
+        while self._trees is None and self._queue_part():
+            pass
+        assert self._trees is not None, "the pass was given up"
+        rows = self._trees.read().contiguous()
+        scores = rows.view(torch.float32).tolist()
+        return [
+            self._tree(place, *each)
+            for place, each in enumerate(zip(rows.tolist(), scores, strict=True))
+        ]
+
+    def choices(self, place: int, row: int) -> tuple[tuple[int, float], ...]:
+        """See `PassRows.after`."""
+        self.queue()
+        if self._choices is None:
+            return ()
+        if self._host_choices is None:
+            numbers = self._choices.read().contiguous()
+            self._host_choices = numbers.tolist(), numbers.view(torch.float32).tolist()
+        (numbers_of, scores_of), width = self._host_choices, self._pass.kind.num_choices
+        first, half = row * width, len(numbers_of[place]) // 2
+        tokens = numbers_of[place][first : first + width]
+        return tuple(zip(tokens, scores_of[place][half + first :][:width], strict=True))
+
+    @torch.inference_mode()
+    def states(self, rows: Sequence[tuple[int, int]]) -> Tensor:
+        """Returns the states `[R, H]` of rows, each the place of a sequence and one of its own."""
+        self.queue()
+        assert self._states is not None, "the pass keeps no states, or was given up"
+        num_rows = self._states.shape[1]
+        index = [place * num_rows + row for place, row in rows]
+        states = self._states.flatten(0, 1)
+        return states.index_select(0, uploaded_numbers(index, states.device))
+
+    @torch.inference_mode()
+    def _queue_part(self) -> bool:
+        if self._is_queued:
+            return False
+        part = next(self._parts)
+        self._num_queued += 1
+        self._is_queued = self._pass.ends_with(part)
+        self._keep(part)
+        return True
+
+    def _keep(self, part: Part) -> None:
+        match part:
+            case PackedTrees():
+                self._trees = HostCopy(part.numbers[: self._num_sequences])
+            case PackedRows():
+                self._choices = HostCopy(part.numbers[: self._num_sequences])
+                if part.states is not None:
+                    # The next pass writes where they are.
+                    self._states = part.states[: self._num_sequences].clone()
+
+    def _tree(self, place: int, row: list[int], scores: list[float]) -> PassTree:
+        """Takes a row of `PackedTrees` apart; each number is read as what it is, `scores` being the
+        same bits."""
+        num_rows, topk = self._pass.shape.num_tree_rows, self._pass.shape.tree.topk
+        num_beam_rows = self._pass.num_levels * topk
+        tokens, parents = row[:num_rows], row[num_rows : 2 * num_rows]
+        paths, beams = scores[2 * num_rows : 3 * num_rows], row[3 * num_rows :]
+        levels = tuple(
+            (beams[first : first + topk], beams[num_beam_rows + first :][:topk])
+            for first in range(0, num_beam_rows, topk)
+        )
+        tree = best_tree(tokens, parents, paths, self._max_nodes)
+        return PassTree(tree, levels, PassRows(self, place))
+
+
+def best_tree(
+    token_ids: Sequence[int], parents: Sequence[int], paths: Sequence[float], max_nodes: int
+) -> TokenTree:
+    """Returns the tree of the best nodes.
+
+    Args:
+        token_ids: of T rows, the root first; -1 where there is no node.
+        parents: row of each row's parent.
+        paths: score of the path to each row.
+    """
+    if len(token_ids) <= max_nodes + 1 and min(paths) > -math.inf:
+        above = parents[1:]
+        return TokenTree(
+            tuple(token_ids[1:]),
+            tuple([row - 1 if row else None for row in above]),
+            tuple([path - paths[row] for path, row in zip(paths[1:], above, strict=True)]),
+        )
+    kept = [row for row in range(1, len(token_ids)) if paths[row] > -math.inf]
+    if len(kept) > max_nodes:
+        # A child's score is at most its parent's and its row comes later, so parents stay.
+        kept = sorted(sorted(kept, key=lambda row: (-paths[row], row))[:max_nodes])
+    nodes: dict[int, int | None] = {0: None}
+    nodes.update({row: node for node, row in enumerate(kept)})
+    return TokenTree(
+        token_ids=tuple(token_ids[row] for row in kept),
+        parent_indices=tuple(nodes[parents[row]] for row in kept),
+        log_probs=tuple(paths[row] - paths[parents[row]] for row in kept),
+    )

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from shared.speculation.noise import fresh_coins, fresh_seeds
-from shared.speculation.row_sampling import uploaded, uploaded_ids
+from shared.speculation.row_sampling import uploaded_ids, uploaded_tensor
 from shared.speculation.verify import AcceptedPath, coupled_draw
 from shared.tokens import TokenTree
 
@@ -219,7 +219,7 @@ def _drawn_rows(
     ):
         end = start + sum(len(chain) + 1 for chain in batch)
         rows = rule.rows(ChainDistributions.of(log_probs[start:end], batch))
-        seeds = uploaded(fresh_seeds(end - start, generator), log_probs.device)
+        seeds = uploaded_tensor(fresh_seeds(end - start, generator), log_probs.device)
         residual_log_probs = rows.residuals.log().to(torch.float32)
         drawn.append(coupled_draw(residual_log_probs, seeds, torch.zeros_like(seeds)))
         thresholds.append(rows.thresholds)
@@ -278,7 +278,7 @@ def block_rows(distributions: ChainDistributions) -> ChainRows:
     )
     masses = residuals.sum(-1).index_select(0, own_rows)
     thresholds = torch.where(weights < 1.0, masses / (masses + 1.0 - weights), 1.0)
-    is_last = uploaded(
+    is_last = uploaded_tensor(
         torch.tensor(
             [place == length - 1 for length in distributions.lengths for place in range(length)]
         ),

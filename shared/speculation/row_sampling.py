@@ -16,7 +16,7 @@ _NO_TOP_K = 2**31 - 1
 _FORCE = 1e9
 
 
-def uploaded(host: Tensor, device: torch.device) -> Tensor:
+def uploaded_tensor(host: Tensor, device: torch.device) -> Tensor:
     """Returns the tensor on the device. Goes through pinned memory: the host waits neither for the
     copy nor for what is queued before it, as it would for `torch.tensor(..., device=device)`."""
     if device.type != "cuda":
@@ -25,8 +25,8 @@ def uploaded(host: Tensor, device: torch.device) -> Tensor:
 
 
 def uploaded_ids(ids: Sequence[int], device: torch.device) -> Tensor:
-    """Returns `[N]` int64 on the device; see `uploaded`."""
-    return uploaded(torch.tensor(ids, dtype=torch.int64), device)
+    """Returns `[N]` int64 on the device; see `uploaded_tensor`."""
+    return uploaded_tensor(torch.tensor(ids, dtype=torch.int64), device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def histogram(token_ids: Sequence[Sequence[int]], vocab_size: int, device: torch
         if len(ids)
     ]
     if lists:
-        places = uploaded(torch.cat(lists), device)
+        places = uploaded_tensor(torch.cat(lists), device)
         # Sums of ones are exact in float32, so the order of the additions does not matter.
         counts.scatter_add_(0, places, torch.ones((), device=device).expand(len(places)))
     return counts.view(len(token_ids), vocab_size)
@@ -210,7 +210,7 @@ def row_sampling(
     counts = torch.tensor(row_counts, dtype=torch.int64)
     numbers = torch.tensor([_numbers(p) for p in params], dtype=torch.float64)
     seeds = torch.tensor([signed_seed(p.seed) for p in params], dtype=torch.int64)
-    columns = uploaded(numbers.repeat_interleave(counts, 0), device)
+    columns = uploaded_tensor(numbers.repeat_interleave(counts, 0), device)
     floats = columns.to(torch.float32)
     has_all_top_k = bool(drawing) and all(p.top_k for p in drawing)
     return RowSampling(
@@ -220,7 +220,7 @@ def row_sampling(
         top_ps=columns[:, 2:3],
         min_ps=floats[:, 3:4],
         penalties=_penalties(floats) if any(p.has_penalties for p in params) else None,
-        seeds=uploaded(seeds.repeat_interleave(counts), device),
+        seeds=uploaded_tensor(seeds.repeat_interleave(counts), device),
         bias=_bias(params, row_counts, forced_token_ids, device),
         allowed=_allowed(params, row_counts, device),
         banned=_banned(_with_bad_words(params, row_counts, banned_token_ids), device),
@@ -311,7 +311,7 @@ def _bias(
     return (
         uploaded_ids(rows, device),
         uploaded_ids(token_ids, device),
-        uploaded(torch.tensor(values, dtype=torch.float32), device),
+        uploaded_tensor(torch.tensor(values, dtype=torch.float32), device),
     )
 
 

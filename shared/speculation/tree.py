@@ -7,13 +7,281 @@ all trees of a batch at once, in tensors of fixed shapes and without waiting for
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from shared.speculation.growth import SelectedNodes
-from shared.tokens import TokenTree
+from shared.speculation.distributions import stable_topk
+from shared.tokens import TokenTree, TreeShape
+
+# Growing draft trees level by level and keeping the nodes most likely to be accepted.
+#
+# A *candidate* is a child of an expanded node. A level's best `topk` candidates are its *beam*, the
+# nodes the draft computes next; each takes a *growth row*, `level * topk + place in the beam`.
+#
+# Trees of a batch grow together in tensors of fixed shapes, and nothing waits for the device before
+# `finish`, so a CUDA graph can capture a whole growth.
+#
+# Source: EAGLE-2, Li et al., arXiv 2406.16858, sections 4.1 (expansion) and 4.2 (reranking).
+
+
+@dataclass(frozen=True, slots=True)
+class Children:
+    """The best children of each expanded node.
+
+    Attributes:
+        token_ids: `[B, N, topk]` int64, best first; N is 1 for the root, then `topk`.
+        log_probs: `[B, N, topk]` float32, score of the child given its parent, at most 0.
+    """
+
+    token_ids: Tensor
+    log_probs: Tensor
+
+    def best(self, count: int) -> Children:
+        """Returns the first `count` children of each node."""
+        return Children(self.token_ids[..., :count], self.log_probs[..., :count])
+
+    def on_host(self) -> list[list[list[tuple[int, float]]]]:
+        """Returns token and score of each child, as `[B][N][topk]`. Waits for the device once."""
+        # Token ids are exact in float64, so one transfer brings both.
+        pairs = torch.stack([self.token_ids.double(), self.log_probs.double()], dim=-1).tolist()
+        return [
+            [[(int(token), score) for token, score in node] for node in nodes] for nodes in pairs
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """The nodes of one level that are computed next, K = `topk` of each tree.
+
+    Attributes:
+        token_ids: `[B, K]` int64.
+        log_probs: `[B, K]` float32, score of the path from the root.
+        parents: `[B, K]` int64, place of the parent in the previous beam; 0 (the root) at level 0.
+        visible: `[B, K, (level + 1) * K]` bool, the growth rows that each row sees: its ancestors
+            and itself. Every row also sees the root and what is before it.
+    """
+
+    token_ids: Tensor
+    log_probs: Tensor
+    parents: Tensor
+    visible: Tensor
+
+    def on_host(self) -> list[BeamRows]:
+        """Returns what lays out the rows of each tree. Waits for the device once."""
+        columns = (self.token_ids.unsqueeze(2), self.parents.unsqueeze(2), self.visible)
+        packed = torch.cat(columns, dim=2).tolist()
+        return [
+            BeamRows(
+                [row[0] for row in rows],
+                [row[1] for row in rows],
+                [[bool(each) for each in row[2:]] for row in rows],
+            )
+            for rows in packed
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class BeamRows:
+    """A beam of one tree on the host; see `Beam`."""
+
+    token_ids: list[int]
+    parents: list[int]
+    visible: list[list[bool]]
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedNodes:
+    """The N best nodes of each of B trees, in the order in which they were found.
+
+    Attributes:
+        candidates: `[B, N]` int64, ascending; counts candidates over all levels from 0.
+        token_ids: `[B, N]` int64.
+        parents: `[B, N]` int64, the parent's candidate plus 1; 0 is the root.
+        own: `[B, N]` float32, score given the parent.
+        path: `[B, N]` float32, score of the path from the root; -inf where there is no node.
+    """
+
+    candidates: Tensor
+    token_ids: Tensor
+    parents: Tensor
+    own: Tensor
+    path: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GrownTree:
+    """A finished tree.
+
+    Attributes:
+        tree: its nodes, parents first; `log_probs` are the scores given the parent.
+        growth_rows: for each node the growth row that computed it; None when it was not expanded.
+    """
+
+    tree: TokenTree
+    growth_rows: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """All candidates of one level, M = N * topk of each tree, and the beam chosen from them.
+
+    `parents` counts candidates over all levels from 1, so that 0 is the root; `own` is the score
+    given the parent, `path` the score of the path.
+    """
+
+    token_ids: Tensor
+    parents: Tensor
+    own: Tensor
+    path: Tensor
+    first_candidate: int
+
+
+def choose_children(scores: Tensor, topk: int) -> Children:
+    """Returns the `topk` best children of each node.
+
+    Args:
+        scores: `[B, N, V]` float32 log probabilities, see `confidence`; -inf removes a token.
+        topk: at most V.
+    """
+    log_probs, token_ids = stable_topk(scores, topk)
+    return Children(token_ids=token_ids, log_probs=log_probs)
+
+
+def parent_states(states: Tensor, parents: Tensor) -> Tensor:
+    """Returns `[S * K, H]`, the states that the rows of the next beam read.
+
+    Args:
+        states: `[S * N, H]` of the last level's rows.
+        parents: `[S, K]`, place in the last level of each row's parent.
+    """
+    num_sequences, hidden_size = parents.shape[0], states.shape[1]
+    levels = states.view(num_sequences, -1, hidden_size)
+    index = parents.unsqueeze(2).expand(-1, -1, hidden_size)
+    return levels.gather(1, index).flatten(0, 1)
+
+
+class TreeGrowth:
+    """B trees of one shape while they grow.
+
+    Use: `add` the root's children; then, `num_steps - 1` times, compute the rows of `select_beam`
+    and `add` their children; then `finish`.
+    """
+
+    def __init__(self, shape: TreeShape) -> None:
+        self._shape = shape
+        self._levels: list[_Level] = []
+        self._beams: list[Beam] = []
+        self._selected: list[Tensor] = []
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self._levels) == self._shape.num_steps
+
+    def add(self, children: Children) -> None:
+        """Adds the children of the root, later of the last beam."""
+        assert not self.is_complete, f"the tree has its {self._shape.num_steps} levels"
+        assert len(self._beams) == len(self._levels), "select the beam before adding its children"
+        # Rounding can leave a log probability just above 0; a path must not beat its prefix.
+        own = children.log_probs.clamp_max(0.0)
+        path, parents = own, torch.zeros_like(children.token_ids)
+        if self._beams:
+            path = own + self._beams[-1].log_probs.unsqueeze(2)
+            parents = parents + (self._selected[-1] + 1).unsqueeze(2)
+        self._levels.append(
+            _Level(
+                token_ids=children.token_ids.flatten(1),
+                parents=parents.flatten(1),
+                own=own.flatten(1),
+                path=path.flatten(1),
+                first_candidate=sum(level.path.shape[1] for level in self._levels),
+            )
+        )
+
+    def select_beam(self) -> Beam:
+        """Returns the best `topk` candidates of the last level; they take the next growth rows.
+
+        Those of a complete tree have no children in it: they are computed to know what may follow.
+        """
+        assert len(self._beams) == len(self._levels) - 1, "add a level before selecting its beam"
+        level, topk = self._levels[-1], self._shape.topk
+        log_probs, chosen = stable_topk(level.path, topk)
+        # Candidates lie parent by parent, `topk` each.
+        parents = chosen // topk
+        beam = Beam(
+            token_ids=level.token_ids.gather(1, chosen),
+            log_probs=log_probs,
+            parents=parents,
+            visible=self._visible(parents),
+        )
+        self._beams.append(beam)
+        self._selected.append(level.first_candidate + chosen)
+        return beam
+
+    def select(self) -> SelectedNodes:
+        """Returns the best nodes of each tree; nothing waits for the device.
+
+        A child's path score is at most its parent's, and on equal scores the earlier candidate
+        wins, which the parent is; so the best nodes hold every kept node's parent.
+        """
+        assert self._levels, "nothing was added"
+        path = torch.cat([level.path for level in self._levels], dim=1)
+        num_kept = min(self._shape.max_node_count, path.shape[1])
+        kept = stable_topk(path, num_kept)[1].sort(dim=1).values
+        return SelectedNodes(
+            candidates=kept,
+            token_ids=torch.cat([each.token_ids for each in self._levels], dim=1).gather(1, kept),
+            parents=torch.cat([each.parents for each in self._levels], dim=1).gather(1, kept),
+            own=torch.cat([each.own for each in self._levels], dim=1).gather(1, kept),
+            path=path.gather(1, kept),
+        )
+
+    def finish(self) -> tuple[GrownTree, ...]:
+        """Returns the selected trees on the host. Waits for the device once.
+
+        Candidates with score -inf are left out, so a tree may have fewer nodes than the shape
+        allows, or none.
+        """
+        nodes = self.select()
+        columns = [nodes.candidates, nodes.token_ids, nodes.parents, nodes.own, nodes.path]
+        # Everything is exact in float64, so one transfer brings it all.
+        packed = torch.cat(
+            [column.to(torch.float64) for column in (*columns, *self._selected)], dim=1
+        ).tolist()
+        return tuple(_grown_tree(row, nodes.candidates.shape[1]) for row in packed)
+
+    def _visible(self, parents: Tensor) -> Tensor:
+        batch_size, topk = parents.shape
+        own = torch.eye(topk, dtype=torch.bool, device=parents.device)
+        own = own.expand(batch_size, topk, topk)
+        if not self._beams:
+            return own
+        before = self._beams[-1].visible
+        inherited = before.gather(1, parents.unsqueeze(2).expand(-1, -1, before.shape[2]))
+        return torch.cat((inherited, own), dim=2)
+
+
+def _grown_tree(packed: Sequence[float], num_kept: int) -> GrownTree:
+    """Rebuilds one tree from `[candidates | tokens | parents | own | path | selected …]`."""
+    candidates, token_ids, parents, own, path = (
+        packed[i * num_kept : (i + 1) * num_kept] for i in range(5)
+    )
+    growth_rows = {int(c): row for row, c in enumerate(packed[5 * num_kept :])}
+    kept = [i for i in range(num_kept) if path[i] > -math.inf]
+    # `parents` counts candidates from 1; node numbers follow the order of the kept candidates.
+    nodes: dict[int, int | None] = {0: None}
+    nodes.update({int(candidates[i]) + 1: node for node, i in enumerate(kept)})
+    return GrownTree(
+        tree=TokenTree(
+            token_ids=tuple(int(token_ids[i]) for i in kept),
+            parent_indices=tuple(nodes[int(parents[i])] for i in kept),
+            log_probs=tuple(own[i] for i in kept),
+        ),
+        growth_rows=tuple(growth_rows.get(int(candidates[i])) for i in kept),
+    )
+
 
 NO_TOKEN = -1
 """Where a tree has fewer nodes than rows."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from shared.errors import InvalidArgument
 from shared.speculation.distributions import shaped_logits, truncated
 from shared.speculation.noise import fresh_coins, fresh_seeds, gumbel_noise
-from shared.speculation.row_sampling import RowSampling, TokenCounts, uploaded, uploaded_ids
+from shared.speculation.row_sampling import RowSampling, TokenCounts, uploaded_ids, uploaded_tensor
 from shared.speculation.tree import row_parents
 from shared.tokens import TokenTree
 
@@ -173,7 +173,7 @@ def point_mass_draws(
     node_probs = log_probs[row_index, token_index].to(torch.float64).exp()
     residual = log_probs.index_put((row_index, token_index), log_probs.new_full((), -math.inf))
     has_mass = (residual > -math.inf).any(dim=-1)
-    seeds = uploaded(fresh_seeds(row_starts[-1], generator), log_probs.device)
+    seeds = uploaded_tensor(fresh_seeds(row_starts[-1], generator), log_probs.device)
     drawn = coupled_draw(residual, seeds, torch.zeros_like(seeds))
     coins = fresh_coins(row_starts[-1], generator)
     # One transfer instead of three: token ids and flags are exact in float64.

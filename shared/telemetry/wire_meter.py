@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from shared.telemetry.round_log import RoundLog
+from shared.telemetry.start_up import RoundLog
 
 
 @dataclass(slots=True)

@@ -20,8 +20,7 @@ from pathlib import Path
 
 import torch
 
-from services.draft.drafters.standalone import StandaloneDrafter
-from services.draft.drafters.standalone_factory import BuiltModel, build_model
+from services.draft.drafters.standalone import BuiltModel, StandaloneDrafter, build_model
 from services.draft.sequence import DraftSequence, SequenceKey
 from services.draft.settings import DraftSettings
 from services.draft.tensor_parallel import start_followers

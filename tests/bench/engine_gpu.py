@@ -17,16 +17,14 @@ from dataclasses import dataclass
 
 import torch
 
-from services.target.engine import Engine
-from services.target.inbox import Inbox
+from services.target.engine import Engine, Inbox
 from services.target.requests.request import GenerationRequest, ModelLimits
 from services.target.scheduler import Scheduler, SchedulerLimits
 from services.target.verifier import VerificationMode, Verifier
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
-from shared.runtime.graph_inputs import GraphLimits
-from shared.runtime.graphs import ForwardGraphs
+from shared.runtime.graphs import ForwardGraphs, GraphLimits
 from shared.runtime.runner import ModelRunner
 from shared.tokens import SamplingParams, StopParams
 from tests.bench.decode_row import HEADER, DecodeRow

@@ -44,8 +44,7 @@ from shared.models.decoder import Decoder
 from shared.models.decoder_weights import decoder_parts
 from shared.models.loader import shard_of
 from shared.models.shard import Shard
-from shared.runtime.graph_inputs import GraphLimits
-from shared.runtime.graphs import ForwardGraphs
+from shared.runtime.graphs import ForwardGraphs, GraphLimits
 from shared.runtime.lockstep import Leader, follow
 from shared.runtime.runner import ModelRunner
 from shared.telemetry.logs import LogFormat

@@ -22,8 +22,7 @@ from shared.kv.pool import KvPool
 from shared.layers.rotary import RopeConfig, RopeScaling
 from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder
-from shared.runtime.graph_inputs import GraphLimits
-from shared.runtime.graphs import ForwardGraphs
+from shared.runtime.graphs import ForwardGraphs, GraphLimits
 from shared.runtime.runner import ModelRunner
 from tests.bench.device_clock import copy_bandwidth, device_ms, product_rate
 from tests.bench.figure import add_figures_flag

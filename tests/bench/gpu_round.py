@@ -26,13 +26,11 @@ from shared.models.decoder import Decoder
 from shared.models.heads.config import HeadConfig, HeadKind
 from shared.models.heads.feature_spec import FeatureSpec
 from shared.models.heads.head import DraftHead, DraftVocabulary, Eagle3Layer
+from shared.runtime.round_fused import FusedRoundVerification
 from shared.runtime.round_graphs import CapturedRound
 from shared.runtime.round_head import OwnHead
 from shared.runtime.round_runner import RoundLimits, RoundRunner
-from shared.runtime.round_sampling import RoundSampling
-from shared.runtime.round_sequences import NewLane
-from shared.runtime.round_state import RoundState
-from shared.runtime.round_verification_fused import FusedRoundVerification
+from shared.runtime.round_state import NewLane, RoundSampling, RoundState
 from shared.runtime.tree_model import HeadModel
 from shared.speculation.tree import TreeRows
 from shared.tokens import SamplingParams, TreeShape

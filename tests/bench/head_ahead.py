@@ -24,11 +24,11 @@ import torch
 
 from services.draft.drafters.eagle import EagleDrafter
 from services.draft.events import FeatureRows
-from services.draft.fan_out import FanOut
+from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
-from shared.runtime.head_runner import HeadRunner
+from shared.runtime.runner import HeadRunner
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import HeadModel
 from shared.runtime.tree_pass import PassLimits

@@ -21,7 +21,7 @@ from torch import Tensor
 from services.draft.drafter_factory import build_drafter
 from services.draft.drafters.drafter import Drafter
 from services.draft.events import FeatureRows
-from services.draft.fan_out import FanOut
+from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence, SequenceKey
 from services.draft.settings import DraftSettings
 from services.draft.settings_problems import DEMO_TARGET

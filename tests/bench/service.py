@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from services.bound import end_with_parent
-from shared.telemetry.round_log import RoundLog
+from shared.telemetry.start_up import RoundLog
 from tests.bench.disorder import Disorder
 from tests.bench.switched_log import SwitchedRoundLog
 from tests.bench.wide_loading import load_wide_models

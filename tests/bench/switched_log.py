@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shared.telemetry.round_log import Fact, RoundLog
+from shared.telemetry.start_up import Fact, RoundLog
 
 LAST_RECORD = "switched off"
 

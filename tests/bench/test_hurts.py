@@ -13,7 +13,7 @@ from services.draft.events import CandidatesReady
 from services.draft.link_codec import request_from_output
 from services.target import __main__ as target_entry
 from shared.candidate_columns import CandidateColumns
-from shared.telemetry.round_log import open_round_log
+from shared.telemetry.start_up import open_round_log
 from shared.tokens import Candidate, DraftReport, TokenTree
 from tests.bench.disorder import Disorder
 from tests.bench.hurts import HurtPass, report

@@ -20,8 +20,7 @@ from shared.models.heads.head import DraftHead
 from shared.models.heads.loader import load_head
 from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
-from shared.runtime.head_runner import HeadRunner
-from shared.runtime.runner import ModelRunner
+from shared.runtime.runner import HeadRunner, ModelRunner
 from tests.bench import widen
 from tests.bench.wide_folders import is_written
 from tests.bench.wide_head import WideHead, WideHeadShape

@@ -30,10 +30,8 @@ from shared.models.decoder import Decoder
 from shared.models.heads.head import DraftHead
 from shared.models.kv_scales import kv_scales
 from shared.models.loader import load_decoder
-from shared.runtime.graph_inputs import GraphLimits
-from shared.runtime.graphs import ForwardGraphs
-from shared.runtime.head_runner import HeadRunner
-from shared.runtime.runner import ModelRunner
+from shared.runtime.graphs import ForwardGraphs, GraphLimits
+from shared.runtime.runner import HeadRunner, ModelRunner
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import DecoderModel, HeadModel
 from shared.runtime.tree_pass import PassLimits

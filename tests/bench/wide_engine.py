@@ -16,11 +16,10 @@ from services.draft.engine import DraftEngine
 from services.draft.worker import WorkerIdentity
 from services.embedded import EmbeddedDraft
 from services.target.adaptive_config import DEFAULT_CONFIG
-from services.target.drafts.attachment_terms import AttachmentTerms
-from services.target.engine import Engine
-from services.target.inbox import Inbox
+from services.target.drafts.attachment import AttachmentTerms
+from services.target.engine import Engine, Inbox
 from services.target.requests.request import GenerationRequest, ModelLimits
-from services.target.rounds.round_source import RoundSource, capacities
+from services.target.rounds.round_runners import RoundSource, capacities
 from services.target.scheduler import Scheduler, SchedulerLimits
 from services.target.verifier import VerificationMode, Verifier
 from shared.kv.leases import KvLeases

@@ -31,7 +31,7 @@ WALL_CLOCK = {
     "services/draft/process.py": "start time, shown",
     "services/embedded.py": "attach time, shown",
     "services/target/process.py": "start time, shown",
-    "services/target/drafts/handshake_service.py": "attach time, shown",
+    "services/target/drafts/speculation_service.py": "attach time, shown",
     "services/target/vllm/vllm_engine_service.py": "times of the last request and report, shown",
 }
 

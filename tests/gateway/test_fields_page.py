@@ -8,9 +8,8 @@ import pytest
 
 from gateway.messages.schema import MessagesRequest
 from gateway.native.schema import DetokenizeRequest, GenerateRequest, TokenizeRequest
-from gateway.refusals import CHAT_FIELDS
 from gateway.responses.schema import ResponsesRequest
-from gateway.schema import Body, ChatCompletionRequest, CompletionRequest, Speculation
+from gateway.schema import CHAT_FIELDS, Body, ChatCompletionRequest, CompletionRequest, Speculation
 
 _PAGE = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text()
 _EVERYWHERE = {"model", "stream", "messages", "prompt"}

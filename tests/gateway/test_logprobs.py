@@ -10,7 +10,7 @@ import pytest
 from gateway.app import Gateway
 from gateway.choice import Choice
 from gateway.logprobs import echoed_logprobs
-from gateway.plan import TextOptions
+from gateway.planner import TextOptions
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.text import Tokenizer
 from shared.tokens import TokenLogprobs

@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from services.draft.drafters.drafter import Drafter
-from services.draft.fan_out import FanOut
-from services.target.drafts.outcome_tally import OutcomeTally
+from services.draft.likely_verdicts import FanOut
 from services.target.engine import Engine
 from services.target.requests.request import GenerationRequest
-from services.target.step_report import StepReport
+from services.target.step_report import OutcomeTally, StepReport
 from shared.tokens import SamplingParams, StopParams, TreeShape
 from tests.helpers.engines import Collector, request
 from tests.helpers.lossy_draft import LossyDraft

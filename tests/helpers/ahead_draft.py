@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
-from services.target.drafts.draft_timeout import DraftTimeout
+from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage, DraftTimeout
 from services.target.drafts.feature_rows import FeatureRows
 from services.target.drafts.feature_store import FeatureSpec
 from services.target.engine import Engine

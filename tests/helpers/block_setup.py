@@ -15,7 +15,7 @@ from services.draft.sequence import DraftSequence
 from shared.kv.pool import KvPool
 from shared.models.heads.dflash import DflashHead, load_dflash
 from shared.models.heads.target_tensors import TargetFolder
-from shared.runtime.head_runner import BlockRunner
+from shared.runtime.runner import BlockRunner
 from shared.tokens import TreeShape
 from tests.helpers.checkpoints import TinyShape, build_model, write_checkpoint
 from tests.helpers.dflash_heads import DflashOracle, TinyDflash, write_dflash

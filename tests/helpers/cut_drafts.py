@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.draft.drafters.standalone import StandaloneDrafter
-from services.draft.drafters.standalone_factory import BuiltModel, build_model
+from services.draft.drafters.standalone import BuiltModel, StandaloneDrafter, build_model
 from services.draft.settings import DraftSettings
 from services.draft.tensor_parallel import start_followers
 from services.followers import Followers

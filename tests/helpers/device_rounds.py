@@ -20,12 +20,12 @@ from shared.models.heads.loader import load_head
 from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
 from shared.runtime.round_batches import RoundBatches, RoundTree
-from shared.runtime.round_draft import RoundDraft
 from shared.runtime.round_head import OwnHead
 from shared.runtime.round_runner import RoundLimits, RoundRunner
-from shared.runtime.round_sequences import NewLane
+from shared.runtime.round_state import NewLane
 from shared.runtime.round_verification import RoundVerification, VerifiedTrees
 from shared.runtime.runner import ModelRunner
+from shared.runtime.tree_draft import RoundDraft
 from shared.runtime.tree_model import HeadModel
 from shared.speculation.tree import TreeRows
 from shared.tokens import SamplingParams, TokenTree, TreeShape

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from services.draft.drafters.drafter import Drafter, Proposal
-from services.draft.fan_out import FanOut
+from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.tokens import Outcome, SamplingParams, TokenTree, TreeShape, Verdict
 

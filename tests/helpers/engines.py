@@ -11,15 +11,13 @@ from pathlib import Path
 import torch
 
 from services.target.adaptive_config import AdaptiveConfig
-from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
+from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage, DraftTimeout
 from services.target.drafts.draft_policy import ALWAYS
-from services.target.drafts.draft_timeout import DraftTimeout
 from services.target.drafts.feature_rows import FeatureRows
 from services.target.drafts.feature_store import FeatureSpec
-from services.target.engine import Engine
+from services.target.engine import Engine, Inbox
 from services.target.fallback import NgramFallback
 from services.target.grammars.matcher import CompiledGrammar
-from services.target.inbox import Inbox
 from services.target.requests.request import (
     Delta,
     Event,
@@ -38,8 +36,7 @@ from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
 from shared.models.kv_scales import kv_scales
 from shared.models.loader import load_decoder
-from shared.runtime.graph_inputs import GraphLimits
-from shared.runtime.graphs import ForwardGraphs
+from shared.runtime.graphs import ForwardGraphs, GraphLimits
 from shared.runtime.round_runner import RoundLimits
 from shared.runtime.runner import ModelRunner
 from shared.speculation.verify import EXACT, Thresholds

@@ -9,8 +9,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from services.target.grammars.matcher import CompiledGrammar, GrammarMatcher, MaskExecutor
-from services.target.grammars.source import grammar_source
-from services.target.grammars.structural_tag import SpecialTokens
+from services.target.grammars.source import SpecialTokens, grammar_source
 from shared.grammar import Grammar, GrammarKind
 from shared.tokens import TokenTree
 

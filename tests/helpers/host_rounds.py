@@ -17,8 +17,7 @@ from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
 from shared.models.heads.head import DraftHead
-from shared.runtime.head_runner import HeadRunner
-from shared.runtime.runner import ModelRunner, RunnerOutput
+from shared.runtime.runner import HeadRunner, ModelRunner, RunnerOutput
 from shared.speculation.row_sampling import row_sampling
 from shared.speculation.tree import row_parents
 from shared.speculation.verify import AcceptedPath, accept_path, draw_tokens

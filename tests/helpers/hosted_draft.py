@@ -11,7 +11,7 @@ from services.draft.rounds import Rounds
 from services.draft.sequence_table import SequenceTable
 from services.draft.worker import WorkerIdentity
 from services.embedded import EmbeddedDraft
-from services.target.drafts.attachment_terms import AttachmentTerms
+from services.target.drafts.attachment import AttachmentTerms
 from services.target.engine import Engine
 from services.target.verifier import VerificationMode
 from shared.tokens import TreeShape

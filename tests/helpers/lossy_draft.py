@@ -7,7 +7,7 @@ from collections import deque
 
 from services.draft.drafters.drafter import Drafter
 from services.draft.events import LinkClosed
-from services.draft.fan_out import FanOut
+from services.draft.likely_verdicts import FanOut
 from services.target.drafts.attachment import DraftMessage
 from services.target.drafts.draft_messages import draft_messages
 from services.target.engine import Engine

@@ -13,9 +13,9 @@ from services.target.drafts.attachment import (
     Attachment,
     DraftIdentity,
     DraftMessage,
+    DraftTimeout,
     MappedOffer,
 )
-from services.target.drafts.draft_timeout import DraftTimeout
 from services.target.drafts.feature_store import FeatureSpec
 from services.target.engine import Engine
 from shared.kv.pool import KvPool

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from services.target.adaptive_config import AdaptiveConfig
-from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
-from services.target.drafts.draft_timeout import DraftTimeout
+from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage, DraftTimeout
 from services.target.engine import Engine
 from services.target.requests.request import Failed, Finished, GenerationRequest
 from shared.kv.batch import ForwardBatch

@@ -16,11 +16,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from services.draft.preparation import Preparation
+from services.draft.rounds import Preparation
 from services.target.adaptive_config import AdaptiveConfig
-from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
+from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage, DraftTimeout
 from services.target.drafts.draft_policy import ALWAYS
-from services.target.drafts.draft_timeout import DraftTimeout
 from services.target.engine import Engine
 from services.target.requests.request import Delta, Event, Finished, GenerationRequest
 from shared.kv.batch import ForwardBatch

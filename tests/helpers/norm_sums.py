@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shared.kernels.pointwise import add_rms_norm
 from shared.layers.tensor_group import TensorGroup
-from shared.runtime.graph_store import capturing
+from shared.runtime.graphs import capturing
 
 EPS = 1e-5
 WIDTHS = ((torch.bfloat16, 4096), (torch.float16, 768), (torch.float32, 100))

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage, Offer
+from services.target.drafts.attachment import (
+    Attachment,
+    DraftIdentity,
+    DraftMessage,
+    DraftTimeout,
+    Offer,
+)
 from services.target.drafts.attachments import Attachments
-from services.target.drafts.draft_timeout import DraftTimeout
 from services.target.requests.request import GenerationRequest, ModelLimits
 from services.target.sequence import Sequence
 from shared.candidate_columns import CandidateColumns

@@ -7,13 +7,13 @@ import sys
 
 import torch
 
-from shared.runtime.feature_ring import FeatureRingWriter
+from shared.runtime.ring_memory import FeatureRingWriter
 
 NUM_ROWS, WIDTH, DTYPE = 8, 3, torch.bfloat16
 
 _READER = """
 import sys, torch
-from shared.runtime.feature_ring import FeatureRingReader
+from shared.runtime.ring_memory import FeatureRingReader
 from shared.runtime.ring_memory import RingAddress
 address = RingAddress(sys.argv[1], bytes.fromhex(sys.argv[2]))
 ring = FeatureRingReader(address, 8, 3, torch.bfloat16, torch.device(sys.argv[3]))

@@ -12,7 +12,7 @@ from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
 from shared.runtime.round_runner import RoundLimits
 from shared.runtime.round_selection import MAX_PREPARED, Ending, PreparedTree
-from shared.runtime.round_sequences import NewLane, SequenceRound
+from shared.runtime.round_state import NewLane, SequenceRound
 from shared.runtime.runner import ModelRunner
 from shared.runtime.selection_runner import SelectionRunner, covering_shape
 from shared.tokens import EMPTY_TREE, SamplingParams, StopParams, TokenTree

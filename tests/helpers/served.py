@@ -17,7 +17,7 @@ from services.draft.process import DraftProcess
 from services.draft.settings import DraftSettings
 from services.draft.settings_problems import DEMO_HEADS
 from services.draft.worker import WorkerIdentity
-from services.embedded_factory import build_embedded_draft
+from services.embedded import build_embedded_draft
 from services.embedded_settings import engine_needs
 from services.target.__main__ import read_settings
 from services.target.drafts.draft_policy import ALWAYS

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
-from services.target.drafts.draft_timeout import DraftTimeout
+from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage, DraftTimeout
 from services.target.drafts.feature_store import FeatureSpec
 from services.target.rounds.policy import Choice, LanePolicy
-from services.target.rounds.round_source import RoundSource
+from services.target.rounds.round_runners import RoundSource
 from shared.kv.pool import KvPool
 from shared.runtime.round_head import OwnHead
 from shared.runtime.tree_model import HeadModel

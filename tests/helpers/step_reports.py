@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.target.drafts.outcome_tally import OutcomeTally
-from services.target.step_report import SpeculationCounts, StepReport
+from services.target.step_report import OutcomeTally, SpeculationCounts, StepReport
 
 
 def step_report(**facts: Any) -> StepReport:

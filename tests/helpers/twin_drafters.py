@@ -21,13 +21,10 @@ from shared.models.heads.config import HeadKind
 from shared.models.heads.head import DraftHead
 from shared.models.heads.loader import load_head
 from shared.models.heads.target_tensors import TargetFolder
-from shared.runtime.growing_trees import GrowingTrees
-from shared.runtime.head_runner import HeadRunner
-from shared.runtime.open_sequence import OpenSequence
-from shared.runtime.runner import ModelRunner
+from shared.runtime.runner import HeadRunner, ModelRunner
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import DecoderModel, HeadModel
-from shared.runtime.tree_pass import PassLimits
+from shared.runtime.tree_pass import GrowingTrees, OpenSequence, PassLimits
 from shared.tokens import SamplingParams, TokenTree, TreeShape
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.draft_heads import HEADS, write_head

@@ -10,15 +10,14 @@ from services.draft.events import (
     Output,
     SequencesReleased,
 )
-from services.draft.fan_out import SYNCHRONOUS, FanOut
+from services.draft.likely_verdicts import SYNCHRONOUS, FanOut
 from services.draft.link_codec import attach_request, event_from_response, request_from_output
 from services.draft.rounds import Rounds
 from services.draft.sequence_table import SequenceTable
 from services.draft.worker import WorkerIdentity
-from services.target.drafts.assignment import MAX_CONDITIONAL_CANDIDATES
-from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
+from services.target.drafts.assignments import MAX_CONDITIONAL_CANDIDATES
+from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage, DraftTimeout
 from services.target.drafts.draft_messages import draft_messages, feature_spec
-from services.target.drafts.draft_timeout import DraftTimeout
 from services.target.engine import Engine
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.rpc.columns import TreeLimits, candidates_from_message

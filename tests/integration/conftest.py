@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.target.drafts import draft_timeout
+from services.target.drafts import attachment
 from services.target.rounds import round_runners
 
 
@@ -12,7 +12,7 @@ from services.target.rounds import round_runners
 def patient_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Targets wait for a draft as long as `--candidate-wait-ms` lets them, not a few times as long
     as it usually takes: on a busy machine a draft may be late by any factor."""
-    monkeypatch.setattr(draft_timeout, "SHORTEST_WAIT_S", 3600.0)
+    monkeypatch.setattr(attachment, "SHORTEST_WAIT_S", 3600.0)
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 from gateway.output.parser import CallArguments, OutputParser
 from gateway.output.style import ChatOutput, OutputStyle, ToolCallParser
 from gateway.output.tools import Tool, Toolbox, ToolUse
-from services.target.grammars.source import grammar_source
-from services.target.grammars.structural_tag import SpecialTokens
+from services.target.grammars.source import SpecialTokens, grammar_source
 from services.target.settings import DEMO_MODEL
 from shared.errors import InvalidArgument
 from shared.grammar import Grammar

@@ -11,9 +11,8 @@ from dataclasses import replace
 import pytest
 
 from services.draft.drafters.ngram import NgramDrafter
-from services.draft.fan_out import FanOut
-from services.target.drafts.outcome_tally import OutcomeTally
-from services.target.step_report import StepReport
+from services.draft.likely_verdicts import FanOut
+from services.target.step_report import OutcomeTally, StepReport
 from shared.models.decoder import Decoder
 from shared.ngram import NgramOptions
 from shared.tokens import SamplingParams, TreeShape

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.draft.events import CandidatesReady, SequencesReleased
-from services.embedded_factory import build_embedded_draft
+from services.embedded import build_embedded_draft
 from services.target.__main__ import read_settings
 from services.target.engine_factory import build_engine
 from services.target.process import TargetProcess

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.eagle import EagleDrafter
-from services.draft.fan_out import FanOut
+from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence
-from services.target.drafts.outcome_tally import OutcomeTally
+from services.target.step_report import OutcomeTally
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
@@ -24,7 +24,7 @@ from shared.models.heads.config import HeadKind
 from shared.models.heads.head import DraftHead
 from shared.models.heads.loader import load_head
 from shared.models.heads.target_tensors import TargetFolder
-from shared.runtime.head_runner import HeadRunner
+from shared.runtime.runner import HeadRunner
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import HeadModel
 from shared.runtime.tree_pass import PassLimits

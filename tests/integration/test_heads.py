@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from services.draft.settings import DraftSettings
-from services.embedded_factory import build_embedded_draft
+from services.embedded import build_embedded_draft
 from services.target.__main__ import read_settings
 from services.target.engine_factory import build_engine
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
 from shared.pb.outrider.types.v1 import sampling_pb2
-from shared.runtime.feature_ring import FeatureRingWriter
+from shared.runtime.ring_memory import FeatureRingWriter
 from shared.runtime.round_runner import RoundRunner
 from shared.runtime.selection_runner import SelectionRunner
 from shared.settings import load_settings

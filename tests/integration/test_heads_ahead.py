@@ -16,7 +16,7 @@ from services.draft.drafters.dflash import DflashDrafter
 from services.draft.drafters.drafter import Drafter
 from services.draft.drafters.eagle import EagleDrafter
 from services.draft.drafters.multi_layer import MultiLayerDrafter
-from services.draft.fan_out import FanOut
+from services.draft.likely_verdicts import FanOut
 from services.target.step_report import StepReport
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
@@ -25,7 +25,7 @@ from shared.models.heads.dflash import load_dflash
 from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
-from shared.runtime.head_runner import BlockRunner, HeadRunner
+from shared.runtime.runner import BlockRunner, HeadRunner
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import HeadModel
 from shared.runtime.tree_pass import PassLimits

@@ -13,7 +13,7 @@ from shared.kv.pool import KvPool
 from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
-from shared.runtime.head_runner import HeadRunner
+from shared.runtime.runner import HeadRunner
 from shared.tokens import SamplingParams, StopParams, TreeShape
 from tests.helpers.engines import (
     CPU,

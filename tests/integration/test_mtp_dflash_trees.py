@@ -21,7 +21,7 @@ from shared.models.heads.dflash import load_dflash
 from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
-from shared.runtime.head_runner import BlockRunner, HeadRunner
+from shared.runtime.runner import BlockRunner, HeadRunner
 from shared.tokens import SamplingParams, StopParams, TokenTree, TreeShape
 from tests.helpers.checkpoints import TinyShape, build_model
 from tests.helpers.dflash_heads import (

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.draft.fan_out import FanOut
+from services.draft.likely_verdicts import FanOut
 from services.target.adaptive_config import AdaptiveConfig, Candidates
 from services.target.fallback import NgramFallback
 from services.target.requests.request import Delta, GenerationRequest

@@ -18,7 +18,7 @@ from services.draft.drafters.drafter import Drafter, Proposal
 from services.draft.drafters.eagle import EagleDrafter
 from services.draft.drafters.standalone import StandaloneDrafter
 from services.draft.sequence import DraftSequence
-from services.target.drafts.assignment import Kept
+from services.target.drafts.assignments import Kept
 from services.target.engine import Engine
 from services.target.grammars.matcher import CompiledGrammar, GrammarMatcher
 from services.target.requests.request import GenerationRequest
@@ -30,7 +30,7 @@ from shared.models.heads.config import HeadKind
 from shared.models.heads.loader import load_head
 from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
-from shared.runtime.head_runner import HeadRunner
+from shared.runtime.runner import HeadRunner
 from shared.speculation.rejection import DrawnChain
 from shared.tokens import EMPTY_TREE, SamplingParams, StopParams, TokenTree, TreeShape
 from tests.helpers.checkpoints import TinyShape, build_model
@@ -322,7 +322,7 @@ def test_narrowing_by_what_was_drawn_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Negative control: tokens must have no say in which of them are verified."""
-    monkeypatch.setattr("services.target.drafts.assignment.narrowed", _without_odd_tokens)
+    monkeypatch.setattr("services.target.drafts.assignments.narrowed", _without_odd_tokens)
     asked = replace(_asked(SAMPLINGS["top-k"]), num_draft_tokens=2)
     service = _service(decoder, _standalone(near), VerificationMode.REJECTION)
     found, _ = service.sample(asked, NUM_REQUESTS)

@@ -12,8 +12,7 @@ from gateway.output import forced
 from gateway.output.parser import CallArguments, CallBegun, OutputParser
 from gateway.output.style import ChatOutput, OutputStyle, ReasoningParser, ToolCallParser
 from gateway.output.tools import Tool, Toolbox, ToolUse
-from services.target.grammars.source import grammar_source
-from services.target.grammars.structural_tag import SpecialTokens
+from services.target.grammars.source import SpecialTokens, grammar_source
 from services.target.settings import DEMO_MODEL
 from shared.grammar import Grammar, GrammarKind
 

@@ -119,7 +119,7 @@ async def test_gateway_target_and_draft_share_a_trace_and_an_id(folder: Path) ->
     assert inner.attributes["outrider.num_rounds"] > 0
     for name in (
         "gateway.metrics",
-        "services.target.requests.request_record",
+        "services.target.requests.admission",
         "services.draft.recorder",
     ):
         assert (name, "abc") in lines.lines

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.embedded_factory import build_embedded_draft
+from services.embedded import build_embedded_draft
 from services.target.__main__ import read_settings
 from services.target.engine_factory import build_engine
 from services.target.flag_choices import DeviceRoundsChoice
@@ -176,7 +176,7 @@ def test_a_draft_without_room_names_the_targets_setting(
     if is_cache:
         monkeypatch.setattr("shared.runtime.memory.free_memory_bytes", lambda device: 2**20)
     else:
-        monkeypatch.setattr("services.draft.drafters.eagle_factory.load_head", _run_out)
+        monkeypatch.setattr("services.draft.drafters.head_factory.load_head", _run_out)
     with pytest.raises(SettingsError) as raised:
         build_embedded_draft(engine, settings, draft_settings)
     message = raised.value.message

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from services.draft.drafters.drafter import Drafter
 from services.draft.drafters.ngram import NgramDrafter
-from services.draft.fan_out import SYNCHRONOUS, FanOut
+from services.draft.likely_verdicts import SYNCHRONOUS, FanOut
 from services.target.engine import Engine
 from shared.models.decoder import Decoder
 from shared.ngram import NgramOptions

@@ -19,8 +19,7 @@ from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
 from shared.models.heads.head import DraftHead
-from shared.runtime.graph_inputs import GraphLimits
-from shared.runtime.graphs import ForwardGraphs
+from shared.runtime.graphs import ForwardGraphs, GraphLimits
 from shared.runtime.runner import ModelRunner
 from tests.helpers.device_rounds import Pair
 from tests.helpers.engines import (

@@ -6,18 +6,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from services.draft.drafters.draft_kv import BranchKv
-from services.draft.drafters.tail import Tail
-from services.draft.fan_out import FanOut
+from services.draft.drafters.draft_kv import BranchKv, Tail
 from services.draft.likely_verdicts import (
     Continuation,
+    FanOut,
     LikelyVerdict,
     RankShares,
     likely_verdicts,
     rank_of,
 )
 from services.draft.sequence import DraftSequence, SequenceKey
-from shared.runtime.growing_trees import PassRows, PassTree
+from shared.runtime.tree_pass import PassRows, PassTree
 from shared.tokens import TokenTree, TreeShape
 
 Path = tuple[int, ...]

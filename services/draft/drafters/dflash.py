@@ -10,18 +10,538 @@ Source: Chen et al., DFlash, arXiv 2602.06036.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from services.draft.draft_scores import DraftScores
-from services.draft.drafters.block_contexts import BlockContexts, BlockRows
-from services.draft.drafters.block_lookahead import BlockLookahead, best_choices
 from services.draft.drafters.drafter import DrafterLimits, Proposal
+from services.draft.drafters.head_contexts import FeatureBuffer
+from services.draft.drafters.placement import Host, context_for, device_for, log_quantisation
 from services.draft.events import FeatureRows
-from services.draft.sequence import DraftSequence
-from shared.kv.batch import SequenceRows
-from shared.models.heads.dflash import DflashHead
-from shared.runtime.head_runner import BlockRunner
-from shared.tokens import EMPTY_TREE, TreeShape, Verdict
+from services.draft.likely_verdicts import (
+    Continuation,
+    FanOut,
+    LikelyVerdict,
+    RankShares,
+    likely_verdicts,
+    rank_of,
+)
+from services.draft.sequence import DraftSequence, SequenceKey
+from services.draft.settings import DraftSettings
+from services.draft.settings_problems import block_problems
+from shared.errors import SettingsError
+from shared.kv.batch import SequenceRows, build_batch
+from shared.kv.leases import OutOfPages, PagePool
+from shared.kv.pool import KvPool
+from shared.models.config import ModelConfig
+from shared.models.heads.dflash import DflashConfig, DflashHead, load_dflash
+from shared.models.heads.target_tensors import target_tensors
+from shared.runtime.device import dtype_named
+from shared.runtime.host_copy import joined_rows
+from shared.runtime.memory import num_pages_for
+from shared.runtime.runner import BlockRunner
+from shared.speculation.block_tree import grow_block_tree
+from shared.speculation.distributions import stable_topk
+from shared.tokens import EMPTY_TREE, TokenTree, TreeShape, Verdict
+
+# The context of block drafters: the target's features of each sequence as keys and values in
+# pages.
+
+
+@dataclass(slots=True, eq=False)
+class ContextPages:
+    """Keys and values of the positions `[start, end)`, from the beginning of `pages` on.
+
+    A position's keys and values are made of its own features alone and stand at its own rotary
+    angle, so a window slides by letting go of its first pages; nothing is computed again.
+
+    Attributes:
+        start: the first position that is kept.
+        end: the position after the last that is computed.
+    """
+
+    page_size: int
+    start: int = 0
+    end: int = 0
+    pages: list[int] = field(default_factory=list)
+
+    def index(self, position: int) -> int:
+        """Returns the logical KV index of a position."""
+        return position - self.start
+
+    def slots(self, positions: Sequence[int]) -> list[int]:
+        size = self.page_size
+        indices = [self.index(position) for position in positions]
+        return [self.pages[index // size] * size + index % size for index in indices]
+
+    def grow(self, pool: PagePool, end: int) -> None:
+        """Makes room for the positions below `end`.
+
+        Raises:
+            OutOfPages: there are not enough pages; nothing changed.
+        """
+        num_missing = -(-self.index(end) // self.page_size) - len(self.pages)
+        if num_missing > 0:
+            self.pages += pool.allocate(num_missing)
+
+    def trim(self, pool: PagePool, end: int) -> None:
+        """Lets go of the pages that hold nothing but positions from `end` on."""
+        num_kept = max(-(-self.index(end) // self.page_size), 0)
+        pool.release(self.pages[num_kept:])
+        del self.pages[num_kept:]
+
+    def slide(self, pool: PagePool, start: int) -> None:
+        """Lets whole pages before position `start` go, or all of them if none reaches it."""
+        if start >= self.end:
+            self.restart(pool, max(start, self.end))
+            return
+        num_dropped = max(self.index(start) // self.page_size, 0)
+        pool.release(self.pages[:num_dropped])
+        del self.pages[:num_dropped]
+        self.start += num_dropped * self.page_size
+
+    def restart(self, pool: PagePool, start: int) -> None:
+        """Lets everything go and begins at `start`."""
+        pool.release(self.pages)
+        self.pages = []
+        self.start = self.end = start
+
+
+class BlockRows:
+    """Lays out rows from the last committed token's position on.
+
+    A *known* row is a token whose features are not here: the last committed one, and those that a
+    verdict may commit. It sees the context, its ancestors and itself. A *block* opens with one that
+    is known as well; it and the masks behind it all see each other and the known rows above them.
+
+    Args:
+        context: of the sequence; it ends right before the last committed token.
+        block_size: rows of a block.
+        mask_token_id: stands for a token that is to be drafted.
+    """
+
+    def __init__(self, context: ContextPages, *, block_size: int, mask_token_id: int) -> None:
+        self._context = context
+        self._block_size = block_size
+        self._mask_token_id = mask_token_id
+        self._tokens: list[int] = []
+        self._depths: list[int] = []
+        self._visible: list[list[int]] = []
+        self._wanted: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def add_known(self, above: int | None, token: int) -> int:
+        """Appends a known token; returns its row.
+
+        Args:
+            above: row of the token before it; None for the last committed token.
+        """
+        row = len(self)
+        self._tokens.append(token)
+        self._depths.append(self._depth_below(above))
+        self._visible.append([*self._path_to(above), row])
+        return row
+
+    def add_block(self, above: int | None, token: int, num_wanted: int) -> None:
+        """Appends a block.
+
+        Args:
+            above: row of the token before the block; None where it opens with the last committed
+                token.
+            token: opens the block.
+            num_wanted: drafted positions that are to be scored.
+        """
+        first, size = len(self), self._block_size
+        depth, above_it = self._depth_below(above), self._path_to(above)
+        self._tokens += [token, *[self._mask_token_id] * (size - 1)]
+        self._depths += range(depth, depth + size)
+        self._visible += [[*above_it, *range(first, first + size)]] * size
+        self._wanted += range(first + 1, first + 1 + num_wanted)
+
+    def lay_out(self) -> SequenceRows:
+        """Returns the rows; their pages must reach as far."""
+        end, num_rows = self._context.end, len(self)
+        mask = np.zeros((num_rows, num_rows), dtype=np.bool_)
+        for row, visible in enumerate(self._visible):
+            mask[row, visible] = True
+        return SequenceRows(
+            token_ids=self._tokens,
+            positions=[end + depth for depth in self._depths],
+            kv_start=self._context.index(end),
+            pages=self._context.pages,
+            prefix_length=self._context.index(end),
+            tail_mask=mask,
+            logit_rows=self._wanted,
+        )
+
+    def _depth_below(self, above: int | None) -> int:
+        return 0 if above is None else self._depths[above] + 1
+
+    def _path_to(self, above: int | None) -> list[int]:
+        return [] if above is None else self._visible[above]
+
+
+@dataclass(slots=True, eq=False)
+class _Context:
+    """The computed rows of a sequence and the features for the rows to come."""
+
+    pages: ContextPages
+    features: FeatureBuffer = field(default_factory=FeatureBuffer)
+
+
+class BlockContexts:
+    """Opens, fills, slides and closes the contexts of sequences, and runs blocks behind them.
+
+    Args:
+        num_pages: of the runner's pool, the padding page included.
+        window_tokens: positions before a block that it sees, to the page.
+    """
+
+    def __init__(self, runner: BlockRunner, num_pages: int, *, window_tokens: int) -> None:
+        self._runner = runner
+        self._pool = PagePool(num_pages)
+        self._window_tokens = window_tokens
+        self._contexts: dict[SequenceKey, _Context] = {}
+
+    def open(self, sequence: DraftSequence) -> None:
+        self._contexts[sequence.key] = _Context(ContextPages(self._runner.page_size))
+        self.slide(sequence)
+
+    def close(self, sequence: DraftSequence) -> None:
+        self._pool.release(self._contexts.pop(sequence.key).pages.pages)
+
+    def pages_of(self, sequence: DraftSequence) -> ContextPages:
+        """Returns where the context of a sequence lies."""
+        return self._contexts[sequence.key].pages
+
+    def slide(self, sequence: DraftSequence) -> None:
+        """Lets go of positions that no block will see; they need not even be computed."""
+        context = self._contexts[sequence.key]
+        start = sequence.num_tokens - 1 - self._window_tokens
+        if start > context.pages.start:
+            context.pages.slide(self._pool, start)
+            context.features.drop_before(context.pages.end)
+
+    def add_features(self, sequence: DraftSequence, rows: FeatureRows) -> None:
+        context = self._contexts[sequence.key]
+        context.features.append(rows)
+        if context.features.start > context.pages.end:
+            # The target cannot send what came before, so that is no part of the context.
+            context.pages.restart(self._pool, context.features.start)
+        context.features.drop_before(context.pages.end)
+
+    def backlog(self, sequence: DraftSequence) -> int:
+        """Returns the committed positions that are not computed but whose features are here."""
+        context = self._contexts[sequence.key]
+        end = min(context.features.end, sequence.num_tokens - 1)
+        return max(end - context.pages.end, 0)
+
+    def is_complete(self, sequence: DraftSequence) -> bool:
+        """Whether the features of every committed position but the last are here."""
+        pages, end = self._contexts[sequence.key].pages, sequence.num_tokens - 1
+        return pages.start < end == pages.end + self.backlog(sequence)
+
+    def reserve(self, sequence: DraftSequence, num_rows: int) -> bool:
+        """Makes room for that many rows behind the context, the last committed token's included;
+        False, with nothing changed, if there is none."""
+        end = sequence.num_tokens - 1 + num_rows
+        try:
+            self._contexts[sequence.key].pages.grow(self._pool, end)
+        except OutOfPages:
+            return False
+        return True
+
+    def trim(self, sequence: DraftSequence, num_rows: int) -> None:
+        """Frees the pages reserved beyond that many rows behind the context."""
+        end = sequence.num_tokens - 1 + num_rows
+        self._contexts[sequence.key].pages.trim(self._pool, end)
+
+    def take_in(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
+        """Turns the features of the next positions of each sequence into keys and values."""
+        pieces, positions, slots = list[Tensor](), list[int](), list[int]()
+        for sequence, count in counts:
+            context = self._contexts[sequence.key]
+            new = range(context.pages.end, context.pages.end + count)
+            if count:
+                pieces += context.features.read(new.start, count)
+            positions += new
+            slots += context.pages.slots(new)
+            context.pages.end = new.stop
+            context.features.drop_before(new.stop)
+        if pieces:
+            self._runner.write_context(joined_rows(pieces, self._runner.device), positions, slots)
+
+    def run(self, rows: Sequence[SequenceRows]) -> Tensor:
+        """Returns the logits `[L, V]` of the rows that ask for them."""
+        runner = self._runner
+        return runner.run(build_batch(rows, page_size=runner.page_size, device=runner.device))
+
+    def gauges(self) -> Mapping[str, float]:
+        """See `Drafter.gauges`."""
+        buffers = [context.features for context in self._contexts.values()]
+        return {
+            "page_count": float(self._pool.num_pages),
+            "free_page_count": float(self._pool.num_free),
+            "held_page_count": float(self._pool.num_pages - self._pool.num_free),
+            "held_feature_row_count": float(sum(each.end - each.start for each in buffers)),
+        }
+
+    def check(self) -> None:
+        """Asserts that every page has one owner."""
+        held = [page for context in self._contexts.values() for page in context.pages.pages]
+        assert len(set(held)) == len(held), "a page has two owners"
+        assert len(held) + self._pool.num_free == self._pool.num_pages, "a page has no owner"
+
+
+# Prepares blocks for the verdicts to come: one forward for all verdicts of all sequences.
+#
+# The features that a verdict will bring are not here yet. In their place a block looks at the
+# tokens that the verdict would commit: known rows, each of which sees the context and the tokens
+# before it, shared by the blocks of all verdicts on one tree. A head was trained to find features
+# there, so such a block is drafted worse than one made after the verdict, the worse the more
+# tokens it commits; docs/decoding.md has figures. Where the whole block may be accepted nothing
+# scores the token after it, so that verdict gets a block when it has fallen, from its features.
+#
+# A conditional block is never made of another: the features of a verdict are here before blocks
+# for the next one are drafted.
+
+
+@dataclass(frozen=True, slots=True)
+class BlockChoices:
+    """Marginals of P positions, the best W tokens of each, best first.
+
+    Attributes:
+        token_ids, log_probs: `[P][W]`.
+    """
+
+    token_ids: Sequence[Sequence[int]]
+    log_probs: Sequence[Sequence[float]]
+
+    def __iter__(self) -> Iterator[Sequence[Continuation]]:
+        """Yields the choices of each position."""
+        return (self.at(position) for position in range(len(self.token_ids)))
+
+    def at(self, position: int) -> Sequence[Continuation]:
+        """Returns the choices of a position; none behind the last."""
+        if position >= len(self.token_ids):
+            return ()
+        return list(zip(self.token_ids[position], self.log_probs[position], strict=True))
+
+    def tree(self, shape: TreeShape) -> TokenTree:
+        """Returns the best nodes of the first `shape.num_steps` positions."""
+        depth, topk = shape.num_steps, shape.topk
+        return grow_block_tree(
+            [row[:topk] for row in self.token_ids[:depth]],
+            [row[:topk] for row in self.log_probs[:depth]],
+            shape.max_node_count,
+        )
+
+
+def best_choices(scores: Tensor, width: int) -> list[BlockChoices]:
+    """Returns the choices of each block. Waits for the device once.
+
+    Args:
+        scores: `[N, P, V]` float32 log probabilities.
+        width: choices a position, V at most.
+    """
+    best = stable_topk(scores, min(width, scores.shape[2]))
+    # Token ids are exact in float64, so one transfer brings both.
+    log_probs, token_ids = torch.stack([part.to(torch.float64) for part in best]).tolist()
+    return [
+        BlockChoices([[int(token) for token in row] for row in tokens], values)
+        for tokens, values in zip(token_ids, log_probs, strict=True)
+    ]
+
+
+Path = tuple[int, ...]
+
+MAX_ROWS = 2048
+"""Rows of one forward, but for those of a single sequence: a verdict that arrives meanwhile waits
+for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A tree under verification whose verdicts are not prepared for yet."""
+
+    sequence: DraftSequence
+    tree: TokenTree
+    shape: TreeShape
+    fan_out: FanOut
+    choices: BlockChoices
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """The blocks of one sequence in a forward.
+
+    Attributes:
+        paths: by block, the tokens that its verdict commits.
+    """
+
+    in_flight: _InFlight
+    verdicts: Sequence[LikelyVerdict]
+    paths: Sequence[Path]
+    rows: BlockRows
+
+
+class BlockLookahead:
+    """See `Lookahead`.
+
+    Args:
+        block_size: rows of a block, the token that opens it included.
+    """
+
+    def __init__(self, head: DflashHead, contexts: BlockContexts, *, block_size: int) -> None:
+        self.budget = 0
+        self._head = head
+        self._contexts = contexts
+        self._block_size = block_size
+        self._shares = RankShares()
+        self._in_flight: dict[SequenceKey, _InFlight] = {}
+        self._choices: dict[SequenceKey, BlockChoices] = {}
+        self._prepared: dict[SequenceKey, dict[Path, BlockChoices]] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._in_flight)
+
+    def keep(self, sequence: DraftSequence, choices: BlockChoices) -> None:
+        """Takes what the tree for the current round was made of."""
+        self._choices[sequence.key] = choices
+
+    def begin(
+        self, sequence: DraftSequence, tree: TokenTree, shape: TreeShape, fan_out: FanOut
+    ) -> None:
+        choices = self._choices.get(sequence.key)
+        if choices is not None:
+            self._in_flight[sequence.key] = _InFlight(sequence, tree, shape, fan_out, choices)
+
+    def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
+        """Returns False: rows computed ahead lack the features that have arrived since."""
+        return False
+
+    def observe(self, sequence: DraftSequence, token_ids: Sequence[int]) -> None:
+        """Learns which of its choices the target took, and moves on to what was prepared for it.
+
+        Args:
+            token_ids: what the verdict commits.
+        """
+        choices = self._choices.get(sequence.key)
+        prepared = self._prepared.get(sequence.key, {}).get(tuple(token_ids))
+        self.drop(sequence)
+        if choices is not None:
+            for own, token in zip(choices, token_ids, strict=False):
+                self._shares.observe(rank_of(own, token))
+        if prepared is not None:
+            self._choices[sequence.key] = prepared
+
+    def drop(self, sequence: DraftSequence) -> None:
+        """Forgets a sequence."""
+        for kept in (self._in_flight, self._choices, self._prepared):
+            kept.pop(sequence.key, None)
+
+    def advance(self) -> list[Proposal]:
+        self._take_in()
+        work: list[_Work] = []
+        while self._in_flight and sum(len(each.rows) for each in work) < MAX_ROWS:
+            prepared = self._lay_out(self._in_flight.pop(next(iter(self._in_flight))))
+            if prepared is not None:
+                work.append(prepared)
+        return self._draft(work) if work else []
+
+    def _take_in(self) -> None:
+        """Computes the contexts, which end where the rows of blocks begin; gives up on sequences
+        whose features are not here, or have no room."""
+        contexts = self._contexts
+        self._in_flight = {
+            key: each
+            for key, each in self._in_flight.items()
+            if contexts.is_complete(each.sequence) and contexts.reserve(each.sequence, 1)
+        }
+        sequences = [each.sequence for each in self._in_flight.values()]
+        contexts.take_in([(each, contexts.backlog(each)) for each in sequences])
+
+    def _lay_out(self, in_flight: _InFlight) -> _Work | None:
+        """Returns the rows of as many verdicts as there is memory for; None for none."""
+        sequence, contexts = in_flight.sequence, self._contexts
+        verdicts = likely_verdicts(
+            in_flight.tree, _by_node(in_flight), self._shares, in_flight.fan_out
+        )
+        while verdicts:
+            work = self._work(in_flight, verdicts)
+            if contexts.reserve(sequence, len(work.rows)):
+                return work
+            verdicts = verdicts[: len(verdicts) // 2]
+        return None
+
+    def _work(self, in_flight: _InFlight, verdicts: Sequence[LikelyVerdict]) -> _Work:
+        sequence, tree = in_flight.sequence, in_flight.tree
+        rows = BlockRows(
+            self._contexts.pages_of(sequence),
+            block_size=self._block_size,
+            mask_token_id=self._head.config.mask_token_id,
+        )
+        # By place: 0 is the last committed token, then come the nodes, parents first.
+        above = [0, *(0 if parent is None else parent + 1 for parent in tree.parent_indices)]
+        paths: list[Path] = [()]
+        for place, token in enumerate(tree.token_ids, 1):
+            paths.append((*paths[above[place]], token))
+        known = {0: rows.add_known(None, sequence.token_ids[-1])}
+        for place in _through(above, [verdict.place for verdict in verdicts]):
+            known[place] = rows.add_known(known[above[place]], tree.token_ids[place - 1])
+        for verdict in verdicts:
+            rows.add_block(known[verdict.place], verdict.token, self._block_size - 1)
+        committed = [(*paths[verdict.place], verdict.token) for verdict in verdicts]
+        return _Work(in_flight, verdicts, committed, rows)
+
+    def _draft(self, work: Sequence[_Work]) -> list[Proposal]:
+        sequences = [each.in_flight.sequence for each in work]
+        logits = self._contexts.run([each.rows.lay_out() for each in work])
+        for each in work:
+            self._contexts.trim(each.in_flight.sequence, self._block_size)
+        scores = DraftScores(sequences, logits.device).of_blocks(
+            logits, [each.paths for each in work], self._block_size - 1
+        )
+        width = max(each.in_flight.shape.topk for each in work) + self.budget
+        blocks = iter(best_choices(scores, width))
+        return [
+            proposal
+            for each in work
+            for proposal in self._proposals(each, [next(blocks) for _ in each.paths])
+        ]
+
+    def _proposals(self, work: _Work, blocks: Sequence[BlockChoices]) -> list[Proposal]:
+        sequence, shape = work.in_flight.sequence, work.in_flight.shape
+        self._prepared[sequence.key] = dict(zip(work.paths, blocks, strict=True))
+        return [
+            Proposal(sequence, choices.tree(shape), verdict.condition)
+            for verdict, choices in zip(work.verdicts, blocks, strict=True)
+        ]
+
+
+def _by_node(in_flight: _InFlight) -> list[Sequence[tuple[int, float]]]:
+    """Returns what may follow the last committed token, then each node; nothing behind the last
+    position that the block scored."""
+    depths = (0, *in_flight.tree.depths)
+    return [in_flight.choices.at(depth) for depth in depths]
+
+
+def _through(above: Sequence[int], places: Sequence[int]) -> list[int]:
+    """Returns the nodes' places on the way to any of `places`, parents first; 0 left out."""
+    needed: set[int] = set()
+    for place in places:
+        while place and place not in needed:
+            needed.add(place)
+            place = above[place]
+    return sorted(needed)
 
 
 class DflashDrafter:
@@ -147,3 +667,74 @@ class DflashDrafter:
         )
         rows.add_block(None, sequence.token_ids[-1], num_scored)
         return rows.lay_out()
+
+
+# Loads a DFlash head, what it borrows from its target, and its KV pool.
+
+log = logging.getLogger(__name__)
+
+
+def build_dflash(settings: DraftSettings, host: Host | None = None) -> DflashDrafter:
+    """Returns the drafter with weights loaded.
+
+    Args:
+        host: the target of this process, if there is one.
+
+    Raises:
+        CheckpointError: a folder cannot be served, or the head was made for another target.
+        SettingsError: memory does not hold what the settings ask for.
+    """
+    host = host or Host()
+    folder = settings.model_folder
+    target_config = ModelConfig.from_folder(settings.target_folder)
+    config = DflashConfig.from_folder(folder, target_config)
+    device = device_for(settings)
+    dtype = dtype_named(settings.dtype, config.layers.dtype, device)
+    tensors = target_tensors(settings.target_folder, host.decoder, dtype=dtype, device=device)
+    block_size = settings.speculative_dflash_block_size or config.block_size
+    problems = block_problems(settings, block_size)
+    if problems:
+        raise SettingsError(problems)
+    longest = config.layers.max_position_embeddings
+    context = context_for(settings, longest, margin_tokens=block_size)
+    head = load_dflash(folder, tensors, dtype=dtype, device=device, options=settings.model_options)
+    log_quantisation(settings, head)
+    log.info("%s in %s on %s: blocks of %d", folder.name, dtype, device, block_size)
+    layout = head.kv_layout(settings.page_size, dtype)
+    num_pages = num_pages_for(
+        layout,
+        device,
+        mem_fraction_static=settings.mem_fraction_static,
+        max_total_tokens=settings.max_total_tokens,
+        max_sequence_length=context,
+        reserved_bytes=host.feature_bytes(head.feature_spec),
+        most_tokens=host.most_tokens,
+    )
+    window = _window(settings, context, block_size, num_pages)
+    log.info("%s KV pages of %d tokens", f"{num_pages - 1:,}", settings.page_size)
+    if window + block_size < target_config.max_position_embeddings:
+        log.warning(
+            "the draft looks back on %d tokens; the target's context is %d",
+            *(window, target_config.max_position_embeddings),
+        )
+    pool = KvPool(layout, num_pages, device)
+    runner = BlockRunner(head, pool)
+    return DflashDrafter(runner, num_pages, block_size=block_size, window_tokens=window)
+
+
+def _window(settings: DraftSettings, context: int, block_size: int, num_pages: int) -> int:
+    """Returns the tokens before a block that the drafter may keep, a page more while it slides.
+
+    Raises:
+        SettingsError: the pool is too small for any.
+    """
+    num_slots = (num_pages - 1) * settings.page_size
+    window = min(context, num_slots - settings.page_size + 1) - block_size
+    if window < 1:
+        raise SettingsError(
+            (
+                f"--max-total-tokens gives {num_slots} tokens; a block of {block_size}, a page of "
+                f"{settings.page_size} and a token to look back on do not fit",
+            )
+        )
+    return window

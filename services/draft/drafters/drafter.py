@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from services.draft.events import FeatureRows
-from services.draft.fan_out import FanOut
+from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence
 from services.draft.worker import MappedHeadLimits
+from shared.kv.leases import KvLeases
 from shared.tokens import Condition, TokenTree, TreeShape, Verdict
 
 if TYPE_CHECKING:
-    # A worker without a model runs where torch is not installed.
     from shared.models.heads.feature_spec import FeatureSpec
+    from shared.runtime.tree_model import TreeModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,3 +168,30 @@ class Drafter(Protocol):
 
     def check(self) -> None:
         """Asserts the drafter's invariants."""
+
+
+# A draft model with KV pages that its drafter keeps off, for the rounds of a target.
+
+_SHARED_EIGHTHS = 7
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedHead:
+    """A draft head, or a language model, as rounds use it.
+
+    Attributes:
+        pages: of the model's pool, for good.
+        max_context_tokens: longest sequence that needs no window.
+    """
+
+    model: TreeModel
+    pages: tuple[int, ...]
+    max_context_tokens: int
+
+    @classmethod
+    def of_most(cls, model: TreeModel, leases: KvLeases, *, max_context_tokens: int) -> SharedHead:
+        """Takes most of the free pages; the drafter keeps some for requests that have no lane."""
+        lease = leases.open(())
+        num_shared = leases.num_free_pages * _SHARED_EIGHTHS // 8
+        leases.grow(lease, num_shared * leases.page_size)
+        return cls(model, tuple(lease.pages), max_context_tokens)

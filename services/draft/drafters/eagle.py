@@ -8,8 +8,8 @@ whole trees in one pass, see `head_branches`.
 
 Drafting ahead, the states of the verified tree's nodes stand in for the features that its verdict
 will bring. They are computed again from the features of each verdict, so that errors do not grow
-from round to round: in passes, see `head_branches`, or by forwards of the host, see `head_tails`.
-"""
+from round to round: in passes, see `head_branches`, or by forwards of the host, see
+`head_contexts`."""
 
 from __future__ import annotations
 
@@ -18,26 +18,23 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from services.draft.chain_draws import LevelScores, level_scores
-from services.draft.drafters.drafter import DrafterLimits, Lookahead, Proposal
+from services.draft.draft_scores import LevelScores, level_scores
+from services.draft.drafters.draft_kv import TreeTail, beam_rows, learn_levels
+from services.draft.drafters.drafter import DrafterLimits, Lookahead, Proposal, SharedHead
 from services.draft.drafters.head_branches import HeadBranches, HeadTrees
-from services.draft.drafters.head_contexts import HeadContexts
-from services.draft.drafters.head_tails import HeadTails, reroot
-from services.draft.drafters.layer_rows import LayerRows
+from services.draft.drafters.head_contexts import HeadContexts, HeadTails, LayerRows, reroot
 from services.draft.drafters.outcome_drafter import JointLookahead, OutcomeDrafter
-from services.draft.drafters.shared_head import SharedHead
-from services.draft.drafters.tree_tail import TreeTail, beam_rows, learn_levels
 from services.draft.drafters.whole_trees import PassGraphs, grown_shape, grows_whole, split
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence
 from services.draft.worker import MappedHeadLimits
 from shared.kv.leases import KvLeases
 from shared.models.heads.head import DraftHead
-from shared.runtime.head_runner import HeadRunner
+from shared.runtime.runner import HeadRunner
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import HeadModel
-from shared.speculation.growth import Children, TreeGrowth, choose_children, parent_states
 from shared.speculation.noise import fresh_generator
+from shared.speculation.tree import Children, TreeGrowth, choose_children, parent_states
 from shared.tokens import EMPTY_TREE, TreeShape, Verdict
 
 CONTEXT_MARGIN = 33

@@ -3,7 +3,7 @@
 A verdict brings the features of what it commits, and a head's rows are best computed from those. So
 nothing that was prepared for a verdict is gone on from but its tree: once that is verified, a
 *walk* computes the committed rows and then the nodes of this very tree behind them, and finds what
-may follow each. The likeliest verdicts on it get branches, see `branch_passes`: pages with the rows
+may follow each. The likeliest verdicts on it get branches, see `BranchPasses`: pages with the rows
 of the nodes that the verdict would accept, in which the bonus token is computed from the state of
 the last of them, and a tree is grown from it. The trees are all that is kept of them.
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from services.draft.drafters.branch_passes import BranchPass, BranchPasses
+from services.draft.drafters.branch_drafter import BranchPass, BranchPasses
 from services.draft.drafters.branches import (
     GrowingBranch,
     GrownRows,
@@ -31,12 +31,10 @@ from services.draft.drafters.branches import (
 from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.head_contexts import HeadContexts
 from services.draft.drafters.whole_trees import PassGraphs, PassUse, batches, grown_shape
-from services.draft.fan_out import FanOut
+from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence, SequenceKey
-from shared.runtime.growing_trees import GrowingTrees, PassRows
-from shared.runtime.open_sequence import OpenSequence
 from shared.runtime.tree_grower import TreeGrower
-from shared.runtime.walked_tree import walked_shape
+from shared.runtime.tree_pass import GrowingTrees, OpenSequence, PassRows, walked_shape
 from shared.tokens import TokenTree, TreeShape
 
 

@@ -9,22 +9,78 @@ from __future__ import annotations
 import hashlib
 import itertools
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
-from services.draft.drafters.draft_kv import BranchKv, BranchPages, SequenceKv
-from services.draft.drafters.feature_buffer import FeatureBuffer
+from services.draft.drafters.draft_kv import BranchKv, BranchPages, SequenceKv, Tail, TreeTail
+from services.draft.drafters.outcome_drafter import TailWork, learn_rows
 from services.draft.drafters.whole_trees import pass_sampling
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.leases import KvLeases
 from shared.kv.upload import uploaded_pairs
-from shared.runtime.head_runner import HeadOutput, HeadRunner
-from shared.runtime.joined_rows import joined_rows
-from shared.runtime.open_sequence import OpenSequence
+from shared.runtime.host_copy import joined_rows
+from shared.runtime.runner import HeadOutput, HeadRunner
+from shared.runtime.tree_pass import OpenSequence
+from shared.speculation.tree import BeamRows
+
+# Feature rows of one sequence that the draft head has not used up.
+
+
+class FeatureBuffer:
+    """Rows of the positions `[start, end)`, in the pieces they came in.
+
+    Attributes:
+        end: the position after the last row that ever came.
+    """
+
+    __slots__ = ("_pieces", "end")
+
+    def __init__(self) -> None:
+        # With the positions that each begins and ends at: a tensor is slow to tell its length.
+        self._pieces: deque[tuple[int, int, Tensor]] = deque()
+        self.end = 0
+
+    @property
+    def start(self) -> int:
+        """The first position held; `end` when none is."""
+        return self._pieces[0][0] if self._pieces else self.end
+
+    def append(self, rows: FeatureRows) -> None:
+        """Takes rows in; those it has had already are left out. After a gap everything before it
+        is dropped, because a head cannot step over a position."""
+        start, piece = rows.position_offset, rows.rows
+        end = start + piece.shape[0]
+        if start > self.end:
+            self._pieces.clear()
+        elif start < self.end:
+            start, piece = self.end, piece[self.end - start :]
+        if end > start:
+            self._pieces.append((start, end, piece))
+        self.end = max(start, end)
+
+    def drop_before(self, position: int) -> None:
+        """Frees pieces that end at `position` or before it."""
+        while self._pieces and self._pieces[0][1] <= position:
+            self._pieces.popleft()
+
+    def read(self, start: int, count: int) -> Iterator[Tensor]:
+        """Yields the rows of `[start, start + count)`, piece by piece; all must be held."""
+        end = start + count
+        assert self.start <= start <= end <= self.end, "these rows are not here"
+        for first, last, piece in self._pieces:
+            if end <= first:
+                return
+            if start <= first and last <= end:
+                yield piece
+            elif start < last:
+                yield piece[max(start - first, 0) : end - first]
+
 
 _TOKEN_BITS = 32
 _DIGEST_BYTES = 16
@@ -322,3 +378,190 @@ class HeadContexts:
     def _restart(self, sequence: DraftSequence, window_start: int) -> None:
         context = self._contexts[sequence.key]
         context.kv = self._kv.restart(context.kv, sequence, window_start)
+
+
+# Drafted subtrees of a recurrent head: rows behind the committed tokens, and rows ahead of
+# verdicts.
+#
+# A node's row reads the state that its parent's row left; below the last committed token that is
+# the state of the committed row, which is computed from the target's features.
+
+
+class HeadTails:
+    """Keeps and computes the tails of every sequence of one drafter."""
+
+    def __init__(self, contexts: HeadContexts, device: torch.device) -> None:
+        self._contexts = contexts
+        self._device = device
+
+    def tail_of(self, sequence: DraftSequence) -> Tail | None:
+        """None when features are missing: then what was verified cannot be computed."""
+        kv = self._contexts.kv_of(sequence)
+        is_computed = kv.num_computed == num_window_rows(kv, sequence)
+        return kv.tail if is_computed or self._contexts.is_complete(sequence) else None
+
+    def keep(
+        self,
+        sequences: Sequence[DraftSequence],
+        tails: Sequence[TreeTail],
+        outputs: Sequence[HeadOutput],
+    ) -> None:
+        """Keeps the rows and states of trees that were just grown, level by level."""
+        levels = [each.states.view(len(tails), -1, each.states.shape[1]) for each in outputs]
+        for place, (sequence, tail) in enumerate(zip(sequences, tails, strict=True)):
+            tail.keep_states([level[place].unbind() for level in levels])
+            self._contexts.kv_of(sequence).tail = tail.tail
+
+    def compute(self, work: Sequence[TailWork]) -> list[DraftSequence]:
+        """Computes nodes, one forward for all sequences; before that the tokens that a verdict
+        committed. Returns the sequences it had memory for."""
+        served = [each for each in work if self._has_room(each)]
+        if not served:
+            return []
+        due = [each for each in served if self._is_root_due(each)]
+        if due:
+            self._compute_roots(due)
+        self._compute_nodes(served)
+        return [each.sequence for each in served]
+
+    def _is_root_due(self, work: TailWork) -> bool:
+        """Whether a verdict committed tokens that are not computed."""
+        return self._contexts.backlog(work.sequence) > 0
+
+    def _compute_roots(self, work: Sequence[TailWork]) -> None:
+        counts = [(each.sequence, self._contexts.backlog(each.sequence)) for each in work]
+        output = self._contexts.compute(counts, with_logits=True)
+        for each in work:
+            each.tail.base = self._contexts.kv_of(each.sequence).num_computed
+        self._learn([replace(each, nodes=[each.tail.root]) for each in work], output)
+
+    def _compute_nodes(self, work: Sequence[TailWork]) -> None:
+        states = [
+            node.parent.state
+            for each in work
+            for node in each.nodes
+            if node.parent is not None and node.parent.state is not None
+        ]
+        rows = [
+            each.tail.lay_out(each.nodes, self._contexts.kv_of(each.sequence).lease.pages)
+            for each in work
+        ]
+        self._learn(work, self._contexts.run(rows, torch.stack(states)))
+
+    def _learn(self, work: Sequence[TailWork], output: HeadOutput) -> None:
+        learn_rows(work, output.logits, self._device)
+        nodes = [node for each in work for node in each.nodes]
+        for node, state in zip(nodes, output.states.unbind(), strict=True):
+            node.state = state
+
+    def _has_room(self, work: TailWork) -> bool:
+        kv = self._contexts.kv_of(work.sequence)
+        num_rows = num_window_rows(kv, work.sequence) + work.tail.num_rows + len(work.nodes)
+        return self._contexts.leases.try_grow(kv.lease, num_rows)
+
+
+def reroot(kv: SequenceKv, token_ids: Sequence[int]) -> None:
+    """Keeps what was drafted ahead below the committed tokens, but none of its rows."""
+    path = [] if kv.tail is None else kv.tail.match(token_ids)
+    if kv.tail is None or len(path) < len(token_ids):
+        kv.tail = None
+    else:
+        kv.tail.reroot(path[-1])
+        kv.tail.forget_rows()
+
+
+# The rows of one sequence in each layer of a head of several next-token layers.
+#
+# *Row i* of layer k reads the token at i + 1 + k and the state of row i of layer k - 1, so each
+# layer has one committed row fewer than the one before it, and the rows of a tree follow them. A
+# node's row reads the state that its parent left in the layer before; the root's is the last
+# committed row.
+
+
+class LayerRows:
+    """Lays out the committed rows that are still open, and a growing tree, for every layer.
+
+    Attributes:
+        paths: tree tokens on the path of each node of the last beam, its own included.
+    """
+
+    def __init__(self, kv: SequenceKv, token_ids: Sequence[int]) -> None:
+        """`token_ids` are all committed tokens of the sequence."""
+        self.paths: list[tuple[int, ...]] = [()]
+        self._pages = kv.lease.pages
+        self._start = kv.num_computed
+        self._tokens = token_ids[kv.window_start + kv.num_computed + 1 :]
+        self._tree_tokens: list[int] = []
+        self._parents: list[int | None] = []
+        self._depths: list[int] = []
+        self._visible: list[Sequence[bool]] = []
+        self._beam_rows: list[int | None] = [None]
+
+    def num_committed(self, layer: int) -> int:
+        """Returns the open committed rows of a layer."""
+        return len(self._tokens) - layer
+
+    def add_beam(self, beam: BeamRows) -> None:
+        """Takes the next beam of the tree."""
+        token_ids, parents = beam.token_ids, beam.parents
+        first, depth = len(self._tree_tokens), len(self.paths[0]) + 1
+        self._parents += [self._beam_rows[place] for place in parents]
+        self._tree_tokens += token_ids
+        self._depths += [depth] * len(token_ids)
+        self._visible += beam.visible
+        self._beam_rows = list(range(first, first + len(token_ids)))
+        self.paths = [
+            (*self.paths[place], token) for place, token in zip(parents, token_ids, strict=True)
+        ]
+
+    def all_rows(self, layer: int) -> SequenceRows:
+        """Returns the open committed rows of a layer, then every node so far."""
+        base = self.num_committed(layer)
+        return SequenceRows(
+            token_ids=[*self._tokens[layer:], *self._tree_tokens],
+            positions=[
+                *range(self._start, self._start + base),
+                *(self._start + base - 1 + depth for depth in self._depths),
+            ],
+            kv_start=self._start,
+            pages=self._pages,
+            prefix_length=self._start,
+            tail_mask=self._whole_mask(base) if self._has_siblings else None,
+            logit_rows=(),
+        )
+
+    def sources(self, layer: int) -> list[int]:
+        """Returns, for each of `all_rows(layer)`, the row among `all_rows(layer - 1)` whose state
+        it reads."""
+        base = self.num_committed(layer - 1)
+        root = base - 1
+        nodes = [root if parent is None else base + parent for parent in self._parents]
+        return [*range(self.num_committed(layer)), *nodes]
+
+    def beam_rows(self, layer: int) -> SequenceRows:
+        """Returns the last beam's rows alone; the layer has computed all before them."""
+        num_rows = len(self.paths)
+        base = self._start + self.num_committed(layer)
+        return SequenceRows(
+            token_ids=self._tree_tokens[-num_rows:],
+            positions=[base - 1 + depth for depth in self._depths[-num_rows:]],
+            kv_start=base + len(self._tree_tokens) - num_rows,
+            pages=self._pages,
+            prefix_length=base,
+            tail_mask=self._visible[-num_rows:] if self._has_siblings else None,
+            logit_rows=(),
+        )
+
+    @property
+    def _has_siblings(self) -> bool:
+        """Whether causality is not the whole truth."""
+        return len(self.paths) > 1
+
+    def _whole_mask(self, base: int) -> list[list[bool]]:
+        width = len(self._tree_tokens)
+        committed = [[i <= row for i in range(base)] + [False] * width for row in range(base)]
+        nodes = [
+            [True] * base + [*visible, *[False] * (width - len(visible))]
+            for visible in self._visible
+        ]
+        return committed + nodes

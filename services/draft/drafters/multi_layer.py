@@ -18,23 +18,26 @@ import torch
 from torch import Tensor
 
 from services.draft.draft_scores import DraftScores
+from services.draft.drafters.draft_kv import Tail, TailNode
 from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.eagle import EagleDrafter
-from services.draft.drafters.head_contexts import HeadContexts, num_window_rows
-from services.draft.drafters.head_tails import HeadTails
-from services.draft.drafters.layer_rows import LayerRows
+from services.draft.drafters.head_contexts import (
+    HeadContexts,
+    HeadTails,
+    LayerRows,
+    num_window_rows,
+)
 from services.draft.drafters.outcome_drafter import TailWork, learn_rows
-from services.draft.drafters.tail import Tail, TailNode
 from services.draft.sequence import DraftSequence
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.upload import uploaded_numbers
-from shared.runtime.head_runner import HeadRunner
-from shared.speculation.growth import Beam, Children, TreeGrowth, parent_states
+from shared.runtime.runner import HeadRunner
+from shared.speculation.tree import Beam, Children, TreeGrowth, parent_states
 from shared.tokens import TreeShape
 
 
 class LayerForwards:
-    """See `layer_rows` for what the rows of a layer are."""
+    """See `LayerRows` for what the rows of a layer are."""
 
     def __init__(self, runner: HeadRunner, contexts: HeadContexts) -> None:
         self._runner = runner

@@ -12,8 +12,13 @@ from dataclasses import dataclass
 
 from services.draft.drafters.drafter import DrafterLimits, Proposal
 from services.draft.events import FeatureRows
-from services.draft.fan_out import FanOut
-from services.draft.likely_verdicts import Continuation, RankShares, likely_verdicts, rank_of
+from services.draft.likely_verdicts import (
+    Continuation,
+    FanOut,
+    RankShares,
+    likely_verdicts,
+    rank_of,
+)
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.ngram import Cursor, NgramIndex, NgramOptions, Text
 from shared.tokens import TokenTree, TreeShape, Verdict

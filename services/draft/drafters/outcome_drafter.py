@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from services.draft.draft_scores import DraftScores
+from services.draft.drafters.draft_kv import Tail, TailNode
 from services.draft.drafters.drafter import Lookahead, Proposal
-from services.draft.drafters.tail import Tail, TailNode
 from services.draft.drafters.whole_trees import grows_whole
-from services.draft.fan_out import FanOut
-from services.draft.likely_verdicts import RankShares
+from services.draft.likely_verdicts import FanOut, RankShares
 from services.draft.lookahead_trees import GrowingTree, LookaheadTrees
 from services.draft.sequence import DraftSequence, SequenceKey
-from shared.speculation.growth import choose_children
+from shared.speculation.tree import choose_children
 from shared.tokens import EMPTY_TREE, Condition, TokenTree, TreeShape
 
 

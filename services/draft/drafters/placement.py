@@ -1,8 +1,9 @@
-"""Device, context length and KV pages of a drafter, from the settings."""
+"""Device, context length, KV pages and tree grower of a drafter, from the settings."""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 import torch
 
@@ -13,8 +14,16 @@ from shared.kv.pool import KvLayout, KvPool
 from shared.layers.linear import num_saved_bytes
 from shared.layers.tensor_group import TensorGroup
 from shared.model_options import AttentionBackend, Quantisation
+from shared.models.config import ModelConfig
+from shared.models.decoder import Decoder
+from shared.models.heads.feature_spec import FeatureSpec
+from shared.models.heads.head import DraftHead
 from shared.runtime.device import device_named, launch_on
-from shared.runtime.memory import num_pages_for
+from shared.runtime.graphs import GraphLimits, graph_memory_bytes
+from shared.runtime.memory import CacheSize, Shortage, free_memory_bytes, num_pages_for
+from shared.runtime.tree_grower import TreeGrower
+from shared.runtime.tree_model import HeadModel
+from shared.runtime.tree_pass import PassLimits, head_memory_bytes, num_pass_rows
 
 log = logging.getLogger(__name__)
 
@@ -128,3 +137,110 @@ def allocate_kv(
     leases = KvLeases(num_pages, settings.page_size, prefix_cache=not settings.disable_radix_cache)
     log.info("%s KV pages of %d tokens", f"{leases.num_pages:,}", settings.page_size)
     return KvPool(layout, num_pages, device), leases
+
+
+# The target in whose process a drafter runs, as far as the drafter's memory depends on it.
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Objects that a target shares with a drafter in its process.
+
+    Attributes:
+        decoder: shares its tensors; None where they are read from the target's folder.
+        num_tokens: of the target's cache; None where that is in another process.
+        cache: of the target, which takes what the drafter may lack; None likewise.
+        round_bytes: of the GPU's memory, what rounds of the target with the drafter's model take.
+        vocab_size: of the target; 0 where it is in another process.
+    """
+
+    decoder: Decoder | None = None
+    num_tokens: int | None = None
+    cache: CacheSize | None = None
+    round_bytes: int = 0
+    vocab_size: int = 0
+
+    def reserved_bytes(
+        self, device: torch.device, own_bytes: int, spec: FeatureSpec | None = None
+    ) -> int:
+        """Returns what a drafter's cache leaves to others: to its own passes, to the features that
+        it reads, and to rounds, of what is free beside those at most half.
+
+        Args:
+            own_bytes: of its own passes.
+            spec: None for a drafter that reads no features.
+        """
+        taken = own_bytes + (0 if spec is None else self.feature_bytes(spec))
+        if not self.round_bytes:
+            return taken
+        return taken + min(self.round_bytes, max(0, free_memory_bytes(device) - taken) // 2)
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens beyond which a head's cache is of no use: as many as the target's, and as many
+        again for rounds on the device, which get half of the pages."""
+        return None if self.num_tokens is None else 2 * self.num_tokens
+
+    def no_memory(self, shortage: Shortage) -> str:
+        """Returns that the drafter does not fit, and what to lower."""
+        if self.cache is not None:
+            return f"the draft does not fit beside its target: {self.cache.advice(shortage)}"
+        return (
+            f"the draft does not fit its device: {shortage}; lower its --mem-fraction-static or "
+            f"--max-running-requests, or the --mem-fraction-static of a target on the same device"
+        )
+
+    def feature_bytes(self, spec: FeatureSpec) -> int:
+        """Returns the memory that the target will want once it knows of the head: it keeps a row
+        for each token of its cache."""
+        return (self.num_tokens or 0) * spec.width * spec.dtype.itemsize
+
+
+# Builds the tree grower, which grows a whole tree in one pass, and counts its memory.
+
+
+def pass_limits(
+    settings: DraftSettings, device: torch.device, *, max_context_tokens: int
+) -> PassLimits:
+    """Returns the sizes of passes."""
+    # The plain kernels ask the device for sizes, which no graph can hold.
+    has_kernels = settings.speculative_draft_attention_backend is not AttentionBackend.TORCH
+    return PassLimits(
+        max_sequences=settings.max_running_requests,
+        max_context_tokens=max_context_tokens,
+        has_graphs=device.type == "cuda"
+        and has_kernels
+        and settings.enable_cuda_graph is not False,
+    )
+
+
+def reserved_for_head(settings: DraftSettings, head: DraftHead, limits: PassLimits) -> int:
+    """Returns the bytes that the cache has to leave for the passes of a head."""
+    if not limits.has_graphs:
+        return 0
+    return _num_memories(settings) * head_memory_bytes(head, settings.shape, limits)
+
+
+def reserved_for_model(
+    settings: DraftSettings, config: ModelConfig, dtype: torch.dtype, limits: PassLimits
+) -> int:
+    """Returns the bytes that the cache has to leave for the passes of a language model."""
+    if not limits.has_graphs:
+        return 0
+    largest = GraphLimits(
+        max_rows=num_pass_rows(settings.shape, limits),
+        max_sequences=limits.max_sequences,
+        max_tail_width=settings.shape.num_steps * settings.shape.topk,
+        max_context_tokens=limits.max_context_tokens,
+    )
+    return _num_memories(settings) * graph_memory_bytes(config, largest, dtype)
+
+
+def _num_memories(settings: DraftSettings) -> int:
+    """Passes for verdicts to come have memory of their own."""
+    return 2 if settings.speculative_outcome_budget else 1
+
+
+def head_grower(head: DraftHead, pool: KvPool, limits: PassLimits) -> TreeGrower:
+    """Returns what grows the trees of a head of one layer."""
+    return TreeGrower(HeadModel(head, pool), limits)

@@ -13,10 +13,9 @@ from services.draft.drafters.whole_trees import PassUse, batches, pass_sampling
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.leases import KvLeases
-from shared.runtime.growing_trees import GrowingTrees
-from shared.runtime.open_sequence import OpenSequence
 from shared.runtime.runner import ModelRunner
 from shared.runtime.tree_grower import TreeGrower
+from shared.runtime.tree_pass import GrowingTrees, OpenSequence
 from shared.tokens import TreeShape
 
 

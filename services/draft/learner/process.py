@@ -19,8 +19,7 @@ from prometheus_client.registry import Collector
 from torch.nn import functional as F
 
 from services.draft.algorithm import Algorithm
-from services.draft.attach_client import AttachClient
-from services.draft.backoff import Backoff
+from services.draft.attach_client import AttachClient, Backoff
 from services.draft.drafters.table_service import BorrowedTables
 from services.draft.learner.head_student import HeadStudent
 from services.draft.learner.learner import Learner, Lessons

@@ -1,16 +1,349 @@
-"""Assigns sequences to drafts, moves them and takes them back. No torch."""
+"""Sequences at drafts: what a draft has pushed for each, and who assigns, moves and takes them
+back. No torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
+from itertools import repeat
 
-from services.target.drafts.assignment import Assignment
-from services.target.drafts.attachment import Attachment, OpenedSequence
-from services.target.drafts.draft_registry import DraftRegistry
+from services.target.drafts.attachment import Attachment, DraftRegistry, OpenedSequence
 from services.target.sequence import Sequence
-from shared.tokens import EMPTY_TREE, TokenTree
+from services.target.step_report import Foreseen
+from shared.candidate_columns import CandidateColumns, ConditionKey, Run
+from shared.sampling_defaults import OUTCOMES
+from shared.tokens import (
+    ANY_TREE,
+    EMPTY_TREE,
+    Candidate,
+    Choice,
+    Outcome,
+    TokenTree,
+    TreeRequest,
+    TreeShape,
+    Verdict,
+)
+
+# A sequence's place at a draft, and what the draft has pushed for it. No torch.
+#
+# A *pushed* candidate is for the round after the current one, should the current round end in the
+# verdict it names. The match is selected when the verdict falls, or when it arrives after that very
+# verdict, so that a block on its way is not drafted again.
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Part of a tree, and the index of each of its nodes in the whole."""
+
+    tree: TokenTree
+    nodes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tree: TokenTree, nodes: SequenceOf[int]) -> Kept:
+        """Keeps some nodes, ascending; a node's parent must be among them."""
+        return cls(tree.only(nodes), tuple(nodes))
+
+
+def narrowed(tree: TokenTree, num_draft_tokens: int | None) -> Kept | None:
+    """Cuts a tree to the nodes that its draft believes in most; None where it may stay whole.
+
+    The probability of a node's path decides, and between equals the depth: never what a token is,
+    so that nothing about the output changes. Without probabilities the depth decides alone, as it
+    must for drawn chains.
+
+    Args:
+        num_draft_tokens: rows of the tree at most, the root included; None is any number.
+
+    Source: nodes ranked by the probability of their path, Miao et al., arXiv 2305.09781.
+    """
+    if num_draft_tokens is None or len(tree) < num_draft_tokens:
+        return None
+    path_log_probs, depths = _path_log_probs(tree), tree.depths
+    ranked = sorted(range(len(tree)), key=lambda node: (-path_log_probs[node], depths[node]))
+    return Kept.of(tree, sorted(ranked[: num_draft_tokens - 1]))
+
+
+def _path_log_probs(tree: TokenTree) -> list[float]:
+    """Returns what is never above the same of a node's parent, whatever the draft said."""
+    log_probs = tree.log_probs or [0.0] * len(tree)
+    found: list[float] = []
+    for parent, log_prob in zip(tree.parent_indices, log_probs, strict=True):
+        found.append((0.0 if parent is None else found[parent]) + min(log_prob, 0.0))
+    return found
+
+
+MAX_CONDITIONAL_CANDIDATES = OUTCOMES.highest
+"""Conditional candidates kept for one sequence and round; more are dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Decided:
+    """The last verdict with the fence of its round."""
+
+    round: int
+    num_before: int
+    condition: ConditionKey
+
+    def fences(self, run: Run) -> bool:
+        return run.round == self.round and run.committed_token_count == self.num_before
+
+
+@dataclass(slots=True)
+class Assignment:
+    """One sequence at one draft. Owned by the engine thread.
+
+    Attributes:
+        deadline_s: until when the sequence waits for its candidate.
+        asked_s: when the last verdict went out; None before the first.
+        heard_s: when the candidate for the current round came; None while there is none.
+        candidate: for the current round.
+        asked: the tree request of the current round.
+        is_excused: the current round does not wait, because the draft reads a prompt, or has said
+            that its tree will be late.
+        allowed: the part of its tree that the request allows; None is all of it.
+        is_stepping: a step is computing the current round, so its tree is chosen.
+        stale_in_round: something for another state arrived since the last verdict.
+        late: came for the current round while a step was computing it.
+        rest: the subtree, for the current round, of the tree that was late for the previous one.
+        is_moved: the sequence had output when it came to the draft, which then has to catch up.
+        num_heard: unconditional candidates that came, for whichever round.
+        num_asked: trees asked for since it came to the draft, or since a pause.
+        num_features_sent: position after the last feature row that was sent; None before any.
+    """
+
+    attachment: Attachment
+    sequence: Sequence
+    deadline_s: float
+    asked: TreeRequest = ANY_TREE
+    asked_s: float | None = None
+    heard_s: float | None = None
+    candidate: Candidate | None = None
+    is_excused: bool = True
+    allowed: Kept | None = None
+    is_stepping: bool = False
+    stale_in_round: bool = False
+    late: Candidate | None = None
+    rest: TokenTree = EMPTY_TREE
+    is_moved: bool = field(init=False)
+    num_heard: int = 0
+    num_asked: int = 1
+    num_features_sent: int | None = None
+    _pushed: dict[ConditionKey, tuple[CandidateColumns, int]] = field(default_factory=dict)
+    _sealed: dict[ConditionKey, Candidate] = field(default_factory=dict)
+    _decided: _Decided | None = None
+
+    def __post_init__(self) -> None:
+        self.is_moved = self.sequence.has_output
+
+    @property
+    def tree(self) -> TokenTree:
+        """As much of the current round's tree as the request allows, perhaps empty."""
+        if self.candidate is None:
+            return EMPTY_TREE
+        return self.candidate.tree if self.allowed is None else self.allowed.tree
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether trees are wanted whatever they bring, because the request set their depth."""
+        return self.sequence.request.num_draft_steps is not None
+
+    @property
+    def tree_request(self) -> TreeRequest:
+        """The tree request for the next round."""
+        request, base = self.sequence.request, self.attachment.base_shape
+        steps = request.num_draft_steps
+        if steps is not None and not self.attachment.policy.is_pinned:
+            num_nodes = steps if base.topk == 1 else max(steps, base.max_node_count)
+            tree_request = TreeRequest(TreeShape(steps, base.topk, num_nodes + 1))
+        else:
+            tree_request = self.attachment.policy.tree_request
+        if request.num_outcomes is None or tree_request.is_paused:
+            return tree_request
+        return replace(tree_request, num_outcomes=request.num_outcomes)
+
+    @property
+    def choice(self) -> Choice:
+        """The requested shape of the current round's tree; None for a plain step."""
+        return None if self.asked.is_paused else self.asked.shape or self.attachment.base_shape
+
+    @property
+    def shape(self) -> TreeShape:
+        """Shape of the current round's tree; the requested one until the tree is here."""
+        grown = None if self.candidate is None else self.candidate.shape
+        return grown or self.asked.shape or self.attachment.base_shape
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether the draft pushes trees for verdicts on the current round's tree."""
+        return self.candidate is not None and self.candidate.candidate_id is not None
+
+    def as_drafted(self, nodes: SequenceOf[int]) -> tuple[int, ...]:
+        """Returns nodes of `tree` as indices into the tree that the draft sent."""
+        allowed = self.allowed
+        return tuple(nodes if allowed is None else (allowed.nodes[node] for node in nodes))
+
+    def receive(self, candidate: Candidate, now_s: float) -> None:
+        """A candidate for the current round arrived."""
+        self._take(candidate)
+        self.heard_s = now_s
+
+    def go_without(self, now_s: float) -> None:
+        """The current round waits no longer for a tree."""
+        self.is_excused, self.deadline_s = True, now_s
+
+    def was_warming(self, now_s: float) -> bool:
+        """Whether the draft has prepared something since the last verdict went out."""
+        return self.asked_s is not None and self.attachment.warm_up.was_on(self.asked_s, now_s)
+
+    def response_s(self, now_s: float) -> float | None:
+        """Returns how long the draft took for what arrives now; None where that says nothing of the
+        next, because nobody had asked or it was preparing something."""
+        if self.asked_s is None or self.was_warming(now_s):
+            return None
+        return now_s - self.asked_s
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether the current round goes without a candidate that was waited for."""
+        return self.candidate is None and not (self.asked.is_paused or self.is_excused)
+
+    def fences(self, run: Run) -> bool:
+        """Whether candidates are for the current state of the sequence."""
+        is_same_round = run.round == self.sequence.round
+        return is_same_round and run.committed_token_count == len(self.sequence.token_ids)
+
+    def push(self, columns: CandidateColumns, places: range) -> None:
+        """Keeps current conditional candidates; a later one for the same verdict replaces an
+        earlier one."""
+        pushed = zip(columns.keys(places), zip(repeat(columns), places, strict=False), strict=True)
+        if not self._sealed and len(self._pushed) + len(places) <= MAX_CONDITIONAL_CANDIDATES:
+            self._pushed.update(pushed)
+            return
+        for key, place in pushed:
+            has_room = key in self._pushed or len(self._pushed) < MAX_CONDITIONAL_CANDIDATES
+            if key not in self._sealed and has_room:
+                self._pushed[key] = place
+
+    def seal(self) -> tuple[Candidate, ...]:
+        """Returns the candidates pushed for verdicts on the current round's tree. The device has it
+        from
+        now on, so nothing replaces it; what comes for other verdicts is kept as ever."""
+        assert self.candidate is not None
+        named = self.candidate.candidate_id
+        assert named is not None, "nothing is pushed for a tree without a name"
+        self._sealed = {
+            key: self._sealed.get(key) or columns.candidate(place)
+            for key, (columns, place) in self._pushed.items()
+            if key[2] == named
+        }
+        return tuple(self._sealed.values())
+
+    def awaited(self, columns: CandidateColumns, run: Run) -> int | None:
+        """Returns the place of the conditional candidate that was prepared for the verdict that
+        fell last; None where there is none."""
+        if self._decided is None or not self._decided.fences(run):
+            return None
+        pairs = zip(run.places, columns.keys(run.places), strict=True)
+        return next((place for place, key in pairs if key == self._decided.condition), None)
+
+    def decide(
+        self,
+        committed_token_ids: tuple[int, ...],
+        accepted_node_indices: tuple[int, ...],
+        *,
+        was_verified: bool,
+    ) -> tuple[Verdict, Foreseen | None]:
+        """Moves on to the next round, which `sequence.round` is already, and asks for its tree.
+
+        Args:
+            accepted_node_indices: into the tree as it was drafted.
+            was_verified: the tree of this assignment's candidate was.
+
+        Returns:
+            The verdict, and which pushed candidate was selected for the next round, if one was.
+        """
+        round_, num_tokens = self.sequence.round - 1, len(self.sequence.token_ids)
+        accepted = accepted_node_indices if was_verified else ()
+        verified = self.candidate if was_verified else None
+        verified_id = None if verified is None else verified.candidate_id
+        key = accepted[-1] if accepted else -1, committed_token_ids[-1], verified_id or 0
+        selected = self._pushed_for(key)
+        outcome, next_id = self._outcome(selected, was_verified=was_verified)
+        self.asked = tree_request = self.tree_request
+        self.num_asked = 0 if tree_request.is_paused else self.num_asked + 1
+        verdict = Verdict(
+            self.sequence.sequence_id,
+            round_,
+            outcome,
+            accepted,
+            committed_token_ids,
+            num_tokens,
+            tree_request,
+            verified_id,
+            next_id,
+        )
+        foreseen = None if selected is None else Foreseen(len(accepted), self._rank(key))
+        self._decided = _Decided(round_, num_tokens - len(committed_token_ids), key)
+        self._pushed.clear()
+        self._sealed.clear()
+        self.candidate = self.allowed = None
+        if selected is not None:
+            self._take(selected)
+        late, self.late, self.rest = self.late, None, EMPTY_TREE
+        if late is not None:
+            rest = late.tree.below(committed_token_ids)
+            allowed = narrowed(rest, self.sequence.request.num_draft_tokens)
+            self.rest = rest if allowed is None else allowed.tree
+        self.is_stepping = False
+        self.stale_in_round = False
+        return verdict, foreseen
+
+    def is_left_alone(self, now_s: float) -> bool:
+        """Whether its draft does not answer, and nothing is awaited of it."""
+        is_waiting = self.candidate is not None or now_s < self.deadline_s
+        return not is_waiting and self.attachment.is_silent(now_s)
+
+    @property
+    def needs_every_step(self) -> bool:
+        """Whether the next step depends on this one's verdict or on the draft's answer to it."""
+        return not self.is_idle or self.candidate is not None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no tree is wanted, neither for this round nor for the next."""
+        return self.asked.is_paused and self.tree_request.is_paused
+
+    @property
+    def has_pushed(self) -> bool:
+        """Whether the draft prepared for any verdict of the current round."""
+        return bool(self._pushed)
+
+    def _take(self, candidate: Candidate) -> None:
+        """Has a candidate for the current round."""
+        self.candidate = candidate
+        self.allowed = narrowed(candidate.tree, self.sequence.request.num_draft_tokens)
+
+    def _pushed_for(self, key: ConditionKey) -> Candidate | None:
+        if key in self._sealed:
+            return self._sealed[key]
+        found = self._pushed.get(key)
+        return None if found is None else found[0].candidate(found[1])
+
+    def _rank(self, key: ConditionKey) -> int:
+        return [each for each in self._pushed if each[0] == key[0]].index(key)
+
+    def _outcome(
+        self, selected: Candidate | None, *, was_verified: bool
+    ) -> tuple[Outcome, int | None]:
+        """Returns what happened to the candidate, and the one that is verified next already."""
+        if not was_verified:
+            return Outcome.STALE if self.stale_in_round else Outcome.MISSED, None
+        if selected is None:
+            return Outcome.VERIFIED, None
+        return Outcome.VERIFIED_NEXT_READY, selected.candidate_id
+
 
 MIN_KINDS = 2
 MIN_KIND_GAIN = 1.1

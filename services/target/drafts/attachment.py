@@ -1,17 +1,22 @@
-"""One attached draft: its identity, its counters and its outgoing message. No torch."""
+"""The drafts that are attached: the identity, counters and outgoing messages of each, the terms it
+has, and how long the target waits for its trees. No torch."""
 
 from __future__ import annotations
 
+import asyncio
 import enum
+import math
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from services.target.adaptive_config import AdaptiveConfig
 from services.target.drafts.draft_policy import ALWAYS, DraftPolicy
-from services.target.drafts.draft_timeout import DraftTimeout, DraftWarmUp
 from services.target.drafts.feature_rows import FeatureRows
 from services.target.drafts.hidden_state_sender import HiddenStateSender, InlineSender
-from services.target.drafts.outcome_tally import OutcomeTally
+from services.target.step_report import OutcomeTally
 from shared.candidate_columns import CandidateColumns
+from shared.errors import InvalidArgument
 from shared.tokens import (
     ANY_TREE,
     NO_REPORT,
@@ -25,11 +30,158 @@ from shared.tokens import (
 if TYPE_CHECKING:
     from services.target.drafts.feature_store import FeatureSpec
     from services.target.rounds.mapped_heads import MappedRounds
-    from services.target.rounds.round_source import RoundSource
+    from services.target.rounds.round_runners import RoundSource
     from services.target.sequence import Sequence
-    from services.target.weight_version import WeightVersion
+    from services.target.verifier import VerificationMode
+    from services.target.weight_control import WeightVersion
     from shared.errors import OutriderError
     from shared.runtime.mapped_rounds import MappedCommand
+
+
+# The terms that a target grants to the drafts that attach.
+
+
+@dataclass(frozen=True, slots=True)
+class AttachmentTerms:
+    """The terms for every draft.
+
+    Attributes:
+        max_nodes: largest tree accepted, in nodes.
+        max_sequences: most sequences assigned to one draft.
+        longest_wait_s: upper bound of the wait for candidates.
+        max_queued_messages: a draft that lets more messages pile up is detached.
+        feature_ring_rows: rows of memory shared with a draft of this host; 0 shares none.
+    """
+
+    mode: VerificationMode
+    max_nodes: int
+    max_sequences: int
+    longest_wait_s: float
+    max_queued_messages: int = 256
+    feature_ring_rows: int = 0
+
+
+# The time that the target waits for the trees of one draft. No torch; the clock is an argument.
+#
+# The timeout is a few times the usual response time of the draft. After three misses in a row the
+# draft counts as silent: the target waits for it only in probes, whose gaps double. A probe is
+# longer if any message of the draft has arrived since the last one. So a frozen process costs
+# almost nothing, and a draft that recovers or has become slow is found again.
+
+LONGEST_S = 5.0
+"""A longer warm-up is ignored. Kernels that are compiled for the first time take seconds."""
+
+
+@dataclass(slots=True)
+class DraftWarmUp:
+    """The warm-up of one attachment.
+
+    Its trees are late during a warm-up, so the target neither waits for them nor measures them.
+    """
+
+    _since_s: float | None = None
+    _until_s: float = -math.inf
+
+    def report(self, now_s: float, *, is_warming: bool) -> None:
+        """Takes a report of the draft."""
+        since_s = self._since_s
+        self._since_s = (now_s if since_s is None else since_s) if is_warming else None
+        if not is_warming and since_s is not None:
+            self._until_s = min(now_s, since_s + LONGEST_S)
+
+    def is_on(self, now_s: float) -> bool:
+        """Whether a warm-up is under way."""
+        return self._since_s is not None and now_s < self._since_s + LONGEST_S
+
+    def was_on(self, since_s: float, now_s: float) -> bool:
+        """Whether a warm-up was under way at any time from `since_s` until now."""
+        last_s = -math.inf if self._since_s is None else min(self._since_s + LONGEST_S, now_s)
+        return self.is_on(now_s) or max(last_s, self._until_s) > since_s
+
+
+MISSES_UNTIL_COLD = 3
+FIRST_PROBE_S = 0.25
+LAST_PROBE_S = 1.0
+WAIT_PER_RESPONSE = 4.0
+SMOOTHING = 0.2
+SHORTEST_WAIT_S = 0.02
+STIRRING_FACTOR = 4.0
+
+
+@dataclass(slots=True)
+class DraftTimeout:
+    """The timeout of one attachment.
+
+    Attributes:
+        longest_wait_s: upper bound of a wait; 0 never waits.
+        response_s: usual time to answer a verdict; None before the first answer.
+    """
+
+    longest_wait_s: float
+    response_s: float | None = None
+    _num_misses: int = 0
+    _last_miss_s: float | None = None
+    _is_stirring: bool = False
+    _probe_s: float = 0.0
+    _probe_gap_s: float = field(default=FIRST_PROBE_S)
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether the draft is silent."""
+        return self._num_misses >= MISSES_UNTIL_COLD
+
+    def has_no_chance(self, now_s: float) -> bool:
+        """Whether the draft is silent and its next probe is not due."""
+        return self.is_cold and now_s < self._probe_s
+
+    @property
+    def wait_s(self) -> float:
+        """The timeout of a draft that is not silent."""
+        if self.response_s is None:
+            return self.longest_wait_s
+        wanted = max(WAIT_PER_RESPONSE * self.response_s, SHORTEST_WAIT_S)
+        return min(wanted, self.longest_wait_s)
+
+    def deadline_s(self, now_s: float) -> float:
+        """Called when a verdict goes out: until when its sequence waits for the next tree."""
+        if not self.is_cold:
+            return now_s + self.wait_s
+        if now_s < self._probe_s:
+            return now_s
+        self._probe_s = now_s + self._probe_gap_s
+        self._probe_gap_s = min(2.0 * self._probe_gap_s, LAST_PROBE_S)
+        is_stirring, self._is_stirring = self._is_stirring, False
+        wait_s = STIRRING_FACTOR * self.wait_s if is_stirring else self.wait_s
+        return now_s + min(wait_s, self.longest_wait_s)
+
+    def stirred(self) -> None:
+        """Candidates arrived, for any round."""
+        self._is_stirring = True
+
+    def heard(self, response_s: float | None) -> None:
+        """A candidate for a current round arrived.
+
+        Args:
+            response_s: time since its verdict; None when the draft had more to do than to answer
+                a verdict, such as reading a prompt.
+        """
+        if response_s is not None:
+            known_s = self.response_s
+            self.response_s = (
+                response_s if known_s is None else known_s + SMOOTHING * (response_s - known_s)
+            )
+        self._num_misses = 0
+        self._probe_gap_s = FIRST_PROBE_S
+
+    def in_time(self) -> None:
+        """The tree of a round that begins was pushed ahead, so there is no wait."""
+        self._num_misses = 0
+
+    def missed(self, now_s: float) -> None:
+        """A round ended without its candidate. Rounds of one step count once."""
+        if now_s != self._last_miss_s:
+            self._num_misses += 1
+            self._last_miss_s = now_s
 
 
 SHORTEST_RESPONSE_S = 0.001
@@ -315,3 +467,167 @@ class Attachment:
         for outbox in outboxes:
             outbox.clear()
         return message
+
+
+# Messages on their way from the engine thread to one attached draft.
+
+
+class DraftStream:
+    """A `DraftPort` that the draft's RPC reads message by message.
+
+    The queue is bounded: a draft that lets it fill does not keep up and is detached, since
+    dropping one message would leave it with a wrong picture of its sequences. It needs no lock: the
+    engine thread alone adds, the event loop alone takes.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, capacity: int) -> None:
+        self._loop = loop
+        self._capacity = capacity
+        self._messages: deque[DraftMessage] = deque()
+        self._graces_s: deque[float] = deque()
+        self._is_closed = False
+        self._has_news = asyncio.Event()
+
+    def send(self, message: DraftMessage) -> bool:
+        """Queues a message; False when the queue is full. Called on the engine thread."""
+        if len(self._messages) >= self._capacity:
+            return False
+        self._messages.append(message)
+        self._notify()
+        return True
+
+    def close(self) -> None:
+        """Ends the stream after what is queued. Called on the engine thread."""
+        self._is_closed = True
+        self._notify()
+
+    def drain(self, grace_s: float) -> None:
+        """Has the draft asked to detach within the grace, before it gets what is queued. On the
+        event loop, as all that follows."""
+        self._graces_s.append(grace_s)
+        self.wake()
+
+    def wake(self) -> None:
+        """Ends the wait in `news`."""
+        self._has_news.set()
+
+    async def news(self) -> None:
+        """Waits until there is something to take, the stream is over, or `wake` was called. For one
+        reader, which looks at everything before it waits again."""
+        # Whoever adds something sets the event behind it, so what is overlooked here is told once
+        # more; an event that is left over costs one look in vain.
+        if not (self._messages or self._is_closed):
+            await self._has_news.wait()
+            self._has_news.clear()
+
+    def take(self) -> DraftMessage | None:
+        """Returns the next message; None when there is none."""
+        return self._messages.popleft() if self._messages else None
+
+    def take_grace_s(self) -> float | None:
+        """Returns the grace of the next `drain`; None when there is none."""
+        return self._graces_s.popleft() if self._graces_s else None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the stream was closed and nothing is left to take."""
+        # In this order: once it is closed, nothing is queued any more.
+        return self._is_closed and not self._messages
+
+    def _notify(self) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._has_news.set)
+        except RuntimeError:
+            # The loop closed under a stopping server; nobody reads any more.
+            if not self._loop.is_closed():
+                raise
+
+
+# The drafts that are attached now, and the algorithms that ever were. No torch.
+
+
+class DraftRegistry:
+    """Attached drafts by their attachment id. Owned by the engine thread.
+
+    Args:
+        config: trees to choose from; None leaves a draft its own.
+        always_up_to: sequences that want trees of every draft, whatever they bring.
+
+    Attributes:
+        algorithms: of the live drafts, sorted, each once. Replaced, never changed, so that other
+            threads may read it.
+        known_algorithms: of every draft that ever attached.
+    """
+
+    def __init__(self, config: AdaptiveConfig | None = None, *, always_up_to: int = ALWAYS) -> None:
+        self._config = config
+        self._always_up_to = always_up_to
+        self.algorithms: tuple[str, ...] = ()
+        self.known_algorithms: set[str] = set()
+        self._attachments: dict[str, Attachment] = {}
+
+    @property
+    def live(self) -> tuple[Attachment, ...]:
+        """Attachments, oldest first."""
+        return tuple(self._attachments.values())
+
+    @property
+    def are_some_silent(self) -> bool:
+        """Whether there are several, and some of them have not answered lately."""
+        drafts = self._attachments.values()
+        return len(drafts) > 1 and any(each.timeout.is_cold for each in drafts)
+
+    @property
+    def policies(self) -> tuple[DraftPolicy, ...]:
+        """The policies of the kinds of drafts that are attached."""
+        return tuple({each.kind: each.policy for each in self._attachments.values()}.values())
+
+    def get(self, attachment_id: str) -> Attachment | None:
+        """Returns a draft; None when it has left."""
+        return self._attachments.get(attachment_id)
+
+    def add(self, attachment: Attachment) -> None:
+        """A draft attached."""
+        known = next((each for each in self.live if each.kind == attachment.kind), None)
+        if known is None:
+            attachment.policy = DraftPolicy(
+                attachment.base_shape, self._config, always_up_to=self._always_up_to
+            )
+        else:
+            attachment.policy = known.policy
+            attachment.policy.drafts_changed()
+        self._attachments[attachment.identity.attachment_id] = attachment
+        self.known_algorithms.add(attachment.identity.algorithm)
+        self._publish_algorithms()
+
+    def remove(self, attachment_id: str) -> Attachment | None:
+        """Takes a draft out and returns it; None when it had left before."""
+        attachment = self._attachments.pop(attachment_id, None)
+        self._publish_algorithms()
+        return attachment
+
+    def check_algorithm(self, algorithm: str | None) -> None:
+        """A draft that left may come back, so its algorithm stays good.
+
+        Raises:
+            InvalidArgument: no draft of the algorithm ever attached.
+        """
+        if algorithm is None or algorithm in self.known_algorithms:
+            return
+        known = ", ".join(sorted(self.known_algorithms)) or "no draft at all"
+        message = f"no draft of algorithm {algorithm!r} ever attached; there was {known}"
+        raise InvalidArgument.of("ALGORITHM_UNKNOWN", "speculation.algorithm", message)
+
+    def take_messages(self) -> list[tuple[Attachment, DraftMessage]]:
+        """Empties every outbox: one message a draft."""
+        messages: list[tuple[Attachment, DraftMessage]] = []
+        for attachment in self._attachments.values():
+            message = attachment.take_message()
+            if message is not None:
+                messages.append((attachment, message))
+        return messages
+
+    def _publish_algorithms(self) -> None:
+        self.algorithms = tuple(
+            sorted({each.identity.algorithm for each in self._attachments.values()})
+        )

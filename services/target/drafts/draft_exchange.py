@@ -9,14 +9,14 @@ from dataclasses import replace
 
 from services.target.drafts.attachment import Attachment, Offer
 from services.target.drafts.attachments import Attachments
-from services.target.drafts.feature_feed import FeatureFeed
+from services.target.drafts.feature_store import FeatureFeed
 from services.target.drafts.learners import Learners
 from services.target.rounds.round_factory import RoundFactory
 from services.target.rounds.round_steps import RoundSteps
 from services.target.rounds.selection_steps import SelectionSteps
 from services.target.sequence import Sequence as TargetSequence
 from services.target.step_report import Clock
-from services.target.weight_version import WeightVersion
+from services.target.weight_control import WeightVersion
 from shared.errors import FailedPrecondition
 from shared.runtime.memory import CacheSize, Shortage
 

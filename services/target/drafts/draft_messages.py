@@ -12,8 +12,8 @@ from services.target.drafts.feature_store import FeatureSpec
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.rpc.columns import add_verdicts
 from shared.rpc.requests import sampling_message, shape_message
-from shared.runtime.feature_ring import FeatureRingWriter
 from shared.runtime.mapped_codec import command_message
+from shared.runtime.ring_memory import FeatureRingWriter
 from shared.runtime.tensor_codec import dtype_from_number, tensor_from_message, tensor_message
 from shared.tokens import Verdict
 

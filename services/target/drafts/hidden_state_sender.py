@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     # Policies carry senders, and load no torch.
     from torch import Tensor
 
-    from shared.runtime.feature_ring import FeatureRingWriter
+    from shared.runtime.ring_memory import FeatureRingWriter
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,8 +6,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from services.target.drafts.attachment import Attachment, DraftMessage, OpenedSequence
-from services.target.drafts.feature_feed import FeatureFeed
 from services.target.drafts.feature_rows import FeatureRows
+from services.target.drafts.feature_store import FeatureFeed
 from services.target.sequence import Sequence
 from shared.runtime.host_copy import HostCopy
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from services.target.drafts.assignment import Assignment
-from services.target.drafts.assignments import Assignments
-from services.target.drafts.draft_registry import DraftRegistry
-from services.target.drafts.outcome_tally import RecentOutcomes
+from services.target.drafts.assignments import Assignment, Assignments
+from services.target.drafts.attachment import DraftRegistry
 from services.target.requests.request import DraftAnswer
 from services.target.sequence import Sequence
-from services.target.step_report import SpeculationCounts
+from services.target.step_report import RecentOutcomes, SpeculationCounts
 
 
 class Verdicts:

@@ -3,22 +3,249 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
-from services.target.grammars.structural_tag import (
-    SpecialTokens,
-    quoted,
-    structural_tag_lark,
-    without_unknown_formats,
-)
 from shared.errors import InvalidArgument
-from shared.grammar import Grammar, GrammarKind
+from shared.grammar import Grammar, GrammarKind, JsonSchema, edited
 
-if TYPE_CHECKING:  # its stub alone has it
+if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
+
+
+# Structural tags in Lark notation: free text in which tags hold what a schema demands.
+#
+# Two forms are in use. vLLM and SGLang began with `{"structures": [{begin, schema, end}],
+# "triggers"}`; XGrammar's `{"format": …}` nests typed formats. The first is read as the second.
+#
+# Free text ends where a trigger is complete: its rule is lazy, so the text before it is as short as
+# possible, and no text can hide a trigger. Special tokens are never part of free text.
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """Special tokens by the text that spells them."""
+
+    ids: Mapping[str, int]
+
+    @classmethod
+    def of(cls, tokenizer_json: str) -> SpecialTokens:
+        """Reads the content of a `tokenizer.json`."""
+        added = json.loads(tokenizer_json).get("added_tokens") or []
+        return cls({entry["content"]: entry["id"] for entry in added if entry.get("special")})
+
+    def literal(self, text: str) -> str:
+        """Returns the Lark expression that matches `text`; empty for no text."""
+        return " ".join(
+            special(self.ids[part]) if part in self.ids else quoted(part)
+            for part in self.split(text)
+        )
+
+    def split(self, text: str) -> list[str]:
+        """Returns the special tokens in `text` and the plain texts between them, in order."""
+        if not self.ids:
+            return [text] if text else []
+        names = sorted(self.ids, key=len, reverse=True)
+        pattern = "(" + "|".join(map(re.escape, names)) + ")"
+        return [part for part in re.split(pattern, text) if part]
+
+
+def quoted(text: str) -> str:
+    """Returns the Lark string of a text without special tokens."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def special(token_id: int) -> str:
+    """Returns the Lark name of a token."""
+    return f"<[{token_id}]>"
+
+
+KNOWN_FORMATS = frozenset(
+    {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time"}
+    | {"unknown", "uri", "uuid"}
+)
+
+
+def without_unknown_formats(schema: JsonSchema) -> JsonSchema:
+    """Returns the schema without the formats nobody here knows. What only looks like a format, a
+    property of that name or a value of an `enum`, stays."""
+    return edited(schema, _drop_unknown_format)
+
+
+def _drop_unknown_format(schema: JsonSchema) -> None:
+    given = schema.get("format")
+    if isinstance(given, str) and given not in KNOWN_FORMATS:
+        del schema["format"]
+
+
+Format = Mapping[str, Any]
+
+_HEAD = "%llguidance {}\n"
+_TEXT = r"TEXT: /(.|\n)*/"
+
+
+def structural_tag_lark(tag: Format, tokens: SpecialTokens, json_options: Mapping[str, Any]) -> str:
+    """Returns the grammar of a structural tag.
+
+    Args:
+        json_options: for the JSON schemas inside.
+
+    Raises:
+        InvalidArgument: it is of neither form, or of a format that is not implemented.
+    """
+    rules = _Rules(tokens, json_options)
+    try:
+        start = rules.expression(_format(tag))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _wrong(f"{type(error).__name__} at {error}") from error
+    except RecursionError as error:
+        raise _wrong("it is nested too deeply") from error
+    return "\n".join((_HEAD, f"start: {start}", *rules.lines, _TEXT))
+
+
+def _format(tag: Format) -> Format:
+    if "format" in tag:
+        content: Format = tag["format"]
+        return content
+    if not tag.get("structures") or not tag.get("triggers"):
+        raise _wrong("it needs `format`, or `structures` and `triggers`")
+    tags = [
+        {
+            "begin": each["begin"],
+            "content": {"type": "json_schema", "json_schema": each.get("schema") or {}},
+            "end": each["end"],
+        }
+        for each in tag["structures"]
+    ]
+    return {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
+
+
+class _Rules:
+    """Writes one rule for each format that needs a name."""
+
+    def __init__(self, tokens: SpecialTokens, json_options: Mapping[str, Any]) -> None:
+        self.lines: list[str] = []
+        self._tokens = tokens
+        self._json_options = json_options
+
+    def expression(self, content: Format) -> str:
+        """Returns the Lark expression of a format."""
+        match content["type"]:
+            case "const_string":
+                return self._tokens.literal(content["value"]) or quoted("")
+            case "json_schema":
+                return self._json(content)
+            case "regex":
+                return f"/{regex_to_lark(content['pattern'], '')}/"
+            case "any_text":
+                _check_excludes(content)
+                return "TEXT"
+            case "sequence":
+                return self._sequence(content["elements"])
+            case "or":
+                return self._any_of([self.expression(each) for each in content["elements"]])
+            case "tag":
+                return self._tag(content)
+            case "triggered_tags":
+                return self._triggered(content)
+            case "tags_with_separator":
+                return self._separated(content)
+            case "optional" | "plus" | "star" as kind:
+                suffix = {"optional": "?", "plus": "+", "star": "*"}[kind]
+                return self._rule(f"({self.expression(content['content'])}){suffix}")
+            case other:
+                raise _wrong(f"the format {str(other)[:64]!r} is not implemented")
+
+    def _json(self, content: Format) -> str:
+        style = content.get("style", "json")
+        if style != "json":
+            raise _wrong(f"the style {str(style)[:64]!r} of a JSON schema is not implemented")
+        schema = content["json_schema"]
+        if schema is True:
+            schema = {}
+        schema = without_unknown_formats(schema)
+        return "%json " + json.dumps({**schema, "x-guidance": dict(self._json_options)})
+
+    def _sequence(self, elements: Sequence[Format]) -> str:
+        return self._rule(" ".join(self.expression(each) for each in elements) or quoted(""))
+
+    def _any_of(self, expressions: Sequence[str]) -> str:
+        return self._rule(" | ".join(self._rule(each) for each in expressions))
+
+    def _tag(self, tag: Format, begin: str | None = None) -> str:
+        """Returns begin, content and end. Content that is free text runs up to the first end."""
+        head = self._tokens.literal(tag["begin"] if begin is None else begin)
+        ends = [tag["end"]] if isinstance(tag["end"], str) else tag["end"]
+        if tag["content"]["type"] == "any_text":
+            _check_excludes(tag["content"])
+            bodies = [self._text_until(end) for end in ends]
+        else:
+            body = self.expression(tag["content"])
+            bodies = [f"{body} {self._tokens.literal(end)}" for end in ends]
+        return self._rule(f"{head} {self._any_of(bodies)}")
+
+    def _text_until(self, end: str) -> str:
+        parts = self._tokens.split(end)
+        if not parts or parts[0] in self._tokens.ids:
+            return f"TEXT {self._tokens.literal(end)}"
+        rest = self._tokens.literal(end[len(parts[0]) :])
+        return f"{self._rule(f'TEXT {quoted(parts[0])}', is_lazy=True)} {rest}"
+
+    def _triggered(self, content: Format) -> str:
+        """Returns text with tags in it. Where there must be a tag, the text begins with one."""
+        _check_excludes(content)
+        groups = [self._group(trigger, content["tags"]) for trigger in content["triggers"]]
+        tags = self._any_of([group for group in groups if group])
+        stops = content.get("stop_after_first", False)
+        if not content.get("at_least_one", False):
+            return self._any_of([tags, "TEXT"]) if stops else self._rule(f"{tags}* TEXT")
+        first = self._any_of([self._tag(tag) for tag in content["tags"]])
+        return first if stops else self._rule(f"{first} {tags}* TEXT")
+
+    def _group(self, trigger: str, tags: Sequence[Format]) -> str:
+        """Returns text up to a trigger, then any of the tags that begin with it."""
+        parts = self._tokens.split(trigger)
+        is_special = any(part in self._tokens.ids for part in parts)
+        if len(parts) != 1:
+            what = "mixes special tokens with text" if parts else "is empty"
+            raise _wrong(f"the trigger {trigger[:64]!r} {what}")
+        own = [tag for tag in tags if tag["begin"].startswith(trigger)]
+        if not own:
+            return ""
+        head = f"TEXT {self._tokens.literal(trigger)}"
+        before = self._rule(head, is_lazy=not is_special)
+        rest = self._any_of([self._tag(tag, tag["begin"][len(trigger) :]) for tag in own])
+        return self._rule(f"{before} {rest}")
+
+    def _separated(self, content: Format) -> str:
+        tags = self._any_of([self._tag(tag) for tag in content["tags"]])
+        separator = self._tokens.literal(content["separator"])
+        many = tags if content.get("stop_after_first", False) else f"{tags} ({separator} {tags})*"
+        return self._rule(many if content.get("at_least_one", False) else f"({many})?")
+
+    def _rule(self, body: str, *, is_lazy: bool = False) -> str:
+        name = f"rule_{len(self.lines)}"
+        self.lines.append(f"{name}{'[lazy]' if is_lazy else ''}: {body}")
+        return name
+
+
+def _check_excludes(content: Format) -> None:
+    """Raises:
+    InvalidArgument: text is to be kept out of free text.
+    """
+    if content.get("excludes"):
+        raise _wrong(f"`excludes` of {content['type']} is not implemented")
+
+
+def _wrong(reason: str) -> InvalidArgument:
+    message = f"the structural tag is wrong: {reason}"
+    return InvalidArgument.of("GRAMMAR_INVALID", "grammar", message)
+
 
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,16}"}
 """White space between JSON tokens is free but bounded: a model that falls into a run of spaces

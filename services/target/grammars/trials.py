@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from services.target.grammars.compilation import too_complex
+from services.target.grammars.compiler import too_complex
 from services.target.grammars.trial import Answer, Request
 from shared.errors import EngineFailed, InvalidArgument, QueueFull
 from shared.grammar import Grammar

@@ -1,18 +1,130 @@
-"""The way into the engine, the same for every service that takes requests."""
+"""The way into the engine, the same for every service that takes requests; and their records."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from services.target.engine import Engine
 from services.target.grammars.compiler import GrammarCompiler
-from services.target.requests.request import GenerationRequest
-from services.target.requests.request_record import RequestRecorder
+from services.target.requests.request import (
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    GenerationRequest,
+    Started,
+)
+from services.target.step_report import Clock
 from shared.grammar import Grammar
 from shared.rpc.lifecycle import Lifecycle
+from shared.telemetry.tracing import NO_TRACER, Span, Tracer, current_request_id
+from shared.telemetry.vllm_metrics import RequestFigures, VllmMetrics
+
+# Metrics, one log line and one span for each request.
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecorder:
+    """Begins the records of a target's requests. On the event loop."""
+
+    model_id: str
+    metrics: VllmMetrics
+    clock: Clock
+    tracer: Tracer = NO_TRACER
+
+    def begin(self, request_id: str, num_prompt: int, parent: str | None) -> RequestRecord:
+        """A request arrived.
+
+        Args:
+            parent: its `traceparent`, if the caller traces.
+        """
+        attributes: dict[str, str | int] = {
+            "outrider.request_id": request_id,
+            "gen_ai.request.model": self.model_id,
+            "gen_ai.usage.input_tokens": num_prompt,
+        }
+        span = self.tracer.begin("target.generate", parent, attributes)
+        figures = self.metrics.begin(self.model_id, self.clock())
+        return RequestRecord(self, request_id, num_prompt, span, figures)
+
+
+class RequestRecord:
+    """One request from its arrival to its end."""
+
+    def __init__(
+        self,
+        recorder: RequestRecorder,
+        request_id: str,
+        num_prompt: int,
+        span: Span,
+        figures: RequestFigures,
+    ) -> None:
+        self._recorder = recorder
+        self.request_id = request_id
+        self._num_prompt = num_prompt
+        self._span = span
+        self._figures = figures
+        self._num_cached = 0
+        self._num_drafted = 0
+        self._num_accepted = 0
+        self._reason = "abort"  # until the engine says otherwise
+        self._error: str | None = None
+
+    @property
+    def traceparent(self) -> str | None:
+        """For whom the target calls on the request's behalf."""
+        return self._span.traceparent
+
+    def observe(self, event: Event) -> None:
+        """Takes an event of the request, as it goes out."""
+        recorder = self._recorder
+        metrics, now_s = recorder.metrics, recorder.clock()
+        if isinstance(event, Delta):
+            if self._figures.first_s is None:
+                self._span.event("first_token")
+            num_drafted, num_accepted = event.num_drafted, event.num_accepted
+            num_tokens = len(event.token_ids)
+            metrics.tokens(self._figures, num_tokens, now_s, num_drafted, num_accepted)
+            self._num_drafted += num_drafted
+            self._num_accepted += num_accepted
+        elif isinstance(event, Started):
+            self._span.event("started")
+            self._num_cached = event.num_cached_tokens
+            metrics.start(self._figures, event.num_cached_tokens, now_s)
+        elif isinstance(event, Finished):
+            self._reason = event.reason.value
+        elif isinstance(event, Failed):
+            self.fail(event)
+
+    def fail(self, event: Failed) -> None:
+        """The request is refused or broke."""
+        self._reason, self._error = "error", event.error.reason
+
+    def end(self) -> None:
+        """Nothing more comes; called once."""
+        figures = self._figures
+        self._recorder.metrics.end(figures, self._num_prompt, self._reason)
+        facts: dict[str, str | int | float] = {
+            "outcome": self._error or self._reason,
+            "num_prompt": self._num_prompt,
+            "num_cached": self._num_cached,
+            "num_output": figures.num_tokens,
+            "num_drafted": self._num_drafted,
+            "num_accepted": self._num_accepted,
+        }
+        # The requests of a session share its task, and so its context.
+        token = current_request_id.set(self.request_id)
+        logger.info("request ended", extra=facts)
+        current_request_id.reset(token)
+        attributes = {f"outrider.{name}": value for name, value in facts.items()}
+        attributes["gen_ai.usage.output_tokens"] = figures.num_tokens
+        self._span.end(attributes, self._error)
 
 
 class OpenRequests:

@@ -1,15 +1,27 @@
-"""Events on their way from the engine thread: to subscribers of sequences, and to one RPC."""
+"""Requests on their way to sequences, and events on their way from the engine thread: to
+subscribers of sequences, and to one RPC."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import defaultdict
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from services.target.requests.request import Event, EventSink, Failed
+from services.target.drafts.attachment import DraftRegistry
+from services.target.requests.request import (
+    Event,
+    EventSink,
+    Failed,
+    GenerationRequest,
+    ModelLimits,
+    Started,
+)
+from services.target.scheduler import Scheduler
 from services.target.sequence import Sequence
-from shared.errors import OutriderError, QueueFull
+from shared.errors import InvalidArgument, OutriderError, QueueFull
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,3 +141,46 @@ class EventStream:
     def _append(self, events: SequenceOf[KeyedEvent]) -> None:
         self._pending.extend(events)
         self._has_pending.set()
+
+
+# Requests become sequences: queued or refused, announced when their turn comes. No torch.
+
+
+class NewSequences:
+    """The way of requests into the queue and out of it. Owned by the engine thread."""
+
+    def __init__(
+        self,
+        limits: ModelLimits,
+        scheduler: Scheduler,
+        subscriptions: Subscriptions,
+        drafts: DraftRegistry,
+    ) -> None:
+        self._limits = limits
+        self._scheduler = scheduler
+        self._subscriptions = subscriptions
+        self._drafts = drafts
+        self._ids = itertools.count(1)
+
+    def queue(self, request: GenerationRequest, sink: EventSink, key: int) -> None:
+        """Queues a request, or fails it: the queue is full, or it names an unknown algorithm."""
+        sequence = Sequence.of(next(self._ids), request, self._limits)
+        try:
+            self._drafts.check_algorithm(request.draft_algorithm)
+            self._scheduler.submit(sequence)
+        except (InvalidArgument, QueueFull) as error:
+            self._subscriptions.refuse(sink, key, error)
+            return
+        self._subscriptions.add(sequence, sink, key)
+
+    def start(self, admitted: Iterable[Sequence], now_s: float) -> list[Sequence]:
+        """Announces the sequences that leave the queue for the first time, and returns them; the
+        others were preempted and return."""
+        started = [sequence for sequence in admitted if not sequence.started]
+        for sequence in started:
+            sequence.started = True
+            sequence.decided_s = now_s
+            sequence.num_cached_tokens = sequence.num_computed
+            queue_s = now_s - sequence.request.arrival_s
+            self._subscriptions.emit(sequence, Started(sequence.num_cached_tokens, queue_s))
+        return started

@@ -12,7 +12,7 @@ from typing import Any
 from grpc import aio
 
 from services.target.engine import Engine
-from services.target.requests.admission import Admission
+from services.target.requests.admission import Admission, RequestRecord
 from services.target.requests.event_stream import EventStream, KeyedEvent
 from services.target.requests.request import Event, Failed, Finished
 from services.target.requests.request_messages import (
@@ -20,7 +20,6 @@ from services.target.requests.request_messages import (
     response_message,
     session_responses,
 )
-from services.target.requests.request_record import RequestRecord
 from shared.errors import DeadlineExceeded, InvalidArgument, OutriderError
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc

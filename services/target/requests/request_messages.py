@@ -8,6 +8,7 @@ from typing import Literal
 
 from google.protobuf.duration_pb2 import Duration
 
+from services.target.requests.admission import RequestRecord
 from services.target.requests.request import (
     Delta,
     Event,
@@ -21,7 +22,6 @@ from services.target.requests.request import (
     SpeculationStats,
     Started,
 )
-from services.target.requests.request_record import RequestRecord
 from shared.errors import OutriderError
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.rpc.requests import sampling_from_message, stop_from_message, tree_message

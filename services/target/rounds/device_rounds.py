@@ -1,6 +1,6 @@
 """Lanes: sequences that draft, verify and commit on the device, without the host.
 
-A draft in the target's process may share its head, see `round_source.py`. A sequence whose request
+A draft in the target's process may share its head, see `RoundSource`. A sequence whose request
 a round can serve gets a lane when its prompt is computed but for the last token, and keeps it until
 it ends. All others, and prompts, step beside the lanes.
 """
@@ -16,14 +16,13 @@ from services.target.drafts.feature_store import FeatureStore
 from services.target.requests.request import GenerationRequest
 from services.target.rounds.mapped_heads import MappedRounds
 from services.target.rounds.policy import CostTable
-from services.target.rounds.round_runners import RoundRunners
-from services.target.rounds.round_source import RoundSource
+from services.target.rounds.round_runners import RoundRunners, RoundSource
 from services.target.sequence import Sequence
 from services.target.token_masks import TokenMasks
 from shared.kv.leases import KvLeases, OutOfPages, PagePool
 from shared.runtime.memory import Shortage
 from shared.runtime.round_runner import RoundRunner
-from shared.runtime.round_sequences import NewLane, SequenceRound
+from shared.runtime.round_state import NewLane, SequenceRound
 from shared.runtime.runner import ModelRunner
 from shared.speculation.row_masks import MaskedRows
 from shared.tokens import TreeShape

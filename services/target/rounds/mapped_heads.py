@@ -10,10 +10,20 @@ from services.target.adaptive_config import AdaptiveConfig
 from services.target.drafts.attachment import Attachment, DraftMessage
 from services.target.drafts.feature_store import FeatureStore
 from services.target.rounds.policy import CostTable
-from services.target.rounds.round_runners import RoundRunners, prepared_kinds, round_sizes
-from services.target.rounds.round_source import RoundSource, capacities
-from shared.runtime.mapped_head import MappedHead, MappedSource
-from shared.runtime.mapped_rounds import MappedCommand, MappedShape, PrepareMapped
+from services.target.rounds.round_runners import (
+    RoundRunners,
+    RoundSource,
+    capacities,
+    prepared_kinds,
+    round_sizes,
+)
+from shared.runtime.mapped_rounds import (
+    MappedCommand,
+    MappedHead,
+    MappedShape,
+    MappedSource,
+    PrepareMapped,
+)
 from shared.runtime.ring_memory import RingUnavailable
 from shared.runtime.round_batches import RoundShape
 from shared.runtime.round_runner import RoundLimits

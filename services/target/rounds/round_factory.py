@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.target.drafts.attachment import Attachment
-from services.target.drafts.feature_feed import FeatureFeed
-from services.target.drafts.feature_store import FeatureStore
+from services.target.drafts.feature_store import FeatureFeed, FeatureStore
 from services.target.rounds.device_rounds import DeviceRounds
 from services.target.rounds.mapped_heads import MappedHeads
 from services.target.rounds.selected_rounds import SelectedRounds

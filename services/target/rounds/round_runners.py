@@ -5,23 +5,60 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from services.target.rounds.policy import CostTable
-from services.target.rounds.round_source import RoundSource
 from shared.kv.batch import empty_decode_batch
 from shared.runtime.graphs import step_memory_bytes
+from shared.runtime.lockstep import RoundLeader, RoundsKey
 from shared.runtime.memory import Shortage, free_memory_bytes
 from shared.runtime.outcome_chains import MAX_LANES_AHEAD
 from shared.runtime.round_graphs import ROUND_SIZES
-from shared.runtime.round_lockstep import RoundLeader, RoundsKey
+from shared.runtime.round_head import HeadPlace
 from shared.runtime.round_runner import RoundLimits, RoundRunner
-from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.round_state import RoundSampling
 from shared.runtime.runner import ModelRunner
 from shared.tokens import TreeShape
+
+# What rounds on the device use of a draft.
+
+MAX_ROWS = 2048
+"""Rows that a round verifies at most: 256 trees of 8."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoundSource:
+    """A head with its pages, and the shapes of its trees.
+
+    Attributes:
+        pages: those of its KV pages that are the rounds' alone.
+        tree: the draft's own shape.
+        max_context_tokens: longest sequence that the head can look back on.
+        max_sequences: of a round with the draft's own shape.
+        other_trees: further shapes that may be chosen, each with the most sequences of a round.
+        is_pinned: an operator fixed the shape: at most it is chosen whether trees grow ahead.
+        place: of the head among those that the target keeps rounds for.
+    """
+
+    head: HeadPlace
+    pages: Sequence[int]
+    tree: TreeShape
+    max_context_tokens: int
+    max_sequences: int
+    other_trees: Mapping[TreeShape, int] = field(default_factory=dict)
+    is_pinned: bool = False
+    place: int = 0
+
+
+def capacities(shapes: Iterable[TreeShape], max_sequences: int) -> dict[TreeShape, int]:
+    """Returns the most sequences of a round with trees of each shape."""
+    return {
+        shape: min(max_sequences, max(MAX_ROWS // shape.num_draft_tokens, 1)) for shape in shapes
+    }
+
 
 # Spreads neighbouring numbers over a vocabulary; a prime.
 _SPREAD = 7919

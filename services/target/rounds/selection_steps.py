@@ -18,19 +18,22 @@ from contextlib import AbstractContextManager, nullcontext
 from services.target.committer import Committer
 from services.target.drafts.attachment import Attachment
 from services.target.drafts.attachments import Attachments
-from services.target.drafts.feature_feed import FeatureFeed
-from services.target.drafts.feature_store import FeatureSpec
+from services.target.drafts.feature_store import FeatureFeed, FeatureSpec
 from services.target.draw import Decision
 from services.target.rounds.device_rounds import can_be_round
-from services.target.rounds.next_trees import NextTrees, SelectedRound, TreeForecast, as_step
-from services.target.rounds.round_steps import MIN_LANE_TOKENS
-from services.target.rounds.round_wait import EarlyLaunch, RoundWait
-from services.target.rounds.selected_rounds import SelectedRounds
+from services.target.rounds.round_steps import MIN_LANE_TOKENS, EarlyLaunch, RoundWait
+from services.target.rounds.selected_rounds import (
+    NextTrees,
+    SelectedRound,
+    SelectedRounds,
+    TreeForecast,
+    as_step,
+)
 from services.target.scheduler import Scheduler
 from services.target.sequence import Sequence
 from services.target.step_plan import ScheduledSequence
 from services.target.step_report import Clock, HostGap, StepReport
-from shared.runtime.round_sequences import SequenceRound
+from shared.runtime.round_state import SequenceRound
 from shared.tokens import TreeShape
 
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import replace
 
 from services.target.engine import Engine
+from services.target.requests.admission import RequestRecord, RequestRecorder
 from services.target.requests.event_stream import EventStream
 from services.target.requests.request import (
     Delta,
@@ -18,7 +19,6 @@ from services.target.requests.request import (
     SpeculationStats,
     Started,
 )
-from services.target.requests.request_record import RequestRecord, RequestRecorder
 from shared.errors import OutriderError
 from shared.text import Detokenizer, StopStrings, Tokenizer
 from shared.tokens import FinishReason, TokenLogprobs

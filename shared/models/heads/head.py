@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shared.kernels.partials import Partials, total_of
-from shared.kernels.pointwise import join_inputs
+from shared.kernels.pointwise import Partials, join_inputs, total_of
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvLayout, KvPool
 from shared.layers.attention import Attention, ForwardContext, SelfAttention, plan_for

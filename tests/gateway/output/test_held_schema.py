@@ -9,11 +9,11 @@ import jsonschema_rs
 import pytest
 from llguidance import LLMatcher
 
-from gateway.constraints import HeldOutput, held_output
 from gateway.output.held_schema import held_schema
 from gateway.output.style import ChatOutput, OutputStyle, ReasoningParser, ToolCallParser
 from gateway.output.tagged_calls import FAMILIES
 from gateway.output.tools import Tool, Toolbox, ToolUse
+from gateway.sampling import HeldOutput, held_output
 from shared.errors import InvalidArgument
 
 OBJECT = {"type": "object"}

@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
-from services.draft.attach_client import AttachClient
-from services.draft.backoff import Backoff
+from services.draft.attach_client import AttachClient, Backoff
 from services.draft.engine import DraftEngine
 from services.draft.worker import MAX_TREE_NODES, LinkStatus, WorkerIdentity
 from shared.errors import FailedPrecondition

@@ -7,8 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from services.draft.chain_draws import ChainDraws, level_scores
-from services.draft.draft_scores import DraftScores
+from services.draft.draft_scores import ChainDraws, DraftScores, level_scores
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.speculation.rejection import DrawnChain
 from shared.tokens import SamplingParams, TokenTree, TreeShape

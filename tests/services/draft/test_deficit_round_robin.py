@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from services.draft.deficit_round_robin import DeficitRoundRobin
+from services.draft.rounds import DeficitRoundRobin
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.tokens import SamplingParams
 

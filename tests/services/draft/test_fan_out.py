@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.draft.fan_out import SYNCHRONOUS, FanOut
-from services.draft.likely_verdicts import RankShares
+from services.draft.likely_verdicts import SYNCHRONOUS, FanOut, RankShares
 from shared.rank_prior import MEMORY_TOKENS
 
 

@@ -7,8 +7,13 @@ from collections import Counter
 
 import pytest
 
-from services.draft.fan_out import FanOut
-from services.draft.likely_verdicts import Continuation, LikelyVerdict, RankShares, likely_verdicts
+from services.draft.likely_verdicts import (
+    Continuation,
+    FanOut,
+    LikelyVerdict,
+    RankShares,
+    likely_verdicts,
+)
 from shared.tokens import TokenTree
 
 DEPTH, WIDTH = 4, 16

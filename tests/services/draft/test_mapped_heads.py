@@ -13,7 +13,7 @@ from services.draft.events import MappedCommandArrived, MappedHeadReady, Output
 from services.draft.mapped_heads import MappedHeads
 from shared.runtime.mapped_rounds import MappedRound, OpenMapped, PrepareMapped
 from shared.runtime.ring_memory import RingAddress, RingUnavailable
-from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.round_state import RoundSampling
 
 NOWHERE = OpenMapped(RingAddress(shared_file="0" * 32), None, (), 0)
 LAST = PrepareMapped(0, 1, RoundSampling.GREEDY, is_last=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.draft.preparation import (
+from services.draft.rounds import (
     LONGEST_PUT_OFF_S,
     MOST_WANTED,
     PREPARED_SHARE,

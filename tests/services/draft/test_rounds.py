@@ -25,7 +25,7 @@ from services.draft.events import (
     SequencesOpened,
     SequencesReleased,
 )
-from services.draft.fan_out import FanOut
+from services.draft.likely_verdicts import FanOut
 from services.draft.rounds import IDLE_S, Rounds
 from services.draft.sequence import DraftSequence, SequenceKey
 from services.draft.sequence_table import SequenceTable

@@ -10,9 +10,8 @@ import torch
 
 from services.draft.tensor_parallel import start_followers
 from shared.errors import SettingsError
-from shared.runtime.lockstep import Leader
-from shared.runtime.open_sequence import OpenSequence
-from shared.runtime.tree_lockstep import TreeLeader
+from shared.runtime.lockstep import Leader, TreeLeader
+from shared.runtime.tree_pass import OpenSequence
 from shared.tokens import TokenTree, TreeShape
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.cut_drafts import CutDraft, check_ahead, check_trees, cut_draft, draft_settings

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shared.models.decoder import Decoder
-from shared.runtime.graph_inputs import GraphLimits
+from shared.runtime.graphs import GraphLimits
 from shared.tokens import SamplingParams, StopParams
 from tests.helpers.engines import (
     Collector,

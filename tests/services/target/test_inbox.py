@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from services.target.engine import Engine
-from services.target.inbox import Inbox
+from services.target.engine import Engine, Inbox
 from services.target.requests.request import Failed, ModelLimits
 from shared.errors import EngineFailed, OutriderError, QueueFull, Unavailable
 from shared.models.decoder import Decoder

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from services.target.drafts.outcome_tally import Foreseen, OutcomeTally
 from services.target.metrics import TargetMetrics
-from services.target.step_report import StepReport
+from services.target.step_report import Foreseen, OutcomeTally, StepReport
 from shared.tokens import TreeShape
 from tests.helpers.step_reports import step_report
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from services.draft.recurrent_drafts import check_no_states
-from services.target.recurrent_problems import check_recurrent, has_device_rounds
+from services.target.runner_factory import check_recurrent, has_device_rounds
 from services.target.settings import TargetSettings
 from shared.errors import CheckpointError, SettingsError
 from shared.models.config import ModelConfig

@@ -16,7 +16,7 @@ from shared.kv.pool import KvPool
 from shared.model_options import ModelOptions
 from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
-from shared.runtime.graph_inputs import GraphLimits
+from shared.runtime.graphs import GraphLimits
 from shared.runtime.runner import ModelRunner
 from shared.tokens import SamplingParams, StopParams
 from tests.helpers.attention_batches import chunk, tree, with_pages

@@ -15,7 +15,7 @@ from shared.kv.pool import KvPool
 from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
-from shared.runtime.head_runner import HeadRunner
+from shared.runtime.runner import HeadRunner
 
 CPU = torch.device("cpu")
 TINY = MixtureShape(hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, dense=48, expert=16)

@@ -15,8 +15,7 @@ from shared.kernels.linear import (
     linear,
     linear_partials,
 )
-from shared.kernels.partials import Partials
-from shared.kernels.pointwise import silu_mul
+from shared.kernels.pointwise import Partials, silu_mul
 from tests.helpers.kernel_device import kernel_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.interpreter]

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from shared.kernels.exchange import PeerSlots, exchanged_norm, plain_sum
 from shared.kernels.kernel_settings import IS_INTERPRETING
-from shared.kernels.partials import Partials
-from shared.kernels.pointwise import add_rms_norm
+from shared.kernels.pointwise import Partials, add_rms_norm
 
 MAX_ROWS, MAX_PROGRAMS, SLOT_BYTES, EPS = 5, 2, 256, 1e-5
 # Rows of one sum after another: each row's slots are taken at sums of their own.

@@ -22,8 +22,7 @@ from shared.kernels.experts import (
     weighted_sum,
 )
 from shared.kernels.linear import LinearWeight
-from shared.kernels.partials import Partials
-from shared.kernels.pointwise import Activation, gate_mul
+from shared.kernels.pointwise import Activation, Partials, gate_mul
 from shared.kernels.quantised import QuantisedWeight, in_words
 from shared.kernels.routing import RouterScores, Routing, plain_route, route
 from tests.helpers.kernel_device import kernel_device

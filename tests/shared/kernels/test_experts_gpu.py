@@ -24,8 +24,7 @@ from shared.kernels.experts import (
 )
 from shared.kernels.latent_plan import plan_latents
 from shared.kernels.linear import LinearWeight, wide_linear
-from shared.kernels.partials import total_of
-from shared.kernels.pointwise import Activation, gate_mul
+from shared.kernels.pointwise import Activation, gate_mul, total_of
 from shared.kernels.quantised import from_words
 from shared.kernels.routing import RouterScores, Routing, plain_route, route
 from shared.kv.batch import SequenceRows

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from shared.kernels.cache import CacheScales, plain_rotate_into_cache, rotate_into_cache
 from shared.kernels.kernel_settings import IS_INTERPRETING
-from shared.kernels.partials import Partials
 from shared.kernels.pointwise import (
+    Partials,
     add_rms_norm,
     join_inputs,
     own_embeddings,

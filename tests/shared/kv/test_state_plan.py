@@ -9,7 +9,7 @@ from shared.kv.batch import empty_decode_batch
 from shared.kv.pool import KvPool
 from shared.kv.state_plan import StateSlots
 from shared.models.decoder import Decoder
-from shared.runtime.graph_inputs import GraphInputs, GraphLimits
+from shared.runtime.graphs import GraphInputs, GraphLimits
 from shared.runtime.runner import ModelRunner
 from tests.helpers.engines import recurrent_decoder
 from tests.helpers.state_steps import NUM_PAGES, PAGE_SIZE, batch_of, causal, state_steps

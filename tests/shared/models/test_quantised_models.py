@@ -21,8 +21,7 @@ from shared.models.heads.loader import load_head
 from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
-from shared.runtime.head_runner import HeadRunner
-from shared.runtime.runner import ModelRunner
+from shared.runtime.runner import HeadRunner, ModelRunner
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.dflash_heads import TinyDflash, write_dflash
 from tests.helpers.draft_heads import TinyHead, write_head

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 import torch
 
-from shared.runtime.graph_store import capturing
+from shared.runtime.graphs import capturing
 
 
 @contextmanager

@@ -10,9 +10,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shared.runtime import feature_ring, ring_memory
-from shared.runtime.feature_ring import FeatureRingReader, FeatureRings, FeatureRingWriter
-from shared.runtime.ring_memory import RingAddress, RingUnavailable, host_id, open_memory
+from shared.runtime import ring_memory
+from shared.runtime.ring_memory import (
+    FeatureRingReader,
+    FeatureRings,
+    FeatureRingWriter,
+    RingAddress,
+    RingUnavailable,
+    host_id,
+    open_memory,
+)
 from tests.helpers.ring_reader import DTYPE, NUM_ROWS, WIDTH, read_elsewhere, ring_rows
 
 CPU = torch.device("cpu")
@@ -186,5 +193,5 @@ def test_copies_are_over_when_the_rings_own_device_says_so(monkeypatch: pytest.M
     event = SimpleNamespace(record=recorded.append)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("stream of", device))
-    assert feature_ring._recorded(torch.device("cuda", 1)) is event
+    assert ring_memory._recorded(torch.device("cuda", 1)) is event
     assert recorded == [("stream of", torch.device("cuda", 1))]

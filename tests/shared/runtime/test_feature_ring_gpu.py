@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shared.runtime.feature_ring import FeatureRings
+from shared.runtime.ring_memory import FeatureRings
 from tests.helpers.ring_reader import DTYPE, NUM_ROWS, WIDTH, read_elsewhere
 
 

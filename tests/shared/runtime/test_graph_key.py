@@ -8,8 +8,14 @@ import pytest
 import torch
 
 from shared.kv.batch import SequenceRows, build_batch
-from shared.runtime.graph_inputs import GraphLimits
-from shared.runtime.graph_store import GraphKey, key_of, keys_of, row_buckets, sequence_buckets
+from shared.runtime.graphs import (
+    GraphKey,
+    GraphLimits,
+    key_of,
+    keys_of,
+    row_buckets,
+    sequence_buckets,
+)
 from tests.helpers.attention_batches import chunk, tree, with_pages
 
 LIMITS = GraphLimits(max_rows=256, max_sequences=48, max_tail_width=80, max_context_tokens=512)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shared.runtime.graph_store import GraphStore
+from shared.runtime.graphs import GraphStore
 from shared.runtime.memory import Shortage
 
 

@@ -14,8 +14,7 @@ from shared.kv.batch import ForwardBatch, SequenceRows, build_batch
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
-from shared.runtime.graph_inputs import GraphLimits
-from shared.runtime.graphs import ForwardGraphs
+from shared.runtime.graphs import ForwardGraphs, GraphLimits
 from shared.runtime.runner import ModelRunner, RunnerOutput
 from tests.helpers.attention_batches import chunk, tree, with_pages
 from tests.helpers.checkpoints import TinyShape, write_checkpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shared.runtime.joined_rows import joined_rows
+from shared.runtime.host_copy import joined_rows
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
 

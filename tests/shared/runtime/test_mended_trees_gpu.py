@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.runtime.given_trees import mended_rows
 from shared.runtime.round_batches import RoundBatches, RoundShape
+from shared.runtime.round_head import mended_rows
 from shared.runtime.round_state import RoundState, SlotSequence
 from shared.speculation.tree import NO_TOKEN, TreeRows
 from shared.tokens import SamplingParams, TreeShape
@@ -81,7 +81,7 @@ def test_a_tree_stays_as_it_is() -> None:
 @pytest.mark.interpreter
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_kernel_reads_as_plain_torch(shape: TreeShape) -> None:
-    from shared.runtime.given_trees_fused import read_trees_fused
+    from shared.runtime.round_fused import read_trees_fused
 
     device, source, sizes = kernel_device(), random.Random(2), SIZES[shape]
     batches = RoundBatches(sizes, PAGE_SIZE)

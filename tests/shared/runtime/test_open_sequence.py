@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from shared.kv.leases import PADDING_PAGE
-from shared.runtime.open_sequence import OpenArrays, OpenInputs, OpenSequence, OpenSlots
-from shared.runtime.walked_tree import WalkedTree
+from shared.runtime.tree_pass import OpenArrays, OpenInputs, OpenSequence, OpenSlots, WalkedTree
 from shared.tokens import SamplingParams, TokenTree
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shared.runtime.outcome_chains import likeliest, num_outcomes
-from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.round_state import RoundSampling
 from shared.speculation.tree import NO_TOKEN
 from tests.helpers.engines import tiny_decoder
 from tests.helpers.outcome_cases import LANES, NUM_STEPS, OutcomeCase, check_chains

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.runtime.fused_code import FusedDecoderDraft
-from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.round_fused import FusedDecoderDraft
+from shared.runtime.round_state import RoundSampling
 from tests.helpers.engines import tiny_decoder
 from tests.helpers.kernel_device import kernel_device
 from tests.helpers.outcome_cases import OutcomeCase, check_chains

@@ -11,8 +11,7 @@ import torch
 from shared.kernels.kernel_settings import IS_INTERPRETING
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
-from shared.runtime.graph_inputs import GraphInputs, GraphLimits
-from shared.runtime.graph_store import key_of
+from shared.runtime.graphs import GraphInputs, GraphLimits, key_of
 from shared.runtime.runner import ModelRunner
 from tests.helpers.engines import recurrent_decoder
 from tests.helpers.kernel_device import kernel_device

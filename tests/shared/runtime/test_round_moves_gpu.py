@@ -13,7 +13,7 @@ from shared.models.decoder import Decoder
 from shared.runtime.round_batches import RoundShape
 from tests.helpers.kernel_device import kernel_device
 
-verification = pytest.importorskip("shared.runtime.round_verification_fused")
+verification = pytest.importorskip("shared.runtime.round_fused")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.interpreter]
 NUM_PAGES, PAGE_SIZE, NUM_SEQUENCES = 12, 5, 3

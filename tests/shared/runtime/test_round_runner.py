@@ -9,7 +9,7 @@ import torch
 
 from shared.kernels.kernel_settings import IS_INTERPRETING
 from shared.runtime import round_head
-from shared.runtime.round_sequences import SequenceRound
+from shared.runtime.round_state import SequenceRound
 from shared.tokens import TreeShape
 from tests.helpers.device_rounds import DeviceRounds, Pair, token_tree
 from tests.helpers.host_rounds import HostRound

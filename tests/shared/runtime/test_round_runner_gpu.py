@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.round_state import RoundSampling
 from shared.tokens import TreeShape
 from tests.helpers.device_rounds import DeviceRounds, Pair
 from tests.helpers.round_cases import (

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from shared.runtime.round_batches import RoundBatches, RoundShape, RoundTree
-from shared.runtime.round_sampling import RoundSampling
 from shared.runtime.round_selection import (
     MAX_PREPARED,
     Ending,
@@ -17,7 +16,7 @@ from shared.runtime.round_selection import (
     PreparedTree,
     RoundSelection,
 )
-from shared.runtime.round_state import ENDED, OPEN, TAIL, RoundState, SlotSequence
+from shared.runtime.round_state import ENDED, OPEN, TAIL, RoundSampling, RoundState, SlotSequence
 from shared.runtime.selection_runner import MAX_TREE_DEPTH, MAX_TREE_ROWS
 from shared.tokens import SamplingParams, TokenTree, TreeShape
 from tests.helpers.kernel_device import kernel_device
@@ -95,7 +94,7 @@ def _tensors(tree: RoundTree) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_kernel_selects_what_plain_torch_does(shape: TreeShape) -> None:
     # Triton is not installed where there is no CUDA.
-    from shared.runtime.round_selection_fused import FusedRoundSelection
+    from shared.runtime.round_fused import FusedRoundSelection
 
     source, device = random.Random(str(shape)), kernel_device()
     sizes = RoundShape(shape, shape.num_draft_tokens, MAX_LENGTH + MAX_TREE_ROWS)

@@ -10,9 +10,7 @@ from torch import Tensor
 
 from shared.kv.pool import KvPool
 from shared.models.loader import load_decoder
-from shared.runtime.graph_inputs import GraphLimits
-from shared.runtime.graph_store import GraphKey, key_of, keys_of
-from shared.runtime.graphs import ForwardGraphs
+from shared.runtime.graphs import ForwardGraphs, GraphKey, GraphLimits, key_of, keys_of
 from shared.runtime.runner import ModelRunner
 from tests.helpers.checkpoints import DELTA, TinyShape, write_checkpoint
 from tests.helpers.state_steps import NUM_PAGES, PAGE_SIZE, batch_of, state_steps

@@ -13,12 +13,11 @@ from torch import Tensor
 from shared.kv.pool import KvPool
 from shared.layers.tensor_group import TensorGroup
 from shared.models.loader import load_decoder
-from shared.runtime.open_sequence import OpenSequence
 from shared.runtime.round_batches import RoundShape
-from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.round_state import RoundSampling
 from shared.runtime.tree_draft import PackedTrees
 from shared.runtime.tree_model import DecoderModel, PassKind
-from shared.runtime.tree_pass import PassLimits, TreePass, slot_buckets
+from shared.runtime.tree_pass import OpenSequence, PassLimits, TreePass, slot_buckets
 from shared.tokens import SamplingParams, TreeShape
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.drafting import GREEDY, VOCAB_SIZE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.runtime.walked_tree import WalkedTree, walked_shape
+from shared.runtime.tree_pass import WalkedTree, walked_shape
 from shared.tokens import TokenTree, TreeShape
 
 TREE = TokenTree(

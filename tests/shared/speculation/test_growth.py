@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.speculation.growth import Beam, GrownTree, TreeGrowth, choose_children
-from shared.speculation.tree import row_paths
+from shared.speculation.tree import Beam, GrownTree, TreeGrowth, choose_children, row_paths
 from shared.tokens import TokenTree, TreeShape
 
 VOCAB_SIZE = 20

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.target.token_masks import RowMasks
-from shared.speculation.growth import SelectedNodes
 from shared.speculation.tree import (
     NO_TOKEN,
+    SelectedNodes,
     TreeRows,
     accept_rows,
     row_parents,

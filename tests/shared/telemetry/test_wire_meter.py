@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from shared.telemetry.round_log import RoundLog, open_round_log
+from shared.telemetry.start_up import RoundLog, open_round_log
 from shared.telemetry.wire_meter import WireMeter, WireMetrics
 
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from services.draft.drafters import block_lookahead
+from services.draft.drafters import dflash
 from services.draft.drafters.dflash import DflashDrafter
 from services.draft.drafters.drafter import Proposal
-from services.draft.fan_out import FanOut
+from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence
 from shared.tokens import SamplingParams, TokenTree, TreeShape
 from tests.helpers.block_setup import BLOCK_SIZE, CHAIN, TREE, BlockSetup, block_setup
@@ -125,8 +125,8 @@ def test_sequences_prepare_together_and_alike(
     setup: BlockSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes = {}
-    for max_rows in (1, block_lookahead.MAX_ROWS):
-        monkeypatch.setattr(block_lookahead, "MAX_ROWS", max_rows)
+    for max_rows in (1, dflash.MAX_ROWS):
+        monkeypatch.setattr(dflash, "MAX_ROWS", max_rows)
         drafter = _drafter(setup)
         sequences = mixed_sequences(5, 17, 9)
         for sequence in sequences:

@@ -13,7 +13,7 @@ from torch import Tensor
 from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.eagle import CONTEXT_MARGIN, EagleDrafter
 from services.draft.events import FeatureRows
-from services.draft.fan_out import FanOut
+from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
@@ -21,7 +21,7 @@ from shared.models.heads.config import HeadKind
 from shared.models.heads.head import DraftHead
 from shared.models.heads.loader import load_head
 from shared.models.heads.target_tensors import TargetFolder
-from shared.runtime.head_runner import HeadRunner
+from shared.runtime.runner import HeadRunner
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import HeadModel
 from shared.runtime.tree_pass import PassLimits

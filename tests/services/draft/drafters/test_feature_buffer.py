@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from services.draft.drafters.feature_buffer import FeatureBuffer
+from services.draft.drafters.head_contexts import FeatureBuffer
 from services.draft.events import FeatureRows
 
 

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from services.draft.drafters import branches
-from services.draft.drafters.branch_passes import BranchPass
+from services.draft.drafters.branch_drafter import BranchPass
 from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.eagle import CONTEXT_MARGIN
-from services.draft.fan_out import FanOut
-from services.draft.likely_verdicts import LikelyVerdict, likely_verdicts
+from services.draft.likely_verdicts import FanOut, LikelyVerdict, likely_verdicts
 from services.draft.sequence import DraftSequence
 from shared.models.heads.head import DraftHead
 from shared.tokens import Condition, TokenTree, TreeShape

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from services.draft.drafter_factory import build_drafter
-from services.draft.drafters import host
+from services.draft.drafters import placement
 from services.draft.drafters.dflash import DflashDrafter
 from services.draft.drafters.eagle import EagleDrafter
-from services.draft.drafters.host import Host
 from services.draft.drafters.multi_layer import MultiLayerDrafter
+from services.draft.drafters.placement import Host
 from services.draft.feature_layers import feature_layers
 from services.draft.settings import DraftSettings
 from shared.errors import CheckpointError, SettingsError
@@ -159,7 +159,7 @@ def test_a_head_in_its_target_s_process_takes_no_more_than_it_can_use(
 
 
 def test_a_cache_leaves_room_for_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "free_memory_bytes", lambda _: 1000)
+    monkeypatch.setattr(placement, "free_memory_bytes", lambda _: 1000)
     spec, cpu = FeatureSpec((1,), torch.float32, 5, None), torch.device("cpu")
     where = Host(num_tokens=20, round_bytes=200)
     assert where.reserved_bytes(cpu, 100) == 100 + 200

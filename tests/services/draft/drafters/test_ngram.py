@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from services.draft.drafters.ngram import NgramDrafter
-from services.draft.fan_out import FanOut
+from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.ngram import MatchType, NgramOptions
 from shared.tokens import Condition, SamplingParams, TokenTree, TreeShape

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.draft.drafters.standalone_factory import build_model
+from services.draft.drafters.standalone import build_model
 from services.draft.sequence import DraftSequence, SequenceKey
 from services.draft.tensor_parallel import start_followers
 from shared.models.decoder import Decoder

@@ -11,7 +11,7 @@ from services.draft.candidates import drop_unknown_tokens
 from services.draft.drafters import branch_drafter
 from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.standalone import StandaloneDrafter
-from services.draft.fan_out import FanOut
+from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool

@@ -7,14 +7,13 @@ import torch
 
 from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.standalone import StandaloneDrafter
-from services.draft.fan_out import FanOut
+from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
-from shared.runtime.graph_inputs import GraphLimits
-from shared.runtime.graphs import ForwardGraphs
+from shared.runtime.graphs import ForwardGraphs, GraphLimits
 from shared.runtime.runner import ModelRunner
 from shared.tokens import Outcome, SamplingParams, TreeShape, Verdict
 from tests.helpers.checkpoints import TinyShape, write_checkpoint

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from services.draft.drafters.standalone import StandaloneDrafter
-from services.draft.fan_out import FanOut
+from services.draft.likely_verdicts import FanOut
 from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
 from shared.tokens import SamplingParams, TreeShape

@@ -24,7 +24,7 @@ from shared.models.heads.dflash import load_dflash
 from shared.models.heads.loader import load_head
 from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import TargetFolder
-from shared.runtime.head_runner import BlockRunner, HeadRunner
+from shared.runtime.runner import BlockRunner, HeadRunner
 from shared.tokens import SamplingParams, TreeShape
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.target.drafts.draft_timeout import MISSES_UNTIL_COLD
+from services.target.drafts.attachment import MISSES_UNTIL_COLD
 from shared.tokens import EMPTY_TREE, Candidate, Condition, TokenTree
 from tests.helpers.one_draft import (
     TREE,

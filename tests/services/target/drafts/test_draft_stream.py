@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
-from services.target.drafts.attachment import DraftMessage
-from services.target.drafts.draft_stream import DraftStream
+from services.target.drafts.attachment import DraftMessage, DraftStream
 
 
 def _message(*closed: int) -> DraftMessage:

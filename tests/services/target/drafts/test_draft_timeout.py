@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.target.drafts.draft_timeout import (
+from services.target.drafts.attachment import (
     FIRST_PROBE_S,
     MISSES_UNTIL_COLD,
     SHORTEST_WAIT_S,

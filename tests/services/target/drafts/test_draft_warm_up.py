@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from services.target.drafts.attachment import LONGEST_S, DraftWarmUp
 from services.target.drafts.attachments import Attachments
-from services.target.drafts.draft_timeout import LONGEST_S, DraftWarmUp
 from shared.tokens import DraftReport
 from tests.helpers.one_draft import commit, make_attachment, make_candidate, make_sequence, offer
 

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from services.target.drafts.assignment import Kept, narrowed
+from services.target.drafts.assignments import Kept, narrowed
 from shared.speculation.rejection import DrawnChain
 from shared.tokens import TokenTree
 

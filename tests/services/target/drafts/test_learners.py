@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage
-from services.target.drafts.draft_timeout import DraftTimeout
+from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage, DraftTimeout
 from services.target.drafts.feature_store import FeatureSpec
 from services.target.engine import Engine
 from shared.tokens import SamplingParams, StopParams, TreeShape

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from services.target.drafts.attachments import Attachments
-from services.target.drafts.readiness import GATHERING_RESPONSES
+from services.target.drafts.attachments import GATHERING_RESPONSES, Attachments
 from shared.tokens import EMPTY_TREE
 from tests.helpers.one_draft import (
     commit,

@@ -9,7 +9,7 @@ import torch
 
 from services.target.requests.request import GenerationRequest
 from shared.models.decoder import Decoder
-from shared.runtime.graph_inputs import GraphLimits
+from shared.runtime.graphs import GraphLimits
 from shared.tokens import FinishReason, SamplingParams, StopParams
 from tests.helpers.engines import (
     Collector,

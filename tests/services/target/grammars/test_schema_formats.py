@@ -7,7 +7,7 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from services.target.grammars.structural_tag import KNOWN_FORMATS, without_unknown_formats
+from services.target.grammars.source import KNOWN_FORMATS, without_unknown_formats
 
 
 def test_unknown_formats_are_left_out_wherever_schemas_are() -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from services.target.grammars.source import JSON_OPTIONS
-from services.target.grammars.structural_tag import SpecialTokens, structural_tag_lark
+from services.target.grammars.source import JSON_OPTIONS, SpecialTokens, structural_tag_lark
 from services.target.settings import DEMO_MODEL
 from shared.errors import InvalidArgument
 

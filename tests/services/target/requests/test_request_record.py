@@ -88,7 +88,7 @@ def _request(prompt: list[int], max_tokens: int) -> pb.GenerateRequest:
 async def test_a_call_is_counted_logged_and_traced_under_its_id(
     served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "services.target.requests.request_record")
+    caplog.set_level(logging.INFO, "services.target.requests.admission")
     async with served.stub() as stub:
         metadata = (("x-request-id", "abc"), ("traceparent", PARENT))
         async for _ in stub.Generate(_request([1, 2, 3], 5), metadata=metadata):
@@ -111,7 +111,7 @@ async def test_a_call_is_counted_logged_and_traced_under_its_id(
 async def test_a_refused_call_is_an_error_in_all_three(
     served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "services.target.requests.request_record")
+    caplog.set_level(logging.INFO, "services.target.requests.admission")
     async with served.stub() as stub:
         with pytest.raises(aio.AioRpcError):
             async for _ in stub.Generate(_request([], 5)):

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from services.draft.fan_out import FanOut
+from services.draft.likely_verdicts import FanOut
 from services.target.adaptive_config import AdaptiveConfig, Candidates
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.draft_policy import ALWAYS, DraftPolicy

@@ -17,7 +17,7 @@ from services.target.rounds.policy import CostTable, LanePolicy
 from services.target.step_report import StepReport
 from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
-from shared.runtime import mapped_head
+from shared.runtime import mapped_rounds
 from shared.runtime.mapped_rounds import MappedRound, OpenMapped
 from shared.tokens import SamplingParams, TreeShape
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
@@ -118,8 +118,8 @@ def test_whatever_is_written_changes_no_token(pair: Pair, shape: TreeShape) -> N
 def test_a_frozen_head_costs_plain_steps_and_is_asked_again(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(mapped_head.LONGEST_WAIT_US, "cpu", 1_000)
-    monkeypatch.setattr(mapped_head, "WAIT_A_BACKLOG_US", 0)
+    monkeypatch.setitem(mapped_rounds.LONGEST_WAIT_US, "cpu", 1_000)
+    monkeypatch.setattr(mapped_rounds, "WAIT_A_BACKLOG_US", 0)
     with _setup(pair) as setup:
         draft = setup.attach()
         draft.is_frozen = True

@@ -8,7 +8,7 @@ import torch
 from services.target.adaptive_config import DEFAULT_CONFIG
 from services.target.rounds.policy import LanePolicy
 from services.target.step_report import StepReport
-from shared.runtime.graph_inputs import GraphLimits
+from shared.runtime.graphs import GraphLimits
 from shared.tokens import SamplingParams, StopParams, TreeShape
 from tests.helpers.device_rounds import Pair
 from tests.helpers.engines import Collector, build_engine, request, run, settle

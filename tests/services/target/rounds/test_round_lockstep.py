@@ -16,8 +16,8 @@ import torch
 from services.target.requests.request import GenerationRequest
 from services.target.rounds.policy import LanePolicy
 from services.target.step_report import StepReport
+from shared.runtime.lockstep import QueueRound
 from shared.runtime.round_graphs import RoundGraphs
-from shared.runtime.round_lockstep import QueueRound
 from shared.tokens import SamplingParams, StopParams
 from tests.helpers.cut_lanes import OTHER_TREES, TREE, CutTarget, cut_target
 from tests.helpers.engines import (

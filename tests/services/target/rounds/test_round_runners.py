@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from services.target.rounds.round_runners import RoundRunners
-from services.target.rounds.round_source import RoundSource
+from services.target.rounds.round_runners import RoundRunners, RoundSource
 from shared.kv.pool import KvPool
 from shared.runtime.memory import Shortage
 from shared.runtime.round_head import OwnHead

@@ -22,7 +22,7 @@ from shared.grammar import GrammarKind
 from shared.runtime.round_graphs import RoundGraphs
 from shared.runtime.round_head import CatchUp, HeadBacklog
 from shared.runtime.round_runner import RoundRunner
-from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.round_state import RoundSampling
 from shared.runtime.runner import ModelRunner
 from shared.tokens import SamplingParams, StopParams, TokenTree, TreeShape
 from tests.helpers.device_rounds import Pair

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.target.rounds.round_wait import POLL_S, RoundWait
+from services.target.rounds.round_steps import POLL_S, RoundWait
 
 
 def test_nothing_known_is_looked_at_all_the_time() -> None:

@@ -10,23 +10,22 @@ from typing import Any
 import pytest
 import torch
 
-from services.draft.fan_out import FanOut
-from services.target.drafts.attachment import Attachment, DraftIdentity
-from services.target.drafts.draft_timeout import DraftTimeout
+from services.draft.likely_verdicts import FanOut
+from services.target.drafts.attachment import Attachment, DraftIdentity, DraftTimeout
 from services.target.drafts.feature_store import FeatureSpec
 from services.target.engine import Engine
 from services.target.fallback import NgramFallback
 from services.target.launcher import LaunchedStep, Launcher
 from services.target.requests.request import GenerationRequest
 from services.target.rounds import selected_rounds
-from services.target.rounds.next_trees import MIN_ALTERNATING
-from services.target.rounds.round_wait import EarlyLaunch
+from services.target.rounds.round_steps import EarlyLaunch
+from services.target.rounds.selected_rounds import MIN_ALTERNATING
 from services.target.rounds.selection_steps import SelectionSteps
 from services.target.step_report import StepReport
 from services.target.verifier import VerificationMode
 from shared.models.decoder import Decoder
 from shared.runtime.round_graphs import RoundGraphs
-from shared.runtime.round_sampling import RoundSampling
+from shared.runtime.round_state import RoundSampling
 from shared.runtime.selection_runner import SelectionRunner
 from shared.tokens import (
     EMPTY_TREE,

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 
-from services.draft.fan_out import FanOut
-from services.target.rounds.round_wait import EarlyLaunch
+from services.draft.likely_verdicts import FanOut
+from services.target.rounds.round_steps import EarlyLaunch
 from services.target.step_report import StepReport
 from shared.models.decoder import Decoder
-from shared.runtime.graph_inputs import GraphLimits
+from shared.runtime.graphs import GraphLimits
 from shared.tokens import SamplingParams, StopParams, TreeShape
 from tests.helpers.ahead_cases import CHAIN, SAMPLINGS, TREE, outputs, requests, total_outcomes
 from tests.helpers.ahead_draft import AheadDraft

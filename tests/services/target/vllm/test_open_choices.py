@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from services.target.engine import Engine
+from services.target.requests.admission import RequestRecorder
 from services.target.requests.request import Delta, GenerationRequest
-from services.target.requests.request_record import RequestRecorder
 from services.target.vllm.open_choices import ChoiceOutput, OpenChoices, TextStop
 from shared.errors import InvalidArgument
 from shared.models.decoder import Decoder

@@ -17,7 +17,7 @@ from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.pool import KvPool
 from shared.models.heads.dflash import DflashHead, load_dflash
 from shared.models.heads.target_tensors import TargetFolder
-from shared.runtime.head_runner import BlockRunner
+from shared.runtime.runner import BlockRunner
 from tests.helpers.checkpoints import TinyShape, build_model, write_checkpoint
 from tests.helpers.dflash_heads import (
     DflashOracle,

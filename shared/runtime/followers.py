@@ -1,24 +1,66 @@
-"""A follower's side of rounds on the device, see `round_lockstep`."""
+"""The followers' side of what rank 0 leads, see `lockstep`: passes that grow trees, and rounds."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
 
-from shared.runtime.round_batches import RoundBatches
-from shared.runtime.round_graphs import RoundGraphs
-from shared.runtime.round_lockstep import (
+from shared.runtime.lockstep import (
+    BeginTrees,
     CaptureRound,
+    CaptureTrees,
     OpenRounds,
+    QueuePart,
     QueueRound,
     ReceivedChunks,
     ReceivedTrees,
     RoundsKey,
 )
-from shared.runtime.round_parts import verification_for
+from shared.runtime.round_batches import RoundBatches
+from shared.runtime.round_graphs import RoundGraphs
 from shared.runtime.round_state import RoundState
 from shared.runtime.runner import ModelRunner
+from shared.runtime.tree_draft import Parts
+from shared.runtime.tree_grower import TreeGrower
+from shared.runtime.tree_model import verification_for
+
+
+class TreeFollower:
+    """Computes along with a grower and its split. Nothing is read back.
+
+    Args:
+        grower: of this process's part of the model.
+    """
+
+    def __init__(self, grower: TreeGrower) -> None:
+        self._growers = {False: grower, True: grower.split()}
+        self._parts: dict[bool, Parts] = {}
+
+    @torch.inference_mode()
+    def take(self, message: object) -> None:
+        """Does what rank 0 announces that it does."""
+        if isinstance(message, BeginTrees):
+            self._parts[message.is_split] = self._growers[message.is_split].begin_parts(
+                message.sequences,
+                (),
+                message.tree,
+                num_choices=message.num_choices,
+                is_walk=message.is_walk,
+            )
+        elif isinstance(message, QueuePart):
+            with suppress(StopIteration):
+                next(self._parts[message.is_split])
+        else:
+            assert isinstance(message, CaptureTrees), message
+            grower = self._growers[message.is_split]
+            grower.capture_next(
+                message.tree,
+                num_choices=message.num_choices,
+                is_walk=message.is_walk,
+                num_sequences=message.num_sequences,
+            )
 
 
 class RoundFollower:

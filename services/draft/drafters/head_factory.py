@@ -1,30 +1,37 @@
-"""Loads a draft head, what it borrows from its target, and its KV pool."""
+"""Loads a draft head or next-token layers, what they borrow from their target, and their KV
+pool."""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 
 from services.draft.algorithm import Algorithm
 from services.draft.drafters.eagle import CONTEXT_MARGIN, EagleDrafter
-from services.draft.drafters.grower_factory import head_grower, pass_limits, reserved_for_head
-from services.draft.drafters.host import Host
+from services.draft.drafters.multi_layer import MultiLayerDrafter
 from services.draft.drafters.placement import (
+    Host,
     allocate_kv,
     context_for,
     device_for,
+    head_grower,
     is_cut_short,
     log_quantisation,
+    pass_limits,
+    reserved_for_head,
 )
+from services.draft.recurrent_drafts import check_no_states
 from services.draft.settings import DraftSettings
 from shared.models.config import ModelConfig
 from shared.models.heads.config import HeadConfig, HeadKind
 from shared.models.heads.head import DraftHead
 from shared.models.heads.loader import load_head, read_token_map
+from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import target_tensors
 from shared.runtime.device import dtype_named
-from shared.runtime.head_runner import HeadRunner
+from shared.runtime.runner import HeadRunner
 
 _KINDS = {Algorithm.EAGLE: HeadKind.EAGLE, Algorithm.EAGLE3: HeadKind.EAGLE3}
 
@@ -97,4 +104,60 @@ def _log_head(name: str, head: DraftHead) -> None:
         "%s in %s on %s: %d of %d tokens, features of layers %s, %d wide",
         *(name, head.dtype, head.device, head.vocabulary.size, head.config.vocab_size),
         *(list(head.feature_spec.layer_indices), head.feature_spec.width),
+    )
+
+
+# Loads next-token layers, what they borrow from their target, and their KV pool.
+
+
+def build_mtp(settings: DraftSettings, host: Host | None = None) -> EagleDrafter:
+    """Returns the drafter with weights loaded; one layer is a head like EAGLE's.
+
+    Args:
+        host: the target of this process, if there is one.
+
+    Raises:
+        CheckpointError: a folder cannot be served, or the layers were made for another target.
+        SettingsError: memory does not hold what the settings ask for.
+    """
+    check_no_states(settings)
+    host = host or Host()
+    folder = settings.model_folder
+    config = ModelConfig.from_folder(folder)
+    device = device_for(settings)
+    dtype = dtype_named(settings.dtype, config.dtype, device)
+    tensors = target_tensors(settings.target_folder, host.decoder, dtype=dtype, device=device)
+    context = context_for(settings, config.max_position_embeddings, margin_tokens=CONTEXT_MARGIN)
+    is_shorter = is_cut_short(context, tensors.config.max_position_embeddings)
+    head = load_mtp(folder, tensors, dtype=dtype, device=device, options=settings.model_options)
+    log_quantisation(settings, head)
+    num_layers = len(head.layers)
+    log.info("%s: %d next-token layers in %s on %s", folder.name, num_layers, dtype, device)
+    if num_layers > 1:
+        settings = replace(settings, disable_radix_cache=True)
+    layout = head.kv_layout(settings.page_size, dtype)
+    limits = pass_limits(settings, device, max_context_tokens=context)
+    pool, leases = allocate_kv(
+        settings,
+        layout,
+        device,
+        max_context_tokens=context,
+        reserved_bytes=host.reserved_bytes(
+            device,
+            0 if num_layers > 1 else reserved_for_head(settings, head, limits),
+            head.feature_spec,
+        ),
+        most_tokens=host.most_tokens,
+    )
+    runner = HeadRunner(head, pool)
+    if num_layers > 1:
+        return MultiLayerDrafter(
+            runner, leases, max_context_tokens=context, keeps_features=is_shorter
+        )
+    return EagleDrafter(
+        runner,
+        leases,
+        max_context_tokens=context,
+        keeps_features=is_shorter,
+        grower=head_grower(head, pool, limits),
     )
