@@ -5,10 +5,10 @@ takes as a whole, how long no step ran, and how long the bytes alone take over t
 read of the checkpoint with a copy to the device, or a broadcast. NCCL needs a second GPU for the
 sender; with one GPU, copies within its memory stand in for what NCCL would write there, and the
 link's own time is left out. Of a draft's swaps it prints the longest wait for a token in rounds.
-Of a learner, in a process of its own, it prints what it costs: it is told of all sequences at
-first and then trains, for a tenth of the time on the same GPU, and all the time on the second one
-where there is one. Printed are tokens a second beside those without it, and whether all answers
-stay the same. `--parts` names what is measured.
+Of a learner, in a process of its own, it prints what it costs: it trains for a tenth of the time on
+the same GPU, and all the time on the second one where there is one. It is stopped and goes on in
+turns; printed are tokens a second of both, and whether all answers stay the same, which takes
+`--enable-deterministic-inference` on a GPU. `--parts` names what is measured.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import contextlib
 import itertools
 import json
 import multiprocessing
+import signal
 import socket
 import statistics
 import sys
@@ -50,6 +51,9 @@ _GROUP = "weight_update"
 _NUM_SWAPS = 20
 _NUM_UPDATES = 2
 _WINDOW_S = 8.0
+_NUM_TURNS = 5
+_NUM_WARM_UPDATES = 3
+_LESSON_TOKENS = 20_000
 _BUSY_SHARE = 0.1
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -166,7 +170,6 @@ async def _from_disk(admin: Any, folder: Path, device: torch.device) -> None:
 async def _learning(
     served: Target, load: Load, target: Path, head: Path, device: str, share: float
 ) -> None:
-    calm = [await load.rate(_WINDOW_S)]
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = int(listener.getsockname()[1])
@@ -176,37 +179,53 @@ async def _learning(
             *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(head)),
             *("--target-model-path", str(target), "--out", out, "--metrics-port", str(port)),
             *("--device", device, "--busy-share", str(share), "--lesson-updates", "1000000"),
-            *("--lesson-tokens", str(round(calm[0] * (_WINDOW_S + 3.0)))),
+            *("--lesson-tokens", str(_LESSON_TOKENS)),
         )
         try:
             await _until(learner, port, "attached_target_count")
-            told, was_busy = await load.rate(_WINDOW_S), await _figure(port, "busy_seconds_total")
-            await _until(learner, port, "busy_seconds_total")
-            await asyncio.sleep(2.0)
-            busy_s, begin_s = await _figure(port, "busy_seconds_total"), time.perf_counter()
-            learning = await load.rate(2 * _WINDOW_S)
-            busy_s = await _figure(port, "busy_seconds_total") - busy_s
-            busy = busy_s / (time.perf_counter() - begin_s)
+            for _ in range(_NUM_WARM_UPDATES):  # the first ones compile, and count as its time
+                before_s = await _figure(port, "busy_seconds_total")
+                await _until(learner, port, "busy_seconds_total", above=before_s)
+            calm, learning, busy = await _alternated(load, learner, port)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 learner.kill()
             await learner.wait()
-    await asyncio.sleep(2.0)
-    calm.append(await load.rate(_WINDOW_S))
-    plain = statistics.mean(calm)
+    changes = [after / before - 1 for before, after in zip(calm, learning, strict=True)]
+    error = statistics.stdev(changes) / len(changes) ** 0.5
     print(
-        f"learner on {device}: {calm[0]:.0f} and {calm[1]:.0f} tokens/s without one; {told:.0f} "
-        f"while it is told ({told / plain - 1:+.1%}, busy {was_busy:.1f} s); {learning:.0f} while "
-        f"it trains for {busy:.1%} of the time ({learning / plain - 1:+.1%}); "
+        f"learner on {device}: {statistics.mean(calm):.0f} tokens/s while it is stopped, "
+        f"{statistics.mean(learning):.0f} while it trains for {busy:.1%} of the time: "
+        f"{statistics.mean(changes):+.1%} ± {error:.1%}; "
         f"{sum(len(each) > 1 for each in load.answers.values())} of {len(load.answers)} requests "
         f"had more than one answer",
         flush=True,
     )
 
 
-async def _until(learner: asyncio.subprocess.Process, port: int, name: str) -> None:
-    """Waits until a metric is there, or fails with the learner."""
-    while not await _figure(port, name):
+async def _alternated(
+    load: Load, learner: asyncio.subprocess.Process, port: int
+) -> tuple[list[float], list[float], float]:
+    """Returns tokens a second while the learner is stopped and while it trains, in turns, and the
+    share of the latter time that it was busy."""
+    calm, learning, busy_s = list[float](), list[float](), 0.0
+    for _ in range(_NUM_TURNS):
+        learner.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(1.0)  # what is queued on its GPU ends
+        calm.append(await load.rate(_WINDOW_S))
+        learner.send_signal(signal.SIGCONT)
+        await asyncio.sleep(1.0)
+        before_s = await _figure(port, "busy_seconds_total")
+        learning.append(await load.rate(_WINDOW_S))
+        busy_s += await _figure(port, "busy_seconds_total") - before_s
+    return calm, learning, busy_s / (_NUM_TURNS * _WINDOW_S)
+
+
+async def _until(
+    learner: asyncio.subprocess.Process, port: int, name: str, above: float = 0.0
+) -> None:
+    """Waits until a metric has risen above a value, or fails with the learner."""
+    while await _figure(port, name) <= above:
         if learner.returncode is not None:
             raise SystemExit(f"the learner ended with {learner.returncode}")
         await asyncio.sleep(0.2)
