@@ -32,9 +32,12 @@ async def test_output_is_the_same_and_drafted(folders: tuple[Path, Path], rounds
         *("--speculative-adaptive=false", "--speculative-draft-model-path", str(draft)),
     ]
     async with running_target(arguments) as running:
+        num_drafted = 0
         for temperature in (0.0, 1.0):
             disabled = pb.SpeculationParams(disabled=True)
             plain, _ = await running.generate(PROMPT, temperature, disabled)
             output, stats = await running.generate(PROMPT, temperature)
             assert output == plain
-            assert stats.drafted_token_count > 0
+            num_drafted += stats.drafted_token_count
+        # No more than it takes to see that nothing of a random draft is accepted.
+        assert num_drafted > 0

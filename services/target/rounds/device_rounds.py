@@ -1,7 +1,7 @@
 """Lanes: sequences that draft, verify and commit on the device, without the host.
 
 A draft in the target's process may share its head, see `RoundSource`. A sequence whose request
-a round can serve gets a lane when its prompt is computed but for the last token, and keeps it until
+a round can serve gets a lane when its prompt is computed, and keeps it until
 it ends. All others, and prompts, step beside the lanes.
 """
 

@@ -280,8 +280,8 @@ class RoundSteps:
         return rounds is not None and (rounds.holds(sequence) or rounds.suits(sequence))
 
     def num_taken(self, sequence: Sequence) -> int:
-        """See `Lanes`. Somebody has to draw the token after a prompt of one. The end of a prompt
-        is read by a round while there are slots for it."""
+        """See `Lanes`. A round reads the end of a prompt while there are slots for it. Otherwise
+        the planned step that reads it draws the first token, too, a round earlier."""
         rounds = self._rounds
         if rounds is None or self._is_plain or len(sequence.token_ids) < MIN_LANE_TOKENS:
             return 0
@@ -292,7 +292,7 @@ class RoundSteps:
             num_slots = rounds.num_slots_to_read(sequence)
             most = min(MAX_READING_SLOTS, rounds.num_free)
             if not num_slots or sum(self._reading.values()) + num_slots > most:
-                return 1
+                return int(sequence.num_uncomputed == 1)
             self._reading[sequence.sequence_id] = num_slots
         return sequence.num_uncomputed
 
