@@ -24,7 +24,10 @@ FEWEST_ROUNDS = 4
 SKIPPED_ROUNDS = 2
 """Rounds of a trial before those: steps begin to run ahead, or cease to."""
 TRIAL_SHARE, ALLOWANCE_S = 0.015, 0.2
-"""Share of the time that trials may cost, and what the first ones may cost beyond that."""
+"""Share of the time that trials may cost, and what is saved of it at most, as at first."""
+LEAST_COST = 0.1
+"""A trial counts as costing this share of its time at least: a few rounds show less than they cost,
+and what a draft does before and behind them slows the other rounds."""
 MOST_COST_S = 0.1
 """A trial ends once it has cost so much: drafts compile kernels for what they are asked first."""
 FIRST_LIMIT_S, LAST_LIMIT_S = 1.0, 8.0
@@ -50,6 +53,9 @@ ALWAYS = 1 << 30
 """More sequences than there ever are."""
 IDLE_S = 0.5
 """After so long without a step a trial is void."""
+HOLD_S = 0.25
+"""Sequences that have ended count for so long, because others may come in their places: a draft
+that is given sequences has to read all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,11 +219,12 @@ class DraftPolicy:
     _step: dict[Choice, _Step] = field(default_factory=dict)
     _num_step_tokens: int = 0
     _num_sequences: int = 0
+    _held_until_s: float = -math.inf
     _is_void: bool = False
     _seen_s: dict[Choice, float] = field(default_factory=dict)
-    _began_s: float = math.inf
     _turned_s: float = -math.inf
     _may_try_s: float = -math.inf
+    _paid_s: float = -math.inf  # until when the time has paid for trials
     _promised: set[tuple[Choice, int]] = field(default_factory=set)
     _limit_s: float = FIRST_LIMIT_S
 
@@ -329,12 +336,14 @@ class DraftPolicy:
         if now_s - self._turned_s > IDLE_S:
             self._trial = None
         number = num_sequences + num_reading
-        is_new = _size(number) != _size(self._num_sequences)
-        self._turned_s, self._num_sequences = now_s, number
-        self._began_s = min(self._began_s, now_s)
+        self._turned_s = now_s
         has_news = self._fold(num_sequences, number)
         if not number:
+            self._num_sequences = 0
             return
+        number = self._held(number, now_s)
+        is_new = _size(number) != _size(self._num_sequences)
+        self._num_sequences = number
         self._seen_s[self.current] = now_s
         if self.choice not in (options := self._options(number)):
             self.choice, self._trial = options[0], None
@@ -344,6 +353,14 @@ class DraftPolicy:
             self._continue(self._trial, number, now_s)
         elif has_news or is_new:
             self._decide(number, now_s, may_try=has_news)
+
+    def _held(self, number: int, now_s: float) -> int:
+        """Returns the most sequences of the last while, unless trees are wanted of so few."""
+        is_few = number <= self.always_up_to
+        if is_few or number >= self._num_sequences or now_s >= self._held_until_s:
+            self._held_until_s = now_s + HOLD_S
+            return number
+        return self._num_sequences
 
     def _fold(self, num_decoding: int, num_sequences: int) -> bool:
         """Takes in the rounds since the last turn; returns whether there were any.
@@ -382,9 +399,10 @@ class DraftPolicy:
         if trial.choice is None:
             lost_s += elapsed_s  # drafts have to catch up behind it
         self.trial_s += lost_s
-        # The time so far has paid for the trial, or the time until the next one does.
-        earned_s = self._began_s + (self.trial_s - ALLOWANCE_S) / TRIAL_SHARE - now_s
-        pause_s = min(earned_s, lost_s / TRIAL_SHARE, LAST_PAUSE_S)
+        cost_s = max(lost_s, LEAST_COST * elapsed_s) / TRIAL_SHARE
+        # What was saved before pays for the trial, or the time until the next one does.
+        self._paid_s = max(self._paid_s, now_s - ALLOWANCE_S / TRIAL_SHARE) + cost_s
+        pause_s = min(self._paid_s - now_s, cost_s, LAST_PAUSE_S)
         self._may_try_s = now_s + max(pause_s, TRIAL_PAUSE_S)
         if is_done:
             self._switch(num_sequences)
