@@ -243,6 +243,8 @@ class StepLoop:
         self._subscriptions.deliver()  # what the turn before left until the device computes
         if last is not None:
             self._commit(last)
+            if last.num_prompt_rows:
+                self._subscriptions.deliver()  # first tokens wait for no launch of a round
         if not self._runs_ahead():
             self._settle()
         has_round |= self._rounds.commit()
