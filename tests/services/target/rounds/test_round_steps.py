@@ -131,6 +131,26 @@ def test_output_is_that_of_plain_decoding(pair: Pair, sampling: str) -> None:
     assert all(each.num_verified_rounds > 0 for each in stats)
 
 
+def test_first_token_waits_for_no_round(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor for the launch of one, where a device computes aside of the host."""
+    launch, launched = RoundRunner.launch, list[int]()
+
+    def noted(runner: RoundRunner, masked: Iterable[int] = ()) -> None:
+        launched.append(runner.num_placed)
+        launch(runner, masked)
+
+    setup, collector = _setup(pair), Collector()
+    monkeypatch.setattr(ModelRunner, "computes_aside", True)
+    monkeypatch.setattr(RoundRunner, "launch", noted)
+    setup.engine.submit(request(PROMPTS[0], SAMPLINGS["greedy"]), collector, 0)
+    while not (0 in collector.events and collector.token_ids(0)):
+        setup.engine.step()
+    assert len(collector.token_ids(0)) == 1
+    assert not launched
+    settle(setup.engine)
+    assert launched
+
+
 @pytest.mark.parametrize("sampling", [*SAMPLINGS, "penalised"])
 def test_round_reads_what_is_left_of_a_cached_prompt(pair: Pair, sampling: str) -> None:
     """No step is planned for it but where penalties would count it as output."""
