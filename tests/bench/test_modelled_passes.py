@@ -40,9 +40,9 @@ def test_a_draft_that_pays_is_taken_up(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [8, 32])
 def test_a_draft_that_does_not_is_left_alone(tmp_path: Path, size: int) -> None:
-    passes = _over_plain(_pair(tmp_path, size, DEAR_S), size, 4)
+    passes = _over_plain(_pair(tmp_path, size, DEAR_S), size, 6)
     chosen = [each["as chosen"] for each in passes]
-    assert min(chosen) > 0.6, "it has to be tried"
+    assert min(chosen) > 0.6, "each depth has to be tried"
     assert sum(chosen) / len(chosen) > 0.9
     # A shape that an operator pinned is left alone as well.
     assert sum(each["ahead"] for each in passes) / len(passes) > 0.9

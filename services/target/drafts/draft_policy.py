@@ -42,6 +42,8 @@ LOST_SHARE = 0.5
 """A trial ends at once where a choice is slower than this share of the one in force."""
 HOPE = 0.15
 """Added to the acceptance of trees that are not in force, to find out whether to try them."""
+SLOW_S = 15.0
+"""Time after which trees that were too slow, whatever was accepted, are tried all the same."""
 WINDOW = 64
 """Steps of one choice and number of sequences that are remembered."""
 CHANGE = 1.5
@@ -453,9 +455,6 @@ class DraftPolicy:
             if each != self.choice
         }
         own = self._rate(self.choice, num_sequences) or 0.0
-        if self.choice is None:
-            # While no trees are verified nothing tells whether they would be accepted.
-            own = min(own, max(hopes.values(), default=0.0))
         others = [each for each, hope in hopes.items() if hope > TRIAL_WORTH * own]
         if not others:
             return
@@ -486,9 +485,15 @@ class DraftPolicy:
 
     def _hope(self, choice: Choice, num_sequences: int, now_s: float) -> float:
         """Returns the tokens a second of one sequence that a choice may bring."""
-        rate = self._rate(choice, num_sequences, hope=HOPE)
+        unseen_s = now_s - self._seen_s.get(choice, now_s)
+        hope = HOPE
+        if self.choice is None:
+            # While no trees are verified nothing tells whether they would be accepted.
+            hope = min(HOPE + unseen_s / FORGET_S, 1.0)
+        rate = self._rate(choice, num_sequences, hope=hope)
         if rate is not None:
-            return rate * (1.0 + (now_s - self._seen_s.get(choice, now_s)) / FORGET_S)
+            is_old = self.choice is None and unseen_s >= SLOW_S
+            return math.inf if is_old else rate * (1.0 + unseen_s / FORGET_S)
         plain = self.times.estimate(None, num_sequences, self.choice)
         if choice is None or plain is None:
             return math.inf
