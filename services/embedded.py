@@ -55,8 +55,8 @@ from services.target.drafts.attachment import (
     OpenedSequence,
 )
 from services.target.drafts.feature_rows import FeatureRows as TargetRows
+from services.target.drafts.feature_rows import InProcessSender
 from services.target.drafts.feature_store import FeatureSpec
-from services.target.drafts.hidden_state_sender import InProcessSender
 from services.target.engine import Engine
 from services.target.engine_factory import adaptive_config
 from services.target.flag_choices import DeviceRoundsChoice

@@ -26,7 +26,7 @@ from services.target.grammars.compiler import GrammarCompiler, GrammarLimits
 from services.target.requests.admission import Admission, RequestRecorder
 from services.target.requests.generate_service import RequestService, ServedModel, TargetServicer
 from services.target.settings import TargetSettings
-from services.target.vllm.model_facts import ModelFacts
+from services.target.vllm.vllm_engine_messages import ModelFacts
 from services.target.vllm.vllm_engine_service import VllmEngineServicer
 from services.target.warm_up import warm_up, warm_up_tokens
 from services.target.weight_stager import WeightStager

@@ -23,7 +23,7 @@ from services.target.fallback import NgramFallback, OwnTrees
 from services.target.launcher import LaunchedStep, Launcher
 from services.target.requests.event_stream import NewSequences, Subscriptions
 from services.target.requests.request import EventSink, ModelLimits
-from services.target.rounds.mapped_heads import MappedHeads
+from services.target.rounds.device_rounds import MappedHeads
 from services.target.rounds.round_factory import RoundFactory
 from services.target.rounds.round_steps import RoundSteps
 from services.target.rounds.selection_steps import SelectionCommits, SelectionSteps, Turn

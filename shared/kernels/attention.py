@@ -20,7 +20,7 @@ from torch import Tensor
 from shared.kernels.attention_rows import RowPlan, plan_rows
 from shared.kernels.cache import CacheScales, load
 from shared.kernels.kernel_settings import runs_triton
-from shared.kernels.latent_plan import LatentPlan, plan_latents
+from shared.kernels.latent import LatentPlan, plan_latents
 from shared.kernels.split_plan import PagedRows, SplitPlan, plan_splits
 from shared.model_options import AttentionBackend
 

@@ -8,13 +8,13 @@ import torch
 import triton
 from torch import Tensor
 
+from shared.kernels.latent import LatentPlan, block_heads
 from shared.kernels.latent_jit import (
     attend_latents,
     combine_latents,
     enter_latents,
     multiply_heads,
 )
-from shared.kernels.latent_plan import LatentPlan, block_heads
 from shared.kernels.launch import dependent_launch, empties
 from shared.kernels.pointwise import Norm, Partials
 

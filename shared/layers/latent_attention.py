@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from shared.kernels.attention import AttentionPlan, paged_attention
-from shared.kernels.latent import absorbed_queries, enter, expanded_values
-from shared.kernels.latent_plan import LatentPlan
+from shared.kernels.latent import LatentPlan, absorbed_queries, enter, expanded_values
 from shared.kernels.pointwise import Partials, rotate
 from shared.layers.attention import AttentionShape, ForwardContext
 from shared.layers.linear import Linear

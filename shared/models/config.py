@@ -15,12 +15,18 @@ from shared.kernels.delta_layer import STAMP_SIZE
 from shared.kernels.pointwise import Activation
 from shared.layers.rotary import RopeConfig
 from shared.models.config_file import CONFIG_FILE, ConfigFile
-from shared.models.delta_config import DeltaConfig, read_delta
-from shared.models.expert_config import ExpertConfig, read_experts
 from shared.models.families import FAMILIES, Family, NormPlacement, QkNorm, WindowRule
-from shared.models.rope_config import FULL_ATTENTION, SLIDING_ATTENTION, read_rope
+from shared.models.layer_configs import (
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
+    DeltaConfig,
+    ExpertConfig,
+    layer_limits,
+    read_delta,
+    read_experts,
+    read_rope,
+)
 from shared.models.scaled_weights import scale_block
-from shared.models.step_config import layer_limits
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 _OUTER_KEYS = ("dtype", "torch_dtype")

@@ -23,8 +23,8 @@ from shared.layers.tensor_group import TensorGroup
 from shared.model_options import Quantisation
 from shared.models.checkpoint import Cut
 from shared.models.config import LatentConfig, ModelConfig
-from shared.models.expert_config import ExpertConfig
 from shared.models.families import NormPlacement
+from shared.models.layer_configs import ExpertConfig
 from shared.models.shard import WHOLE, Shard
 from shared.models.weights import WeightPart
 

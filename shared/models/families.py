@@ -10,10 +10,7 @@ from types import MappingProxyType
 from shared.kernels.pointwise import Activation
 from shared.kernels.routing import RouterScores
 from shared.models.config_file import ConfigFile
-from shared.models.delta_config import read_qwen
-from shared.models.expert_config import ExpertFamily, ExpertKeys
-from shared.models.rope_config import RopeDefaults
-from shared.models.step_config import read_step
+from shared.models.layer_configs import ExpertFamily, ExpertKeys, RopeDefaults, read_qwen, read_step
 
 
 class WindowRule(enum.Enum):

@@ -8,11 +8,11 @@ import triton.language as tl
 
 from shared.kernels.dependent_jit import begin
 from shared.kernels.fused_jit import summed
-from shared.speculation.noise_jit import gumbel_at
-from shared.speculation.topk_jit import (
+from shared.speculation.draw_triton import (
     NO_KEY,
     best_in_lists,
     best_of,
+    gumbel_at,
     index_of,
     keys_of,
     num_before,

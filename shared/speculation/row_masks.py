@@ -60,7 +60,7 @@ def mask_logits(logits: Tensor, rows: Tensor, words: Tensor) -> None:
         words: `[N, W]` int32, see `MaskedRows`; no row of zeros.
     """
     if logits.is_cuda:
-        from shared.speculation.mask_triton import fused_mask
+        from shared.speculation.draw_triton import fused_mask
 
         fused_mask(logits, rows, words)
         return

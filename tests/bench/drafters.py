@@ -26,7 +26,7 @@ from services.draft.engine import DraftEngine
 from services.draft.sequence import DraftSequence
 from services.draft.settings import DraftSettings
 from services.draft.settings_problems import DEMO, DEMO_TARGET
-from services.draft.training.texts import TextReader
+from services.draft.training.documents import TextReader
 from services.draft.warm_up import warm_up
 from services.embedded import EmbeddedDraft
 from services.target.__main__ import read_settings

@@ -12,10 +12,8 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from services.draft.training.acceptance import Acceptance, measure_acceptance
-from services.draft.training.averaging import averaged
 from services.draft.training.block_head import BlockHead
-from services.draft.training.curves import draw_curves
-from services.draft.training.documents import Documents, Source, Windows
+from services.draft.training.documents import Documents, Source, TextReader, Windows
 from services.draft.training.frozen_target import FrozenTarget, HeadSizes
 from services.draft.training.generation import end_token_ids, own_documents, write_answers
 from services.draft.training.head_shape import Algorithm
@@ -32,12 +30,11 @@ from services.draft.training.objectives import (
     Objective,
     RecurrentObjective,
 )
-from services.draft.training.optimisers import Optimisers
+from services.draft.training.optimisers import Optimisers, averaged
 from services.draft.training.ranks import Ranks, joined
-from services.draft.training.texts import TextReader
 from services.draft.training.token_map import frequent_tokens, load_token_map, write_token_map
 from services.draft.training.trainer import LOG_FILE, Trainer, TrainingPlan
-from services.draft.training.training_log import read_log
+from services.draft.training.training_log import draw_curves, read_log
 from shared.errors import CheckpointError
 
 UNROLL = {Algorithm.EAGLE: 1, Algorithm.EAGLE3: 5, Algorithm.MTP: 3}

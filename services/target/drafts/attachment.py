@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from services.target.adaptive_config import AdaptiveConfig
 from services.target.drafts.draft_policy import ALWAYS, DraftPolicy
-from services.target.drafts.feature_rows import FeatureRows
-from services.target.drafts.hidden_state_sender import HiddenStateSender, InlineSender
+from services.target.drafts.feature_rows import FeatureRows, HiddenStateSender, InlineSender
 from services.target.step_report import OutcomeTally
 from shared.candidate_columns import CandidateColumns
 from shared.errors import InvalidArgument
@@ -29,7 +28,7 @@ from shared.tokens import (
 
 if TYPE_CHECKING:
     from services.target.drafts.feature_store import FeatureSpec
-    from services.target.rounds.mapped_heads import MappedRounds
+    from services.target.rounds.device_rounds import MappedRounds
     from services.target.rounds.round_runners import RoundSource
     from services.target.sequence import Sequence
     from services.target.verifier import VerificationMode

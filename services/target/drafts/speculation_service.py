@@ -24,14 +24,14 @@ from services.target.drafts.attachment import (
     DraftTimeout,
     MappedOffer,
 )
+from services.target.drafts.draft_exchange import MAX_UNSENT
 from services.target.drafts.draft_messages import (
     MAX_CHUNK_BYTES,
     draft_messages,
     feature_spec,
     ring_message,
 )
-from services.target.drafts.hidden_state_sender import RingSender
-from services.target.drafts.learners import MAX_UNSENT
+from services.target.drafts.feature_rows import RingSender
 from services.target.engine import Engine
 from services.target.requests.generate_service import ServedModel
 from services.target.verifier import VerificationMode

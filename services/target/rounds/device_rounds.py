@@ -1,8 +1,9 @@
-"""Lanes: sequences that draft, verify and commit on the device, without the host.
+"""Lanes: sequences that draft, verify and commit on the device, without the host. The head may be
+in the process of a draft on this host, on a GPU of its own.
 
-A draft in the target's process may share its head, see `RoundSource`. A sequence whose request
-a round can serve gets a lane when its prompt is computed, and keeps it until
-it ends. All others, and prompts, step beside the lanes.
+A draft in the target's process may share its head, see `RoundSource`. A sequence whose request a
+round can serve gets a lane when its prompt is computed, and keeps it until it ends. All others, and
+prompts, step beside the lanes.
 """
 
 from __future__ import annotations
@@ -11,21 +12,182 @@ import logging
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from services.target.adaptive_config import MAX_DRAFT_TOKENS
+from services.target.adaptive_config import MAX_DRAFT_TOKENS, AdaptiveConfig
+from services.target.drafts.attachment import Attachment, DraftMessage
 from services.target.drafts.feature_store import FeatureStore
 from services.target.requests.request import GenerationRequest
-from services.target.rounds.mapped_heads import MappedRounds
 from services.target.rounds.policy import CostTable
-from services.target.rounds.round_runners import RoundRunners, RoundSource
+from services.target.rounds.round_runners import (
+    RoundRunners,
+    RoundSource,
+    capacities,
+    prepared_kinds,
+    round_sizes,
+)
 from services.target.sequence import Sequence
 from services.target.token_masks import TokenMasks
 from shared.kv.leases import KvLeases, OutOfPages, PagePool
+from shared.runtime.mapped_rounds import (
+    MappedCommand,
+    MappedHead,
+    MappedShape,
+    MappedSource,
+    PrepareMapped,
+)
 from shared.runtime.memory import Shortage
-from shared.runtime.round_runner import RoundRunner
+from shared.runtime.ring_memory import RingUnavailable
+from shared.runtime.round_batches import RoundShape
+from shared.runtime.round_runner import RoundLimits, RoundRunner
 from shared.runtime.round_state import NewLane, SequenceRound
 from shared.runtime.runner import ModelRunner
+from shared.runtime.selection_runner import MAX_TREE_DEPTH, MAX_TREE_ROWS
 from shared.speculation.row_masks import MaskedRows
 from shared.tokens import TreeShape
+
+# Rounds whose head is in the process of a draft on this host, on a GPU of its own.
+
+logger = logging.getLogger(__name__)
+# Their memory and graphs stay: a draft that was cut off may still write.
+_MOST_KINDS = 2
+
+
+def _is_small(tree: TreeShape) -> bool:
+    return tree.num_draft_tokens <= MAX_TREE_ROWS and tree.num_steps <= MAX_TREE_DEPTH
+
+
+@dataclass(slots=True)
+class MappedRounds:
+    """Rounds with a kind of head. Memory, graphs and times stay for the next draft of the kind.
+
+    Attributes:
+        store: the features that the head reads; None where it reads none.
+        trees: most sequences of a round by shape, the draft's own shape first.
+        is_pinned: an operator fixed the shape.
+        place: see `RoundSource`.
+        runners: made when a draft was ready for the first time.
+        costs: measured then.
+    """
+
+    head: MappedHead
+    store: FeatureStore | None
+    trees: dict[TreeShape, int]
+    max_context_tokens: int
+    is_pinned: bool
+    place: int
+    runners: RoundRunners | None = None
+    costs: CostTable | None = None
+
+    def open(self, attachment: Attachment) -> None:
+        """Has a draft map the memory and prepare for all sizes of rounds."""
+
+        def send(commands: SequenceOf[MappedCommand]) -> bool:
+            return attachment.port.send(DraftMessage((), (), (), commands=tuple(commands)))
+
+        sizes = [
+            (number, count, kind)
+            for number, most in enumerate(self.trees.values())
+            for count in reversed(round_sizes(most))
+            for kind in prepared_kinds()
+        ]
+        self.head.open(send, [PrepareMapped(*each, each is sizes[-1]) for each in sizes])
+
+    def source(self, pages: SequenceOf[int]) -> RoundSource:
+        """Returns what rounds use of a draft that is ready.
+
+        Args:
+            pages: of the head's KV cache, for the rounds alone.
+        """
+        (tree, max_sequences), *others = self.trees.items()
+        return RoundSource(
+            head=self.head,
+            pages=pages,
+            tree=tree,
+            max_context_tokens=self.max_context_tokens,
+            max_sequences=max_sequences,
+            other_trees=dict(others),
+            is_pinned=self.is_pinned,
+            place=self.place,
+        )
+
+
+@dataclass(slots=True)
+class MappedHeads:
+    """The mapped rounds of one engine, by the kind of their heads. Owned by the engine thread.
+
+    Attributes:
+        limits: None where no round stays on the device.
+    """
+
+    runner: ModelRunner
+    limits: RoundLimits | None
+    config: AdaptiveConfig
+    _rounds: list[MappedRounds] = field(default_factory=list)
+
+    def open(self, attachment: Attachment, store: FeatureStore | None) -> MappedRounds | None:
+        """Begins to open rounds with the head of a draft that attached; None where there can be
+        none."""
+        offer, limits = attachment.mapped_offer, self.limits
+        if offer is None or limits is None:
+            return None
+        if not _is_small(attachment.base_shape):
+            return None
+        context = min(offer.max_context_tokens, limits.max_context_tokens)
+        base = attachment.base_shape
+        shapes: tuple[TreeShape, ...] = (base,)
+        if not offer.is_pinned:
+            is_ahead = offer.num_outcomes > 0
+            shapes = self.config.round_shapes(base, drafts_ahead=is_ahead)
+        trees = capacities(shapes, limits.max_sequences)
+        mapped = tuple(
+            MappedShape(
+                RoundShape.of(
+                    tree,
+                    draft_vocab_size=offer.vocab_size,
+                    max_context_tokens=context,
+                    num_outcomes=offer.num_outcomes,
+                ),
+                most,
+            )
+            for tree, most in trees.items()
+        )
+        source = MappedSource(offer.vocab_size, mapped)
+        try:
+            rounds = self._kept(source, store)
+            if rounds is None and len(self._rounds) < _MOST_KINDS:
+                rounds = self._made(source, store, trees, context, is_pinned=offer.is_pinned)
+        except RingUnavailable as error:
+            logger.warning("%s pushes its trees: %s", attachment.identity.worker_id, error)
+            return None
+        if rounds is not None:
+            rounds.open(attachment)
+        return rounds
+
+    def _kept(self, source: MappedSource, store: FeatureStore | None) -> MappedRounds | None:
+        for each in self._rounds:
+            if each.head.source == source and each.store is store and not each.head.is_open:
+                return each
+        return None
+
+    def _made(
+        self,
+        source: MappedSource,
+        store: FeatureStore | None,
+        trees: dict[TreeShape, int],
+        context: int,
+        *,
+        is_pinned: bool,
+    ) -> MappedRounds:
+        head = MappedHead(
+            source,
+            None if store is None else store.computed,
+            None if store is None else store.address,
+            device=self.runner.device,
+            page_size=self.runner.page_size,
+            target_vocab_size=self.runner.decoder.config.vocab_size,
+        )
+        place = 1 + len(self._rounds)  # an embedded draft's is 0
+        self._rounds.append(MappedRounds(head, store, trees, context, is_pinned, place))
+        return self._rounds[-1]
 
 
 @dataclass(slots=True)
@@ -112,7 +274,6 @@ def can_be_round(
     )
 
 
-logger = logging.getLogger(__name__)
 MIN_SPARSE = 16
 """Slots below which empty ones cost next to nothing."""
 

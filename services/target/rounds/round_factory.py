@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from services.target.drafts.attachment import Attachment
 from services.target.drafts.feature_store import FeatureFeed, FeatureStore
-from services.target.rounds.device_rounds import DeviceRounds
-from services.target.rounds.mapped_heads import MappedHeads
+from services.target.rounds.device_rounds import DeviceRounds, MappedHeads
 from services.target.rounds.selected_rounds import SelectedRounds
 from services.target.verifier import VerificationMode, Verifier
 from shared.kv.leases import KvLeases

@@ -16,9 +16,9 @@ from services.target.requests.admission import Admission
 from services.target.requests.request import GenerationRequest
 from services.target.step_report import Clock
 from services.target.vllm import vllm_engine_messages as messages
-from services.target.vllm.model_facts import ModelFacts
 from services.target.vllm.open_choices import OpenChoices, TextStop
 from services.target.vllm.tokenizer_archive import tokenizer_archive
+from services.target.vllm.vllm_engine_messages import ModelFacts
 from shared.errors import (
     CheckpointError,
     FailedPrecondition,

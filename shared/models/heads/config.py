@@ -13,7 +13,7 @@ from shared.errors import CheckpointError
 from shared.layers.rotary import RopeConfig
 from shared.models.config import ModelConfig, check_supported, saved_dtype
 from shared.models.config_file import CONFIG_FILE, ConfigFile
-from shared.models.rope_config import read_rope
+from shared.models.layer_configs import read_rope
 
 
 class HeadKind(enum.Enum):

@@ -22,7 +22,7 @@ from shared.kernels.experts import (
     weighted_parts,
     weighted_sum,
 )
-from shared.kernels.latent_plan import plan_latents
+from shared.kernels.latent import plan_latents
 from shared.kernels.linear import LinearWeight, wide_linear
 from shared.kernels.pointwise import Activation, gate_mul, total_of
 from shared.kernels.quantised import from_words

@@ -13,8 +13,12 @@ from torch import Tensor
 
 from shared.kernels.attention import paged_attention, plan_tiles
 from shared.kernels.kernel_settings import IS_INTERPRETING
-from shared.kernels.latent import plain_absorbed_queries, plain_enter, plain_expanded_values
-from shared.kernels.latent_plan import plan_latents
+from shared.kernels.latent import (
+    plain_absorbed_queries,
+    plain_enter,
+    plain_expanded_values,
+    plan_latents,
+)
 from shared.kernels.pointwise import Partials, rotation_tables
 from shared.kv.batch import SequenceRows
 from tests.helpers.attention_batches import Heads, chunk, packed, random_layer, tree, with_pages

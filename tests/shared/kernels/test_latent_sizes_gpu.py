@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from shared.kernels.attention import paged_attention, plan_tiles
-from shared.kernels.latent import absorbed_queries, expanded_values
-from shared.kernels.latent_plan import plan_latents
+from shared.kernels.latent import absorbed_queries, expanded_values, plan_latents
 from shared.kv.batch import SequenceRows
 from tests.helpers.attention_batches import chunk, packed, tree, with_pages
 

@@ -53,7 +53,7 @@ def test_only_named_rows_lose_what_they_may_not_draw(num_words: int) -> None:
 @pytest.mark.parametrize("missing", [0, 3, -1])
 def test_kernel_does_what_plain_torch_does(vocab_size: int, missing: int) -> None:
     # Triton is not installed where there is no CUDA.
-    from shared.speculation.mask_triton import fused_mask
+    from shared.speculation.draw_triton import fused_mask
 
     num_words = max(-(-vocab_size // 32) - missing, 2)
     _check(kernel_device(), vocab_size, num_words, torch.float32, fused_mask)

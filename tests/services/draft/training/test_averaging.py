@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from services.draft.training.arguments import parser
-from services.draft.training.averaging import averaged
 from services.draft.training.commands import average
 from services.draft.training.head_shape import Algorithm, HeadShape
 from services.draft.training.heads import Head, build_head, load_head, save_head
+from services.draft.training.optimisers import averaged
 from shared.errors import CheckpointError
 
 SHAPE = HeadShape(
