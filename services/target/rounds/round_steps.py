@@ -24,12 +24,13 @@ from shared.tokens import Choice, TreeShape
 # When the host launches a round, and how long it may sleep while one is under way. No torch.
 
 ASKING_S = 5e-5
-"""About what it costs to read the choice from the device and to launch then."""
+"""About what it costs to read from the device which trees were chosen, and to launch then."""
 _SMOOTHING = 0.1
 
 
 class EarlyLaunch:
-    """Weighs one against the other, by what rounds take and how often drafts foresee verdicts.
+    """Decides whether a round whose trees were prepared is launched at once, or when the device has
+    told that any tree was chosen: by what rounds take and how often drafts foresee verdicts.
 
     Where a tree was prepared for the right ending, that saves the time in which the host learns so.
     Where none was for any sequence, the device computes a round for nobody, while it could have
@@ -57,7 +58,7 @@ class EarlyLaunch:
 
 
 POLL_S = 1e-4
-"""How often to look from then on."""
+"""How often the host looks whether a round is done, once it is about to end."""
 _SURE_SHARE = 0.9
 _MARGIN_S = 1e-3
 _HOST_SHARE = 1.5
