@@ -36,6 +36,8 @@ from services.draft.sequence_table import SequenceTable
 from shared.errors import EngineFailed, OutriderError, QueueFull
 from shared.tokens import SamplingParams, TreeShape
 
+log = logging.getLogger(__name__)
+
 # The draft engine's bounded queue: events of targets and calls of operators.
 
 T = TypeVar("T")
@@ -149,8 +151,6 @@ def _fulfil(future: Future[T], function: Callable[[], T]) -> None:
 Deliver = Callable[[Output], None]
 
 MAX_WAITING_EVENTS = 4096
-
-log = logging.getLogger(__name__)
 
 
 class DraftEngine:

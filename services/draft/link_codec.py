@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from shared.models.heads.feature_spec import FeatureSpec
     from shared.runtime.ring_memory import FeatureRingReader
 
+log = logging.getLogger(__name__)
+
 
 # Feature rows on the wire: checked against what the drafter reads, because what is not that would
 # only fail later, inside a forward.
@@ -109,9 +111,6 @@ def probe_features(
 def bad_features(message: str, *, field: str = "rows") -> InvalidArgument:
     """Returns the error for rows that no drafter asked for in this form."""
     return InvalidArgument.of("FEATURES_MALFORMED", field, message)
-
-
-log = logging.getLogger(__name__)
 
 
 def attach_request(identity: WorkerIdentity) -> pb.SpeculateRequest:

@@ -27,7 +27,7 @@ from services.draft.sequence import DraftSequence
 from services.draft.sequence_table import SequenceTable
 from shared.tokens import EMPTY_TREE, DraftReport, TreeShape
 
-# Shares the draft's work among its targets: deficit round robin over links. No torch.
+# Shares the draft's work among its targets: deficit round robin over links.
 #
 # Source: Shreedhar and Varghese, Efficient fair queuing using deficit round robin, 1996.
 
@@ -115,7 +115,7 @@ def _until(
     return picked
 
 
-# Warm-up of tree shapes while the draft serves, and the shape of trees until then. No torch.
+# Warm-up of tree shapes while the draft serves, and the shape of trees until then.
 #
 # A new shape needs CUDA graphs, which take as long as many rounds. Trees get a requested shape once
 # its graphs exist; until then they keep a shape that has them. Graphs are made one at a time: while

@@ -40,6 +40,8 @@ from shared.runtime.round_runner import RoundLimits
 from shared.runtime.runner import ModelRunner
 from shared.tokens import NO_REPORT, Candidate, DraftReport
 
+logger = logging.getLogger(__name__)
+
 # The bounded queue from the event loop to the engine thread.
 
 T = TypeVar("T")
@@ -132,9 +134,6 @@ class Inbox:
             return self._commands.get(timeout=wait_s)
         except queue.Empty:
             return None
-
-
-logger = logging.getLogger(__name__)
 
 
 class Engine:

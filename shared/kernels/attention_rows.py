@@ -69,8 +69,34 @@ def plan_prompts(batch: PagedRows, row_lengths: Tensor, num_query_groups: int) -
     )
 
 
+class RowsOfBatch:
+    """The R rows of a batch of T that a plan computes one by one.
+
+    Attributes:
+        rows: `[R]` int64, their places among the T, or T for nobody; None takes all of them.
+    """
+
+    __slots__ = ()
+    rows: Tensor | None
+
+    def taken(self, rows: Tensor) -> Tensor:
+        """Returns `[R, …]` of `[T, …]`."""
+        if self.rows is None:
+            return rows
+        return rows.index_select(0, self.rows.clamp(max=len(rows) - 1))
+
+    def results(self, queries: Tensor, dim: int) -> Tensor:
+        """Returns room for `[T, H, dim]` and a row that nobody reads."""
+        return queries.new_empty((len(queries) + 1, queries.shape[1], dim))
+
+    def put(self, results: Tensor, own: Tensor) -> None:
+        """Writes `[R, …]` to the rows of `results` `[T + 1, …]` that they are of."""
+        assert self.rows is not None
+        results.index_copy_(0, self.rows, own)
+
+
 @dataclass(frozen=True, slots=True)
-class RowPlan:
+class RowPlan(RowsOfBatch):
     """The rows of a forward; each sees its keys as one list in path order, see `split_plan`.
 
     Attributes:
@@ -95,21 +121,6 @@ class RowPlan:
     tail_slots: Tensor | None
     sliding_window: int | None
     prompts: PromptPlan | None
-
-    def taken(self, rows: Tensor) -> Tensor:
-        """Returns `[R, …]` of `[T, …]`."""
-        if self.rows is None:
-            return rows
-        return rows.index_select(0, self.rows.clamp(max=len(rows) - 1))
-
-    def results(self, queries: Tensor, dim: int) -> Tensor:
-        """Returns room for `[T, H, dim]` and a row that nobody reads."""
-        return queries.new_empty((len(queries) + 1, queries.shape[1], dim))
-
-    def put(self, results: Tensor, own: Tensor) -> None:
-        """Writes `[R, H, dim]` to the rows of `results` that they are of."""
-        assert self.rows is not None
-        results.index_copy_(0, self.rows, own)
 
 
 def plan_rows(batch: PagedRows, sliding_window: int | None, num_query_groups: int) -> RowPlan:

@@ -11,7 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shared.kernels.attention_rows import PromptPlan, has_prompts, is_prompt, plan_prompts
+from shared.kernels.attention_rows import (
+    PromptPlan,
+    RowsOfBatch,
+    has_prompts,
+    is_prompt,
+    plan_prompts,
+)
 from shared.kernels.cache import store
 from shared.kernels.kernel_settings import runs_triton
 from shared.kernels.pointwise import Norm, Partials, plain_rms_norm, rotate, total_of
@@ -129,7 +135,7 @@ _LANES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class LatentPlan:
+class LatentPlan(RowsOfBatch):
     """The rows of a forward; each sees its keys as one list in path order, see `split_plan`.
 
     Attributes:
@@ -150,21 +156,6 @@ class LatentPlan:
     tail_slots: Tensor | None
     blocks: RowBlocks
     prompts: PromptPlan | None
-
-    def taken(self, rows: Tensor) -> Tensor:
-        """Returns `[R, …]` of `[T, …]`."""
-        if self.rows is None:
-            return rows
-        return rows.index_select(0, self.rows.clamp(max=len(rows) - 1))
-
-    def results(self, queries: Tensor, dim: int) -> Tensor:
-        """Returns room for `[T, H, dim]` and a row that nobody reads."""
-        return queries.new_empty((len(queries) + 1, queries.shape[1], dim))
-
-    def put(self, results: Tensor, own: Tensor) -> None:
-        """Writes `[R, …]` to the rows of `results` `[T + 1, …]` that they are of."""
-        assert self.rows is not None
-        results.index_copy_(0, self.rows, own)
 
 
 def block_heads(num_heads: int) -> int:

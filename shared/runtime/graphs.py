@@ -28,6 +28,8 @@ from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder
 from shared.runtime.memory import CacheSize, Shortage
 
+logger = logging.getLogger(__name__)
+
 # The fixed tensors that CUDA graphs read, and copying a batch into them.
 
 # Rows beyond a few hundred are bound by arithmetic, which hides what launches cost.
@@ -268,7 +270,6 @@ def _bucket_of(num_rows: int, limits: GraphLimits) -> int:
     return next(rows for rows in row_buckets(limits.max_rows) if rows >= num_rows)
 
 
-logger = logging.getLogger(__name__)
 Key = TypeVar("Key", bound=Hashable)
 Graph = TypeVar("Graph")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -143,14 +144,17 @@ class HeadOutput:
     states: Tensor
 
 
-class HeadRunner:
-    """`ModelRunner`'s counterpart for heads, whose rows also read a hidden state."""
+AnyHead = TypeVar("AnyHead", DraftHead, DflashHead)
 
-    def __init__(self, head: DraftHead, pool: KvPool) -> None:
+
+class _PooledHead(Generic[AnyHead]):
+    """A head over the KV pool that its layers fit."""
+
+    def __init__(self, head: AnyHead, pool: KvPool) -> None:
         assert pool.layout == head.kv_layout(pool.page_size, pool.layout.dtype), (
             f"the pool's layout {pool.layout} does not fit the head"
         )
-        self.head = head
+        self.head: AnyHead = head
         self.pool = pool
 
     @property
@@ -160,6 +164,10 @@ class HeadRunner:
     @property
     def page_size(self) -> int:
         return self.pool.page_size
+
+
+class HeadRunner(_PooledHead[DraftHead]):
+    """`ModelRunner`'s counterpart for heads, whose rows also read a hidden state."""
 
     @torch.inference_mode()
     def fuse(self, rows: Tensor) -> Tensor:
@@ -183,23 +191,8 @@ class HeadRunner:
         return HeadOutput(self.head.logits(states), states)
 
 
-class BlockRunner:
+class BlockRunner(_PooledHead[DflashHead]):
     """`HeadRunner`'s counterpart for heads that draft blocks."""
-
-    def __init__(self, head: DflashHead, pool: KvPool) -> None:
-        assert pool.layout == head.kv_layout(pool.page_size, pool.layout.dtype), (
-            f"the pool's layout {pool.layout} does not fit the head"
-        )
-        self.head = head
-        self.pool = pool
-
-    @property
-    def device(self) -> torch.device:
-        return self.pool.device
-
-    @property
-    def page_size(self) -> int:
-        return self.pool.page_size
 
     @torch.inference_mode()
     def write_context(self, rows: Tensor, positions: Sequence[int], slots: Sequence[int]) -> None:

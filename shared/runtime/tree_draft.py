@@ -334,6 +334,30 @@ def plain_scores(
     return PlainScores(state, sampling, num_choices or batches.shape.tree.topk)
 
 
+class PlainCode:
+    """The part of `DraftCode` around the forwards, in plain torch."""
+
+    __slots__ = ()
+    batches: RoundBatches
+
+    def open_rows(self, state: RoundState) -> tuple[ForwardBatch, Tensor]:
+        """See `DraftCode.open_rows`."""
+        return self.batches.of_open_rows(state)
+
+    def scores(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> Scores:
+        """See `DraftCode.scores`."""
+        return plain_scores(state, self.batches, sampling, num_choices)
+
+    def growth(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> Growth:
+        """See `DraftCode.growth`."""
+        scores = plain_scores(state, self.batches, sampling, num_choices)
+        return PlainGrowth(state, self.batches, scores)
+
+    def kind_of(self, sampling: RoundSampling) -> RoundSampling:
+        """See `DraftCode.kind_of`."""
+        return sampling
+
+
 # A language model that drafts, for trees that are grown in one pass.
 
 
@@ -362,7 +386,7 @@ class DecoderForwards:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DecoderDraft:
+class DecoderDraft(PlainCode):
     """Drafts in plain torch. See `DraftCode`.
 
     A model's rows are those of a head one token later: row i reads token i. So the state counts a
@@ -380,28 +404,11 @@ class DecoderDraft:
         numbers[:, OFFSET] -= 1
         return replace(state, numbers=numbers)
 
-    def open_rows(self, state: RoundState) -> tuple[ForwardBatch, Tensor]:
-        """See `DraftCode.open_rows`."""
-        return self.batches.of_open_rows(state)
-
     def forwards(
         self, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool
     ) -> DecoderForwards:
         """See `DraftCode.forwards`."""
         return DecoderForwards(self.logits, batch)
-
-    def scores(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> Scores:
-        """See `DraftCode.scores`."""
-        return plain_scores(state, self.batches, sampling, num_choices)
-
-    def growth(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> Growth:
-        """See `DraftCode.growth`."""
-        scores = plain_scores(state, self.batches, sampling, num_choices)
-        return PlainGrowth(state, self.batches, scores)
-
-    def kind_of(self, sampling: RoundSampling) -> RoundSampling:
-        """See `DraftCode.kind_of`."""
-        return sampling
 
     def logits(self, batch: ForwardBatch) -> Tensor:
         """Computes rows; returns the logits of those that ask for them."""
@@ -472,7 +479,7 @@ class HeadForwards:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RoundDraft:
+class RoundDraft(PlainCode):
     """Drafts for all slots of a state, in plain torch. See `DraftCode`.
 
     Attributes:
@@ -497,10 +504,6 @@ class RoundDraft:
         """See `DraftCode.seen`."""
         return state
 
-    def open_rows(self, state: RoundState) -> tuple[ForwardBatch, Tensor]:
-        """See `DraftCode.open_rows`."""
-        return self.batches.of_open_rows(state)
-
     def forwards(self, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool) -> HeadForwards:
         """See `DraftCode.forwards`."""
         rows = self.source_rows
@@ -509,19 +512,6 @@ class RoundDraft:
         rows = rows.index_select(0, sources)
         hidden = rows if self.reads_states else self.head.fuse(rows)
         return self._forwards(batch, hidden, None, keeps_states=keeps_states)
-
-    def scores(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> Scores:
-        """See `DraftCode.scores`."""
-        return plain_scores(state, self.batches, sampling, num_choices)
-
-    def growth(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> Growth:
-        """See `DraftCode.growth`."""
-        scores = plain_scores(state, self.batches, sampling, num_choices)
-        return PlainGrowth(state, self.batches, scores)
-
-    def kind_of(self, sampling: RoundSampling) -> RoundSampling:
-        """See `DraftCode.kind_of`."""
-        return sampling
 
     def level(
         self, batch: ForwardBatch, hidden: Tensor, sources: Tensor | None, wanted: Tensor | None

@@ -48,6 +48,8 @@ from shared.runtime.tree_model import PassKind, TreeModel
 from shared.speculation.row_sampling import sampling_columns, signed_seed
 from shared.tokens import SamplingParams, TokenTree, TreeShape
 
+logger = logging.getLogger(__name__)
+
 # A given tree as rows of a pass that computes its nodes, and what may follow them.
 
 
@@ -254,7 +256,6 @@ def _number_row(sequence: OpenSequence, max_open_rows: int) -> list[int]:
     return row
 
 
-logger = logging.getLogger(__name__)
 # A graph of so many slots serves fewer sequences nearly as fast as one of their number.
 _FEW_SLOTS = 8
 _MOST_SPARE = 4

@@ -49,6 +49,8 @@ from shared.speculation.block_tree import grow_block_tree
 from shared.speculation.distributions import stable_topk
 from shared.tokens import EMPTY_TREE, TokenTree, TreeShape, Verdict
 
+log = logging.getLogger(__name__)
+
 # The context of block drafters: the target's features of each sequence as keys and values in
 # pages.
 
@@ -670,8 +672,6 @@ class DflashDrafter:
 
 
 # Loads a DFlash head, what it borrows from its target, and its KV pool.
-
-log = logging.getLogger(__name__)
 
 
 def build_dflash(settings: DraftSettings, host: Host | None = None) -> DflashDrafter:

@@ -67,26 +67,7 @@ def build_eagle(settings: DraftSettings, host: Host | None = None) -> EagleDraft
     )
     _log_head(folder.name, head)
     log_quantisation(settings, head)
-    layout = head.kv_layout(settings.page_size, dtype)
-    limits = pass_limits(settings, device, max_context_tokens=context)
-    pool, leases = allocate_kv(
-        settings,
-        layout,
-        device,
-        max_context_tokens=context,
-        reserved_bytes=host.reserved_bytes(
-            device, reserved_for_head(settings, head, limits), head.feature_spec
-        ),
-        most_tokens=host.most_tokens,
-    )
-    runner = HeadRunner(head, pool)
-    return EagleDrafter(
-        runner,
-        leases,
-        max_context_tokens=context,
-        keeps_features=is_shorter,
-        grower=head_grower(head, pool, limits),
-    )
+    return _drafter(settings, host, head, device, dtype, context, is_shorter=is_shorter)
 
 
 def _token_map(settings: DraftSettings, kind: HeadKind, vocab_size: int) -> torch.Tensor | None:
@@ -105,9 +86,6 @@ def _log_head(name: str, head: DraftHead) -> None:
         *(name, head.dtype, head.device, head.vocabulary.size, head.config.vocab_size),
         *(list(head.feature_spec.layer_indices), head.feature_spec.width),
     )
-
-
-# Loads next-token layers, what they borrow from their target, and their KV pool.
 
 
 def build_mtp(settings: DraftSettings, host: Host | None = None) -> EagleDrafter:
@@ -135,22 +113,40 @@ def build_mtp(settings: DraftSettings, host: Host | None = None) -> EagleDrafter
     log.info("%s: %d next-token layers in %s on %s", folder.name, num_layers, dtype, device)
     if num_layers > 1:
         settings = replace(settings, disable_radix_cache=True)
-    layout = head.kv_layout(settings.page_size, dtype)
+    return _drafter(settings, host, head, device, dtype, context, is_shorter=is_shorter)
+
+
+def _drafter(
+    settings: DraftSettings,
+    host: Host,
+    head: DraftHead,
+    device: torch.device,
+    dtype: torch.dtype,
+    context: int,
+    *,
+    is_shorter: bool,
+) -> EagleDrafter:
+    """Returns the drafter of a head that is loaded, with pages for its keys and values.
+
+    Args:
+        dtype: of keys and values.
+        context: tokens that the head looks back on.
+        is_shorter: than the target's.
+    """
+    has_one_layer = len(head.layers) == 1
     limits = pass_limits(settings, device, max_context_tokens=context)
+    # Several layers grow no whole trees in one pass.
+    reserved = reserved_for_head(settings, head, limits) if has_one_layer else 0
     pool, leases = allocate_kv(
         settings,
-        layout,
+        head.kv_layout(settings.page_size, dtype),
         device,
         max_context_tokens=context,
-        reserved_bytes=host.reserved_bytes(
-            device,
-            0 if num_layers > 1 else reserved_for_head(settings, head, limits),
-            head.feature_spec,
-        ),
+        reserved_bytes=host.reserved_bytes(device, reserved, head.feature_spec),
         most_tokens=host.most_tokens,
     )
     runner = HeadRunner(head, pool)
-    if num_layers > 1:
+    if not has_one_layer:
         return MultiLayerDrafter(
             runner, leases, max_context_tokens=context, keeps_features=is_shorter
         )

@@ -64,6 +64,8 @@ from shared.speculation.noise import fresh_generator
 from shared.speculation.tree import Children, TreeGrowth, choose_children
 from shared.tokens import TreeShape, Verdict
 
+log = logging.getLogger(__name__)
+
 CONTEXT_MARGIN = 33
 """Tokens of the context kept for the deepest tree and the token it hangs off."""
 
@@ -276,7 +278,6 @@ class StandaloneDrafter:
 
 # Loads the draft model and its KV pool.
 
-log = logging.getLogger(__name__)
 MOST_TAIL_ROWS = 512
 """Rows of trees behind the context that a graph reaches; larger forwards run without."""
 

@@ -60,7 +60,7 @@ class AttachmentTerms:
     feature_ring_rows: int = 0
 
 
-# The time that the target waits for the trees of one draft. No torch; the clock is an argument.
+# The time that the target waits for the trees of one draft.
 #
 # The timeout is a few times the usual response time of the draft. After three misses in a row the
 # draft counts as silent: the target waits for it only in probes, whose gaps double. A probe is
@@ -542,7 +542,7 @@ class DraftStream:
                 raise
 
 
-# The drafts that are attached now, and the algorithms that ever were. No torch.
+# The drafts that are attached now, and the algorithms of all that ever were.
 
 
 class DraftRegistry:

@@ -22,6 +22,8 @@ from shared.errors import FailedPrecondition
 from shared.runtime.host_copy import HostCopy
 from shared.runtime.memory import CacheSize, Shortage
 
+logger = logging.getLogger(__name__)
+
 # Learners: they read sequences that have ended, and no sequence waits for them.
 
 MAX_UNSENT = 8
@@ -121,9 +123,6 @@ class Learners:
             request_id=sequence.request.request_id,
         )
         return _Lesson(learner, opened, HostCopy(rows))
-
-
-logger = logging.getLogger(__name__)
 
 
 class DraftExchange:

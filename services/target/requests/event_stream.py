@@ -143,7 +143,7 @@ class EventStream:
         self._has_pending.set()
 
 
-# Requests become sequences: queued or refused, announced when their turn comes. No torch.
+# Requests become sequences: queued or refused, announced when their turn comes.
 
 
 class NewSequences:

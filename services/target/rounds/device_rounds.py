@@ -44,9 +44,10 @@ from shared.runtime.selection_runner import MAX_TREE_DEPTH, MAX_TREE_ROWS
 from shared.speculation.row_masks import MaskedRows
 from shared.tokens import TreeShape
 
+logger = logging.getLogger(__name__)
+
 # Rounds whose head is in the process of a draft on this host, on a GPU of its own.
 
-logger = logging.getLogger(__name__)
 # Their memory and graphs stay: a draft that was cut off may still write.
 _MOST_KINDS = 2
 

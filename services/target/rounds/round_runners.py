@@ -23,6 +23,8 @@ from shared.runtime.round_state import RoundSampling
 from shared.runtime.runner import ModelRunner
 from shared.tokens import TreeShape
 
+logger = logging.getLogger(__name__)
+
 # What rounds on the device use of a draft.
 
 MAX_ROWS = 2048
@@ -100,7 +102,6 @@ class RoutingCosts:
         return self.timed(lambda: runner.run(varied))
 
 
-logger = logging.getLogger(__name__)
 _CAPTURED_KINDS = (RoundSampling.GREEDY, RoundSampling.DRAWN)
 
 

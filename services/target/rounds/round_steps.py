@@ -21,7 +21,9 @@ from services.target.sequence import Sequence
 from services.target.step_report import Clock, StepReport
 from shared.tokens import Choice, TreeShape
 
-# When the host launches a round, and how long it may sleep while one is under way. No torch.
+logger = logging.getLogger(__name__)
+
+# When the host launches a round, and how long it may sleep while one is under way.
 
 ASKING_S = 5e-5
 """About what it costs to read from the device which trees were chosen, and to launch then."""
@@ -133,7 +135,6 @@ class _Launch:
     is_alone: bool
 
 
-logger = logging.getLogger(__name__)
 FIRST_LATE_PAUSE_S, LAST_LATE_PAUSE_S = 0.1, 1.0
 """Time without trees after some that did not come; doubles while none come between."""
 MIN_LANE_TOKENS = 2

@@ -246,7 +246,7 @@ class SelectedRounds:
             self._sequences.update({each.sequence_id: each for each in sequences})
 
 
-# The trees that the next round on the device may verify. Torch for types of rounds only.
+# The trees that the next round on the device may verify.
 
 
 @dataclass(slots=True, eq=False)
