@@ -25,7 +25,13 @@ from shared.models.kv_scales import kv_scales
 from shared.models.loader import load_decoder
 from shared.models.shard import Shard
 from shared.runtime.device import device_named, dtype_named, kv_dtype_named, launch_on
-from shared.runtime.graphs import ForwardGraphs, GraphLimits, graph_memory_bytes, step_memory_bytes
+from shared.runtime.graphs import (
+    MAX_PROMPT_ROWS,
+    ForwardGraphs,
+    GraphLimits,
+    graph_memory_bytes,
+    step_memory_bytes,
+)
 from shared.runtime.lockstep import Leader
 from shared.runtime.memory import (
     CacheSize,
@@ -130,7 +136,7 @@ def build_runner(
     if num_routes(settings, config):
         feature_layers = (*feature_layers, ROUTES)
     max_context = _context_tokens(settings, config)
-    limits = _graph_limits(settings, device, max_context)
+    limits = _graph_limits(settings, decoder, max_context)
     reserved_bytes = 0 if limits is None else graph_memory_bytes(config, limits, dtype)
     if limits is not None and has_device_rounds(settings, config, device):
         # Of a head here, or of drafts that come later.
@@ -287,14 +293,15 @@ def _weights_in_words(settings: TargetSettings, device: torch.device, shortage: 
 
 
 def _graph_limits(
-    settings: TargetSettings, device: torch.device, max_context: int
+    settings: TargetSettings, decoder: Decoder, max_context: int
 ) -> GraphLimits | None:
-    if device.type != "cuda" or settings.disable_cuda_graph:
+    if decoder.device.type != "cuda" or settings.disable_cuda_graph:
         return None
     return GraphLimits.of(
         max_sequences=settings.cuda_graph_max_bs,
         max_tree_nodes=settings.max_tree_nodes,
         max_context_tokens=max_context,
+        max_prompt_rows=MAX_PROMPT_ROWS if decoder.plans_prompts_by_size else 0,
     )
 
 

@@ -180,6 +180,10 @@ class StepLoop:
         if self.weights.is_paused:
             self._tell()  # what commands have left
             return False
+        if self._in_flight is not None and self._rounds.covers_launch:
+            self._settle()  # first tokens wait for no launch of a round
+            self._rounds.planned_read()
+            self._subscriptions.deliver()
         if self._until_launch_s() > 0.0:
             self._subscriptions.deliver()  # what commands have left
             return False

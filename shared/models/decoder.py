@@ -79,6 +79,17 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
 
+    @property
+    def plans_prompts_by_size(self) -> bool:
+        """Whether the numbers of rows and sequences alone say what computes prompts, as a CUDA
+        graph needs. Caps, sinks, latent and linear attention go by the lengths of prompts."""
+        shapes = [layer.attention.shape for layer in self.layers]
+        return (
+            self.attention_backend is not AttentionBackend.TORCH
+            and self.config.delta is None
+            and not any(shape.is_special or shape.is_latent for shape in shapes)
+        )
+
     def kv_layout(self, page_size: int, dtype: torch.dtype | None = None) -> KvLayout:
         """Returns the layout of this model's cache, in `dtype` or the model's own."""
         config = self.config

@@ -1,5 +1,5 @@
-"""CUDA graphs of small forwards: plain decode, and verification of trees. Their fixed inputs, and
-where they are kept.
+"""CUDA graphs of forwards: plain decode, verification of trees, and prompts. Their fixed inputs,
+and where they are kept.
 
 A graph fixes shapes and addresses, not contents. One serves every batch of up to its numbers of
 rows and sequences, however rows fall to sequences: queries are ragged inside it as they are
@@ -32,8 +32,10 @@ logger = logging.getLogger(__name__)
 
 # The fixed tensors that CUDA graphs read, and copying a batch into them.
 
-# Rows beyond a few hundred are bound by arithmetic, which hides what launches cost.
 _FEWEST_ROWS, _MOST_ROWS, _ROWS_A_SEQUENCE = 64, 512, 4
+MAX_PROMPT_ROWS = 1024
+"""Above, the device takes longer for the arithmetic than the host for the launches."""
+_PROMPT_SEQUENCES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +47,37 @@ class GraphLimits:
         max_sequences: sequences of a forward.
         max_tail_width: columns of the tail mask.
         max_context_tokens: longest sequence.
+        max_prompt_rows: rows of a forward with prompts and no trees; 0 has no graphs of them.
     """
 
     max_rows: int
     max_sequences: int
     max_tail_width: int
     max_context_tokens: int
+    max_prompt_rows: int = 0
 
     @classmethod
-    def of(cls, *, max_sequences: int, max_tree_nodes: int, max_context_tokens: int) -> GraphLimits:
+    def of(
+        cls,
+        *,
+        max_sequences: int,
+        max_tree_nodes: int,
+        max_context_tokens: int,
+        max_prompt_rows: int = 0,
+    ) -> GraphLimits:
         """Returns limits for steps of up to `max_sequences`, with some rows a sequence."""
         return cls(
             max_rows=min(_MOST_ROWS, max(_FEWEST_ROWS, _ROWS_A_SEQUENCE * max_sequences)),
             max_sequences=max_sequences,
             max_tail_width=max_tree_nodes + MAX_PLAIN_ROWS,
             max_context_tokens=max_context_tokens,
+            max_prompt_rows=max_prompt_rows,
         )
+
+    @property
+    def max_prompt_sequences(self) -> int:
+        """Sequences of a forward with prompts."""
+        return min(_PROMPT_SEQUENCES, self.max_sequences)
 
 
 class GraphInputs:
@@ -74,13 +91,14 @@ class GraphInputs:
     """
 
     def __init__(self, limits: GraphLimits, layout: KvLayout, device: torch.device) -> None:
-        num_rows, num_sequences = limits.max_rows, limits.max_sequences
+        num_tree_rows, num_sequences = limits.max_rows, limits.max_sequences
+        num_rows = max(num_tree_rows, limits.max_prompt_rows)
         page_size, self._states = layout.page_size, None
         if layout.states is not None:
             # A path a row, and what a sequence has committed since its last step.
             line = limits.max_tail_width + layout.states.window
-            num_places = (num_rows + num_sequences) * line
-            self._states = StateSlots(num_rows, num_sequences, num_places, device)
+            num_places = (num_tree_rows + num_sequences) * line
+            self._states = StateSlots(num_tree_rows, num_sequences, num_places, device)
         self.num_pages = num_pages = -(-limits.max_context_tokens // page_size)
         self._whole = ForwardBatch(
             token_ids=torch.zeros(num_rows, dtype=torch.int64, device=device),
@@ -91,19 +109,18 @@ class GraphInputs:
             prefix_lengths=torch.zeros(num_sequences, dtype=torch.int32, device=device),
             page_table=torch.zeros((num_sequences, num_pages), dtype=torch.int32, device=device),
             tail_mask=torch.zeros(
-                num_rows * limits.max_tail_width, dtype=torch.bool, device=device
-            ).view(num_rows, limits.max_tail_width),
+                num_tree_rows * limits.max_tail_width, dtype=torch.bool, device=device
+            ).view(num_tree_rows, limits.max_tail_width),
             is_causal=torch.ones(num_sequences, dtype=torch.bool, device=device),
             logit_rows=torch.zeros(num_rows, dtype=torch.int64, device=device),
-            # One row keeps every sequence out of the chunk kernel, whose blocks a graph lacks.
-            max_query_length=1,
+            max_query_length=1,  # see `bucket`
             max_kv_length=limits.max_context_tokens,
             page_size=page_size,
         )
 
-    def bucket(self, num_rows: int, num_sequences: int, *, has_tail: bool) -> ForwardBatch:
-        """Returns the batch that a graph of this size reads."""
-        whole = self._whole
+    def bucket(self, key: GraphKey) -> ForwardBatch:
+        """Returns the batch that a graph reads."""
+        whole, num_rows, num_sequences = self._whole, key.num_rows, key.num_sequences
         mask = whole.tail_mask
         assert mask is not None
         return replace(
@@ -115,16 +132,18 @@ class GraphInputs:
             kv_lengths=whole.kv_lengths[:num_sequences],
             prefix_lengths=whole.prefix_lengths[:num_sequences],
             page_table=whole.page_table[:num_sequences],
-            tail_mask=mask[:num_rows] if has_tail else None,
+            tail_mask=mask[:num_rows] if key.has_tail else None,
             is_causal=whole.is_causal[:num_sequences],
             logit_rows=whole.logit_rows[:num_rows],
+            # One row keeps sequences out of the chunk kernel, whose blocks other graphs lack.
+            max_query_length=num_rows if key.has_prompts else 1,
         )
 
-    def states(self, num_rows: int, num_sequences: int, *, has_tail: bool) -> StateInputs | None:
-        """Returns the plan that a graph of this size reads; None where there are no states."""
+    def states(self, key: GraphKey) -> StateInputs | None:
+        """Returns the plan that a graph reads; None where there are no states."""
         if self._states is None:
             return None
-        return self._states.inputs.first(num_rows, num_sequences, has_tail=has_tail)
+        return self._states.inputs.first(key.num_rows, key.num_sequences, has_tail=key.has_tail)
 
     def fits(self, plan: StatePlan | None) -> bool:
         """Whether there is room: not for sequences that lost their state, and begin anew."""
@@ -211,6 +230,7 @@ def capturing(
 # Each size costs its captures at start; between two sizes padding costs little, because small
 # products are bound by their weights.
 _ROW_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 224, 256, 320, 512)
+_PROMPT_ROW_BUCKETS = (32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 576, 640, 768, 896)
 # A graph has blocks of attention for as many sequences as may come. Trees mostly have this many
 # rows, and room for a sequence a row would make the launcher take them for a full device.
 _ROWS_A_TREE = 4
@@ -226,12 +246,15 @@ class GraphKey:
         num_sequences: that these rows may fall to.
         has_tail: whether some sequence may be a tree.
         capture_layers: layers whose input the forward returns.
+        has_prompts: whether some sequence may have more rows than `MAX_PLAIN_ROWS`; few rows of
+            such a forward have logits, and they are computed behind the graph.
     """
 
     num_rows: int
     num_sequences: int
     has_tail: bool
     capture_layers: tuple[int, ...]
+    has_prompts: bool = False
 
 
 def sequence_buckets(num_rows: int, max_sequences: int, *, has_tail: bool) -> tuple[int, ...]:
@@ -241,33 +264,54 @@ def sequence_buckets(num_rows: int, max_sequences: int, *, has_tail: bool) -> tu
     return (few, most) if has_trees and few < most else (most,)
 
 
-def row_buckets(max_rows: int) -> tuple[int, ...]:
+def row_buckets(max_rows: int, sizes: Sequence[int] = _ROW_BUCKETS) -> tuple[int, ...]:
     """Returns the numbers of rows that graphs are captured for, ascending, `max_rows` last."""
-    return (*(rows for rows in _ROW_BUCKETS if rows < max_rows), max_rows)
+    return (*(rows for rows in sizes if rows < max_rows), max_rows)
+
+
+def prompt_row_buckets(limits: GraphLimits) -> tuple[int, ...]:
+    """Returns `row_buckets` of forwards with prompts."""
+    most = limits.max_prompt_rows
+    return row_buckets(most, _PROMPT_ROW_BUCKETS) if most else ()
 
 
 def keys_of(limits: GraphLimits, capture_layers: tuple[int, ...]) -> list[GraphKey]:
-    """Returns all graphs for one kind of features, ascending."""
-    most_plain = _bucket_of(limits.max_sequences, limits)
+    """Returns all graphs for one kind of features, ascending; those of prompts come last."""
+    most_plain = _bucket_of(limits.max_sequences, row_buckets(limits.max_rows))
     return [
-        GraphKey(num_rows, num_sequences, has_tail, capture_layers)
-        for num_rows in row_buckets(limits.max_rows)
-        for has_tail in (False, True)
-        if has_tail or num_rows <= most_plain
-        for num_sequences in sequence_buckets(num_rows, limits.max_sequences, has_tail=has_tail)
+        *(
+            GraphKey(num_rows, num_sequences, has_tail, capture_layers)
+            for num_rows in row_buckets(limits.max_rows)
+            for has_tail in (False, True)
+            if has_tail or num_rows <= most_plain
+            for num_sequences in sequence_buckets(num_rows, limits.max_sequences, has_tail=has_tail)
+        ),
+        *(_prompt_key(num_rows, limits, capture_layers) for num_rows in prompt_row_buckets(limits)),
     ]
 
 
 def key_of(batch: ForwardBatch, limits: GraphLimits, capture_layers: tuple[int, ...]) -> GraphKey:
     """Returns the smallest graph for a batch within the limits."""
-    num_rows, has_tail = _bucket_of(len(batch.token_ids), limits), batch.tail_mask is not None
+    num_rows, has_tail = len(batch.token_ids), batch.tail_mask is not None
+    if _has_prompts(batch):
+        return _prompt_key(_bucket_of(num_rows, prompt_row_buckets(limits)), limits, capture_layers)
+    num_rows = _bucket_of(num_rows, row_buckets(limits.max_rows))
     buckets = sequence_buckets(num_rows, limits.max_sequences, has_tail=has_tail)
     num_sequences = next(count for count in buckets if count >= len(batch.kv_lengths))
     return GraphKey(num_rows, num_sequences, has_tail, capture_layers)
 
 
-def _bucket_of(num_rows: int, limits: GraphLimits) -> int:
-    return next(rows for rows in row_buckets(limits.max_rows) if rows >= num_rows)
+def _has_prompts(batch: ForwardBatch) -> bool:
+    return batch.tail_mask is None and batch.max_query_length > MAX_PLAIN_ROWS
+
+
+def _prompt_key(num_rows: int, limits: GraphLimits, capture_layers: tuple[int, ...]) -> GraphKey:
+    num_sequences = min(num_rows, limits.max_prompt_sequences)
+    return GraphKey(num_rows, num_sequences, False, capture_layers, has_prompts=True)
+
+
+def _bucket_of(num_rows: int, buckets: Sequence[int]) -> int:
+    return next(rows for rows in buckets if rows >= num_rows)
 
 
 Key = TypeVar("Key", bound=Hashable)
@@ -348,11 +392,15 @@ _STEP_ROWS, _DRAWN_ROWS, _DRAWN_BYTES = 8192, 256, 24
 
 @dataclass(frozen=True, slots=True)
 class CapturedForward:
-    """A graph with the tensors it reads and writes, all of bucket size."""
+    """A graph with the tensors it reads and writes, all of bucket size.
+
+    Attributes:
+        logits: None where the forward has prompts.
+    """
 
     graph: torch.cuda.CUDAGraph
     bucket: ForwardBatch
-    logits: Tensor
+    logits: Tensor | None
     hidden: Tensor
     features: tuple[Tensor, ...]
 
@@ -447,14 +495,15 @@ class ForwardGraphs:
         self, batch: ForwardBatch, capture_layers: Sequence[int], plan: StatePlan | None = None
     ) -> bool:
         """Whether a graph can compute `batch`, with what is planned of it for states."""
-        limits, has_tail = self.limits, batch.tail_mask is not None
+        limits, has_prompts = self.limits, _has_prompts(batch)
         kinds = {key.capture_layers for key in self._graphs}
+        most_rows = limits.max_prompt_rows if has_prompts else limits.max_rows
+        most_sequences = limits.max_prompt_sequences if has_prompts else limits.max_sequences
         return (
-            len(batch.token_ids) <= limits.max_rows
-            and len(batch.kv_lengths) <= limits.max_sequences
+            len(batch.token_ids) <= most_rows
+            and len(batch.kv_lengths) <= most_sequences
             and batch.max_kv_length <= limits.max_context_tokens
             and batch.page_table.shape[1] <= self._inputs.num_pages
-            and (has_tail or batch.max_query_length <= MAX_PLAIN_ROWS)
             and (batch.tail_mask is None or batch.tail_mask.shape[1] <= limits.max_tail_width)
             and (tuple(capture_layers) in kinds or len(kinds) < _MAX_CAPTURE_KINDS)
             and self._inputs.fits(plan)
@@ -493,7 +542,7 @@ class ForwardGraphs:
         size_bytes = sum(
             key.num_rows
             * (
-                4 * config.vocab_size
+                (0 if key.has_prompts else 4 * config.vocab_size)
                 + (1 + len(key.capture_layers)) * itemsize * config.hidden_size
             )
             for key in left
@@ -504,7 +553,7 @@ class ForwardGraphs:
 
     @torch.inference_mode()
     def _captured(self, key: GraphKey) -> CapturedForward:
-        bucket = self._inputs.bucket(key.num_rows, key.num_sequences, has_tail=key.has_tail)
+        bucket = self._inputs.bucket(key)
         self._inputs.fill_with_nobody(bucket)
         # Loads kernels and makes the workspaces of products outside of the graph.
         self._forward(bucket, key)
@@ -517,11 +566,15 @@ class ForwardGraphs:
 
     def _forward(
         self, bucket: ForwardBatch, key: GraphKey
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        states = self._inputs.states(key.num_rows, key.num_sequences, has_tail=key.has_tail)
+    ) -> tuple[Tensor | None, Tensor, tuple[Tensor, ...]]:
         output = self._decoder.forward(
-            bucket, self._pool, capture_layers=key.capture_layers, states=states
+            bucket,
+            self._pool,
+            capture_layers=key.capture_layers,
+            states=self._inputs.states(key),
         )
+        if key.has_prompts:
+            return None, output.hidden, output.features
         logits = self._decoder.logits(output.hidden.index_select(0, bucket.logit_rows))
         return logits, output.hidden, output.features
 

@@ -92,13 +92,24 @@ class ModelRunner:
             if self._graphs is not None and self._graphs.fits(batch, capture_layers, plan):
                 captured = self._graphs.run(batch, capture_layers, plan)
                 if captured is not None:
-                    return _result(captured, batch)
+                    return self._result(captured, batch)
             states = None if plan is None else plan.upload(self.device)
             output = self.decoder.forward(
                 batch, self.pool, capture_layers=capture_layers, states=states
             )
-        logits = self.decoder.logits(output.hidden.index_select(0, batch.logit_rows))
-        return RunnerOutput(logits, output.hidden, output.features)
+        return RunnerOutput(self._logits(output.hidden, batch), output.hidden, output.features)
+
+    def _result(self, captured: CapturedForward, batch: ForwardBatch) -> RunnerOutput:
+        hidden, features = (
+            captured.hidden[: len(batch.token_ids)],
+            tuple(feature[: len(batch.token_ids)] for feature in captured.features),
+        )
+        if captured.logits is None:
+            return RunnerOutput(self._logits(hidden, batch), hidden, features)
+        return RunnerOutput(captured.logits[: len(batch.logit_rows)], hidden, features)
+
+    def _logits(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        return self.decoder.logits(hidden.index_select(0, batch.logit_rows))
 
     @torch.inference_mode()
     def move(self, moves: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
@@ -120,15 +131,6 @@ class ModelRunner:
         """Makes something that a later forward would have to wait for, a graph; returns whether
         there was anything to make."""
         return self._graphs is not None and self._graphs.capture_next()
-
-
-def _result(captured: CapturedForward, batch: ForwardBatch) -> RunnerOutput:
-    num_rows = len(batch.token_ids)
-    return RunnerOutput(
-        captured.logits[: len(batch.logit_rows)],
-        captured.hidden[:num_rows],
-        tuple(feature[:num_rows] for feature in captured.features),
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -535,6 +535,11 @@ class DeviceRounds:
         return self._runner.num_awaited
 
     @property
+    def max_committed(self) -> int:
+        """Most tokens that a round commits to a sequence."""
+        return self._runner.shape.max_committed
+
+    @property
     def num_tree_rows(self) -> int:
         """Rows that the target computes for a sequence."""
         return self._runner.shape.num_tree_rows

@@ -66,32 +66,39 @@ _MARGIN_S = 1e-3
 _HOST_SHARE = 1.5
 _DRIFT = 0.02
 """What rounds may slow down by, one after the other, until the quickest is no measure any more."""
+_HOST_DRIFT = 0.05
 
 
 class RoundWait:
-    """Remembers how quick rounds have been lately, and how long the host takes to launch one."""
+    """Remembers how quick rounds have been lately, and how long the host takes to launch one: by
+    itself, and where sequences join it or a step is planned before it."""
 
     def __init__(self) -> None:
         self._quick_s = 0.0
-        self._host_s = 0.0
+        self._host_s = {False: 0.0, True: 0.0}
 
     def timed(self, round_s: float) -> None:
         """A round took so long."""
         known_s = self._quick_s or round_s
         self._quick_s = min(round_s, known_s * (1.0 + _DRIFT))
 
-    def launched(self, host_s: float) -> None:
-        """The host took so long from the beginning of a turn to the end of a launch in which no
-        sequence joined."""
-        self._host_s = max(host_s, self._host_s * (1.0 - _DRIFT))
+    def launched(self, host_s: float, *, is_alone: bool = True) -> None:
+        """The host took so long from the beginning of a turn to the end of a launch.
 
-    def until_launch_s(self, elapsed_s: float) -> float:
+        Args:
+            is_alone: no sequence joined, and nothing was planned.
+        """
+        self._host_s[is_alone] = max(host_s, self._host_s[is_alone] * (1.0 - _HOST_DRIFT))
+
+    def until_launch_s(self, elapsed_s: float, *, is_alone: bool = True) -> float:
         """Returns how long the next round need not be launched yet; 0 for at once.
 
         Args:
             elapsed_s: since the round under way began, or a little less.
+            is_alone: see `launched`.
         """
-        last_s = _SURE_SHARE * self._quick_s - _MARGIN_S - _HOST_SHARE * self._host_s
+        host_s = max(self._host_s[is_alone], self._host_s[True])
+        last_s = _SURE_SHARE * self._quick_s - _MARGIN_S - _HOST_SHARE * host_s
         return max(last_s - elapsed_s, 0.0)
 
     def patience_s(self, elapsed_s: float) -> float:
@@ -127,12 +134,14 @@ class _Launch:
     """A round that nobody has read.
 
     Attributes:
-        is_alone: nothing was planned beside it.
+        is_alone: nothing was planned beside it, and nobody joined.
+        follows_planned: a planned step was launched before it in the same turn.
     """
 
     start_s: float
     shape: TreeShape
     is_alone: bool
+    follows_planned: bool
 
 
 FIRST_LATE_PAUSE_S, LAST_LATE_PAUSE_S = 0.1, 1.0
@@ -171,7 +180,7 @@ class RoundSteps:
         self._config = config
         self._launches_late = launches_late
         self._wait = RoundWait()
-        self._turn_s = 0.0
+        self._turn_s = self._planned_s = 0.0
         self._scheduler = scheduler
         self._attachments = attachments
         self._committer = committer
@@ -262,15 +271,32 @@ class RoundSteps:
 
     def until_launch_s(self) -> float:
         """Returns the seconds until the next round has to be queued behind the one under way; 0
-        where that is now. A sequence that arrives until then takes part in it, and has it launched
-        at once: to give it its lane takes the host longer."""
+        where that is now. A sequence that arrives until then takes part in it."""
         rounds, running = self._rounds, self._scheduler.running
         if rounds is None or not (self._launches_late and self._launched):
             return 0.0
-        if self._scheduler.may_admit or not all(map(rounds.holds, running)):
-            return 0.0
-        began_s = max(self._launched[0].start_s, self._committed_s)
-        return self._wait.until_launch_s(self._clock() - began_s)
+        lanes = self._scheduler.lanes
+        others = [each for each in running if not rounds.holds(each)]
+        if any(map(lanes.holds, others)):
+            return 0.0  # they have rounds of another kind
+        is_alone = not (others or self._scheduler.may_admit)
+        elapsed_s = self._clock() - self._began_s(self._launched[0])
+        return self._wait.until_launch_s(elapsed_s, is_alone=is_alone)
+
+    @property
+    def covers_launch(self) -> bool:
+        """Whether the round under way follows the planned step in flight, and lasts longer than the
+        host takes to plan and launch what comes next: that step can be read before."""
+        is_behind = bool(self._launched) and self._launched[0].follows_planned
+        return is_behind and self._wait.until_launch_s(0.0, is_alone=False) > 0.0
+
+    def planned_read(self) -> None:
+        """The planned step is read that the device computed before the round under way."""
+        self._planned_s = self._clock()
+
+    def _began_s(self, launch: _Launch) -> float:
+        """Returns when the device began with the oldest unread round, or a little later."""
+        return max(launch.start_s, self._committed_s, self._planned_s)
 
     def holds(self, sequence: Sequence) -> bool:
         """See `Lanes`."""
@@ -371,9 +397,10 @@ class RoundSteps:
             if shape != self._last_shape:  # nothing was prepared for it
                 shape = replace(shape, is_ahead=False)
             self._last_shape = rounds.shape
-            self._launched.append(_Launch(now_s, shape, self._is_alone and not joining))
-            if self._launches_late and self._is_alone and not joining:
-                self._wait.launched(launched_s - self._turn_s)
+            is_alone = self._is_alone and not joining
+            self._launched.append(_Launch(now_s, shape, is_alone, not self._is_alone))
+            if self._launches_late:
+                self._wait.launched(launched_s - self._turn_s, is_alone=is_alone)
         return was_taken
 
     def _choose(self, rounds: DeviceRounds, suited: SequenceOf[Sequence]) -> TreeShape | None:
@@ -453,10 +480,12 @@ class RoundSteps:
             self._rounds.forget(sequence)
 
     def _all_end(self, rounds: DeviceRounds, joining: SequenceOf[Sequence]) -> bool:
-        """Whether every sequence ends with the rounds under way, each of which commits a token."""
+        """Whether every sequence may end with the rounds under way: another one would be for
+        nobody, and the next prompt would wait for it."""
         if joining:
             return False
-        return all(each.num_remaining <= rounds.num_pending for each in rounds.sequences)
+        num_committed = rounds.num_pending * rounds.max_committed
+        return all(each.num_remaining <= num_committed for each in rounds.sequences)
 
     def _drain(self, rounds: DeviceRounds) -> None:
         while rounds.num_pending:
@@ -476,8 +505,8 @@ class RoundSteps:
         is_timed = is_timed and num_lanes > 0
         if self._policy is not None and is_timed:
             self._policy.observe_time(launch.shape, num_lanes, now_s - start_s)
+        self._wait.timed(now_s - self._began_s(launch))
         self._committed_s = now_s
-        self._wait.timed(now_s - start_s)
         if self._policy is not None:
             for is_greedy in (False, True):
                 accepted = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,18 +14,20 @@ from shared.runtime.graphs import (
     GraphLimits,
     key_of,
     keys_of,
+    prompt_row_buckets,
     row_buckets,
     sequence_buckets,
 )
 from tests.helpers.attention_batches import chunk, tree, with_pages
 
 LIMITS = GraphLimits(max_rows=256, max_sequences=48, max_tail_width=80, max_context_tokens=512)
+WITH_PROMPTS = replace(LIMITS, max_prompt_rows=400)
 
 
-def _key(sequences: list[SequenceRows]) -> GraphKey:
+def _key(sequences: list[SequenceRows], limits: GraphLimits = LIMITS) -> GraphKey:
     placed, _ = with_pages(random.Random(0), sequences, 4)
     batch = build_batch(placed, page_size=4, device=torch.device("cpu"))
-    return key_of(batch, LIMITS, (1,))
+    return key_of(batch, limits, (1,))
 
 
 def test_buckets_end_at_the_limit() -> None:
@@ -63,3 +66,33 @@ def test_keys_ascend_and_differ() -> None:
     assert keys[-1].num_rows == 256
     assert keys[-1].num_sequences == 48
     assert keys[-1].has_tail
+
+
+def test_prompts_have_graphs_of_their_own_up_to_their_limit() -> None:
+    assert prompt_row_buckets(LIMITS) == ()
+    assert prompt_row_buckets(WITH_PROMPTS)[-2:] == (384, 400)
+    prompts = [key for key in keys_of(WITH_PROMPTS, ()) if key.has_prompts]
+    assert [key.num_rows for key in prompts] == list(prompt_row_buckets(WITH_PROMPTS))
+    assert keys_of(LIMITS, ()) == [key for key in keys_of(WITH_PROMPTS, ()) if not key.has_prompts]
+
+
+@pytest.mark.parametrize(
+    ("sequences", "expected"),
+    [
+        ([chunk(0, 17)], (32, 32)),
+        ([chunk(0, 100), chunk(40, 1)], (128, 48)),
+        ([chunk(0, 390)], (400, 48)),
+    ],
+)
+def test_a_forward_with_a_prompt_takes_a_graph_of_prompts(
+    sequences: list[SequenceRows], expected: tuple[int, int]
+) -> None:
+    key = _key(sequences, WITH_PROMPTS)
+    assert (key.num_rows, key.num_sequences, key.has_prompts) == (*expected, True)
+    assert key in keys_of(WITH_PROMPTS, (1,))
+
+
+def test_trees_and_few_rows_take_the_graphs_that_they_take_without_prompts() -> None:
+    rng = random.Random(1)
+    for sequences in ([chunk(0, 16)], [tree(rng, start=9, num_nodes=10), chunk(0, 30)]):
+        assert _key(sequences, WITH_PROMPTS) == _key(sequences)

@@ -56,6 +56,22 @@ def batch_of(sequences: list[SequenceRows], seed: int) -> ForwardBatch:
     return build_batch(filled, page_size=PAGE_SIZE, device=CUDA)
 
 
+PROMPT_LIMITS = replace(LIMITS, max_prompt_rows=200)
+
+
+def prompt_batches() -> list[ForwardBatch]:
+    makers = [
+        [chunk(0, 17)],
+        [chunk(0, 150)],
+        # Between them sequences of few rows, which leave fixed memory to the next prompt.
+        [chunk(9, 1), chunk(200, 1)],
+        [chunk(0, 60), chunk(33, 40), chunk(100, 1), chunk(7, 16)],
+        [chunk(300, 200)],
+        [chunk(0, 20), chunk(0, 21), chunk(0, 22), *(chunk(40 + i, 1) for i in range(5))],
+    ]
+    return [batch_of(sequences, seed) for seed, sequences in enumerate(makers)]
+
+
 def batches() -> list[ForwardBatch]:
     rng = random.Random(5)
     makers = [
@@ -84,8 +100,21 @@ def test_graphs_compute_what_the_forward_computes(
     decoder: Decoder, graph_runner: ModelRunner
 ) -> None:
     """In turns, so that what one batch leaves in fixed memory meets the next one."""
-    for _ in range(2):
-        for batch in batches():
+    check_same(decoder, graph_runner, [*batches(), *batches()])
+
+
+def test_graphs_of_prompts_compute_what_the_forward_computes(decoder: Decoder) -> None:
+    pool = random_pool(decoder)
+    graphs = ForwardGraphs(decoder, pool, PROMPT_LIMITS)
+    graphs.capture((1,))
+    assert all(graphs.fits(batch, (1,)) for batch in prompt_batches())
+    check_same(decoder, ModelRunner(decoder, pool, graphs), [*prompt_batches(), *prompt_batches()])
+
+
+def check_same(decoder: Decoder, graph_runner: ModelRunner, found_in: list[ForwardBatch]) -> None:
+    """Also that results of some logit rows alone are those of the rows that were asked for."""
+    for whole in found_in:
+        for batch in (whole, replace(whole, logit_rows=whole.logit_rows[-1:])):
             plain = ModelRunner(decoder, random_pool(decoder))
             reset(graph_runner.pool, plain.pool)
             expected = plain.run(batch, capture_layers=(1,))

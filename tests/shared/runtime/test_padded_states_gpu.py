@@ -38,9 +38,7 @@ def test_padded_steps_compute_the_same(decoder: Decoder) -> None:
     for sequences in itertools.islice(state_steps(), NUM_STEPS):
         batch = batch_of(sequences, device)
         key = key_of(batch, LIMITS, ())
-        sizes = key.num_rows, key.num_sequences
-        bucket = inputs.bucket(*sizes, has_tail=key.has_tail)
-        states = inputs.states(*sizes, has_tail=key.has_tail)
+        bucket, states = inputs.bucket(key), inputs.states(key)
         with pool.advancing(batch) as plan:
             # As if this were the first of its size, behind another's plan.
             inputs.fill_with_nobody(bucket)

@@ -45,3 +45,13 @@ def test_a_launch_leaves_the_host_its_time_and_more() -> None:
     for _ in range(200):
         wait.launched(0.001)
     assert wait.until_launch_s(0.0) == pytest.approx(0.009 - 0.001 - 0.0015)
+
+
+def test_a_launch_that_somebody_joins_has_a_time_of_its_own() -> None:
+    wait = RoundWait()
+    wait.timed(0.010)
+    wait.launched(0.001)
+    assert wait.until_launch_s(0.0, is_alone=False) == pytest.approx(0.009 - 0.001 - 0.0015)
+    wait.launched(0.002, is_alone=False)
+    assert wait.until_launch_s(0.0, is_alone=False) == pytest.approx(0.009 - 0.001 - 0.003)
+    assert wait.until_launch_s(0.0) == pytest.approx(0.009 - 0.001 - 0.0015)
