@@ -129,6 +129,11 @@ class Scheduler:
         return self._turned_away != (self._waiting[0], self._leases.num_returns)
 
     @property
+    def max_step_rows(self) -> int:
+        """Rows of prompts that a step computes at most."""
+        return self._limits.max_step_rows
+
+    @property
     def running(self) -> tuple[Sequence, ...]:
         return tuple(self._running)
 

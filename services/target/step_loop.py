@@ -154,6 +154,8 @@ class StepLoop:
         )
         scheduler.lanes = AllLanes(self._rounds, self._selections)
         self._in_flight: LaunchedStep | None = None
+        # Rows of prompts that were planned since the last round, while the next one is put off.
+        self._num_put_off = 0
         self.weights = WeightControl(
             decoder=runner.decoder,
             leases=leases,
@@ -180,10 +182,6 @@ class StepLoop:
         if self.weights.is_paused:
             self._tell()  # what commands have left
             return False
-        if self._in_flight is not None and self._rounds.covers_launch:
-            self._settle()  # first tokens wait for no launch of a round
-            self._rounds.planned_read()
-            self._subscriptions.deliver()
         if self._until_launch_s() > 0.0:
             self._subscriptions.deliver()  # what commands have left
             return False
@@ -243,7 +241,7 @@ class StepLoop:
             self._in_flight = self._launcher.launch(plan, last, start_s=now_s)
             self._planned.put()
             self._in_flight.host_gap_s = self._host_gap.launched(self._clock())
-        has_round = self._rounds.launch(is_alone=not plan.scheduled)
+        has_round = self._launch_round(is_alone=last is None and not plan.scheduled)
         self._subscriptions.deliver()  # what the turn before left until the device computes
         if last is not None:
             self._commit(last)
@@ -251,7 +249,7 @@ class StepLoop:
                 self._subscriptions.deliver()  # first tokens wait for no launch of a round
         if not self._runs_ahead():
             self._settle()
-        has_round |= self._rounds.commit()
+        has_round |= self._rounds.commit(drains=bool(self._num_put_off))
         self.drafts.tell()
         idle_s = 0.0 if is_aside else self._idle_s()
         is_computing = self._in_flight is not None or self._rounds.is_under_way
@@ -305,8 +303,29 @@ class StepLoop:
         return max(min(deadlines_s) - self._clock(), 0.0)
 
     def _until_launch_s(self) -> float:
-        """Seconds in which nothing has to be launched, because a round is under way."""
-        return 0.0 if self._in_flight is not None else self._rounds.until_launch_s()
+        """Seconds in which nothing has to be launched, because the device has enough to do."""
+        if self._in_flight is None:
+            return self._rounds.until_launch_s()
+        if not self._num_put_off or self._scheduler.may_admit:
+            return 0.0
+        return self._rounds.until_launch_behind_s(self._in_flight)
+
+    def _launch_round(self, *, is_alone: bool) -> bool:
+        """Launches a round, unless that is put off until the planned step in flight is about to
+        end. Requests that arrive until then have their prompts read before it, as far as one step
+        could have taken them all.
+
+        Args:
+            is_alone: see `RoundSteps.launch`.
+        """
+        step, num_before, self._num_put_off = self._in_flight, self._num_put_off, 0
+        if step is not None and step.num_prompt_rows and self._runs_ahead():
+            num_rows = num_before + step.num_rows
+            is_within = num_rows < self._scheduler.max_step_rows
+            if is_within and self._rounds.until_launch_behind_s(step):
+                self._num_put_off = num_rows
+                return False
+        return self._rounds.launch(is_alone=is_alone)
 
     def prepare_next(self) -> bool:
         """Makes something that a later step would have to wait for; returns whether there was
@@ -386,6 +405,7 @@ class StepLoop:
     def _commit(self, step: LaunchedStep) -> None:
         """Reads a step and commits its tokens; those of sequences that have ended are dropped."""
         decided = step.read()
+        self._rounds.planned_read(step)
         self._tell_scores(step)
         if self._in_flight is None:
             self._host_gap.read(self._clock())

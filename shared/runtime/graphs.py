@@ -25,7 +25,7 @@ from shared.kv.batch import ForwardBatch, empty_decode_batch
 from shared.kv.pool import KvLayout, KvPool
 from shared.kv.state_plan import StateInputs, StatePlan, StateSlots
 from shared.models.config import ModelConfig
-from shared.models.decoder import Decoder
+from shared.models.decoder import Decoder, DecoderOutput
 from shared.runtime.memory import CacheSize, Shortage
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 # The fixed tensors that CUDA graphs read, and copying a batch into them.
 
 _FEWEST_ROWS, _MOST_ROWS, _ROWS_A_SEQUENCE = 64, 512, 4
-MAX_PROMPT_ROWS = 1024
+MAX_PROMPT_ROWS = 2048
 """Above, the device takes longer for the arithmetic than the host for the launches."""
 _PROMPT_SEQUENCES = 64
 
@@ -230,7 +230,10 @@ def capturing(
 # Each size costs its captures at start; between two sizes padding costs little, because small
 # products are bound by their weights.
 _ROW_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 224, 256, 320, 512)
-_PROMPT_ROW_BUCKETS = (32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 576, 640, 768, 896)
+_PROMPT_ROW_BUCKETS = (
+    *(32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 576, 640, 768, 896, 1024),
+    *(1152, 1280, 1536, 1792),
+)
 # A graph has blocks of attention for as many sequences as may come. Trees mostly have this many
 # rows, and room for a sequence a row would make the launcher take them for a full device.
 _ROWS_A_TREE = 4
@@ -293,7 +296,7 @@ def keys_of(limits: GraphLimits, capture_layers: tuple[int, ...]) -> list[GraphK
 def key_of(batch: ForwardBatch, limits: GraphLimits, capture_layers: tuple[int, ...]) -> GraphKey:
     """Returns the smallest graph for a batch within the limits."""
     num_rows, has_tail = len(batch.token_ids), batch.tail_mask is not None
-    if _has_prompts(batch):
+    if limits.max_prompt_rows and _has_prompts(batch):
         return _prompt_key(_bucket_of(num_rows, prompt_row_buckets(limits)), limits, capture_layers)
     num_rows = _bucket_of(num_rows, row_buckets(limits.max_rows))
     buckets = sequence_buckets(num_rows, limits.max_sequences, has_tail=has_tail)
@@ -386,6 +389,8 @@ class GraphStore(Generic[Key, Graph]):
 _FIRST_ROWS = 8
 # Most kinds of features that graphs are kept for; more are computed without.
 _MAX_CAPTURE_KINDS = 3
+# Hidden states and the features that a head mostly reads.
+_PROMPT_RESULTS = 4
 # Of the largest planned step: rows that are computed, rows that draw, and bytes for a token there.
 _STEP_ROWS, _DRAWN_ROWS, _DRAWN_BYTES = 8192, 256, 24
 
@@ -428,6 +433,8 @@ class ForwardGraphs:
             is_shared=decoder.group is not None,
             advise=(cache or CacheSize(pool.storage.nbytes)).advice,
         )
+        # Of forwards with prompts, by captured layers: hidden states, then features.
+        self._prompt_results: dict[tuple[int, ...], list[Tensor]] = {}
         self._left: list[GraphKey] = []
         self._held: Tensor | None = None
 
@@ -538,11 +545,11 @@ class ForwardGraphs:
         """Holds memory of the size that the graphs that are left will return their results in: a
         draft would make its cache of it."""
         config, itemsize = self._decoder.config, self._decoder.dtype.itemsize
-        left = (key for key in self._left if key not in self._graphs)
+        left = (key for key in self._left if key not in self._graphs and not key.has_prompts)
         size_bytes = sum(
             key.num_rows
             * (
-                (0 if key.has_prompts else 4 * config.vocab_size)
+                4 * config.vocab_size
                 + (1 + len(key.capture_layers)) * itemsize * config.hidden_size
             )
             for key in left
@@ -556,38 +563,55 @@ class ForwardGraphs:
         bucket = self._inputs.bucket(key)
         self._inputs.fill_with_nobody(bucket)
         # Loads kernels and makes the workspaces of products outside of the graph.
-        self._forward(bucket, key)
+        output, _ = self._forward(bucket, key)
+        results = self._prompt_results_of(key, output) if key.has_prompts else None
         graph = torch.cuda.CUDAGraph()
         if self._decoder.group is not None:
             self._decoder.group.graphs.append(graph)
         with capturing(graph, self._memory):
-            logits, hidden, features = self._forward(bucket, key)
-        return CapturedForward(graph, bucket, logits, hidden, features)
+            output, logits = self._forward(bucket, key)
+            if results is not None:
+                for result, found in zip(results, _tensors(output), strict=True):
+                    result.copy_(found)
+                output = DecoderOutput(results[0], tuple(results[1:]))
+        return CapturedForward(graph, bucket, logits, output.hidden, output.features)
 
-    def _forward(
-        self, bucket: ForwardBatch, key: GraphKey
-    ) -> tuple[Tensor | None, Tensor, tuple[Tensor, ...]]:
+    def _forward(self, bucket: ForwardBatch, key: GraphKey) -> tuple[DecoderOutput, Tensor | None]:
+        """Returns the output, and logits of all logit rows but of a forward with prompts."""
+        states = self._inputs.states(key)
         output = self._decoder.forward(
-            bucket,
-            self._pool,
-            capture_layers=key.capture_layers,
-            states=self._inputs.states(key),
+            bucket, self._pool, capture_layers=key.capture_layers, states=states
         )
         if key.has_prompts:
-            return None, output.hidden, output.features
+            return output, None
         logits = self._decoder.logits(output.hidden.index_select(0, bucket.logit_rows))
-        return logits, output.hidden, output.features
+        return output, logits
+
+    def _prompt_results_of(self, key: GraphKey, output: DecoderOutput) -> list[Tensor]:
+        """Returns room for the results of a forward with prompts, which its graphs share."""
+        if key.capture_layers not in self._prompt_results:
+            self._prompt_results[key.capture_layers] = [
+                each.new_empty((self.limits.max_prompt_rows, *each.shape[1:]))
+                for each in _tensors(output)
+            ]
+        return [each[: key.num_rows] for each in self._prompt_results[key.capture_layers]]
+
+
+def _tensors(output: DecoderOutput) -> tuple[Tensor, ...]:
+    return (output.hidden, *output.features)
 
 
 def graph_memory_bytes(config: ModelConfig, limits: GraphLimits, dtype: torch.dtype) -> int:
     """Returns about what the largest graph needs beside weights and cache; others share it."""
-    rows = limits.max_rows
+    rows, prompt_rows = limits.max_rows, limits.max_prompt_rows
     groups = config.num_heads // config.num_kv_heads
     partial = num_splits(limits.max_context_tokens) * (config.head_dim + 2)
     part_rows = num_part_rows(rows, limits.max_sequences, groups)
     attention = part_rows * config.num_heads * partial * 4
     logits = rows * config.vocab_size * (4 + dtype.itemsize)
-    blocks = rows * (8 * config.hidden_size + 3 * config.intermediate_size) * dtype.itemsize
+    wide = 8 * config.hidden_size + 3 * config.intermediate_size
+    results = _PROMPT_RESULTS * prompt_rows * config.hidden_size * dtype.itemsize
+    blocks = max(rows, prompt_rows) * wide * dtype.itemsize + results
     masks = rows * limits.max_tail_width * 9
     return attention + logits + blocks + masks
 

@@ -14,6 +14,7 @@ from services.target.adaptive_config import ALWAYS_TREES, AdaptiveConfig
 from services.target.committer import Committer
 from services.target.drafts.attachment import Attachment, AttachmentStatus
 from services.target.drafts.attachments import Attachments
+from services.target.launcher import LaunchedStep
 from services.target.rounds.device_rounds import DeviceRounds
 from services.target.rounds.policy import LanePolicy
 from services.target.scheduler import Scheduler
@@ -70,36 +71,44 @@ _HOST_DRIFT = 0.05
 
 
 class RoundWait:
-    """Remembers how quick rounds have been lately, and how long the host takes to launch one: by
-    itself, and where sequences join it or a step is planned before it."""
+    """Remembers how quick rounds and planned steps have been lately, and how long the host takes to
+    launch a round."""
 
     def __init__(self) -> None:
         self._quick_s = 0.0
+        # By how many bits the number of rows has.
+        self._planned_s: dict[int, float] = {}
         self._host_s = {False: 0.0, True: 0.0}
 
     def timed(self, round_s: float) -> None:
         """A round took so long."""
-        known_s = self._quick_s or round_s
-        self._quick_s = min(round_s, known_s * (1.0 + _DRIFT))
+        self._quick_s = _quick(round_s, self._quick_s)
+
+    def planned_timed(self, num_rows: int, step_s: float) -> None:
+        """A planned step took so long."""
+        size = num_rows.bit_length()
+        self._planned_s[size] = _quick(step_s, self._planned_s.get(size, 0.0))
 
     def launched(self, host_s: float, *, is_alone: bool = True) -> None:
         """The host took so long from the beginning of a turn to the end of a launch.
 
         Args:
-            is_alone: no sequence joined, and nothing was planned.
+            is_alone: no sequence joined.
         """
         self._host_s[is_alone] = max(host_s, self._host_s[is_alone] * (1.0 - _HOST_DRIFT))
 
-    def until_launch_s(self, elapsed_s: float, *, is_alone: bool = True) -> float:
+    def until_launch_s(self, elapsed_s: float, num_rows: int | None = None) -> float:
         """Returns how long the next round need not be launched yet; 0 for at once.
 
         Args:
-            elapsed_s: since the round under way began, or a little less.
-            is_alone: see `launched`.
+            elapsed_s: since that began behind which it is launched, or a little less.
+            num_rows: of a planned step, whose sequences join; None behind a round.
         """
-        host_s = max(self._host_s[is_alone], self._host_s[True])
-        last_s = _SURE_SHARE * self._quick_s - _MARGIN_S - _HOST_SHARE * host_s
-        return max(last_s - elapsed_s, 0.0)
+        host_s = max(self._host_s.values()) if num_rows is not None else self._host_s[True]
+        quick_s = self._quick_s
+        if num_rows is not None:
+            quick_s = self._planned_s.get(num_rows.bit_length(), 0.0)
+        return max(_SURE_SHARE * quick_s - _MARGIN_S - _HOST_SHARE * host_s - elapsed_s, 0.0)
 
     def patience_s(self, elapsed_s: float) -> float:
         """Returns how long to sleep, unless something arrives.
@@ -108,6 +117,10 @@ class RoundWait:
             elapsed_s: since the round under way began, or a little less.
         """
         return max(_SURE_SHARE * self._quick_s - elapsed_s, POLL_S)
+
+
+def _quick(time_s: float, known_s: float) -> float:
+    return min(time_s, (known_s or time_s) * (1.0 + _DRIFT))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +148,11 @@ class _Launch:
 
     Attributes:
         is_alone: nothing was planned beside it, and nobody joined.
-        follows_planned: a planned step was launched before it in the same turn.
     """
 
     start_s: float
     shape: TreeShape
     is_alone: bool
-    follows_planned: bool
 
 
 FIRST_LATE_PAUSE_S, LAST_LATE_PAUSE_S = 0.1, 1.0
@@ -271,32 +282,32 @@ class RoundSteps:
 
     def until_launch_s(self) -> float:
         """Returns the seconds until the next round has to be queued behind the one under way; 0
-        where that is now. A sequence that arrives until then takes part in it."""
+        where that is now. A sequence that arrives until then has its prompt read before it."""
         rounds, running = self._rounds, self._scheduler.running
         if rounds is None or not (self._launches_late and self._launched):
             return 0.0
-        lanes = self._scheduler.lanes
-        others = [each for each in running if not rounds.holds(each)]
-        if any(map(lanes.holds, others)):
-            return 0.0  # they have rounds of another kind
-        is_alone = not (others or self._scheduler.may_admit)
-        elapsed_s = self._clock() - self._began_s(self._launched[0])
-        return self._wait.until_launch_s(elapsed_s, is_alone=is_alone)
+        if self._scheduler.may_admit or not all(map(rounds.holds, running)):
+            return 0.0
+        return self._wait.until_launch_s(self._clock() - self._began_s(self._launched[0].start_s))
 
-    @property
-    def covers_launch(self) -> bool:
-        """Whether the round under way follows the planned step in flight, and lasts longer than the
-        host takes to plan and launch what comes next: that step can be read before."""
-        is_behind = bool(self._launched) and self._launched[0].follows_planned
-        return is_behind and self._wait.until_launch_s(0.0, is_alone=False) > 0.0
+    def until_launch_behind_s(self, step: LaunchedStep) -> float:
+        """Returns the seconds until the next round has to be queued behind a planned step; 0 where
+        that is now, or where there are no rounds."""
+        if self._rounds is None or self._is_plain or not self._launches_late:
+            return 0.0
+        elapsed_s = self._clock() - self._began_s(step.start_s)
+        return self._wait.until_launch_s(elapsed_s, step.num_rows)
 
-    def planned_read(self) -> None:
-        """The planned step is read that the device computed before the round under way."""
-        self._planned_s = self._clock()
+    def planned_read(self, step: LaunchedStep) -> None:
+        """The device has computed a planned step."""
+        now_s = self._clock()
+        self._wait.planned_timed(step.num_rows, now_s - self._began_s(step.start_s))
+        self._planned_s = now_s
 
-    def _began_s(self, launch: _Launch) -> float:
-        """Returns when the device began with the oldest unread round, or a little later."""
-        return max(launch.start_s, self._committed_s, self._planned_s)
+    def _began_s(self, launch_s: float) -> float:
+        """Returns when the device began with the oldest work that nobody has read, or a little
+        later."""
+        return max(launch_s, self._committed_s, self._planned_s)
 
     def holds(self, sequence: Sequence) -> bool:
         """See `Lanes`."""
@@ -352,15 +363,19 @@ class RoundSteps:
             self._launch(rounds, joining)
         return True
 
-    def commit(self) -> bool:
-        """Reads and commits the rounds that are due; returns whether there were any."""
+    def commit(self, *, drains: bool = False) -> bool:
+        """Reads and commits the rounds that are due; returns whether there were any.
+
+        Args:
+            drains: all are.
+        """
         rounds = self._rounds
         if rounds is None or not rounds.num_pending:
             return False
         num_before = rounds.num_pending
         while rounds.num_pending > self._max_unread:
             self._commit(rounds)
-        if self._all_end(rounds, ()):
+        if drains or self._all_end(rounds, ()):
             self._drain(rounds)
         return rounds.num_pending < num_before
 
@@ -398,9 +413,9 @@ class RoundSteps:
                 shape = replace(shape, is_ahead=False)
             self._last_shape = rounds.shape
             is_alone = self._is_alone and not joining
-            self._launched.append(_Launch(now_s, shape, is_alone, not self._is_alone))
-            if self._launches_late:
-                self._wait.launched(launched_s - self._turn_s, is_alone=is_alone)
+            self._launched.append(_Launch(now_s, shape, is_alone))
+            if self._launches_late and self._is_alone:
+                self._wait.launched(launched_s - self._turn_s, is_alone=not joining)
         return was_taken
 
     def _choose(self, rounds: DeviceRounds, suited: SequenceOf[Sequence]) -> TreeShape | None:
@@ -505,7 +520,7 @@ class RoundSteps:
         is_timed = is_timed and num_lanes > 0
         if self._policy is not None and is_timed:
             self._policy.observe_time(launch.shape, num_lanes, now_s - start_s)
-        self._wait.timed(now_s - self._began_s(launch))
+        self._wait.timed(now_s - self._began_s(launch.start_s))
         self._committed_s = now_s
         if self._policy is not None:
             for is_greedy in (False, True):

@@ -400,8 +400,7 @@ def test_time_between_two_results_is_that_of_a_round(pair: Pair) -> None:
 def test_a_round_is_launched_when_the_last_one_is_about_to_end(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then the engine sleeps, and whoever arrives takes part in it. What was planned before a
-    round is read as soon as it is computed."""
+    """Until then the engine sleeps, unless somebody arrives, who takes part in it."""
     monkeypatch.setattr(ModelRunner, "computes_aside", True)
     launched: list[int] = []
     launch = RoundRunner.launch
@@ -427,24 +426,57 @@ def test_a_round_is_launched_when_the_last_one_is_about_to_end(
         assert engine.step()
         assert len(launched) == before + 1
     engine.submit(request([*PROMPTS[0], 4], stop=StopParams(5)), collector, 1)
+    now_s += 0.001
+    assert engine.step()
+    assert launched[-1] == 2
+    while not collector.has_ended(0) or not collector.has_ended(1):
+        now_s += 0.010
+        engine.step()
+    settle(engine)
+
+
+def test_a_round_waits_for_prompts_that_arrive_while_others_are_read(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as the device has a planned step to compute; and for few rows."""
+    monkeypatch.setattr(ModelRunner, "computes_aside", True)
+    launched: list[int] = []
+    launch = RoundRunner.launch
+
+    def counted(runner: RoundRunner, masked: Iterable[int]) -> None:
+        launch(runner, masked)
+        launched.append(runner.num_placed)
+
+    monkeypatch.setattr(RoundRunner, "launch", counted)
+    now_s = 0.0
+    setup, collector = _setup(pair, clock=lambda: now_s), Collector()
+    engine = setup.engine
+    prompts = [range(first, 24) for first in (8, 7, 6, 5)]
+    engine.submit(request(PROMPTS[0], stop=StopParams(150)), collector, 0)
+    for key in (1, 2):  # the first shows how long such a step takes
+        for _ in range(4):
+            now_s += 0.010
+            engine.step()
+        engine.submit(request([*prompts[key]], stop=StopParams(3)), collector, key)
+    while not collector.has_ended(2):
+        now_s += 0.010
+        engine.step()
     before = len(launched)
+    engine.submit(request([*prompts[0]], stop=StopParams(3)), collector, 3)
+    now_s += 0.001
+    assert engine.step()
     now_s += 0.001
     assert not engine.step()
-    assert len(launched) == before
-    now_s += 0.0072
-    assert engine.step()
-    assert launched[before:] == [2]
-    # A prompt of which a planned step reads the most, because rounds have no room for it.
-    engine.submit(request([*range(1, 24)] * 2, stop=StopParams(5)), collector, 2)
-    now_s += 0.0082
-    assert engine.step()
-    assert not collector.token_ids(2)
-    before = len(launched)
+    engine.submit(request([*prompts[3]], stop=StopParams(3)), collector, 4)
     now_s += 0.001
-    assert not engine.step()
-    assert len(collector.token_ids(2)) == 1
+    assert engine.step()
+    assert len(collector.token_ids(3)) == 1
     assert len(launched) == before
-    while not all(map(collector.has_ended, range(3))):
+    now_s += 0.008
+    assert engine.step()
+    assert len(collector.token_ids(4)) == 1
+    assert len(launched) == before + 1
+    while not all(map(collector.has_ended, range(5))):
         now_s += 0.010
         engine.step()
     settle(engine)

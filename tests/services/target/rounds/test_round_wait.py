@@ -47,11 +47,15 @@ def test_a_launch_leaves_the_host_its_time_and_more() -> None:
     assert wait.until_launch_s(0.0) == pytest.approx(0.009 - 0.001 - 0.0015)
 
 
-def test_a_launch_that_somebody_joins_has_a_time_of_its_own() -> None:
+def test_a_round_behind_a_planned_step_waits_for_that() -> None:
     wait = RoundWait()
     wait.timed(0.010)
     wait.launched(0.001)
-    assert wait.until_launch_s(0.0, is_alone=False) == pytest.approx(0.009 - 0.001 - 0.0015)
+    assert wait.until_launch_s(0.0, num_rows=600) == 0.0
+    wait.planned_timed(600, 0.020)
+    wait.planned_timed(100, 0.012)
+    assert wait.until_launch_s(0.0, num_rows=512) == pytest.approx(0.018 - 0.001 - 0.0015)
     wait.launched(0.002, is_alone=False)
-    assert wait.until_launch_s(0.0, is_alone=False) == pytest.approx(0.009 - 0.001 - 0.003)
+    assert wait.until_launch_s(0.0, num_rows=512) == pytest.approx(0.018 - 0.001 - 0.003)
+    assert wait.until_launch_s(0.010, num_rows=512) == pytest.approx(0.004)
     assert wait.until_launch_s(0.0) == pytest.approx(0.009 - 0.001 - 0.0015)
