@@ -19,7 +19,7 @@ from services.target.step_plan import ScheduledSequence, StepPlan
 from services.target.verifier import Verifier
 from shared.kv.batch import DecodeBatches, ForwardBatch, SequenceRows, build_batch
 from shared.kv.upload import Array, uploaded_numbers, uploaded_pairs
-from shared.runtime.host_copy import HostCopy
+from shared.runtime.host_copy import DeviceMark, HostCopy
 from shared.runtime.runner import ModelRunner
 from shared.speculation.logprobs import packed_logprobs, unpacked_logprobs
 
@@ -175,6 +175,7 @@ class LaunchedStep:
         draw: None when none does.
         scores: log probabilities of prompt tokens; None when no sequence wants any.
         num_rows: rows of the forward.
+        mark: behind its work on the device.
         start_s: when it was planned.
         allows_run_ahead: whether the next step can be launched before this one's tokens are read.
         host_gap_s: how long the device had nothing to do before, because of the host.
@@ -187,6 +188,7 @@ class LaunchedStep:
     draw: Draw | None
     scores: PromptScores | None
     num_rows: int
+    mark: DeviceMark
     start_s: float
     allows_run_ahead: bool
     host_gap_s: float = 0.0
@@ -243,12 +245,15 @@ class Launcher:
         for entry in plan.scheduled:
             entry.sequence.num_computed += entry.num_rows
             entry.sequence.num_pending += entry.is_complete
+        mark = DeviceMark(self._runner.device)
+        mark.put()
         return LaunchedStep(
             plan,
             drawn,
             draw,
             split.scores,
             len(batch.token_ids),
+            mark,
             start_s,
             _allows_run_ahead(drawn, draw),
         )

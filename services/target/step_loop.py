@@ -239,7 +239,7 @@ class StepLoop:
         if plan.scheduled:
             self.attachments.readiness.begin_rounds(entry.sequence for entry in plan.drawn)
             self._in_flight = self._launcher.launch(plan, last, start_s=now_s)
-            self._planned.put()
+            self._planned = self._in_flight.mark
             self._in_flight.host_gap_s = self._host_gap.launched(self._clock())
         has_round = self._launch_round(is_alone=last is None and not plan.scheduled)
         self._subscriptions.deliver()  # what the turn before left until the device computes
@@ -247,6 +247,7 @@ class StepLoop:
             self._commit(last)
             if last.num_prompt_rows:
                 self._subscriptions.deliver()  # first tokens wait for no launch of a round
+            self._rounds.join()
         if not self._runs_ahead():
             self._settle()
         has_round |= self._rounds.commit(drains=bool(self._num_put_off))
@@ -404,8 +405,9 @@ class StepLoop:
 
     def _commit(self, step: LaunchedStep) -> None:
         """Reads a step and commits its tokens; those of sequences that have ended are dropped."""
+        is_awaited = not step.mark.is_passed
         decided = step.read()
-        self._rounds.planned_read(step)
+        self._rounds.planned_read(step, is_awaited=is_awaited)
         self._tell_scores(step)
         if self._in_flight is None:
             self._host_gap.read(self._clock())

@@ -394,6 +394,11 @@ class RoundRunner:
         return self._head.is_late
 
     @property
+    def is_done(self) -> bool:
+        """Whether the oldest unread round can be read without waiting."""
+        return self._slots.oldest.result.is_done
+
+    @property
     def num_awaited(self) -> int:
         """Sequences of the oldest unread round."""
         return len(self._slots.oldest.sequences)

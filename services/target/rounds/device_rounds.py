@@ -318,6 +318,8 @@ class DeviceRounds:
         self._masks = masks
         self._vocab_size = runner.decoder.config.vocab_size
         self._lanes: dict[int, Lane] = {}
+        # Since the last launch.
+        self._joined: list[Sequence] = []
         # Whether rounds can serve a request at all, by sequence.
         self._can_serve: dict[int, bool] = {}
         # At which of the leases' returns there was no room for a sequence.
@@ -440,40 +442,61 @@ class DeviceRounds:
             return 0
         return -(-count // self._runner.shape.max_committed)
 
-    def launch(self, joining: SequenceOf[Sequence]) -> bool:
-        """Launches a round of all lanes and of the sequences `joining`, whose last tokens are read;
-        those before are computed, or can be read by the round.
-
-        Where the host masks lanes, `finish` is to be called once the rounds before are read.
-
-        False, with nothing launched, where a sequence outgrows its lane or its pages while rounds
-        are unread: they have to be read first. Sequences without room are refused.
-        """
-        placed = self.sequences
-        lacking = [each for each in placed if not self._may_go_on(each)]
-        if lacking and self.num_pending:
-            return False
-        for each in lacking:
-            self.evict(each)
+    def join(self, joining: SequenceOf[Sequence]) -> None:
+        """Gives lanes to sequences whose last tokens are read; those before are computed, or can be
+        read by the next round. Who has no room is refused."""
         for each in joining:
             # Equal prompts need not wait for this one to end. A lane's pages are not replaced, as
             # sharing may do.
             self._leases.publish(each.open_lease, each.token_ids[: each.num_computed])
         new = [each for each in joining if self._has_room(each)]
-        if not self._runner.num_placed and not new:
-            return True
-        kept = [each for each in placed if self.holds(each)]
+        if not new:
+            return
+        self._joined += new
         try:
-            self._place(kept, new)
-            self._runner.launch(each.sequence_id for each in (*kept, *new) if each.is_masked)
+            self._runner.place([self._lanes[each.sequence_id].new_lane for each in new])
         except RuntimeError as error:
             if self._runner.is_waited_for:
                 raise
-            # What the head has to catch up with, or graphs of this size, do not fit beside weights
-            # and cache; fewer sequences may.
-            if not new and self.num_pending:
+            # What the head has to catch up with does not fit beside weights and cache; fewer
+            # sequences may.
+            self._give_up(Shortage.of(error))
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether sequences have got their lanes since the last launch."""
+        return any(map(self.holds, self._joined))
+
+    def launch(self) -> bool:
+        """Launches a round of all lanes.
+
+        Where the host masks lanes, `finish` is to be called once the rounds before are read.
+
+        False, with nothing launched, where a sequence outgrows its lane or its pages while rounds
+        are unread: they have to be read first.
+        """
+        lacking = [each for each in self.sequences if not self._may_go_on(each)]
+        if lacking and self.num_pending:
+            return False
+        for each in lacking:
+            self.evict(each)
+        placed = self.sequences
+        if not placed:
+            return True
+        for sequence in placed:
+            sequence_id = sequence.sequence_id
+            head_pages = self._lanes[sequence_id].head_pages
+            self._runner.set_pages(sequence_id, sequence.open_lease.pages, head_pages)
+        try:
+            self._runner.launch(each.sequence_id for each in placed if each.is_masked)
+        except RuntimeError as error:
+            if self._runner.is_waited_for:
+                raise
+            # Graphs of this size do not fit beside weights and cache; those of fewer may.
+            if not self.has_joined and self.num_pending:
                 return False
-            self._give_up(Shortage.of(error), new)
+            self._give_up(Shortage.of(error))
+        self._joined.clear()
         return True
 
     @property
@@ -504,7 +527,7 @@ class DeviceRounds:
         except RuntimeError as error:
             if self._runner.is_waited_for:
                 raise
-            self._give_up(Shortage.of(error), ())
+            self._give_up(Shortage.of(error))
 
     def evict(self, sequence: Sequence) -> None:
         """Takes a lane from a sequence; every round has been read."""
@@ -514,12 +537,12 @@ class DeviceRounds:
     def _may_go_on(self, sequence: Sequence) -> bool:
         return len(sequence.token_ids) <= self._max_context_tokens and self._has_room(sequence)
 
-    def _give_up(self, shortage: Shortage, joining: SequenceOf[Sequence]) -> None:
-        """No memory for so many lanes, or for sequences to join them: those who came last leave, or
-        all where nobody came."""
+    def _give_up(self, shortage: Shortage) -> None:
+        """No memory for so many lanes, or for sequences to join them: those who came since the last
+        launch leave, or all where nobody came."""
         self._runners.confine(max(self._runner.num_placed, 1), shortage)
         placed = self.sequences
-        leaving = [each for each in joining if self.holds(each)] or placed
+        leaving = [each for each in self._joined if self.holds(each)] or placed
         for each in leaving:
             self._refuse(each)
         self._runner.remove(each.sequence_id for each in leaving)
@@ -528,6 +551,11 @@ class DeviceRounds:
     def num_pending(self) -> int:
         """Rounds that are launched and not read."""
         return self._runner.num_pending
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the oldest unread round can be read without waiting."""
+        return self._runner.is_done
 
     @property
     def num_lanes(self) -> int:
@@ -597,12 +625,3 @@ class DeviceRounds:
 
     def _refuse(self, sequence: Sequence) -> None:
         self._refused[sequence.sequence_id] = self._leases.num_returns
-
-    def _place(self, placed: SequenceOf[Sequence], joining: SequenceOf[Sequence]) -> None:
-        """Gives joining sequences their lanes, and the others the pages that came."""
-        for sequence in placed:
-            sequence_id = sequence.sequence_id
-            head_pages = self._lanes[sequence_id].head_pages
-            self._runner.set_pages(sequence_id, sequence.open_lease.pages, head_pages)
-        if joining:
-            self._runner.place([self._lanes[each.sequence_id].new_lane for each in joining])

@@ -67,7 +67,6 @@ _MARGIN_S = 1e-3
 _HOST_SHARE = 1.5
 _DRIFT = 0.02
 """What rounds may slow down by, one after the other, until the quickest is no measure any more."""
-_HOST_DRIFT = 0.05
 
 
 class RoundWait:
@@ -78,7 +77,7 @@ class RoundWait:
         self._quick_s = 0.0
         # By how many bits the number of rows has.
         self._planned_s: dict[int, float] = {}
-        self._host_s = {False: 0.0, True: 0.0}
+        self._host_s = 0.0
 
     def timed(self, round_s: float) -> None:
         """A round took so long."""
@@ -89,26 +88,22 @@ class RoundWait:
         size = num_rows.bit_length()
         self._planned_s[size] = _quick(step_s, self._planned_s.get(size, 0.0))
 
-    def launched(self, host_s: float, *, is_alone: bool = True) -> None:
-        """The host took so long from the beginning of a turn to the end of a launch.
-
-        Args:
-            is_alone: no sequence joined.
-        """
-        self._host_s[is_alone] = max(host_s, self._host_s[is_alone] * (1.0 - _HOST_DRIFT))
+    def launched(self, host_s: float) -> None:
+        """The host took so long for a launch."""
+        self._host_s = max(host_s, self._host_s * (1.0 - _DRIFT))
 
     def until_launch_s(self, elapsed_s: float, num_rows: int | None = None) -> float:
         """Returns how long the next round need not be launched yet; 0 for at once.
 
         Args:
             elapsed_s: since that began behind which it is launched, or a little less.
-            num_rows: of a planned step, whose sequences join; None behind a round.
+            num_rows: of a planned step; None behind a round.
         """
-        host_s = max(self._host_s.values()) if num_rows is not None else self._host_s[True]
         quick_s = self._quick_s
         if num_rows is not None:
             quick_s = self._planned_s.get(num_rows.bit_length(), 0.0)
-        return max(_SURE_SHARE * quick_s - _MARGIN_S - _HOST_SHARE * host_s - elapsed_s, 0.0)
+        last_s = _SURE_SHARE * quick_s - _MARGIN_S - _HOST_SHARE * self._host_s
+        return max(last_s - elapsed_s, 0.0)
 
     def patience_s(self, elapsed_s: float) -> float:
         """Returns how long to sleep, unless something arrives.
@@ -121,6 +116,37 @@ class RoundWait:
 
 def _quick(time_s: float, known_s: float) -> float:
     return min(time_s, (known_s or time_s) * (1.0 + _DRIFT))
+
+
+class DeviceTimes:
+    """Remembers when the device has done its work, piece by piece, as far as the host knows.
+
+    Attributes:
+        end_s: when the host read the last piece.
+    """
+
+    def __init__(self) -> None:
+        self.end_s = 0.0
+        self._was_awaited = False
+
+    def began_s(self, launch_s: float) -> float:
+        """Returns when the device began with the oldest piece that is not read, or a little later.
+
+        Args:
+            launch_s: when that was launched.
+        """
+        return max(launch_s, self.end_s)
+
+    def read(self, launch_s: float, now_s: float, *, is_awaited: bool) -> float | None:
+        """Returns how long the device took for a piece; None where the host came too late to know.
+
+        Args:
+            is_awaited: it was not done when the host came.
+        """
+        is_known = is_awaited and (self._was_awaited or launch_s >= self.end_s)
+        began_s = self.began_s(launch_s)
+        self.end_s, self._was_awaited = now_s, is_awaited
+        return now_s - began_s if is_known else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +216,7 @@ class RoundSteps:
     ) -> None:
         self._config = config
         self._launches_late = launches_late
-        self._wait = RoundWait()
-        self._turn_s = self._planned_s = 0.0
+        self._wait, self._times = RoundWait(), DeviceTimes()
         self._scheduler = scheduler
         self._attachments = attachments
         self._committer = committer
@@ -242,11 +267,6 @@ class RoundSteps:
         Args:
             settle: reads and commits the planned step in flight.
         """
-        self._turn_to_choice(settle)
-        if self._rounds is not None and self._launches_late:
-            self._turn_s = self._clock()  # a change of shape has waited for rounds
-
-    def _turn_to_choice(self, settle: Callable[[], None]) -> None:
         rounds, self._is_plain = self._rounds, False
         self._reading = {}
         if rounds is None:
@@ -288,26 +308,33 @@ class RoundSteps:
             return 0.0
         if self._scheduler.may_admit or not all(map(rounds.holds, running)):
             return 0.0
-        return self._wait.until_launch_s(self._clock() - self._began_s(self._launched[0].start_s))
+        began_s = self._times.began_s(self._launched[0].start_s)
+        return self._wait.until_launch_s(self._clock() - began_s)
 
     def until_launch_behind_s(self, step: LaunchedStep) -> float:
         """Returns the seconds until the next round has to be queued behind a planned step; 0 where
         that is now, or where there are no rounds."""
         if self._rounds is None or self._is_plain or not self._launches_late:
             return 0.0
-        elapsed_s = self._clock() - self._began_s(step.start_s)
+        elapsed_s = self._clock() - self._times.began_s(step.start_s)
         return self._wait.until_launch_s(elapsed_s, step.num_rows)
 
-    def planned_read(self, step: LaunchedStep) -> None:
-        """The device has computed a planned step."""
-        now_s = self._clock()
-        self._wait.planned_timed(step.num_rows, now_s - self._began_s(step.start_s))
-        self._planned_s = now_s
+    def planned_read(self, step: LaunchedStep, *, is_awaited: bool) -> None:
+        """The device has computed a planned step.
 
-    def _began_s(self, launch_s: float) -> float:
-        """Returns when the device began with the oldest work that nobody has read, or a little
-        later."""
-        return max(launch_s, self._committed_s, self._planned_s)
+        Args:
+            is_awaited: see `DeviceTimes.read`.
+        """
+        took_s = self._times.read(step.start_s, self._clock(), is_awaited=is_awaited)
+        if took_s is not None:
+            self._wait.planned_timed(step.num_rows, took_s)
+
+    def join(self) -> None:
+        """Gives lanes to sequences whose prompts are read, while the device computes something:
+        their heads catch up, which takes the host longer than to launch a round."""
+        rounds = self._rounds
+        if rounds is not None and not self._is_plain:
+            rounds.join(self._joining(rounds))
 
     def holds(self, sequence: Sequence) -> bool:
         """See `Lanes`."""
@@ -345,22 +372,22 @@ class RoundSteps:
 
     def launch(self, *, is_alone: bool) -> bool:
         """Launches a round of all lanes, those included that sequences get now; returns whether
-        there was one to launch.
+        anything was done.
 
         Args:
             is_alone: no planned step was launched in this turn.
         """
-        self._is_alone = is_alone
         rounds = self._rounds
         if rounds is None or self._is_plain:
             return False
         joining = self._joining(rounds)
-        if not (joining or rounds.num_placed) or self._all_end(rounds, joining):
-            return False
-        if not self._launch(rounds, joining):
+        rounds.join(joining)
+        if not rounds.num_placed or self._all_end(rounds):
+            return bool(joining)  # who was refused steps plainly from the next turn on
+        self._is_alone = is_alone and not rounds.has_joined
+        if not self._launch(rounds):
             self._drain(rounds)
-            joining = [each for each in joining if each.finish_reason is None]
-            self._launch(rounds, joining)
+            self._launch(rounds)
         return True
 
     def commit(self, *, drains: bool = False) -> bool:
@@ -375,7 +402,7 @@ class RoundSteps:
         num_before = rounds.num_pending
         while rounds.num_pending > self._max_unread:
             self._commit(rounds)
-        if drains or self._all_end(rounds, ()):
+        if drains or self._all_end(rounds):
             self._drain(rounds)
         return rounds.num_pending < num_before
 
@@ -399,9 +426,9 @@ class RoundSteps:
             joining.append(each)
         return joining
 
-    def _launch(self, rounds: DeviceRounds, joining: SequenceOf[Sequence]) -> bool:
+    def _launch(self, rounds: DeviceRounds) -> bool:
         num_before, now_s = rounds.num_pending, self._clock()
-        was_taken = rounds.launch(joining)
+        was_taken = rounds.launch()
         launched_s = self._clock()
         if rounds.awaits_masks:
             self._drain(rounds)
@@ -412,10 +439,8 @@ class RoundSteps:
             if shape != self._last_shape:  # nothing was prepared for it
                 shape = replace(shape, is_ahead=False)
             self._last_shape = rounds.shape
-            is_alone = self._is_alone and not joining
-            self._launched.append(_Launch(now_s, shape, is_alone))
-            if self._launches_late and self._is_alone:
-                self._wait.launched(launched_s - self._turn_s, is_alone=not joining)
+            self._launched.append(_Launch(now_s, shape, self._is_alone))
+            self._wait.launched(launched_s - now_s)
         return was_taken
 
     def _choose(self, rounds: DeviceRounds, suited: SequenceOf[Sequence]) -> TreeShape | None:
@@ -494,10 +519,10 @@ class RoundSteps:
         if self._rounds is not None:
             self._rounds.forget(sequence)
 
-    def _all_end(self, rounds: DeviceRounds, joining: SequenceOf[Sequence]) -> bool:
+    def _all_end(self, rounds: DeviceRounds) -> bool:
         """Whether every sequence may end with the rounds under way: another one would be for
         nobody, and the next prompt would wait for it."""
-        if joining:
+        if rounds.has_joined:
             return False
         num_committed = rounds.num_pending * rounds.max_committed
         return all(each.num_remaining <= num_committed for each in rounds.sequences)
@@ -508,7 +533,7 @@ class RoundSteps:
 
     def _commit(self, rounds: DeviceRounds) -> None:
         """Reads the oldest round and commits it."""
-        num_lanes = rounds.num_lanes
+        num_lanes, is_awaited = rounds.num_lanes, not rounds.is_done
         decided = rounds.read()
         now_s = self._clock()
         launch = self._launched.popleft()
@@ -520,7 +545,9 @@ class RoundSteps:
         is_timed = is_timed and num_lanes > 0
         if self._policy is not None and is_timed:
             self._policy.observe_time(launch.shape, num_lanes, now_s - start_s)
-        self._wait.timed(now_s - self._began_s(launch.start_s))
+        took_s = self._times.read(launch.start_s, now_s, is_awaited=is_awaited)
+        if took_s is not None:
+            self._wait.timed(took_s)
         self._committed_s = now_s
         if self._policy is not None:
             for is_greedy in (False, True):

@@ -19,6 +19,7 @@ from services.target.rounds.policy import LanePolicy
 from services.target.rounds.round_factory import RoundFactory
 from services.target.step_report import StepReport
 from shared.grammar import GrammarKind
+from shared.runtime.host_copy import DeviceMark, HostCopy
 from shared.runtime.round_graphs import RoundGraphs
 from shared.runtime.round_head import CatchUp, HeadBacklog
 from shared.runtime.round_runner import RoundRunner
@@ -64,6 +65,13 @@ class Setup:
     @property
     def num_drafted(self) -> int:
         return sum(report.num_drafted for report in self.reports)
+
+
+def _compute_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device whose work is not done when the host comes to read it."""
+    monkeypatch.setattr(ModelRunner, "computes_aside", True)
+    monkeypatch.setattr(HostCopy, "is_done", False)
+    monkeypatch.setattr(DeviceMark, "is_passed", False)
 
 
 def _setup(
@@ -393,7 +401,7 @@ def test_time_between_two_results_is_that_of_a_round(pair: Pair) -> None:
         for report, end_s in zip(rounds, ends_s, strict=True)
     ]
     # The last ones wait for the result that may end every sequence.
-    assert gaps_s[:4] == [0.0] * 4
+    assert gaps_s[1:5] == [0.0] * 4
     assert set(gaps_s) <= {0.0, 1.0}
 
 
@@ -401,7 +409,7 @@ def test_a_round_is_launched_when_the_last_one_is_about_to_end(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until then the engine sleeps, unless somebody arrives, who takes part in it."""
-    monkeypatch.setattr(ModelRunner, "computes_aside", True)
+    _compute_aside(monkeypatch)
     launched: list[int] = []
     launch = RoundRunner.launch
 
@@ -439,7 +447,7 @@ def test_a_round_waits_for_prompts_that_arrive_while_others_are_read(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As long as the device has a planned step to compute; and for few rows."""
-    monkeypatch.setattr(ModelRunner, "computes_aside", True)
+    _compute_aside(monkeypatch)
     launched: list[int] = []
     launch = RoundRunner.launch
 

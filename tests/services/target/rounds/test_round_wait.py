@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.target.rounds.round_steps import POLL_S, RoundWait
+from services.target.rounds.round_steps import POLL_S, DeviceTimes, RoundWait
 
 
 def test_nothing_known_is_looked_at_all_the_time() -> None:
@@ -55,7 +55,19 @@ def test_a_round_behind_a_planned_step_waits_for_that() -> None:
     wait.planned_timed(600, 0.020)
     wait.planned_timed(100, 0.012)
     assert wait.until_launch_s(0.0, num_rows=512) == pytest.approx(0.018 - 0.001 - 0.0015)
-    wait.launched(0.002, is_alone=False)
-    assert wait.until_launch_s(0.0, num_rows=512) == pytest.approx(0.018 - 0.001 - 0.003)
-    assert wait.until_launch_s(0.010, num_rows=512) == pytest.approx(0.004)
+    assert wait.until_launch_s(0.010, num_rows=512) == pytest.approx(0.0055)
     assert wait.until_launch_s(0.0) == pytest.approx(0.009 - 0.001 - 0.0015)
+
+
+def test_what_the_host_came_too_late_for_has_no_time() -> None:
+    times = DeviceTimes()
+    # Launched when the device had nothing to do.
+    assert times.read(1.0, 1.5, is_awaited=True) == 0.5
+    # Behind that.
+    assert times.read(1.2, 2.25, is_awaited=True) == 0.75
+    # Done when the host came: neither its end is known nor the next one's begin.
+    assert times.read(2.0, 4.0, is_awaited=False) is None
+    assert times.read(3.0, 4.5, is_awaited=True) is None
+    assert times.read(4.2, 5.0, is_awaited=True) == 0.5
+    assert times.began_s(4.8) == 5.0
+    assert times.began_s(6.0) == 6.0
