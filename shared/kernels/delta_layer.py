@@ -13,7 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shared.kernels.delta_rule import DeltaShape, DeltaWeights, batch_invariant_silu, delta_scan
+from shared.kernels.delta_rule import (
+    CHUNK,
+    DeltaShape,
+    DeltaWeights,
+    batch_invariant_silu,
+    delta_chunk,
+    delta_scan,
+)
 from shared.kernels.kernel_settings import runs_triton
 from shared.kernels.pointwise import plain_rms_norm
 
@@ -41,6 +48,23 @@ class DeltaLanes:
 
     table: Tensor
     count: Tensor
+    places: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaPrompts:
+    """Lanes of many tokens, which are cut into chunks.
+
+    Attributes:
+        table: `[N, 4]` int64: the state that a lane starts from; the one it ends in, or `NOWHERE`;
+            the first of its chunks, and how many it has.
+        chunks: `[C, 2]` int64, lane after lane: the first of its places, and how many tokens it
+            has, 1 to `CHUNK`.
+        places: see `DeltaLanes`; before a chunk's own come those that its first window sees.
+    """
+
+    table: Tensor
+    chunks: Tensor
     places: Tensor
 
 
@@ -135,6 +159,53 @@ def plain_advance_lanes(
             read.index_copy_(0, block.rows[is_wanted], wanted)
         has_target = targets != NOWHERE
         states.index_copy_(0, targets[has_target], own[has_target])
+
+
+def advance_prompts(
+    stored: Tensor,
+    prompts: DeltaPrompts,
+    states: Tensor,
+    read: Tensor,
+    shape: DeltaShape,
+    weights: DeltaWeights,
+) -> None:
+    """Does what `advance_lanes` does, many times as fast, but for rounding: sums have another
+    order. A token's bits depend on the tokens before it and on where chunks begin.
+
+    Args: those of `advance_lanes`.
+    """
+    if runs_triton(stored):
+        from shared.kernels.delta_chunks_triton import fused_advance_prompts
+
+        fused_advance_prompts(stored, prompts, states, read, shape, weights)
+        return
+    plain_advance_prompts(stored, prompts, states, read, shape, weights)
+
+
+def plain_advance_prompts(
+    stored: Tensor,
+    prompts: DeltaPrompts,
+    states: Tensor,
+    read: Tensor,
+    shape: DeltaShape,
+    weights: DeltaWeights,
+) -> None:
+    """`advance_prompts` in plain torch, on any device: the kernels' oracle."""
+    history = shape.window - 1
+    for source, target, first, count in prompts.table.tolist():
+        state = states[source]
+        for place, num_tokens in prompts.chunks[first : first + count].tolist():
+            own = prompts.places[place : place + history + num_tokens]
+            slots, rows = torch.nn.functional.pad(
+                own, (0, 0, 0, CHUNK - num_tokens), value=NOWHERE
+            ).unbind(1)
+            inputs = stored_inputs(stored, slots.clamp(min=0))
+            state, found = delta_chunk(inputs, slots != NOWHERE, state, shape, weights)
+            is_wanted = rows[history:] != NOWHERE
+            wanted = found[is_wanted].flatten(1).to(read.dtype)
+            read.index_copy_(0, rows[history:][is_wanted], wanted)
+        if target != NOWHERE:
+            states[target] = state
 
 
 @dataclass(frozen=True, slots=True)

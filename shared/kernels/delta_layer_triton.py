@@ -231,7 +231,7 @@ def fused_store_inputs(
         num_columns = STAMP_SIZE + num_channels + gates.shape[1]
         store_rows[(num_rows, triton.cdiv(num_columns, _STORED_COLUMNS))](
             stored, slots, stamps, channels, gates,
-            *_strides(stored), channels.stride(0), gates.stride(0), **_sizes(stored),
+            *layout_strides(stored), channels.stride(0), gates.stride(0), **layout_sizes(stored),
             NUM_CHANNELS=num_channels, NUM_GATES=gates.shape[1], BLOCK=_STORED_COLUMNS,
             num_warps=4, **dependent_launch(stored.device, num_rows),
         )  # fmt: skip
@@ -255,7 +255,7 @@ def fused_advance_lanes(
         advance[(num_programs, shape.num_value_heads, num_blocks)](
             stored, lanes.table, lanes.count, lanes.places, states, read,
             weights.taps, weights.log_decay, weights.decay_bias,
-            *_strides(stored), **_sizes(stored),
+            *layout_strides(stored), **layout_sizes(stored),
             NUM_KEY_HEADS=shape.num_key_heads, NUM_VALUE_HEADS=shape.num_value_heads,
             KEY_DIM=shape.key_dim, VALUE_DIM=shape.value_dim, WINDOW=shape.window,
             SCALE=shape.key_dim**-0.5, EPS=EPS,
@@ -283,11 +283,11 @@ def fused_gated_norm(read: Tensor, gates: Tensor, weight: Tensor, eps: float) ->
     return results
 
 
-def _strides(stored: Tensor) -> tuple[int, int]:
+def layout_strides(stored: Tensor) -> tuple[int, int]:
     return stored.stride(0), stored.stride(1)
 
 
-def _sizes(stored: Tensor) -> dict[str, int]:
+def layout_sizes(stored: Tensor) -> dict[str, int]:
     """Returns constants of the layout of stored rows."""
     num_layers, num_heads, head_dim = stored.shape[1], *stored.shape[3:]
     assert stored.stride(2) == num_heads * head_dim

@@ -1,9 +1,9 @@
-"""The gated delta rule of linear attention, one token after another.
+"""The gated delta rule of linear attention, one token after another or many at once.
 
 A token's results must not depend on what else is computed beside it: with drafts, the same token is
-computed in a prompt, in a tree or again from stored inputs. So every sum has one order that no
-shape changes, and functions whose last bits depend on a number's place in a tensor are computed in
-float64 and rounded once.
+computed alone, in a tree or again from stored inputs. So every sum of `delta_scan` has one order
+that no shape changes, and functions whose last bits depend on a number's place in a tensor are
+computed in float64 and rounded once. `delta_chunk`, for prompts, always has the same shapes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 EPS = 1e-6
+CHUNK = 64
+"""Tokens that `delta_chunk` takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,8 @@ def delta_scan(
     history = shape.window - 1
     num_tokens = inputs.shape[1] - history
     queries, keys, values = _convolved(inputs, is_there, shape, weights)
-    update, decay = _gates(inputs[:, history:], shape, weights)
+    update, log_decay = _gates(inputs[:, history:], shape, weights)
+    decay = log_decay.exp().float()
     read = torch.empty_like(values)
     for token in range(num_tokens):
         key = keys[:, token].unsqueeze(3)
@@ -92,6 +95,44 @@ def delta_scan(
         read[:, token] = _summed(moved * queries[:, token].unsqueeze(3))
         state = torch.where(is_there[:, history + token, None, None, None], moved, state)
     return state, read
+
+
+def delta_chunk(
+    inputs: Tensor, is_there: Tensor, state: Tensor, shape: DeltaShape, weights: DeltaWeights
+) -> tuple[Tensor, Tensor]:
+    """Does what `delta_scan` does, for one state and up to `CHUNK` tokens, by products of matrices.
+
+    What token i adds to the state is `key_i error_i^T`, where `error_i` depends on the errors
+    before it: they are the solution of a unit lower triangular system.
+
+    Source: Yang et al., Gated Delta Networks, arXiv 2412.06464, section 3.3; Yang et al., DeltaNet,
+    arXiv 2406.06484, section 3.2.
+
+    Args:
+        inputs: `[window - 1 + CHUNK, num_inputs]`.
+        is_there: `[window - 1 + CHUNK]` bool.
+        state: `[num_value_heads, key_dim, value_dim]` float32.
+
+    Returns:
+        The new state, and what each token reads, `[CHUNK, num_value_heads, value_dim]` float32.
+    """
+    history = shape.window - 1
+    convolved = _convolved(inputs[None], is_there[None], shape, weights)
+    queries, keys, values = (each[0].transpose(0, 1) for each in convolved)
+    update, log_decay = (each.T for each in _gates(inputs[history:], shape, weights))
+    # What is not there updates nothing and decays nothing.
+    update = torch.where(is_there[history:], update, 0.0).unsqueeze(2)
+    total = torch.where(is_there[history:], log_decay, 0.0).cumsum(1)
+    since_begin = total.exp().float().unsqueeze(2)
+    to_end = (total[:, -1:] - total).exp().float().unsqueeze(2)
+    # [H, i, j]: what is left at token i of what token j added.
+    between = (total.unsqueeze(2) - total.unsqueeze(1)).exp().float().tril()
+    system = (update * between * (keys @ keys.mT)).tril(-1)
+    wanted = update * (values - since_begin * (keys @ state))
+    errors = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    read = since_begin * (queries @ state) + (between * (queries @ keys.mT)) @ errors
+    state = since_begin[:, -1:] * state + (keys * to_end).mT @ errors
+    return state, read.transpose(0, 1)
 
 
 def batch_invariant_sigmoid(values: Tensor) -> Tensor:
@@ -130,14 +171,13 @@ def _convolved(
 
 
 def _gates(inputs: Tensor, shape: DeltaShape, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
-    """Returns how far a token replaces what its key reads, and what is left of the state before,
-    `[N, M, num_value_heads]` float32 each."""
+    """Returns how far a token replaces what its key reads, float32, and the logarithm of what is
+    left of the state before, float64, `[..., num_value_heads]` each."""
     first, count = shape.num_channels, shape.num_value_heads
     update = batch_invariant_sigmoid(inputs[..., first : first + count])
     rates = inputs[..., first + count : first + 2 * count].double()
     rates = torch.nn.functional.softplus(rates + weights.decay_bias.double())
-    decay = (-weights.log_decay.double().exp() * rates).exp().float()
-    return update, decay
+    return update, -weights.log_decay.double().exp() * rates
 
 
 def _unit(vectors: Tensor) -> Tensor:

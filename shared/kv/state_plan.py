@@ -9,12 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.kernels.delta_layer import NOWHERE, DeltaLanes
+from shared.kernels.delta_layer import NOWHERE, DeltaLanes, DeltaPrompts
+from shared.kernels.delta_rule import CHUNK
 from shared.kv.batch import ForwardBatch
 from shared.kv.upload import Array, UploadBlock, downloaded, uploaded
 
 # More causal rows than a chain of candidates has: a part of a prompt, all of which stays.
 _MAX_CHAIN_ROWS = 64
+# More than a round commits, which has the bits of plain steps: a chain, and one behind it.
+_FEWEST_PROMPT_TOKENS = _MAX_CHAIN_ROWS + 2
 _LANE_COLUMNS, _PLACE_COLUMNS = 4, 2
 
 
@@ -26,21 +29,26 @@ class StateInputs:
         stamps: `[T]` int64, of the forward's rows.
         sequences: what sequences advance by before their checkpoints are kept.
         candidates: rows behind the states of sequences, which may not stay; they keep no state.
+        prompts: likewise of sequences, of those that advance by many tokens; None for a graph,
+            which has none.
     """
 
     stamps: Tensor
     sequences: DeltaLanes
     candidates: DeltaLanes
+    prompts: DeltaPrompts | None
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], places: Tensor) -> StateInputs:
+    def of(
+        cls, tensors: Sequence[Tensor], places: Tensor, prompts: DeltaPrompts | None = None
+    ) -> StateInputs:
         """Names the tensors of `StatePlan.fixed`, and of its `places`."""
         stamps, counts, *tables = tensors
         sequences, candidates = (
             DeltaLanes(table, counts[number : number + 1], places)
             for number, table in enumerate(tables)
         )
-        return cls(stamps, sequences, candidates)
+        return cls(stamps, sequences, candidates, prompts)
 
     def first(self, num_rows: int, num_sequences: int, *, has_tail: bool) -> StateInputs:
         """Returns the inputs of a graph, see `GraphInputs`."""
@@ -50,6 +58,7 @@ class StateInputs:
             self.stamps[:num_rows],
             _first(self.sequences, num_sequences),
             _first(self.candidates, num_candidates),
+            prompts=None,
         )
 
 
@@ -60,6 +69,7 @@ class StatePlan:
     Attributes:
         stamps: `[T]`.
         sequences: `[N, 4]`, and candidates: `[M, 4]`, see `DeltaLanes.table`.
+        prompts: `[Q, 4]`, and chunks: `[C, 2]`, see `DeltaPrompts`.
         places: `[P, 2]`, see `DeltaLanes`.
         kept: `[K]` checkpoints that are written.
         lengths: `[K]`, the tokens that each of them holds.
@@ -69,6 +79,8 @@ class StatePlan:
     stamps: Array
     sequences: Array
     candidates: Array
+    prompts: Array
+    chunks: Array
     places: Array
     kept: Array
     lengths: Array
@@ -81,8 +93,10 @@ class StatePlan:
 
     def upload(self, device: torch.device) -> StateInputs:
         """Returns the inputs on the device. Does not wait for it."""
-        *fixed, places = uploaded([*self.fixed, self.places], device)
-        return StateInputs.of(fixed, places)
+        arrays = [*self.fixed, self.prompts, self.chunks, self.places]
+        *fixed, table, chunks, places = uploaded(arrays, device)
+        prompts = DeltaPrompts(table, chunks, places) if len(table) else None
+        return StateInputs.of(fixed, places, prompts)
 
 
 class StateSlots:
@@ -106,8 +120,9 @@ class StateSlots:
         self.inputs = StateInputs.of(self._block.tensors, self._block.fill(self._empty, places))
 
     def fits(self, plan: StatePlan) -> bool:
-        """Whether the plan's places are as many as these; lanes are no more than rows."""
-        return len(plan.places) <= len(self.inputs.sequences.places)
+        """Whether the plan's places are as many as these, and none is a prompt's; lanes are no more
+        than rows."""
+        return not len(plan.prompts) and len(plan.places) <= len(self.inputs.sequences.places)
 
     def fill(self, plan: StatePlan) -> None:
         """Queues a plan that fits; what it leaves of rows has the stamp 0."""
@@ -206,8 +221,9 @@ class HostBatch:
 
 def sequence_lanes(
     batch: HostBatch, sources: Array, lengths: Array, targets: Array, history: int
-) -> tuple[Array, Array]:
-    """Returns the table and the places of the lanes from checkpoints to what is kept.
+) -> tuple[Array, Array, Array, Array]:
+    """Returns the lanes from checkpoints to what is kept: the table of those of few tokens, the
+    table and the chunks of those of many, see `DeltaPrompts`, and the places of all.
 
     Args:
         sources: `[B]`, the checkpoint that each sequence starts from.
@@ -223,7 +239,9 @@ def sequence_lanes(
     rows[~batch.stays[owners[lanes]]] = NOWHERE
     slots = batch.slots_of(owners[lanes], indices)
     table = _table(sources[owners], targets[owners], lanes, history)
-    return table, np.stack((slots, rows), 1)
+    is_long = table[:, 3] >= _FEWEST_PROMPT_TOKENS
+    prompts, chunks = _cut(table[is_long], lengths[owners[is_long]])
+    return table[~is_long], prompts, chunks, np.stack((slots, rows), 1)
 
 
 def candidate_lanes(
@@ -298,6 +316,24 @@ def _table(sources: Array, targets: Array, lanes: Array, history: int) -> Array:
     counts = np.bincount(lanes, minlength=len(sources))
     firsts = np.cumsum(counts) - counts
     return np.stack((sources, targets, firsts, counts - history), 1).astype(np.int64)
+
+
+def _cut(table: Array, begins: Array) -> tuple[Array, Array]:
+    """Returns the table and the chunks of lanes, see `DeltaPrompts`.
+
+    Chunks end where the sequence has a multiple of `CHUNK` tokens: those of a prompt that is
+    computed in parts may be those of the whole.
+
+    Args:
+        begins: tokens of its sequence that each lane starts behind.
+    """
+    ends = begins + table[:, 3]
+    lanes, numbers = _spans(begins // CHUNK, -(-ends // CHUNK))
+    firsts = np.maximum(numbers * CHUNK, begins[lanes])
+    sizes = np.minimum((numbers + 1) * CHUNK, ends[lanes]) - firsts
+    counts = np.bincount(lanes, minlength=len(table))
+    prompts = np.stack((table[:, 0], table[:, 1], np.cumsum(counts) - counts, counts), 1)
+    return prompts, np.stack((table[lanes, 2] + firsts - begins[lanes], sizes), 1)
 
 
 def _first(lanes: DeltaLanes, count: int) -> DeltaLanes:

@@ -91,13 +91,15 @@ class StateStore:
         zeros = len(self._used)
         sources = np.where(found.places == NOWHERE, zeros, found.places)
         numbers = sources, found.lengths, targets
-        sequences, places = sequence_lanes(host, *numbers, history)
+        sequences, prompts, chunks, places = sequence_lanes(host, *numbers, history)
         candidates, more = candidate_lanes(host, *numbers, history)
         candidates[:, 2] += len(places)
         return StatePlan(
             stamps=stamps,
             sequences=sequences,
             candidates=candidates,
+            prompts=prompts,
+            chunks=chunks,
             places=np.concatenate((places, more)),
             kept=targets[kept],
             lengths=host.end[kept],

@@ -6,7 +6,12 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from shared.kernels.delta_layer import advance_lanes, gated_norm, store_inputs
+from shared.kernels.delta_layer import (
+    advance_lanes,
+    advance_prompts,
+    gated_norm,
+    store_inputs,
+)
 from shared.kernels.delta_rule import DeltaShape, DeltaWeights
 from shared.kernels.pointwise import Partials
 from shared.layers.attention import AttentionShape, ForwardContext
@@ -68,6 +73,8 @@ class GatedDelta:
         slots = context.batch.slots
         # All rows, before any is read: a sequence's prefix may be in this forward.
         store_inputs(stored, slots, inputs.stamps, channels[:, :count], self.gates(hidden))
+        if inputs.prompts is not None:
+            advance_prompts(stored, inputs.prompts, states, read, self.delta, self.weights)
         for lanes in (inputs.sequences, inputs.candidates):
             advance_lanes(stored, lanes, states, read, self.delta, self.weights)
         return gated_norm(read, channels[:, count:], self.norm.weight, self.norm.eps)

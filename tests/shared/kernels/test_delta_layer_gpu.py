@@ -13,14 +13,17 @@ from shared.kernels.delta_layer import (
     NOWHERE,
     STAMP_SIZE,
     DeltaLanes,
+    DeltaPrompts,
     advance_lanes,
+    advance_prompts,
     gated_norm,
     plain_advance_lanes,
+    plain_advance_prompts,
     plain_gated_norm,
     plain_store_inputs,
     store_inputs,
 )
-from shared.kernels.delta_rule import DeltaShape, DeltaWeights
+from shared.kernels.delta_rule import CHUNK, DeltaShape, DeltaWeights
 from tests.helpers.kernel_device import kernel_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.interpreter]
@@ -56,7 +59,7 @@ class Layer:
     states: Tensor
 
     @classmethod
-    def random(cls, shape: DeltaShape, dtype: torch.dtype) -> Layer:
+    def random(cls, shape: DeltaShape, dtype: torch.dtype, num_slots: int = NUM_SLOTS) -> Layer:
         weights = DeltaWeights(
             torch.randn(shape.num_channels, shape.window, device=CUDA).to(dtype),
             torch.randn(shape.num_value_heads, device=CUDA),
@@ -65,7 +68,7 @@ class Layer:
         # Of a head's size that no channel's begins with.
         num_heads, head_dim = 2, 12
         each = -(-(STAMP_SIZE + shape.num_inputs) // (2 * num_heads * head_dim))
-        storage = torch.randn(2, each + 3, NUM_SLOTS, num_heads, head_dim, device=CUDA).to(dtype)
+        storage = torch.randn(2, each + 3, num_slots, num_heads, head_dim, device=CUDA).to(dtype)
         sizes = shape.num_value_heads, shape.key_dim, shape.value_dim
         states = torch.randn(NUM_STATES, *sizes, device=CUDA) / shape.key_dim**0.5
         return cls(shape, weights, storage[:, 2 : 2 + each], states)
@@ -78,6 +81,14 @@ class Layer:
 
     def plainly_advanced(self, lanes: DeltaLanes, num_rows: int) -> tuple[Tensor, Tensor]:
         return self._run(plain_advance_lanes, lanes, num_rows, None)
+
+    def prompts_advanced(self, prompts: DeltaPrompts, num_rows: int) -> tuple[Tensor, Tensor]:
+        return self._run(advance_prompts, prompts, num_rows, None)
+
+    def prompts_plainly_advanced(
+        self, prompts: DeltaPrompts, num_rows: int
+    ) -> tuple[Tensor, Tensor]:
+        return self._run(plain_advance_prompts, prompts, num_rows, None)
 
     def _run(self, advance, lanes, num_rows, states):  # type: ignore[no-untyped-def]
         states = (self.states if states is None else states).clone()
@@ -183,6 +194,56 @@ def test_a_token_has_the_same_bits_however_it_is_computed(
     wanted = [NOWHERE] * (count - 1)
     path = lanes_of([*others, (4, NOWHERE, slots, [*wanted, 0])])
     assert torch.equal(layer.advanced(path, 1)[1][0], read[-1])
+
+
+def prompts_of(lanes: DeltaLanes, sizes: Sequence[Sequence[int]]) -> DeltaPrompts:
+    """Returns lanes as prompts whose chunks have these sizes."""
+    table, chunks = lanes.table.tolist(), list[tuple[int, int]]()
+    for lane, own in zip(table, sizes, strict=True):
+        assert sum(own) == lane[3]
+        firsts = [lane[2] + sum(own[:number]) for number in range(len(own))]
+        lane[2:] = len(chunks), len(own)
+        chunks += zip(firsts, own, strict=True)
+    return DeltaPrompts(
+        torch.tensor(table, device=CUDA), torch.tensor(chunks, device=CUDA), lanes.places
+    )
+
+
+@pytest.mark.parametrize("turn_chunks", [1, 3, 32])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [SHAPES[each] for each in _HEADS], ids=_HEADS)
+def test_prompts_are_advanced(
+    shape: DeltaShape, dtype: torch.dtype, turn_chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of several lengths, at a sequence's begin and behind one, all at once and in turns
+    that end in the middle of them, are what their tokens are one after another."""
+    monkeypatch.setattr("shared.kernels.delta_chunks_triton._TURN_CHUNKS", turn_chunks)
+    history, sizes = shape.window - 1, [[CHUNK, CHUNK, 9], [5, 61], [CHUNK, 3]]
+    counts = [sum(own) for own in sizes]
+    begins = [sum(counts[:number]) for number in range(3)]
+    layer = Layer.random(shape, dtype, history + sum(counts))
+    slots, rows = range(history + sum(counts)), range(sum(counts))
+    first, other, last = (
+        rows[begin : begin + count] for begin, count in zip(begins, counts, strict=True)
+    )
+    lanes = lanes_of(
+        [
+            (4, 1, [*[NOWHERE] * history, *slots[history : history + counts[0]]], first),
+            (3, 3, slots[begins[1] : begins[1] + history + counts[1]], other),
+            # Whose state nobody wants, and some of whose tokens.
+            (4, NOWHERE, slots[begins[2] :], [*[NOWHERE] * 60, *last[60:]]),
+        ]
+    )
+    prompts = prompts_of(lanes, sizes)
+    states, read = layer.prompts_advanced(prompts, sum(counts))
+    for exact, exact_read in (
+        layer.prompts_plainly_advanced(prompts, sum(counts)),
+        layer.plainly_advanced(lanes, sum(counts)),
+    ):
+        torch.testing.assert_close(states, exact, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(read, exact_read, atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
+    assert torch.equal(states[[0, 2, 4]], layer.states[[0, 2, 4]])
+    assert not read[last[0] : last[0] + 60].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

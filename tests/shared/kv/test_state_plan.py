@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
-from shared.kv.batch import empty_decode_batch
+from shared.kernels.delta_rule import CHUNK
+from shared.kv.batch import SequenceRows, empty_decode_batch
 from shared.kv.pool import KvPool
 from shared.kv.state_plan import StateSlots
 from shared.models.decoder import Decoder
@@ -92,3 +95,37 @@ def test_a_plan_of_too_many_tokens_does_not_fit(decoder: Decoder) -> None:
             fits.append(inputs.fits(plan))
             decoder.forward(batch, pool, states=plan.upload(CPU))
     assert fits == [False, True, False]
+
+
+@torch.inference_mode()
+def test_prompts_are_cut_at_multiples(decoder: Decoder) -> None:
+    """From the first token and from a checkpoint, beside short ones; none is for a graph."""
+    pool, slots = new_pool(decoder), StateSlots(64, 8, 500, CPU)
+    long, other, short = range(1, 14), range(14, 24), range(24, 34)
+    for sequences, sizes in (
+        ([rows(long, 0, 70), rows(short, 0, 9)], [[64, 6]]),
+        ([rows(short, 9, 1), rows(other, 0, 66)], [[64, 2]]),
+        # As many as a chain may be, all of which stay.
+        ([rows(short, 10, 64)], []),
+        ([rows(long, 70, 125), rows(short, 74, 1), rows(other, 66, 67)], [[58, 64, 3], [62, 5]]),
+    ):
+        batch = batch_of(sequences, CPU)
+        with pool.advancing(batch) as plan:
+            assert plan is not None
+            decoder.forward(batch, pool, states=plan.upload(CPU))
+        assert plan.chunks[:, 1].tolist() == [size for own in sizes for size in own]
+        assert plan.prompts[:, 3].tolist() == [len(own) for own in sizes]
+        assert plan.prompts[:, 2].tolist() == [sum(map(len, sizes[:n])) for n in range(len(sizes))]
+        assert slots.fits(plan) == (not sizes)
+        wanted = sorted(row for row in plan.places[:, 1].tolist() if row >= 0)
+        assert wanted == list(range(len(batch.token_ids)))
+        # The chunks' own places are the slots of the long ones, in order.
+        own = [plan.places[first + 3 :][:size, 0] for first, size in plan.chunks.tolist()]
+        parts = batch.slots.split(batch.query_starts.diff().tolist())
+        expected = [slot for part in parts if len(part) > CHUNK for slot in part.tolist()]
+        assert [slot for part in own for slot in part] == expected
+
+
+def rows(pages: Sequence[int], start: int, count: int) -> SequenceRows:
+    tokens = [number % 13 for number in range(start, start + count)]
+    return SequenceRows.causal(tokens, start, pages, range(count))

@@ -31,7 +31,7 @@ class Runs:
     """A runner that counts the tokens by which states were advanced before they were kept."""
 
     def __init__(self, decoder: Decoder, num_states: int = 4) -> None:
-        pool = KvPool(decoder.kv_layout(PAGE_SIZE), 20, CPU, num_states=num_states)
+        pool = KvPool(decoder.kv_layout(PAGE_SIZE), 160, CPU, num_states=num_states)
         self.runner = ModelRunner(decoder, pool)
         self.num_advanced = 0
         assert pool.states is not None
@@ -40,7 +40,7 @@ class Runs:
 
     def _counted(self, *args):  # type: ignore[no-untyped-def]
         plan = self._plan(*args)
-        self.num_advanced = int(plan.sequences[:, 3].sum())
+        self.num_advanced = int(plan.sequences[:, 3].sum() + plan.chunks[:, 1].sum())
         return plan
 
     def __call__(self, *rows: SequenceRows) -> Tensor:
@@ -132,3 +132,46 @@ def test_a_forward_that_fails_leaves_no_state(
     logits = runs(causal([8], 10))
     assert runs.num_advanced == 11
     assert torch.equal(logits[0], fresh(decoder, [*PROMPT, 8]))
+
+
+LONG = [(7 * index + index // 5) % 17 for index in range(200)]
+LONG_PAGES, MORE_PAGES = range(20, 70), range(70, 120)
+
+
+def test_a_long_prompt_is_its_tokens_one_after_another(decoder: Decoder) -> None:
+    """A prompt that is taken in chunks, whole or in parts, and then plain tokens."""
+    single = Runs(decoder)
+    exact = torch.cat([single(causal([token], at, MORE_PAGES)) for at, token in enumerate(LONG)])
+    whole, parts = Runs(decoder), Runs(decoder)
+    found = whole(causal(LONG[:190], 0, LONG_PAGES), causal(PROMPT, 0))[:190]
+    assert whole.num_advanced == 200
+    torch.testing.assert_close(found, exact[:190], atol=1e-4, rtol=1e-4)
+    for at in range(190, 200):
+        logits = whole(causal([LONG[at]], at, LONG_PAGES))
+        assert whole.num_advanced == 1
+        torch.testing.assert_close(logits, exact[at : at + 1], atol=1e-4, rtol=1e-4)
+    # Behind a part that ends anywhere, from its checkpoint.
+    first = parts(causal(LONG[:67], 0, LONG_PAGES))
+    rest = parts(causal(LONG[67:], 67, LONG_PAGES))
+    assert parts.num_advanced == 133
+    torch.testing.assert_close(torch.cat((first, rest)), exact, atol=1e-4, rtol=1e-4)
+
+
+def test_parts_of_whole_chunks_have_the_bits_of_the_prompt(decoder: Decoder) -> None:
+    whole, parts = Runs(decoder), Runs(decoder)
+    expected = whole(causal(LONG, 0, LONG_PAGES))
+    parts(causal(PROMPT, 0))
+    first = parts(causal(LONG[:128], 0, LONG_PAGES), causal([7], 10))[:128]
+    assert torch.equal(first, expected[:128])
+    assert torch.equal(parts(causal(LONG[128:], 128, LONG_PAGES)), expected[128:])
+
+
+def test_a_long_text_without_a_state_is_taken_in_chunks(decoder: Decoder) -> None:
+    runs = Runs(decoder, num_states=1)
+    runs(causal(LONG[:-1], 0, LONG_PAGES))
+    runs(causal(PROMPT, 0))
+    logits = runs(causal(LONG[-1:], 199, LONG_PAGES))
+    assert runs.num_advanced == 200
+    torch.testing.assert_close(
+        logits[0], Runs(decoder)(causal(LONG, 0, LONG_PAGES))[-1], atol=1e-4, rtol=1e-4
+    )
