@@ -19,7 +19,7 @@ def feature_layers(settings: DraftSettings) -> tuple[int, ...]:
 
     target = ModelConfig.from_folder(settings.target_folder)
     if settings.algorithm is Algorithm.MTP:
-        return (target.num_layers + 1,)
+        return (target.mtp_feature_layer,)
     if settings.algorithm is Algorithm.DFLASH:
         from shared.models.heads.dflash import DflashConfig
 

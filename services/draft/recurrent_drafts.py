@@ -7,18 +7,15 @@ from services.draft.settings import DraftSettings
 from shared.errors import CheckpointError
 from shared.models.config import ModelConfig
 
-_KINDS = {Algorithm.STANDALONE: "a draft model", Algorithm.MTP: "next-token layers"}
-
 
 def check_no_states(settings: DraftSettings) -> None:
-    """Raises: CheckpointError if the draft is of a model with linear attention, or the folder has
-    no config that can be served."""
-    kind = _KINDS.get(settings.algorithm)
-    if kind is None:
+    """Raises: CheckpointError if the draft is a model with linear attention, or the folder has no
+    config that can be served."""
+    if settings.algorithm is not Algorithm.STANDALONE:
         return
     config = ModelConfig.from_folder(settings.model_folder)
     if config.delta is not None:
         raise CheckpointError(
             f"{settings.model_folder}: {config.architecture} has linear attention; it is not "
-            f"supported as {kind} (--speculative-algorithm {settings.algorithm.value})"
+            f"supported as a draft model (--speculative-algorithm {settings.algorithm.value})"
         )

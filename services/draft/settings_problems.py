@@ -21,13 +21,23 @@ DEMO = Path(__file__).parents[2] / "shared" / "demo"
 DEMO_DRAFT = DEMO / "draft"
 DEMO_TARGET = DEMO / "target"
 DEMO_HEADS = DEMO / "heads"
-_LAYER_COUNT_KEY = "num_nextn_predict_layers"
+_LAYER_COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+_WEIGHTS_INDEX = "model.safetensors.index.json"
+# Qwen3-Next's config says nothing of its own.
+_LAYER_PREFIX = "mtp.layers."
 
 
 def has_next_token_layers(folder: Path) -> bool:
     """Whether a target brings next-token layers (MTP) of its own; False where nothing is there."""
-    path = folder / "config.json"
-    return path.is_file() and ConfigFile.read(path).integer(_LAYER_COUNT_KEY, 0) > 0
+    path, index = folder / "config.json", folder / _WEIGHTS_INDEX
+    if not path.is_file():
+        return False
+    config = ConfigFile.read(path)
+    for each in (config, config.nested("text_config")):
+        if any(each.integer(key, 0) > 0 for key in _LAYER_COUNT_KEYS):
+            return True
+    weights = ConfigFile.read(index).nested("weight_map") if index.is_file() else ()
+    return any(key.startswith(_LAYER_PREFIX) for key in weights)
 
 
 def default_model_folder(algorithm: Algorithm, target_folder: Path) -> Path:

@@ -161,7 +161,7 @@ class ModelConfig:
         has_sinks: heads have a score without a value, see `paged_attention`.
         full_heads: query heads of layers that see everything, where sliding layers have
             `num_heads`, which are as many or more; None where all have.
-        has_head_gates: see `Family`.
+        has_head_gates, has_raw_mtp: see `Family`.
         is_gated: see `Attention.is_gated`.
         delta: of layers with a gated delta rule in place of attention; None in most families.
         mlp_limits, expert_limits: see `Mlp.limit`, an entry a layer or none; the former are also
@@ -207,6 +207,7 @@ class ModelConfig:
     mlp_block: str = "mlp."
     full_heads: int | None = None
     has_head_gates: bool = False
+    has_raw_mtp: bool = False
     mlp_limits: tuple[float | None, ...] = ()
     expert_limits: tuple[float | None, ...] = ()
     is_gated: bool = False
@@ -296,11 +297,17 @@ class ModelConfig:
             mlp_block=family.mlp_block,
             full_heads=full_heads,
             has_head_gates=family.has_head_gates,
+            has_raw_mtp=family.has_raw_mtp,
             mlp_limits=layer_limits(config, "swiglu_limits_shared"),
             expert_limits=layer_limits(config, "swiglu_limits"),
             is_gated=family.is_gated,
             delta=read_delta(config, is_fused=family.has_fused_delta) if family.has_delta else None,
         )
+
+    @property
+    def mtp_feature_layer(self) -> int:
+        """What next-token layers read of this model, as `FeatureSpec` counts."""
+        return self.num_layers + (not self.has_raw_mtp)
 
     @property
     def num_cache_layers(self) -> int:

@@ -60,6 +60,8 @@ class Family:
         is_latent: keys and values are made of a latent vector, see `LatentAttention`.
         reads: puts a config into the words of the others; None where it speaks them.
         has_head_gates: see `Attention.head_gate`.
+        has_raw_mtp: next-token layers read and hand on the residual stream, before the norm that
+            stands in front of the lm_head; else behind it.
         is_gated: see `Attention.is_gated`.
         has_delta: some layers have a gated delta rule in place of attention, see `DeltaConfig`.
         has_fused_delta: see `DeltaConfig.is_fused`.
@@ -92,6 +94,7 @@ class Family:
     skips_rotation: bool = False
     reads: Callable[[ConfigFile], ConfigFile] | None = None
     has_head_gates: bool = False
+    has_raw_mtp: bool = False
     is_gated: bool = False
     has_delta: bool = False
     has_fused_delta: bool = False
@@ -170,6 +173,7 @@ _STEP = Family(
     sliding_rope=RopeDefaults(),
     reads=read_step,
     has_head_gates=True,
+    has_raw_mtp=True,
     experts=ExpertFamily(
         keys=ExpertKeys(
             block="moe.",

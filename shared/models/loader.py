@@ -49,14 +49,19 @@ class MtpStyle(enum.Enum):
     DEEPSEEK = "model.layers."
     MIMO = "model.mtp_layers."
     MIMO_V2 = "model.mtp.layers."
+    QWEN = "mtp.layers."
 
 
 # In a DeepSeek-style folder the layers are numbered on from the decoder's own, so only the
 # tensors that no decoder layer has tell them apart.
 _KEYS = {
-    MtpStyle.DEEPSEEK: re.compile(r"model\.layers\.(\d+)\.(?:eh_proj|enorm|hnorm|shared_head)\."),
-    MtpStyle.MIMO: re.compile(r"model\.mtp_layers\.(\d+)\."),
-    MtpStyle.MIMO_V2: re.compile(r"model\.mtp\.layers\.(\d+)\."),
+    MtpStyle.DEEPSEEK: re.compile(
+        r"((?:model|model\.language_model|language_model\.model)\.layers\.)(\d+)\."
+        r"(?:transformer\.)?(?:eh_proj|enorm|hnorm|shared_head)\."
+    ),
+    MtpStyle.MIMO: re.compile(r"(model\.mtp_layers\.)(\d+)\."),
+    MtpStyle.MIMO_V2: re.compile(r"(model\.mtp\.layers\.)(\d+)\."),
+    MtpStyle.QWEN: re.compile(r"(mtp\.layers\.)(\d+)\."),
 }
 
 
@@ -76,9 +81,9 @@ class MtpLayers:
 def find_mtp_layers(keys: Collection[str]) -> MtpLayers:
     """Returns the next-token layers among the keys of a checkpoint."""
     for style, pattern in _KEYS.items():
-        numbers = sorted({int(match[1]) for match in map(pattern.match, keys) if match})
-        if numbers:
-            return MtpLayers(style, tuple(f"{style.value}{number}." for number in numbers))
+        found = {(int(match[2]), match[1]) for match in map(pattern.match, keys) if match}
+        if found:
+            return MtpLayers(style, tuple(f"{root}{number}." for number, root in sorted(found)))
     return MtpLayers(None, ())
 
 

@@ -562,7 +562,7 @@ class FusedRoundDraft(FusedCode, RoundDraft):
         assert isinstance(layer, SplitHeadLayer)
         rows = HeadRows(batch.token_ids, head.embedding, hidden, sources)
         stream, update = layer.advance(rows, self._context(batch))
-        norm = layer.state_norm or head.vocabulary.norm
+        norm = layer.state_norm or next(iter(head.vocabulary.norms), None)
         if norm is None:
             states = stream + total_of(update)
             states = states if wanted is None else states.index_select(0, wanted)

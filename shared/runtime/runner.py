@@ -182,9 +182,18 @@ class HeadRunner(_PooledHead[DraftHead]):
         return self.head.forward(batch, hidden, self.pool, layer=layer)
 
     @torch.inference_mode()
-    def logits(self, states: Tensor) -> Tensor:
-        """Returns `[L, V]` float32 for `states` `[L, H]`."""
-        return self.head.logits(states)
+    def logits(self, states: Tensor, layer: int = 0) -> Tensor:
+        """Returns `[L, V]` float32 for `states` `[L, H]` of one layer."""
+        return self.head.logits(states, layer)
+
+    @torch.inference_mode()
+    def logits_of(self, states: Tensor, layers: Tensor) -> Tensor:
+        """Returns `[L, V]` float32 for the states of `layers` `[L]` int64 among those of all n,
+        `[L, n, H]`."""
+        vocabulary = self.head.vocabulary
+        normed = [vocabulary.normed(own, layer) for layer, own in enumerate(states.unbind(1))]
+        rows = torch.arange(len(layers), device=layers.device)
+        return vocabulary.logits(torch.stack(normed, dim=1)[rows, layers])
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch, hidden: Tensor) -> HeadOutput:

@@ -92,7 +92,7 @@ def random_head(decoder: Decoder) -> DraftHead:
     )
     tokens = torch.randperm(config.vocab_size, generator=generator, device=CUDA)
     vocabulary = DraftVocabulary(
-        norm=norm(),
+        norms=(norm(),),
         # Large logits make peaked distributions, whose trees are as deep as those of a trained
         # head.
         lm_head=Linear.of(weight(DRAFT_VOCAB_SIZE, hidden, 0.16)),

@@ -4,6 +4,7 @@ layers compute, written plainly."""
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -121,13 +122,59 @@ def _shapes(mtp: TinyMtp) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-class MtpOracle:
-    """Computes next-token layers over whole sequences, from scratch."""
+class LayerOracle(ABC):
+    """Computes next-token layers over whole sequences, from scratch.
+
+    Attributes:
+        num_layers: of them.
+        vocab_size: of the target.
+    """
+
+    def __init__(self, num_layers: int, vocab_size: int) -> None:
+        self.num_layers, self.vocab_size = num_layers, vocab_size
+        self._paths = Paths[_Rows]()
+
+    @abstractmethod
+    def states(self, layer: int, tokens: Sequence[int], hidden: Tensor) -> Tensor:
+        """Returns the states `[N, H]` of rows 0 … N-1 (token, hidden state)."""
+
+    @abstractmethod
+    def logits(self, states: Tensor, layer: int = 0) -> Tensor:
+        """Returns `[N, V]` of states of a layer."""
+
+    def known_tokens(self) -> list[int]:
+        return list(range(self.vocab_size))
+
+    def continue_path(
+        self, token_ids: Sequence[int], features: Tensor, path: Sequence[int]
+    ) -> Tensor:
+        """Returns the logits `[V]` after N committed tokens and a path of tree tokens.
+
+        Args:
+            features: `[N - 1, H]`, those of positions 0 … N-2.
+        """
+
+        def rows(layer: int, tokens: list[int], hidden: Tensor) -> _Rows:
+            return layer, tokens, hidden, self.states(layer, tokens, hidden)
+
+        def longer(before: _Rows, token: int) -> _Rows:
+            layer, tokens, hidden, states = before
+            if layer + 1 < self.num_layers:
+                return rows(layer + 1, [*tokens[1:], token], states)
+            return rows(layer, [*tokens, token], torch.cat((hidden, states[-1:])))
+
+        start = partial(rows, 0, list(token_ids[1:]), features)
+        layer, *_, states = self._paths.find(token_ids, features, path, start, longer)
+        return self.logits(states[-1:], layer)[0]
+
+
+class MtpOracle(LayerOracle):
+    """See `LayerOracle`."""
 
     def __init__(self, mtp: TinyMtp, folder: Path) -> None:
+        super().__init__(mtp.num_layers, mtp.shape.vocab_size)
         self.mtp = mtp
         self.tensors = load_file(folder / "model.safetensors")
-        self._paths = Paths[_Rows]()
 
     def states(self, layer: int, tokens: Sequence[int], hidden: Tensor) -> Tensor:
         """Returns the states `[N, H]` of rows 0 … N-1 (token, hidden state)."""
@@ -146,30 +193,5 @@ class MtpOracle:
         causal = torch.ones(len(rows), len(rows), dtype=torch.bool).tril()
         return plain_norm(block(rows, torch.arange(len(rows)), causal), final)
 
-    def known_tokens(self) -> list[int]:
-        return list(range(self.mtp.shape.vocab_size))
-
-    def logits(self, states: Tensor) -> Tensor:
+    def logits(self, states: Tensor, layer: int = 0) -> Tensor:
         return states @ self.tensors["lm_head.weight"].T
-
-    def continue_path(
-        self, token_ids: Sequence[int], features: Tensor, path: Sequence[int]
-    ) -> Tensor:
-        """Returns the logits `[V]` after N committed tokens and a path of tree tokens.
-
-        Args:
-            features: `[N - 1, H]`, those of positions 0 … N-2.
-        """
-
-        def rows(layer: int, tokens: list[int], hidden: Tensor) -> _Rows:
-            return layer, tokens, hidden, self.states(layer, tokens, hidden)
-
-        def longer(before: _Rows, token: int) -> _Rows:
-            layer, tokens, hidden, states = before
-            if layer + 1 < self.mtp.num_layers:
-                return rows(layer + 1, [*tokens[1:], token], states)
-            return rows(layer, [*tokens, token], torch.cat((hidden, states[-1:])))
-
-        start = partial(rows, 0, list(token_ids[1:]), features)
-        *_, states = self._paths.find(token_ids, features, path, start, longer)
-        return self.logits(states[-1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,13 @@ from torch import Tensor
 
 from services.draft.drafters.dflash import DflashDrafter
 from services.draft.drafters.drafter import Drafter, Proposal
+from services.draft.drafters.eagle import EagleDrafter
 from services.draft.drafters.multi_layer import MultiLayerDrafter
 from services.draft.sequence import DraftSequence
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.models.heads.dflash import load_dflash
+from shared.models.heads.head import DraftHead
 from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
@@ -39,6 +42,7 @@ from tests.helpers.engines import (
     run,
     run_plain,
 )
+from tests.helpers.family_mtp import FAMILY_MTPS, FamilyOracle, write_family_mtp
 from tests.helpers.head_oracle import Values, best_paths, path_values
 from tests.helpers.mtp_heads import MtpOracle, TinyMtp, write_mtp
 from tests.helpers.wired_draft import WiredDraft
@@ -54,7 +58,7 @@ DFLASH = TinyDflash(
 )
 SHAPE = TreeShape(3, 3, 9)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]
-Expected = Callable[[list[int], Sequence[Tensor], SamplingParams], Values]
+Expected = Callable[[list[int], SamplingParams], Values]
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,7 @@ class Setup:
     """A target's folder, a drafter for it, and what that should propose.
 
     Attributes:
-        expected: of committed tokens and the target's hidden states in transformers: the inputs of
-            its layers, and last the output of its final norm.
+        expected: of committed tokens, from what the target computes in transformers.
     """
 
     folder: Path
@@ -75,14 +78,47 @@ def _mtp(folder: Path) -> Setup:
     write_mtp(folder, MTP)
     target = TargetFolder(folder, dtype=torch.float32, device=CPU)
     head = load_mtp(folder, target, dtype=torch.float32, device=CPU)
-    drafter = MultiLayerDrafter(
+    oracle, states = MtpOracle(MTP, folder), _hidden_states()
+
+    def expected(tokens: list[int], sampling: SamplingParams) -> Values:
+        return best_paths(oracle, tokens, states(tokens)[-1], sampling, SHAPE)
+
+    return Setup(folder, _drafter(head), expected)
+
+
+def _drafter(head: DraftHead) -> EagleDrafter:
+    kind = EagleDrafter if len(head.layers) == 1 else MultiLayerDrafter
+    return kind(
         HeadRunner(head, KvPool(head.kv_layout(PAGE_SIZE), 200, CPU)),
         KvLeases(200, PAGE_SIZE, prefix_cache=False),
         max_context_tokens=128,
         keeps_features=False,
     )
-    oracle = MtpOracle(MTP, folder)
-    return Setup(folder, drafter, lambda t, h, s: best_paths(oracle, t, h[-1], s, SHAPE))
+
+
+def _hidden_states() -> Callable[[list[int]], list[Tensor]]:
+    """Returns what computes a target's hidden states of committed tokens in transformers: the
+    inputs of its layers, and last the output of its final norm."""
+    model = build_model("llama", TARGET)
+
+    def states(token_ids: list[int]) -> list[Tensor]:
+        with torch.no_grad():
+            output = model(torch.tensor([token_ids[:-1]]), output_hidden_states=True)
+        return [each[0] for each in output.hidden_states]
+
+    return states
+
+
+def _family(name: str, folder: Path) -> Setup:
+    mtp = FAMILY_MTPS[name]
+    oracle = FamilyOracle(mtp, write_family_mtp(folder, mtp, VOCAB_SIZE), VOCAB_SIZE)
+    target = TargetFolder(folder, dtype=torch.float32, device=CPU)
+    head = load_mtp(folder, target, dtype=torch.float32, device=CPU)
+
+    def expected(tokens: list[int], sampling: SamplingParams) -> Values:
+        return best_paths(oracle, tokens, oracle.features(tokens[:-1]), sampling, SHAPE)
+
+    return Setup(folder, _drafter(head), expected)
 
 
 def _dflash(folder: Path) -> Setup:
@@ -96,16 +132,23 @@ def _dflash(folder: Path) -> Setup:
         DFLASH, target_embedding=target.embedding(), target_lm_head=target.lm_head()
     )
 
-    def expected(tokens: list[int], states: Sequence[Tensor], sampling: SamplingParams) -> Values:
+    states = _hidden_states()
+
+    def expected(tokens: list[int], sampling: SamplingParams) -> Values:
         # The outputs of layers 1 and 0 are the inputs of layers 2 and 1.
-        logits = oracle.block_logits(tokens, torch.cat((states[2], states[1]), dim=1))
+        _, first, second, *_ = states(tokens)
+        logits = oracle.block_logits(tokens, torch.cat((second, first), dim=1))
         return best_block_paths(logits, sampling, SHAPE, num_tokens=len(tokens))
 
     return Setup(folder, drafter, expected)
 
 
 @pytest.mark.parametrize("seed", [None, 7], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("build", [_mtp, _dflash], ids=["mtp", "dflash"])
+@pytest.mark.parametrize(
+    "build",
+    [_mtp, _dflash, partial(_family, "qwen3.5"), partial(_family, "step 3.5")],
+    ids=["mtp", "dflash", "qwen3.5", "step 3.5"],
+)
 def test_trees_are_those_of_the_targets_true_features(
     build: Callable[[Path], Setup],
     seed: int | None,
@@ -131,14 +174,10 @@ def test_trees_are_those_of_the_targets_true_features(
     ]
     answers, plain = run(engine, requests), run_plain(decoder, requests)
     assert [answers.token_ids(i) for i in range(3)] == [plain.token_ids(i) for i in range(3)]
-    model = build_model("llama", TARGET)
     num_grown = 0
     for token_ids, own_sampling, tree in seen:
         if len(tree):
-            with torch.no_grad():
-                output = model(torch.tensor([token_ids[:-1]]), output_hidden_states=True)
-            states = [each[0] for each in output.hidden_states]
-            expected = setup.expected(token_ids, states, own_sampling)
+            expected = setup.expected(token_ids, own_sampling)
             assert path_values(tree) == pytest.approx(expected, abs=2e-3)
             num_grown += 1
     assert num_grown >= 12

@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from tests.helpers.checkpoints import DELTA, TinyShape, write_checkpoint
+from tests.helpers.family_mtp import FAMILY_MTPS, write_family_mtp
 from tests.helpers.served import running_target
 
 PROMPT = [1, 2, 3, 4, 5]
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+@pytest.fixture(scope="module", params=["draft model", "qwen3-next", "qwen3.5"])
+def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Returns the flags of a target and its draft, a model or the target's next-token layer."""
     target, draft = (tmp_path_factory.mktemp(name) for name in ("target", "draft"))
+    if request.param in FAMILY_MTPS:
+        write_family_mtp(target, FAMILY_MTPS[request.param], 300, with_tokenizer=True)
+        return ["--model-path", str(target), "--speculative-algorithm", "MTP"]
     shape = TinyShape(vocab_size=300, overrides=DELTA)
     write_checkpoint(target, "qwen3_5", shape, with_tokenizer=True)
     write_checkpoint(draft, "llama", TinyShape(vocab_size=300), with_tokenizer=True)
-    return target, draft
+    return ["--model-path", str(target), "--speculative-draft-model-path", str(draft)]
 
 
 @pytest.mark.parametrize("rounds", ["on", "off"])
-async def test_output_is_the_same_and_drafted(folders: tuple[Path, Path], rounds: str) -> None:
-    target, draft = folders
+async def test_output_is_the_same_and_drafted(models: list[str], rounds: str) -> None:
     arguments = [
-        *("--model-path", str(target), "--port", "0", "--device", "cpu", "--draft", "embedded"),
+        *models,
+        *("--port", "0", "--device", "cpu", "--draft", "embedded"),
         *("--max-total-tokens", "2048", "--context-length", "120", "--device-rounds", rounds),
         *("--candidate-wait-sequences=99", "--candidate-wait-ms", "10000"),
-        *("--speculative-adaptive=false", "--speculative-draft-model-path", str(draft)),
+        "--speculative-adaptive=false",
     ]
     if rounds == "on":
         # Pinned, so that rounds draw trees although none of a random draft is accepted.

@@ -22,7 +22,6 @@ from services.draft.drafters.placement import (
     pass_limits,
     reserved_for_head,
 )
-from services.draft.recurrent_drafts import check_no_states
 from services.draft.settings import DraftSettings
 from shared.models.config import ModelConfig
 from shared.models.heads.config import HeadConfig, HeadKind
@@ -98,7 +97,6 @@ def build_mtp(settings: DraftSettings, host: Host | None = None) -> EagleDrafter
         CheckpointError: a folder cannot be served, or the layers were made for another target.
         SettingsError: memory does not hold what the settings ask for.
     """
-    check_no_states(settings)
     host = host or Host()
     folder = settings.model_folder
     config = ModelConfig.from_folder(folder)

@@ -53,9 +53,13 @@ class LayerForwards:
         batch = build_batch(rows, page_size=runner.page_size, device=runner.device)
         return runner.states(batch, hidden, layer=layer)
 
-    def logits(self, states: Tensor) -> Tensor:
-        """Returns `[L, V]` float32 for `states` `[L, H]`."""
-        return self._runner.logits(states)
+    def logits(self, states: Tensor, layer: int) -> Tensor:
+        """Returns `[L, V]` float32 for `states` `[L, H]` of one layer."""
+        return self._runner.logits(states, layer)
+
+    def logits_of(self, states: Tensor, layers: Tensor) -> Tensor:
+        """See `HeadRunner.logits_of`."""
+        return self._runner.logits_of(states, layers)
 
     def take_over(
         self,
@@ -199,8 +203,7 @@ class LayerTails(HeadTails):
         nodes = [node for each in work for node in each.nodes]
         last = self.forwards.num_layers - 1
         scoring = uploaded_numbers([min(node.depth, last) for node in nodes], states.device)
-        chosen = states[torch.arange(len(nodes), device=states.device), scoring]
-        learn_rows(work, self.forwards.logits(chosen), self._device)
+        learn_rows(work, self.forwards.logits_of(states, scoring), self._device)
         for node, state in zip(nodes, states.unbind(), strict=True):
             node.state = state
 
@@ -254,6 +257,7 @@ class MultiLayerDrafter(EagleDrafter):
             self._forwards.settle(sequence, count)
 
     def _grow(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
+        self._settle_far(sequences, shape)
         forwards = self._forwards
         growth, scores = TreeGrowth(shape), DraftScores(sequences, self._runner.device)
         own = [LayerRows(self._contexts.kv_of(s), s.token_ids) for s in sequences]
@@ -261,7 +265,7 @@ class MultiLayerDrafter(EagleDrafter):
         rows, hidden = [each.all_rows(0) for each in own], self._contexts.hidden(counts)
         states = forwards.run(rows, hidden, 0)
         roots = [forwards.root_states(own, states, rows, 0)]
-        first = self._children(scores, forwards.logits(roots[0]), own, shape)
+        first = self._children(scores, forwards.logits(roots[0], 0), own, shape)
         growth.add(first.best(shape.topk))
         frontier = roots[0]
         # A layer without a level to score still has committed rows to settle.
@@ -280,7 +284,7 @@ class MultiLayerDrafter(EagleDrafter):
                 roots.append(forwards.root_states(own, states, rows, layer))
             if beam is not None:
                 frontier = forwards.beam_states(own, states, rows)
-                children = self._children(scores, forwards.logits(frontier), own, shape)
+                children = self._children(scores, forwards.logits(frontier, layer), own, shape)
                 growth.add(children.best(shape.topk))
         for sequence, count in counts:
             forwards.settle(sequence, count - (self._num_layers - 1))
@@ -288,6 +292,14 @@ class MultiLayerDrafter(EagleDrafter):
             self._tails.plant(sequences, torch.stack(roots, dim=1), first)
         grown = zip(sequences, growth.finish(), strict=True)
         return [Proposal(sequence, result.tree) for sequence, result in grown]
+
+    def _settle_far(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> None:
+        """Takes in open rows that lie behind a sliding window: those beside a tree are one block
+        with it, which attention takes to be within the window."""
+        window = self._runner.head.layers[0].attention.shape.sliding_window
+        if window is not None:
+            far = [s for s in sequences if self.backlog(s) + shape.num_steps > window]
+            self.catch_up(far, sum(map(self.backlog, far)))
 
     def _settled_rows(self, sequence: DraftSequence, count: int, *, layer: int) -> SequenceRows:
         """Lays out the next `count` rows, whose tokens every layer knows."""

@@ -35,22 +35,26 @@ class DraftVocabulary:
     """The tokens a head can propose.
 
     Attributes:
-        norm: before the lm_head; None in heads without one.
+        norms: before the lm_head, one a layer; none in heads without.
         lm_head: `H` to Vd.
         token_ids: `[Vd]` int64, the target's id of each draft id; None when they are the same.
         vocab_size: V, of the target.
         size: Vd.
     """
 
-    norm: RmsNorm | None
+    norms: tuple[RmsNorm, ...]
     lm_head: Linear
     token_ids: Tensor | None
     vocab_size: int
     size: int
 
-    def logits(self, states: Tensor) -> Tensor:
-        """Returns `[L, V]` float32 for `states` `[L, H]`; -inf for tokens without a draft id."""
-        own = self.lm_head(states if self.norm is None else self.norm(states)).float()
+    def normed(self, states: Tensor, layer: int = 0) -> Tensor:
+        """Returns what the lm_head reads of states `[L, H]` of one layer."""
+        return self.norms[layer](states) if self.norms else states
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """Returns `[L, V]` float32 for `[L, H]` of `normed`; -inf for tokens without a draft id."""
+        own = self.lm_head(normed).float()
         if self.token_ids is None:
             return own
         logits = own.new_full((len(own), self.vocab_size), -math.inf)
@@ -288,6 +292,6 @@ class DraftHead:
         context = ForwardContext(batch, pool, cos, signed_sin, plans)
         return self.layers[layer](embedded, hidden, context)
 
-    def logits(self, states: Tensor) -> Tensor:
-        """Returns `[L, V]` float32 over the target's vocabulary for recurrent states `[L, H]`."""
-        return self.vocabulary.logits(states)
+    def logits(self, states: Tensor, layer: int = 0) -> Tensor:
+        """Returns `[L, V]` float32 over the target's vocabulary for states `[L, H]` of a layer."""
+        return self.vocabulary.logits(self.vocabulary.normed(states, layer))

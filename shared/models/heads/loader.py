@@ -283,7 +283,8 @@ class _HeadBuilder:
             if token_map is not None:
                 weight = weight.index_select(0, token_map)
         size = weight.shape[0]
-        return DraftVocabulary(norm, Linear.of(weight), token_map, config.vocab_size, size)
+        norms = () if norm is None else (norm,)
+        return DraftVocabulary(norms, Linear.of(weight), token_map, config.vocab_size, size)
 
     def _features(self, dtype: torch.dtype) -> tuple[FeatureSpec, FeatureFusion | None]:
         """The target applies a bare `fc`, which narrows the rows on the wire; norms in front of

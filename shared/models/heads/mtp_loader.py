@@ -17,21 +17,36 @@ from shared.layers.norm import RmsNorm
 from shared.layers.rotary import Rotary
 from shared.model_options import ModelOptions, Quantisation
 from shared.models.checkpoint import Checkpoint
-from shared.models.config import ModelConfig
+from shared.models.config import ModelConfig, text_config
 from shared.models.config_file import CONFIG_FILE, ConfigFile
 from shared.models.decoder import attention_shape
-from shared.models.decoder_weights import IGNORED_SUFFIXES, layer_parts
+from shared.models.decoder_weights import IGNORED_SUFFIXES, DecoderKeys, layer_parts
 from shared.models.heads.feature_spec import FeatureSpec
 from shared.models.heads.head import DraftHead, DraftVocabulary
 from shared.models.heads.target_tensors import TargetTensors
-from shared.models.loader import MtpLayers, MtpStyle, build_layer, find_mtp_layers
+from shared.models.loader import (
+    MtpLayers,
+    MtpStyle,
+    build_layer,
+    find_mtp_layers,
+    norm_from,
+)
 from shared.models.weights import AT_ONCE, CopyPace, WeightPart, read_weights
 
-LAYER_COUNT_KEY = "num_nextn_predict_layers"
+LAYER_COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 # Copies of the target's own, which the head borrows.
-_SHARED_SUFFIXES = (".embed_tokens.weight", ".shared_head.head.weight")
-# What some checkpoints call the norm before the feed-forward block.
-_OTHER_NORM = ("post_attention_layernorm", "pre_mlp_layernorm")
+_SHARED_SUFFIXES = (
+    ".embed_tokens.weight",
+    ".shared_head.head.weight",
+    ".shared_head.output.weight",
+)
+# What some checkpoints call the norm before the feed-forward block, and the one behind it.
+_OTHER_NAMES = (
+    ("post_attention_layernorm", "pre_mlp_layernorm"),
+    ("shared_head", "transformer.shared_head"),
+)
+# Where checkpoints have what next-token layers share, beside `MtpStyle.QWEN`.
+_QWEN_ROOT = "mtp."
 _NAMES = {
     MtpStyle.DEEPSEEK: {
         "enorm": "embedding_norm",
@@ -51,12 +66,18 @@ _NAMES = {
         "final_layernorm": "state_norm",
         "input_proj": "projection",
     },
+    MtpStyle.QWEN: {
+        "pre_fc_norm_embedding": "embedding_norm",
+        "pre_fc_norm_hidden": "hidden_norm",
+        "norm": "state_norm",
+        "fc": "projection",
+    },
 }
 
 
 @dataclass(frozen=True, slots=True)
 class MtpLayer:
-    """See `HeadLayer`. The state it hands on is normed, as the target's hidden state is.
+    """See `HeadLayer`. The state it hands on is normed where the target's hidden state is.
 
     Most layers read `cat(embedding, hidden)`. MiMo's read `cat(hidden, embedding)`, and
     were trained with zeros for the embedding at position 0.
@@ -66,6 +87,7 @@ class MtpLayer:
 
     Attributes:
         projection: `2H` to `H`.
+        state_norm: None in layers that hand on what the norm before the lm_head reads.
     """
 
     style: MtpStyle
@@ -73,7 +95,7 @@ class MtpLayer:
     hidden_norm: RmsNorm
     projection: Linear
     block: DecoderLayer
-    state_norm: RmsNorm
+    state_norm: RmsNorm | None
 
     @property
     def attention(self) -> SelfAttention:
@@ -86,7 +108,8 @@ class MtpLayer:
             is_first = (context.batch.positions == 0).unsqueeze(1)
             embedded = embedded.masked_fill(is_first, 0.0)
             inputs = (self.hidden_norm(hidden), self.embedding_norm(embedded))
-        return self.state_norm(self.block(self.projection(torch.cat(inputs, dim=-1)), context))
+        states = self.block(self.projection(torch.cat(inputs, dim=-1)), context)
+        return states if self.state_norm is None else self.state_norm(states)
 
 
 def load_mtp(
@@ -114,24 +137,27 @@ def load_mtp(
     tensors = read_weights(
         checkpoint,
         tuple(_parts(config, layers, checkpoint)),
-        ignored_prefixes=[k for k in checkpoint.files if not k.startswith(layers.prefixes)],
+        ignored_prefixes=[k for k in checkpoint.files if not _is_own(k, layers)],
         ignored_suffixes=(*IGNORED_SUFFIXES, *_SHARED_SUFFIXES),
         dtype=dtype,
         device=device,
         pace=pace,
     )
     embedding = target.embedding()
-    lm_head = Linear.of(target.lm_head())
+    lm_head, numbers = Linear.of(target.lm_head()), range(len(layers.prefixes))
+    norms = [norm_from(config, tensors, f"layers.{index}.state_norm") for index in numbers]
+    state_norms = [None] * len(norms) if config.has_raw_mtp else norms
+    head_norms = tuple(norms) if config.has_raw_mtp else ()
     head = DraftHead(
         config=config,
-        feature_spec=FeatureSpec((target.config.num_layers + 1,), dtype, config.hidden_size),
+        feature_spec=FeatureSpec((target.config.mtp_feature_layer,), dtype, config.hidden_size),
         fusion=None,
         embedding=embedding,
         layers=tuple(
-            _build(config, layers, tensors, index, options.quantisation)
-            for index in range(len(layers.prefixes))
+            _build(config, layers, tensors, index, state_norms[index], options.quantisation)
+            for index in numbers
         ),
-        vocabulary=DraftVocabulary(None, lm_head, None, config.vocab_size, config.vocab_size),
+        vocabulary=DraftVocabulary(head_norms, lm_head, None, config.vocab_size, config.vocab_size),
         rotary=Rotary(config.rope, config.rotary_dim, device),
         attention_backend=options.attention_backend,
     )
@@ -145,22 +171,22 @@ def _config(folder: Path, layers: MtpLayers, target: ModelConfig) -> ModelConfig
     if num_layers == 0:
         raise CheckpointError(
             f"{folder} has no next-token layers: no key begins with {MtpStyle.MIMO.value}, "
-            f"{MtpStyle.MIMO_V2.value} or {MtpStyle.DEEPSEEK.value}N.eh_proj"
+            f"{MtpStyle.MIMO_V2.value}, {MtpStyle.QWEN.value} or {MtpStyle.DEEPSEEK.value}N.eh_proj"
         )
-    file = ConfigFile.read(folder / CONFIG_FILE)
-    stated = file.integer(LAYER_COUNT_KEY, num_layers)
-    if stated != num_layers:
+    file = text_config(ConfigFile.read(folder / CONFIG_FILE))
+    for key in LAYER_COUNT_KEYS:
+        stated = file.integer(key, num_layers)
+        if stated != num_layers:
+            raise CheckpointError(
+                f"{file.path}: {key} is {stated}; the weights have {num_layers}, "
+                f"{', '.join(layers.prefixes)}"
+            )
+    if file.flag("mtp_use_dedicated_embeddings", False):
         raise CheckpointError(
-            f"{file.path}: {LAYER_COUNT_KEY} is {stated}; the weights have {num_layers}, "
-            f"{', '.join(layers.prefixes)}"
+            f"{file.path}: mtp_use_dedicated_embeddings is true; next-token layers read the "
+            f"target's embeddings"
         )
-    config = ModelConfig.from_folder(folder)
-    if config.has_head_gates or config.delta is not None:
-        raise CheckpointError(
-            f"{file.path}: next-token layers of {config.architecture} are not supported"
-        )
-    if layers.style is MtpStyle.MIMO_V2:
-        config = _sliding(config, num_layers)
+    config = _of_layers(ModelConfig.from_folder(folder), file, layers)
     for key, own, needed in (
         ("hidden_size", config.hidden_size, target.hidden_size),
         ("vocab_size", config.vocab_size, target.vocab_size),
@@ -170,34 +196,71 @@ def _config(folder: Path, layers: MtpLayers, target: ModelConfig) -> ModelConfig
     return config
 
 
-def _sliding(config: ModelConfig, num_layers: int) -> ModelConfig:
-    """Returns the config of layers that are all as the sliding ones of a decoder.
+def _of_layers(config: ModelConfig, file: ConfigFile, layers: MtpLayers) -> ModelConfig:
+    """Returns the config of next-token layers alone, made of their decoder's.
+
+    MiMo-V2-Flash's all slide, as do Step-3.5's, which its lists of layers count on from the
+    decoder's. Qwen's have attention. Others are as the decoder's last layer.
 
     Source: MiMo-V2-Flash, arXiv 2601.02780, section 2.3.
     """
-    window = next((each for each in config.sliding_windows if each is not None), None)
+    count, first = len(layers.prefixes), config.num_layers
+    limits = (config.mlp_limits[-1:] * count, config.expert_limits[-1:] * count)
+    if config.has_raw_mtp:
+        values = {"num_hidden_layers": first + count}
+        whole = ModelConfig.of(file.with_values(values), config.architecture)
+        windows = whole.sliding_windows[first:]
+        limits = whole.mlp_limits[first:], whole.expert_limits[first:]
+    elif layers.style is MtpStyle.MIMO_V2:
+        windows = (next(filter(None, config.sliding_windows), None),) * count
+    else:
+        windows = config.sliding_windows[-1:] * count
+    if len({*windows}) > 1:
+        raise CheckpointError(
+            f"{file.path}: of {count} next-token layers some slide; all must or none"
+        )
+    rope = config.rope if windows[0] is None else config.sliding_rope or config.rope
     return replace(
         config,
-        num_layers=num_layers,
-        sliding_windows=(window,) * num_layers,
-        rope=config.sliding_rope or config.rope,
+        num_layers=count,
+        sliding_windows=windows,
+        rope=rope,
         sliding_rope=None,
+        delta=None,
+        mlp_limits=limits[0],
+        expert_limits=limits[1],
     )
+
+
+def _is_own(key: str, layers: MtpLayers) -> bool:
+    """Whether a tensor is the next-token layers', or what they share."""
+    is_shared = layers.style is MtpStyle.QWEN and key.startswith(_QWEN_ROOT)
+    return is_shared or key.startswith(layers.prefixes)
 
 
 def _parts(config: ModelConfig, layers: MtpLayers, checkpoint: Checkpoint) -> Iterator[WeightPart]:
     assert layers.style is not None
     hidden = config.hidden_size
+    has_stacks = DecoderKeys.of(checkpoint.files).has_stacks
     for index, prefix in enumerate(layers.prefixes):
+        target = f"layers.{index}."
+        # All of Qwen's layers have the same.
+        source = _QWEN_ROOT if layers.style is MtpStyle.QWEN else prefix
         for key, name in _NAMES[layers.style].items():
             shape = (hidden, 2 * hidden) if name == "projection" else (hidden,)
-            yield WeightPart(f"{prefix}{key}.weight", shape, f"layers.{index}.{name}")
+            yield _found(WeightPart(f"{source}{key}.weight", shape, f"{target}{name}"), checkpoint)
         has_experts = any(key.startswith(f"{prefix}mlp.experts.") for key in checkpoint.files)
         for part in layer_parts(
-            config, prefix, f"layers.{index}.", layer=index, has_experts=has_experts
+            config, prefix, target, layer=index, has_experts=has_experts, has_stacks=has_stacks
         ):
-            other = part.key.replace(*_OTHER_NORM)
-            yield replace(part, key=other) if other in checkpoint.files else part
+            yield _found(part, checkpoint)
+
+
+def _found(part: WeightPart, checkpoint: Checkpoint) -> WeightPart:
+    """Returns the part by the name that the checkpoint has for it."""
+    others = [part.key.replace(*names) for names in _OTHER_NAMES]
+    key = next((other for other in others if other in checkpoint.files), part.key)
+    return replace(part, key=key)
 
 
 def _build(
@@ -205,16 +268,16 @@ def _build(
     layers: MtpLayers,
     tensors: dict[str, Tensor],
     index: int,
+    state_norm: RmsNorm | None,
     quantisation: Quantisation,
 ) -> MtpLayer:
     assert layers.style is not None
-    prefix, eps = f"layers.{index}.", config.rms_norm_eps
-    shape = attention_shape(config, config.num_layers - 1)
+    prefix = f"layers.{index}."
     return MtpLayer(
         style=layers.style,
-        embedding_norm=RmsNorm(tensors.pop(f"{prefix}embedding_norm"), eps),
-        hidden_norm=RmsNorm(tensors.pop(f"{prefix}hidden_norm"), eps),
+        embedding_norm=norm_from(config, tensors, f"{prefix}embedding_norm"),
+        hidden_norm=norm_from(config, tensors, f"{prefix}hidden_norm"),
         projection=Linear.of(tensors.pop(f"{prefix}projection"), None, quantisation),
-        block=build_layer(config, tensors, shape, index, quantisation),
-        state_norm=RmsNorm(tensors.pop(f"{prefix}state_norm"), eps),
+        block=build_layer(config, tensors, attention_shape(config, index), index, quantisation),
+        state_norm=state_norm,
     )

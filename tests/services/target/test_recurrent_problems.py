@@ -56,8 +56,8 @@ def test_rounds_on_a_gpu_are_for_other_models(folder: Path, tmp_path: Path) -> N
     assert has_device_rounds(is_on, recurrent, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("algorithm", ["STANDALONE", "MTP"])
-def test_drafts(folder: Path, algorithm: str) -> None:
-    settings = draft_settings(algorithm, folder, "--target", "127.0.0.1:1")
-    with pytest.raises(CheckpointError, match=f"has linear attention; .*{algorithm}"):
+def test_drafts(folder: Path) -> None:
+    settings = draft_settings("STANDALONE", folder, "--target", "127.0.0.1:1")
+    with pytest.raises(CheckpointError, match=r"has linear attention; .*STANDALONE"):
         check_no_states(settings)
+    check_no_states(draft_settings("MTP", folder, "--target", "127.0.0.1:1"))

@@ -11,7 +11,6 @@ from services.draft.sequence import DraftSequence
 from shared.tokens import EMPTY_TREE, SamplingParams, TokenTree, TreeShape
 from tests.helpers.drafting import GREEDY, SAMPLED, draft_sequence, propose, random_text
 from tests.helpers.head_oracle import Values, best_paths, path_values
-from tests.helpers.mtp_heads import TinyMtp
 from tests.helpers.mtp_setup import MTPS, MtpSetup, mtp_setup
 
 SHAPES = [
@@ -84,7 +83,7 @@ def test_layers_take_their_own_step_only(setups: dict[str, MtpSetup]) -> None:
     setup, sequence = setups["deepseek 2"], draft_sequence(random_text(0, 15))
     oracle = setup.oracle
     alone = copy.deepcopy(oracle)
-    alone.mtp = TinyMtp(num_layers=1)
+    alone.num_layers = 1
     shape, features = TreeShape(2, 1, 3), setup.features(sequence.token_ids)[:-1]
     (first,) = _oracle(setup, sequence, TreeShape(1, 1, 2))
     one = oracle.continue_path(sequence.token_ids, features, first)
