@@ -36,7 +36,7 @@ def check(plan: Plan) -> str:
     """
     device = device_named(plan.target.device)
     config = ModelConfig.from_folder(plan.target.model_path)
-    check_recurrent(plan.target, config, device)
+    check_recurrent(plan.target, config)
     for draft in plan.drafts:
         check_no_states(draft.settings)
     lines = [*_target_lines(plan, config, device)]

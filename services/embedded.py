@@ -62,7 +62,7 @@ from services.target.engine_factory import adaptive_config
 from services.target.flag_choices import DeviceRoundsChoice
 from services.target.process import attachment_terms
 from services.target.rounds.round_runners import MAX_ROWS, RoundSource, capacities
-from services.target.runner_factory import has_device_rounds, round_memory_bytes
+from services.target.runner_factory import round_memory_bytes
 from services.target.settings import TargetSettings
 from services.target.settings_problems import rejection_flag
 from services.target.verifier import VerificationMode
@@ -353,7 +353,7 @@ def _rounds(
     target: Engine, settings: TargetSettings, chosen: DraftSettings, drafter: Drafter
 ) -> RoundSource | None:
     """Returns the drafter's head and pages for rounds on the device; None where it has none."""
-    is_wanted = has_device_rounds(settings, target.decoder.config, target.device)
+    is_wanted = settings.has_device_rounds(is_cuda=target.device.type == "cuda")
     is_coupled = settings.verification is VerificationMode.COUPLED
     if not (is_wanted and is_coupled) or drafter.limits.mapped_head is None:
         return None

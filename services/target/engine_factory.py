@@ -17,7 +17,7 @@ from services.target.adaptive_config import (
 from services.target.engine import Engine, Inbox
 from services.target.fallback import Fallback, NgramFallback
 from services.target.requests.request import ModelLimits
-from services.target.runner_factory import BuiltRunner, build_runner, has_device_rounds, num_routes
+from services.target.runner_factory import BuiltRunner, build_runner, num_routes
 from services.target.scheduler import Scheduler, SchedulerLimits
 from services.target.settings import TargetSettings
 from services.target.step_report import StepReport
@@ -91,7 +91,7 @@ def _selection(
     settings: TargetSettings, built: BuiltRunner, limits: ModelLimits
 ) -> RoundLimits | None:
     """Returns the limits of rounds whose trees remote drafts push; None where there are none."""
-    if not has_device_rounds(settings, built.config, built.runner.device):
+    if not settings.has_device_rounds(is_cuda=built.runner.device.type == "cuda"):
         return None
     max_sequences = min(settings.max_running_requests, settings.cuda_graph_max_bs)
     return RoundLimits(max_sequences, limits.max_sequence_tokens)

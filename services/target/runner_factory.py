@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from services.target.drafts.feature_store import captured_layers
-from services.target.flag_choices import DeviceRoundsChoice
 from services.target.rounds.round_runners import MAX_ROWS
 from services.target.settings import TargetSettings
 from shared.errors import SettingsError
@@ -48,7 +47,7 @@ from shared.telemetry.start_up import start_phase
 # What a target does not do with layers that have recurrent states.
 
 
-def check_recurrent(settings: TargetSettings, config: ModelConfig, device: torch.device) -> None:
+def check_recurrent(settings: TargetSettings, config: ModelConfig) -> None:
     """Raises: SettingsError with a line for each flag that such a model is not served with."""
     if config.delta is None:
         return
@@ -56,22 +55,8 @@ def check_recurrent(settings: TargetSettings, config: ModelConfig, device: torch
     why = f"{config.architecture} has linear attention"
     if settings.kv_cache_dtype is KvDtype.FP8_E4M3:
         problems.append(f"--kv-cache-dtype is fp8_e4m3; {why}, whose inputs are not kept in 8 bits")
-    if device.type == "cuda" and settings.device_rounds is DeviceRoundsChoice.ON:
-        problems.append(
-            f"--device-rounds is on; {why}, whose states the host plans: on a GPU it needs auto or "
-            f"off"
-        )
     if problems:
         raise SettingsError(tuple(problems))
-
-
-def has_device_rounds(settings: TargetSettings, config: ModelConfig, device: torch.device) -> bool:
-    """Whether rounds are to stay on the device where they can: on a GPU their graphs leave the host
-    no turn, in which it plans states."""
-    is_cuda = device.type == "cuda"
-    return settings.has_device_rounds(is_cuda=is_cuda) and not (
-        is_cuda and config.delta is not None
-    )
 
 
 logger = logging.getLogger(__name__)
@@ -118,8 +103,9 @@ def build_runner(
     """
     device = _opened_device(settings)
     config = ModelConfig.from_folder(settings.model_path)
-    check_recurrent(settings, config, device)
-    has_lanes = has_lanes and has_device_rounds(settings, config, device)
+    check_recurrent(settings, config)
+    has_rounds = settings.has_device_rounds(is_cuda=device.type == "cuda")
+    has_lanes = has_lanes and has_rounds
     dtype = dtype_named(settings.dtype, config.dtype, device)
     is_first = leader is not None or group is None
     if group is not None and settings.ep_size > 1:
@@ -138,7 +124,7 @@ def build_runner(
     max_context = _context_tokens(settings, config)
     limits = _graph_limits(settings, decoder, max_context)
     reserved_bytes = 0 if limits is None else graph_memory_bytes(config, limits, dtype)
-    if limits is not None and has_device_rounds(settings, config, device):
+    if limits is not None and has_rounds:
         # Of a head here, or of drafts that come later.
         share = int(_MOST_OF_ROUNDS * free_memory_bytes(device))
         reserved_bytes += min(round_memory_bytes(config), share)

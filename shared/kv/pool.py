@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,8 +12,9 @@ from torch import Tensor
 from shared.kernels.cache import CacheScales, store
 from shared.kernels.delta_layer import STAMP_SIZE
 from shared.kv.batch import ForwardBatch
-from shared.kv.state_plan import StatePlan
+from shared.kv.state_plan import HostBatch, StatePlan
 from shared.kv.states import StateLayout, StateStore
+from shared.kv.upload import Array
 
 NUM_STATES = 32
 """Checkpoints of recurrent states, unless told otherwise."""
@@ -142,6 +143,15 @@ class KvPool:
         yield plan
         if self.states is not None and plan is not None:
             self.states.keep(plan)
+
+    def lend_states(self, prefixes: Sequence[tuple[Sequence[int], int]]) -> tuple[StatePlan, Array]:
+        """See `StateStore.lend`.
+
+        Args:
+            prefixes: pages and tokens of each sequence, one token at least.
+        """
+        assert self.states is not None
+        return self.states.lend(HostBatch.of_prefixes(prefixes, self.page_size), self.read_stamps)
 
     def read_stamps(self, slots: Tensor) -> Tensor:
         """Returns the stamps of rows, `[N, STAMP_SIZE]` int64; a row begins with its own."""

@@ -189,6 +189,33 @@ class HostBatch:
             page_size=batch.page_size,
         )
 
+    @classmethod
+    def of_prefixes(
+        cls, prefixes: Sequence[tuple[Sequence[int], int]], page_size: int
+    ) -> HostBatch:
+        """Returns a batch without rows of sequences that are computed as far as they go.
+
+        Args:
+            prefixes: pages and tokens of each.
+        """
+        count = len(prefixes)
+        tables = np.zeros((count, max(len(pages) for pages, _ in prefixes)), np.int64)
+        for row, (pages, _) in zip(tables, prefixes, strict=True):
+            row[: len(pages)] = pages
+        lengths = np.array([length for _, length in prefixes], np.int64)
+        nothing = np.zeros(count, np.int64)
+        return cls(
+            slots=np.zeros(0, np.int64),
+            row_starts=nothing,
+            counts=nothing,
+            first=lengths,
+            prefixes=lengths,
+            is_causal=np.ones(count, np.bool_),
+            tables=tables,
+            mask=None,
+            page_size=page_size,
+        )
+
     @property
     def is_real(self) -> Array:
         """Others fill a batch up, in the padding page."""

@@ -11,12 +11,15 @@ token, and holds for a sequence if the row at L - 1 of its pages has this stamp.
 write, of a page that was given to others, of a rejected node or of a request that was cancelled,
 have other stamps, so a stale state is never found; what is not found is computed anew from the
 inputs.
+
+A lane of rounds, whose forwards are planned on the device (`shared.runtime.lane_states`), borrows a
+checkpoint, which nobody else finds until it is given back.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,6 +71,10 @@ class StateStore:
         self.values = torch.zeros((layout.num_layers, num_states + 1, *size), device=device)
         # Of each checkpoint: tokens, 0 without a state; stamp of the last; turn of the last use.
         self._lengths, self._stamps, self._used = np.zeros((3, num_states), np.int64)
+        self._is_lent = np.zeros(num_states, np.bool_)
+        # Of those given back: tokens, and the digits of the stamp.
+        self._returned: list[int] = []
+        self._returns = torch.zeros((num_states, 1 + STAMP_SIZE), dtype=torch.int64, device=device)
         # Rows may come from the pool of another process, whose stamps must not be ours.
         self._next_stamp = 1 + secrets.randbits(62)
         self._turn = 0
@@ -79,11 +86,56 @@ class StateStore:
         Args:
             read_stamps: returns `[N, STAMP_SIZE]` int64 of slots `[N]`.
         """
+        return self._planned(HostBatch.of(batch), read_stamps)[0]
+
+    def lend(
+        self, host: HostBatch, read_stamps: Callable[[Tensor], Tensor]
+    ) -> tuple[StatePlan, Array]:
+        """Plans what gives each sequence of a batch without rows a checkpoint of all its tokens,
+        which nobody else finds or writes until `give_back`. Waits for the device.
+
+        Returns:
+            The plan, and the checkpoints `[B]`; `NOWHERE` where none was free. There may be some
+            once the plan is done.
+        """
+        plan, places = self._planned(host, read_stamps)
+        self._is_lent[plan.kept] = True
+        return plan, places
+
+    def give_back(
+        self, places: Sequence[int], index: Tensor, lengths: Tensor, stamps: Tensor
+    ) -> None:
+        """Takes back K checkpoints that were lent. Waits for nothing.
+
+        Args:
+            index: `[K]` int64, `places` on the device.
+            lengths: `[K]` int64, tokens that each holds when the work queued so far is done.
+            stamps: `[K, STAMP_SIZE]` int64, of the last of them.
+        """
+        self._returns.index_copy_(0, index, torch.cat((lengths.unsqueeze(1), stamps), dim=1))
+        self._is_lent[list(places)] = False
+        self._used[list(places)] = self._turn
+        self._returned += places
+
+    def _enter_returned(self) -> None:
+        """Enters the checkpoints that were given back; waits for the device if there are any."""
+        if self._returned:
+            [returns] = downloaded([self._returns])
+            own = returns[self._returned]
+            self._lengths[self._returned] = own[:, 0]
+            self._stamps[self._returned] = _numbers(own[:, 1:])
+            self._returned = []
+
+    def _planned(
+        self, host: HostBatch, read_stamps: Callable[[Tensor], Tensor]
+    ) -> tuple[StatePlan, Array]:
+        """Returns the plan, and the checkpoint that each sequence writes, `[B]`."""
         self._turn += 1
-        host, history = HostBatch.of(batch), self.layout.window - 1
+        self._enter_returned()
+        history = self.layout.window - 1
         stamps = np.arange(len(host.slots), dtype=np.int64) + self._next_stamp
         self._next_stamp += len(stamps)
-        found = self._find(host, stamps, read_stamps, batch.slots.device)
+        found = self._find(host, stamps, read_stamps)
         targets = self._assign(found)
         [kept] = np.nonzero(targets != NOWHERE)
         # Until they are written.
@@ -94,7 +146,7 @@ class StateStore:
         sequences, prompts, chunks, places = sequence_lanes(host, *numbers, history)
         candidates, more = candidate_lanes(host, *numbers, history)
         candidates[:, 2] += len(places)
-        return StatePlan(
+        plan = StatePlan(
             stamps=stamps,
             sequences=sequences,
             candidates=candidates,
@@ -105,6 +157,7 @@ class StateStore:
             lengths=host.end[kept],
             ends=found.end_stamps[kept],
         )
+        return plan, targets
 
     def keep(self, plan: StatePlan) -> None:
         """Enters the checkpoints of a forward whose layers have all written them."""
@@ -117,7 +170,6 @@ class StateStore:
         host: HostBatch,
         stamps: Array,
         read_stamps: Callable[[Tensor], Tensor],
-        device: torch.device,
     ) -> _Found:
         """Looks for the longest checkpoint of each sequence.
 
@@ -125,8 +177,9 @@ class StateStore:
             stamps: of the forward's rows, which are not in the cache yet.
         """
         slots = self._asked(host)
-        [wanted] = uploaded([np.maximum(slots, 0).reshape(-1)], device)
-        stored = _numbers(read_stamps(wanted)).reshape(slots.shape)
+        [wanted] = uploaded([np.maximum(slots, 0).reshape(-1)], self.values.device)
+        [digits] = downloaded([read_stamps(wanted)])
+        stored = _numbers(digits).reshape(slots.shape)
         rewritten = np.isin(slots, host.slots)
         is_held = (slots[:, :-1] > 0) & ~rewritten[:, :-1] & self._are_own(stored[:, :-1])
         lengths = np.where(is_held, self._lengths, 0)
@@ -160,6 +213,7 @@ class StateStore:
         self._used[own] = self._turn
         shared = set(own[counts > 1].tolist())
         in_use = set(own.tolist())
+        in_use |= set(np.nonzero(self._is_lent)[0].tolist())
         free = (place for place in self._used.argsort().tolist() if place not in in_use)
         targets = np.full(len(found.places), NOWHERE, np.int64)
         for number, place in enumerate(found.places.tolist()):
@@ -184,8 +238,7 @@ class _Found:
     end_stamps: Array
 
 
-def _numbers(digits: Tensor) -> Array:
+def _numbers(digits: Array) -> Array:
     """Returns the stamps of `[N, STAMP_SIZE]`."""
-    [host] = downloaded([digits])
-    numbers: Array = (host << 8 * np.arange(STAMP_SIZE)).sum(1)
+    numbers: Array = (digits << 8 * np.arange(STAMP_SIZE)).sum(1)
     return numbers

@@ -14,6 +14,8 @@ from shared.kernels.delta_layer import (
 )
 from shared.kernels.delta_rule import DeltaShape, DeltaWeights
 from shared.kernels.pointwise import Partials
+from shared.kv.pool import KvPool
+from shared.kv.state_plan import StateInputs
 from shared.layers.attention import AttentionShape, ForwardContext
 from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm
@@ -67,14 +69,24 @@ class GatedDelta:
         inputs, pool, read = context.states, context.pool, context.read
         assert inputs is not None
         assert read is not None
-        assert pool.states is not None
         channels, count = self.channels(hidden), self.delta.num_channels
-        stored, states = pool.state_rows(self.layer), pool.states.values[self.state]
-        slots = context.batch.slots
+        slots, stored = context.batch.slots, pool.state_rows(self.layer)
         # All rows, before any is read: a sequence's prefix may be in this forward.
         store_inputs(stored, slots, inputs.stamps, channels[:, :count], self.gates(hidden))
+        self.advance(inputs, pool, read)
+        return gated_norm(read, channels[:, count:], self.norm.weight, self.norm.eps)
+
+    def advance(self, inputs: StateInputs, pool: KvPool, read: Tensor | None = None) -> None:
+        """Advances states over stored inputs.
+
+        Args:
+            read: see `ForwardContext.read`; None where no row wants anything.
+        """
+        assert pool.states is not None
+        stored, states = pool.state_rows(self.layer), pool.states.values[self.state]
+        if read is None:
+            read = stored.new_empty((0, self.delta.value_size))
         if inputs.prompts is not None:
             advance_prompts(stored, inputs.prompts, states, read, self.delta, self.weights)
         for lanes in (inputs.sequences, inputs.candidates):
             advance_lanes(stored, lanes, states, read, self.delta, self.weights)
-        return gated_norm(read, channels[:, count:], self.norm.weight, self.norm.eps)

@@ -15,6 +15,7 @@ from shared.kv.state_plan import StateInputs
 from shared.kv.states import StateLayout
 from shared.layers.attention import AttentionShape, ForwardContext, plan_for
 from shared.layers.decoder_layer import DecoderLayer
+from shared.layers.gated_delta import GatedDelta
 from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm
 from shared.layers.rotary import Rotary
@@ -140,6 +141,12 @@ class Decoder:
             captured[ROUTES] = self._joined_routes(context.routes, normed)
         features = tuple(captured[index] for index in capture_layers)
         return DecoderOutput(normed, features)
+
+    def advance_states(self, pool: KvPool, states: StateInputs) -> None:
+        """Does a plan of sequences without rows."""
+        for layer in self.layers:
+            if isinstance(layer.attention, GatedDelta):
+                layer.attention.advance(states, pool)
 
     def _joined_routes(self, routes: list[Tensor | None], rows: Tensor) -> Tensor:
         """Returns `[T, num_layers * k]` int32."""

@@ -31,6 +31,7 @@ from shared.runtime.lane_sampling import (
     QueuedTrees,
     TreeCopies,
 )
+from shared.runtime.lane_states import LaneStates
 from shared.runtime.lockstep import RoundLeader, SentChunks, SentTrees
 from shared.runtime.round_batches import MAX_PENDING_ROUNDS, PromptChunks, RoundShape, cut
 from shared.runtime.round_graphs import (
@@ -105,11 +106,13 @@ class RoundSlots:
         num_used: slots up to the last one that is taken; those of sequences that left stay
             empty.
         sampling: what a round of all that are placed needs, beside what `lanes` does.
+        states: recurrent ones; None where the target has none.
         lanes: draws for those with penalties and the like.
     """
 
-    def __init__(self, state: RoundState) -> None:
+    def __init__(self, state: RoundState, decoder: Decoder, pool: KvPool) -> None:
         self.state = state
+        self.states = None if pool.states is None else LaneStates(decoder, pool, state)
         self.placed: dict[int, PlacedSequence] = {}
         self.num_used, self.sampling = 0, RoundSampling.GREEDY
         self.lanes = LaneSampling(state.numbers.device)
@@ -181,6 +184,8 @@ class RoundSlots:
                 in_slots[extra] = each.in_slot(start, is_last=False)
                 start += len(chunk)
             self.lanes.join(slot, each)
+        if self.states is not None:
+            self.states.join(slots)
         self.state.place(in_slots)
 
     def set_pages(
@@ -214,6 +219,8 @@ class RoundSlots:
             self._chunks.pop(each, None)
         for slot in slots:
             self.lanes.leave(slot)
+        if self.states is not None:
+            self.states.leave(slots)
         slots += extra
         if slots:
             self._look()
@@ -341,7 +348,7 @@ class RoundRunner:
         self.is_ahead = False
         self.limits, self._device = limits, pool.device
         self._head = head.in_rounds(number, self.shape, limits.max_sequences, feature_rows, pool)
-        self._slots = RoundSlots(self._head.state)
+        self._slots = RoundSlots(self._head.state, decoder, pool)
         source: TreeSource = self._head
         self._leader, self._group = leader, decoder.group
         if leader is not None:
@@ -349,7 +356,7 @@ class RoundRunner:
             leader.open(self.shape, limits.max_sequences)
             source = SentTrees(source, decoder.group)
         verification = head.verification(self.shape)(
-            decoder, pool, self.shape, self._head.feature_spec, feature_rows
+            decoder, pool, self.shape, self._head.feature_spec, feature_rows, self._slots.states
         )
         self._graphs = RoundGraphs(source, verification, self._head.state, graph_memory)
         # Of sequences whose prompts the last launched round ended, and the next one ends.

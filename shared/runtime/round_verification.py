@@ -6,6 +6,7 @@ accepted path in path order, features of every committed position but the last.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder, DecoderOutput
 from shared.models.heads.feature_spec import FeatureSpec
+from shared.runtime.lane_states import LaneStates
 from shared.runtime.round_batches import RoundShape, RoundTree
 from shared.runtime.round_state import RoundSampling, RoundState
 from shared.speculation.tree import AcceptedRows, TreeRows, accept_rows
@@ -57,6 +59,7 @@ class RoundVerification:
         pool: the target's.
         features: what the head reads; None where there is none.
         feature_rows: `[num_slots, W]`, written for the rows that are committed.
+        states: of the lanes; None where the target has none.
     """
 
     decoder: Decoder
@@ -64,12 +67,13 @@ class RoundVerification:
     shape: RoundShape
     features: FeatureSpec | None
     feature_rows: Tensor | None
+    states: LaneStates | None
 
     def forward(self, tree: RoundTree) -> VerifiedTrees:
         """Computes the rows of all trees."""
-        layers = self._captured_layers
-        with self.pool.advancing(tree.batch) as plan:
-            states = None if plan is None else plan.upload(self.pool.device)
+        layers, lanes = self._captured_layers, self.states
+        most = self.shape.max_committed
+        with nullcontext() if lanes is None else lanes.advancing(tree, most) as states:
             output = self.decoder.forward(
                 tree.batch, self.pool, capture_layers=layers, states=states
             )

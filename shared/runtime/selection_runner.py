@@ -124,7 +124,7 @@ class SelectionRunner:
             num_pages=-(-self._max_kv_length // pool.page_size),
             device=pool.device,
         )
-        self._slots = RoundSlots(state)
+        self._slots = RoundSlots(state, decoder, pool)
         self._block = PreparedBlock(limits.max_sequences, MAX_TREE_ROWS, pool.device)
         self._rounds: dict[TreeShape, RoundGraphs] = {}
         self._prepared: _Prepared | None = None
@@ -267,7 +267,12 @@ class SelectionRunner:
         return RoundGraphs(
             parts.selection(self._block, batches),
             parts.verification(
-                self._decoder, self._pool, sizes, self._features, self._feature_rows
+                self._decoder,
+                self._pool,
+                sizes,
+                self._features,
+                self._feature_rows,
+                self._slots.states,
             ),
             self._slots.state,
             self._graph_memory,

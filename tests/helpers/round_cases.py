@@ -10,7 +10,7 @@ import torch
 
 from shared.kernels.kernel_settings import IS_INTERPRETING
 from shared.tokens import SamplingParams, TreeShape
-from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.checkpoints import DELTA, TinyShape, write_checkpoint
 from tests.helpers.device_rounds import DeviceRounds, Pair, load_pair
 from tests.helpers.draft_heads import TinyHead
 from tests.helpers.host_rounds import HostRound, HostRounds
@@ -57,13 +57,20 @@ SAMPLINGS = {
 
 
 def load_pairs(factory: pytest.TempPathFactory, device: torch.device) -> dict[str, Pair]:
-    """Returns one small target with each of `HEADS`, by its name."""
+    """Returns one small target with each of `HEADS`, by its name, and one with linear attention,
+    "recurrent"."""
     shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6)
     folder = write_checkpoint(factory.mktemp("target"), shape=shape)
-    return {
+    pairs = {
         name: load_pair(folder, factory.mktemp("head"), head, device)
         for name, head in HEADS.items()
     }
+    kinds = ["linear_attention", "full_attention", "linear_attention"] * 2
+    overrides = DELTA | {"layer_types": kinds}
+    shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6, head_dim=16, overrides=overrides)
+    recurrent = write_checkpoint(factory.mktemp("recurrent"), "qwen3_5", shape)
+    pair = load_pair(recurrent, factory.mktemp("head"), HEADS["eagle3"], device)
+    return pairs | {"recurrent": pair}
 
 
 def prompts(count: int) -> list[list[int]]:

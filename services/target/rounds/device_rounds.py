@@ -316,6 +316,8 @@ class DeviceRounds:
         if mapped is not None:
             mapped.runners = self._runners
         self._masks = masks
+        # Chunks in several slots would be lanes without a state of their own.
+        self._reads_prompts = runner.pool.states is None
         self._vocab_size = runner.decoder.config.vocab_size
         self._lanes: dict[int, Lane] = {}
         # Since the last launch.
@@ -435,7 +437,7 @@ class DeviceRounds:
         last token; 0 where steps have to."""
         count = sequence.num_uncomputed
         is_read = count > 1 and sequence.num_computed > 0 and sequence.num_pending == 0
-        if not is_read or sequence.is_scoring:
+        if not self._reads_prompts or not is_read or sequence.is_scoring:
             return 0
         # Their penalties would count the prompt as output, their masks are those of trees.
         if sequence.is_masked or new_lane_of(sequence).is_shaped:

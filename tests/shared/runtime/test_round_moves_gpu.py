@@ -47,7 +47,7 @@ def test_paths_move_as_the_pool_moves_them(
     on_device = [torch.tensor(each, device=kernel_device()) for each in (sources, targets)]
     expected.move(*on_device)
     fused = verification.FusedRoundVerification(
-        cast(Decoder, None), found, cast(RoundShape, None), None, None
+        cast(Decoder, None), found, cast(RoundShape, None), None, None, None
     )
     fused._move(NUM_SEQUENCES, width, *on_device)
     as_bytes = (pool.storage.view(torch.uint8) for pool in (found, expected))

@@ -50,7 +50,8 @@ CASES = [
     ),
     ("eagle3", SMALL, "mixed"),
     *((head, TreeShape(5, 1, 6), "greedy") for head in ("eagle", "eagle3.1")),
-    *((head, TREE, "mixed") for head in ("eagle", "eagle3.1")),
+    *((head, TREE, "mixed") for head in ("eagle", "eagle3.1", "recurrent")),
+    *(("recurrent", shape, "sampled") for shape in (SMALL, TreeShape(5, 1, 6))),
 ]
 
 
@@ -58,6 +59,7 @@ CASES = [
 INTERPRETED = [
     ("eagle3", TreeShape(1, 1, 2), "cut"),
     ("eagle3", SMALL, "mixed"),
+    ("recurrent", SMALL, "sampled"),
 ]
 
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 CASES = [
     *itertools.product(["eagle3"], SHAPES, ["greedy", "sampled", "mixed"]),
-    *itertools.product(["eagle", "eagle3.1"], [TreeShape(5, 1, 6), TREE], ["mixed"]),
+    *itertools.product(["eagle", "eagle3.1", "recurrent"], [TreeShape(5, 1, 6), TREE], ["mixed"]),
 ]
 
 
@@ -71,8 +71,9 @@ def test_first_round_may_read_the_end_of_a_prompt(pairs: dict[str, Pair], shape:
 
 # torch says of the mode itself that it is a prototype.
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_a_launch_waits_for_nothing(pairs: dict[str, Pair]) -> None:
-    rounds = DeviceRounds(pairs["eagle3"], TREE, PAGE_SIZE, is_recorded=False)
+@pytest.mark.parametrize("name", ["eagle3", "recurrent"])
+def test_a_launch_waits_for_nothing(pairs: dict[str, Pair], name: str) -> None:
+    rounds = DeviceRounds(pairs[name], TREE, PAGE_SIZE, is_recorded=False)
     for number, token_ids in enumerate(prompts(3)):
         rounds.add(number, [*token_ids, 1], GREEDY)
     rounds.runner.capture(4, RoundSampling.GREEDY)
