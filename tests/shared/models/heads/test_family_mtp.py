@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.draft.settings_problems import has_next_token_layers
 from shared.errors import CheckpointError
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.pool import KvPool
@@ -72,15 +71,6 @@ def test_the_target_leaves_the_layers_to_its_drafter(name: str, tmp_path: Path) 
     write_family_mtp(tmp_path, mtp)
     decoder = load_decoder(tmp_path, dtype=torch.float32, device=CPU)
     assert len(decoder.layers) == mtp.num_layers
-
-
-@pytest.mark.parametrize("name", FAMILY_MTPS)
-def test_layers_are_found_without_a_draft_folder(name: str, tmp_path: Path) -> None:
-    """By the config, or by the weights' index where the config does not say."""
-    write_family_mtp(tmp_path, FAMILY_MTPS[name])
-    index = {"weight_map": dict.fromkeys(load_file(tmp_path / "model.safetensors"), "any")}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert has_next_token_layers(tmp_path)
 
 
 @pytest.mark.parametrize(
