@@ -20,7 +20,7 @@ from services.target.step_plan import (
     scored_rows,
 )
 from shared.errors import QueueFull
-from shared.kv.leases import KvLeases, OutOfPages
+from shared.kv.leases import KvLeases, OutOfPages, PageGroup
 from shared.tokens import EMPTY_TREE, TokenTree
 
 MAX_COMMITTED_ROWS_BESIDE_TREE = 64
@@ -222,8 +222,9 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, num_rows: int, step: PlanInProgress) -> bool:
         """Grows the lease, preempting the youngest sequences, itself at last, if need be."""
+        group = sequence.open_lease.group
         while not self._fits(sequence, num_rows):
-            victim = self._victim(step)
+            victim = self._victim(group, step)
             if self.lanes.holds(victim):
                 self.lanes.evict(victim)  # which may make room: sequences may have ended
                 continue
@@ -232,10 +233,15 @@ class Scheduler:
                 return False
         return True
 
-    def _victim(self, step: PlanInProgress) -> Sequence:
-        """The youngest of the least urgent running sequences not part of the step already."""
+    def _victim(self, group: PageGroup, step: PlanInProgress) -> Sequence:
+        """The youngest of the least urgent running sequences not part of the step already, of those
+        whose pages are in `group`."""
         scheduled = {id(entry.sequence) for entry in step.scheduled}
-        return next(s for s in reversed(self._running) if id(s) not in scheduled)
+        return next(
+            s
+            for s in reversed(self._running)
+            if s.open_lease.group is group and id(s) not in scheduled
+        )
 
     def retract_all(self) -> None:
         """Sends every running sequence back to the queue; no step is under way."""
@@ -269,11 +275,10 @@ class Scheduler:
 
     def _open_lease(self, sequence: Sequence) -> bool:
         """Opens a lease with pages for every committed token, or leaves all as it was."""
-        lease = self._leases.open(sequence.cacheable_token_ids, sequence.request.prefix_salt)
+        cacheable, salt = sequence.cacheable_token_ids, sequence.request.prefix_salt
         try:
-            self._leases.grow(lease, len(sequence.token_ids))
+            lease = self._leases.open(cacheable, salt, len(sequence.token_ids))
         except OutOfPages:
-            self._leases.close(lease, ())
             return False
         sequence.lease = lease
         sequence.num_computed = lease.num_cached_tokens

@@ -69,7 +69,7 @@ class StepLoop:
         self._overlaps = overlaps
         config = runner.decoder.config
         stores = FeatureStores(
-            num_slots=runner.pool.num_pages * runner.page_size,
+            num_slots=runner.pool.num_leased_pages * runner.page_size,
             num_layers=config.num_layers,
             hidden_size=config.hidden_size,
             device=runner.device,

@@ -258,6 +258,9 @@ def _weighted_mean(scores: Tensor, values: Tensor, sinks: Tensor | None) -> Tens
     if sinks is not None:
         scores = torch.cat((sinks, scores), -1)
     weights = torch.softmax(scores, -1, dtype=torch.float64)
+    if not scores.is_cpu:
+        # Rows that see no key; on a CPU their tile has none.
+        weights.masked_fill_(scores.isneginf().all(-1, keepdim=True), 0.0)
     if sinks is not None:
         weights = weights[..., 1:]
     return torch.bmm(weights, values.double()).float()
@@ -266,8 +269,9 @@ def _weighted_mean(scores: Tensor, values: Tensor, sinks: Tensor | None) -> Tens
 def _by_head(rows: Tensor, num_sequences: int) -> Tensor:
     """Returns `[B * S, Hkv, D]` as `[B * Hkv, S, D]`."""
     _, num_kv_heads, head_dim = rows.shape
+    num_keys = len(rows) // num_sequences
     return (
-        rows.view(num_sequences, -1, num_kv_heads, head_dim)
+        rows.view(num_sequences, num_keys, num_kv_heads, head_dim)
         .transpose(1, 2)
         .reshape(num_sequences * num_kv_heads, -1, head_dim)
     )

@@ -58,9 +58,11 @@ def plan_prompts(batch: PagedRows, row_lengths: Tensor, num_query_groups: int) -
     ends = (batch.kv_lengths * taken).cumsum(0)
     starts = ends - batch.kv_lengths * taken
     keys = torch.arange(batch.num_prompt_keys, device=ends.device)
-    sequences = torch.bucketize(keys, ends, right=True)
+    # Fewer keys may be there than the host counts: some are in another process.
+    sequences = torch.bucketize(keys, ends, right=True).clamp_(max=len(ends) - 1)
     indices = keys - starts[sequences]
-    pages = batch.page_table[sequences, indices // batch.page_size].long()
+    columns = (indices // batch.page_size).clamp_(max=batch.page_table.shape[1] - 1)
+    pages = batch.page_table[sequences, columns].long()
     return PromptPlan(
         blocks=plain_blocks(batch.query_starts, num_rows, cut),
         row_lengths=row_lengths,

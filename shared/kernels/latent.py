@@ -192,8 +192,8 @@ def _plan_beside_prompts(batch: PagedRows, num_heads: int) -> LatentPlan:
         most = min(num_rows, MAX_PLAIN_ROWS * num_sequences)
     row_lengths, tail = plain_rows(batch)
     own_sequences = ~is_prompt(batch)
-    is_own = own_sequences[sequence_of_rows(batch)] & (row_lengths > 0)
-    every = torch.arange(num_rows, device=is_own.device)
+    every = torch.arange(num_rows, device=own_sequences.device)
+    is_own = own_sequences[sequence_of_rows(batch)] & (every < batch.query_starts[-1])
     # Rows of prompts all go to one more place, which is cut off.
     places = torch.where(is_own, is_own.cumsum(0) - 1, most)
     rows = torch.full((most + 1,), num_rows, device=is_own.device).scatter_(0, places, every)[:most]

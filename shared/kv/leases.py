@@ -12,6 +12,9 @@ first. The idea is SGLang's RadixAttention (arXiv 2312.07104); whole pages keep 
 prefixes that part inside a page share nothing of that page.
 
 A *salt* stands before the first token: prefixes of different salts have nothing in common.
+
+Where several processes attend from sequences of their own, each holds a *group* of pages, and a
+lease has all its pages in one of them.
 """
 
 from __future__ import annotations
@@ -23,8 +26,12 @@ from dataclasses import dataclass, field
 PADDING_PAGE = 0
 """Never allocated: padded rows and padded page-table columns point at it."""
 
+CACHED_WORTH = 8
+"""Pages by which one group may be fuller than another for a cached page of the prefix there. Too
+few, and texts are computed twice; too many, and all that begin alike come to one process."""
+
 PageTokens = tuple[int | str, ...]
-__all__ = ["KvBranch", "KvLease", "KvLeases", "OutOfPages"]
+__all__ = ["KvBranch", "KvLease", "KvLeases", "OutOfPages", "PageGroup"]
 
 
 class OutOfPages(Exception):
@@ -96,13 +103,18 @@ class PrefixNode:
 
 
 class PrefixCache:
-    """Maps token prefixes to the pages that hold their KV."""
+    """Maps token prefixes to the pages that hold their KV.
+
+    Attributes:
+        num_locked_pages: those among `num_pages` that cannot be evicted.
+    """
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._root = PrefixNode(None, [], [])
         self._clock = 0
         self.num_pages = 0
+        self.num_locked_pages = 0
 
     def match(self, token_ids: Sequence[int], salt: str = "") -> tuple[PrefixNode, list[int]]:
         """Returns the node where the longest cached whole-page prefix ends, and its pages.
@@ -150,12 +162,16 @@ class PrefixCache:
         """Keeps `node` and its ancestors from eviction."""
         for ancestor in _lineage(node):
             ancestor.num_locks += 1
+            if ancestor.num_locks == 1:
+                self.num_locked_pages += len(ancestor.pages)
 
     def unlock(self, node: PrefixNode) -> None:
         """Takes one lock back."""
         for ancestor in _lineage(node):
             assert ancestor.num_locks > 0
             ancestor.num_locks -= 1
+            if ancestor.num_locks == 0:
+                self.num_locked_pages -= len(ancestor.pages)
 
     def evict(self, num_pages: int) -> list[int]:
         """Drops unlocked leaves, least recently used first, until `num_pages` are out or none is
@@ -244,6 +260,57 @@ def _lineage(node: PrefixNode) -> Iterator[PrefixNode]:
         current = current.parent
 
 
+class PageGroup:
+    """The pages of one process, and what is cached in them.
+
+    Attributes:
+        numbers: of its pages, without its padding page.
+        retired: caches of weights that have been replaced, as long as leases read pages of theirs.
+    """
+
+    def __init__(self, numbers: range, page_size: int) -> None:
+        self.numbers = numbers
+        self.pages = PagePool.of(numbers)
+        self.cache = PrefixCache(page_size)
+        self.retired: list[PrefixCache] = []
+
+    @property
+    def caches(self) -> tuple[PrefixCache, ...]:
+        return (self.cache, *self.retired)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that are free, or cached and read by nobody."""
+        return self.pages.num_free + self.cache.num_pages - self.cache.num_locked_pages
+
+    def allocate(self, count: int) -> list[int]:
+        """Takes `count` pages, evicting unused prefixes if need be.
+
+        Raises:
+            OutOfPages: fewer are available; nothing was taken, nor evicted.
+        """
+        if count > self.num_available:
+            raise OutOfPages(count, self.num_available)
+        if count > self.pages.num_free:
+            self.pages.release(self.cache.evict(count - self.pages.num_free))
+        return self.pages.allocate(count)
+
+    def flush(self) -> int:
+        """Frees every cached page that no lease reads; returns how many."""
+        return self._emptied(self.cache)
+
+    def drop_retired(self) -> int:
+        """Frees the pages of retired caches that no lease reads; returns how many."""
+        num_freed = sum(map(self._emptied, self.retired))
+        self.retired = [cache for cache in self.retired if cache.num_pages]
+        return num_freed
+
+    def _emptied(self, cache: PrefixCache) -> int:
+        pages = cache.evict(cache.num_pages)
+        self.pages.release(pages)
+        return len(pages)
+
+
 @dataclass(slots=True, eq=False)
 class KvLease:
     """The pages of one sequence, in logical order.
@@ -252,6 +319,7 @@ class KvLease:
         pages: `[0, num_shared_pages)` belong to the prefix cache and are read only;
             `[num_shared_pages, …)` are this lease's own.
         num_cached_tokens: tokens whose KV was found in the cache when the lease was opened.
+        group: what all its pages are of.
         cache: what `prefix` is in; a retired one takes no pages any more.
         salt: prefixes are shared with leases of the same salt only.
         version: grows with every change of `pages`.
@@ -260,6 +328,7 @@ class KvLease:
     pages: list[int]
     num_cached_tokens: int
     num_shared_pages: int
+    group: PageGroup = field(repr=False)
     prefix: PrefixNode = field(repr=False)
     cache: PrefixCache = field(repr=False)
     salt: str = ""
@@ -279,26 +348,36 @@ class KvBranch:
 
     Attributes:
         first_page: the place in the lease's `pages` that `pages` begin at; those before are shared.
+        group: that of the lease.
     """
 
     first_page: int
     pages: list[int]
+    group: PageGroup = field(repr=False)
 
 
 class KvLeases:
-    """Hands out leases over one page pool and keeps finished prefixes for reuse.
+    """Hands out leases over pages and keeps finished prefixes for reuse.
+
+    Args:
+        num_pages: of all groups, their padding pages included.
+        num_groups: of so many equal ranges of pages, the first page of each is padding.
 
     Attributes:
         num_returns: how often pages came free, or prefixes to share: until the next time, what did
             not fit does not fit.
     """
 
-    def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = True) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, *, prefix_cache: bool = True, num_groups: int = 1
+    ) -> None:
+        assert num_pages % num_groups == 0, f"{num_pages} pages are not {num_groups} equal groups"
         self.page_size = page_size
-        self._pool = PagePool(num_pages)
-        self._cache = PrefixCache(page_size)
-        # Of weights that have been replaced, as long as leases read pages of theirs.
-        self._retired: list[PrefixCache] = []
+        size = num_pages // num_groups
+        self._groups = tuple(
+            PageGroup(range(padding + 1, padding + size), page_size)
+            for padding in range(PADDING_PAGE, num_pages, size)
+        )
         self._caches_prefixes = prefix_cache
         self._leases: dict[int, KvLease] = {}
         self._branches: dict[int, KvBranch] = {}
@@ -306,34 +385,54 @@ class KvLeases:
 
     @property
     def num_pages(self) -> int:
-        """Live pages, the padding page left out."""
-        return self._pool.num_pages
+        """Live pages, padding pages left out."""
+        return sum(len(group.numbers) for group in self._groups)
+
+    @property
+    def num_group_pages(self) -> int:
+        """Those that one lease can have."""
+        return len(self._groups[0].numbers)
 
     @property
     def num_free_pages(self) -> int:
-        return self._pool.num_free
+        return sum(group.pages.num_free for group in self._groups)
 
     @property
     def num_cached_pages(self) -> int:
-        return sum(cache.num_pages for cache in self._caches)
-
-    @property
-    def _caches(self) -> tuple[PrefixCache, ...]:
-        return (self._cache, *self._retired)
+        return sum(cache.num_pages for group in self._groups for cache in group.caches)
 
     @property
     def num_held_pages(self) -> int:
         return self.num_pages - self.num_free_pages - self.num_cached_pages
 
-    def open(self, token_ids: Sequence[int], salt: str = "") -> KvLease:
-        """Opens a lease on the longest cached prefix of `token_ids`, of those with this salt.
+    def open(self, token_ids: Sequence[int], salt: str = "", num_tokens: int = 0) -> KvLease:
+        """Opens a lease on the longest cached prefix of `token_ids`, of those with this salt, with
+        pages for `num_tokens`.
 
-        At least one token is left to compute, because its logits are wanted.
+        At least one token is left to compute, because its logits are wanted. Of several groups the
+        one is taken that has most available pages, where each page of the prefix that is cached
+        there counts for `CACHED_WORTH` more; another one, where those are not enough.
+
+        Raises:
+            OutOfPages: no group has so many; all is as it was.
         """
-        node, pages = self._cache.match(token_ids[:-1], salt)
-        self._cache.lock(node)
-        num_shared = len(pages)
-        lease = KvLease(pages, num_shared * self.page_size, num_shared, node, self._cache, salt)
+        found = [(group, *group.cache.match(token_ids[:-1], salt)) for group in self._groups]
+        found.sort(
+            key=lambda each: each[0].num_available + CACHED_WORTH * len(each[2]), reverse=True
+        )
+        for group, node, pages in found:
+            lease = self._opened(group, node, pages, salt)
+            if self.try_grow(lease, num_tokens):
+                return lease
+            self.close(lease, ())
+        raise OutOfPages(
+            -(-num_tokens // self.page_size), max(group.num_available for group in self._groups)
+        )
+
+    def _opened(self, group: PageGroup, node: PrefixNode, pages: list[int], salt: str) -> KvLease:
+        group.cache.lock(node)
+        count = len(pages)
+        lease = KvLease(pages, count * self.page_size, count, group, node, group.cache, salt)
         self._leases[id(lease)] = lease
         return lease
 
@@ -341,12 +440,12 @@ class KvLeases:
         """Makes the lease's pages cover `num_tokens`, evicting unused prefixes if need be.
 
         Raises:
-            OutOfPages: not enough pages even so; the lease is as it was.
+            OutOfPages: not enough pages of its group even so; the lease is as it was.
         """
         num_missing = -(-num_tokens // self.page_size) - len(lease.pages)
         if num_missing <= 0:
             return
-        lease.pages.extend(self._allocate(num_missing))
+        lease.pages.extend(lease.group.allocate(num_missing))
         lease.version += 1
 
     def try_grow(self, lease: KvLease, num_tokens: int) -> bool:
@@ -364,7 +463,7 @@ class KvLeases:
         assert first_page >= lease.num_shared_pages, "a branch would end a cached prefix"
         count = -(-num_tokens // self.page_size) - first_page
         try:
-            branch = KvBranch(first_page, self._allocate(count))
+            branch = KvBranch(first_page, lease.group.allocate(count), lease.group)
         except OutOfPages:
             return None
         self._branches[id(branch)] = branch
@@ -374,7 +473,7 @@ class KvLeases:
         """Frees the pages of a branch."""
         del self._branches[id(branch)]
         self.num_returns += 1
-        self._pool.release(branch.pages)
+        branch.group.pages.release(branch.pages)
         branch.pages = []
 
     def adopt(self, lease: KvLease, branch: KvBranch) -> None:
@@ -394,13 +493,14 @@ class KvLeases:
         self.num_returns += 1
         num_computed_pages = len(token_ids) // self.page_size if self._may_share(lease) else 0
         num_kept = max(num_computed_pages, lease.num_shared_pages)
-        self._pool.release(lease.pages[num_kept:])
+        group = lease.group
+        group.pages.release(lease.pages[num_kept:])
         if num_computed_pages > lease.num_shared_pages:
             tokens = token_ids[: num_kept * self.page_size]
-            self._pool.release(self._cache.insert(tokens, lease.pages[:num_kept], lease.salt))
+            group.pages.release(group.cache.insert(tokens, lease.pages[:num_kept], lease.salt))
         lease.cache.unlock(lease.prefix)
-        if lease.cache is not self._cache:
-            self._drop_retired()
+        if lease.cache is not group.cache:
+            group.drop_retired()
         lease.pages = []
         lease.version += 1
 
@@ -411,68 +511,52 @@ class KvLeases:
         if not self._may_share(lease) or num_pages <= lease.num_shared_pages:
             return
         self.num_returns += 1
-        tokens = token_ids[: num_pages * self.page_size]
-        self._pool.release(self._cache.insert(tokens, lease.pages[:num_pages], lease.salt))
-        node, pages = self._cache.match(tokens, lease.salt)
-        self._cache.lock(node)
-        self._cache.unlock(lease.prefix)
+        tokens, group = token_ids[: num_pages * self.page_size], lease.group
+        group.pages.release(group.cache.insert(tokens, lease.pages[:num_pages], lease.salt))
+        node, pages = group.cache.match(tokens, lease.salt)
+        group.cache.lock(node)
+        group.cache.unlock(lease.prefix)
         lease.pages[:num_pages] = pages
         lease.version += 1
         lease.prefix, lease.num_shared_pages = node, num_pages
 
     def flush(self) -> int:
         """Frees every cached page that no sequence reads; returns how many."""
-        pages = self._cache.evict(self._cache.num_pages)
-        self._pool.release(pages)
-        return len(pages)
+        return sum(group.flush() for group in self._groups)
 
     def retire(self) -> int:
         """Ends the reuse of everything computed so far: the weights are others, or a draft reads
         what nobody kept of it. Leases go on with the pages they have, and share none of them any
         more; returns how many pages came free."""
-        self._retired.append(self._cache)
-        self._cache = PrefixCache(self.page_size)
         self.num_returns += 1
-        return self._drop_retired()
-
-    def _drop_retired(self) -> int:
-        """Frees the pages of retired caches that no lease reads; returns how many."""
-        num_freed = 0
-        for cache in self._retired:
-            pages = cache.evict(cache.num_pages)
-            self._pool.release(pages)
-            num_freed += len(pages)
-        self._retired = [cache for cache in self._retired if cache.num_pages]
-        return num_freed
+        for group in self._groups:
+            group.retired.append(group.cache)
+            group.cache = PrefixCache(self.page_size)
+        return sum(group.drop_retired() for group in self._groups)
 
     def _may_share(self, lease: KvLease) -> bool:
-        return self._caches_prefixes and lease.cache is self._cache
-
-    def _allocate(self, count: int) -> list[int]:
-        if count > self._pool.num_free:
-            self._pool.release(self._cache.evict(count - self._pool.num_free))
-        return self._pool.allocate(count)
+        return self._caches_prefixes and lease.cache is lease.group.cache
 
     def check(self) -> None:
-        """Asserts that every page has exactly one owner."""
-        cached = [page for cache in self._caches for page in cache.all_pages()]
-        held = [
-            page
-            for lease in self._leases.values()
-            for page in lease.pages[lease.num_shared_pages :]
-        ]
-        held += [page for branch in self._branches.values() for page in branch.pages]
-        owned = cached + held
+        """Asserts that every page has exactly one owner, in its own group."""
+        for group in self._groups:
+            self._check(group)
+
+    def _check(self, group: PageGroup) -> None:
+        leases = [lease for lease in self._leases.values() if lease.group is group]
+        branches = [branch for branch in self._branches.values() if branch.group is group]
+        cached = [page for cache in group.caches for page in cache.all_pages()]
+        held = [page for lease in leases for page in lease.pages[lease.num_shared_pages :]]
+        held += [page for branch in branches for page in branch.pages]
+        owned, pages = cached + held, group.pages
         assert len(set(owned)) == len(owned), "a page has two owners"
-        assert len(cached) == self.num_cached_pages
-        assert len(owned) + self._pool.num_free == self.num_pages, (
-            f"free {self._pool.num_free} + cached {len(cached)} + held {len(held)}"
-            f" is not total {self.num_pages}"
+        assert all(page in group.numbers for page in owned), "a page is of another group"
+        assert len(cached) == sum(cache.num_pages for cache in group.caches)
+        assert len(owned) + pages.num_free == len(group.numbers), (
+            f"free {pages.num_free} + cached {len(cached)} + held {len(held)}"
+            f" is not total {len(group.numbers)}"
         )
-        locked = {page for cache in self._caches for page in cache.locked_pages()}
-        shared = {
-            page
-            for lease in self._leases.values()
-            for page in lease.pages[: lease.num_shared_pages]
-        }
+        locked = {page for cache in group.caches for page in cache.locked_pages()}
+        shared = {page for lease in leases for page in lease.pages[: lease.num_shared_pages]}
         assert locked == shared, "locks and leases disagree"
+        assert len(locked) == sum(cache.num_locked_pages for cache in group.caches)

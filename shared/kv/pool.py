@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from shared.kernels.cache import CacheScales, store
 from shared.kernels.delta_layer import STAMP_SIZE
 from shared.kv.batch import ForwardBatch
+from shared.kv.leases import PADDING_PAGE
 from shared.kv.state_plan import HostBatch, StatePlan
 from shared.kv.states import StateLayout, StateStore
 from shared.kv.upload import Array
@@ -69,12 +70,18 @@ class KvPool:
     batches. Memory starts as zeros because masked slots are multiplied by zero, not skipped, and
     zero times an uninitialised NaN is NaN.
 
+    Processes that attend from sequences of their own have a pool each, one of `num_ranks`. Leases
+    count pages through all of them: those of rank r are `[r * num_pages, (r + 1) * num_pages)`,
+    the first of which is its padding. Batches name pages as leases do, see `own`.
+
     Args:
         scales: `[2, num_layers, num_kv_heads]` float32 of an e4m3 cache, keys first; see
             `CacheScales`. Of any other cache None.
         num_states: checkpoints of recurrent states, where the layout has some.
+        rank, num_ranks: which of how many pools.
 
     Attributes:
+        num_pages: of this pool, the padding page included.
         storage: `[num_planes, num_layers, num_pages * page_size, num_kv_heads, head_dim]`, keys
             first.
         keys: one `[num_pages * page_size, num_kv_heads, head_dim]` tensor a layer.
@@ -90,6 +97,8 @@ class KvPool:
         scales: Tensor | None = None,
         *,
         num_states: int = NUM_STATES,
+        rank: int = 0,
+        num_ranks: int = 1,
     ) -> None:
         assert (scales is not None) == layout.is_e4m3, "an e4m3 cache, and no other, has factors"
         assert num_pages >= 2, f"{num_pages} pages: page 0 is padding, so at least 2 are needed"
@@ -102,6 +111,7 @@ class KvPool:
         )
         self.layout = layout
         self.num_pages = num_pages
+        self.num_ranks = num_ranks
         self.device = device
         self.storage = torch.zeros(shape, dtype=layout.dtype, device=device)
         self.keys: tuple[Tensor, ...] = self.storage[0].unbind()
@@ -109,6 +119,7 @@ class KvPool:
         self.states = (
             None if layout.states is None else StateStore(layout.states, num_states, device)
         )
+        self._first_page = rank * num_pages
         self._scales = (
             None
             if scales is None
@@ -118,6 +129,46 @@ class KvPool:
     @property
     def page_size(self) -> int:
         return self.layout.page_size
+
+    @property
+    def num_leased_pages(self) -> int:
+        """Pages of all ranks, padding included: as many as leases count."""
+        return self.num_ranks * self.num_pages
+
+    def own(self, batch: ForwardBatch) -> ForwardBatch:
+        """Returns the batch as this rank attends: pages and slots are those of its pool, and
+        sequences of other ranks see no key and write to the padding page.
+
+        Computed on the device, with fixed shapes. Waits for nothing.
+        """
+        if self.num_ranks == 1:
+            return batch
+        table = self._own(batch.page_table, 1)
+        # A sequence has its pages in one pool.
+        is_own = table[:, 0] > PADDING_PAGE
+        return replace(
+            batch,
+            slots=self.own_slots(batch.slots),
+            kv_lengths=batch.kv_lengths * is_own,
+            prefix_lengths=batch.prefix_lengths * is_own,
+            page_table=table,
+            # Of no keys, causal rows see none; a tree's mask would still count some.
+            is_causal=batch.is_causal | ~is_own,
+        )
+
+    def own_slots(self, slots: Tensor) -> Tensor:
+        """Returns where this pool has the tokens of `slots`, in the padding page for those of
+        other ranks."""
+        return slots if self.num_ranks == 1 else self._own(slots, self.page_size)
+
+    def _own(self, places: Tensor, num_each: int) -> Tensor:
+        """Returns places counted from this pool's first on, 0 for those outside of it.
+
+        Args:
+            num_each: places in a page.
+        """
+        own = places - self._first_page * num_each
+        return own.masked_fill_((own < 0) | (own >= self.num_pages * num_each), 0)
 
     def scales(self, layer: int) -> CacheScales | None:
         """Returns the factors of one layer; None unless the cache is e4m3."""
@@ -162,9 +213,10 @@ class KvPool:
     def move(self, source_slots: Tensor, target_slots: Tensor) -> None:
         """Copies tokens between slots in every layer, as if all were read before any is written.
 
-        Both are `[N]` int64 and may overlap; targets are distinct. Compacts the accepted path of
-        a tree to the front of its tail. Costs a copy of the N tokens.
+        Both are `[N]` int64, as leases count, and may overlap; targets are distinct. Compacts the
+        accepted path of a tree to the front of its tail. Costs a copy of the N tokens.
         """
+        source_slots, target_slots = self.own_slots(source_slots), self.own_slots(target_slots)
         # torch copies no e4m3 by index.
         storage = self.storage.view(torch.uint8) if self.layout.is_e4m3 else self.storage
         storage.index_copy_(2, target_slots, storage.index_select(2, source_slots))

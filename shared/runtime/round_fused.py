@@ -109,6 +109,7 @@ class FusedRoundVerification(RoundVerification):
         return self.decoder.logits(hidden, self.decoder.dtype)
 
     def _move(self, num_slots: int, width: int, sources: Tensor, targets: Tensor) -> None:
+        sources, targets = self.pool.own_slots(sources), self.pool.own_slots(targets)
         storage = self.pool.storage.flatten(0, 1)
         if self.pool.layout.is_e4m3:
             storage = storage.view(torch.uint8)

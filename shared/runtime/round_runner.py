@@ -338,7 +338,8 @@ class RoundRunner:
         leader: RoundLeader | None = None,
     ) -> None:
         if feature_rows is not None:
-            assert len(feature_rows) == pool.num_pages * pool.page_size, "one row a slot"
+            num_slots = pool.num_leased_pages * pool.page_size
+            assert len(feature_rows) == num_slots, "one row a slot"
         self.shape = RoundShape.of(
             tree,
             draft_vocab_size=head.vocab_size,

@@ -31,7 +31,7 @@ from services.target.requests.request import (
 from services.target.scheduler import Scheduler, SchedulerLimits
 from services.target.step_report import StepReport
 from services.target.verifier import VerificationMode, Verifier
-from shared.kv.leases import KvLeases, PagePool
+from shared.kv.leases import KvLeases, PageGroup, PagePool
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
 from shared.models.kv_scales import kv_scales
@@ -135,7 +135,8 @@ def build_engine(
     graphs = None if graph_limits is None else ForwardGraphs(decoder, pool, graph_limits)
     leases = KvLeases(num_pages, PAGE_SIZE, prefix_cache=prefix_cache)
     if poisons_free_pages:
-        leases._pool = PoisonedPages(num_pages, pool)
+        [group] = leases._groups
+        group.pages = PoisonedPages(num_pages, pool)
     return engine_over(
         ModelRunner(decoder, pool, graphs) if make_runner is None else make_runner(decoder, pool),
         leases,
@@ -153,6 +154,21 @@ def build_engine(
         selects=selects,
         always_up_to=always_up_to,
     )
+
+
+def leases_over(pool: KvPool, num_pages: Sequence[int] | None = None) -> KvLeases:
+    """Returns leases of the pages that a pool and those of other ranks hold.
+
+    Args:
+        num_pages: of each rank, its padding page included, which may be used; None takes all.
+    """
+    leases = KvLeases(pool.num_leased_pages, pool.page_size, num_groups=pool.num_ranks)
+    if num_pages is not None:
+        leases._groups = tuple(
+            PageGroup(group.numbers[: count - 1], pool.page_size)
+            for group, count in zip(leases._groups, num_pages, strict=True)
+        )
+    return leases
 
 
 def engine_over(

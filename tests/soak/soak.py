@@ -180,7 +180,8 @@ class Soak:
         pool = KvPool(self._decoder.kv_layout(PAGE_SIZE), NUM_PAGES, self._decoder.device)
         is_cuda = self._decoder.device.type == "cuda"
         graphs = ForwardGraphs(self._decoder, pool, GRAPHS) if is_cuda else None
-        self._leases._pool = PoisonedPages(NUM_PAGES, pool)
+        [group] = self._leases._groups
+        group.pages = PoisonedPages(NUM_PAGES, pool)
         self._padding = [cache[:PAGE_SIZE] for cache in (*pool.keys, *pool.values)]
         engine = engine_over(
             ModelRunner(self._decoder, pool, graphs),

@@ -37,9 +37,9 @@ def _sequence(
 
 
 def _scheduler(
-    num_pages: int = 20, max_running: int = 8, max_step_rows: int = 64
+    num_pages: int = 20, max_running: int = 8, max_step_rows: int = 64, num_groups: int = 1
 ) -> tuple[Scheduler, KvLeases]:
-    leases = KvLeases(num_pages, 4)
+    leases = KvLeases(num_pages, 4, num_groups=num_groups)
     return Scheduler(leases, SchedulerLimits(max_running, 3, max_step_rows)), leases
 
 
@@ -139,6 +139,30 @@ def test_youngest_is_preempted_when_pages_run_out_and_resumes_later() -> None:
     resumed = _plan(scheduler)
     assert [e.sequence for e in resumed.scheduled] == [young]
     assert resumed.scheduled[0].is_complete
+    leases.check()
+
+
+def test_only_sequences_of_the_full_group_are_preempted() -> None:
+    scheduler, leases = _scheduler(num_pages=10, num_groups=2)
+    first, second, third = (_sequence(i) for i in (1, 2, 3))
+    for sequence in (first, second, third):
+        scheduler.submit(sequence)
+    # Two pages each, of four that a group has: the third one shares the first one's group.
+    _run(_plan(scheduler))
+    assert first.open_lease.group is third.open_lease.group is not second.open_lease.group
+    for _ in range(2):
+        _run(_plan(scheduler))
+    plan = _plan(scheduler)
+    assert plan.preempted == (third,)
+    assert [entry.sequence for entry in plan.scheduled] == [first, second]
+    assert leases.num_free_pages > 0
+    leases.check()
+    # Where the other group has room, it goes on there.
+    _run(plan)
+    scheduler.finish(second)
+    scheduler.release(second)
+    assert _plan(scheduler).admitted == (third,)
+    assert third.open_lease.group is not first.open_lease.group
     leases.check()
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.kv.leases import KvLease, KvLeases, OutOfPages
+from shared.kv.leases import CACHED_WORTH, KvLease, KvLeases, OutOfPages
 
 PAGE = 4
 ACTIONS = ("open", "extend", "publish", "close", "flush")
@@ -154,18 +155,20 @@ class _Running:
 @settings(max_examples=150)
 @given(st.data())
 def test_random_traffic_keeps_every_page_owned_once(data: st.DataObject) -> None:
-    leases = _leases(data.draw(st.integers(3, 14)), prefix_cache=data.draw(st.booleans()))
+    num_groups = data.draw(st.integers(1, 3))
+    leases = KvLeases(
+        num_groups * data.draw(st.integers(3, 14)),
+        PAGE,
+        prefix_cache=data.draw(st.booleans()),
+        num_groups=num_groups,
+    )
     running: list[_Running] = []
     for _ in range(data.draw(st.integers(1, 30))):
         action = data.draw(st.sampled_from(["open", "extend", "publish", "close", "flush"]))
         if action == "open":
             tokens = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=20))
-            lease = leases.open(tokens)
-            try:
-                leases.grow(lease, len(tokens))
-                running.append(_Running(lease, tokens))
-            except OutOfPages:
-                leases.close(lease, ())
+            with suppress(OutOfPages):
+                running.append(_Running(leases.open(tokens, num_tokens=len(tokens)), tokens))
         elif action == "flush":
             leases.flush()
         elif running:
@@ -216,3 +219,98 @@ def test_retired_pages_that_nobody_reads_are_free_at_once() -> None:
     leases.close(_run(leases, tokens), tokens)
     assert leases.retire() == 2
     assert leases.num_free_pages == leases.num_pages
+
+
+def _groups(num_pages: int = 9) -> KvLeases:
+    """Returns leases of two groups."""
+    return KvLeases(2 * num_pages, PAGE, num_groups=2)
+
+
+def test_each_group_has_a_range_of_pages_behind_its_padding() -> None:
+    leases = _groups(5)
+    found = [leases.open([key] * 16, num_tokens=16) for key in range(2)]
+    assert [each.pages for each in found] == [[1, 2, 3, 4], [6, 7, 8, 9]]
+    assert (leases.num_pages, leases.num_group_pages) == (8, 4)
+    with pytest.raises(OutOfPages, match="1 pages wanted; 0 are free"):
+        leases.open([5], num_tokens=1)
+    leases.check()
+
+
+def test_sequences_come_to_the_group_with_most_room() -> None:
+    leases = _groups()
+    for key, num_tokens, expected in ((0, 12, 0), (1, 8, 1), (2, 8, 1), (3, 4, 0), (4, 4, 0)):
+        lease = leases.open([key] * num_tokens, num_tokens=num_tokens)
+        assert lease.group is leases._groups[expected]
+
+
+def test_a_prefix_is_found_in_the_group_that_has_it() -> None:
+    leases, tokens = _groups(30), list(range(16))
+    leases.close(leases.open([99] * 8, num_tokens=8), ())
+    busy = leases.open([7] * 8, num_tokens=8)
+    owner = leases.open(tokens, num_tokens=16)
+    assert owner.group is not busy.group
+    leases.publish(owner, tokens)
+    reader = leases.open([*tokens, 1], num_tokens=17)
+    assert (reader.group, reader.num_cached_tokens) == (owner.group, 16)
+    assert reader.pages[:4] == owner.pages
+    leases.check()
+
+
+def test_a_prefix_is_computed_again_where_its_group_is_full() -> None:
+    leases, tokens = _groups(), list(range(8))
+    owner = leases.open(tokens, num_tokens=8)
+    leases.publish(owner, tokens)
+    leases.grow(owner, 32)
+    other = leases.open([*tokens, 1], num_tokens=9)
+    assert other.group is not owner.group
+    assert other.num_cached_tokens == 0
+    leases.close(owner, range(32))
+    leases.close(other, [*tokens, 1])
+    assert leases.num_cached_pages == 8 + 2
+    leases.check()
+
+
+def test_a_prefix_in_much_the_fuller_group_is_computed_again() -> None:
+    leases, tokens = _groups(100), list(range(4))
+    owner = leases.open(tokens, num_tokens=4)
+    leases.publish(owner, tokens)
+    for num_pages, is_same in ((CACHED_WORTH, True), (CACHED_WORTH + 1, False)):
+        leases.grow(owner, num_pages * PAGE)
+        reader = leases.open([*tokens, 1], num_tokens=5)
+        assert (reader.group is owner.group) is is_same
+        leases.close(reader, ())
+
+
+def test_a_lease_grows_within_its_group_alone() -> None:
+    leases = _groups(5)
+    lease = leases.open([1], num_tokens=1)
+    assert not leases.try_grow(lease, 20)
+    assert leases.try_grow(lease, 16)
+    assert leases.try_branch(lease, 4, 20) is None
+    leases.check()
+
+
+def test_a_demand_that_cannot_be_met_evicts_nothing() -> None:
+    leases, tokens = _leases(5), list(range(8))
+    leases.close(_run(leases, tokens), tokens)
+    assert not leases.try_grow(leases.open([]), 20)
+    assert leases.num_cached_pages == 2
+
+
+def test_retiring_ends_reuse_in_every_group() -> None:
+    leases = _groups()
+    for key in range(2):
+        tokens = [key] * 8
+        leases.close(leases.open(tokens, num_tokens=8), tokens)
+    assert leases.num_cached_pages == 4
+    assert leases.retire() == 4
+    assert leases.num_free_pages == leases.num_pages
+    leases.check()
+
+
+def test_check_finds_a_page_of_another_group() -> None:
+    leases = _groups()
+    first, second = (leases.open([key], num_tokens=1) for key in range(2))
+    first.pages, second.pages = second.pages, first.pages
+    with pytest.raises(AssertionError, match="another group"):
+        leases.check()

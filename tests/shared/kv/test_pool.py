@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from shared.kernels.cache import load
+from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.pool import KvLayout, KvPool
 
 LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, head_dim=4, page_size=4, dtype=torch.float32)
@@ -83,3 +84,36 @@ def test_move_reads_everything_before_it_writes(sources: list[int], targets: lis
         for source, target in zip(sources, targets, strict=True):
             expected[target] = old[source]
         assert torch.equal(tensor, expected)
+
+
+def test_a_rank_reads_and_writes_its_own_pages_alone() -> None:
+    pool = KvPool(LAYOUT, num_pages=4, device=CPU, rank=1, num_ranks=3)
+    mask = [[True, False], [True, True]]
+    sequences = [
+        SequenceRows.causal([1, 2], 1, [3]),
+        SequenceRows.causal([3], 5, [5, 6]),
+        SequenceRows([4, 5], [4, 5], 4, [9, 10], 4, mask, ()),
+        SequenceRows([6, 7], [4, 5], 4, [7, 6], 4, mask, ()),
+    ]
+    own = pool.own(build_batch(sequences, page_size=4, device=CPU))
+    assert own.page_table.tolist() == [[0, 0], [1, 2], [0, 0], [3, 2]]
+    assert own.slots.tolist() == [0, 0, 9, 0, 0, 8, 9]
+    assert own.kv_lengths.tolist() == [0, 6, 0, 6]
+    assert own.prefix_lengths.tolist() == [0, 5, 0, 4]
+    assert own.is_causal.tolist() == [True, True, True, False]
+    assert pool.num_leased_pages == 12
+
+
+def test_a_rank_moves_its_own_tokens_alone() -> None:
+    pool = KvPool(LAYOUT, num_pages=4, device=CPU, rank=1, num_ranks=3)
+    pool.storage.copy_(filled_pool().storage)
+    expected = pool.storage.clone()
+    expected[:, :, 6] = expected[:, :, 9]
+    # Of rank 0, of this one, of rank 2, and of a row that nobody has.
+    pool.move(torch.tensor([7, 16 + 9, 41, 0]), torch.tensor([6, 16 + 6, 40, 0]))
+    assert torch.equal(pool.storage, expected)
+
+
+def test_the_one_pool_of_all_pages_takes_batches_as_they_are() -> None:
+    batch = build_batch([SequenceRows.causal([1], 0, [2])], page_size=4, device=CPU)
+    assert filled_pool().own(batch) is batch
