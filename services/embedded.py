@@ -309,7 +309,7 @@ def _host(target: Engine, settings: TargetSettings, chosen: DraftSettings) -> Ho
     is_cuda = target.device.type == "cuda"
     return Host(
         target.decoder if is_lent else None,
-        target.limits.max_kv_tokens,
+        target.num_kv_tokens,
         target.cache,
         _round_bytes(target.decoder) if is_cuda else 0,
         target.limits.vocab_size,

@@ -23,11 +23,7 @@ _TRUE = ("1", "true", "yes", "y", "on")
 
 _REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        "--dp-size": "replicas are targets of their own: start each with `outrider target`, and "
-        "one gateway with `outrider gateway --target A --target B`",
         "--pp-size": "layers are not spread over GPUs; --tp-size splits every matrix over them",
-        "--enable-dp-attention": "a process of --tp-size computes some heads of all requests; "
-        "leave the flag out",
         "--enable-eplb": "experts are not moved between GPUs; leave the flag out",
         "--nnodes": "--tp-size takes GPUs of one host; drafts may run on other hosts: `outrider "
         "draft --target HOST:PORT`",
@@ -38,15 +34,13 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
 )
 _REFUSED_ALIASES = MappingProxyType(
     {
-        "--dp": "--dp-size",
-        "--data-parallel-size": "--dp-size",
         "--pp": "--pp-size",
         "--pipeline-parallel-size": "--pp-size",
         "--node-rank": "--nnodes",
         "--dist-init-addr": "--nnodes",
     }
 )
-_ONE_OF_ALL = ("--dp-size", "--pp-size", "--nnodes")
+_ONE_OF_ALL = ("--pp-size", "--nnodes")
 NO_DRAFT = "NONE"
 
 
@@ -105,11 +99,9 @@ class SglangSettings:
     speculative_moe_runner_backend: str | None = setting(
         None, "no effect: expert layers have one implementation, in drafts as well"
     )
-    moe_a2a_backend: str | None = setting(
-        None, "no effect: --tp-size splits every expert, so no rows are exchanged"
-    )
+    moe_a2a_backend: str | None = setting(None, "no effect: GPUs exchange sums, not rows")
     speculative_moe_a2a_backend: str | None = setting(
-        None, "no effect: --tp-size splits every expert, so no rows are exchanged"
+        None, "no effect: GPUs exchange sums, not rows"
     )
     disable_shared_experts_fusion: bool = setting(
         False, "no effect: shared experts are a product of their own"

@@ -153,6 +153,7 @@ class Engine:
 
     Attributes:
         cache: what its KV cache takes of the device.
+        num_kv_tokens: that the KV cache holds, on all ranks.
     """
 
     def __init__(
@@ -174,6 +175,7 @@ class Engine:
     ) -> None:
         self.limits = limits
         self._decoder, self._device, self.cache = runner.decoder, runner.device, runner.cache
+        self.num_kv_tokens = leases.num_pages * leases.page_size
         self._inbox = inbox
         self._clock = clock
         self._loop = StepLoop(

@@ -54,15 +54,16 @@ def build_engine(
     shared = () if followers is None else (followers.group, followers.leader)
     built = build_runner(settings, *shared, feature_layers=feature_layers, has_lanes=has_lanes)
     leases = KvLeases(
-        built.runner.pool.num_pages,
+        built.runner.pool.num_leased_pages,
         settings.page_size,
         prefix_cache=not settings.disable_radix_cache,
+        num_groups=built.runner.pool.num_ranks,
     )
     logger.info("%s KV pages of %s tokens", leases.num_pages, settings.page_size)
     limits = ModelLimits(
         vocab_size=built.config.vocab_size,
         max_context_tokens=built.max_context_tokens,
-        max_kv_tokens=leases.num_pages * settings.page_size,
+        max_kv_tokens=leases.num_group_pages * settings.page_size,
         eos_token_ids=built.config.eos_token_ids,
         num_routes=num_routes(settings, built.config),
     )

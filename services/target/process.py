@@ -51,7 +51,7 @@ from shared.version import package_version
 
 _SETTINGS = (
     *("dtype", "quantization", "kv_cache_dtype", "attention_backend", "device", "tp_size"),
-    "ep_size",
+    *("ep_size", "enable_dp_attention"),
     *("enable_deterministic_inference", "verification_mode", "context_length"),
     *("speculative_use_rejection_sampling", "speculative_use_block_verification"),
     *("speculative_accept_threshold_single", "speculative_accept_threshold_acc"),

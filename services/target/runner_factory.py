@@ -51,12 +51,17 @@ def check_recurrent(settings: TargetSettings, config: ModelConfig) -> None:
     """Raises: SettingsError with a line for each flag that such a model is not served with."""
     if config.delta is None:
         return
-    problems = [*Shard(0, settings.tp_size, settings.ep_size > 1).problems(config)]
+    problems = [*first_shard(settings).problems(config)]
     why = f"{config.architecture} has linear attention"
     if settings.kv_cache_dtype is KvDtype.FP8_E4M3:
         problems.append(f"--kv-cache-dtype is fp8_e4m3; {why}, whose inputs are not kept in 8 bits")
     if problems:
         raise SettingsError(tuple(problems))
+
+
+def first_shard(settings: TargetSettings) -> Shard:
+    """Returns the part of the model that rank 0 holds."""
+    return Shard(0, settings.tp_size, settings.ep_size > 1, settings.enable_dp_attention)
 
 
 logger = logging.getLogger(__name__)
@@ -108,8 +113,13 @@ def build_runner(
     has_lanes = has_lanes and has_rounds
     dtype = dtype_named(settings.dtype, config.dtype, device)
     is_first = leader is not None or group is None
-    if group is not None and settings.ep_size > 1:
-        group = replace(group, spreads_experts=True)
+    if group is not None:
+        shard = first_shard(settings)
+        group = replace(
+            group,
+            spreads_experts=shard.spreads_experts,
+            spreads_sequences=shard.spreads_sequences,
+        )
     with refusing_shortage(lambda shortage: _weights_in_words(settings, device, shortage)):
         decoder = load_decoder(
             settings.model_path,
@@ -241,6 +251,9 @@ def _pool(
         state_bytes = num_states * layout.states.size_bytes
         reserved_bytes += state_bytes
         logger.info("--max-running-requests %d: states take %s", num_states, in_words(state_bytes))
+    rank, num_ranks = 0, 1
+    if decoder.group is not None and decoder.group.spreads_sequences:
+        rank, num_ranks = decoder.group.rank, decoder.group.size
     num_pages = num_pages_for(
         layout,
         decoder.device,
@@ -249,10 +262,11 @@ def _pool(
         max_sequence_length=min(max_context, settings.max_total_tokens or max_context),
         reserved_bytes=reserved_bytes,
         step_bytes=step_memory_bytes(decoder),
-        token_bytes_elsewhere=feature_bytes,
+        # Rank 0 has them for all ranks.
+        token_bytes_elsewhere=num_ranks * feature_bytes,
     )
     if decoder.group is not None:
-        # Pages are leased by rank 0 alone, so all must have them.
+        # Pages are leased by rank 0 alone, so all must have as many.
         num_pages = decoder.group.least(num_pages, decoder.device)
     cache = CacheSize(
         num_pages * layout.page_size_bytes,
@@ -263,7 +277,10 @@ def _pool(
     with refusing_shortage(
         lambda shortage: f"no memory for the KV cache: {cache.advice(shortage)}"
     ):
-        pool = KvPool(layout, num_pages, decoder.device, scales, num_states=num_states)
+        pool = KvPool(
+            layout, num_pages, decoder.device, scales,
+            num_states=num_states, rank=rank, num_ranks=num_ranks,
+        )  # fmt: skip
         return pool, cache
 
 

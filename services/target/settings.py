@@ -13,7 +13,11 @@ from services.target.flag_choices import (
     VerificationChoice,
     VerificationMode,
 )
-from services.target.settings_problems import round_problems, verification_problems
+from services.target.settings_problems import (
+    parallel_problems,
+    round_problems,
+    verification_problems,
+)
 from shared.errors import SettingsError
 from shared.hub import local_path, shown_name
 from shared.model_options import (
@@ -81,9 +85,19 @@ class TargetSettings(ServiceSettings):
     )
     ep_size: int = setting(
         1,
-        "1 splits every expert over the GPUs of --tp-size; the value of --tp-size gives each GPU "
-        "whole experts",
+        "1 splits every expert over the GPUs; --tp-size gives each GPU whole experts",
         aliases=("ep", "expert-parallel-size"),
+        minimum=1,
+        maximum=64,
+    )
+    enable_dp_attention: bool = setting(
+        False,
+        "each GPU of --tp-size has whole attention, and the KV cache of sequences of its own",
+    )
+    dp_size: int = setting(
+        1,
+        "--tp-size with --enable-dp-attention, else 1",
+        aliases=("dp", "data-parallel-size"),
         minimum=1,
         maximum=64,
     )
@@ -117,7 +131,9 @@ class TargetSettings(ServiceSettings):
         maximum=1.0,
     )
     max_total_tokens: int | None = setting(
-        None, "tokens in the KV cache; as many as fit when unset", minimum=16
+        None,
+        "tokens in the KV cache, of each GPU with --enable-dp-attention; as many as fit when unset",
+        minimum=16,
     )
     max_running_requests: int = setting(256, "sequences that run at once", minimum=1)
     max_queued_requests: int = setting(
@@ -211,9 +227,7 @@ class TargetSettings(ServiceSettings):
             self.speculative_adaptive_config, is_adaptive=self.speculative_adaptive
         )
         problems += device_problems(self.device)
-        if self.ep_size not in (1, self.tp_size):
-            problems.append(f"--ep-size: {self.ep_size}; it must be 1 or --tp-size, {self.tp_size}")
-        problems += tls_problems(self)
+        problems += [*parallel_problems(self), *tls_problems(self)]
         if problems:
             raise SettingsError(tuple(problems))
 

@@ -18,6 +18,24 @@ if TYPE_CHECKING:
 _FLAG = "--device-rounds on"
 
 
+def parallel_problems(settings: TargetSettings) -> list[str]:
+    """Returns a line for each number of processes that does not go with the others."""
+    problems, size = [], settings.tp_size
+    if settings.ep_size not in (1, size):
+        problems.append(f"--ep-size: {settings.ep_size}; it must be 1 or --tp-size, {size}")
+    if not settings.enable_dp_attention and settings.dp_size > 1:
+        problems.append(
+            "--dp-size: replicas are targets of their own: start each with `outrider target`, and "
+            "one gateway with `outrider gateway --target A --target B`"
+        )
+    if settings.enable_dp_attention and not 1 < settings.dp_size == size:
+        problems.append(
+            f"--enable-dp-attention: --dp-size is {settings.dp_size} and --tp-size {size}; they "
+            f"must be one number, 2 or more, of GPUs that each have sequences of their own"
+        )
+    return problems
+
+
 def round_problems(settings: TargetSettings) -> list[str]:
     """Returns a line for each thing that rounds cannot be with, none when all is well. `auto` asks
     for nothing."""

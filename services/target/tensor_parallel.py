@@ -7,7 +7,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 
 from services.followers import Followers, Seat, check_shard, rank_devices
-from services.target.runner_factory import build_runner
+from services.target.runner_factory import build_runner, first_shard
 from services.target.settings import TargetSettings
 from services.target.weight_stager import (
     ApplyCall,
@@ -17,7 +17,6 @@ from services.target.weight_stager import (
     WeightStager,
 )
 from shared.models.config import ModelConfig
-from shared.models.shard import Shard
 from shared.runtime.followers import RoundFollower
 from shared.runtime.lockstep import follow
 
@@ -34,8 +33,7 @@ def start_followers(
         CheckpointError: the model folder has no usable config.
         SettingsError: the model cannot be cut so, or there are not as many GPUs.
     """
-    shard = Shard(0, settings.tp_size, settings.ep_size > 1)
-    check_shard(shard, ModelConfig.from_folder(settings.model_path))
+    check_shard(first_shard(settings), ModelConfig.from_folder(settings.model_path))
     devices = rank_devices(settings.device, settings.tp_size)
     work = partial(_follow, settings, feature_layers, has_lanes)
     return Followers(work, devices, service="target")

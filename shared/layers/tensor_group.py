@@ -100,6 +100,7 @@ class TensorGroup:
         gather: fills its first argument with every process's second.
         slots: for sums of few rows; None where the devices cannot read each other's memory.
         spreads_experts: each process holds some experts whole, not a part of each.
+        spreads_sequences: each attends from sequences of its own, with all heads.
         graphs: CUDA graphs that hold collectives of the group, which cannot close before they end.
     """
 
@@ -108,6 +109,7 @@ class TensorGroup:
     gather: Callable[[Tensor, Tensor], object]
     slots: PeerSlots | None = None
     spreads_experts: bool = False
+    spreads_sequences: bool = False
     graphs: list[torch.cuda.CUDAGraph] = field(default_factory=list, compare=False)
 
     def sum(self, part: Tensor) -> Tensor:

@@ -188,6 +188,7 @@ class Decoder:
     def _context(
         self, batch: ForwardBatch, pool: KvPool, states: StateInputs | None, *, has_routes: bool
     ) -> ForwardContext:
+        batch = pool.own(batch)
         cos, signed_sin = self.rotary.tables(batch.positions)
         shapes = {layer.attention.shape for layer in self.layers}
         plans = {
@@ -221,6 +222,7 @@ def _state_layout(config: ModelConfig) -> StateLayout | None:
 
 def attention_shape(config: ModelConfig, layer: int, shard: Shard = WHOLE) -> AttentionShape:
     """Returns the heads and window of one layer, as far as the shard holds them."""
+    shard = shard.of_attention
     return AttentionShape(
         num_heads=shard.layer_heads(config, layer),
         num_kv_heads=shard.num_kv_heads(config),

@@ -627,15 +627,16 @@ def layer_parts(
     Their products with the stream are cut by outputs, those back to the stream by inputs; a bias
     of the latter is added after the sum over processes and stays whole.
     """
+    heads = shard.of_attention
     for key, name in _NORMS[config.norms].items():
         yield WeightPart(f"{source}{key}.weight", (config.hidden_size,), f"{target}{name}")
     if config.has_state(layer):
         yield from delta_parts(config, source, target)
     elif config.latent is None:
-        for matrix in _attention_matrices(config, shard, layer):
+        for matrix in _attention_matrices(config, heads, layer):
             yield from matrix.parts(source, target)
     else:
-        yield from latent_parts(config, source, target, shard)
+        yield from latent_parts(config, source, target, heads)
     if has_experts:
         assert config.experts is not None
         yield from expert_parts(
@@ -645,13 +646,13 @@ def layer_parts(
         for matrix in _mlp_matrices(config, shard):
             yield from matrix.parts(source, target)
     if not config.has_state(layer):
-        yield from _head_norms(config, source, target, shard, layer)
+        yield from _head_norms(config, source, target, heads, layer)
     if config.has_head_gates:
         gates = (config.layer_heads(layer), config.hidden_size)
         yield WeightPart(f"{source}self_attn.g_proj.weight", gates, f"{target}head_gate.weight")
     if config.layer_has_sinks(layer):
-        own = shard.num_heads(config)
-        cut = None if shard.size == 1 else Cut(0, shard.rank * own, own)
+        own = heads.num_heads(config)
+        cut = None if heads.size == 1 else Cut(0, heads.rank * own, own)
         yield WeightPart(
             f"{source}self_attn.{config.sinks_key}", (config.num_heads,), f"{target}sinks", cut=cut
         )

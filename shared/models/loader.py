@@ -176,7 +176,9 @@ def read_decoder(
 
 def shard_of(group: TensorGroup | None) -> Shard:
     """Returns what this process of the group holds."""
-    return WHOLE if group is None else Shard(group.rank, group.size, group.spreads_experts)
+    if group is None:
+        return WHOLE
+    return Shard(group.rank, group.size, group.spreads_experts, group.spreads_sequences)
 
 
 def build_decoder(

@@ -13,19 +13,22 @@ class Shard:
 
     Attributes:
         spreads_experts: a part has some experts whole, not a part of each.
+        spreads_sequences: a part has all of attention, for sequences of its own.
     """
 
     rank: int = 0
     size: int = 1
     spreads_experts: bool = False
+    spreads_sequences: bool = False
 
     def problems(self, config: ModelConfig) -> tuple[str, ...]:
         """Returns a line for each size of the model that cannot be cut so."""
         counts = {
-            "num_attention_heads": config.num_heads,
             "intermediate_size": config.intermediate_size,
             "vocab_size": config.vocab_size,
         }
+        if not self.spreads_sequences:
+            counts = {"num_attention_heads": config.num_heads, **counts}
         if config.experts is None and self.spreads_experts:
             return (f"--ep-size is {self.size}; {config.architecture} has no experts",)
         if config.experts is not None and self.spreads_experts:
@@ -38,6 +41,15 @@ class Shard:
             for name, count in counts.items()
             if count % self.size
         ]
+        if self.size > 1 and config.delta is not None:
+            found.append(
+                f"--tp-size is {self.size}; {config.architecture} has linear attention, which "
+                f"cannot be spread"
+            )
+        return (*found, *self.of_attention._head_problems(config))
+
+    def _head_problems(self, config: ModelConfig) -> list[str]:
+        found = []
         if config.num_kv_heads % self.size and self.size % config.num_kv_heads:
             found.append(
                 f"--tp-size is {self.size}; it must divide the model's num_key_value_heads, "
@@ -46,19 +58,19 @@ class Shard:
         if self.size > 1 and config.norms_all_heads:
             found.append(
                 f"--tp-size is {self.size}; {config.architecture} norms all heads at once, so that "
-                f"they cannot be spread"
+                f"they cannot be spread; --enable-dp-attention spreads sequences instead"
             )
         if self.size > 1 and (config.hybrid is not None or config.full_heads is not None):
             found.append(
                 f"--tp-size is {self.size}; {config.architecture} has two kinds of layers, whose "
-                f"heads cannot be spread"
+                f"heads cannot be spread; --enable-dp-attention spreads sequences instead"
             )
-        if self.size > 1 and config.delta is not None:
-            found.append(
-                f"--tp-size is {self.size}; {config.architecture} has linear attention, which "
-                f"cannot be spread"
-            )
-        return tuple(found)
+        return found
+
+    @property
+    def of_attention(self) -> Shard:
+        """The part of the heads that this process holds."""
+        return WHOLE if self.spreads_sequences else self
 
     @property
     def of_experts(self) -> Shard:

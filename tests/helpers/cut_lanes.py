@@ -15,12 +15,12 @@ from services.target.runner_factory import build_runner
 from services.target.settings import TargetSettings
 from services.target.step_report import StepReport
 from services.target.tensor_parallel import start_followers
-from shared.kv.leases import KvLeases, PagePool
+from shared.kv.leases import KvLeases
 from shared.model_options import Dtype
 from shared.runtime.runner import ModelRunner
 from shared.tokens import TreeShape
 from tests.helpers.device_rounds import Pair
-from tests.helpers.engines import PAGE_SIZE, engine_over
+from tests.helpers.engines import PAGE_SIZE, engine_over, leases_over
 from tests.helpers.shared_head_rounds import SilentDraft, sharing_head, write_pair
 
 TREE = TreeShape(3, 3, 9)
@@ -49,7 +49,7 @@ class CutTarget:
 
         Args:
             other_trees: has the policy choose.
-            num_pages: of the pool, that the engine may use.
+            num_pages: of the pool, that the engine may use; of each, where each has its own.
         """
         engine = engine_over(
             self.runner,
@@ -62,20 +62,27 @@ class CutTarget:
         return engine
 
     def _leases(self, num_pages: int) -> KvLeases:
-        leases = KvLeases(self.runner.pool.num_pages, PAGE_SIZE, prefix_cache=True)
-        leases._pool = PagePool(num_pages)
-        return leases
+        pool = self.runner.pool
+        return leases_over(pool, [num_pages] * pool.num_ranks)
 
 
 @contextmanager
-def cut_target(folder: Path, device: str) -> Iterator[CutTarget]:
-    """Writes a tiny target and a head to `folder` and loads them."""
+def cut_target(
+    folder: Path, device: str, *, spreads_sequences: bool = False
+) -> Iterator[CutTarget]:
+    """Writes a tiny target and a head to `folder` and loads them.
+
+    Args:
+        spreads_sequences: each process attends from sequences of its own, not with some heads.
+    """
     whole = write_pair(folder / "target", folder / "head", torch.device(device))
     settings = TargetSettings(
         model_path=folder / "target",
         device=device,
         dtype=Dtype.FLOAT32,
         tp_size=2,
+        enable_dp_attention=spreads_sequences,
+        dp_size=2 if spreads_sequences else 1,
         page_size=PAGE_SIZE,
         max_total_tokens=(NUM_PAGES - 1) * PAGE_SIZE,
         context_length=200,

@@ -155,7 +155,9 @@ def test_a_head_in_a_process_of_its_own_is_told_its_target(
         ("--speculative-num-stips 3", "did you mean --speculative-num-steps?"),
         ("--dp-size 2", "--dp-size: replicas are targets of their own"),
         ("--pipeline-parallel-size 2", "--pp-size: layers are not spread"),
-        ("--enable-dp-attention", "--enable-dp-attention: a process of --tp-size"),
+        ("--enable-dp-attention", "--dp-size is 1 and --tp-size 1; they must be one number"),
+        ("--enable-dp-attention --tp 4 --dp 2", "--dp-size is 2 and --tp-size 4; they must be"),
+        ("--enable-dp-attention --dp 2", "--dp-size is 2 and --tp-size 1; they must be"),
         ("--node-rank 1", "--nnodes: --tp-size takes GPUs of one host"),
         ("--dp 2", "--dp-size: replicas are targets of their own"),
         ("--metrics-port 1", "each service has its own: --target-metrics-port"),
@@ -173,6 +175,14 @@ def test_what_cannot_be_served_is_refused_by_name(flags: str, problem: str) -> N
 @pytest.mark.parametrize("flags", ["--ep 1 --dp-size 1", "--pp-size 1 --nnodes 1 --node-rank 0"])
 def test_one_of_what_there_is_one_of_is_taken(flags: str) -> None:
     assert _plan(*flags.split()).target == _plan().target
+
+
+@pytest.mark.parametrize("ep_size", [1, 4])
+def test_attention_spreads_sequences_over_the_gpus_of_a_target(ep_size: int) -> None:
+    line = "--tp 4 --dp 4 --enable-dp-attention" + (f" --ep {ep_size}" if ep_size > 1 else "")
+    target = _plan(*line.split()).target
+    assert (target.tp_size, target.dp_size, target.ep_size) == (4, 4, ep_size)
+    assert target.enable_dp_attention
 
 
 def test_a_draft_with_another_tokenizer_is_refused_with_both_folders(tmp_path: Path) -> None:

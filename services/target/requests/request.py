@@ -148,7 +148,7 @@ class ModelLimits:
 
     Attributes:
         max_context_tokens: largest prompt plus output.
-        max_kv_tokens: tokens the KV pool holds; a longer sequence could never run.
+        max_kv_tokens: tokens the KV pool of one rank holds; a longer sequence could never run.
         num_routes: experts that are recorded of each token, of all layers; 0 where none are.
     """
 

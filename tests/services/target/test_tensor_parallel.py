@@ -19,9 +19,10 @@ from services import followers
 from services.target.engine import Engine
 from services.target.runner_factory import build_runner
 from services.target.settings import TargetSettings
+from services.target.step_report import StepReport
 from services.target.tensor_parallel import start_followers
 from shared.errors import SettingsError
-from shared.kv.leases import KvLeases
+from shared.layers.decoder_layer import Mlp
 from shared.model_options import KvDtype, Quantisation
 from shared.models.config import ModelConfig
 from shared.models.shard import Shard
@@ -32,6 +33,7 @@ from tests.helpers.engines import (
     VOCAB_SIZE,
     ScriptedDraft,
     engine_over,
+    leases_over,
     oracle_trees,
     random_trees,
     request,
@@ -56,7 +58,24 @@ def _settings(folder: Path, **changes: object) -> TargetSettings:
     return replace(settings, **changes)
 
 
-# What is cut how: plain heads; one key head for two processes, norms of heads, biases and 8 bits.
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+LATENT = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "head_dim": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
+SPREAD = {"enable_dp_attention": True, "dp_size": 2}
+# What is cut how: plain heads; one key head for two processes, norms of heads, biases and 8 bits;
+# sequences, beside experts that are whole, and beside some channels of each.
 MODELS = {
     "llama": ("llama", SHAPE, {}),
     "qwen3 in 8 bits": (
@@ -64,7 +83,19 @@ MODELS = {
         replace(SHAPE, num_kv_heads=1, tie_word_embeddings=True),
         {"quantization": Quantisation.FP8, "kv_cache_dtype": KvDtype.FP8_E4M3},
     ),
+    "sequences of qwen3-moe in 8 bits": (
+        "qwen3_moe",
+        replace(SHAPE, overrides=EXPERTS),
+        {"quantization": Quantisation.FP8, "kv_cache_dtype": KvDtype.FP8_E4M3, "ep_size": 2}
+        | SPREAD,
+    ),
+    "sequences of deepseek": (
+        "deepseek_v3",
+        replace(SHAPE, num_kv_heads=4, overrides=LATENT),
+        SPREAD,
+    ),
 }
+OF_ONE = {"enable_dp_attention": False, "dp_size": 1, "ep_size": 1}
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -74,7 +105,7 @@ def runners(
     """Runners of one and of two processes."""
     family, shape, changes = MODELS[request.param]
     folder = write_checkpoint(tmp_path_factory.mktemp("target"), family, shape, seed=3)
-    whole = build_runner(_settings(folder, **changes)).runner
+    whole = build_runner(_settings(folder, **(changes | OF_ONE))).runner
     settings = _settings(folder, tp_size=2, **changes)
     others = start_followers(settings)
     try:
@@ -85,8 +116,7 @@ def runners(
 
 
 def _engine(runner: ModelRunner) -> Engine:
-    leases = KvLeases(runner.pool.num_pages, runner.page_size, prefix_cache=True)
-    return engine_over(runner, leases, max_context_tokens=120)
+    return engine_over(runner, leases_over(runner.pool), max_context_tokens=120)
 
 
 def _outputs(engine: Engine, sampling: SamplingParams) -> list[list[int]]:
@@ -122,11 +152,29 @@ def test_each_process_holds_a_part(runners: tuple[ModelRunner, ModelRunner]) -> 
     whole, cut = (runner.decoder for runner in runners)
     assert len(cut.embedding) == len(whole.embedding) // 2
     many, few = (each.layers[0].attention.shape for each in (whole, cut))
-    assert few.num_heads == many.num_heads // 2
-    assert few.num_kv_heads == max(1, many.num_kv_heads // 2)
-    down = cut.layers[0].mlp.down.dense()
-    assert torch.equal(down, whole.layers[0].mlp.down.dense()[:, : down.shape[1]])
-    assert runners[0].pool.num_pages == runners[1].pool.num_pages
+    pool = runners[1].pool
+    if pool.num_ranks == 1:
+        assert few.num_heads == many.num_heads // 2
+        assert few.num_kv_heads == max(1, many.num_kv_heads // 2)
+    else:
+        assert few == many
+    if isinstance(cut.layers[0].mlp, Mlp):
+        assert isinstance(whole.layers[0].mlp, Mlp)
+        down = cut.layers[0].mlp.down.dense()
+        assert torch.equal(down, whole.layers[0].mlp.down.dense()[:, : down.shape[1]])
+    assert runners[0].pool.num_pages == pool.num_pages
+
+
+@pytest.mark.parametrize("runners", [m for m in MODELS if "sequences" in m], indirect=True)
+def test_ranks_that_are_full_change_no_token(runners: tuple[ModelRunner, ModelRunner]) -> None:
+    """One has room for two sequences, the other one for the longest of them."""
+    whole, cut = runners
+    sampling = SamplingParams(seed=3)
+    expected = _outputs(_engine(whole), sampling)
+    leases, reports = leases_over(cut.pool, (17, 11)), list[StepReport]()
+    engine = engine_over(cut, leases, max_context_tokens=120, on_step=reports.append)
+    assert _outputs(engine, sampling) == expected
+    assert sum(report.num_preempted for report in reports) > 0
 
 
 def _problems(size: int, **changes: int) -> Sequence[str]:

@@ -15,12 +15,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from shared.kv.pool import KvPool
 from shared.layers.tensor_group import TensorGroup
 from shared.models.config import ModelConfig
+from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
 from shared.models.shard import Shard
+from shared.runtime.runner import ModelRunner
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.plain_forward import plain_forward
+from tests.helpers.poisoned import poison_padding
+from tests.helpers.rank_batches import NUM_PAGES, PAGE_SIZE, rank_batches
+from tests.shared.models.test_decoder_equals_transformers import MIMO_V2, STEP
 
 CPU = torch.device("cpu")
 SIZE = 2
@@ -109,3 +115,41 @@ def test_parts_add_up_to_the_whole(family: str, spreads_experts: bool, tmp_path:
     expected = plain_forward(whole, TOKENS, range(len(TOKENS))).logits
     assert torch.equal(first, second)
     torch.testing.assert_close(first, expected, rtol=1e-4, atol=1e-4)
+
+
+# Heads that cannot be cut.
+WHOLE_HEADS = {
+    "olmo2": TinyShape(),
+    "mimo_v2_flash": TinyShape(overrides=MIMO_V2),
+    "step3p5": TinyShape(overrides=STEP),
+}
+
+
+def _logits(decoder: Decoder, pool: KvPool) -> list[Tensor]:
+    runner = ModelRunner(decoder, poison_padding(pool))
+    return [runner.run(batch).logits for batch in rank_batches(CPU)]
+
+
+@pytest.mark.parametrize("family", CASES | WHOLE_HEADS)
+def test_processes_attend_from_sequences_of_their_own(family: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, family, (CASES | WHOLE_HEADS)[family])
+    spreads_experts = family not in DENSE and family != "olmo2"
+    shard = Shard(0, SIZE, spreads_experts, spreads_sequences=True)
+    assert shard.problems(ModelConfig.from_folder(tmp_path)) == ()
+    gathers = _gathers()
+
+    def logits(rank: int) -> list[Tensor]:
+        group: Any = TensorGroup(
+            rank, SIZE, gathers[rank], spreads_experts=spreads_experts, spreads_sequences=True
+        )
+        decoder = load_decoder(tmp_path, dtype=torch.float32, device=CPU, group=group)
+        layout = decoder.kv_layout(PAGE_SIZE)
+        return _logits(decoder, KvPool(layout, NUM_PAGES, CPU, rank=rank, num_ranks=SIZE))
+
+    with ThreadPoolExecutor(SIZE) as threads:
+        first, second = threads.map(logits, range(SIZE))
+    whole = load_decoder(tmp_path, dtype=torch.float32, device=CPU)
+    expected = _logits(whole, KvPool(whole.kv_layout(PAGE_SIZE), SIZE * NUM_PAGES, CPU))
+    for own, other, result in zip(first, second, expected, strict=True):
+        assert torch.equal(own, other)
+        torch.testing.assert_close(own, result, rtol=1e-4, atol=1e-4)

@@ -40,9 +40,13 @@ SAMPLINGS = {
 }
 
 
-@pytest.fixture(scope="module")
-def cut(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CutTarget]:
-    with cut_target(tmp_path_factory.mktemp("cut"), "cpu") as target:
+@pytest.fixture(scope="module", params=[False, True], ids=["heads", "sequences"])
+def cut(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[CutTarget]:
+    """What is spread over the processes is heads of attention, or sequences."""
+    folder = tmp_path_factory.mktemp("cut")
+    with cut_target(folder, "cpu", spreads_sequences=request.param) as target:
         yield target
 
 
@@ -91,7 +95,8 @@ def test_random_lives_change_no_token(
     requests = [_random_request(source) for _ in range(16)]
     cancelled = set(source.sample(range(16), 3))
     reports: list[StepReport] = []
-    engine = cut.drafted(reports.append, OTHER_TREES if is_chosen else None, num_pages=24)
+    num_pages = 24 if cut.runner.pool.num_ranks == 1 else 15
+    engine = cut.drafted(reports.append, OTHER_TREES if is_chosen else None, num_pages=num_pages)
     collector = Collector()
     for key, each in enumerate(requests):
         engine.submit(each, collector, key)

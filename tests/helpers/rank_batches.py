@@ -1,0 +1,33 @@
+"""Forwards of sequences whose pages two ranks hold, a pool of equal size each."""
+
+from __future__ import annotations
+
+import torch
+
+from shared.kv.batch import ForwardBatch, SequenceRows, build_batch
+
+PAGE_SIZE, NUM_PAGES = 4, 24
+"""Of each rank's pool."""
+NUM_RANKS = 2
+_TOKENS = list(range(3, 33))
+# A root, two children of it, and one of the second.
+_TREE = ((1, 0, 0, 0), (1, 1, 0, 0), (1, 0, 1, 0), (1, 0, 1, 1))
+
+
+def rank_batches(device: torch.device) -> list[ForwardBatch]:
+    """Returns a forward of prompts, and one of a chunk, a tree and a token behind them. The first
+    rank has one of the sequences, and the second rank two."""
+    first, second = range(1, 12), range(NUM_PAGES + 1, NUM_PAGES + 10)
+    third = range(NUM_PAGES + 10, NUM_PAGES + 16)
+    prompts = [
+        SequenceRows.causal(_TOKENS[:18], 0, first, range(18)),
+        SequenceRows.causal(_TOKENS[3:20], 0, second, range(17)),
+        SequenceRows.causal(_TOKENS[5:9], 0, third, range(4)),
+    ]
+    mask = [[bool(sees) for sees in row] for row in _TREE]
+    more = [
+        SequenceRows.causal(_TOKENS[:20], 18, first, range(20)),
+        SequenceRows(_TOKENS[:4], (17, 18, 18, 19), 17, second, 17, mask, range(4)),
+        SequenceRows.causal(_TOKENS[9:10], 4, third, range(1)),
+    ]
+    return [build_batch(rows, page_size=PAGE_SIZE, device=device) for rows in (prompts, more)]
