@@ -66,6 +66,19 @@ class SequenceRows:
 
 
 @dataclass(frozen=True, slots=True)
+class Extent:
+    """Figures of one sequence of a forward, of the host.
+
+    Attributes:
+        num_prompt_keys: its part of that of the batch.
+    """
+
+    first_page: int
+    num_rows: int
+    num_prompt_keys: int
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """Tensors of one forward. T rows in all, B sequences, P page-table columns, L logit rows.
 
@@ -87,6 +100,7 @@ class ForwardBatch:
         page_size: tokens a page.
         num_prompt_keys: sum of `kv_lengths` over prompts, causal sequences of more than
             `MAX_PLAIN_ROWS` rows; a host integer, 0 where it is not known.
+        extents: of the B sequences; none where the host does not know them.
     """
 
     token_ids: Tensor
@@ -103,6 +117,42 @@ class ForwardBatch:
     max_kv_length: int
     page_size: int
     num_prompt_keys: int = 0
+    extents: tuple[Extent, ...] = ()
+
+    def of_sequences(self, kept: Sequence[int]) -> tuple[ForwardBatch, Tensor]:
+        """Returns the rows of some sequences, without logits, and their places among the T rows,
+        `[R]` int64. Waits for nothing; `extents` are known."""
+        extents = [self.extents[index] for index in kept]
+        counts = np.array([each.num_rows for each in self.extents], np.int64)
+        ends = np.cumsum(counts)
+        starts = np.zeros(len(kept) + 1, np.int32)
+        np.cumsum(counts[kept], out=starts[1:])
+        rows, sequences, query_starts = uploaded(
+            [
+                np.concatenate([np.arange(ends[i] - counts[i], ends[i]) for i in kept]),
+                np.array(kept, np.int64),
+                starts,
+            ],
+            self.token_ids.device,
+        )
+        batch = ForwardBatch(
+            token_ids=self.token_ids.index_select(0, rows),
+            positions=self.positions.index_select(0, rows),
+            slots=self.slots.index_select(0, rows),
+            query_starts=query_starts,
+            kv_lengths=self.kv_lengths.index_select(0, sequences),
+            prefix_lengths=self.prefix_lengths.index_select(0, sequences),
+            page_table=self.page_table.index_select(0, sequences),
+            tail_mask=None if self.tail_mask is None else self.tail_mask.index_select(0, rows),
+            is_causal=self.is_causal.index_select(0, sequences),
+            logit_rows=self.logit_rows[:0],
+            max_query_length=max(each.num_rows for each in extents),
+            max_kv_length=self.max_kv_length,
+            page_size=self.page_size,
+            num_prompt_keys=sum(each.num_prompt_keys for each in extents),
+            extents=tuple(extents),
+        )
+        return batch, rows
 
 
 def build_batch(
@@ -119,6 +169,7 @@ def build_batch(
     np.cumsum(counts, out=query_starts[1:])
     kv_lengths = kv_starts + counts
     page_table = _page_table(sequences)
+    extents = tuple(map(_extent, sequences))
     mask = _tail_mask(sequences, query_starts)
     token_ids, positions, slots, logit_rows, starts, lengths, prefixes, pages, causal, *tail = (
         uploaded(
@@ -156,12 +207,15 @@ def build_batch(
         max_query_length=int(counts.max()),
         max_kv_length=int(kv_lengths.max()),
         page_size=page_size,
-        num_prompt_keys=sum(
-            rows.kv_start + len(rows.token_ids)
-            for rows in sequences
-            if rows.tail_mask is None and len(rows.token_ids) > MAX_PLAIN_ROWS
-        ),
+        num_prompt_keys=sum(each.num_prompt_keys for each in extents),
+        extents=extents,
     )
+
+
+def _extent(rows: SequenceRows) -> Extent:
+    num_rows = len(rows.token_ids)
+    is_prompt = rows.tail_mask is None and num_rows > MAX_PLAIN_ROWS
+    return Extent(rows.pages[0], num_rows, rows.kv_start + num_rows if is_prompt else 0)
 
 
 def _joined(parts: Sequence[Sequence[int]]) -> Array:
@@ -214,7 +268,8 @@ class DecodeBatches:
     def build(
         self, token_ids: Sequence[int], kv_starts: Sequence[int], leases: Sequence[KvLease]
     ) -> ForwardBatch:
-        """Returns what `build_batch` returns for one causal row a sequence. Does not wait.
+        """Returns what `build_batch` returns for one causal row a sequence, without extents. Does
+        not wait.
 
         Args:
             token_ids: token of each sequence.

@@ -63,6 +63,32 @@ class KvLayout:
         return self.token_size_bytes * self.page_size
 
 
+@dataclass(frozen=True, slots=True)
+class OwnRows:
+    """The rows of a forward of T that one rank attends from.
+
+    Attributes:
+        batch: those, with pages and slots of the rank's pool.
+        places: `[R]` int64, theirs among the T; None where they are all of them.
+        num_rows: T.
+    """
+
+    batch: ForwardBatch
+    places: Tensor | None
+    num_rows: int
+
+    def taken(self, rows: Tensor) -> Tensor:
+        """Returns `[R, …]` of `[T, …]`."""
+        return rows if self.places is None else rows.index_select(0, self.places)
+
+    def placed(self, results: Tensor) -> Tensor:
+        """Returns `[T, …]` of `[R, …]`, zeros where another rank has the row."""
+        if self.places is None:
+            return results
+        whole = results.new_zeros((self.num_rows, *results.shape[1:]))
+        return whole.index_copy_(0, self.places, results)
+
+
 class KvPool:
     """Keys and values of all pages; slot = page * page_size + offset.
 
@@ -112,6 +138,7 @@ class KvPool:
         self.layout = layout
         self.num_pages = num_pages
         self.num_ranks = num_ranks
+        self._rank = rank
         self.device = device
         self.storage = torch.zeros(shape, dtype=layout.dtype, device=device)
         self.keys: tuple[Tensor, ...] = self.storage[0].unbind()
@@ -119,7 +146,6 @@ class KvPool:
         self.states = (
             None if layout.states is None else StateStore(layout.states, num_states, device)
         )
-        self._first_page = rank * num_pages
         self._scales = (
             None
             if scales is None
@@ -135,14 +161,30 @@ class KvPool:
         """Pages of all ranks, padding included: as many as leases count."""
         return self.num_ranks * self.num_pages
 
-    def own(self, batch: ForwardBatch) -> ForwardBatch:
-        """Returns the batch as this rank attends: pages and slots are those of its pool, and
-        sequences of other ranks see no key and write to the padding page.
+    def own(self, batch: ForwardBatch) -> OwnRows:
+        """Returns the rows that this rank attends from.
 
-        Computed on the device, with fixed shapes. Waits for nothing.
+        Where the host does not know which those are, they are all of them, and sequences of other
+        ranks see no key and write to the padding page: computed on the device, with fixed shapes.
+        Waits for nothing.
         """
+        num_rows = len(batch.token_ids)
         if self.num_ranks == 1:
-            return batch
+            return OwnRows(batch, None, num_rows)
+        kept = [
+            index
+            for index, each in enumerate(batch.extents)
+            if each.first_page // self.num_pages == self._rank
+        ]
+        if not kept and batch.extents:
+            # Of another rank's, the shortest: forwards of no rows are none.
+            kept = [min(range(len(batch.extents)), key=lambda i: batch.extents[i].num_rows)]
+        if len(kept) == len(batch.extents):
+            return OwnRows(self._translated(batch), None, num_rows)
+        some, places = batch.of_sequences(kept)
+        return OwnRows(self._translated(some), places, num_rows)
+
+    def _translated(self, batch: ForwardBatch) -> ForwardBatch:
         table = self._own(batch.page_table, 1)
         # A sequence has its pages in one pool.
         is_own = table[:, 0] > PADDING_PAGE
@@ -167,7 +209,7 @@ class KvPool:
         Args:
             num_each: places in a page.
         """
-        own = places - self._first_page * num_each
+        own = places - self._rank * self.num_pages * num_each
         return own.masked_fill_((own < 0) | (own >= self.num_pages * num_each), 0)
 
     def scales(self, layer: int) -> CacheScales | None:

@@ -14,7 +14,7 @@ from shared.kernels.attention import AttentionPlan, paged_attention, plan_attent
 from shared.kernels.cache import rotate_into_cache
 from shared.kernels.pointwise import Partials, gated, gated_heads
 from shared.kv.batch import ForwardBatch
-from shared.kv.pool import KvPool
+from shared.kv.pool import KvPool, OwnRows
 from shared.kv.state_plan import StateInputs
 from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm
@@ -56,10 +56,10 @@ class ForwardContext:
     """Tensors that all layers of one forward share, computed once.
 
     Attributes:
-        batch: the rows.
+        batch: the rows that this process attends from, R of the T that layers compute.
         pool: where their keys and values live.
-        cos: `[T, 1, head_dim]` float32.
-        signed_sin: `[T, 1, head_dim]` float32.
+        cos: `[R, 1, head_dim]` float32.
+        signed_sin: `[R, 1, head_dim]` float32.
         plans: an attention plan for each sliding window among the layers.
         sliding_tables: cosine and signed sine of layers with a rotation of their own; None where
             no layer has one.
@@ -67,6 +67,7 @@ class ForwardContext:
         states: of layers with recurrent states; None where there are none.
         read: `[T, value_size]`, takes what rows read of states in one layer after another; zeros
             for rows of no sequence. None where there are no states.
+        own: which of the T rows those of `batch` are; None in heads, where they are all.
     """
 
     batch: ForwardBatch
@@ -78,6 +79,11 @@ class ForwardContext:
     routes: list[Tensor | None] | None = None
     states: StateInputs | None = None
     read: Tensor | None = None
+    own: OwnRows | None = None
+
+    def taken(self, hidden: Tensor) -> Tensor:
+        """Returns `[R, H]` of `[T, H]`."""
+        return hidden if self.own is None else self.own.taken(hidden)
 
     def tables_of(self, shape: AttentionShape) -> tuple[Tensor, Tensor]:
         """Returns cosine and signed sine of a layer."""
@@ -175,7 +181,7 @@ class Attention:
 
     def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """`[T, H]` to `[T, H]`; writes the rows' keys and values to the pool."""
-        return self.output(self._attended(hidden, context))
+        return self.output(self._attended(hidden, context), context.own)
 
     def partials(self, hidden: Tensor, context: ForwardContext) -> Tensor | Partials:
         """Returns the result, or its parts; see `Linear.partials`."""
@@ -183,11 +189,11 @@ class Attention:
 
     def part(self, hidden: Tensor, context: ForwardContext) -> Tensor | Partials | Part:
         """Returns the result, or what adds up to it; see `Linear.part`."""
-        return self.output.part(self._attended(hidden, context))
+        return self.output.part(self._attended(hidden, context), context.own)
 
     def _attended(self, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """Returns `[T, num_heads * head_dim]`."""
-        shape, pool = self.shape, context.pool
+        """Returns `[R, num_heads * head_dim]`, of the rows that this process attends from."""
+        hidden, shape, pool = context.taken(hidden), self.shape, context.pool
         norm, gate = self.qk_norm, None
         projected = self._projected(hidden)
         if self.is_gated:

@@ -61,14 +61,15 @@ class LatentAttention:
 
     def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """`[T, H]` to `[T, H]`; writes the rows' latent vectors and keys to the pool."""
-        return self.output(self._attended(hidden, context))
+        return self.output(self._attended(hidden, context), context.own)
 
     def part(self, hidden: Tensor, context: ForwardContext) -> Tensor | Partials | Part:
         """Returns the result, or what adds up to it; see `Linear.part`."""
-        return self.output.part(self._attended(hidden, context))
+        return self.output.part(self._attended(hidden, context), context.own)
 
     def _attended(self, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """Returns `[T, num_heads * V]`."""
+        """Returns `[R, num_heads * V]`, of the rows that this process attends from."""
+        hidden = context.taken(hidden)
         tables = context.tables_of(self.shape)
         cache = context.pool.keys[self.layer]
         queries = self._entered(hidden, tables, cache, context.batch.slots)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from shared.kernels.experts import ExpertWeight
 from shared.kernels.linear import LinearWeight, gated_linear, linear, linear_partials
-from shared.kernels.pointwise import Partials, silu_mul
+from shared.kernels.pointwise import Partials, silu_mul, total_of
 from shared.kernels.quantised import QuantisedWeight, largest_elements, quantised_linear
+from shared.kv.pool import OwnRows
 from shared.layers.tensor_group import Part, TensorGroup
 from shared.model_options import Quantisation
 
@@ -69,12 +70,13 @@ class Linear:
             return self.weight.dequantised(self.weight.dtype)
         return self.weight.values.to_dense() if self.weight.is_packed else self.weight.values
 
-    def __call__(self, inputs: Tensor) -> Tensor:
-        """`[T, K]` to `[T, N]`."""
+    def __call__(self, inputs: Tensor, own: OwnRows | None = None) -> Tensor:
+        """`[T, K]` to `[T, N]`; of a group `[R, K]`, where `own` says which rows those are."""
         if self.group is None:
             result = self._product(inputs, self.bias)
         else:
-            result = self.group.sum(self._product(inputs, None))
+            part = self._product(inputs, None)
+            result = self.group.sum(part if own is None else own.placed(part))
             result = result if self.bias is None else result + self.bias
         return result if self.cap is None else (result / self.cap).tanh_().mul_(self.cap)
 
@@ -83,13 +85,17 @@ class Linear:
         assert self.group is None
         return self(inputs) if self.bias is not None else self._partials(inputs)
 
-    def part(self, inputs: Tensor) -> Tensor | Partials | Part:
+    def part(self, inputs: Tensor, own: OwnRows | None = None) -> Tensor | Partials | Part:
         """Returns the product, its parts, or this process's part of it, where the sum can be left
-        to others: a bias comes after the sum."""
+        to others: a bias comes after the sum. Arguments are those of a call."""
         if self.bias is not None:
-            return self(inputs)
+            return self(inputs, own)
         partials = self._partials(inputs)
-        return partials if self.group is None else Part(partials, self.group)
+        if self.group is None:
+            return partials
+        if own is not None and own.places is not None:
+            partials = own.placed(total_of(partials))
+        return Part(partials, self.group)
 
     def gated(self, inputs: Tensor) -> Tensor:
         """Returns `silu_mul` of the product, `[T, K]` to `[T, N / 2]`."""

@@ -188,8 +188,8 @@ class Decoder:
     def _context(
         self, batch: ForwardBatch, pool: KvPool, states: StateInputs | None, *, has_routes: bool
     ) -> ForwardContext:
-        batch = pool.own(batch)
-        cos, signed_sin = self.rotary.tables(batch.positions)
+        own = pool.own(batch)
+        batch = own.batch
         shapes = {layer.attention.shape for layer in self.layers}
         plans = {
             shape.sliding_window: plan_for(batch, shape, self.attention_backend) for shape in shapes
@@ -201,8 +201,10 @@ class Decoder:
         if self.config.delta is not None:
             size = len(batch.token_ids), self.config.delta.shape.value_size
             read = torch.zeros(size, dtype=self.dtype, device=self.device)
-        tables = cos, signed_sin
-        return ForwardContext(batch, pool, *tables, plans, sliding_tables, routes, states, read)
+        tables = self.rotary.tables(batch.positions)
+        return ForwardContext(
+            batch, pool, *tables, plans, sliding_tables, routes, states, read, own
+        )
 
 
 def _state_layout(config: ModelConfig) -> StateLayout | None:

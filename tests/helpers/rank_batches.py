@@ -16,9 +16,9 @@ _TREE = ((1, 0, 0, 0), (1, 1, 0, 0), (1, 0, 1, 0), (1, 0, 1, 1))
 
 def rank_batches(device: torch.device) -> list[ForwardBatch]:
     """Returns a forward of prompts, and one of a chunk, a tree and a token behind them. The first
-    rank has one of the sequences, and the second rank two."""
+    rank has one of the sequences, and the second rank two. Then more of the second rank's alone."""
     first, second = range(1, 12), range(NUM_PAGES + 1, NUM_PAGES + 10)
-    third = range(NUM_PAGES + 10, NUM_PAGES + 16)
+    third = range(NUM_PAGES + 10, NUM_PAGES + 17)
     prompts = [
         SequenceRows.causal(_TOKENS[:18], 0, first, range(18)),
         SequenceRows.causal(_TOKENS[3:20], 0, second, range(17)),
@@ -30,4 +30,9 @@ def rank_batches(device: torch.device) -> list[ForwardBatch]:
         SequenceRows(_TOKENS[:4], (17, 18, 18, 19), 17, second, 17, mask, range(4)),
         SequenceRows.causal(_TOKENS[9:10], 4, third, range(1)),
     ]
-    return [build_batch(rows, page_size=PAGE_SIZE, device=device) for rows in (prompts, more)]
+    last = [
+        SequenceRows.causal(_TOKENS[2:20], 5, third, range(18)),
+        SequenceRows.causal(_TOKENS[9:12], 17, second, range(3)),
+    ]
+    steps = (prompts, more, last)
+    return [build_batch(rows, page_size=PAGE_SIZE, device=device) for rows in steps]

@@ -95,13 +95,38 @@ def test_a_rank_reads_and_writes_its_own_pages_alone() -> None:
         SequenceRows([4, 5], [4, 5], 4, [9, 10], 4, mask, ()),
         SequenceRows([6, 7], [4, 5], 4, [7, 6], 4, mask, ()),
     ]
-    own = pool.own(build_batch(sequences, page_size=4, device=CPU))
+    batch = build_batch(sequences, page_size=4, device=CPU)
+    own = pool.own(replace(batch, extents=())).batch
     assert own.page_table.tolist() == [[0, 0], [1, 2], [0, 0], [3, 2]]
     assert own.slots.tolist() == [0, 0, 9, 0, 0, 8, 9]
     assert own.kv_lengths.tolist() == [0, 6, 0, 6]
     assert own.prefix_lengths.tolist() == [0, 5, 0, 4]
     assert own.is_causal.tolist() == [True, True, True, False]
     assert pool.num_leased_pages == 12
+
+
+def test_rows_of_other_ranks_are_left_out_where_the_host_knows_them() -> None:
+    prompt = SequenceRows.causal(range(20), 5, [*range(8, 15)])
+    sequences = [
+        SequenceRows.causal([3], 5, [5, 6]),
+        prompt,
+        replace(prompt, pages=[5, 7, 6, *range(1, 5)]),
+        SequenceRows.causal([4, 5], 1, [3]),
+    ]
+    batch = build_batch(sequences, page_size=4, device=CPU)
+    own = KvPool(LAYOUT, num_pages=4, device=CPU, rank=1, num_ranks=4).own(batch)
+    assert own.places is not None
+    assert own.places.tolist() == [0, *range(21, 41)]
+    assert own.batch.positions.tolist() == [5, *range(5, 25)]
+    assert own.batch.query_starts.tolist() == [0, 1, 21]
+    assert (own.batch.max_query_length, own.batch.num_prompt_keys) == (20, 25)
+    whole = own.placed(own.taken(torch.arange(1.0, 44.0).view(43, 1)))
+    assert whole.flatten().tolist() == [1.0, *[0.0] * 20, *range(22, 42), 0.0, 0.0]
+    # Who has none computes the fewest.
+    nobody = KvPool(LAYOUT, num_pages=4, device=CPU, rank=3, num_ranks=4).own(batch)
+    assert nobody.places is not None
+    assert nobody.places.tolist() == [0]
+    assert nobody.batch.kv_lengths.tolist() == [0]
 
 
 def test_a_rank_moves_its_own_tokens_alone() -> None:
@@ -116,4 +141,6 @@ def test_a_rank_moves_its_own_tokens_alone() -> None:
 
 def test_the_one_pool_of_all_pages_takes_batches_as_they_are() -> None:
     batch = build_batch([SequenceRows.causal([1], 0, [2])], page_size=4, device=CPU)
-    assert filled_pool().own(batch) is batch
+    own = filled_pool().own(batch)
+    assert own.batch is batch
+    assert own.places is None
