@@ -70,6 +70,11 @@ def weights_a_row(decoder: Decoder) -> float:
     return _total(decoder, chosen, Tensor.numel) - head
 
 
+def attention_weights(decoder: Decoder) -> int:
+    """Returns how many of them are those of attention, of all layers."""
+    return sum(each.numel() for layer in decoder.layers for each in tensors_of(layer.attention))
+
+
 def _total(decoder: Decoder, hits: Sequence[float], size: Callable[[Tensor], int]) -> float:
     remaining = iter(hits)
     total = float(sum(map(size, tensors_of(decoder.lm_head))))

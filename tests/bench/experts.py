@@ -1,10 +1,11 @@
 """Speed of mixtures of experts, each forward beside the floor of the same run.
 
     python -m tests.bench.experts [--shapes qwen3-30b-a3b glm-4.5-air deepseek-v3
-        qwen3-next-80b-a3b] [--no-kernels] [--tp-size N [--ep]]
+        qwen3-next-80b-a3b] [--no-kernels] [--tp-size N [--ep] [--enable-dp-attention]]
 
-On one GPU, or on several that share the matrices (`--tp-size`) or have experts of their own
-(`--ep`); floors are then those of one GPU's part. Four shapes with random weights, made on the
+On one GPU, or on several that share the matrices (`--tp-size`), have experts of their own (`--ep`)
+or sequences of their own (`--enable-dp-attention`), which are dealt out in turn; floors are then
+those of the first GPU's part. Four shapes with random weights, made on the
 device; no checkpoint is read. Each has a process of its own, with a time limit, so that one which
 fails leaves the others; all of them take less than five minutes on an H200. As many layers are
 built as fit.
@@ -43,13 +44,14 @@ from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder
 from shared.models.decoder_weights import decoder_parts
 from shared.models.loader import shard_of
-from shared.models.shard import Shard
+from shared.models.shard import WHOLE, Shard
 from shared.runtime.graphs import ForwardGraphs, GraphLimits
 from shared.runtime.lockstep import Leader, follow
 from shared.runtime.runner import ModelRunner
 from shared.telemetry.logs import LogFormat
 from tests.bench.device_clock import copy_bandwidth, device_ms, product_rate
 from tests.bench.expert_floors import (
+    attention_weights,
     expected_hits,
     experts_hit,
     tensors_of,
@@ -84,35 +86,43 @@ class Rates:
         return cls(copy_bandwidth(), product_rate()) if device.type == "cuda" else cls(1.0, 1.0)
 
 
-def num_layers(shape: ExpertShape, device: torch.device, size: int = 1) -> int:
+def num_layers(shape: ExpertShape, device: torch.device, shard: Shard = WHOLE) -> int:
     """Returns as many layers as fit on the devices, and no more than are asked for."""
     if device.type != "cuda":
         return shape.layers_most
     # A first dense layer is none of those that are counted.
     period = shape.period
     counts = (2 * period, 3 * period)
-    sizes = [_num_weights(shape.config(count)) for count in counts]
+    sizes = [_num_weights(shape.config(count), shard) for count in counts]
     a_period = sizes[1] - sizes[0]
     itemsize = 2 if shape.quantisation.value == "unquant" else 1
-    outside = 2 * (sizes[0] - 2 * a_period) / size
-    config, batch = shape.config(period), max(shape.batches)
-    cache = batch * (shape.context + PAGE_SIZE) * _cache_bytes(config)
+    outside = 2 * (sizes[0] - 2 * a_period)
+    config = shape.config(period)
+    batch = -(-max(shape.batches) // _num_ranks(shard))
+    cache = batch * (shape.context + PAGE_SIZE) * _cache_bytes(config, shard)
     if config.delta is not None:
         cache += batch * config.delta.state_bytes
     room = torch.cuda.mem_get_info(device)[0] * _WEIGHTS_SHARE - outside
-    most = int(room / ((a_period * itemsize + cache) / size)) * period
+    most = int(room / (a_period * itemsize + cache)) * period
     return max(period, min(shape.layers_most, most))
 
 
-def _num_weights(config: ModelConfig) -> int:
-    parts = decoder_parts(config)
+def _num_ranks(shard: Shard) -> int:
+    """Returns how many processes have sequences of their own."""
+    return shard.size if shard.spreads_sequences else 1
+
+
+def _num_weights(config: ModelConfig, shard: Shard) -> int:
+    parts = decoder_parts(config, shard)
     return sum(part.num_rows * math.prod(part.read_shape[1:]) for part in parts)
 
 
-def _cache_bytes(config: ModelConfig) -> int:
+def _cache_bytes(config: ModelConfig, shard: Shard) -> int:
     """Of a token."""
-    planes = 1 if config.latent is not None else 2
-    return 2 * planes * config.num_cache_layers * config.num_kv_heads * config.head_dim
+    planes, num_heads = 2, shard.of_attention.num_kv_heads(config)
+    if config.latent is not None:
+        planes = num_heads = 1
+    return 2 * planes * config.num_cache_layers * num_heads * config.head_dim
 
 
 class ShapeBench:
@@ -141,15 +151,24 @@ class ShapeBench:
         self.runner = ModelRunner(*self._room(decoder), leader=leader)
 
     def _room(self, decoder: Decoder) -> tuple[Decoder, KvPool, ForwardGraphs | None]:
-        shape, device = self.shape, self._device
+        shape, device, shard = self.shape, self._device, shard_of(decoder.group)
+        num_ranks = _num_ranks(shard)
+        batch, num_prompts = (
+            -(-count // num_ranks) for count in (max(shape.batches), shape.prompt.count)
+        )
         most_tokens = max(
-            max(shape.batches) * (shape.context + PAGE_SIZE),
-            shape.prompt.count * shape.prompt.num_tokens,
+            batch * (shape.context + PAGE_SIZE),
+            num_prompts * shape.prompt.num_tokens,
             shape.context + max(shape.trees),
         )
-        num_pages = most_tokens // PAGE_SIZE + max(shape.batches) + 2
-        num_states = max(*shape.batches, shape.prompt.count)
-        pool = KvPool(decoder.kv_layout(PAGE_SIZE), num_pages, device, num_states=num_states)
+        pool = KvPool(
+            decoder.kv_layout(PAGE_SIZE),
+            most_tokens // PAGE_SIZE + batch + 2,
+            device,
+            num_states=max(batch, num_prompts),
+            rank=shard.rank if num_ranks > 1 else 0,
+            num_ranks=num_ranks,
+        )
         pool.storage.normal_()
         if device.type != "cuda":
             return decoder, pool, None
@@ -237,16 +256,20 @@ class ShapeBench:
         width = 2 * config.head_dim
         if config.latent is not None:
             width = config.latent.query_dim + config.latent.value_dim
-        pairs = sum(len(rows.token_ids) ** 2 / 2 for rows in sequences)
-        attention = 2 * self._num_attention_layers * self._num_heads * width * pairs
-        operations = 2 * len(batch.token_ids) * weights_a_row(self.decoder) + attention
+        own = self._own(sequences)
+        pairs = sum(len(rows.token_ids) ** 2 / 2 for rows in own)
+        operations = 2.0 * self._num_attention_layers * self._num_heads * width * pairs
+        num_rows, num_own = len(batch.token_ids), sum(len(rows.token_ids) for rows in own)
+        projections = attention_weights(self.decoder)
+        operations += 2 * num_rows * (weights_a_row(self.decoder) - projections)
+        operations += 2 * num_own * projections
         time_ms = self._clock(lambda: self.runner.run(batch), repeats=3, inner=1)
         note = f"{operations / time_ms / 1e9:.0f} of {rate / 1e9:.0f} TFLOP/s"
         return Line(name, time_ms, operations / rate, note)
 
     def _attention_ms(self, sequences: Sequence[SequenceRows]) -> float:
         """Returns the floor of reading the cache, or of the arithmetic over it."""
-        config = self.decoder.config
+        config, sequences = self.decoder.config, self._own(sequences)
         layout, num_layers = self.runner.pool.layout, self._num_attention_layers
         token_bytes = layout.token_size_bytes / layout.num_layers * num_layers
         read_bytes = token_bytes * sum(rows.kv_start + len(rows.token_ids) for rows in sequences)
@@ -292,7 +315,11 @@ class ShapeBench:
     @property
     def _num_heads(self) -> int:
         """Query heads of this process."""
-        return shard_of(self.decoder.group).num_heads(self.decoder.config)
+        return shard_of(self.decoder.group).of_attention.num_heads(self.decoder.config)
+
+    def _own(self, sequences: Sequence[SequenceRows]) -> Sequence[SequenceRows]:
+        """Returns those that the first process attends from, no other one more."""
+        return sequences[:: self.runner.pool.num_ranks]
 
     def _routing(self) -> Routing:
         experts = self.decoder.config.experts
@@ -301,7 +328,14 @@ class ShapeBench:
 
     def _placed(self, sequences: Sequence[SequenceRows]) -> list[SequenceRows]:
         """Returns the sequences with pages, the same each time."""
-        return with_pages(random.Random(1), list(sequences), PAGE_SIZE)[0]
+        placed, pool = list(sequences), self.runner.pool
+        for rank in range(pool.num_ranks):
+            own, _ = with_pages(random.Random(1), placed[rank :: pool.num_ranks], PAGE_SIZE)
+            first = rank * pool.num_pages
+            placed[rank :: pool.num_ranks] = [
+                replace(rows, pages=[first + page for page in rows.pages]) for rows in own
+            ]
+        return placed
 
     def _batch(self, sequences: Sequence[SequenceRows]) -> ForwardBatch:
         rng, vocab_size = random.Random(2), self.decoder.config.vocab_size
@@ -346,13 +380,20 @@ def follow_rank_0(
     shape: ExpertShape,
     count: int,
     clock: Callable[..., float],
-    spreads_experts: bool,
+    shard: Shard,
     seat: Seat,
     pipe: Connection,
 ) -> None:
-    """Computes another process's part of what rank 0 measures."""
-    group = replace(seat.join(_Logging()), spreads_experts=spreads_experts)
+    """Computes another process's part of what rank 0, which has `shard`, measures."""
+    group = shared_as(shard, seat.join(_Logging()))
     follow(ShapeBench(shape, count, seat.device, clock, group).runner, group, pipe)
+
+
+def shared_as(shard: Shard, group: TensorGroup) -> TensorGroup:
+    """Returns the group with what rank 0's shard says of all of its processes."""
+    return replace(
+        group, spreads_experts=shard.spreads_experts, spreads_sequences=shard.spreads_sequences
+    )
 
 
 def measure(shape: ExpertShape, shard: Shard, *, has_kernels: bool) -> None:
@@ -367,16 +408,16 @@ def measure(shape: ExpertShape, shard: Shard, *, has_kernels: bool) -> None:
     device, start_s = torch.device("cuda"), time.perf_counter()
     torch.cuda.init()  # type: ignore[no-untyped-call]
     check_shard(shard, shape.config(shape.period))
-    count = num_layers(shape, device, shard.size)
+    count = num_layers(shape, device, shard)
     if shard.size == 1:
         bench = ShapeBench(shape, count, device, device_ms)
         _report(bench, start_s, has_kernels=has_kernels)
         return
     devices = rank_devices(device.type, shard.size)
-    work = partial(follow_rank_0, shape, count, device_ms, shard.spreads_experts)
+    work = partial(follow_rank_0, shape, count, device_ms, shard)
     followers = Followers(work, devices, service="bench")
     try:
-        group = replace(followers.group, spreads_experts=shard.spreads_experts)
+        group = shared_as(shard, followers.group)
         bench = ShapeBench(shape, count, devices[0], device_ms, group, followers.leader)
         _report(bench, start_s, has_kernels=False)
     finally:
@@ -386,9 +427,10 @@ def measure(shape: ExpertShape, shard: Shard, *, has_kernels: bool) -> None:
 def _report(bench: ShapeBench, start_s: float, *, has_kernels: bool) -> None:
     shape, held = bench.shape, torch.cuda.memory_allocated() / 2**30
     shard = shard_of(bench.decoder.group)
-    experts = ", experts spread" if shard.spreads_experts else ""
+    spread = ", experts spread" if shard.spreads_experts else ""
+    spread += ", sequences spread" if shard.spreads_sequences else ""
     print(
-        f"\n{shape.name}, --tp-size {shard.size}{experts}, "
+        f"\n{shape.name}, --tp-size {shard.size}{spread}, "
         f"{len(bench.decoder.layers)} of {shape.layers_most} layers, "
         f"{shape.quantisation.value}, {held:.0f} GiB, context {shape.context:,}; {bench.rates}; "
         f"made in {time.perf_counter() - start_s:.0f} s\n"
@@ -409,9 +451,12 @@ def main() -> int:
     parser.add_argument("--no-kernels", action="store_true", help="do not say where time goes")
     parser.add_argument("--tp-size", type=int, default=1, help="GPUs that share the model")
     parser.add_argument("--ep", action="store_true", help="each of them has experts of its own")
+    parser.add_argument(
+        "--enable-dp-attention", action="store_true", help="each of them has sequences of its own"
+    )
     flags = parser.parse_args()
     if len(flags.shapes) == 1:
-        shard = Shard(0, flags.tp_size, flags.ep)
+        shard = Shard(0, flags.tp_size, flags.ep, flags.enable_dp_attention)
         measure(SHAPES[flags.shapes[0]], shard, has_kernels=not flags.no_kernels)
         return 0
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
@@ -419,6 +464,7 @@ def main() -> int:
     for name in flags.shapes:
         words = [sys.executable, "-m", "tests.bench.experts", "--shapes", name]
         words += ["--no-kernels"] * flags.no_kernels + ["--ep"] * flags.ep
+        words += ["--enable-dp-attention"] * flags.enable_dp_attention
         words.append(f"--tp-size={flags.tp_size}")
         try:
             failed |= subprocess.run(words, timeout=LIMIT_S, check=False).returncode

@@ -25,7 +25,7 @@ from tests.bench.expert_shapes import (
     ExpertShape,
     Prompt,
 )
-from tests.bench.experts import ShapeBench, follow_rank_0
+from tests.bench.experts import ShapeBench, follow_rank_0, shared_as
 
 CPU = torch.device("cpu")
 TINY = {
@@ -170,12 +170,14 @@ def test_published_shapes_are_read(name: str) -> None:
     assert program.num_layers(tiny(shape), CPU) == _count(shape)
 
 
-def test_processes_that_share_a_model_compute_every_line() -> None:
+@pytest.mark.parametrize("spreads_sequences", [False, True])
+def test_processes_that_share_a_model_compute_every_line(spreads_sequences: bool) -> None:
     shape = tiny(QWEN3_30B)
-    work = partial(follow_rank_0, shape, 2, _run_once, True)
+    shard = Shard(0, 2, True, spreads_sequences)
+    work = partial(follow_rank_0, shape, 2, _run_once, shard)
     followers = Followers(work, rank_devices("cpu", 2), service="bench")
     try:
-        group = replace(followers.group, spreads_experts=True)
+        group = shared_as(shard, followers.group)
         bench = ShapeBench(shape, 2, CPU, _run_once, group, followers.leader)
         whole = ShapeBench(shape, 2, CPU, _run_once)
         names = [line.name for line in bench.lines()]
@@ -184,6 +186,8 @@ def test_processes_that_share_a_model_compute_every_line() -> None:
         assert isinstance(experts, Experts)
         assert isinstance(own, Experts)
         assert own.gate_up.num_experts == experts.gate_up.num_experts / 2
+        heads, own_heads = (each.decoder.layers[0].attention.shape for each in (whole, bench))
+        assert own_heads.num_heads == heads.num_heads / (1 if spreads_sequences else 2)
         # All choose experts by the same numbers.
         assert torch.equal(own.router.weight.dense(), experts.router.weight.dense())
     finally:
