@@ -112,11 +112,20 @@ async def serving_target(
             yield target
 
 
-def target_process(arguments: Sequence[str]) -> TargetProcess:
-    """Returns a target as its flags say, not started, with the draft that it embeds."""
+def target_process(arguments: Sequence[str], opened: ExitStack | None = None) -> TargetProcess:
+    """Returns a target as its flags say, not started, with the draft that it embeds.
+
+    Args:
+        opened: ends the other processes that hold a part of it; None where there are none.
+    """
     settings, chosen = read_settings(arguments, {})
     layers, has_lanes = engine_needs(chosen)
-    engine = build_engine(settings, lambda report: None, None, layers, has_lanes=has_lanes)
+    others = None
+    if settings.tp_size > 1:
+        assert opened is not None
+        others = start_followers(settings, layers, has_lanes=has_lanes)
+        opened.callback(others.stop)
+    engine = build_engine(settings, lambda report: None, others, layers, has_lanes=has_lanes)
     process = TargetProcess(engine, settings, tokenizer_sha256(settings.model_path))
     if chosen is not None:
         built = build_embedded_draft(engine, settings, chosen)
@@ -127,8 +136,9 @@ def target_process(arguments: Sequence[str]) -> TargetProcess:
 @asynccontextmanager
 async def running_target(arguments: Sequence[str]) -> AsyncIterator[Target]:
     """A target as its flags say."""
-    async with _running(target_process(arguments)) as target:
-        yield target
+    with ExitStack() as opened:
+        async with _running(target_process(arguments, opened)) as target:
+            yield target
 
 
 @asynccontextmanager

@@ -49,9 +49,25 @@ async def _answers(
     return tokens, [one[-1].finished.speculation for one in found]
 
 
-@pytest.mark.parametrize("rounds", ["on", "off"])
-async def test_its_own_layer_drafts_and_changes_no_token(rounds: str) -> None:
-    mtp = ("--draft", "embedded", "--speculative-algorithm", "MTP", "--device-rounds", rounds)
+# One process, or two that have experts and sequences of their own.
+SPREAD = ("--tp-size", "2", "--ep-size", "2", "--dp-size", "2", "--enable-dp-attention")
+
+
+@pytest.mark.parametrize(
+    ("rounds", "spread"), [("on", ()), ("off", ()), ("on", SPREAD), ("off", SPREAD)]
+)
+async def test_its_own_layer_drafts_and_changes_no_token(
+    rounds: str, spread: tuple[str, ...]
+) -> None:
+    mtp = (
+        *spread,
+        "--draft",
+        "embedded",
+        "--speculative-algorithm",
+        "MTP",
+        "--device-rounds",
+        rounds,
+    )
     # Pinned: on a busy machine the costs measured at start may speak for plain steps.
     mtp += ("--speculative-num-steps", "2", "--speculative-eagle-topk", "1")
     mtp += ("--speculative-num-draft-tokens", "3")

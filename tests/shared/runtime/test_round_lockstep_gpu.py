@@ -50,20 +50,23 @@ def check_lanes(target: CutTarget, num_tokens: int) -> None:
         assert {report.round_shape for report in reports} == {None, TREE, *OTHER_TREES}
 
 
-def serve(folder: Path) -> None:
+def serve(folder: Path, spreads_sequences: bool) -> None:
     """Rank 0, in a process that may lead a group and be killed."""
     end_with_parent()
-    with cut_target(folder, "cuda:0") as target:
+    with cut_target(folder, "cuda:0", spreads_sequences=spreads_sequences) as target:
         check_lanes(target, 60)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(torch.cuda.device_count() < SIZE, reason=f"needs {SIZE} GPUs")
-def test_rounds_of_two_gpus_change_no_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("spreads_sequences", [False, True])
+def test_rounds_of_two_gpus_change_no_token(spreads_sequences: bool, tmp_path: Path) -> None:
     # Nothing here uses NVLink multicast, and on some hosts it must not even be set up.
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     os.environ["NCCL_NVLS_ENABLE"] = "0"
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(tmp_path,))
+    process = multiprocessing.get_context("spawn").Process(
+        target=serve, args=(tmp_path, spreads_sequences)
+    )
     process.start()
     end_processes([process], LIMIT_S)
     assert process.exitcode == 0
@@ -72,8 +75,9 @@ def test_rounds_of_two_gpus_change_no_token(tmp_path: Path) -> None:
 @pytest.mark.interpreter
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not IS_INTERPRETING, reason="a GPU has a test of its own")
-def test_kernels_of_two_processes_change_no_token(tmp_path: Path) -> None:
-    with cut_target(tmp_path, "cpu") as target:
+@pytest.mark.parametrize("spreads_sequences", [False, True])
+def test_kernels_of_two_processes_change_no_token(spreads_sequences: bool, tmp_path: Path) -> None:
+    with cut_target(tmp_path, "cpu", spreads_sequences=spreads_sequences) as target:
         requests = [request(PROMPTS[2], SAMPLINGS[1], StopParams(3))]
         expected = run(target.plain(), requests)
         reports: list[StepReport] = []
