@@ -55,13 +55,17 @@ class Cut:
 
 
 @asynccontextmanager
-async def _engine(folder: Path, tp_size: int, quantisation: Quantisation) -> AsyncIterator[Cut]:
+async def _engine(
+    folder: Path, tp_size: int, quantisation: Quantisation, *, spreads_sequences: bool = False
+) -> AsyncIterator[Cut]:
     settings = replace(
         TargetSettings(
             model_path=folder, device="cpu", page_size=4, max_total_tokens=800, context_length=120
         ),
         tp_size=tp_size,
         quantization=quantisation,
+        enable_dp_attention=spreads_sequences,
+        dp_size=tp_size if spreads_sequences else 1,
     )
     others = None if tp_size == 1 else start_followers(settings)
     engine = build_engine(settings, lambda report: None, others)
@@ -91,9 +95,12 @@ async def _receive(updates: WeightUpdates, folder: Path) -> None:
     await updates.receive("a group without rank 1", (), "lost", is_flattened=False)
 
 
-@pytest.mark.parametrize("quantisation", [Quantisation.UNQUANT, Quantisation.INT8])
+@pytest.mark.parametrize(
+    ("quantisation", "spreads_sequences"),
+    [(Quantisation.UNQUANT, False), (Quantisation.INT8, False), (Quantisation.INT8, True)],
+)
 async def test_both_processes_take_an_update_or_neither(
-    quantisation: Quantisation, tmp_path: Path
+    quantisation: Quantisation, spreads_sequences: bool, tmp_path: Path
 ) -> None:
     old = write_checkpoint(tmp_path / "old", "llama", SHAPE, seed=3)
     new = write_checkpoint(tmp_path / "new", "llama", SHAPE, seed=4)
@@ -101,7 +108,7 @@ async def test_both_processes_take_an_update_or_neither(
     for folder in (old, new):
         async with _engine(folder, 1, quantisation) as whole:
             expected.append(await whole.answer())
-    async with _engine(old, 2, quantisation) as cut:
+    async with _engine(old, 2, quantisation, spreads_sequences=spreads_sequences) as cut:
         assert await cut.answer() == expected[0]
         with pytest.raises(CheckpointError):
             await cut.updates.load(save({NAME: torch.zeros(1, 1)}), None)

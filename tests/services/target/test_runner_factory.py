@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from services.target import runner_factory
 from services.target.runner_factory import build_runner
 from services.target.settings import TargetSettings
 from shared.errors import SettingsError
+from shared.layers.tensor_group import TensorGroup
 from shared.model_options import KvDtype, Quantisation
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 
@@ -83,6 +85,22 @@ def test_a_draft_in_this_process_has_its_features_counted(
     feature_bytes = settings.page_size * 32 * 4
     assert num_pages == [20, 20 * page_bytes // (page_bytes + feature_bytes)]
     assert num_pages[1] < num_pages[0]
+
+
+def test_features_are_counted_for_the_pages_of_all_ranks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank has a cache of its own, and the first one the features of all."""
+    decoder = build_runner(_settings(folder)).runner.decoder
+    group = TensorGroup(
+        1, 2, lambda gathered, part: gathered.copy_(part.repeat(2)), spreads_sequences=True
+    )
+    page_bytes = decoder.kv_layout(16).page_size_bytes
+    monkeypatch.setattr("shared.runtime.memory.free_memory_bytes", lambda device: 40 * page_bytes)
+    settings = TargetSettings(model_path=folder, device="cpu", mem_fraction_static=0.5)
+    pool, _ = runner_factory._pool(settings, replace(decoder, group=group), 16, 0, 32 * 4)
+    assert pool.num_pages == 20 * page_bytes // (page_bytes + 2 * 16 * 32 * 4)
+    assert pool.num_leased_pages == 2 * pool.num_pages
 
 
 def test_older_gpus_are_refused_what_they_cannot_compute(
