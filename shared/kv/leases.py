@@ -109,22 +109,20 @@ class PrefixCache:
         num_locked_pages: those among `num_pages` that cannot be evicted.
     """
 
-    def __init__(self, page_size: int) -> None:
-        self._page_size = page_size
+    def __init__(self) -> None:
         self._root = PrefixNode(None, [], [])
         self._clock = 0
         self.num_pages = 0
         self.num_locked_pages = 0
 
-    def match(self, token_ids: Sequence[int], salt: str = "") -> tuple[PrefixNode, list[int]]:
-        """Returns the node where the longest cached whole-page prefix ends, and its pages.
+    def match(self, chunks: Sequence[PageTokens]) -> tuple[PrefixNode, list[int]]:
+        """Returns the node where the longest cached prefix of `chunks` ends, and its pages.
 
         A match that ends inside a node splits it, so that the returned node covers the match
         exactly and can be locked.
         """
         self._clock += 1
         node, pages = self._root, list[int]()
-        chunks = self._chunks(token_ids, salt)
         index = 0
         while index < len(chunks):
             child = node.children.get(chunks[index])
@@ -139,20 +137,19 @@ class PrefixCache:
             index += num_common
         return node, pages
 
-    def insert(self, token_ids: Sequence[int], pages: Sequence[int], salt: str = "") -> list[int]:
-        """Takes over `pages`, which hold the KV of the whole pages of `token_ids`.
+    def insert(self, chunks: Sequence[PageTokens], pages: Sequence[int]) -> list[int]:
+        """Takes over `pages`, which hold the KV of `chunks`.
 
         Returns:
             Pages that were not taken because an equal prefix is cached already; the caller still
             owns them, unless they are the cached pages themselves.
         """
-        chunks = self._chunks(token_ids, salt)
         assert len(pages) == len(chunks)
-        node, cached = self.match(token_ids, salt)
+        node, cached = self.match(chunks)
         num_cached = len(cached)
         duplicates = [page for page, kept in zip(pages, cached, strict=False) if page != kept]
         if num_cached < len(chunks):
-            leaf = PrefixNode(node, chunks[num_cached:], list(pages[num_cached:]))
+            leaf = PrefixNode(node, list(chunks[num_cached:]), list(pages[num_cached:]))
             leaf.last_used = self._clock
             node.children[leaf.chunks[0]] = leaf
             self.num_pages += len(leaf.pages)
@@ -211,14 +208,6 @@ class PrefixCache:
         for node in self._nodes():
             yield from node.pages
 
-    def _chunks(self, token_ids: Sequence[int], salt: str) -> list[PageTokens]:
-        size = self._page_size
-        starts = range(0, len(token_ids) - size + 1, size)
-        chunks: list[PageTokens] = [tuple(token_ids[start : start + size]) for start in starts]
-        if salt and chunks:
-            chunks[0] = (salt, *chunks[0])
-        return chunks
-
     def _split(self, node: PrefixNode, num_pages: int) -> PrefixNode:
         parent = node.parent
         assert parent is not None
@@ -268,10 +257,10 @@ class PageGroup:
         retired: caches of weights that have been replaced, as long as leases read pages of theirs.
     """
 
-    def __init__(self, numbers: range, page_size: int) -> None:
+    def __init__(self, numbers: range) -> None:
         self.numbers = numbers
         self.pages = PagePool.of(numbers)
-        self.cache = PrefixCache(page_size)
+        self.cache = PrefixCache()
         self.retired: list[PrefixCache] = []
 
     @property
@@ -375,7 +364,7 @@ class KvLeases:
         self.page_size = page_size
         size = num_pages // num_groups
         self._groups = tuple(
-            PageGroup(range(padding + 1, padding + size), page_size)
+            PageGroup(range(padding + 1, padding + size))
             for padding in range(PADDING_PAGE, num_pages, size)
         )
         self._caches_prefixes = prefix_cache
@@ -416,7 +405,8 @@ class KvLeases:
         Raises:
             OutOfPages: no group has so many; all is as it was.
         """
-        found = [(group, *group.cache.match(token_ids[:-1], salt)) for group in self._groups]
+        chunks = self._chunks(token_ids[:-1], salt)
+        found = [(group, *group.cache.match(chunks)) for group in self._groups]
         found.sort(
             key=lambda each: each[0].num_available + CACHED_WORTH * len(each[2]), reverse=True
         )
@@ -496,8 +486,8 @@ class KvLeases:
         group = lease.group
         group.pages.release(lease.pages[num_kept:])
         if num_computed_pages > lease.num_shared_pages:
-            tokens = token_ids[: num_kept * self.page_size]
-            group.pages.release(group.cache.insert(tokens, lease.pages[:num_kept], lease.salt))
+            chunks = self._chunks(token_ids[: num_kept * self.page_size], lease.salt)
+            group.pages.release(group.cache.insert(chunks, lease.pages[:num_kept]))
         lease.cache.unlock(lease.prefix)
         if lease.cache is not group.cache:
             group.drop_retired()
@@ -511,9 +501,10 @@ class KvLeases:
         if not self._may_share(lease) or num_pages <= lease.num_shared_pages:
             return
         self.num_returns += 1
-        tokens, group = token_ids[: num_pages * self.page_size], lease.group
-        group.pages.release(group.cache.insert(tokens, lease.pages[:num_pages], lease.salt))
-        node, pages = group.cache.match(tokens, lease.salt)
+        chunks = self._chunks(token_ids[: num_pages * self.page_size], lease.salt)
+        group = lease.group
+        group.pages.release(group.cache.insert(chunks, lease.pages[:num_pages]))
+        node, pages = group.cache.match(chunks)
         group.cache.lock(node)
         group.cache.unlock(lease.prefix)
         lease.pages[:num_pages] = pages
@@ -531,8 +522,17 @@ class KvLeases:
         self.num_returns += 1
         for group in self._groups:
             group.retired.append(group.cache)
-            group.cache = PrefixCache(self.page_size)
+            group.cache = PrefixCache()
         return sum(group.drop_retired() for group in self._groups)
+
+    def _chunks(self, token_ids: Sequence[int], salt: str) -> list[PageTokens]:
+        """Returns the tokens of whole pages, which a salt sets apart from those of others."""
+        size = self.page_size
+        starts = range(0, len(token_ids) - size + 1, size)
+        chunks: list[PageTokens] = [tuple(token_ids[start : start + size]) for start in starts]
+        if salt and chunks:
+            chunks[0] = (salt, *chunks[0])
+        return chunks
 
     def _may_share(self, lease: KvLease) -> bool:
         return self._caches_prefixes and lease.cache is lease.group.cache
