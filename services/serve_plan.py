@@ -47,7 +47,9 @@ _SHAPE = MappingProxyType(
         "--speculative-num-draft-tokens": 8,
     }
 )
-_BESIDE_FEATURES = 0.78  # of a GPU, for weights and cache of a target that keeps features
+# Of a GPU's free memory, what a cache and the features of its tokens take, which are about so large
+# beside it. The first GPU has those of every rank that has sequences of its own.
+_WITH_FEATURES, _FEATURES_EACH = 0.93, 0.19
 _BESIDE_TARGET = 0.1  # of a GPU's free memory, for the cache of a draft that shares it
 _APART = ("--device", "--speculative-outcome-budget")
 """Flags of a draft with a device of its own."""
@@ -400,7 +402,8 @@ def _target_words(
     elif _keeps_features(making, target, drafts) and not _is_given(
         making, words, TARGET, "--mem-fraction-static"
     ):
-        words.append(f"--mem-fraction-static={_BESIDE_FEATURES}")
+        share = _WITH_FEATURES / (1 + _FEATURES_EACH * target.dp_size)
+        words.append(f"--mem-fraction-static={share:.2f}")
     return tuple(words)
 
 

@@ -479,6 +479,15 @@ def test_a_draft_process_on_the_targets_gpu_leaves_it_the_memory() -> None:
         assert plan.drafts[0].settings.mem_fraction_static is None
 
 
+def test_a_target_leaves_memory_for_the_features_of_every_rank() -> None:
+    line = ["--placement", "remote", "--speculative-algorithm", "EAGLE3"]
+    spread = ["--tp", "4", "--dp", "4", "--enable-dp-attention"]
+    for words, share in (([], "0.78"), (["--tp", "4"], "0.78"), (spread, "0.53")):
+        arguments = _plan(*line, *words, gpus=5).target_arguments
+        assert f"--mem-fraction-static={share}" in arguments
+    assert not any("fraction" in word for word in _plan(*line, gpus=0).target_arguments)
+
+
 def test_the_launcher_loads_no_web_framework() -> None:
     """They took two thirds of its start."""
     heavy = "{'fastapi', 'openai', 'torch'}"
