@@ -21,8 +21,9 @@ DRAFTS = {
     "a head's trees": ("EAGLE3", "3", "2", "6"),
     "a model's chains": ("STANDALONE", "3", "1", "4"),
 }
-# The second target is held by two processes, of which the first shares its memory.
-CASES = [("a model's chains", 1), ("a head's trees", 2)]
+# The other targets are held by two processes, of which the first shares its memory. Of the last one
+# it has the features of all, and keys and values of sequences of its own.
+CASES = [("a model's chains", 1, 1), ("a head's trees", 2, 1), ("a head's trees", 2, 2)]
 
 
 class _Rounds:
@@ -80,8 +81,8 @@ async def _until_rounds(target: Target, rounds: _Rounds) -> None:
 
 
 @pytest.mark.timeout(300)  # two processes load torch, on cores that other tests use
-@pytest.mark.parametrize(("draft", "tp_size"), CASES)
-async def test_answers_are_those_of_plain_steps(draft: str, tp_size: int) -> None:
+@pytest.mark.parametrize(("draft", "tp_size", "dp_size"), CASES)
+async def test_answers_are_those_of_plain_steps(draft: str, tp_size: int, dp_size: int) -> None:
     rounds = _Rounds()
     async with serving_target(
         DEMO_TARGET,
@@ -91,6 +92,8 @@ async def test_answers_are_those_of_plain_steps(draft: str, tp_size: int) -> Non
         max_running_requests=4,
         device_rounds=DeviceRoundsChoice.ON,
         tp_size=tp_size,
+        dp_size=dp_size,
+        enable_dp_attention=dp_size > 1,
     ) as target:
         asked = [(QUESTIONS[0], 0.0), (QUESTIONS[1], 0.8)]
         plain = [await _answer(target, _request(q, 24, t, disabled=True)) for q, t in asked]
