@@ -82,6 +82,8 @@ def test_each_row_is_of_one_rank(family: str, tmp_path: Path) -> None:
     _check(tmp_path, family, CPU, AttentionBackend.TORCH)
 
 
+# Beside prompts, rows of nobody are multiplied as memory has them.
+@pytest.mark.filterwarnings("ignore:.*encountered in matmul:RuntimeWarning")
 @pytest.mark.gpu
 @pytest.mark.interpreter
 @pytest.mark.parametrize("family", FAMILIES)
