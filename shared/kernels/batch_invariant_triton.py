@@ -4,14 +4,13 @@ The weight's tile is the left operand, so that a few rows of activations fill th
 matrix instruction, and 8-bit weights are widened in registers on their way there. Every element of
 the result is summed along K in steps of one fixed size, within segments of one fixed length, and
 the segments are added in order: its bits depend on its own row and channel alone, whatever the
-tiles and whichever programs share the work.
+tiles and whichever programs share the work. Many rows of a weight in 16 bits are left to
+`many_rows_triton`, which keeps these bits.
 
 Source: the last program of a tile adds the parts, as in stream-K, Osama et al., arXiv 2301.03598.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -28,17 +27,14 @@ from shared.kernels.linear import (
     WORD_BLOCK,
     BatchInvariantOperand,
 )
+from shared.kernels.many_rows_triton import launch_many, launch_many_gated, launch_many_partials
 from shared.kernels.pointwise import Partials
 from shared.kernels.widened_jit import unpacked
 
-# Segments are halved up to this many programs that stream the weight, and no shorter than this.
-# Constants, because bits depend on them: not the device at hand.
-_MOST_PROGRAMS = 256
-_SHORTEST_SEGMENT = 512
 _ROW_TILES = (16, 32, 64)
 _WIDE_TILE = 128
 # Tiles of weight and rows under way: as many as leave room for three programs a multiprocessor.
-_STAGES = {16: 4, 32: 4, 64: 3, _WIDE_TILE: 3}
+_STAGES = {16: 4, 32: 4, 64: 3}
 _WORD_STAGES = {16: 6, 32: 4, 64: 4, _WIDE_TILE: 3}
 # Up to which products of 8 bits are dependent ones.
 _MOST_WORD_ROWS = 0
@@ -193,8 +189,10 @@ def store_gated(  # type: ignore[no-untyped-def]
 
 def launch(inputs: Tensor, weight: BatchInvariantOperand, bias: Tensor | None) -> Tensor:
     """Computes `linear.batch_invariant_linear`."""
+    if _takes_many(inputs, weight):
+        return launch_many(inputs, weight, bias)
     results = inputs.new_empty(len(inputs), len(weight.values))
-    segments = _segments(weight)
+    segments = weight.segments
     is_spread = segments.count > 1 and not _is_wide(len(inputs))
     parts = (
         inputs.new_empty((segments.count, *results.shape), dtype=torch.float32)
@@ -207,8 +205,10 @@ def launch(inputs: Tensor, weight: BatchInvariantOperand, bias: Tensor | None) -
 
 def launch_partials(inputs: Tensor, weight: BatchInvariantOperand) -> Partials | None:
     """Computes `linear.batch_invariant_partials`."""
-    segments = _segments(weight)
-    if segments.count == 1 or _is_wide(len(inputs)) or weight.scales is not None:
+    if _takes_many(inputs, weight):
+        return launch_many_partials(inputs, weight)
+    segments = weight.segments
+    if segments.count == 1 or weight.scales is not None:
         return None
     shape = segments.count, len(inputs), len(weight.values)
     parts = inputs.new_empty(shape, dtype=torch.float32)
@@ -218,30 +218,18 @@ def launch_partials(inputs: Tensor, weight: BatchInvariantOperand) -> Partials |
 
 def launch_gated(inputs: Tensor, weight: BatchInvariantOperand) -> Tensor | None:
     """Computes `linear.batch_invariant_gated`."""
+    if _takes_many(inputs, weight):
+        return launch_many_gated(inputs, weight)
     # Measured: gating and dependent launches make products of 8 bits slower.
-    if _segments(weight).count > 1 or weight.scales is not None:
+    if weight.segments.count > 1 or weight.scales is not None:
         return None
     results = inputs.new_empty(len(inputs), len(weight.values) // 2)
     _launch(inputs, weight, None, results, None, is_gated=True)
     return results
 
 
-@dataclass(frozen=True, slots=True)
-class Segments:
-    """The segments of a product's depth: all but the last are `length` long."""
-
-    length: int
-    count: int
-
-
-def _segments(weight: BatchInvariantOperand) -> Segments:
-    """Returns the segments of K, which depend on the weight's shape alone."""
-    num_channels, depth = weight.values.shape
-    num_tiles, count = triton.cdiv(num_channels, TILE_CHANNELS), 1
-    while 2 * count * num_tiles <= _MOST_PROGRAMS and 2 * count * _SHORTEST_SEGMENT <= depth:
-        count *= 2
-    length = triton.cdiv(triton.cdiv(depth, count), WORD_BLOCK) * WORD_BLOCK
-    return Segments(length, triton.cdiv(depth, length))
+def _takes_many(inputs: Tensor, weight: BatchInvariantOperand) -> bool:
+    return weight.scales is None and len(inputs) > MOST_FEW_ROWS
 
 
 def _is_wide(num_rows: int) -> bool:
@@ -266,7 +254,7 @@ def _launch(
     assert values.is_contiguous()
     if not num_rows:
         return
-    segments, is_wide = _segments(weight), _is_wide(num_rows)
+    segments, is_wide = weight.segments, _is_wide(num_rows)
     tile_channels = _WIDE_TILE if is_wide else TILE_CHANNELS
     tile_rows = next((rows for rows in _ROW_TILES if rows >= num_rows), _WIDE_TILE)
     stages = _STAGES if scales is None else _WORD_STAGES

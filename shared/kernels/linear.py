@@ -20,6 +20,10 @@ from shared.kernels.pointwise import Partials, silu_mul
 # A matrix instruction of a warp group has 64 rows, here channels of the weight.
 TILE_CHANNELS = 64
 WORD_BLOCK = 128
+# Segments are halved up to this many programs that stream the weight, and no shorter than this.
+# Constants, because bits depend on them: not the device at hand.
+_MOST_PROGRAMS = 256
+_SHORTEST_SEGMENT = 512
 # Of products whose segments are spread over programs.
 MAX_ROW_TILES = 2
 # Measured on an H200 with the matrices of an 8B: up to here no product of cuBLAS is faster.
@@ -31,6 +35,14 @@ _PACKING_ROWS = 8
 _FEWEST_ROWS = 2
 # oneDNN takes 30 microseconds a product, and a millisecond more for each new number of rows.
 _MOST_SMALL = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """The segments of a product's depth: all but the last are `length` long."""
+
+    length: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +58,16 @@ class BatchInvariantOperand:
     values: Tensor
     scales: Tensor | None
     counters: Tensor
+
+    @property
+    def segments(self) -> Segments:
+        """The segments of K, which depend on the weight's shape alone."""
+        num_channels, depth = self.values.shape
+        num_tiles, count = -(-num_channels // TILE_CHANNELS), 1
+        while 2 * count * num_tiles <= _MOST_PROGRAMS and 2 * count * _SHORTEST_SEGMENT <= depth:
+            count *= 2
+        length = -(-depth // (count * WORD_BLOCK)) * WORD_BLOCK
+        return Segments(length, -(-depth // length))
 
 
 def can_be_batch_invariant(weight: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Products of few rows against float64: whole, in parts, and gated."""
+"""Products that keep the bits of their rows: against float64, in parts, gated, and with company."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shared.kernels.linear import (
     linear,
     linear_partials,
 )
-from shared.kernels.pointwise import Partials, silu_mul
+from shared.kernels.pointwise import Partials, silu_mul, total_of
 from tests.helpers.kernel_device import kernel_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.interpreter]
@@ -27,6 +27,10 @@ SIZES = ((64, 128), (70, 256), (130, 1152)) if IS_INTERPRETING else (
     (64, 128), (70, 256), (200, 1152), (6144, 4096), (4096, 14336), (28672, 4096),
 )  # fmt: skip
 COUNTS = (1, 17) if IS_INTERPRETING else (1, 2, 16, 17, 32, 33, 63, 64)
+# Of every tiling of many rows, whole and cut.
+MANY = (65, 129, 193) if IS_INTERPRETING else (
+    65, 96, 127, 128, 129, 160, 192, 193, 255, 256, 257, 384, 512, 1000, 2049,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +99,49 @@ def test_gated_products_are_those_of_two_kernels(size: tuple[int, int], dtype: t
     for num_rows in COUNTS:
         rows = inputs[:num_rows]
         _assert_same(gated_linear(rows, weight), silu_mul(linear(rows, weight, None)))
+
+
+def _many(channels: int, depth: int, dtype: torch.dtype) -> tuple[Tensor, LinearWeight, Tensor]:
+    """Returns many rows, a weight, and the products of the rows, a few at a time."""
+    few, weight = _case(channels, depth, dtype)
+    generator = torch.Generator(DEVICE).manual_seed(depth)
+    order = torch.randint(len(few), (MANY[-1],), generator=generator, device=DEVICE)
+    rows = (few * torch.linspace(0.5, 1.5, len(few), device=DEVICE, dtype=dtype)[:, None])[order]
+    some = [linear(each, weight, None) for each in rows.split(MOST_FEW_ROWS)]
+    return rows, weight.steadied(), torch.cat(some)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_many_rows_have_the_bits_of_few(size: tuple[int, int], dtype: torch.dtype) -> None:
+    rows, weight, expected = _many(*size, dtype)
+    assert _error(expected, rows, weight) < ROUNDING[dtype]
+    for num_rows in MANY:
+        _assert_same(linear(rows[:num_rows], weight, None), expected[:num_rows])
+        _assert_same(linear(rows[-num_rows:], weight, None), expected[-num_rows:])
+        parts = linear_partials(rows[:num_rows], weight)
+        _assert_same(total_of(parts), expected[:num_rows])
+        gated = gated_linear(rows[:num_rows], weight)
+        _assert_same(gated, silu_mul(expected[:num_rows].contiguous()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_rows_have_the_bits_of_few_with_a_bias(dtype: torch.dtype) -> None:
+    rows, weight, _ = _many(*SIZES[2], dtype)
+    bias = torch.linspace(-1, 1, SIZES[2][0], device=DEVICE, dtype=dtype)
+    some = [linear(each, weight, bias) for each in rows.split(MOST_FEW_ROWS)]
+    for num_rows in MANY:
+        _assert_same(linear(rows[:num_rows], weight, bias), torch.cat(some)[:num_rows])
+
+
+def test_many_rows_may_lie_apart() -> None:
+    """Columns of a wider tensor: where the copy engine takes their addresses, and where not."""
+    rows, weight, expected = _many(*SIZES[1], torch.float16)
+    for first, width in ((8, 272), (0, 256 + 4), (1, 257)):
+        wider = rows.new_zeros(len(rows), width)
+        apart = wider[:, first : first + rows.shape[1]]
+        apart.copy_(rows)
+        _assert_same(linear(apart, weight, None), expected)
 
 
 def test_more_rows_are_left_to_the_library() -> None:

@@ -1,0 +1,273 @@
+"""Triton kernel of products of many rows, with the bits of the kernel for few rows.
+
+Sums along K are those of `batch_invariant_triton`: one matrix instruction after the other within
+segments that the weight's shape decides, and the segments in order. Tiles only decide the speed.
+
+A program computes one tile after the other. The copy engine of Hopper (the tensor memory
+accelerator) brings weights and rows into shared memory, with zeros for what lies past an end.
+
+Source: persistent programs and groups of tiles, Triton's tutorials 3 and 9.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from shared.kernels.dependent_jit import begin, early
+from shared.kernels.fused_jit import silu_times
+from shared.kernels.launch import dependent_launch
+from shared.kernels.linear import BatchInvariantOperand
+from shared.kernels.pointwise import Partials
+
+_TILE_ROWS, _NUM_WARPS = 128, 8
+# Row tiles that take turns with the channels of a weight, so that both stay in the L2 cache.
+_GROUP = 16
+# Up to here a product is bound by memory. Its segments are spread over programs, which are
+# dependent ones.
+_MOST_SPREAD_ROWS = 256
+_COPY_ALIGNMENT = 16
+
+
+class Sum(enum.Enum):
+    """How the segments of K are added."""
+
+    WHOLE = "there is one segment"
+    IN_TURN = "a program adds all segments of its tile"
+    SPREAD = "a program leaves one segment of a tile, for another kernel to add"
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+def many_rows_product(  # type: ignore[no-untyped-def]
+    inputs, more_inputs, weights, bias, results,
+    num_rows, num_channels, depth, segment, num_segments,
+    IS_SPREAD: tl.constexpr, IS_IN_TURN: tl.constexpr, IS_GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, IS_FLAT: tl.constexpr,
+    TILE_ROWS: tl.constexpr, MORE_ROWS: tl.constexpr, TILE_CHANNELS: tl.constexpr,
+    STEP: tl.constexpr, GROUP: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Writes `results` `[T, N]`; where segments are spread, their parts `[S, T, N]` float32.
+
+    Args:
+        inputs: descriptor of `[T, K]` in tiles `[TILE_ROWS, STEP]`.
+        more_inputs: the same in tiles `[MORE_ROWS, STEP]`, which follow the others'.
+        weights: descriptor of `[N, K]` in tiles `[TILE_CHANNELS, STEP]`.
+        IS_GATED: the channels are gates and then as many values that they gate: `weights` are
+            `[2, N / 2, K]`, a tile has half of either, and `results` are `[T, N / 2]`. There is
+            one segment and no bias.
+        IS_FLAT: loads for a program's next tile are under way while it writes one.
+        GROUP: row tiles that take turns with the channels.
+    """
+    begin(IS_DEPENDENT)
+    own_rows: tl.constexpr = TILE_ROWS + MORE_ROWS
+    own: tl.constexpr = TILE_CHANNELS // 2 if IS_GATED else TILE_CHANNELS
+    num_results = num_channels // 2 if IS_GATED else num_channels
+    row_tiles, channel_tiles = tl.cdiv(num_rows, own_rows), tl.cdiv(num_results, own)
+    num_tiles = row_tiles * channel_tiles
+    num_units = num_tiles * num_segments if IS_SPREAD else num_tiles
+    size = num_rows.to(tl.int64) * num_results
+    for unit in tl.range(tl.program_id(0), num_units, tl.num_programs(0), flatten=IS_FLAT):
+        tile = unit % num_tiles if IS_SPREAD else unit
+        group = tile // (GROUP * channel_tiles)
+        inside = tile % (GROUP * channel_tiles)
+        in_group = tl.minimum(row_tiles - group * GROUP, GROUP)
+        row = (group * GROUP + inside % in_group) * own_rows
+        channel = inside // in_group * own
+        first, last, target = 0, depth, results
+        if IS_SPREAD:
+            first = unit // num_tiles * segment
+            last = tl.minimum(first + segment, depth)
+            target += unit // num_tiles * size
+        part = tl.zeros([TILE_ROWS, TILE_CHANNELS], tl.float32)
+        more = tl.zeros([MORE_ROWS, TILE_CHANNELS], tl.float32) if MORE_ROWS > 0 else 0.0
+        total, end = tl.zeros_like(part) if IS_IN_TURN else 0.0, segment
+        for start in tl.range(first, last, STEP):
+            some = inputs.load([row, start])
+            if IS_GATED:
+                pairs = weights.load([0, channel, start])
+                factors = tl.reshape(pairs, [TILE_CHANNELS, STEP]).T
+            else:
+                factors = weights.load([channel, start]).T
+            part = tl.dot(some, factors, part)
+            if MORE_ROWS > 0:
+                more = tl.dot(more_inputs.load([row + TILE_ROWS, start]), factors, more)
+            if IS_IN_TURN:
+                if start + STEP == end:
+                    total += part
+                    part = tl.zeros_like(part)
+                    end += segment
+        if IS_IN_TURN:
+            # Of the last segment, where it is shorter than the others.
+            part += total
+        store_tile(part, target, bias, row, channel, num_rows, num_results, IS_GATED, HAS_BIAS, own)
+        if MORE_ROWS > 0:
+            store_tile(
+                more, target, bias, row + TILE_ROWS, channel, num_rows, num_results,
+                IS_GATED, HAS_BIAS, own,
+            )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_tile(  # type: ignore[no-untyped-def]
+    tile, results, bias, row, channel, num_rows, num_results,
+    IS_GATED: tl.constexpr, HAS_BIAS: tl.constexpr, OWN: tl.constexpr,
+):  # fmt: skip
+    """Writes what becomes of a tile of sums: OWN channels, with their bias or gated."""
+    dtype = results.dtype.element_ty
+    rows = row + tl.arange(0, tile.shape[0])
+    channels = channel + tl.arange(0, OWN)
+    is_channel = channels < num_results
+    if IS_GATED:
+        gates, gated = tl.split(tl.permute(tl.reshape(tile, [tile.shape[0], 2, OWN]), (0, 2, 1)))
+        # Rounded as products are that another kernel reads.
+        tile = silu_times(gates.to(dtype), gated.to(dtype))
+    if HAS_BIAS:
+        tile += early(bias + channels, is_channel, HAS_BIAS)[None, :]
+    places = rows.to(tl.int64)[:, None] * num_results + channels[None, :]
+    tl.store(results + places, tile.to(dtype), mask=(rows < num_rows)[:, None] & is_channel)
+
+
+def launch_many(inputs: Tensor, weight: BatchInvariantOperand, bias: Tensor | None) -> Tensor:
+    """Computes `linear.batch_invariant_linear`."""
+    results = inputs.new_empty(len(inputs), len(weight.values))
+    _launch(inputs, weight, bias, results, _sum_of(weight))
+    return results
+
+
+def launch_many_partials(inputs: Tensor, weight: BatchInvariantOperand) -> Partials | None:
+    """Computes `linear.batch_invariant_partials`."""
+    num_segments, shape = weight.segments.count, (len(inputs), len(weight.values))
+    if num_segments == 1 or not _is_spread(*shape, _num_multiprocessors(inputs.device)):
+        return None
+    parts = inputs.new_empty(num_segments, *shape, dtype=torch.float32)
+    _launch(inputs, weight, None, parts, Sum.SPREAD)
+    return Partials(parts, inputs.dtype)
+
+
+def launch_many_gated(inputs: Tensor, weight: BatchInvariantOperand) -> Tensor | None:
+    """Computes `linear.batch_invariant_gated`."""
+    if weight.segments.count > 1:
+        return None
+    results = inputs.new_empty(len(inputs), len(weight.values) // 2)
+    _launch(inputs, weight, None, results, Sum.WHOLE, is_gated=True)
+    return results
+
+
+def _is_spread(num_rows: int, num_channels: int, num_multiprocessors: int) -> bool:
+    """Whether programs share the segments of a tile: a few tiles would leave most of a device
+    idle, however many rows they have."""
+    num_tiles = triton.cdiv(num_rows, _TILE_ROWS) * triton.cdiv(num_channels, _NARROW.channels)
+    return num_rows <= _MOST_SPREAD_ROWS or 2 * num_tiles <= num_multiprocessors
+
+
+def _sum_of(weight: BatchInvariantOperand) -> Sum:
+    return Sum.WHOLE if weight.segments.count == 1 else Sum.IN_TURN
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How programs share a product.
+
+    Attributes:
+        channels: of the weight, in a tile.
+        step: columns that are multiplied at once.
+        stages: steps whose weights and rows are under way.
+        more_rows: of a tile, beside its first 128.
+        num_programs: that a multiprocessor has room for.
+    """
+
+    channels: int
+    step: int
+    stages: int
+    more_rows: int = 0
+    num_programs: int = 1
+
+
+# Measured on an H100 with the matrices of an 8B. A tile of 256 channels has the fewest bytes to
+# read an operation. The others fill the device with fewer rows.
+_BROAD, _NARROW = Tiling(256, 64, 4), Tiling(128, 64, 5)
+_SHORT, _SHORT_SPREAD = Tiling(128, 64, 3, num_programs=2), Tiling(128, 128, 3)
+_TALL = Tiling(128, 64, 5, more_rows=64)
+_MOST_TALL_ROWS = 192
+# What a tile costs beside its channels, in channels.
+_TILE_COST = 32
+
+
+@functools.cache
+def tiling_of(
+    num_rows: int, num_channels: int, num_parts: int, num_multiprocessors: int, sum_: Sum
+) -> Tiling:
+    """Returns the tiling of a product with a weight of N channels that leaves so many parts."""
+    if sum_ is not Sum.IN_TURN and num_rows <= _MOST_TALL_ROWS:
+        if num_rows > _TILE_ROWS:
+            return _TALL
+        return _SHORT_SPREAD if sum_ is Sum.SPREAD else _SHORT
+
+    def cost(tiling: Tiling) -> int:
+        num_tiles = triton.cdiv(num_rows, _TILE_ROWS) * triton.cdiv(num_channels, tiling.channels)
+        num_turns: int = triton.cdiv(num_tiles * num_parts, num_multiprocessors)
+        return num_turns * (tiling.channels + _TILE_COST)
+
+    return min(_BROAD, _NARROW, key=cost)
+
+
+def _launch(
+    inputs: Tensor,
+    weight: BatchInvariantOperand,
+    bias: Tensor | None,
+    results: Tensor,
+    sum_: Sum,
+    *,
+    is_gated: bool = False,
+) -> None:
+    values, segments = weight.values, weight.segments
+    num_rows, (num_channels, depth) = len(inputs), values.shape
+    inputs = _copyable(inputs)
+    num_multiprocessors = _num_multiprocessors(inputs.device)
+    is_spread = sum_ is Sum.SPREAD
+    num_parts = segments.count if is_spread else 1
+    tiling = tiling_of(num_rows, num_channels, num_parts, num_multiprocessors, sum_)
+    channels, step = tiling.channels, tiling.step
+    num_units = triton.cdiv(num_rows, _TILE_ROWS + tiling.more_rows) * num_parts
+    if is_gated:
+        half = num_channels // 2
+        whole = [2, half, depth], [half * depth, depth, 1], [2, channels // 2, step]
+        weights = TensorDescriptor(values, *whole)
+        num_units *= triton.cdiv(half, channels // 2)
+    else:
+        weights = TensorDescriptor.from_tensor(values, [channels, step])
+        num_units *= triton.cdiv(num_channels, channels)
+    tile_rows = tiling.more_rows or _TILE_ROWS
+    launch = dependent_launch(inputs.device, num_rows, most_rows=_MOST_SPREAD_ROWS)
+    many_rows_product[(min(num_units, num_multiprocessors * tiling.num_programs),)](
+        TensorDescriptor.from_tensor(inputs, [_TILE_ROWS, step]),
+        TensorDescriptor.from_tensor(inputs, [tile_rows, step]),
+        weights, results if bias is None else bias, results,
+        num_rows, num_channels, depth, segments.length, segments.count,
+        IS_SPREAD=is_spread, IS_IN_TURN=sum_ is Sum.IN_TURN, IS_GATED=is_gated,
+        HAS_BIAS=bias is not None, IS_FLAT=sum_ is Sum.WHOLE and num_rows > _MOST_TALL_ROWS,
+        TILE_ROWS=_TILE_ROWS, MORE_ROWS=tiling.more_rows, TILE_CHANNELS=channels,
+        STEP=step, GROUP=_GROUP,
+        num_warps=_NUM_WARPS, num_stages=tiling.stages, **launch,
+    )  # fmt: skip
+
+
+def _copyable(rows: Tensor) -> Tensor:
+    """Returns `[T, K]` whose addresses the copy engine takes."""
+    is_aligned = (rows.data_ptr() | rows.stride(0) * rows.itemsize) % _COPY_ALIGNMENT == 0
+    is_plain = rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1]
+    return rows if is_aligned and is_plain else rows.clone(memory_format=torch.contiguous_format)
+
+
+@functools.cache
+def _num_multiprocessors(device: torch.device) -> int:
+    # The interpreter computes programs one by one; with two of them they have several tiles.
+    is_cuda = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 2
