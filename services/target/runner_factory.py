@@ -227,7 +227,7 @@ def _log_other_products(settings: TargetSettings, decoder: Decoder) -> None:
         return
     weights = [layer.weight for layer in linears(decoder)]
     plain = [each for each in weights if isinstance(each, LinearWeight)]
-    num_others = sum(not each.is_batch_invariant for each in plain)
+    num_others = sum(each.operand is None for each in plain)
     if num_others:
         logger.warning(
             "--enable-deterministic-inference: %d of %d products keep the library's kernels, whose "

@@ -71,7 +71,7 @@ class TargetSettings(ServiceSettings):
         "quantise the weights of the layers to 8 bits; embedding and lm_head stay",
     )
     enable_deterministic_inference: bool = setting(
-        False, "batch-invariant products in half precision on a GPU, for any number of rows"
+        False, "batch-invariant experts on a GPU in large forwards too"
     )
     enable_return_routed_experts: bool = setting(
         False, "record the experts of each token, for `return_routed_experts` of /generate"

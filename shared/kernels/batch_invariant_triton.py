@@ -27,7 +27,12 @@ from shared.kernels.linear import (
     WORD_BLOCK,
     BatchInvariantOperand,
 )
-from shared.kernels.many_rows_triton import launch_many, launch_many_gated, launch_many_partials
+from shared.kernels.many_rows_triton import (
+    launch_many,
+    launch_many_gated,
+    launch_many_parts,
+    pays_to_spread,
+)
 from shared.kernels.pointwise import Partials
 from shared.kernels.widened_jit import unpacked
 
@@ -203,14 +208,18 @@ def launch(inputs: Tensor, weight: BatchInvariantOperand, bias: Tensor | None) -
     return results
 
 
-def launch_partials(inputs: Tensor, weight: BatchInvariantOperand) -> Partials | None:
-    """Computes `linear.batch_invariant_partials`."""
+def pays_in_parts(inputs: Tensor, weight: BatchInvariantOperand) -> bool:
+    """Whether another kernel is to add the segments of a product."""
     if _takes_many(inputs, weight):
-        return launch_many_partials(inputs, weight)
-    segments = weight.segments
-    if segments.count == 1 or weight.scales is not None:
-        return None
-    shape = segments.count, len(inputs), len(weight.values)
+        return pays_to_spread(inputs, weight)
+    return weight.segments.count > 1 and weight.scales is None
+
+
+def launch_parts(inputs: Tensor, weight: BatchInvariantOperand) -> Partials:
+    """Computes `linear.batch_invariant_parts`."""
+    if _takes_many(inputs, weight):
+        return launch_many_parts(inputs, weight)
+    shape = weight.segments.count, len(inputs), len(weight.values)
     parts = inputs.new_empty(shape, dtype=torch.float32)
     _launch(inputs, weight, None, parts, parts, leaves_parts=True)
     return Partials(parts, inputs.dtype)

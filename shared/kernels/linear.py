@@ -3,8 +3,8 @@
 Products on CUDA in which a row's bits do not depend on the number of rows.
 
 Libraries choose another kernel for another number of rows, with sums in another order. Here one
-order holds for all of them. For few rows this is the faster product as well: it leaves its parts
-to the kernel after it (`partials`), or takes over what that would do.
+order holds for all of them, in about the library's time: a product leaves its parts to the kernel
+after it (`partials`), or takes over what that would do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_PROGRAMS = 256
 _SHORTEST_SEGMENT = 512
 # Of products whose segments are spread over programs.
 MAX_ROW_TILES = 2
-# Measured on an H200 with the matrices of an 8B: up to here no product of cuBLAS is faster.
+# One tile of the kernel for few rows.
 MOST_FEW_ROWS = 64
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -104,11 +104,18 @@ def batch_invariant_linear(
 
 
 def batch_invariant_partials(inputs: Tensor, weight: BatchInvariantOperand) -> Tensor | Partials:
-    """Returns `batch_invariant_linear` without a bias, in parts where it is made of some."""
-    from shared.kernels.batch_invariant_triton import launch, launch_partials
+    """Returns `batch_invariant_linear` without a bias, in parts where that is faster."""
+    from shared.kernels.batch_invariant_triton import launch, launch_parts, pays_in_parts
 
-    partials = launch_partials(inputs, weight)
-    return launch(inputs, weight, None) if partials is None else partials
+    pays = pays_in_parts(inputs, weight)
+    return launch_parts(inputs, weight) if pays else launch(inputs, weight, None)
+
+
+def batch_invariant_parts(inputs: Tensor, weight: BatchInvariantOperand) -> Partials:
+    """Returns the parts of `batch_invariant_linear` without a bias, be it one."""
+    from shared.kernels.batch_invariant_triton import launch_parts
+
+    return launch_parts(inputs, weight)
 
 
 def batch_invariant_gated(inputs: Tensor, weight: BatchInvariantOperand) -> Tensor:
@@ -132,14 +139,11 @@ class LinearWeight:
     Attributes:
         values: the plain `[N, K]` tensor, or the opaque packed one.
         counters: of a product on CUDA that keeps its rows' bits, see `tile_counters`; else None.
-        is_batch_invariant: the product is taken for any number of rows, not only where it is the
-            fastest.
     """
 
     values: Tensor
     is_packed: bool
     counters: Tensor | None = None
-    is_batch_invariant: bool = False
 
     @classmethod
     def prepare(cls, weight: Tensor) -> LinearWeight:
@@ -151,21 +155,17 @@ class LinearWeight:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKING_ROWS)
         return cls(packed, is_packed=True)
 
-    def steadied(self) -> LinearWeight:
-        """Returns the same weight for products that keep their rows' bits, where there are any."""
-        return self if self.counters is None else replace(self, is_batch_invariant=True)
-
-    def batch_invariant_operand(self, inputs: Tensor) -> BatchInvariantOperand | None:
-        """Returns the weight for the product that keeps bits, if that is to take `inputs`."""
-        is_faster = len(inputs) <= MOST_FEW_ROWS
-        if self.counters is None or not (self.is_batch_invariant or is_faster):
+    @property
+    def operand(self) -> BatchInvariantOperand | None:
+        """The weight of the product on CUDA that keeps its rows' bits, where there is one."""
+        if self.counters is None:
             return None
         return BatchInvariantOperand(self.values, None, self.counters)
 
 
 def linear(inputs: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
     """Returns `inputs @ weight.T + bias`: `[T, K]` to `[T, N]`."""
-    operand = weight.batch_invariant_operand(inputs)
+    operand = weight.operand
     if operand is not None:
         return batch_invariant_linear(inputs, operand, bias)
     if weight.is_packed or _is_small(weight.values):
@@ -175,7 +175,7 @@ def linear(inputs: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
 
 def linear_partials(inputs: Tensor, weight: LinearWeight) -> Tensor | Partials:
     """Returns `linear` without a bias, in parts where it is made of some."""
-    operand = weight.batch_invariant_operand(inputs)
+    operand = weight.operand
     return (
         linear(inputs, weight, None)
         if operand is None
@@ -185,20 +185,18 @@ def linear_partials(inputs: Tensor, weight: LinearWeight) -> Tensor | Partials:
 
 def gated_linear(inputs: Tensor, weight: LinearWeight) -> Tensor:
     """Returns `silu_mul` of `linear` without a bias, by one kernel where there is one."""
-    operand = weight.batch_invariant_operand(inputs)
+    operand = weight.operand
     if operand is not None:
         return batch_invariant_gated(inputs, operand)
     return silu_mul(linear(inputs, weight, None))
 
 
 def wide_linear(inputs: Tensor, weight: LinearWeight) -> Tensor | Partials:
-    """Returns `linear` without a bias in float32, whatever the dtypes, in parts where it is made
-    of some."""
-    operand = weight.batch_invariant_operand(inputs)
+    """Returns `linear` without a bias in float32, whatever the dtypes, in parts where another
+    kernel can add them."""
+    operand = weight.operand
     if operand is not None:
-        product = batch_invariant_partials(inputs, operand)
-        if isinstance(product, Partials):
-            return replace(product, dtype=torch.float32)
+        return replace(batch_invariant_parts(inputs, operand), dtype=torch.float32)
     if weight.is_packed or _is_small(weight.values):
         return linear(inputs.float(), weight, None)
     return F.linear(inputs.float(), weight.values.float())

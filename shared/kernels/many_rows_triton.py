@@ -62,7 +62,7 @@ def many_rows_product(  # type: ignore[no-untyped-def]
         IS_GATED: the channels are gates and then as many values that they gate: `weights` are
             `[2, N / 2, K]`, a tile has half of either, and `results` are `[T, N / 2]`. There is
             one segment and no bias.
-        IS_FLAT: loads for a program's next tile are under way while it writes one.
+        IS_FLAT: a program's next tile is on its way to shared memory while it writes one.
         GROUP: row tiles that take turns with the channels.
     """
     begin(IS_DEPENDENT)
@@ -141,12 +141,10 @@ def launch_many(inputs: Tensor, weight: BatchInvariantOperand, bias: Tensor | No
     return results
 
 
-def launch_many_partials(inputs: Tensor, weight: BatchInvariantOperand) -> Partials | None:
-    """Computes `linear.batch_invariant_partials`."""
-    num_segments, shape = weight.segments.count, (len(inputs), len(weight.values))
-    if num_segments == 1 or not _is_spread(*shape, _num_multiprocessors(inputs.device)):
-        return None
-    parts = inputs.new_empty(num_segments, *shape, dtype=torch.float32)
+def launch_many_parts(inputs: Tensor, weight: BatchInvariantOperand) -> Partials:
+    """Computes `linear.batch_invariant_parts`."""
+    shape = weight.segments.count, len(inputs), len(weight.values)
+    parts = inputs.new_empty(shape, dtype=torch.float32)
     _launch(inputs, weight, None, parts, Sum.SPREAD)
     return Partials(parts, inputs.dtype)
 
@@ -160,11 +158,15 @@ def launch_many_gated(inputs: Tensor, weight: BatchInvariantOperand) -> Tensor |
     return results
 
 
-def _is_spread(num_rows: int, num_channels: int, num_multiprocessors: int) -> bool:
-    """Whether programs share the segments of a tile: a few tiles would leave most of a device
-    idle, however many rows they have."""
+def pays_to_spread(inputs: Tensor, weight: BatchInvariantOperand) -> bool:
+    """Whether programs are to share the segments of a tile: a few tiles would leave most of a
+    device idle, however many rows they have."""
+    num_rows, num_channels = len(inputs), len(weight.values)
     num_tiles = triton.cdiv(num_rows, _TILE_ROWS) * triton.cdiv(num_channels, _NARROW.channels)
-    return num_rows <= _MOST_SPREAD_ROWS or 2 * num_tiles <= num_multiprocessors
+    is_small = num_rows <= _MOST_SPREAD_ROWS or (
+        2 * num_tiles <= _num_multiprocessors(inputs.device)
+    )
+    return weight.segments.count > 1 and is_small
 
 
 def _sum_of(weight: BatchInvariantOperand) -> Sum:
@@ -190,8 +192,8 @@ class Tiling:
     num_programs: int = 1
 
 
-# Measured on an H100 with the matrices of an 8B. A tile of 256 channels has the fewest bytes to
-# read an operation. The others fill the device with fewer rows.
+# Measured on an H100 with the matrices of an 8B. A tile of 256 channels reads the fewest bytes an
+# operation. The others fill a device that has fewer rows.
 _BROAD, _NARROW = Tiling(256, 64, 4), Tiling(128, 64, 5)
 _SHORT, _SHORT_SPREAD = Tiling(128, 64, 3, num_programs=2), Tiling(128, 128, 3)
 _TALL = Tiling(128, 64, 5, more_rows=64)

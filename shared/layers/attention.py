@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -132,10 +132,6 @@ class SelfAttention(Protocol):
     def part(self, hidden: Tensor, context: ForwardContext) -> Tensor | Partials | Part:
         """Returns the result, or what adds up to it; see `Linear.part`."""
 
-    def steadied(self) -> SelfAttention:
-        """Returns the same attention with products that keep a row's bits; see
-        `Linear.steadied`."""
-
 
 @dataclass(frozen=True, slots=True)
 class Attention:
@@ -167,17 +163,6 @@ class Attention:
     narrow: NarrowHeads | None = None
     head_gate: Linear | None = None
     is_gated: bool = False
-
-    def steadied(self) -> Attention:
-        """Returns the same attention with products that keep a row's bits; see
-        `Linear.steadied`."""
-        gate = self.head_gate
-        return replace(
-            self,
-            qkv=self.qkv.steadied(),
-            output=self.output.steadied(),
-            head_gate=None if gate is None else gate.steadied(),
-        )
 
     def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """`[T, H]` to `[T, H]`; writes the rows' keys and values to the pool."""

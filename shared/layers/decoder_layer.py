@@ -27,7 +27,7 @@ class FeedForward(Protocol):
         """Returns the experts `[T, k]` that rows take; None where there are none."""
 
     def steadied(self) -> FeedForward:
-        """Returns the same block with products that keep a row's bits; see `Linear.steadied`."""
+        """See `Decoder.steadied`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ class Mlp:
         """See `FeedForward`."""
 
     def steadied(self) -> Mlp:
-        """Returns the same block with products that keep a row's bits; see `Linear.steadied`."""
-        return replace(self, gate_up=self.gate_up.steadied(), down=self.down.steadied())
+        """See `FeedForward`."""
+        return self
 
     def _gated(self, hidden: Tensor) -> Tensor:
         if self.limit is not None:
@@ -91,8 +91,8 @@ class DecoderLayer:
     mlp_output_norm: RmsNorm | None = None
 
     def steadied(self) -> DecoderLayer:
-        """Returns the same layer with products that keep a row's bits; see `Linear.steadied`."""
-        return replace(self, attention=self.attention.steadied(), mlp=self.mlp.steadied())
+        """See `Decoder.steadied`."""
+        return replace(self, mlp=self.mlp.steadied())
 
     def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """`[T, H]` to `[T, H]`, the residual stream; the input is left as it was."""

@@ -100,15 +100,8 @@ class Experts:
         return self.router(hidden)[1]
 
     def steadied(self) -> Experts:
-        """Returns the same block with products that keep a row's bits; see `Linear.steadied`."""
-        return replace(
-            self,
-            router=replace(self.router, weight=self.router.weight.steadied()),
-            gate_up=self.gate_up.steadied(),
-            down=self.down.steadied(),
-            shared=None if self.shared is None else self.shared.steadied(),
-            shared_gate=None if self.shared_gate is None else self.shared_gate.steadied(),
-        )
+        """See `FeedForward`."""
+        return replace(self, gate_up=self.gate_up.steadied(), down=self.down.steadied())
 
     def _own(self, hidden: Tensor) -> Tensor:
         """Returns what this process's channels make of `[T, H]`."""

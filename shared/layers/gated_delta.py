@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -46,15 +46,6 @@ class GatedDelta:
     output: Linear
     layer: int
     state: int
-
-    def steadied(self) -> GatedDelta:
-        """Returns the same layer with products that keep a row's bits; see `Linear.steadied`."""
-        return replace(
-            self,
-            channels=self.channels.steadied(),
-            gates=self.gates.steadied(),
-            output=self.output.steadied(),
-        )
 
     def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """`[T, H]` to `[T, H]`; writes the rows' inputs to the pool, and states."""

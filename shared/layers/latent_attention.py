@@ -49,16 +49,6 @@ class LatentAttention:
     output: Linear
     layer: int
 
-    def steadied(self) -> LatentAttention:
-        """Returns the same attention with products that keep a row's bits; see
-        `Linear.steadied`."""
-        return replace(
-            self,
-            compress=self.compress.steadied(),
-            queries=None if self.queries is None else self.queries.steadied(),
-            output=self.output.steadied(),
-        )
-
     def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """`[T, H]` to `[T, H]`; writes the rows' latent vectors and keys to the pool."""
         return self.output(self._attended(hidden, context), context.own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -54,15 +54,6 @@ class Linear:
         if group is not None and not weight.is_meta:
             largest = group.maximum(largest_elements(weight))
         return cls(QuantisedWeight.of(weight, STORED_DTYPES[quantisation], largest), bias, group)
-
-    def steadied(self) -> Linear:
-        """Returns the same layer, whose rows keep their bits for every number of rows.
-
-        8-bit weights do anyway; where there is no such product the layer stays as it is.
-        """
-        if isinstance(self.weight, QuantisedWeight):
-            return self
-        return replace(self, weight=self.weight.steadied())
 
     def dense(self) -> Tensor:
         """Returns the weight as it multiplies, `[N, K]`; a copy where it is packed."""

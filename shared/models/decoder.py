@@ -105,12 +105,9 @@ class Decoder:
         )
 
     def steadied(self) -> Decoder:
-        """Returns the same decoder with products that keep a row's bits; see `Linear.steadied`."""
-        return replace(
-            self,
-            layers=tuple(layer.steadied() for layer in self.layers),
-            lm_head=self.lm_head.steadied(),
-        )
+        """Returns the same decoder, whose experts keep a row's bits for every number of rows, as
+        other products do anyway."""
+        return replace(self, layers=tuple(layer.steadied() for layer in self.layers))
 
     def forward(
         self,

@@ -17,8 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shared.kernels.linear import LinearWeight
 from shared.kv.batch import ForwardBatch, SequenceRows, build_batch
 from shared.kv.pool import KvPool
+from shared.layers.attention import Attention
+from shared.layers.decoder_layer import Mlp
+from shared.layers.linear import Linear
 from shared.layers.rotary import RopeConfig, RopeScaling
 from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder
@@ -177,18 +181,36 @@ def _first_logits(runner: ModelRunner, sequences: Sequence[SequenceRows]) -> Ten
     return runner.run(batch).logits[0].clone()
 
 
+def library_decoder(decoder: Decoder) -> Decoder:
+    """Returns the same decoder with the library's products."""
+
+    def plain(layer: Linear) -> Linear:
+        assert isinstance(layer.weight, LinearWeight)
+        return replace(layer, weight=replace(layer.weight, counters=None))
+
+    layers = []
+    for layer in decoder.layers:
+        attention, mlp = layer.attention, layer.mlp
+        assert isinstance(attention, Attention)
+        assert isinstance(mlp, Mlp)
+        qkv, output = plain(attention.qkv), plain(attention.output)
+        attention = replace(attention, qkv=qkv, output=output)
+        mlp = replace(mlp, gate_up=plain(mlp.gate_up), down=plain(mlp.down))
+        layers.append(replace(layer, attention=attention, mlp=mlp))
+    return replace(decoder, layers=tuple(layers), lm_head=plain(decoder.lm_head))
+
+
 def steady_lines(runner: ModelRunner, bandwidth: float) -> list[Line]:
-    """Measures forwards of many rows with products that keep a row's bits, where others are the
-    library's."""
-    decoder = runner.decoder.steadied()
-    steady = ModelRunner(decoder, runner.pool, ForwardGraphs(decoder, runner.pool, LIMITS))
+    """Measures forwards of many rows, whose products keep a row's bits, beside the library's."""
+    decoder = library_decoder(runner.decoder)
+    library = ModelRunner(decoder, runner.pool, ForwardGraphs(decoder, runner.pool, LIMITS))
     rng = random.Random(0)
     lines = []
-    for nodes in (16, 32, 64):
+    for nodes in (12, 16, 24, 32, 64):
         sequences = [tree(rng, start=CONTEXT, num_nodes=nodes) for _ in range(8)]
         free, line = (
             step_line(each, f"steady, {nodes} rows, batch 8", sequences, bandwidth)
-            for each in (runner, steady)
+            for each in (library, runner)
         )
         note = f"{line.time_ms / free.time_ms - 1:+.0%} to the library's {free.time_ms:.2f} ms"
         lines.append(replace(line, note=note, free_ms=free.time_ms))

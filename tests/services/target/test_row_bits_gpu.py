@@ -1,4 +1,4 @@
-"""In bfloat16 on a GPU a row has the same bits alone, in batches up to 32 and as a tree's root."""
+"""In bfloat16 on a GPU a row has the same bits alone, in any batch and as a tree's root."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor
 from shared.kernels.linear import is_hopper
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.pool import KvPool
-from shared.model_options import ModelOptions
 from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
 from shared.runtime.graphs import GraphLimits
@@ -58,18 +57,9 @@ NUM_TOKENS = 24
 
 
 @pytest.fixture(scope="module")
-def decoders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Decoder]:
-    """The default, and with products that keep their rows' bits for any number of rows."""
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     folder = write_checkpoint(tmp_path_factory.mktemp("model"), shape=SHAPE, seed=3)
-    return {
-        is_batch_invariant: load_decoder(
-            folder,
-            dtype=torch.bfloat16,
-            device=CUDA,
-            options=ModelOptions(is_deterministic=is_batch_invariant),
-        )
-        for is_batch_invariant in (False, True)
-    }
+    return load_decoder(folder, dtype=torch.bfloat16, device=CUDA)
 
 
 def _runner(decoder: Decoder) -> ModelRunner:
@@ -99,25 +89,20 @@ def _first_logits(runner: ModelRunner, sequences: Sequence[SequenceRows]) -> Ten
     return runner.run(batch).logits[0].clone()
 
 
-@pytest.mark.parametrize("is_batch_invariant", [False, True])
-def test_logits_of_a_row_have_the_same_bits_in_any_batch(
-    decoders: dict[bool, Decoder], is_batch_invariant: bool
-) -> None:
-    runner = _runner(decoders[is_batch_invariant])
+def test_logits_of_a_row_have_the_same_bits_in_any_batch(decoder: Decoder) -> None:
+    runner = _runner(decoder)
     alone = _first_logits(runner, [chunk(300, 1)])
     for count in range(2, MOST + 1):
         found = _first_logits(runner, [chunk(300, 1), *[chunk(90 + count, 1)] * (count - 1)])
         assert torch.equal(found, alone), f"batch of {count}"
 
 
-@pytest.mark.parametrize(
-    ("is_batch_invariant", "num_others"), [(False, 0), (False, 1), (True, 0), (True, 8), (True, 31)]
-)
+@pytest.mark.parametrize("num_others", [0, 1, 8, 31])
 def test_the_root_of_a_tree_has_the_bits_of_a_plain_token(
-    decoders: dict[bool, Decoder], is_batch_invariant: bool, num_others: int
+    decoder: Decoder, num_others: int
 ) -> None:
-    """By default with up to 64 rows; 32 trees of 16 have 512."""
-    runner, rng = _runner(decoders[is_batch_invariant]), random.Random(2)
+    """32 trees of 32 have 1,024 rows."""
+    runner, rng = _runner(decoder), random.Random(2)
     alone = _first_logits(runner, [chunk(300, 1)])
     for num_nodes in (1, 2, 16, 32):
         trees = [tree(rng, start=300 - i, num_nodes=num_nodes) for i in range(num_others + 1)]
@@ -147,10 +132,8 @@ def _outputs(
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_output_is_the_same_in_any_batch_with_any_draft(
-    decoders: dict[bool, Decoder], name: str
-) -> None:
-    decoder, sampling = decoders[True], SAMPLINGS[name]
+def test_output_is_the_same_in_any_batch_with_any_draft(decoder: Decoder, name: str) -> None:
+    sampling = SAMPLINGS[name]
     expected = _outputs(decoder, sampling, 1)
     for count in (2, 8, MOST):
         assert _outputs(decoder, sampling, count) == expected, f"plain, {count} at a time"

@@ -140,11 +140,16 @@ def test_gated_products(activation: Activation, num_rows: int) -> None:
     _assert_near(found, expected, 1e-2)
 
 
-def test_logits_of_a_wide_router() -> None:
-    inputs, values = _random(9, 4096, seed=0), _random(128, 4096, seed=1) * 0.02
-    found = total_of(wide_linear(inputs, LinearWeight.prepare(values)))
+@pytest.mark.parametrize(("num_experts", "depth"), [(128, 4096), (16, 512)])
+def test_logits_of_a_wide_router(num_experts: int, depth: int) -> None:
+    inputs, values = _random(6000, depth, seed=0), _random(num_experts, depth, seed=1) * 0.02
+    weight = LinearWeight.prepare(values)
+    found = total_of(wide_linear(inputs, weight))
     assert found.dtype is torch.float32
     _assert_near(found, inputs.double() @ values.double().T, 1e-5)
+    for num_rows in (1, 9, 64, 65, 200, 300):
+        some = total_of(wide_linear(inputs[:num_rows], weight))
+        assert torch.equal(some, found[:num_rows]), num_rows
 
 
 @pytest.mark.parametrize("name", ROUTINGS)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.kernels.linear import LinearWeight
 from shared.kernels.quantised import (
     QuantisedWeight,
     from_words,
@@ -144,10 +143,3 @@ def test_words_of_e4m3_hold_two_pairs_of_neighbours() -> None:
 def test_no_rows_give_no_rows() -> None:
     product = quantised_linear(torch.zeros(0, 64), QuantisedWeight.of(_weight(), torch.int8), None)
     assert product.shape == (0, 48)
-
-
-def test_steady_weights_are_left_alone_where_rows_keep_their_bits_anyway() -> None:
-    weight = LinearWeight.prepare(_weight())
-    assert weight.steadied() is weight
-    half = LinearWeight.prepare(_weight().half())
-    assert half.steadied() is half, "a CPU has no such product in half precision"
