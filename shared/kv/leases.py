@@ -23,6 +23,9 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+_EVICTED_SHARE = 128
+"""An eviction goes through all cached prefixes. Under load it would come with every page, so it
+frees at least this share of all pages."""
 PADDING_PAGE = 0
 """Never allocated: padded rows and padded page-table columns point at it."""
 
@@ -281,7 +284,8 @@ class PageGroup:
         if count > self.num_available:
             raise OutOfPages(count, self.num_available)
         if count > self.pages.num_free:
-            self.pages.release(self.cache.evict(count - self.pages.num_free))
+            least = len(self.numbers) // _EVICTED_SHARE
+            self.pages.release(self.cache.evict(max(count - self.pages.num_free, least)))
         return self.pages.allocate(count)
 
     def flush(self) -> int:

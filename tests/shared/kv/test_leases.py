@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.kv.leases import CACHED_WORTH, KvLease, KvLeases, OutOfPages
+from shared.kv.leases import CACHED_WORTH, KvLease, KvLeases, OutOfPages, PrefixCache
 
 PAGE = 4
 ACTIONS = ("open", "extend", "publish", "close", "flush")
@@ -314,3 +314,28 @@ def test_check_finds_a_page_of_another_group() -> None:
     first.pages, second.pages = second.pages, first.pages
     with pytest.raises(AssertionError, match="another group"):
         leases.check()
+
+
+def test_pages_that_are_taken_one_by_one_do_not_each_go_through_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    leases = _leases(1025)
+    for first in range(256):
+        tokens = [first, *range(1000, 1015)]
+        leases.close(_run(leases, tokens), tokens)
+    assert leases.num_cached_pages == 1024
+    counts: list[int] = []
+    evict = PrefixCache.evict
+
+    def counted(cache: PrefixCache, num_pages: int) -> list[int]:
+        counts.append(num_pages)
+        return evict(cache, num_pages)
+
+    monkeypatch.setattr(PrefixCache, "evict", counted)
+    lease = leases.open([0])
+    for length in range(0, 64 * PAGE, PAGE):
+        leases.grow(lease, length + 1)
+    assert counts == [8] * 8
+    # What was used last is still there.
+    assert leases.open([255, *range(1000, 1015), 0]).num_cached_tokens == 16
+    leases.check()
