@@ -323,7 +323,7 @@ class StepLoop:
         if step is not None and step.num_prompt_rows and self._runs_ahead():
             num_rows = num_before + step.num_rows
             is_within = num_rows < self._scheduler.max_step_rows
-            if is_within and self._rounds.until_launch_behind_s(step):
+            if is_within and self._rounds.covers_launch(step):
                 self._num_put_off = num_rows
                 return False
         return self._rounds.launch(is_alone=is_alone)

@@ -311,11 +311,15 @@ class RoundSteps:
         began_s = self._times.began_s(self._launched[0].start_s)
         return self._wait.until_launch_s(self._clock() - began_s)
 
-    def until_launch_behind_s(self, step: LaunchedStep) -> float:
-        """Returns the seconds until the next round has to be queued behind a planned step; 0 where
-        that is now, or where there are no rounds."""
+    def covers_launch(self, step: LaunchedStep) -> bool:
+        """Whether a planned step takes the device longer than a round behind it the host."""
         if self._rounds is None or self._is_plain or not self._launches_late:
-            return 0.0
+            return False
+        return self._wait.until_launch_s(0.0, step.num_rows) > 0.0
+
+    def until_launch_behind_s(self, step: LaunchedStep) -> float:
+        """Returns the seconds until the next round has to be queued behind a planned step, before
+        which everything is read; 0 where that is now."""
         elapsed_s = self._clock() - self._times.began_s(step.start_s)
         return self._wait.until_launch_s(elapsed_s, step.num_rows)
 
