@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from services.draft.recurrent_drafts import check_no_states
+from services.ranks import Ranks
 from services.serve import ready_line
 from services.serve_plan import Plan, PlannedDraft
 from services.serve_settings import Placement
@@ -60,7 +61,7 @@ def _target_lines(plan: Plan, config: ModelConfig, device: torch.device) -> list
     )
     return [
         f"target: {shown_name(target.model_path)}, {config.architecture}, {_short(dtype)} on "
-        f"{_devices(device, target.tp_size)}, port {target.port}",
+        f"{_devices(device, target.ranks)}, port {target.port}",
         f"  weights {_gib(_weight_bytes(target.model_path))} on disk, "
         f"{token_bytes / 1024:g} KiB of KV a token{state}, context {context}",
         *_given(target),
@@ -111,7 +112,7 @@ def _check_memory(plan: Plan, device: torch.device) -> None:
         folders += [
             each.settings.model_folder for each in plan.drafts if each.settings.algorithm.has_model
         ]
-    needed = sum(map(_weight_bytes, folders)) / plan.target.tp_size
+    needed = sum(map(_weight_bytes, folders)) / plan.target.ranks.size
     free = _free_bytes(device)
     is_widened = device.type == "cpu" and plan.target.dtype in (Dtype.AUTO, Dtype.FLOAT32)
     if free is not None and needed * (2 if is_widened else 1) > free:
@@ -119,7 +120,7 @@ def _check_memory(plan: Plan, device: torch.device) -> None:
         raise SettingsError(
             (
                 f"the weights take {_gib(needed)} on disk{widened}; {device} has {_gib(free)}; "
-                f"take a smaller model, --quantization fp8, or more GPUs by --tp-size",
+                f"take a smaller model, --quantization fp8, or more GPUs by --tp-size or --pp-size",
             )
         )
 
@@ -142,8 +143,10 @@ def _weight_bytes(folder: Path) -> float:
     return 0.0
 
 
-def _devices(device: torch.device, tp_size: int) -> str:
-    return f"{device}" if tp_size == 1 else f"{tp_size} GPUs from {device} on"
+def _devices(device: torch.device, ranks: Ranks) -> str:
+    count, hosts = ranks.num_here, ranks.num_hosts
+    here = f"{device}" if count == 1 else f"{count} GPUs from {device} on"
+    return here if hosts == 1 else f"{here} of each of {hosts} hosts"
 
 
 def _short(dtype: torch.dtype) -> str:

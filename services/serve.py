@@ -8,6 +8,7 @@ with exit code 1. Nothing here loads a model.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import sys
@@ -22,16 +23,22 @@ from shared.errors import SettingsError
 
 
 def serve(plan: Plan) -> int:
-    """Runs a plan until SIGINT or SIGTERM; returns the exit code.
+    """Runs a plan until SIGINT or SIGTERM; returns the exit code. On a host that is not the first
+    of `--nnodes` this process becomes the target, which serves nothing there.
 
     Raises:
         SettingsError: a model is not there, a port is taken, or there is no place for logs.
     """
-    problems = [*_model_problems(plan), *_busy_ports(plan), *_log_problems(plan)]
+    is_first = plan.target.node_rank == 0
+    problems = _model_problems(plan)
+    problems += [*_busy_ports(plan), *_log_problems(plan)] if is_first else []
     if problems:
         raise SettingsError(tuple(problems))
     for notice in plan.notices:
         _to_stderr(f"note: {notice}")
+    if not is_first:
+        command = [sys.executable, "-m", "services.target", *plan.target_arguments]
+        os.execv(sys.executable, command)
     return asyncio.run(_serve(plan))
 
 

@@ -17,7 +17,6 @@ from services.draft.settings import DraftSettings
 from services.serve_settings import (
     LauncherSettings,
     SglangSettings,
-    is_only_one,
     refusal,
     without_prefix,
 )
@@ -125,7 +124,7 @@ def _sort(flag: str, texts: Sequence[str], line: Line) -> None:
     for service in owners:
         name = _OTHER_NAMES.get((service, flag), flag)
         line.services[service].extend(flag_words({name: texts}))
-    if owners or is_only_one(flag, texts):
+    if owners:
         return
     service, _, rest = flag.removeprefix("--").partition("-")
     if service in _FIELDS and f"--{rest}" in {each.flag for each in _FIELDS[service]}:

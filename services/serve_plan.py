@@ -303,7 +303,7 @@ def _placement(
         return Placement.REMOTE
     is_apart = any(_is_given(making, line.services[DRAFT], DRAFT, flag) for flag in _APART)
     is_head = Algorithm(algorithms[0]).shares_head and not is_apart
-    shares_gpus = making.num_gpus <= target.tp_size
+    shares_gpus = making.num_gpus <= target.ranks.num_here
     return Placement.EMBEDDED if shares_gpus or is_head else Placement.REMOTE
 
 
@@ -378,7 +378,7 @@ def _default_words(
     kind = Algorithm(algorithm)
     if kind.reads_features and not _is_demo(target):
         found.append(f"--target-model-path={target.model_path}")
-    free = target.tp_size + place
+    free = target.ranks.num_here + place
     if kind.has_model and free < making.num_gpus and target.device == "auto":
         found.append(f"--device=cuda:{free}")
     elif kind.has_model and making.num_gpus and target.device != "cpu":

@@ -23,24 +23,12 @@ _TRUE = ("1", "true", "yes", "y", "on")
 
 _REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        "--pp-size": "layers are not spread over GPUs; --tp-size splits every matrix over them",
         "--enable-eplb": "experts are not moved between GPUs; leave the flag out",
-        "--nnodes": "--tp-size takes GPUs of one host; drafts may run on other hosts: `outrider "
-        "draft --target HOST:PORT`",
         "--lora-paths": "adapters are not supported; merge them into the checkpoint",
         "--json-model-override-args": "edit config.json in a copy of the folder, and serve that",
         "--is-embedding": "only text generation is served",
     }
 )
-_REFUSED_ALIASES = MappingProxyType(
-    {
-        "--pp": "--pp-size",
-        "--pipeline-parallel-size": "--pp-size",
-        "--node-rank": "--nnodes",
-        "--dist-init-addr": "--nnodes",
-    }
-)
-_ONE_OF_ALL = ("--pp-size", "--nnodes")
 NO_DRAFT = "NONE"
 
 
@@ -110,13 +98,6 @@ class SglangSettings:
     grammar_backend: str | None = setting(None, "no effect: grammars are compiled by llguidance")
 
 
-def is_only_one(flag: str, texts: Sequence[str]) -> bool:
-    """Whether a flag asks for one of a thing that exists once here, which changes nothing."""
-    if flag == "--node-rank":
-        return list(texts) == ["0"]
-    return _REFUSED_ALIASES.get(flag, flag) in _ONE_OF_ALL and list(texts) == ["1"]
-
-
 def without_prefix(arguments: Sequence[str]) -> list[str]:
     """Returns the arguments with `--sglang-X`, as trainers pass flags on, as `--X`."""
     return [
@@ -127,7 +108,6 @@ def without_prefix(arguments: Sequence[str]) -> list[str]:
 
 def refusal(flag: str) -> str | None:
     """Returns why a flag of SGLang cannot be had here and what comes nearest; None for others."""
-    flag = _REFUSED_ALIASES.get(flag, flag)
     return f"{flag}: {_REFUSED[flag]}" if flag in _REFUSED else None
 
 

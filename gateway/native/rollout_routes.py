@@ -190,7 +190,7 @@ class RolloutRoutes:
                     body.group_name, body.master_address, body.master_port, rank,
                     body.world_size, body.backend or "",
                 )  # fmt: skip
-                rank += status.tp_size
+                rank += status.tp_size * status.pp_size
             await _each(admins, lambda admin: admin.join(places[admin.address]))
             return {}
 

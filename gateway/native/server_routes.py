@@ -84,9 +84,8 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
         statuses = [each for each in await target_statuses(gateway) if each is not None]
         first = statuses[0] if statuses else None
         return {
-            # A target computes its layers on one GPU or cut, never in stages.
             "tp_size": None if first is None else first.tp_size,
-            "pp_size": 1,
+            "pp_size": None if first is None else first.pp_size,
             "ep_size": 1,
             "max_total_num_tokens": None if first is None else first.num_max_tokens,
             "enable_memory_saver": bool(statuses) and all(each.can_release for each in statuses),

@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from services.draft.drafters.standalone import build_model
 from services.draft.settings import DraftSettings
 from services.followers import Followers, Seat, check_shard, rank_devices
+from services.ranks import Ranks
 from shared.models.config import ModelConfig
 from shared.models.shard import Shard
 from shared.runtime.followers import TreeFollower
@@ -23,8 +24,9 @@ def start_followers(settings: DraftSettings) -> Followers:
         SettingsError: the model cannot be cut so, or there are not as many GPUs.
     """
     check_shard(Shard(0, settings.tp_size), ModelConfig.from_folder(settings.model_folder))
-    devices = rank_devices(settings.device, settings.tp_size)
-    return Followers(partial(_follow, settings), devices, service="draft")
+    ranks = Ranks(settings.tp_size)
+    devices = rank_devices(settings.device, ranks)
+    return Followers(partial(_follow, settings), ranks, devices, service="draft")
 
 
 def _follow(settings: DraftSettings, seat: Seat, pipe: Connection) -> None:

@@ -27,7 +27,7 @@ from services.target.flag_choices import DraftPlacement
 from services.target.metrics import TargetMetrics, WantedMetrics, engine_figures, engine_statuses
 from services.target.process import TargetProcess
 from services.target.settings import TargetSettings, with_local_model
-from services.target.tensor_parallel import start_followers
+from services.target.tensor_parallel import run_followers, start_followers
 from shared.errors import OutriderError
 from shared.model_files import tokenizer_sha256
 from shared.settings import load_settings, split_arguments
@@ -46,7 +46,7 @@ _SWITCH_INTERVAL_S = 0.0005
 
 
 def main() -> None:
-    """Runs the target until SIGINT or SIGTERM."""
+    """Runs the target until SIGINT or SIGTERM, or what another host has of it."""
     tune_torch()
     tune_interpreter()
     try:
@@ -55,7 +55,11 @@ def main() -> None:
         log_process_age(IMPORTS)
         # Of the process, so a draft it hosts has no say.
         torch.set_num_threads(settings.num_threads)
-        uvloop.run(_serve(settings, draft_settings))
+        if settings.node_rank > 0:
+            layers, has_lanes = engine_needs(draft_settings)
+            run_followers(settings, layers, has_lanes=has_lanes)
+        else:
+            uvloop.run(_serve(settings, draft_settings))
     except OutriderError as error:
         sys.exit(f"outrider-target: {error.message}")
 
@@ -147,7 +151,7 @@ def _followers(
 ) -> Followers | None:
     """Starts the other processes of the model, if there are any. They wait for this one, which
     waits for them before it ends, so something has to end them."""
-    if settings.tp_size == 1:
+    if settings.ranks.size == 1:
         return None
     with start_phase("followers"):
         followers = start_followers(settings, layers, has_lanes=has_lanes)

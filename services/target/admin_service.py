@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from services.ranks import Ranks
 from services.target.drafts.attachment import AttachmentStatus, IdleReason
 from services.target.engine import Engine
 from services.target.engine_gauges import EngineGauges
@@ -118,12 +119,12 @@ class TargetAdminServicer(AdminServicer):
         hooks: AdminHooks,
         engine: Engine,
         updates: WeightUpdates,
-        num_processes: int,
+        ranks: Ranks,
     ) -> None:
         super().__init__(info, lifecycle, hooks)
         self._engine = engine
         self._updates = updates
-        self._num_processes = num_processes
+        self._ranks = ranks
 
     async def FlushPrefixCache(
         self, request: pb.FlushPrefixCacheRequest, context: Context
@@ -144,7 +145,8 @@ class TargetAdminServicer(AdminServicer):
             if status.pause is None
             else _MODE_NUMBERS[status.pause],
             released_tags=status.released,
-            process_count=self._num_processes,
+            process_count=self._ranks.size,
+            stage_count=self._ranks.pp_size,
             waiting_request_count=status.num_waiting,
             running_request_count=status.num_running,
             max_token_count=status.num_max_tokens,

@@ -51,7 +51,7 @@ from shared.version import package_version
 
 _SETTINGS = (
     *("dtype", "quantization", "kv_cache_dtype", "attention_backend", "device", "tp_size"),
-    *("ep_size", "enable_dp_attention"),
+    *("ep_size", "enable_dp_attention", "pp_size"),
     *("enable_deterministic_inference", "verification_mode", "context_length"),
     *("speculative_use_rejection_sampling", "speculative_use_block_verification"),
     *("speculative_accept_threshold_single", "speculative_accept_threshold_acc"),
@@ -281,7 +281,7 @@ class TargetProcess:
                 hooks,
                 self._engine,
                 WeightUpdates(self._engine, self._stager),
-                self._settings.tp_size,
+                self._settings.ranks,
             ),
             server,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -61,7 +61,12 @@ def check_recurrent(settings: TargetSettings, config: ModelConfig) -> None:
 
 def first_shard(settings: TargetSettings) -> Shard:
     """Returns the part of the model that rank 0 holds."""
-    return Shard(0, settings.tp_size, settings.ep_size > 1, settings.enable_dp_attention)
+    return Shard(
+        size=settings.tp_size,
+        spreads_experts=settings.ep_size > 1,
+        spreads_sequences=settings.enable_dp_attention,
+        num_stages=settings.pp_size,
+    )
 
 
 logger = logging.getLogger(__name__)
@@ -115,11 +120,7 @@ def build_runner(
     is_first = leader is not None or group is None
     if group is not None:
         shard = first_shard(settings)
-        group = replace(
-            group,
-            spreads_experts=shard.spreads_experts,
-            spreads_sequences=shard.spreads_sequences,
-        )
+        group = group.spreading(experts=shard.spreads_experts, sequences=shard.spreads_sequences)
     with refusing_shortage(lambda shortage: _weights_in_words(settings, device, shortage)):
         decoder = load_decoder(
             settings.model_path,
@@ -251,9 +252,8 @@ def _pool(
         state_bytes = num_states * layout.states.size_bytes
         reserved_bytes += state_bytes
         logger.info("--max-running-requests %d: states take %s", num_states, in_words(state_bytes))
-    rank, num_ranks = 0, 1
-    if decoder.group is not None and decoder.group.spreads_sequences:
-        rank, num_ranks = decoder.group.rank, decoder.group.size
+    shard = decoder.shard
+    rank, num_ranks = (shard.rank, shard.size) if shard.spreads_sequences else (0, 1)
     num_pages = num_pages_for(
         layout,
         decoder.device,
@@ -290,8 +290,8 @@ def _weights_in_words(settings: TargetSettings, device: torch.device, shortage: 
     size = in_words(sum(path.stat().st_size for path in set(files.values())))
     return (
         f"the weights of {settings.model_id}, {size} of files, do not fit {device}: {shortage}; "
-        f"share them among more GPUs than --tp-size {settings.tp_size}, or take a device with "
-        f"more memory that is free"
+        f"share them among more GPUs than --tp-size {settings.tp_size} and --pp-size "
+        f"{settings.pp_size}, or take a device with more memory that is free"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from services.ranks import Ranks
 from services.target.adaptive_config import adaptive_problems
 from services.target.fallback import Fallback
 from services.target.flag_choices import (
@@ -100,6 +101,21 @@ class TargetSettings(ServiceSettings):
         aliases=("dp", "data-parallel-size"),
         minimum=1,
         maximum=64,
+    )
+    pp_size: int = setting(
+        1,
+        "stages of --tp-size GPUs that the layers are spread over",
+        aliases=("pp", "pipeline-parallel-size"),
+        minimum=1,
+        maximum=64,
+    )
+    nnodes: int = setting(1, "hosts that those GPUs are spread over evenly", minimum=1, maximum=64)
+    node_rank: int = setting(0, "this host; the first serves, the others compute", minimum=0)
+    dist_init_addr: str | None = setting(
+        None, "HOST:PORT of the first host, where all meet", aliases=("nccl-init-addr",)
+    )
+    dist_secret: str | None = setting(
+        None, "word that hosts prove to each other that they know", is_secret=True
     )
     kv_cache_dtype: KvDtype = setting(
         KvDtype.AUTO, "element type of the KV cache; auto: the model's"
@@ -227,7 +243,7 @@ class TargetSettings(ServiceSettings):
             self.speculative_adaptive_config, is_adaptive=self.speculative_adaptive
         )
         problems += device_problems(self.device)
-        problems += [*parallel_problems(self), *tls_problems(self)]
+        problems += [*parallel_problems(self), *self.ranks.problems, *tls_problems(self)]
         if problems:
             raise SettingsError(tuple(problems))
 
@@ -239,6 +255,11 @@ class TargetSettings(ServiceSettings):
         if self.speculative_use_rejection_sampling:
             return VerificationMode.REJECTION
         return VerificationMode(self.verification_mode.value)
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that hold the model."""
+        return Ranks(self.tp_size, self.pp_size, self.nnodes, self.node_rank, self.dist_init_addr)
 
     def has_device_rounds(self, *, is_cuda: bool) -> bool:
         """Whether rounds are to stay on the device where they can; on a GPU they are graphs."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 
-from services.followers import Followers, Seat, check_shard, rank_devices
+from services.followers import Followers, Seat, check_shard, follow_first_host, rank_devices
+from services.hosts import Terms
 from services.target.runner_factory import build_runner, first_shard
 from services.target.settings import TargetSettings
 from services.target.weight_stager import (
@@ -17,8 +19,14 @@ from services.target.weight_stager import (
     WeightStager,
 )
 from shared.models.config import ModelConfig
+from shared.models.config_file import CONFIG_FILE
 from shared.runtime.followers import RoundFollower
 from shared.runtime.lockstep import follow
+from shared.settings import shown_settings
+
+_OF_A_HOST = ("node-rank", "model-path", "tokenizer-path")
+_STOP_MARGIN_S = 5.0
+"""After the grace that rank 0 gives its requests."""
 
 
 def start_followers(
@@ -31,12 +39,42 @@ def start_followers(
 
     Raises:
         CheckpointError: the model folder has no usable config.
-        SettingsError: the model cannot be cut so, or there are not as many GPUs.
+        SettingsError: the model cannot be cut so, there are not as many GPUs, or other hosts do
+            not come or agree.
     """
-    check_shard(first_shard(settings), ModelConfig.from_folder(settings.model_path))
-    devices = rank_devices(settings.device, settings.tp_size)
+    terms = _terms(settings, feature_layers, has_lanes=has_lanes)
+    devices = rank_devices(settings.device, settings.ranks)
     work = partial(_follow, settings, feature_layers, has_lanes)
-    return Followers(work, devices, service="target")
+    return Followers(work, settings.ranks, devices, service="target", terms=terms)
+
+
+def run_followers(
+    settings: TargetSettings, feature_layers: tuple[int, ...] = (), *, has_lanes: bool = False
+) -> None:
+    """Runs those of a host that is not the first, until rank 0 ends; see `follow_first_host`.
+
+    Args, raises: see `start_followers`.
+    """
+    follow_first_host(
+        partial(_follow, settings, feature_layers, has_lanes),
+        settings.ranks,
+        rank_devices(settings.device, settings.ranks),
+        service="target",
+        terms=_terms(settings, feature_layers, has_lanes=has_lanes),
+        grace_s=settings.drain_grace_s + _STOP_MARGIN_S,
+    )
+
+
+def _terms(settings: TargetSettings, feature_layers: tuple[int, ...], *, has_lanes: bool) -> Terms:
+    """Raises: SettingsError: the model cannot be cut so."""
+    check_shard(first_shard(settings), ModelConfig.from_folder(settings.model_path))
+    shown = shown_settings(settings)
+    agreed = {f"--{name}": text for name, text in shown.items() if name not in _OF_A_HOST}
+    config = (settings.model_path / CONFIG_FILE).read_bytes()
+    agreed[f"SHA-256 of {CONFIG_FILE}"] = hashlib.sha256(config).hexdigest()
+    agreed["layers that the embedded draft reads"] = str(feature_layers)
+    agreed["rounds with the embedded draft"] = str(has_lanes)
+    return Terms(settings.dist_secret, agreed)
 
 
 def _follow(

@@ -143,10 +143,15 @@ def _entered(
     """Returns the stream `hidden + update`, and what the next block reads of it."""
     if norm is not None:
         return norm.add_parts(hidden, update)
+    stream = stream_of(hidden, update)
+    return stream, stream
+
+
+def stream_of(hidden: Tensor | Part, update: Tensor | Partials | Part | None) -> Tensor:
+    """Returns the stream `hidden + update`, see `DecoderLayer.advance`."""
     if isinstance(hidden, Part):
         assert update is None
         hidden = hidden.group.sum(total_of(hidden.values))
     if isinstance(update, Part):
         update = update.group.sum(total_of(update.values))
-    stream = hidden if update is None else hidden + total_of(update)
-    return stream, stream
+    return hidden if update is None else hidden + total_of(update)

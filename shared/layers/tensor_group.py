@@ -13,7 +13,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -91,8 +92,24 @@ def open_peer_slots(
 
 
 @dataclass(frozen=True, slots=True)
+class Stage:
+    """This process's stage of a model whose layers are spread over several.
+
+    Source: Huang et al., GPipe, arXiv 1811.06965, section 2; here one batch is under way at a time.
+
+    Attributes:
+        index: from 0; ranks are numbered stage by stage.
+        group: the processes of this stage, whose layers add up over them; None where it is one.
+    """
+
+    index: int
+    count: int
+    group: TensorGroup | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """The default process group of torch, as the layers see it.
+    """A process group of torch, as the layers see it: the default one, or that of a stage.
 
     Attributes:
         rank: of this process, from 0.
@@ -102,6 +119,8 @@ class TensorGroup:
         spreads_experts: each process holds some experts whole, not a part of each.
         spreads_sequences: each attends from sequences of its own, with all heads.
         graphs: CUDA graphs that hold collectives of the group, which cannot close before they end.
+        stage: of the default group; None where every process computes all layers.
+        share: fills its first argument, on every process, with that of the rank that is its second.
     """
 
     rank: int
@@ -111,6 +130,22 @@ class TensorGroup:
     spreads_experts: bool = False
     spreads_sequences: bool = False
     graphs: list[torch.cuda.CUDAGraph] = field(default_factory=list, compare=False)
+    stage: Stage | None = None
+    share: Callable[[Tensor, int], object] = dist.broadcast
+
+    @property
+    def of_layers(self) -> TensorGroup | None:
+        """The processes that compute this one's layers with it; None where it does so alone."""
+        return self if self.stage is None else self.stage.group
+
+    def spreading(self, *, experts: bool, sequences: bool) -> TensorGroup:
+        """Returns the same group, where the processes that share layers spread these, or not."""
+        if self.stage is None:
+            return replace(self, spreads_experts=experts, spreads_sequences=sequences)
+        if self.stage.group is None:
+            return self
+        own = self.stage.group.spreading(experts=experts, sequences=sequences)
+        return replace(self, stage=replace(self.stage, group=own))
 
     def sum(self, part: Tensor) -> Tensor:
         """Returns the sum of every process's `part`, in its dtype, on every process.
@@ -154,9 +189,10 @@ class TensorGroup:
         """Returns the rows `[N, D]` of all processes one below the other, `[size * N, D]`."""
         return self._gathered(part).flatten(0, 1)
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Fills `tensor` with that of rank 0."""
-        dist.broadcast(tensor, 0)
+    def broadcast(self, tensor: Tensor, *, stage: int = 0) -> None:
+        """Fills `tensor` with that of the first rank of a stage."""
+        num_stages = 1 if self.stage is None else self.stage.count
+        self.share(tensor, stage * self.size // num_stages)
 
     def close(self) -> None:
         """Leaves the group; no process computes any more, and others may have ended.
@@ -190,8 +226,21 @@ class Part:
     group: TensorGroup
 
 
-def open_group(store: Store, *, rank: int, size: int, device: torch.device) -> TensorGroup:
-    """Joins the processes that share `store`: NCCL among GPUs, gloo among CPUs."""
+def open_group(
+    store: Store,
+    *,
+    rank: int,
+    size: int,
+    device: torch.device,
+    num_stages: int = 1,
+    num_hosts: int = 1,
+) -> TensorGroup:
+    """Joins the processes that share `store`: NCCL among GPUs, gloo among CPUs.
+
+    Args:
+        num_stages: divides `size`; see `Stage`.
+        num_hosts: over which the processes are spread.
+    """
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
@@ -202,19 +251,37 @@ def open_group(store: Store, *, rank: int, size: int, device: torch.device) -> T
     )
     # Its name in torch 2.13 and after, and before.
     is_new = hasattr(dist, "all_gather_single")
-    group = TensorGroup(
-        rank, size, dist.all_gather_single if is_new else dist.all_gather_into_tensor
-    )
+    gather = dist.all_gather_single if is_new else dist.all_gather_into_tensor
+    stage = None if num_stages == 1 else _stage(rank, size, num_stages, gather)
+    group = TensorGroup(rank, size, gather, stage=stage)
     if device.type != "cuda":
         return group
-    return TensorGroup(rank, size, group.gather, _slots(group, device))
+    return replace(group, slots=_slots(group, device, num_hosts))
 
 
-def _slots(group: TensorGroup, device: torch.device) -> PeerSlots | None:
+def _stage(rank: int, size: int, count: int, gather: Callable[..., object]) -> Stage:
+    own_size = size // count
+    index, own_rank = divmod(rank, own_size)
+    if own_size == 1:
+        return Stage(index, count)
+    # Every process takes part in making every group.
+    ranks = [list(range(first, first + own_size)) for first in range(0, size, own_size)]
+    groups = [dist.new_group(each) for each in ranks]
+    own = TensorGroup(own_rank, own_size, partial(gather, group=groups[index]))
+    return Stage(index, count, own)
+
+
+def _slots(group: TensorGroup, device: torch.device, num_hosts: int) -> PeerSlots | None:
     """Returns slots in memory that the group shares; None on every rank when one cannot have it."""
-    index = torch.tensor([[device.index]], device=device)
-    indices = group.joined(index, index.dtype).flatten().tolist()
-    problem = problem_with(device, indices)
+    indices: list[int] = []
+    if group.stage is not None:
+        problem: str | None = f"the model has {group.stage.count} stages"
+    elif num_hosts > 1:
+        problem = f"the GPUs are those of {num_hosts} hosts"
+    else:
+        index = torch.tensor([[device.index]], device=device)
+        indices = group.joined(index, index.dtype).flatten().tolist()
+        problem = problem_with(device, indices)
     slots = None
     if _agree(group, problem is None, device):
         try:

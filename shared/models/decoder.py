@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from shared.kv.pool import KvLayout, KvPool
 from shared.kv.state_plan import StateInputs
 from shared.kv.states import StateLayout
 from shared.layers.attention import AttentionShape, ForwardContext, plan_for
-from shared.layers.decoder_layer import DecoderLayer
+from shared.layers.decoder_layer import DecoderLayer, stream_of
 from shared.layers.gated_delta import GatedDelta
 from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm
@@ -22,10 +23,12 @@ from shared.layers.rotary import Rotary
 from shared.layers.tensor_group import Part, TensorGroup
 from shared.model_options import AttentionBackend
 from shared.models.config import ModelConfig
-from shared.models.shard import WHOLE, Shard
+from shared.models.shard import WHOLE, Shard, shard_of
 
 ROUTES = -1
 """Stands for the experts of a forward's rows where layers are captured."""
+_Stream: TypeAlias = tuple[Tensor | Part, Tensor | Partials | Part | None]
+"""The residual stream as `DecoderLayer.advance` takes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ class Decoder:
 
     Attributes:
         embedding: `[V, H]`; draft heads without one of their own read it too.
+        layers: those of this process's stage, all of them unless the group has several.
         lm_head: `H` to `V`.
         attention_backend: what computes attention.
         group: processes that share the model; V is then this one's part of the vocabulary.
@@ -81,10 +85,16 @@ class Decoder:
         return self.embedding.dtype
 
     @property
+    def shard(self) -> Shard:
+        """The part of the model that is here."""
+        return shard_of(self.group)
+
+    @property
     def plans_prompts_by_size(self) -> bool:
         """Whether the numbers of rows and sequences alone say what computes prompts, as a CUDA
-        graph needs. Caps, sinks, latent and linear attention go by the lengths of prompts."""
-        shapes = [layer.attention.shape for layer in self.layers]
+        graph needs, in the layers of every stage. Caps, sinks, latent and linear attention go by
+        the lengths of prompts."""
+        shapes = [attention_shape(self.config, layer) for layer in range(self.config.num_layers)]
         return (
             self.attention_backend is not AttentionBackend.TORCH
             and self.config.delta is None
@@ -95,7 +105,7 @@ class Decoder:
         """Returns the layout of this model's cache, in `dtype` or the model's own."""
         config = self.config
         return KvLayout(
-            num_layers=config.num_cache_layers,
+            num_layers=len(self.shard.cache_layers(config)),
             num_kv_heads=self.layers[0].attention.shape.num_kv_heads,
             head_dim=config.head_dim,
             page_size=page_size,
@@ -127,15 +137,10 @@ class Decoder:
         """
         context = self._context(batch, pool, states, has_routes=ROUTES in capture_layers)
         captured: dict[int, Tensor] = {}
-        hidden: Tensor | Part = self._embedded(batch.token_ids)
-        update: Tensor | Partials | Part | None = None
-        for index, layer in enumerate(self.layers):
-            entered, hidden, update = layer.advance(hidden, update, context)
-            if index in capture_layers:
-                captured[index] = entered
-        captured[len(self.layers)], normed = self.norm.add_parts(hidden, update)
-        if context.routes is not None:
-            captured[ROUTES] = self._joined_routes(context.routes, normed)
+        embedded, wanted = self._embedded(batch.token_ids), frozenset(capture_layers)
+        advance = self._advanced if self.shard.num_stages == 1 else self._staged
+        hidden, update = advance(embedded, context, wanted, captured)
+        captured[self.config.num_layers], normed = self.norm.add_parts(hidden, update)
         features = tuple(captured[index] for index in capture_layers)
         return DecoderOutput(normed, features)
 
@@ -145,13 +150,68 @@ class Decoder:
             if isinstance(layer.attention, GatedDelta):
                 layer.attention.advance(states, pool)
 
-    def _joined_routes(self, routes: list[Tensor | None], rows: Tensor) -> Tensor:
-        """Returns `[T, num_layers * k]` int32."""
+    def _advanced(
+        self,
+        hidden: Tensor | Part,
+        context: ForwardContext,
+        wanted: frozenset[int],
+        captured: dict[int, Tensor],
+    ) -> _Stream:
+        """Computes the layers that are here on the residual stream.
+
+        Args:
+            wanted: see `capture_layers` of `forward`.
+            captured: takes what is wanted of the layers that are here.
+        """
+        update: Tensor | Partials | Part | None = None
+        for index, layer in zip(self.shard.layers(self.config), self.layers, strict=True):
+            entered, hidden, update = layer.advance(hidden, update, context)
+            if index in wanted:
+                captured[index] = entered
+        if context.routes is not None:
+            assert isinstance(hidden, Tensor), "a stage has a layer"
+            none = self._no_routes(hidden, 1)
+            routes = (none if each is None else each.to(torch.int32) for each in context.routes)
+            captured[ROUTES] = torch.cat([*routes], 1)
+        return hidden, update
+
+    def _staged(
+        self,
+        hidden: Tensor | Part,
+        context: ForwardContext,
+        wanted: frozenset[int],
+        captured: dict[int, Tensor],
+    ) -> _Stream:
+        """Computes the layers of all stages, one stage after another, as `_advanced` does those of
+        one. A stage sends what leaves it, and what is wanted of its layers, to all processes."""
+        stream, routes = stream_of(hidden, None), list[Tensor]()
+        for stage in range(self.shard.num_stages):
+            layers = replace(self.shard, stage=stage).layers(self.config)
+            if layers.start in wanted:
+                captured[layers.start] = stream
+            inner = sorted(wanted.intersection(layers[1:]))
+            if stage == self.shard.stage:
+                own = self._advanced(stream, context, wanted, captured)
+                names = [*inner, ROUTES] if ROUTES in wanted else inner
+                sent = [stream_of(*own), *(captured[name] for name in names)]
+            else:
+                sent = [torch.empty_like(stream) for _ in range(1 + len(inner))]
+                sent += [self._no_routes(stream, len(layers))] if ROUTES in wanted else []
+            for each in sent:
+                assert self.group is not None, "stages are those of a group"
+                self.group.broadcast(each, stage=stage)
+            stream = sent[0]
+            captured.update(zip(inner, sent[1:], strict=False))
+            routes += sent[1 + len(inner) :]
+        if routes:
+            captured[ROUTES] = torch.cat(routes, 1)
+        return stream, None
+
+    def _no_routes(self, rows: Tensor, num_layers: int) -> Tensor:
+        """Returns `[T, num_layers * k]` int32 zeros."""
         assert self.config.experts is not None, "a dense model has no routes"
-        none = rows.new_zeros(
-            (len(rows), self.config.experts.routing.num_chosen), dtype=torch.int32
-        )
-        return torch.cat([none if each is None else each.to(torch.int32) for each in routes], 1)
+        size = len(rows), num_layers * self.config.experts.routing.num_chosen
+        return rows.new_zeros(size, dtype=torch.int32)
 
     def logits(self, hidden_rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns `[L, V]` over all tokens for `hidden_rows` `[L, H]` of the last norm; -inf for

@@ -179,8 +179,13 @@ def build_latent(
     layer: int,
     quantisation: Quantisation,
     group: TensorGroup | None,
+    cache_layer: int,
 ) -> LatentAttention:
-    """Takes the tensors of one layer's attention out of the dict."""
+    """Takes the tensors of one layer's attention out of the dict.
+
+    Args:
+        cache_layer: where the layer's rows are in this process's cache.
+    """
     latent, prefix, eps = config.latent, f"layers.{layer}.", config.rms_norm_eps
     assert latent is not None
 
@@ -199,7 +204,7 @@ def build_latent(
         key_up=expand[:, : latent.straight_dim].contiguous(),
         value_up=expand[:, latent.straight_dim :].contiguous(),
         output=linear("output", group),
-        layer=layer,
+        layer=cache_layer,
     )
 
 
@@ -580,7 +585,7 @@ def decoder_parts(
     hidden = config.hidden_size
     table, rows = (config.vocab_size, hidden), _vocabulary_cut(config, shard)
     parts = [WeightPart(keys.embedding, table, "embedding", cut=rows)]
-    for layer in range(config.num_layers):
+    for layer in shard.layers(config):
         source = f"{keys.root}layers.{layer}."
         has_experts = config.has_experts(layer)
         parts.extend(
@@ -603,8 +608,9 @@ def decoder_parts(
 def keys_of_others(
     config: ModelConfig, shard: Shard, keys: DecoderKeys = DecoderKeys()
 ) -> frozenset[str]:
-    """Returns the keys of tensors of which nothing is here: experts of other processes."""
-    if not shard.spreads_experts:
+    """Returns the keys of tensors of which nothing is here: layers and experts of other
+    processes."""
+    if not shard.spreads_experts and shard.num_stages == 1:
         return frozenset()
     own = {part.key for part in decoder_parts(config, shard, keys)}
     return frozenset(part.key for part in decoder_parts(config, WHOLE, keys)) - own
@@ -742,4 +748,4 @@ def _mlp_matrices(config: ModelConfig, shard: Shard) -> Iterator[_Matrix]:
 
 def _vocabulary_cut(config: ModelConfig, shard: Shard) -> Cut | None:
     tokens = shard.vocabulary(config)
-    return None if shard.size == 1 else Cut(0, tokens.start, len(tokens))
+    return None if shard.num_parts == 1 else Cut(0, tokens.start, len(tokens))

@@ -34,7 +34,7 @@ from shared.models.decoder_weights import (
 )
 from shared.models.families import NormPlacement
 from shared.models.other_vocabulary import in_other_vocabulary, with_ids
-from shared.models.shard import WHOLE, Shard
+from shared.models.shard import Shard, shard_of
 from shared.models.weights import AT_ONCE, CopyPace, read_weights
 from shared.telemetry.start_up import start_phase
 from shared.vocabulary_map import VocabularyMap
@@ -174,13 +174,6 @@ def read_decoder(
     )
 
 
-def shard_of(group: TensorGroup | None) -> Shard:
-    """Returns what this process of the group holds."""
-    if group is None:
-        return WHOLE
-    return Shard(group.rank, group.size, group.spreads_experts, group.spreads_sequences)
-
-
 def build_decoder(
     config: ModelConfig,
     tensors: dict[str, Tensor],
@@ -203,7 +196,7 @@ def build_decoder(
             options.quantisation,
             group,
         )
-        for layer in range(config.num_layers)
+        for layer in shard_of(group).layers(config)
     )
     decoder = Decoder(
         config=config,
@@ -231,7 +224,13 @@ def build_layer(
     quantisation: Quantisation = Quantisation.UNQUANT,
     group: TensorGroup | None = None,
 ) -> DecoderLayer:
-    """Takes the tensors of `layers.{layer}.` out of the dict; see `decoder_weights.layer_parts`."""
+    """Takes the tensors of `layers.{layer}.` out of the dict; see `decoder_weights.layer_parts`.
+
+    Args:
+        group: of the whole model; see `build_decoder`.
+    """
+    cache_layer = shard_of(group).cache_layer(config, layer)
+    own = None if group is None else group.of_layers
     prefix = f"layers.{layer}."
     has_input_norm = config.norms is not NormPlacement.AFTER
     has_output_norm = config.norms is not NormPlacement.BEFORE
@@ -245,9 +244,9 @@ def build_layer(
         attention_norm=norm("attention_norm", has_input_norm),
         attention=build_delta(config, tensors, shape, layer, quantisation)
         if config.has_state(layer)
-        else build(config, tensors, shape, layer, quantisation, group),
+        else build(config, tensors, shape, layer, quantisation, own, cache_layer),
         mlp_norm=norm("mlp_norm", has_input_norm),
-        mlp=_feed_forward(config, tensors, prefix, layer, quantisation, group),
+        mlp=_feed_forward(config, tensors, prefix, layer, quantisation, own),
         attention_output_norm=norm("attention_output_norm", has_output_norm),
         mlp_output_norm=norm("mlp_output_norm", has_output_norm),
     )
@@ -309,6 +308,7 @@ def _attention(
     layer: int,
     quantisation: Quantisation,
     group: TensorGroup | None,
+    cache_layer: int,
 ) -> Attention:
     prefix, eps = f"layers.{layer}.", config.rms_norm_eps
     qk_norm = joint_norms = None
@@ -331,7 +331,7 @@ def _attention(
         qkv=linear_from(tensors, f"{prefix}qkv", quantisation),
         output=linear_from(tensors, f"{prefix}output", quantisation, group),
         qk_norm=qk_norm,
-        layer=config.first_cache_layer(layer),
+        layer=cache_layer,
         joint_norms=joint_norms,
         sinks=tensors.pop(f"{prefix}sinks", None),
         narrow=_narrow(config, layer),

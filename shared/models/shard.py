@@ -1,31 +1,34 @@
-"""The part of a decoder's tensors that one process of a tensor group holds."""
+"""The part of a decoder's tensors that one process of a group holds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from shared.layers.tensor_group import TensorGroup
 from shared.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Part `rank` of `size` equal parts; the whole unless told otherwise.
+    """Part `rank` of `size` equal parts of the layers of a stage; the whole unless told otherwise.
 
     Attributes:
         spreads_experts: a part has some experts whole, not a part of each.
         spreads_sequences: a part has all of attention, for sequences of its own.
+        stage: which layers are meant, from 0; see `layers`.
     """
 
     rank: int = 0
     size: int = 1
     spreads_experts: bool = False
     spreads_sequences: bool = False
+    stage: int = 0
+    num_stages: int = 1
 
     def problems(self, config: ModelConfig) -> tuple[str, ...]:
         """Returns a line for each size of the model that cannot be cut so."""
         counts = {
             "intermediate_size": config.intermediate_size,
-            "vocab_size": config.vocab_size,
         }
         if not self.spreads_sequences:
             counts = {"num_attention_heads": config.num_heads, **counts}
@@ -41,6 +44,7 @@ class Shard:
             for name, count in counts.items()
             if count % self.size
         ]
+        found += self._stage_problems(config)
         if self.size > 1 and config.delta is not None:
             found.append(
                 f"--tp-size is {self.size}; {config.architecture} has linear attention, which "
@@ -72,6 +76,50 @@ class Shard:
         """The part of the heads that this process holds."""
         return WHOLE if self.spreads_sequences else self
 
+    def _stage_problems(self, config: ModelConfig) -> list[str]:
+        found = []
+        if config.vocab_size % self.num_parts:
+            flags = f"--tp-size is {self.size}"
+            if self.num_stages > 1:
+                flags += f" and --pp-size {self.num_stages}, together {self.num_parts}"
+            found.append(
+                f"{flags}; the model's vocab_size, {config.vocab_size}, is not a multiple of it"
+            )
+        if self.num_stages > config.num_layers:
+            found.append(
+                f"--pp-size is {self.num_stages}; the model has {config.num_layers} layers, and a "
+                f"stage needs one"
+            )
+        if self.num_stages > 1 and config.delta is not None:
+            found.append(
+                f"--pp-size is {self.num_stages}; {config.architecture} has linear attention, "
+                f"which needs --pp-size 1"
+            )
+        return found
+
+    @property
+    def num_parts(self) -> int:
+        """Of embedding and lm_head, which all processes of all stages share."""
+        return self.size * self.num_stages
+
+    def layers(self, config: ModelConfig) -> range:
+        """Returns the layers of the stage. Where the number of stages does not divide theirs, each
+        of the last stages has one more: the first stage's device may have a draft as well."""
+        count, rest = divmod(config.num_layers, self.num_stages)
+        num_before = max(0, self.stage - (self.num_stages - rest))
+        start = self.stage * count + num_before
+        is_longer = self.stage >= self.num_stages - rest
+        return range(start, start + count + is_longer)
+
+    def cache_layers(self, config: ModelConfig) -> range:
+        """Returns the layers of the whole model's cache that are here."""
+        layers = self.layers(config)
+        return range(config.first_cache_layer(layers.start), config.first_cache_layer(layers.stop))
+
+    def cache_layer(self, config: ModelConfig, layer: int) -> int:
+        """Returns the place in this process's cache where a layer's rows begin."""
+        return config.first_cache_layer(layer) - self.cache_layers(config).start
+
     @property
     def of_experts(self) -> Shard:
         """The part of every expert that this process holds."""
@@ -99,8 +147,19 @@ class Shard:
 
     def vocabulary(self, config: ModelConfig) -> range:
         """Returns the tokens whose rows of embedding and lm_head are here."""
-        count = config.vocab_size // self.size
-        return range(self.rank * count, (self.rank + 1) * count)
+        count, part = config.vocab_size // self.num_parts, self.stage * self.size + self.rank
+        return range(part * count, (part + 1) * count)
 
 
 WHOLE = Shard()
+
+
+def shard_of(group: TensorGroup | None) -> Shard:
+    """Returns what this process of the group holds."""
+    if group is None:
+        return WHOLE
+    own, stage = group.of_layers, group.stage
+    part = WHOLE
+    if own is not None:
+        part = Shard(own.rank, own.size, own.spreads_experts, own.spreads_sequences)
+    return part if stage is None else replace(part, stage=stage.index, num_stages=stage.count)

@@ -33,7 +33,7 @@ from shared.models.decoder_weights import (
     decoder_parts,
     keys_of_others,
 )
-from shared.models.loader import MTP_PREFIXES, build_layer, norm_from, read_decoder, shard_of
+from shared.models.loader import MTP_PREFIXES, build_layer, norm_from, read_decoder
 from shared.models.weights import cut_tensor, empty_targets, places_of
 
 _MAX_NAMES = 5
@@ -53,22 +53,22 @@ class WeightStage:
         self._decoder, self._keys, self._options = decoder, keys, options
         self._is_pinned = decoder.device.type == "cuda"
         config = decoder.config
-        self._parts = decoder_parts(config, shard_of(decoder.group), keys)
+        self._parts = decoder_parts(config, decoder.shard, keys)
         self._by_key: dict[str, list[int]] = defaultdict(list)
         for index, part in enumerate(self._parts):
             self._by_key[part.key].append(index)
         self._ignored = (*MTP_PREFIXES, *keys.ignored_prefixes)
         if config.tie_word_embeddings:
             self._ignored = (*self._ignored, keys.lm_head)
-        self._keys_of_others = keys_of_others(config, shard_of(decoder.group), keys)
+        self._keys_of_others = keys_of_others(config, decoder.shard, keys)
         self._tensors: dict[str, Tensor] = {}
         self._places: dict[int, Tensor] = {}
         self._arrived: set[str] = set()
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing has arrived."""
-        return not self._tensors
+        """Whether nothing has arrived, for this process or others."""
+        return not self._arrived
 
     @property
     def names(self) -> frozenset[str]:
@@ -98,7 +98,7 @@ class WeightStage:
         tensors = read_decoder(
             checkpoint,
             self._decoder.config,
-            shard_of(self._decoder.group),
+            self._decoder.shard,
             dtype=self._decoder.dtype,
             device=_CPU,
             is_pinned=self._is_pinned,
@@ -131,6 +131,7 @@ class WeightStage:
         """
         self.check(name, tuple(tensor.shape))
         if self._is_ignored(name):
+            self._arrived |= self._keys_of_others & {name}
             return
         for index in self._by_key[name]:
             part = self._parts[index]
@@ -191,12 +192,12 @@ class WeightStage:
         new = build_layer(
             decoder.config,
             given,
-            attention_shape(decoder.config, index, shard_of(decoder.group)),
+            attention_shape(decoder.config, index, decoder.shard),
             index,
             self._options.quantisation,
             decoder.group,
         )
-        _put(decoder.layers[index], new)
+        _put(decoder.layers[index - decoder.shard.layers(decoder.config).start], new)
 
     def _layer_bytes(self) -> int:
         """The most that one layer takes before it is in its place, in the model's dtype."""

@@ -38,6 +38,8 @@ class TargetStatus:
 
     Attributes:
         pause: how generation is paused; None while it goes on.
+        tp_size: processes that share every layer of a stage.
+        pp_size: stages that the layers are spread over.
     """
 
     weight_version: str
@@ -45,6 +47,7 @@ class TargetStatus:
     pause: str | None
     released: tuple[str, ...]
     tp_size: int
+    pp_size: int
     num_waiting: int
     num_running: int
     num_max_tokens: int
@@ -124,12 +127,14 @@ class TargetAdmin:
         """Returns what is in force."""
         found = await self._call("GetWeightStatus", pb.GetWeightStatusRequest())
         names = {number: name for name, number in PAUSE_MODES.items()}
+        pp_size = found.stage_count or 1
         return TargetStatus(
             found.weight_version,
             found.update_count,
             names.get(found.pause_mode),
             tuple(found.released_tags),
-            found.process_count,
+            found.process_count // pp_size,
+            pp_size,
             found.waiting_request_count,
             found.running_request_count,
             found.max_token_count,

@@ -108,7 +108,7 @@ class RoundFollower:
         )
         return RoundGraphs(
             ReceivedTrees(RoundBatches(shape, pool.page_size), self._group),
-            verification(decoder, pool, shape, None, None, None),
+            verification(decoder, pool, shape, message.features, None, None),
             state,
             self._memory,
         )

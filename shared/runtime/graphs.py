@@ -618,6 +618,6 @@ def graph_memory_bytes(config: ModelConfig, limits: GraphLimits, dtype: torch.dt
 
 def step_memory_bytes(decoder: Decoder) -> int:
     """Returns about what the largest planned step needs beside graphs, weights and caches."""
-    config, size = decoder.config, 1 if decoder.group is None else decoder.group.size
+    config, size = decoder.config, decoder.shard.size
     wide = 8 * config.hidden_size + 3 * config.intermediate_size // size
     return _STEP_ROWS * wide * 2 + _DRAWN_ROWS * config.vocab_size * _DRAWN_BYTES

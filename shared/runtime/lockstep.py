@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shared.kv.batch import ForwardBatch
 from shared.layers.tensor_group import TensorGroup
+from shared.models.heads.feature_spec import FeatureSpec
 from shared.runtime.round_batches import PromptChunks, RoundBatches, RoundShape, RoundTree
 from shared.runtime.round_graphs import TreeSource
 from shared.runtime.round_state import RoundSampling, RoundState
@@ -36,7 +37,7 @@ class Pipe(Protocol):
     def send(self, message: Any, /) -> None: ...
 
     def recv(self) -> Any:
-        """Raises: EOFError when the other end is gone."""
+        """Raises: EOFError or OSError when the other end is gone."""
 
 
 class Follower(Protocol):
@@ -120,7 +121,7 @@ def follow(
     while True:
         try:
             message = pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):
             return
         if isinstance(message, Forward):
             specs = [field for field in message.fields if isinstance(field, TensorSpec)]
@@ -280,11 +281,16 @@ class RoundsKey:
 
 @dataclass(frozen=True, slots=True)
 class OpenRounds:
-    """Rounds of one shape are to come; they replace those that had the key before."""
+    """Rounds of one shape are to come; they replace those that had the key before.
+
+    Attributes:
+        features: that rank 0 keeps, without their projection: a stage has to send them.
+    """
 
     key: RoundsKey
     shape: RoundShape
     max_sequences: int
+    features: FeatureSpec | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,9 +327,10 @@ class RoundLeader:
         self._leader, self._key = leader, key
         self.is_waited_for = False
 
-    def open(self, shape: RoundShape, max_sequences: int) -> None:
+    def open(self, shape: RoundShape, max_sequences: int, features: FeatureSpec | None) -> None:
         """Announces a `RoundRunner`."""
-        self._leader.tell(OpenRounds(self._key, shape, max_sequences))
+        plain = None if features is None else replace(features, projection=None)
+        self._leader.tell(OpenRounds(self._key, shape, max_sequences, plain))
 
     def capturing(self, num_slots: int, sampling: RoundSampling) -> AbstractContextManager[None]:
         """Announces that its body captures the graphs of a round."""

@@ -354,7 +354,7 @@ class RoundRunner:
         self._leader, self._group = leader, decoder.group
         if leader is not None:
             assert decoder.group is not None, "nobody follows"
-            leader.open(self.shape, limits.max_sequences)
+            leader.open(self.shape, limits.max_sequences, self._head.feature_spec)
             source = SentTrees(source, decoder.group)
         verification = head.verification(self.shape)(
             decoder, pool, self.shape, self._head.feature_spec, feature_rows, self._slots.states

@@ -102,7 +102,7 @@ class RoundVerification:
         """Layers the forward must capture; the final norm's output it returns anyway."""
         if self.features is None:
             return ()
-        num_layers = len(self.decoder.layers)
+        num_layers = self.decoder.config.num_layers
         return tuple(i for i in self.features.layer_indices if i <= num_layers)
 
     def _keep(self, batch: ForwardBatch, output: DecoderOutput, accepted: AcceptedRows) -> Tensor:

@@ -34,6 +34,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from services.followers import Followers, Seat, check_shard, rank_devices
+from services.ranks import Ranks
 from shared.kernels.routing import Routing
 from shared.kv.batch import ForwardBatch, SequenceRows, build_batch
 from shared.kv.pool import KvPool
@@ -43,7 +44,6 @@ from shared.model_options import ModelOptions
 from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder
 from shared.models.decoder_weights import decoder_parts
-from shared.models.loader import shard_of
 from shared.models.shard import WHOLE, Shard
 from shared.runtime.graphs import ForwardGraphs, GraphLimits
 from shared.runtime.lockstep import Leader, follow
@@ -151,7 +151,7 @@ class ShapeBench:
         self.runner = ModelRunner(*self._room(decoder), leader=leader)
 
     def _room(self, decoder: Decoder) -> tuple[Decoder, KvPool, ForwardGraphs | None]:
-        shape, device, shard = self.shape, self._device, shard_of(decoder.group)
+        shape, device, shard = self.shape, self._device, decoder.shard
         num_ranks = _num_ranks(shard)
         batch, num_prompts = (
             -(-count // num_ranks) for count in (max(shape.batches), shape.prompt.count)
@@ -315,7 +315,7 @@ class ShapeBench:
     @property
     def _num_heads(self) -> int:
         """Query heads of this process."""
-        return shard_of(self.decoder.group).of_attention.num_heads(self.decoder.config)
+        return self.decoder.shard.of_attention.num_heads(self.decoder.config)
 
     def _own(self, sequences: Sequence[SequenceRows]) -> Sequence[SequenceRows]:
         """Returns those that the first process attends from, no other one more."""
@@ -391,9 +391,7 @@ def follow_rank_0(
 
 def shared_as(shard: Shard, group: TensorGroup) -> TensorGroup:
     """Returns the group with what rank 0's shard says of all of its processes."""
-    return replace(
-        group, spreads_experts=shard.spreads_experts, spreads_sequences=shard.spreads_sequences
-    )
+    return group.spreading(experts=shard.spreads_experts, sequences=shard.spreads_sequences)
 
 
 def measure(shape: ExpertShape, shard: Shard, *, has_kernels: bool) -> None:
@@ -413,9 +411,10 @@ def measure(shape: ExpertShape, shard: Shard, *, has_kernels: bool) -> None:
         bench = ShapeBench(shape, count, device, device_ms)
         _report(bench, start_s, has_kernels=has_kernels)
         return
-    devices = rank_devices(device.type, shard.size)
+    ranks = Ranks(shard.size)
+    devices = rank_devices(device.type, ranks)
     work = partial(follow_rank_0, shape, count, device_ms, shard)
-    followers = Followers(work, devices, service="bench")
+    followers = Followers(work, ranks, devices, service="bench")
     try:
         group = shared_as(shard, followers.group)
         bench = ShapeBench(shape, count, devices[0], device_ms, group, followers.leader)
@@ -426,7 +425,7 @@ def measure(shape: ExpertShape, shard: Shard, *, has_kernels: bool) -> None:
 
 def _report(bench: ShapeBench, start_s: float, *, has_kernels: bool) -> None:
     shape, held = bench.shape, torch.cuda.memory_allocated() / 2**30
-    shard = shard_of(bench.decoder.group)
+    shard = bench.decoder.shard
     spread = ", experts spread" if shard.spreads_experts else ""
     spread += ", sequences spread" if shard.spreads_sequences else ""
     print(

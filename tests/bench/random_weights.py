@@ -13,7 +13,8 @@ from shared.model_options import ModelOptions
 from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder
 from shared.models.decoder_weights import decoder_parts
-from shared.models.loader import build_decoder, shard_of
+from shared.models.loader import build_decoder
+from shared.models.shard import shard_of
 from shared.models.weights import WeightPart, empty_targets
 
 # Keeps activations in range.

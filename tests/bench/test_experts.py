@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from services.followers import Followers, rank_devices
+from services.ranks import Ranks
 from shared.kernels.exchange import PeerSlots
 from shared.layers.experts import Experts
 from shared.layers.tensor_group import TensorGroup
@@ -175,7 +176,8 @@ def test_processes_that_share_a_model_compute_every_line(spreads_sequences: bool
     shape = tiny(QWEN3_30B)
     shard = Shard(0, 2, True, spreads_sequences)
     work = partial(follow_rank_0, shape, 2, _run_once, shard)
-    followers = Followers(work, rank_devices("cpu", 2), service="bench")
+    ranks = Ranks(2)
+    followers = Followers(work, ranks, rank_devices("cpu", ranks), service="bench")
     try:
         group = shared_as(shard, followers.group)
         bench = ShapeBench(shape, 2, CPU, _run_once, group, followers.leader)

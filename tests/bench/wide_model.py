@@ -21,8 +21,9 @@ from shared.models.config import ModelConfig
 from shared.models.config_file import CONFIG_FILE
 from shared.models.decoder import Decoder
 from shared.models.decoder_weights import LM_HEAD_KEY, decoder_parts
-from shared.models.loader import build_decoder, shard_of
+from shared.models.loader import build_decoder
 from shared.models.scaled_weights import QUANTIZATION_CONFIG
+from shared.models.shard import shard_of
 from shared.models.weights import cut_tensor, empty_targets, places_of
 from tests.bench.widening import (
     Axis,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from tests.helpers.kustomize import Manifest, built
 
 FOLDER = Path(__file__).parents[2] / "docker" / "kubernetes"
 SETTINGS = {"target": TargetSettings, "draft": DraftSettings, "gateway": GatewaySettings}
+# A host of a target that is not the first runs the target, too.
+SETTINGS_OF_PODS = SETTINGS | {"target-host": TargetSettings}
 OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())
 
 
@@ -40,7 +43,8 @@ def _pods(overlay: str = "demo") -> dict[str, Any]:
     }
     for group in _objects("LeaderWorkerSet", overlay).values():
         template = group["spec"]["leaderWorkerTemplate"]
-        pods |= {"target": template["leaderTemplate"], "draft": template["workerTemplate"]}
+        for each in (template["leaderTemplate"], template["workerTemplate"]):
+            pods[each["metadata"]["labels"]["app.kubernetes.io/name"]] = each
     return pods
 
 
@@ -53,19 +57,36 @@ PODS = [(overlay, name) for overlay in OVERLAYS for name in _pods(overlay)]
 
 
 def test_there_is_an_overlay_for_each_way_to_serve() -> None:
-    assert OVERLAYS == ["demo", "gpu", "gpus", "groups"]
+    assert OVERLAYS == ["demo", "gpu", "gpus", "groups", "hosts"]
     assert set(_pods("gpu")) == {"target", "gateway"}
+    assert set(_pods("hosts")) == {"target", "target-host", "gateway"}
     assert all(set(_pods(each)) == set(SETTINGS) for each in ("demo", "gpus", "groups"))
+
+
+def _settings(overlay: str, name: str) -> Any:
+    """Returns the settings of a pod; of those of a group, the second host's."""
+    [container] = _pods(overlay)[name]["spec"]["containers"]
+    number = "1" if name == "target-host" else "0"
+    words = [
+        word.replace("$(LWS_LEADER_ADDRESS)", "leader").replace("$(LWS_WORKER_INDEX)", number)
+        for word in container["args"]
+    ]
+    own, others = split_arguments(SETTINGS_OF_PODS[name], words)
+    service = name.partition("-")[0]
+    env = {each["name"]: "a secret" for each in container.get("env", ()) if "valueFrom" in each}
+    settings: Any = load_settings(SETTINGS_OF_PODS[name], service=service, arguments=own, env=env)
+    if others:
+        assert embedded_settings(settings, others, {}).algorithm.reads_features
+    return settings
 
 
 @pytest.mark.parametrize(("overlay", "name"), PODS)
 def test_a_pod_is_served_with_flags_that_exist(overlay: str, name: str) -> None:
     [container] = _pods(overlay)[name]["spec"]["containers"]
-    words = [word.replace("$(LWS_LEADER_ADDRESS)", "leader") for word in container["args"]]
-    own, others = split_arguments(SETTINGS[name], words)
-    settings: Any = load_settings(SETTINGS[name], service=name, arguments=own, env={})
-    if others:
-        assert embedded_settings(settings, others, {}).algorithm.reads_features
+    settings = _settings(overlay, name)
+    if name == "target-host":
+        assert "ports" not in container
+        return
     ports = {port["containerPort"] for port in container["ports"]}
     assert settings.port in ports
     if name != "gateway":
@@ -88,7 +109,7 @@ def test_a_pod_keeps_the_restricted_standard(overlay: str, name: str) -> None:
         "capabilities": {"drop": ["ALL"]},
     }
     assert "memory" in container["resources"]["limits"]
-    assert container["image"] == f"registry.example/outrider-{name}:0.1.0"
+    assert container["image"] == f"registry.example/outrider-{name.partition('-')[0]}:0.1.0"
 
 
 @pytest.mark.parametrize(("overlay", "name"), PODS)
@@ -138,15 +159,41 @@ def test_drafts_are_scaled_by_a_series_that_they_have() -> None:
     assert "replicas" not in _objects("Deployment", "gpus")["draft"]["spec"]
 
 
-def test_the_gateway_names_every_group() -> None:
-    [group] = _objects("LeaderWorkerSet", "groups").values()
+@pytest.mark.parametrize("overlay", ["groups", "hosts"])
+def test_the_gateway_names_every_group(overlay: str) -> None:
+    [group] = _objects("LeaderWorkerSet", overlay).values()
     name, count = group["metadata"]["name"], group["spec"]["replicas"]
-    args = _pods("groups")["gateway"]["spec"]["containers"][0]["args"]
+    args = _pods(overlay)["gateway"]["spec"]["containers"][0]["args"]
     settings = load_settings(GatewaySettings, service="gateway", arguments=args, env={})
     assert settings.target == tuple(f"{name}-{place}.{name}:50051" for place in range(count))
     labels = group["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["metadata"]["labels"]
-    policy = _objects("NetworkPolicy", "groups")["target"]["spec"]["podSelector"]["matchLabels"]
+    policy = _objects("NetworkPolicy", overlay)["target"]["spec"]["podSelector"]["matchLabels"]
     assert policy.items() <= labels.items()
+
+
+def test_the_hosts_of_a_target_fit_together() -> None:
+    [group] = _objects("LeaderWorkerSet", "hosts").values()
+    first, other = (_settings("hosts", name) for name in ("target", "target-host"))
+    assert first == replace(other, node_rank=0)
+    assert (first.node_rank, other.node_rank) == (0, 1)
+    assert first.nnodes == group["spec"]["leaderWorkerTemplate"]["size"]
+    assert first.dist_init_addr.startswith("leader:")
+    assert first.dist_secret == "a secret"
+    for name in ("target", "target-host"):
+        pod = _pods("hosts")[name]
+        [container] = pod["spec"]["containers"]
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == first.ranks.num_here
+        # Time for requests that run, and to end behind the first host.
+        assert pod["spec"]["terminationGracePeriodSeconds"] > first.drain_grace_s
+    policy = _objects("NetworkPolicy", "hosts")["hosts"]["spec"]
+    [rule] = policy["ingress"]
+    [peer] = rule["from"]
+    assert "ports" not in rule, "they take any"
+    assert peer["podSelector"] == policy["podSelector"]
+    [names] = policy["podSelector"]["matchExpressions"]
+    labels = {_pods("hosts")[name]["metadata"]["labels"]["app.kubernetes.io/name"]
+              for name in ("target", "target-host")}  # fmt: skip
+    assert set(names["values"]) == labels
 
 
 def test_a_patch_of_what_is_not_there_is_noticed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A target that two processes hold, whose lanes have a head in the first of them."""
+"""A target that several processes hold, whose lanes have a head in the first of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from services.ranks import Ranks
 from services.target.adaptive_config import DEFAULT_CONFIG
 from services.target.engine import Engine
 from services.target.runner_factory import build_runner
@@ -26,17 +27,18 @@ from tests.helpers.shared_head_rounds import SilentDraft, sharing_head, write_pa
 TREE = TreeShape(3, 3, 9)
 OTHER_TREES = {TreeShape(4, 1, 5): 8, TreeShape(1, 5, 6): 3}
 NUM_PAGES = 200
+TWO = Ranks(2)
 
 
 @dataclass(frozen=True)
 class CutTarget:
-    """A target and its head in one process, and a runner of the target in two."""
+    """A target and its head in one process, and a runner of the target in several."""
 
     whole: Pair
     runner: ModelRunner
 
     def plain(self) -> Engine:
-        """Returns an engine of both processes without drafts."""
+        """Returns an engine of all processes without drafts."""
         return engine_over(self.runner, self._leases(NUM_PAGES))
 
     def drafted(
@@ -45,7 +47,7 @@ class CutTarget:
         other_trees: Mapping[TreeShape, int] | None = None,
         num_pages: int = NUM_PAGES,
     ) -> Engine:
-        """Returns an engine of both processes whose lanes have the head.
+        """Returns an engine of all processes whose lanes have the head.
 
         Args:
             other_trees: has the policy choose.
@@ -68,7 +70,7 @@ class CutTarget:
 
 @contextmanager
 def cut_target(
-    folder: Path, device: str, *, spreads_sequences: bool = False
+    folder: Path, device: str, ranks: Ranks = TWO, *, spreads_sequences: bool = False
 ) -> Iterator[CutTarget]:
     """Writes a tiny target and a head to `folder` and loads them.
 
@@ -80,9 +82,10 @@ def cut_target(
         model_path=folder / "target",
         device=device,
         dtype=Dtype.FLOAT32,
-        tp_size=2,
+        tp_size=ranks.tp_size,
+        pp_size=ranks.pp_size,
         enable_dp_attention=spreads_sequences,
-        dp_size=2 if spreads_sequences else 1,
+        dp_size=ranks.tp_size if spreads_sequences else 1,
         page_size=PAGE_SIZE,
         max_total_tokens=(NUM_PAGES - 1) * PAGE_SIZE,
         context_length=200,

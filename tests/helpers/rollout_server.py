@@ -82,7 +82,7 @@ async def rollout_server(
     async with AsyncExitStack() as opened:
         targets = []
         for _ in range(count):
-            target = target_process(arguments)
+            target = target_process(arguments, opened)
             await target.start()
             opened.push_async_callback(target.stop, grace_s=0.0)
             targets.append(target)

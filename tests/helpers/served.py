@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 
 from grpc import aio
@@ -104,7 +104,7 @@ async def serving_target(
     chosen = TargetSettings(**(defaults | settings))  # type: ignore[arg-type]
     with ExitStack() as opened:
         others = None
-        if chosen.tp_size > 1:
+        if chosen.ranks.size > 1:
             others = start_followers(chosen)
             opened.callback(others.stop)
         engine = build_engine(chosen, on_step, others)
@@ -112,17 +112,19 @@ async def serving_target(
             yield target
 
 
-def target_process(arguments: Sequence[str], opened: ExitStack | None = None) -> TargetProcess:
+def target_process(
+    arguments: Sequence[str], opened: ExitStack | AsyncExitStack | None = None
+) -> TargetProcess:
     """Returns a target as its flags say, not started, with the draft that it embeds.
 
     Args:
-        opened: ends the other processes that hold a part of it; None where there are none.
+        opened: ends the other processes of its model; a model of one has none.
     """
     settings, chosen = read_settings(arguments, {})
     layers, has_lanes = engine_needs(chosen)
     others = None
-    if settings.tp_size > 1:
-        assert opened is not None
+    if settings.ranks.size > 1:
+        assert opened is not None, "somebody has to end them"
         others = start_followers(settings, layers, has_lanes=has_lanes)
         opened.callback(others.stop)
     engine = build_engine(settings, lambda report: None, others, layers, has_lanes=has_lanes)

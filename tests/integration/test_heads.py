@@ -177,6 +177,28 @@ async def test_trees_of_remote_heads_are_selected_on_the_device(
     assert launched
 
 
+@pytest.mark.parametrize(
+    ("kind", "placement", "flags"),
+    [
+        ("EAGLE3", "embedded", ("--device-rounds", "on")),
+        ("EAGLE3", "remote", ("--tp-size", "2")),
+        ("MTP", "embedded", ()),
+        ("NGRAM", "embedded", ()),
+    ],
+)
+async def test_a_target_in_stages_writes_what_it_writes_whole(
+    folders: dict[str, Path], kind: str, placement: str, flags: tuple[str, ...]
+) -> None:
+    """Prompts are longer than a chunk, and come from the prefix cache from the second time on."""
+    small = ("--page-size", "4", "--chunked-prefill-size", "16")
+    async with _serving(folders, kind, placement, *small) as stub:
+        expected = [await _outputs(stub, each, disabled=True) for each in (0.0, 1.0)]
+    async with _serving(folders, kind, placement, *small, *flags, "--pp-size", "2") as stub:
+        for _ in range(2):
+            assert expected == [await _outputs(stub, each, disabled=True) for each in (0.0, 1.0)]
+        await _assert_nothing_changes(stub)
+
+
 @pytest.mark.parametrize("choice", ["on", "off"])
 def test_a_draft_lends_its_pages_only_to_rounds_that_are_wanted(
     folders: dict[str, Path], choice: str

@@ -63,9 +63,9 @@ def _expected(folder: Path, token_ids: list[int]) -> np.ndarray[Any, Any]:
     return rows
 
 
-@pytest.fixture(params=["plain", "ngram", "lanes"])
+@pytest.fixture(params=["plain", "ngram", "lanes", "lanes of stages"])
 def flags(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, ...]:
-    if request.param != "lanes":
+    if not request.param.startswith("lanes"):
         return NGRAM if request.param == "ngram" else ()
     hidden = TinyShape().hidden_size
     head = TinyHead(kind="EAGLE", vocab_size=300, hidden_size=hidden, target_hidden_size=hidden)
@@ -74,6 +74,7 @@ def flags(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, ...]:
         *("--draft", "embedded", "--speculative-algorithm", "EAGLE", "--device-rounds", "on"),
         *("--speculative-draft-model-path", str(tmp_path / "head")),
         "--candidate-wait-sequences=99",
+        *(("--tp-size", "2", "--pp-size", "2") if request.param == "lanes of stages" else ()),
     )
 
 
@@ -81,6 +82,8 @@ async def test_every_token_but_the_last_has_its_experts(
     flags: tuple[str, ...], mixture: Path
 ) -> None:
     async with rollout_server(mixture, flags=(ON, *flags)) as server:
+        info = await server.get("/server_info")
+        assert info["tp_size"] == info["pp_size"] == (2 if "--pp-size" in flags else 1)
         plain = await server.ask()
         assert "routed_experts" not in plain["meta_info"]
         # The prompt is cached by now, by one whose experts need not have been recorded.

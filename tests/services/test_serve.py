@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -10,12 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from services import serve
 from services.check import check
+from services.ranks import Ranks
 from services.serve import ready_line
 from services.serve_line import all_fields, take_apart
 from services.serve_plan import Plan, make_plan, num_gpus
 from services.serve_settings import Placement
+from services.target.settings import TargetSettings
 from shared.errors import CheckpointError, SettingsError
+from shared.settings import load_settings
 from shared.tokens import TreeShape
 from tests.helpers.checkpoints import write_byte_tokenizer
 from tests.helpers.other_vocabularies import renumber_tokenizer
@@ -154,11 +159,13 @@ def test_a_head_in_a_process_of_its_own_is_told_its_target(
         ("--algorithm=NGRAM,STANDALONE --target-port=50064", "ports wanted twice: 50064"),
         ("--speculative-num-stips 3", "did you mean --speculative-num-steps?"),
         ("--dp-size 2", "--dp-size: replicas are targets of their own"),
-        ("--pipeline-parallel-size 2", "--pp-size: layers are not spread"),
         ("--enable-dp-attention", "--dp-size is 1 and --tp-size 1; they must be one number"),
         ("--enable-dp-attention --tp 4 --dp 2", "--dp-size is 2 and --tp-size 4; they must be"),
         ("--enable-dp-attention --dp 2", "--dp-size is 2 and --tp-size 1; they must be"),
-        ("--node-rank 1", "--nnodes: --tp-size takes GPUs of one host"),
+        ("--node-rank 1", "--node-rank is 1; it must be below --nnodes, 1"),
+        ("--tp 2 --nnodes 2", "--dist-init-addr is missing; --nnodes is 2"),
+        ("--tp 2 --pp 2 --nnodes 3", "--nnodes is 3; it must divide the number of processes, 4"),
+        ("--dist-init-addr host", "--dist-init-addr is 'host'; it must be HOST:PORT"),
         ("--dp 2", "--dp-size: replicas are targets of their own"),
         ("--metrics-port 1", "each service has its own: --target-metrics-port"),
         ("--target h:1", "the target is started here"),
@@ -183,6 +190,25 @@ def test_attention_spreads_sequences_over_the_gpus_of_a_target(ep_size: int) -> 
     target = _plan(*line.split()).target
     assert (target.tp_size, target.dp_size, target.ep_size) == (4, 4, ep_size)
     assert target.enable_dp_attention
+
+
+def test_a_host_that_is_not_the_first_becomes_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the line of the first, and nothing beside it."""
+    line = ("--tp", "4", "--nnodes", "2", "--nccl-init-addr", "first:5000", "--node-rank", "1")
+    called: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda path, words: called.append(words))
+    monkeypatch.setattr(serve, "_serve", _nothing)
+    assert serve.serve(_plan(*line)) == 0
+    [[_, _, module, *words]] = called
+    assert module == "services.target"
+    target = load_settings(TargetSettings, service="target", arguments=words, env={})
+    assert target.ranks == Ranks(4, 1, 2, 1, "first:5000")
+    assert list(target.ranks.here) == [2, 3]
+
+
+async def _nothing(plan: Plan) -> int:
+    """What a process that became another does not come to."""
+    return 0
 
 
 def test_a_draft_with_another_tokenizer_is_refused_with_both_folders(tmp_path: Path) -> None:
@@ -429,6 +455,12 @@ def test_check_says_what_a_line_would_start() -> None:
     assert result.returncode == 0, result.stderr
     assert "draft: EAGLE3, eagle3" in result.stdout
     assert "note: --trust-remote-code: no effect" in result.stdout
+
+
+def test_check_says_over_which_devices_a_target_is_spread() -> None:
+    line = ("--device", "cpu", "--tp", "2", "--pp", "2", "--nnodes", "2")
+    said = check(_plan(*line, "--dist-init-addr", "first:5000"))
+    assert "on 2 GPUs from cpu on of each of 2 hosts, port 50051" in said
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ async def test_every_route_is_described(client: httpx.AsyncClient) -> None:
 
 
 def test_the_share_of_kv_tokens_held_has_vllms_name() -> None:
-    status = TargetStatus("", 0, None, (), 1, 0, 1, 400, 100, False)
+    status = TargetStatus("", 0, None, (), 1, 1, 0, 1, 400, 100, False)
     pool = TargetPool(PoolSettings(("127.0.0.1:1",), "x"))
     assert kv_usage_exposition(pool, []) == b""
     lines = kv_usage_exposition(

@@ -1,4 +1,4 @@
-"""Weights of a target that two processes hold together: both take an update, or neither."""
+"""Weights of a target that processes hold together: all take an update, or none."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
+from services.ranks import Ranks
 from services.target.engine import Engine
 from services.target.engine_factory import build_engine
 from services.target.requests.event_stream import EventStream
@@ -32,6 +33,7 @@ from tests.helpers.engines import VOCAB_SIZE, request, tiny_decoder
 SHAPE = TinyShape(vocab_size=VOCAB_SIZE)
 TABLES = ((Table.EMBEDDING, "model.embed_tokens.weight"), (Table.LM_HEAD, "lm_head.weight"))
 NAME = "model.layers.0.self_attn.o_proj.weight"
+OF_THE_LAST = NAME.replace("0", "2")
 
 
 @dataclass
@@ -56,18 +58,19 @@ class Cut:
 
 @asynccontextmanager
 async def _engine(
-    folder: Path, tp_size: int, quantisation: Quantisation, *, spreads_sequences: bool = False
+    folder: Path, ranks: Ranks, quantisation: Quantisation, *, spreads_sequences: bool = False
 ) -> AsyncIterator[Cut]:
     settings = replace(
         TargetSettings(
             model_path=folder, device="cpu", page_size=4, max_total_tokens=800, context_length=120
         ),
-        tp_size=tp_size,
+        tp_size=ranks.tp_size,
+        pp_size=ranks.pp_size,
         quantization=quantisation,
         enable_dp_attention=spreads_sequences,
-        dp_size=tp_size if spreads_sequences else 1,
+        dp_size=ranks.tp_size if spreads_sequences else 1,
     )
-    others = None if tp_size == 1 else start_followers(settings)
+    others = None if ranks.size == 1 else start_followers(settings)
     engine = build_engine(settings, lambda report: None, others)
     engine.start()
     try:
@@ -96,29 +99,36 @@ async def _receive(updates: WeightUpdates, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("quantisation", "spreads_sequences"),
-    [(Quantisation.UNQUANT, False), (Quantisation.INT8, False), (Quantisation.INT8, True)],
+    ("ranks", "quantisation", "spreads_sequences"),
+    [
+        (Ranks(2), Quantisation.UNQUANT, False),
+        (Ranks(2), Quantisation.INT8, False),
+        (Ranks(2), Quantisation.INT8, True),
+        (Ranks(1, 2), Quantisation.UNQUANT, False),
+        (Ranks(2, 2), Quantisation.INT8, True),
+    ],
 )
-async def test_both_processes_take_an_update_or_neither(
-    quantisation: Quantisation, spreads_sequences: bool, tmp_path: Path
+async def test_all_processes_take_an_update_or_none(
+    ranks: Ranks, quantisation: Quantisation, spreads_sequences: bool, tmp_path: Path
 ) -> None:
     old = write_checkpoint(tmp_path / "old", "llama", SHAPE, seed=3)
     new = write_checkpoint(tmp_path / "new", "llama", SHAPE, seed=4)
     expected = []
     for folder in (old, new):
-        async with _engine(folder, 1, quantisation) as whole:
+        async with _engine(folder, Ranks(), quantisation) as whole:
             expected.append(await whole.answer())
-    async with _engine(old, 2, quantisation, spreads_sequences=spreads_sequences) as cut:
+    async with _engine(old, ranks, quantisation, spreads_sequences=spreads_sequences) as cut:
         assert await cut.answer() == expected[0]
         with pytest.raises(CheckpointError):
             await cut.updates.load(save({NAME: torch.zeros(1, 1)}), None)
+        others = ", ".join(map(str, range(1, ranks.size)))
         gather = partial(WeightStager.read, folder=new, load_format=LoadFormat.AUTO)
         for fails in (_load, _read, _receive):
             with pytest.MonkeyPatch.context() as patch:
                 # This process alone gathers the new weights, by whatever it is asked to do.
                 for method in ("load", "read", "receive"):
                     patch.setattr(WeightStager, method, lambda stager, *_, **__: gather(stager))
-                with pytest.raises(FailedPrecondition, match="rank 1 could not gather the update"):
+                with pytest.raises(FailedPrecondition, match=f"rank {others} could not gather"):
                     await fails(cut.updates, tmp_path)
             assert await cut.answer() == expected[0]
         assert (await cut.updates.read(new, "auto", "step")) is not None
@@ -144,6 +154,13 @@ async def test_both_processes_take_an_update_or_neither(
         assert ended is not None
         assert ended.version == "back"
         assert await cut.answer() == expected[0]
+        # Of the last layer alone, of which a first stage has nothing.
+        await cut.updates.begin()
+        await cut.updates.load(save({OF_THE_LAST: 9.0 * weights[OF_THE_LAST]}), "last")
+        ended = await cut.updates.end(None)
+        assert ended is not None
+        assert ended.version == "last"
+        assert await cut.answer() != expected[0]
 
 
 class _Alone:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from services import followers
+from services.ranks import Ranks
 from services.target.engine import Engine
 from services.target.runner_factory import build_runner
 from services.target.settings import TargetSettings
@@ -74,25 +75,37 @@ LATENT = {
     "v_head_dim": 6,
 }
 SPREAD = {"enable_dp_attention": True, "dp_size": 2}
+IN_8_BITS = {"quantization": Quantisation.FP8, "kv_cache_dtype": KvDtype.FP8_E4M3}
 # What is cut how: plain heads; one key head for two processes, norms of heads, biases and 8 bits;
-# sequences, beside experts that are whole, and beside some channels of each.
+# sequences, beside experts that are whole, and beside some channels of each; layers; layers and
+# heads; layers and sequences.
 MODELS = {
-    "llama": ("llama", SHAPE, {}),
+    "llama": ("llama", SHAPE, {}, Ranks(2)),
     "qwen3 in 8 bits": (
         "qwen3",
         replace(SHAPE, num_kv_heads=1, tie_word_embeddings=True),
-        {"quantization": Quantisation.FP8, "kv_cache_dtype": KvDtype.FP8_E4M3},
+        IN_8_BITS,
+        Ranks(2),
     ),
     "sequences of qwen3-moe in 8 bits": (
         "qwen3_moe",
         replace(SHAPE, overrides=EXPERTS),
-        {"quantization": Quantisation.FP8, "kv_cache_dtype": KvDtype.FP8_E4M3, "ep_size": 2}
-        | SPREAD,
+        IN_8_BITS | {"ep_size": 2} | SPREAD,
+        Ranks(2),
     ),
     "sequences of deepseek": (
         "deepseek_v3",
         replace(SHAPE, num_kv_heads=4, overrides=LATENT),
         SPREAD,
+        Ranks(2),
+    ),
+    "stages of a norm over all heads": ("olmo2", SHAPE, {}, Ranks(1, 2)),
+    "stages in 8 bits": ("qwen3", SHAPE, IN_8_BITS, Ranks(2, 2)),
+    "stages and sequences of deepseek": (
+        "deepseek_v3",
+        replace(SHAPE, num_kv_heads=4, overrides=LATENT),
+        SPREAD | {"ep_size": 2},
+        Ranks(2, 2),
     ),
 }
 OF_ONE = {"enable_dp_attention": False, "dp_size": 1, "ep_size": 1}
@@ -102,11 +115,11 @@ OF_ONE = {"enable_dp_attention": False, "dp_size": 1, "ep_size": 1}
 def runners(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[ModelRunner, ModelRunner]]:
-    """Runners of one and of two processes."""
-    family, shape, changes = MODELS[request.param]
+    """Runners of one and of several processes."""
+    family, shape, changes, ranks = MODELS[request.param]
     folder = write_checkpoint(tmp_path_factory.mktemp("target"), family, shape, seed=3)
     whole = build_runner(_settings(folder, **(changes | OF_ONE))).runner
-    settings = _settings(folder, tp_size=2, **changes)
+    settings = _settings(folder, tp_size=ranks.tp_size, pp_size=ranks.pp_size, **changes)
     others = start_followers(settings)
     try:
         cut = build_runner(settings, others.group, others.leader).runner
@@ -129,7 +142,7 @@ def _outputs(engine: Engine, sampling: SamplingParams) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_two_processes_write_what_one_writes_with_every_draft(
+def test_processes_write_what_one_writes_with_every_draft(
     name: str, runners: tuple[ModelRunner, ModelRunner]
 ) -> None:
     whole, cut = runners
@@ -150,17 +163,20 @@ def test_two_processes_write_what_one_writes_with_every_draft(
 
 def test_each_process_holds_a_part(runners: tuple[ModelRunner, ModelRunner]) -> None:
     whole, cut = (runner.decoder for runner in runners)
-    assert len(cut.embedding) == len(whole.embedding) // 2
+    ranks = Ranks(cut.shard.size, cut.shard.num_stages)
+    assert len(cut.embedding) == len(whole.embedding) // ranks.size
+    assert len(cut.layers) == len(whole.layers) // ranks.pp_size
     many, few = (each.layers[0].attention.shape for each in (whole, cut))
     pool = runners[1].pool
     if pool.num_ranks == 1:
-        assert few.num_heads == many.num_heads // 2
-        assert few.num_kv_heads == max(1, many.num_kv_heads // 2)
+        assert few.num_heads == many.num_heads // ranks.tp_size
+        assert few.num_kv_heads == max(1, many.num_kv_heads // ranks.tp_size)
     else:
         assert few == many
     if isinstance(cut.layers[0].mlp, Mlp):
         assert isinstance(whole.layers[0].mlp, Mlp)
         down = cut.layers[0].mlp.down.dense()
+        assert down.shape[1] * ranks.tp_size == SHAPE.intermediate_size
         assert torch.equal(down, whole.layers[0].mlp.down.dense()[:, : down.shape[1]])
     assert runners[0].pool.num_pages == pool.num_pages
 
@@ -197,6 +213,8 @@ def test_a_size_that_does_not_fit_is_refused_before_processes_start(tmp_path: Pa
     folder = write_checkpoint(tmp_path, "llama", SHAPE)
     with pytest.raises(SettingsError, match="num_attention_heads, 4"):
         start_followers(_settings(folder, tp_size=3))
+    with pytest.raises(SettingsError, match="--pp-size is 4; the model has 3 layers"):
+        start_followers(_settings(folder, pp_size=4))
 
 
 def test_more_processes_than_gpus_are_refused(
@@ -206,6 +224,9 @@ def test_more_processes_than_gpus_are_refused(
     folder = write_checkpoint(tmp_path, "llama", SHAPE)
     with pytest.raises(SettingsError, match="this host has 1 GPUs"):
         start_followers(_settings(folder, tp_size=2, device="cuda:0"))
+    message = "--tp-size is 2 and --pp-size 2, together 4, from cuda:0 on; this host has 1 GPUs"
+    with pytest.raises(SettingsError, match=message):
+        start_followers(_settings(folder, tp_size=2, pp_size=2, device="cuda:0"))
 
 
 def test_followers_do_not_outlive_a_group_that_cannot_be(
@@ -221,12 +242,12 @@ def test_followers_do_not_outlive_a_group_that_cannot_be(
     assert set(multiprocessing.active_children()) <= set(others)
 
 
-def _target_of_two(folder: Path, port: int = 0) -> list[str]:
+def _target_of_two(folder: Path, port: int = 0, flag: str = "--tp-size") -> list[str]:
     """Returns the command of a target that two processes hold."""
     write_checkpoint(folder, "llama", TinyShape(), with_tokenizer=True)
     return [
         sys.executable, "-m", "services.target", "--model-path", str(folder), "--device", "cpu",
-        "--tp-size", "2", "--host", "127.0.0.1", "--port", str(port), "--max-total-tokens", "512",
+        flag, "2", "--host", "127.0.0.1", "--port", str(port), "--max-total-tokens", "512",
     ]  # fmt: skip
 
 
@@ -241,8 +262,9 @@ def test_a_target_that_cannot_serve_ends_with_its_followers(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the follower in /proc")
-def test_a_target_ends_with_its_follower(tmp_path: Path) -> None:
-    command = _target_of_two(tmp_path)
+@pytest.mark.parametrize("flag", ["--tp-size", "--pp-size"])
+def test_a_target_ends_with_its_follower(flag: str, tmp_path: Path) -> None:
+    command = _target_of_two(tmp_path, flag=flag)
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as target:
         assert target.stderr is not None
         try:

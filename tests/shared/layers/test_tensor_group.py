@@ -14,7 +14,7 @@ from shared.kernels.pointwise import add_rms_norm
 from shared.layers import tensor_group
 from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm
-from shared.layers.tensor_group import Part, TensorGroup, ends_within, problem_with
+from shared.layers.tensor_group import Part, Stage, TensorGroup, ends_within, problem_with
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -125,6 +125,24 @@ def test_devices_that_cannot_share_memory_are_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: peer != 3)
     assert problem_with(gpu, [0, 1, 2]) is None
     assert problem_with(gpu, [0, 1, 2, 3]) == "cuda:1 cannot read the memory of cuda:3"
+
+
+@pytest.mark.parametrize(
+    ("stage", "num_hosts", "reason"),
+    [
+        (Stage(0, 2), 1, "the model has 2 stages"),
+        (None, 2, "the GPUs are those of 2 hosts"),
+    ],
+)
+def test_who_cannot_share_memory_says_why(
+    stage: Stage | None, num_hosts: int, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def gather(gathered: Tensor, part: Tensor) -> None:
+        gathered.copy_(part.repeat(2))
+
+    group = TensorGroup(0, 2, gather, stage=stage)
+    assert tensor_group._slots(group, CPU, num_hosts) is None
+    assert f"go through NCCL, which is slower: {reason}" in caplog.text
 
 
 class _Graph:

@@ -11,6 +11,7 @@ import torch
 
 from services.bound import end_with_parent
 from services.followers import end_processes
+from services.ranks import Ranks
 from services.target.rounds.policy import LanePolicy
 from services.target.step_report import StepReport
 from shared.kernels.kernel_settings import IS_INTERPRETING
@@ -50,22 +51,28 @@ def check_lanes(target: CutTarget, num_tokens: int) -> None:
         assert {report.round_shape for report in reports} == {None, TREE, *OTHER_TREES}
 
 
-def serve(folder: Path, spreads_sequences: bool) -> None:
+def serve(folder: Path, ranks: Ranks, spreads_sequences: bool) -> None:
     """Rank 0, in a process that may lead a group and be killed."""
     end_with_parent()
-    with cut_target(folder, "cuda:0", spreads_sequences=spreads_sequences) as target:
+    with cut_target(folder, "cuda:0", ranks, spreads_sequences=spreads_sequences) as target:
         check_lanes(target, 60)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(torch.cuda.device_count() < SIZE, reason=f"needs {SIZE} GPUs")
-@pytest.mark.parametrize("spreads_sequences", [False, True])
-def test_rounds_of_two_gpus_change_no_token(spreads_sequences: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "spreads_sequences"),
+    [(Ranks(SIZE), False), (Ranks(SIZE), True), (Ranks(1, SIZE), False)],
+    ids=["heads", "sequences", "stages"],
+)
+def test_rounds_of_two_gpus_change_no_token(
+    ranks: Ranks, spreads_sequences: bool, tmp_path: Path
+) -> None:
     # Nothing here uses NVLink multicast, and on some hosts it must not even be set up.
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     process = multiprocessing.get_context("spawn").Process(
-        target=serve, args=(tmp_path, spreads_sequences)
+        target=serve, args=(tmp_path, ranks, spreads_sequences)
     )
     process.start()
     end_processes([process], LIMIT_S)

@@ -1,4 +1,4 @@
-"""Rounds on the device of a target that two processes hold write what plain decoding writes.
+"""Rounds on the device of a target that several processes hold write what plain decoding writes.
 
 A follower's keys and values are read by every token that comes after them, so that one that it
 computed, or moved, in another way would show in the output.
@@ -13,13 +13,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from services.ranks import Ranks
 from services.target.requests.request import GenerationRequest
 from services.target.rounds.policy import LanePolicy
 from services.target.step_report import StepReport
 from shared.runtime.lockstep import QueueRound
 from shared.runtime.round_graphs import RoundGraphs
 from shared.tokens import SamplingParams, StopParams
-from tests.helpers.cut_lanes import OTHER_TREES, TREE, CutTarget, cut_target
+from tests.helpers.cut_lanes import OTHER_TREES, TREE, TWO, CutTarget, cut_target
 from tests.helpers.engines import (
     VOCAB_SIZE,
     Collector,
@@ -40,13 +41,21 @@ SAMPLINGS = {
 }
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["heads", "sequences"])
+CUTS = {
+    "heads": (TWO, False),
+    "sequences": (TWO, True),
+    "stages of heads": (Ranks(2, 2), False),
+    "stages of sequences": (Ranks(2, 2), True),
+}
+
+
+@pytest.fixture(scope="module", params=CUTS)
 def cut(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[CutTarget]:
-    """What is spread over the processes is heads of attention, or sequences."""
-    folder = tmp_path_factory.mktemp("cut")
-    with cut_target(folder, "cpu", spreads_sequences=request.param) as target:
+    """What is spread over the processes is heads of attention, or sequences, and layers."""
+    folder, (ranks, spreads_sequences) = tmp_path_factory.mktemp("cut"), CUTS[request.param]
+    with cut_target(folder, "cpu", ranks, spreads_sequences=spreads_sequences) as target:
         yield target
 
 

@@ -125,7 +125,7 @@ class GetWeightStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetWeightStatusResponse(_message.Message):
-    __slots__ = ("weight_version", "update_count", "pause_mode", "released_tags", "process_count", "waiting_request_count", "running_request_count", "max_token_count", "used_token_count", "can_release_memory")
+    __slots__ = ("weight_version", "update_count", "pause_mode", "released_tags", "process_count", "waiting_request_count", "running_request_count", "max_token_count", "used_token_count", "can_release_memory", "stage_count")
     weight_version: str
     update_count: int
     pause_mode: PauseMode
@@ -136,7 +136,8 @@ class GetWeightStatusResponse(_message.Message):
     max_token_count: int
     used_token_count: int
     can_release_memory: bool
-    def __init__(self, weight_version: _Optional[str] = ..., update_count: _Optional[int] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., released_tags: _Optional[_Iterable[str]] = ..., process_count: _Optional[int] = ..., waiting_request_count: _Optional[int] = ..., running_request_count: _Optional[int] = ..., max_token_count: _Optional[int] = ..., used_token_count: _Optional[int] = ..., can_release_memory: _Optional[bool] = ...) -> None: ...
+    stage_count: int
+    def __init__(self, weight_version: _Optional[str] = ..., update_count: _Optional[int] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ..., released_tags: _Optional[_Iterable[str]] = ..., process_count: _Optional[int] = ..., waiting_request_count: _Optional[int] = ..., running_request_count: _Optional[int] = ..., max_token_count: _Optional[int] = ..., used_token_count: _Optional[int] = ..., can_release_memory: _Optional[bool] = ..., stage_count: _Optional[int] = ...) -> None: ...
 
 class PauseGenerationRequest(_message.Message):
     __slots__ = ("mode",)

@@ -1,0 +1,263 @@
+"""How the hosts of a model meet, and the connections by which rank 0 leads those of the others.
+
+Rank 0's host has the store of torch.distributed, in which it says where it listens. Each other host
+connects from there: once for itself, and once for each of its processes, which takes that
+connection as the processes beside rank 0 take a pipe.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from services.ranks import Ranks
+from shared.errors import SettingsError
+
+LIMIT_S = 600.0
+"""Hosts may start so much later than others."""
+_LOOPBACK = "127.0.0.1"
+_KEY = "outrider/hosts"
+_HELLO_BYTES = 1 << 20
+_END = b"end"
+_PATIENCE = struct.pack("ll", 10, 0)
+"""Seconds and microseconds that somebody who calls may be silent."""
+# A host that is cut off or without power says nothing: the kernel asks it, and gives up in 60 s.
+_PROBES = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 60_000}
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the hosts of a model must agree on.
+
+    Attributes:
+        secret: that each proves to know; None: rank 0 makes one up and leaves it in the store.
+        settings: texts by name.
+    """
+
+    secret: str | None = field(default=None, repr=False)
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class HostLinks:
+    """The connections between rank 0 and another host.
+
+    Attributes:
+        name: of the host at the other end, for messages.
+        own: of the host itself; rank 0 says on it that it ends, and otherwise nobody anything.
+        pipes: of the host's processes, by rank.
+    """
+
+    name: str
+    own: Connection
+    pipes: Mapping[int, Connection]
+
+    def dismiss(self) -> None:
+        """Says that rank 0 ends, if the host still hears it."""
+        try:
+            self.own.send_bytes(_END)
+        except OSError:
+            return
+
+    def was_dismissed(self, wait_s: float) -> bool:
+        """Whether rank 0 says within `wait_s` that it ends, and is not just gone."""
+        try:
+            return self.own.poll(wait_s) and self.own.recv_bytes() == _END
+        except (EOFError, OSError):
+            return False
+
+
+def open_store(address: str | None, size: int, *, is_first: bool) -> TCPStore:
+    """Returns the store in which all processes of a model meet.
+
+    Args:
+        address: `HOST:PORT`; None for a port that is free, of this host alone.
+        size: number of processes.
+        is_first: it is to be here, with rank 0.
+
+    Raises:
+        SettingsError: the address is not free, or nobody is there.
+    """
+    host, port = _host_and_port(address)
+    try:
+        return TCPStore(
+            host,
+            port,
+            size,
+            is_master=is_first,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=LIMIT_S),
+        )
+    except RuntimeError as error:
+        what = "cannot be listened on" if is_first else "does not answer as the first host would"
+        problem = f"--dist-init-addr is {address}, which {what}: {error}"
+        raise SettingsError((problem.splitlines()[0],)) from error
+
+
+def await_hosts(ranks: Ranks, store: TCPStore, terms: Terms) -> list[HostLinks]:
+    """Returns the links of all other hosts, once they have come; on the first host.
+
+    Raises:
+        SettingsError: one has not come in time, or does not agree.
+    """
+    if ranks.num_hosts == 1:
+        return []
+    arrivals = _Arrivals(ranks, terms)
+    host, _ = _host_and_port(ranks.address)
+    secret = terms.secret or secrets.token_hex()
+    deadline_s = time.monotonic() + LIMIT_S
+    with _listener(host, ranks) as listener:
+        told = None if terms.secret else secret
+        store.set(_KEY, json.dumps({"port": listener.getsockname()[1], "secret": told}))
+        while missing := arrivals.missing:
+            listener.settimeout(max(0.001, deadline_s - time.monotonic()))
+            try:
+                caller, address = listener.accept()
+            except TimeoutError:
+                names = ", ".join(map(str, missing))
+                raise SettingsError(
+                    (
+                        f"--node-rank {names} of --nnodes {ranks.num_hosts} did not come to "
+                        f"{ranks.address} within {LIMIT_S:g} s",
+                    )
+                ) from None
+            # Nobody is read from later, so that this holds for the greeting alone.
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _PATIENCE)
+            connection = _connection(caller)
+            try:
+                deliver_challenge(connection, secret.encode())
+                answer_challenge(connection, secret.encode())
+                hello = json.loads(connection.recv_bytes(_HELLO_BYTES))
+            except (AuthenticationError, EOFError, OSError):
+                connection.close()  # a stranger, or somebody who gave up
+                continue
+            arrivals.add(hello, address[0], connection)
+    return arrivals.links
+
+
+def join_hosts(ranks: Ranks, store: TCPStore, terms: Terms) -> HostLinks:
+    """Returns the links of this host, which is not the first.
+
+    Raises:
+        SettingsError: the first host does not know the secret, or is gone.
+    """
+    host, _ = _host_and_port(ranks.address)
+    try:
+        invitation = json.loads(store.get(_KEY))
+        secret = terms.secret or invitation["secret"]
+        if secret is None:
+            raise AuthenticationError("this host has none")
+        found: dict[int | None, Connection] = {}
+        for rank in (None, *ranks.here):
+            call = socket.create_connection((host, invitation["port"]), LIMIT_S)
+            call.settimeout(None)
+            found[rank] = connection = _connection(call)
+            answer_challenge(connection, secret.encode())
+            deliver_challenge(connection, secret.encode())
+            settings = dict(terms.settings) if rank is None else {}
+            hello = {"host": ranks.host, "rank": rank, "settings": settings}
+            connection.send_bytes(json.dumps(hello).encode())
+    except AuthenticationError as error:
+        raise SettingsError((f"--dist-secret is not that of {ranks.address}: {error}",)) from error
+    except (RuntimeError, OSError, EOFError) as error:
+        raise SettingsError(
+            (f"the first host, {ranks.address}, is gone, and its log may say why: {error}",)
+        ) from error
+    own = found.pop(None)
+    pipes = {rank: pipe for rank, pipe in found.items() if rank is not None}
+    return HostLinks(f"the first host, {ranks.address}", own, pipes)
+
+
+class _Arrivals:
+    """The connections of other hosts that have come so far."""
+
+    def __init__(self, ranks: Ranks, terms: Terms) -> None:
+        self._ranks, self._terms = ranks, terms
+        self._found: dict[tuple[int, int | None], Connection] = {}
+        self._names: dict[int, str] = {}
+
+    @property
+    def missing(self) -> list[int]:
+        """Hosts of which a connection has not come."""
+        every = range(1, self._ranks.num_hosts)
+        return [host for host in every if any(key not in self._found for key in self._keys(host))]
+
+    @property
+    def links(self) -> list[HostLinks]:
+        """All of them, when none is missing."""
+        return [
+            HostLinks(
+                self._names[host],
+                self._found[host, None],
+                {rank: self._found[host, rank] for _, rank in self._keys(host) if rank is not None},
+            )
+            for host in range(1, self._ranks.num_hosts)
+        ]
+
+    def add(self, hello: Mapping[str, Any], address: str, connection: Connection) -> None:
+        """Takes in who says so.
+
+        Raises:
+            SettingsError: it came before, or has other settings.
+        """
+        host, rank = hello["host"], hello["rank"]
+        name = f"--node-rank {host} ({address})"
+        if (host, rank) in self._found:
+            raise SettingsError((f"two hosts say that they are --node-rank {host}",))
+        if rank is None:
+            self._check(hello["settings"], name)
+            self._names[host] = name
+        self._found[host, rank] = connection
+
+    def _keys(self, host: int) -> list[tuple[int, int | None]]:
+        here = range(host * self._ranks.num_here, (host + 1) * self._ranks.num_here)
+        return [(host, None), *((host, rank) for rank in here)]
+
+    def _check(self, theirs: Mapping[str, str], name: str) -> None:
+        ours = self._terms.settings
+        problems = tuple(
+            f"{key} is {ours.get(key)!r} here and {theirs.get(key)!r} on {name}; hosts take the "
+            f"same command line but for --node-rank"
+            for key in sorted(ours.keys() | theirs.keys())
+            if ours.get(key) != theirs.get(key)
+        )
+        if problems:
+            raise SettingsError(problems)
+
+
+def _listener(host: str, ranks: Ranks) -> socket.socket:
+    try:
+        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=ranks.size)
+    except OSError as error:
+        problem = f"--dist-init-addr is {ranks.address}, which is no address of this host: {error}"
+        raise SettingsError((problem,)) from error
+
+
+def _connection(end: socket.socket) -> Connection:
+    """Returns the same socket as a pipe. Messages are small and wake somebody, so none waits for
+    the next."""
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _PROBES.items():
+        if hasattr(socket, name):  # Linux
+            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return Connection(end.detach())
+
+
+def _host_and_port(address: str | None) -> tuple[str, int]:
+    if address is None:
+        return _LOOPBACK, 0
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
