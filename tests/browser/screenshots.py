@@ -36,13 +36,8 @@ def take_trees(open_tab: OpenTab) -> None:
 
 
 def take_answers(open_tab: OpenTab) -> None:
-    """Takes the pictures of two answers side by side, and of a request that is refused."""
+    """Takes the picture of two answers side by side."""
     _save(_asked(open_tab(height=850), rival="off"), "playground-compare.png")
-    tab = open_tab(width=820, height=460)
-    tab.until_served()
-    tab.set(max_tokens=0)
-    tab.ask(QUESTION)
-    _save(tab, "playground-error.png")
 
 
 def _asked(tab: PlaygroundPage, rival: str = "none") -> PlaygroundPage:
