@@ -379,7 +379,7 @@ class RoundSteps:
         anything was done.
 
         Args:
-            is_alone: no planned step was launched in this turn.
+            is_alone: no planned step is under way.
         """
         rounds = self._rounds
         if rounds is None or self._is_plain:
