@@ -150,22 +150,30 @@ class RoundState:
         self.head_page_table.copy_(other.head_page_table)
 
     def place(self, sequences: Mapping[int, SlotSequence]) -> None:
-        """Puts sequences into slots, their heads' rows computed but for the last ones. It takes one
-        copy from the host, however many there are."""
+        """Puts sequences into free slots, with one copy from the host. The rows of their heads are
+        computed but for the last ones."""
         width, placed = self.open_tokens.shape[1], sequences.values()
-        tables = self._no_pages(len(sequences))
+        # Larger trees may have had more pages than rounds of this shape reach.
+        most_pages = max(max(len(each.pages), len(each.head_pages)) for each in placed)
+        num_pages = min(most_pages, self.page_table.shape[1])
+        tables = np.full((2, len(sequences), num_pages), PADDING_PAGE, np.int32)
         for row, each in enumerate(placed):
             for table, pages in zip(tables, (each.pages, each.head_pages), strict=True):
-                # Larger trees may have had more than rounds of this shape reach.
-                table[row, : len(pages)] = pages[: table.shape[1]]
+                table[row, : len(pages)] = pages[:num_pages]
         columns = [sampling_columns(each.sampling) for each in placed]
-        self._write(list(sequences), [each.numbers(width) for each in placed], columns, tables)
+        numbers = [each.numbers(width) for each in placed]
+        index, *new = self._write(list(sequences), numbers, columns, [*tables])
+        # Behind them a slot that is free has no pages.
+        for target, own in zip((self.page_table, self.head_page_table), new, strict=True):
+            target[:, :num_pages].index_copy_(0, index, own)
 
     def clear(self, slots: Sequence[int]) -> None:
         """Takes the sequences out of slots."""
         count, width = len(slots), self.open_tokens.shape[1]
         columns = [sampling_columns(_GREEDY)] * count
-        self._write(slots, [empty_number_row(width)] * count, columns, self._no_pages(count))
+        (index,) = self._write(slots, [empty_number_row(width)] * count, columns, [])
+        for table in (self.page_table, self.head_page_table):
+            table.index_fill_(0, index, PADDING_PAGE)
 
     def set_pages(self, pages: Sequence[NewPage], head_pages: Sequence[NewPage]) -> None:
         """Writes pages that slots have got, as far as rounds reach, with one copy from the host."""
@@ -180,27 +188,26 @@ class RoundState:
             if part.shape[1]:
                 table.index_put_((part[0], part[1]), part[2].int())
 
-    def _no_pages(self, num_slots: int) -> Array:
-        """Returns page tables of the host, `[2, num_slots, P]`."""
-        return np.full((2, num_slots, self.page_table.shape[1]), PADDING_PAGE, np.int32)
-
     def _write(
         self,
         slots: Sequence[int],
         numbers: Sequence[Sequence[int]],
         sampling: Sequence[Sequence[float]],
-        tables: Array,
-    ) -> None:
-        """Writes slots without waiting: work already queued on the device reads what was there."""
+        others: Sequence[Array],
+    ) -> list[Tensor]:
+        """Writes slots without waiting: work already queued on the device reads what was there.
+
+        Returns:
+            The slots on the device, and `others`, which went there with the same copy.
+        """
         as_numbers = np.array(sampling, np.float64).view(np.int64)
-        rows = [np.array(numbers, np.int64), as_numbers, *tables]
-        index, own, columns, *pages = uploaded(
+        rows = [np.array(numbers, np.int64), as_numbers, *others]
+        index, own, columns, *rest = uploaded(
             [np.array(slots, np.int64), *rows], self.numbers.device
         )
         self.numbers.index_copy_(0, index, own)
         self.sampling.index_copy_(0, index, columns.view(torch.float64))
-        self.page_table.index_copy_(0, index, pages[0])
-        self.head_page_table.index_copy_(0, index, pages[1])
+        return [index, *rest]
 
 
 _GREEDY = SamplingParams(temperature=0.0)
