@@ -100,13 +100,13 @@ class ModelRunner:
         return RunnerOutput(self._logits(output.hidden, batch), output.hidden, output.features)
 
     def _result(self, captured: CapturedForward, batch: ForwardBatch) -> RunnerOutput:
-        hidden, features = (
-            captured.hidden[: len(batch.token_ids)],
-            tuple(feature[: len(batch.token_ids)] for feature in captured.features),
+        num_rows, logits = len(batch.token_ids), captured.logits
+        hidden = captured.hidden[:num_rows]
+        return RunnerOutput(
+            self._logits(hidden, batch) if logits is None else logits[: len(batch.logit_rows)],
+            hidden,
+            tuple(feature[:num_rows] for feature in captured.features),
         )
-        if captured.logits is None:
-            return RunnerOutput(self._logits(hidden, batch), hidden, features)
-        return RunnerOutput(captured.logits[: len(batch.logit_rows)], hidden, features)
 
     def _logits(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
         return self.decoder.logits(hidden.index_select(0, batch.logit_rows))

@@ -42,6 +42,7 @@ from tests.helpers.engines import (
     shuffled_drops,
 )
 from tests.helpers.followers import follower_of
+from tests.helpers.mixtures import MIXTURES
 
 PROMPTS = ([1, 2, 3, 4, 5], [1, 2, 3, 4, 9, 8, 7], [11], [3] * 12)
 SAMPLINGS = {
@@ -60,20 +61,7 @@ def _settings(folder: Path, **changes: object) -> TargetSettings:
 
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
-LATENT = {
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "head_dim": 4,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-}
+LATENT = MIXTURES["deepseek_v3"] | {"n_group": 1}
 SPREAD = {"enable_dp_attention": True, "dp_size": 2}
 IN_8_BITS = {"quantization": Quantisation.FP8, "kv_cache_dtype": KvDtype.FP8_E4M3}
 # What is cut how: plain heads; one key head for two processes, norms of heads, biases and 8 bits;

@@ -18,6 +18,7 @@ from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.kernel_device import kernel_device
+from tests.helpers.mixtures import MIXTURES
 from tests.helpers.poisoned import poison_padding
 from tests.helpers.rank_batches import NUM_PAGES, NUM_RANKS, PAGE_SIZE, rank_batches
 
@@ -29,19 +30,12 @@ FAMILIES = {
     "gpt_oss": TinyShape(overrides={"num_local_experts": 4, "num_experts_per_tok": 2}),
     "deepseek_v3": TinyShape(
         num_kv_heads=4,
-        overrides={
+        overrides=MIXTURES["deepseek_v3"]
+        | {
             "n_routed_experts": 4,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 16,
-            "first_k_dense_replace": 1,
             "n_group": 1,
-            "topk_group": 1,
-            "head_dim": 4,
-            "kv_lora_rank": 16,
-            "q_lora_rank": 16,
-            "qk_nope_head_dim": 8,
-            "qk_rope_head_dim": 4,
-            "v_head_dim": 6,
         },
     ),
 }

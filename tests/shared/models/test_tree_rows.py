@@ -14,6 +14,7 @@ from shared.models.loader import load_decoder
 from shared.runtime.runner import ModelRunner
 from shared.tokens import TokenTree
 from tests.helpers.checkpoints import DELTA, TinyShape, write_checkpoint
+from tests.helpers.mixtures import MIXTURES
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4
@@ -62,20 +63,7 @@ OVERRIDES: dict[str, dict[str, object]] = {
         "shared_expert_intermediate_size": 20,
     },
     "qwen3_5": DELTA,
-    "deepseek_v3": {
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 24,
-        "first_k_dense_replace": 1,
-        "n_group": 2,
-        "topk_group": 1,
-        "head_dim": 4,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 6,
-    },
+    "deepseek_v3": MIXTURES["deepseek_v3"],
     "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 6},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
     "glm4_moe": {

@@ -74,6 +74,21 @@ def _compute_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceMark, "is_passed", False)
 
 
+def _launches(
+    monkeypatch: pytest.MonkeyPatch, number_of: Callable[[RoundRunner], int]
+) -> list[int]:
+    """Returns a list that takes a number of the runner behind each launch of a round."""
+    numbers: list[int] = []
+    launch = RoundRunner.launch
+
+    def launch_noted(runner: RoundRunner, masked: Iterable[int]) -> None:
+        launch(runner, masked)
+        numbers.append(number_of(runner))
+
+    monkeypatch.setattr(RoundRunner, "launch", launch_noted)
+    return numbers
+
+
 def _setup(
     pair: Pair,
     *,
@@ -410,14 +425,7 @@ def test_a_round_is_launched_when_the_last_one_is_about_to_end(
 ) -> None:
     """Until then the engine sleeps, unless somebody arrives, who takes part in it."""
     _compute_aside(monkeypatch)
-    launched: list[int] = []
-    launch = RoundRunner.launch
-
-    def counted(runner: RoundRunner, masked: Iterable[int]) -> None:
-        launch(runner, masked)
-        launched.append(runner.num_placed)
-
-    monkeypatch.setattr(RoundRunner, "launch", counted)
+    launched = _launches(monkeypatch, lambda runner: runner.num_placed)
     now_s = 0.0
     setup, collector = _setup(pair, clock=lambda: now_s), Collector()
     engine = setup.engine
@@ -448,14 +456,7 @@ def test_a_round_waits_for_prompts_that_arrive_while_others_are_read(
 ) -> None:
     """As long as the device has a planned step to compute; and for few rows."""
     _compute_aside(monkeypatch)
-    launched: list[int] = []
-    launch = RoundRunner.launch
-
-    def counted(runner: RoundRunner, masked: Iterable[int]) -> None:
-        launch(runner, masked)
-        launched.append(runner.num_placed)
-
-    monkeypatch.setattr(RoundRunner, "launch", counted)
+    launched = _launches(monkeypatch, lambda runner: runner.num_placed)
     now_s = 0.0
     setup, collector = _setup(pair, clock=lambda: now_s), Collector()
     engine = setup.engine
@@ -494,14 +495,7 @@ def test_no_round_is_launched_where_the_one_before_may_end_everybody(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would be for nobody, and the next prompt would wait for it."""
-    launched: list[int] = []
-    launch = RoundRunner.launch
-
-    def counted(runner: RoundRunner, masked: Iterable[int]) -> None:
-        launch(runner, masked)
-        launched.append(runner.num_pending)
-
-    monkeypatch.setattr(RoundRunner, "launch", counted)
+    launched = _launches(monkeypatch, lambda runner: runner.num_pending)
     setup = _setup(pair)
     run(setup.engine, [request(PROMPTS[0], stop=StopParams(60))])
     assert 2 in launched
