@@ -61,7 +61,7 @@ from services.target.engine import Engine
 from services.target.engine_factory import adaptive_config
 from services.target.flag_choices import DeviceRoundsChoice
 from services.target.process import attachment_terms
-from services.target.rounds.round_runners import MAX_ROWS, RoundSource, capacities
+from services.target.rounds.round_shapes import MAX_ROWS, RoundSource, capacities
 from services.target.runner_factory import round_memory_bytes
 from services.target.settings import TargetSettings
 from services.target.settings_problems import rejection_flag

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from services.target.drafts.feature_store import captured_layers
-from services.target.rounds.round_runners import MAX_ROWS
+from services.target.rounds.round_shapes import MAX_ROWS
 from services.target.settings import TargetSettings
 from shared.errors import SettingsError
 from shared.kernels.linear import LinearWeight, is_hopper

@@ -98,12 +98,12 @@ class RoundFollower:
                 raise AssertionError(message)
 
     def _opened(self, message: OpenRounds) -> RoundGraphs:
-        decoder, pool, shape = self._runner.decoder, self._runner.pool, message.shape
+        decoder, pool, shape = self._runner.decoder, self._runner.pool, message.sized.shape
         verification = verification_for(shape, pool.device)
         state = RoundState.empty(
-            message.max_sequences,
+            message.sized.max_sequences,
             max_open_rows=shape.max_committed,
-            num_pages=-(-shape.max_kv_length // pool.page_size),
+            num_pages=message.num_pages,
             device=pool.device,
         )
         return RoundGraphs(

@@ -19,7 +19,7 @@ from torch import Tensor
 from shared.kv.batch import ForwardBatch
 from shared.layers.tensor_group import TensorGroup
 from shared.models.heads.feature_spec import FeatureSpec
-from shared.runtime.round_batches import PromptChunks, RoundBatches, RoundShape, RoundTree
+from shared.runtime.round_batches import PromptChunks, RoundBatches, RoundTree, SizedShape
 from shared.runtime.round_graphs import TreeSource
 from shared.runtime.round_state import RoundSampling, RoundState
 from shared.runtime.tree_draft import Parts
@@ -284,12 +284,13 @@ class OpenRounds:
     """Rounds of one shape are to come; they replace those that had the key before.
 
     Attributes:
+        num_pages: columns of the page tables that rank 0 sends.
         features: that rank 0 keeps, without their projection: a stage has to send them.
     """
 
     key: RoundsKey
-    shape: RoundShape
-    max_sequences: int
+    sized: SizedShape
+    num_pages: int
     features: FeatureSpec | None
 
 
@@ -327,10 +328,10 @@ class RoundLeader:
         self._leader, self._key = leader, key
         self.is_waited_for = False
 
-    def open(self, shape: RoundShape, max_sequences: int, features: FeatureSpec | None) -> None:
-        """Announces a `RoundRunner`."""
+    def open(self, sized: SizedShape, num_pages: int, features: FeatureSpec | None) -> None:
+        """Announces rounds of a shape, see `OpenRounds`."""
         plain = None if features is None else replace(features, projection=None)
-        self._leader.tell(OpenRounds(self._key, shape, max_sequences, plain))
+        self._leader.tell(OpenRounds(self._key, sized, num_pages, plain))
 
     def capturing(self, num_slots: int, sampling: RoundSampling) -> AbstractContextManager[None]:
         """Announces that its body captures the graphs of a round."""

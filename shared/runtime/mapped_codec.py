@@ -9,12 +9,11 @@ from shared.runtime.mapped_rounds import (
     FeatureAddress,
     MappedCommand,
     MappedRound,
-    MappedShape,
     OpenMapped,
     PrepareMapped,
 )
 from shared.runtime.ring_memory import RingAddress
-from shared.runtime.round_batches import RoundShape
+from shared.runtime.round_batches import RoundShape, SizedShape
 from shared.runtime.round_head import HeadBacklog
 from shared.runtime.round_state import RoundSampling
 
@@ -38,6 +37,7 @@ def command_message(command: MappedCommand) -> pb.MappedHeadCommand:
         sampling_kind=command.sampling.value,
         backlogs=map(_backlog_message, command.backlogs),
         ahead=command.is_ahead,
+        open_shape_number=command.reads_open,
     )
     return pb.MappedHeadCommand(round=announced)
 
@@ -67,6 +67,7 @@ def command_from_message(message: pb.MappedHeadCommand) -> MappedCommand | None:
                 _sampling(announced.sampling_kind),
                 tuple(map(_backlog, announced.backlogs)),
                 announced.ahead,
+                announced.open_shape_number if announced.HasField("open_shape_number") else None,
             )
     return None
 
@@ -99,7 +100,7 @@ def _opening(message: pb.MappedHeadOpen) -> OpenMapped:
         RingAddress(message.shared_file, message.cuda_ipc_handle),
         _feature_address(message),
         tuple(
-            MappedShape(
+            SizedShape(
                 RoundShape(
                     shape_from_message(each.tree),
                     each.row_count,

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from shared.kv.batch import ForwardBatch
 from shared.kv.leases import PADDING_PAGE
 from shared.models.heads.feature_spec import FeatureSpec
 from shared.runtime.graphs import capturing
@@ -24,15 +25,13 @@ from shared.runtime.mapped_rounds import (
     GO,
     MappedLayout,
     MappedRound,
-    MappedShape,
-    MappedState,
     OpenMapped,
     PrepareMapped,
     wait_for_round,
 )
 from shared.runtime.outcome_chains import MAX_LANES_AHEAD, OutcomeChains
 from shared.runtime.ring_memory import OpenedMemory, RingUnavailable, open_memory
-from shared.runtime.round_batches import RoundBatches
+from shared.runtime.round_batches import RoundBatches, SizedShape, state_of_shape
 from shared.runtime.round_graphs import num_computed
 from shared.runtime.round_head import CatchUp, HeadBacklog
 from shared.runtime.round_state import RoundSampling, RoundState
@@ -120,13 +119,12 @@ class _Rounds:
     """Rounds of one shape.
 
     Attributes:
-        state: a copy of the target's, of the lanes that take part.
+        state: the lanes that may take part.
         features: `[S * W, any]`, those of the open rows; None where they read none.
         chains: see `OutcomeChains`; None where none are prepared.
     """
 
-    shape: MappedShape
-    place: MappedState
+    shape: SizedShape
     state: RoundState
     code: DraftCode
     features: Tensor | None
@@ -176,21 +174,14 @@ class MappedHeadWorker:
         self._round = command.last_round
         self._current = torch.zeros(1, dtype=torch.int32, device=device)
         self._graph_memory: Any = torch.cuda.graph_pool_handle() if self._is_cuda else None
-        self._rounds = [
-            self._made(model, shape, place)
-            for shape, place in zip(command.shapes, self._layout.states, strict=True)
-        ]
+        # A copy of the target's.
+        self._state = self._layout.sizes.empty_state(device)
+        self._rounds = [self._made(model, shape) for shape in command.shapes]
         # Those whose last round has prepared chains for the next one.
         self._prepared: _Rounds | None = None
 
-    def _made(self, model: TreeModel, shape: MappedShape, place: MappedState) -> _Rounds:
+    def _made(self, model: TreeModel, shape: SizedShape) -> _Rounds:
         pool, spec = model.pool, model.feature_spec
-        state = RoundState.empty(
-            shape.max_sequences,
-            max_open_rows=shape.shape.max_committed,
-            num_pages=shape.shape.num_pages(pool.page_size),
-            device=self._device,
-        )
         features = None
         if spec is not None:
             num_rows = shape.max_sequences * shape.shape.max_committed
@@ -199,7 +190,7 @@ class MappedHeadWorker:
         chains = None
         if shape.shape.num_outcomes and spec is None:
             chains = OutcomeChains(shape.shape, shape.max_sequences, self._device)
-        return _Rounds(shape, place, state, code, features, chains)
+        return _Rounds(shape, state_of_shape(self._state, shape), code, features, chains)
 
     def wait_for_caller(self) -> None:
         """What is queued from now on waits for what is queued on the current stream."""
@@ -263,6 +254,8 @@ class MappedHeadWorker:
         else:
             self._await_go()
             self._catch_up.run(command.backlogs)
+        if command.reads_open is not None:
+            self._read_open_rows(self._rounds[command.reads_open], command.num_slots)
         rounds, num_slots = self._rounds[command.number], command.num_slots
         is_ahead = command.is_ahead and _Part.PREPARE in rounds.parts(num_slots)
         # What was prepared is for nobody where all sequences are new.
@@ -294,6 +287,7 @@ class MappedHeadWorker:
             # Loads kernels outside of the graph, for nobody.
             nobody, chains = rounds.state.first(key[0]).emptied(), rounds.chains
             if part is _Part.GROW:
+                nobody.limit_open(rounds.shape.shape.max_committed)
                 self._draw(rounds, nobody, kind)
             elif chains is not None and part is _Part.PREPARE:
                 chains.prepare(rounds.code, nobody, kind)
@@ -311,11 +305,10 @@ class MappedHeadWorker:
             assert chains is not None
             chains.prepare(rounds.code, state, sampling)
             return
-        place, memory = rounds.place, self._memory
-        memory.copy(place.numbers, state.numbers)
-        memory.copy(place.sampling, state.sampling)
-        memory.copy(place.page_table, state.page_table)
-        memory.copy(place.head_page_table, state.head_page_table)
+        self._copy_state(num_slots)
+        most = rounds.shape.shape.max_committed
+        if most < self._layout.sizes.max_open_rows:
+            self._state.first(num_slots).limit_open(most)
         if part is _Part.GROW:
             trees = self._draw(rounds, state, sampling)
             if chains is not None:
@@ -323,18 +316,37 @@ class MappedHeadWorker:
         else:
             assert chains is not None
             trees = chains.select(state)
-        memory.write(self._layout.trees, trees)
+        self._memory.write(self._layout.trees, trees)
         self._raise_done()
 
     def _draw(self, rounds: _Rounds, state: RoundState, sampling: RoundSampling) -> Tensor:
         """Returns tokens and parents `[S, 2, T]` int64 of the trees."""
         seen = rounds.code.seen(state)
+        rows = grown(rounds.code, seen, sampling, *self._open_rows(rounds, seen)).rows
+        return torch.stack((rows.token_ids, rows.parents), dim=1)
+
+    def _open_rows(self, rounds: _Rounds, seen: RoundState) -> tuple[ForwardBatch, Tensor]:
+        """Returns the open rows, with what they read at hand."""
         batch, sources = rounds.code.open_rows(seen)
         if self._features is not None and rounds.features is not None:
             self._features.gather_into(sources, rounds.features[: len(sources)])
             sources = torch.arange(len(sources), device=self._device)
-        rows = grown(rounds.code, seen, sampling, batch, sources).rows
-        return torch.stack((rows.token_ids, rows.parents), dim=1)
+        return batch, sources
+
+    def _read_open_rows(self, rounds: _Rounds, num_slots: int) -> None:
+        """Computes all open rows of the first slots, after rounds of a shape."""
+        num_slots = self._num_computed(rounds, num_slots)
+        self._copy_state(num_slots)
+        seen = rounds.code.seen(rounds.state.first(num_slots))
+        rounds.code.forwards(*self._open_rows(rounds, seen), keeps_states=False).first()
+
+    def _copy_state(self, num_slots: int) -> None:
+        """Copies the target's state of the first slots."""
+        state, place, memory = self._state.first(num_slots), self._layout, self._memory
+        memory.copy(place.numbers, state.numbers)
+        memory.copy(place.sampling, state.sampling)
+        memory.copy(place.page_table, state.page_table)
+        memory.copy(place.head_page_table, state.head_page_table)
 
     def _await_go(self) -> None:
         if self._is_cuda:

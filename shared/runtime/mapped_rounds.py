@@ -11,9 +11,11 @@ own, and mends what is not a tree.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -21,7 +23,14 @@ from torch import Tensor
 from shared.kv.pool import KvPool
 from shared.models.heads.feature_spec import FeatureSpec
 from shared.runtime.ring_memory import RingAddress, RingMemory, share_memory
-from shared.runtime.round_batches import RoundBatches, RoundShape, RoundTree
+from shared.runtime.round_batches import (
+    RoundBatches,
+    RoundShape,
+    RoundTree,
+    SizedShape,
+    StateSizes,
+)
+from shared.runtime.round_graphs import TreeSource
 from shared.runtime.round_head import HeadBacklog, RoundHead, read_trees
 from shared.runtime.round_state import TAIL, RoundSampling, RoundState
 from shared.runtime.round_verification import RoundVerification
@@ -54,81 +63,55 @@ def wait_for_round(number: int, read: Callable[[], int], longest_s: float) -> bo
 
 
 @dataclass(frozen=True, slots=True)
-class MappedShape:
-    """Rounds of one shape.
-
-    Attributes:
-        max_sequences: lanes.
-    """
-
-    shape: RoundShape
-    max_sequences: int
-
-
-@dataclass(frozen=True, slots=True)
-class MappedState:
-    """Where the state of one shape's lanes begins, in bytes; see `RoundState`."""
-
-    numbers: int
-    sampling: int
-    page_table: int
-    head_page_table: int
-
-
-@dataclass(frozen=True, slots=True)
 class MappedLayout:
     """Where everything begins, in bytes. Both sides work it out from the shapes.
 
     Attributes:
+        sizes: of the state of the lanes; its parts follow, see `RoundState`.
         trees: tokens and parents `[S, 2, T]` int64 of the round under way, whatever its shape.
     """
 
-    states: tuple[MappedState, ...]
+    sizes: StateSizes
+    numbers: int
+    sampling: int
+    page_table: int
+    head_page_table: int
     trees: int
     size_bytes: int
 
     @classmethod
-    def of(cls, shapes: Sequence[MappedShape], page_size: int) -> MappedLayout:
+    def of(cls, shapes: Sequence[SizedShape], page_size: int) -> MappedLayout:
         """Returns the layout for rounds of some shapes."""
-        end = 2 * _ALIGNMENT
+        sizes = StateSizes.of(shapes, page_size)
+        rows, pages = sizes.num_slots, sizes.num_pages
+        part_bytes = (
+            8 * rows * (TAIL + sizes.max_open_rows),
+            8 * rows * _NUM_SAMPLING_COLUMNS,
+            4 * rows * pages,
+            4 * rows * pages,
+            max(16 * each.max_sequences * each.shape.num_tree_rows for each in shapes),
+        )
+        ends = accumulate(map(_aligned, part_bytes), initial=2 * _ALIGNMENT)
+        return cls(sizes, *ends)
 
-        def take(size_bytes: int) -> int:
-            nonlocal end
-            start = end
-            end += -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
-            return start
+    def state_within(self, memory: Tensor) -> RoundState:
+        """Returns the state of the lanes as views of the memory `[size]` uint8."""
+        rows, pages = self.sizes.num_slots, self.sizes.num_pages
 
-        states: list[MappedState] = []
-        for each in shapes:
-            rows, pages = each.max_sequences, each.shape.num_pages(page_size)
-            states.append(
-                MappedState(
-                    take(8 * rows * (TAIL + each.shape.max_committed)),
-                    take(8 * rows * _NUM_SAMPLING_COLUMNS),
-                    take(4 * rows * pages),
-                    take(4 * rows * pages),
-                )
-            )
-        trees = take(max(16 * each.max_sequences * each.shape.num_tree_rows for each in shapes))
-        return cls(tuple(states), trees, end)
+        def part(start: int, dtype: torch.dtype, width: int) -> Tensor:
+            size_bytes = rows * width * dtype.itemsize
+            return memory[start : start + size_bytes].view(dtype).view(rows, width)
+
+        return RoundState(
+            part(self.numbers, torch.int64, TAIL + self.sizes.max_open_rows),
+            part(self.sampling, torch.float64, _NUM_SAMPLING_COLUMNS),
+            part(self.page_table, torch.int32, pages),
+            part(self.head_page_table, torch.int32, pages),
+        )
 
 
-def state_within(
-    memory: Tensor, layout: MappedState, shape: MappedShape, page_size: int
-) -> RoundState:
-    """Returns the state of one shape as views of the memory `[size]` uint8."""
-    rows, pages = shape.max_sequences, shape.shape.num_pages(page_size)
-
-    def part(start: int, dtype: torch.dtype, width: int) -> Tensor:
-        size_bytes = rows * width * dtype.itemsize
-        return memory[start : start + size_bytes].view(dtype).view(rows, width)
-
-    return RoundState(
-        part(layout.numbers, torch.int64, TAIL + shape.shape.max_committed),
-        part(layout.sampling, torch.float64, _NUM_SAMPLING_COLUMNS),
-        part(layout.page_table, torch.int32, pages),
-        part(layout.head_page_table, torch.int32, pages),
-    )
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +140,7 @@ class OpenMapped:
 
     address: RingAddress
     features: FeatureAddress | None
-    shapes: tuple[MappedShape, ...]
+    shapes: tuple[SizedShape, ...]
     last_round: int
 
 
@@ -183,6 +166,8 @@ class MappedRound:
     Attributes:
         number: of the shape.
         backlogs: rows that the head computes first.
+        reads_open: number of the shape whose open rows it computes then, because this one's has
+            fewer; None where it need not.
         is_ahead: the trees are those that were prepared for the verdicts, where the round before
             was one such; and behind them chains are prepared for the next one.
     """
@@ -192,6 +177,7 @@ class MappedRound:
     sampling: RoundSampling
     backlogs: tuple[HeadBacklog, ...] = ()
     is_ahead: bool = False
+    reads_open: int | None = None
 
 
 MappedCommand = OpenMapped | PrepareMapped | MappedRound
@@ -221,7 +207,7 @@ class MappedSource:
     """
 
     vocab_size: int
-    shapes: tuple[MappedShape, ...]
+    shapes: tuple[SizedShape, ...]
 
 
 class MappedHead:
@@ -248,7 +234,7 @@ class MappedHead:
         """
         self.source = source
         self._send: Send = _nobody
-        self.spec, self._shapes, self._page_size = spec, source.shapes, page_size
+        self.spec, self._shapes, self.page_size = spec, source.shapes, page_size
         self.target_vocab_size = target_vocab_size
         self._layout = MappedLayout.of(source.shapes, page_size)
         self._memory: RingMemory = share_memory(self._layout.size_bytes, device)
@@ -305,39 +291,32 @@ class MappedHead:
         return verification_for(shape, self._memory.elements.device)
 
     def in_rounds(
-        self, number: int, shape: RoundShape, max_sequences: int, feature_rows: Tensor | None,
-        target: KvPool,
-    ) -> RoundHead:  # fmt: skip
+        self, shapes: Sequence[SizedShape], feature_rows: Tensor | None, target: KvPool
+    ) -> RoundHead:
         """See `HeadPlace.in_rounds`."""
-        assert self._shapes[number] == MappedShape(shape, max_sequences), "another shape"
+        assert self._shapes == tuple(shapes), "other shapes"
         memory = self._memory.elements
-        state = state_within(
-            memory, self._layout.states[number], self._shapes[number], self._page_size
-        )
-        empty = RoundState.empty(
-            max_sequences,
-            max_open_rows=shape.max_committed,
-            num_pages=shape.num_pages(self._page_size),
-            device=memory.device,
-        )
-        state.copy_(empty)
-        size = max_sequences * 2 * shape.num_tree_rows
-        trees = memory[self._layout.trees :].view(torch.int64)[:size]
-        return _MappedRounds(
-            self, number, shape, state, trees.view(max_sequences, 2, shape.num_tree_rows)
-        )
+        state = self._layout.state_within(memory)
+        state.copy_(self._layout.sizes.empty_state(memory.device))
+        return _MappedRounds(self, state, memory[self._layout.trees :].view(torch.int64))
 
     def catch_up(self, backlogs: Iterable[HeadBacklog]) -> None:
         """Has the next round begin with some rows."""
         self._backlogs += backlogs
 
     def begin(
-        self, number: int, num_slots: int, sampling: RoundSampling, *, is_ahead: bool
+        self,
+        number: int,
+        num_slots: int,
+        sampling: RoundSampling,
+        *,
+        is_ahead: bool,
+        reads_open: int | None,
     ) -> None:
         """Announces a round and queues the wait for its trees on the current stream."""
         backlogs, self._backlogs = tuple(self._backlogs), []
         self._round += 1
-        self._tell(MappedRound(number, num_slots, sampling, backlogs, is_ahead))
+        self._tell(MappedRound(number, num_slots, sampling, backlogs, is_ahead, reads_open))
         limit_us = WARM_UP_WAIT_US if self._is_warming_up else self._longest_us
         num_rows = sum(each.num_rows for each in backlogs)
         limit_us += WAIT_A_ROW_US * num_rows + (WAIT_A_BACKLOG_US if num_rows else 0)
@@ -369,24 +348,58 @@ def _nobody(_: Sequence[MappedCommand]) -> bool:
 
 
 class _MappedRounds:
-    """See `RoundHead`."""
+    """See `RoundHead`.
 
-    def __init__(
-        self, head: MappedHead, number: int, shape: RoundShape, state: RoundState, trees: Tensor
-    ) -> None:
-        self._head, self._number, self._trees = head, number, trees
+    Args:
+        trees: `[any]` int64, those of the round under way begin there.
+    """
+
+    def __init__(self, head: MappedHead, state: RoundState, trees: Tensor) -> None:
+        self._head, self._trees = head, trees
         self.state, self.feature_spec = state, head.spec
         self.catch_up = head.catch_up
-        self._batches = RoundBatches(shape, head._page_size)
+        self._reads_open: int | None = None
 
     @property
     def is_late(self) -> bool:
         return self._head.is_late
 
-    def begin(self, num_slots: int, sampling: RoundSampling, *, is_ahead: bool) -> None:
+    def trees(self, number: int) -> TreeSource:
+        """See `RoundHead.trees`."""
+        sized, head = self._head.source.shapes[number], self._head
+        size = (sized.max_sequences, 2, sized.shape.num_tree_rows)
+        trees = self._trees[: math.prod(size)].view(size)
+        return _MappedTrees(
+            trees, RoundBatches(sized.shape, head.page_size), head.target_vocab_size
+        )
+
+    def read_open_rows(self, number: int, num_slots: int) -> None:
+        """See `RoundHead.read_open_rows`: the next round begins with it."""
+        self._reads_open = number
+
+    def begin(
+        self, number: int, num_slots: int, sampling: RoundSampling, *, is_ahead: bool
+    ) -> None:
         """See `RoundHead.begin`."""
-        self._head.begin(self._number, num_slots, sampling, is_ahead=is_ahead)
+        reads_open, self._reads_open = self._reads_open, None
+        self._head.begin(number, num_slots, sampling, is_ahead=is_ahead, reads_open=reads_open)
+        if reads_open is not None:
+            # The head has its own copy of the state by now, or is late.
+            self.state.limit_open(1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _MappedTrees:
+    """See `TreeSource`.
+
+    Attributes:
+        written: `[S, 2, T]` int64, by the head's process.
+    """
+
+    written: Tensor
+    batches: RoundBatches
+    vocab_size: int
 
     def grow(self, state: RoundState, sampling: RoundSampling) -> RoundTree:
         """Reads the trees, once."""
-        return read_trees(self._trees, state, self._batches, self._head.target_vocab_size)
+        return read_trees(self.written, state, self.batches, self.vocab_size)

@@ -104,6 +104,56 @@ def _num_candidates(tree: TreeShape) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class SizedShape:
+    """A shape of rounds.
+
+    Attributes:
+        max_sequences: lanes that a round takes.
+    """
+
+    shape: RoundShape
+    max_sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateSizes:
+    """Sizes of a `RoundState` for rounds of several shapes.
+
+    Attributes:
+        num_slots: S.
+        max_open_rows: W, most tokens that a round commits to one sequence.
+        num_pages: P, pages of the longest sequence.
+    """
+
+    num_slots: int
+    max_open_rows: int
+    num_pages: int
+
+    @classmethod
+    def of(cls, shapes: Sequence[SizedShape], page_size: int) -> StateSizes:
+        """Returns the sizes that rounds of every shape fit in."""
+        return cls(
+            max(each.max_sequences for each in shapes),
+            max(each.shape.max_committed for each in shapes),
+            max(each.shape.num_pages(page_size) for each in shapes),
+        )
+
+    def empty_state(self, device: torch.device) -> RoundState:
+        """Returns a state without sequences."""
+        return RoundState.empty(
+            self.num_slots,
+            max_open_rows=self.max_open_rows,
+            num_pages=self.num_pages,
+            device=device,
+        )
+
+
+def state_of_shape(state: RoundState, sized: SizedShape) -> RoundState:
+    """Returns the view of a state that rounds of a shape have."""
+    return state.first(sized.max_sequences).narrowed(sized.shape.max_committed)
+
+
+@dataclass(frozen=True, slots=True)
 class RoundTree:
     """Trees, and the target's rows of them, the roots included."""
 

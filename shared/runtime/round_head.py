@@ -15,10 +15,18 @@ from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.pool import KvPool
 from shared.kv.upload import uploaded_numbers
 from shared.models.heads.feature_spec import FeatureSpec
-from shared.runtime.round_batches import RoundBatches, RoundShape, RoundTree
+from shared.runtime.round_batches import (
+    RoundBatches,
+    RoundShape,
+    RoundTree,
+    SizedShape,
+    StateSizes,
+    state_of_shape,
+)
+from shared.runtime.round_graphs import TreeSource, num_computed
 from shared.runtime.round_state import RoundSampling, RoundState
 from shared.runtime.round_verification import RoundVerification
-from shared.runtime.tree_draft import grown
+from shared.runtime.tree_draft import DraftCode, grown
 from shared.runtime.tree_model import TreeModel, fits_kernels, verification_for
 from shared.speculation.tree import NO_TOKEN, TreeRows, rows_of_parents
 from shared.tokens import TreeShape
@@ -151,7 +159,8 @@ class CatchUp:
 
 
 class RoundHead(Protocol):
-    """The draft model in rounds of one shape. It is in this process, or in another one.
+    """The draft model in rounds of several shapes with the same lanes. It is in this process, or in
+    another one. Shapes go by their numbers, from 0.
 
     Attributes:
         state: of the lanes.
@@ -163,18 +172,28 @@ class RoundHead(Protocol):
     @property
     def feature_spec(self) -> FeatureSpec | None: ...
 
+    def trees(self, number: int) -> TreeSource:
+        """Returns what grows the trees of a shape."""
+
     def catch_up(self, backlogs: Iterable[HeadBacklog]) -> None:
         """Computes rows before the trees of the next round grow."""
 
-    def begin(self, num_slots: int, sampling: RoundSampling, *, is_ahead: bool) -> None:
+    def read_open_rows(self, number: int, num_slots: int) -> None:
+        """Computes the open rows of the first slots, so that one stays open of each: the shape of
+        the next rounds has fewer.
+
+        Args:
+            number: of the shape of the rounds before.
+        """
+
+    def begin(
+        self, number: int, num_slots: int, sampling: RoundSampling, *, is_ahead: bool
+    ) -> None:
         """A round is queued next on the current stream.
 
         Args:
             is_ahead: see `TreeShape`. Where nothing was prepared, trees grow behind their verdicts.
         """
-
-    def grow(self, state: RoundState, sampling: RoundSampling) -> RoundTree:
-        """Returns a tree for each slot; may be captured in a graph."""
 
     @property
     def is_late(self) -> bool:
@@ -196,13 +215,11 @@ class HeadPlace(Protocol):
     def num_outcomes(self) -> int: ...
 
     def in_rounds(
-        self, number: int, shape: RoundShape, max_sequences: int, feature_rows: Tensor | None,
-        target: KvPool,
-    ) -> RoundHead:  # fmt: skip
-        """Returns the model in rounds of a shape.
+        self, shapes: Sequence[SizedShape], feature_rows: Tensor | None, target: KvPool
+    ) -> RoundHead:
+        """Returns the model in rounds of some shapes.
 
         Args:
-            number: of the shape, from 0.
             feature_rows: `[num_slots, W]`, the features of the token in each slot of the target's
                 pool; None for a model that reads none.
             target: its pool.
@@ -255,41 +272,68 @@ class OwnHead:
         """It stays as it is."""
 
     def in_rounds(
-        self, number: int, shape: RoundShape, max_sequences: int, feature_rows: Tensor | None,
-        target: KvPool,
-    ) -> RoundHead:  # fmt: skip
+        self, shapes: Sequence[SizedShape], feature_rows: Tensor | None, target: KvPool
+    ) -> RoundHead:
         """See `HeadPlace.in_rounds`."""
         assert target.page_size == self.model.pool.page_size, "pages differ in size"
-        return _OwnRounds(self.model, shape, max_sequences, feature_rows)
+        return _OwnRounds(self.model, shapes, feature_rows)
 
 
 class _OwnRounds:
     """See `RoundHead`."""
 
-    def __init__(
-        self, model: TreeModel, shape: RoundShape, max_sequences: int, rows: Tensor | None
-    ) -> None:
+    def __init__(self, model: TreeModel, shapes: Sequence[SizedShape], rows: Tensor | None) -> None:
         pool = model.pool
         self.feature_spec = model.feature_spec
-        self.state = RoundState.empty(
-            max_sequences,
-            max_open_rows=shape.max_committed,
-            num_pages=shape.num_pages(pool.page_size),
-            device=pool.device,
-        )
-        self._batches = RoundBatches(shape, pool.page_size)
-        self._id_limit = model.id_limit
-        self._code = model.code(self._batches, rows)
+        self.state = StateSizes.of(shapes, pool.page_size).empty_state(pool.device)
+        self._shapes = shapes
+        self._trees = [
+            _OwnTrees(model.code(batches, rows), batches, model.id_limit)
+            for batches in (RoundBatches(each.shape, pool.page_size) for each in shapes)
+        ]
         features = None if rows is None else rows.__getitem__
         self.catch_up = CatchUp(model, features).run
         self.is_late = False
 
-    def begin(self, num_slots: int, sampling: RoundSampling, *, is_ahead: bool) -> None:
+    def trees(self, number: int) -> TreeSource:
+        """See `RoundHead.trees`."""
+        return self._trees[number]
+
+    def read_open_rows(self, number: int, num_slots: int) -> None:
+        """See `RoundHead.read_open_rows`."""
+        sized = self._shapes[number]
+        # As many as a round computes: no kernel is new.
+        count = num_computed(num_slots, sized.max_sequences)
+        read_open_rows(self._trees[number].code, state_of_shape(self.state, sized).first(count))
+        self.state.limit_open(1)
+
+    def begin(
+        self, number: int, num_slots: int, sampling: RoundSampling, *, is_ahead: bool
+    ) -> None:
         """It runs on the same stream."""
+
+
+def read_open_rows(code: DraftCode, state: RoundState) -> None:
+    """Computes the open rows of a state in the cache of a draft model."""
+    batch, sources = code.open_rows(code.seen(state))
+    code.forwards(batch, sources, keeps_states=False).first()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _OwnTrees:
+    """See `TreeSource`.
+
+    Attributes:
+        id_limit: ids of tokens are below it.
+    """
+
+    code: DraftCode
+    batches: RoundBatches
+    id_limit: int
 
     def grow(self, state: RoundState, sampling: RoundSampling) -> RoundTree:
         """Returns a tree for each slot."""
-        code = self._code
+        code = self.code
         seen = code.seen(state)
         batch, sources = code.open_rows(seen)
         tree = grown(code, seen, sampling, batch, sources)
@@ -297,4 +341,4 @@ class _OwnRounds:
             return tree
         # It is laid out for the draft's own count of tokens.
         trees = torch.stack((tree.rows.token_ids, tree.rows.parents), dim=1)
-        return read_trees(trees, state, self._batches, self._id_limit)
+        return read_trees(trees, state, self.batches, self.id_limit)

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,14 +31,21 @@ from shared.runtime.lane_sampling import (
     TreeCopies,
 )
 from shared.runtime.lane_states import LaneStates
-from shared.runtime.lockstep import RoundLeader, SentChunks, SentTrees
-from shared.runtime.round_batches import MAX_PENDING_ROUNDS, PromptChunks, RoundShape, cut
+from shared.runtime.lockstep import Leader, RoundLeader, RoundsKey, SentChunks, SentTrees
+from shared.runtime.round_batches import (
+    MAX_PENDING_ROUNDS,
+    PromptChunks,
+    RoundShape,
+    SizedShape,
+    cut,
+    state_of_shape,
+)
 from shared.runtime.round_graphs import (
     CapturedRound,
     RoundChunks,
     RoundGraphs,
     RoundOutput,
-    TreeSource,
+    num_computed,
 )
 from shared.runtime.round_head import HeadBacklog, HeadPlace
 from shared.runtime.round_state import (
@@ -309,16 +315,38 @@ class RoundLimits:
     max_context_tokens: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rounds:
+    """Rounds of one shape.
+
+    Attributes:
+        number: of the shape, see `RoundHead`.
+        leader: of a decoder that several processes hold.
+    """
+
+    number: int
+    sized: SizedShape
+    graphs: RoundGraphs
+    leader: RoundLeader | None
+
+    @property
+    def max_committed(self) -> int:
+        """Most tokens that a round commits to one sequence."""
+        return self.sized.shape.max_committed
+
+
 class RoundRunner:
-    """Rounds of one target with one head.
+    """Rounds of one target with one head, of several shapes, one after the other. A sequence keeps
+    its slot when the shape changes.
 
     Args:
         pool: the target's KV.
         feature_rows: `[num_slots, W]`, the features of the token in each slot of `pool`; None for
             a draft that reads none.
-        number: of the shape among those that the head has.
-        graph_memory: see `RoundGraphs`.
+        shapes: each with the most sequences of a round. The first is the current one.
+        max_context_tokens: longest sequence that a round may start from.
         leader: of a decoder that several processes hold, of which this one has the head.
+        place: of the head among those that the target keeps rounds for.
 
     Attributes:
         is_ahead: whether the next rounds have trees that grow while those before are verified.
@@ -331,41 +359,90 @@ class RoundRunner:
         pool: KvPool,
         head: HeadPlace,
         feature_rows: Tensor | None,
-        tree: TreeShape,
-        limits: RoundLimits,
-        number: int = 0,
-        graph_memory: Any | None = None,
-        leader: RoundLeader | None = None,
+        shapes: Mapping[TreeShape, int],
+        max_context_tokens: int,
+        leader: Leader | None = None,
+        place: int = 0,
     ) -> None:
         if feature_rows is not None:
             num_slots = pool.num_leased_pages * pool.page_size
             assert len(feature_rows) == num_slots, "one row a slot"
-        self.shape = RoundShape.of(
-            tree,
-            draft_vocab_size=head.vocab_size,
-            max_context_tokens=limits.max_context_tokens,
-            num_outcomes=head.num_outcomes,
-        )
-        self.is_ahead = False
-        self.limits, self._device = limits, pool.device
-        self._head = head.in_rounds(number, self.shape, limits.max_sequences, feature_rows, pool)
+        assert leader is None or decoder.group is not None, "nobody follows"
+        self._max_context_tokens, self._device = max_context_tokens, pool.device
+        sized = [
+            SizedShape(
+                RoundShape.of(
+                    tree,
+                    draft_vocab_size=head.vocab_size,
+                    max_context_tokens=max_context_tokens,
+                    num_outcomes=head.num_outcomes,
+                ),
+                max_sequences,
+            )
+            for tree, max_sequences in shapes.items()
+        ]
+        self._head = head.in_rounds(sized, feature_rows, pool)
         self._slots = RoundSlots(self._head.state, decoder, pool)
-        source: TreeSource = self._head
-        self._leader, self._group = leader, decoder.group
-        if leader is not None:
-            assert decoder.group is not None, "nobody follows"
-            leader.open(self.shape, limits.max_sequences, self._head.feature_spec)
-            source = SentTrees(source, decoder.group)
-        verification = head.verification(self.shape)(
-            decoder, pool, self.shape, self._head.feature_spec, feature_rows, self._slots.states
-        )
-        self._graphs = RoundGraphs(source, verification, self._head.state, graph_memory)
-        # Of sequences whose prompts the last launched round ended, and the next one ends.
+        self._group = decoder.group
+        # Rounds of two shapes are never under way at once, so their graphs share memory.
+        is_cuda = self._device.type == "cuda"
+        memory = torch.cuda.graph_pool_handle() if is_cuda else None
+        self._rounds: dict[TreeShape, _Rounds] = {}
+        for number, (tree, each) in enumerate(zip(shapes, sized, strict=True)):
+            own = None if leader is None else RoundLeader(leader, RoundsKey(place, number))
+            verification = head.verification(each.shape)(
+                decoder,
+                pool,
+                each.shape,
+                self._head.feature_spec,
+                feature_rows,
+                self._slots.states,
+            )
+            source = self._head.trees(number)
+            if own is not None and self._group is not None:
+                own.open(each, self._head.state.page_table.shape[1], self._head.feature_spec)
+                source = SentTrees(source, self._group)
+            state = state_of_shape(self._head.state, each)
+            graphs = RoundGraphs(source, verification, state, memory)
+            self._rounds[tree] = _Rounds(number, each, graphs, own)
+        self.is_ahead = False
+        self._current = next(iter(self._rounds.values()))
+        # Of the rounds after which rows may be open.
+        self._last: _Rounds | None = None
         self._open: _OpenRound | None = None
-        max_rows = limits.max_sequences * self.shape.num_tree_rows
+        max_rows = max(each.max_sequences * each.shape.num_tree_rows for each in sized)
         self._tree_copies = TreeCopies(max_rows, self._device)
+        # Of sequences whose prompts the last launched round ended, and the next one ends.
         self._read: dict[int, HeadBacklog] = {}
         self._reading: dict[int, HeadBacklog] = {}
+
+    @property
+    def shape(self) -> RoundShape:
+        """Of the next rounds."""
+        return self._current.sized.shape
+
+    def shape_of(self, tree: TreeShape) -> RoundShape:
+        """Returns the sizes of rounds with trees as they were asked for."""
+        return self._rounds[tree].sized.shape
+
+    def takes(self, tree: TreeShape) -> bool:
+        """Whether rounds with such trees may come next, with everybody in the slot that they have:
+        it is within their number, and prompts that the next round reads are cut for it."""
+        rounds = self._rounds[tree]
+        is_cut = not self._reading or rounds.max_committed >= self._current.max_committed
+        return is_cut and self.num_slots <= rounds.sized.max_sequences
+
+    @torch.inference_mode()
+    def turn_to(self, tree: TreeShape) -> None:
+        """Has the next rounds grow trees of another shape, which `takes` all that are placed."""
+        rounds, last = self._rounds[tree], self._last
+        assert not self._slots.placed or self.takes(tree), "sequences would stay behind"
+        has_fewer = last is not None and last.max_committed > rounds.max_committed
+        if last is not None and has_fewer and self._slots.placed:
+            self._catch_up_read()
+            self._head.read_open_rows(last.number, self.num_slots)
+            self._last = None
+        self._current = rounds
 
     @property
     def sequence_ids(self) -> frozenset[int]:
@@ -394,7 +471,8 @@ class RoundRunner:
     @property
     def is_waited_for(self) -> bool:
         """Whether other processes wait for a round that broke off here."""
-        return self._leader is not None and self._leader.is_waited_for
+        leaders = (each.leader for each in self._rounds.values())
+        return any(each is not None and each.is_waited_for for each in leaders)
 
     @property
     def is_late(self) -> bool:
@@ -413,34 +491,39 @@ class RoundRunner:
 
     def num_computed(self, num_sequences: int) -> int:
         """Returns how many slots a round of sequences computes that are placed together."""
-        return self._graphs.num_computed(num_sequences)
+        return num_computed(num_sequences, self._head.state.num_slots)
 
     def capture(self, num_sequences: int, sampling: RoundSampling) -> None:
-        """Captures the graphs for a number of sequences before anyone waits for them."""
-        leader = self._leader
+        """Captures the graphs of the current shape for a number of sequences before anyone waits
+        for them."""
+        leader = self._current.leader
         with nullcontext() if leader is None else leader.capturing(num_sequences, sampling):
-            self._graphs.make(num_sequences, sampling)
+            self._current.graphs.make(num_sequences, sampling)
 
     def captured(self, num_sequences: int, sampling: RoundSampling) -> CapturedRound:
         """Returns the graphs of a round, to be measured part by part."""
-        return self._graphs.of(num_sequences, sampling)
+        return self._current.graphs.of(num_sequences, sampling)
 
     def run_empty(
         self, num_sequences: int, sampling: RoundSampling, *, is_ahead: bool = False
     ) -> None:
         """Queues a round as for so many sequences, while nobody takes part."""
         assert not self._slots.placed, "a round would be lost"
-        self._head.begin(num_sequences, sampling, is_ahead=is_ahead)
+        self._head.begin(self._current.number, num_sequences, sampling, is_ahead=is_ahead)
         with self._queueing(num_sequences, sampling):
-            self._graphs.grow(num_sequences, sampling)
-            self._graphs.forward()
-            self._graphs.commit(sampling)
+            self._current.graphs.grow(num_sequences, sampling)
+            self._current.graphs.forward()
+            self._current.graphs.commit(sampling)
 
     def num_kv_tokens(self, sequence_id: int) -> tuple[int, int]:
         """Returns how many tokens the target's and the head's pages of a sequence must cover for
         the next launch."""
         length = self._slots.placed[sequence_id].longest
         return self.shape.num_kv_tokens(length), self.shape.num_head_kv_tokens(length)
+
+    def num_unread(self, sequence_id: int) -> int:
+        """Returns how many tokens rounds that nobody has read may commit to a sequence."""
+        return self._slots.placed[sequence_id].num_pending
 
     @torch.inference_mode()
     def place(self, new_lanes: Sequence[NewLane]) -> None:
@@ -503,25 +586,25 @@ class RoundRunner:
         assert placed, "nobody takes part"
         assert self.num_pending < MAX_PENDING_ROUNDS, "read a result first"
         for each in placed:
-            assert each.length <= self.limits.max_context_tokens, f"{each.length} tokens"
+            assert each.length <= self._max_context_tokens, f"{each.length} tokens"
         sampling = self._slots.sampling
         self._slots.write_pages()
-        if self._read:
-            self._head.catch_up(self._read.values())
+        self._catch_up_read()
         chunks = self._slots.prompt_chunks
         given = self._given(chunks) if chunks else None
-        self._head.begin(self.num_slots, sampling, is_ahead=self.is_ahead)
+        number = self._current.number
+        self._head.begin(number, self.num_slots, sampling, is_ahead=self.is_ahead)
         announced = ExitStack()
         announced.enter_context(
             self._queueing(self.num_slots, sampling, has_chunks=given is not None)
         )
-        self._graphs.grow(self.num_slots, sampling)
+        self._current.graphs.grow(self.num_slots, sampling)
         slots = {each: self._slots.placed[each].slot for each in masked}
         trees = None
         if slots:
             are_chains = self.shape.tree.topk == 1
-            trees = self._tree_copies.queue(self._graphs.grown, are_chains=are_chains)
-        self._graphs.forward(given)
+            trees = self._tree_copies.queue(self._current.graphs.grown, are_chains=are_chains)
+        self._current.graphs.forward(given)
         self._open = _OpenRound(sampling, given, slots, trees, announced)
         if not slots:
             self.finish({})
@@ -547,14 +630,23 @@ class RoundRunner:
         opened, self._open = self._open, None
         assert opened is not None, "nothing was launched"
         by_slot = {opened.masked[sequence_id]: rows for sequence_id, rows in masks.items()}
-        output = self._graphs.commit(opened.sampling, self._slots.lanes, opened.chunks, by_slot)
+        output = self._current.graphs.commit(
+            opened.sampling, self._slots.lanes, opened.chunks, by_slot
+        )
         opened.announced.close()
         self._read, self._reading = self._reading, {}
         self._slots.launched(output, opened.sampling, self.shape.max_committed)
+        self._last = self._current
 
     def result(self) -> tuple[SequenceRound, ...]:
         """Returns what the oldest unread round did, those removed since included; waits for it."""
         return self._slots.result()
+
+    def _catch_up_read(self) -> None:
+        """Catches up with the prompts that the last round ended."""
+        if self._read:
+            self._head.catch_up(self._read.values())
+            self._read = {}
 
     def _given(self, chunks: Mapping[int, Sequence[int]]) -> RoundChunks:
         given = PromptChunks.of(chunks, self.shape, self._device)
@@ -565,6 +657,7 @@ class RoundRunner:
     ) -> AbstractContextManager[None]:
         """Tells the other processes of the decoder, if there are any, that the body queues a
         round."""
-        if self._leader is None:
+        leader = self._current.leader
+        if leader is None:
             return nullcontext()
-        return self._leader.queueing(num_slots, sampling, has_chunks=has_chunks)
+        return leader.queueing(num_slots, sampling, has_chunks=has_chunks)

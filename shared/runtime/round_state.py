@@ -142,6 +142,12 @@ class RoundState:
             self.num_slots, max_open_rows=num_open, num_pages=num_pages, device=self.numbers.device
         )
 
+    def limit_open(self, most: int) -> None:
+        """Keeps the last row alone open where more than `most` are: the head has read them."""
+        is_more = self.num_open > most
+        self.open_tokens[:, 0] = torch.where(is_more, self.roots, self.open_tokens[:, 0])
+        self.num_open.masked_fill_(is_more, 1)
+
     def copy_(self, other: RoundState) -> None:
         """Takes all values of a state of the same sizes."""
         self.numbers.copy_(other.numbers)
@@ -153,7 +159,7 @@ class RoundState:
         """Puts sequences into free slots, with one copy from the host. The rows of their heads are
         computed but for the last ones."""
         width, placed = self.open_tokens.shape[1], sequences.values()
-        # Larger trees may have had more pages than rounds of this shape reach.
+        # Planned steps may have had more pages than rounds reach.
         most_pages = max(max(len(each.pages), len(each.head_pages)) for each in placed)
         num_pages = min(most_pages, self.page_table.shape[1])
         tables = np.full((2, len(sequences), num_pages), PADDING_PAGE, np.int32)

@@ -29,7 +29,7 @@ from shared.models.heads.head import DraftHead, DraftVocabulary, Eagle3Layer
 from shared.runtime.round_fused import FusedRoundVerification
 from shared.runtime.round_graphs import CapturedRound
 from shared.runtime.round_head import OwnHead
-from shared.runtime.round_runner import RoundLimits, RoundRunner
+from shared.runtime.round_runner import RoundRunner
 from shared.runtime.round_state import NewLane, RoundSampling, RoundState
 from shared.runtime.tree_model import HeadModel
 from shared.speculation.tree import TreeRows
@@ -157,8 +157,8 @@ class RoundBench:
             pool=self._pool,
             head=OwnHead(HeadModel(self.head, self._head_pool), SimulatedVerification),
             feature_rows=self._features,
-            tree=tree,
-            limits=RoundLimits(batch, MAX_CONTEXT),
+            shapes={tree: batch},
+            max_context_tokens=MAX_CONTEXT,
         )
         place_all(runner, batch, sampling)
         runner.capture(batch, RoundSampling.of([sampling]))

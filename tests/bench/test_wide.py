@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.target.rounds import round_runners
+from services.target.rounds import round_shapes
 from shared.model_options import Dtype
 from shared.tokens import TreeShape
 from tests.bench import wide_engine
@@ -61,7 +61,7 @@ def test_every_draft_leaves_the_answers_as_they_are(
 ) -> None:
     # However busy the machine is, trees are waited for.
     monkeypatch.setattr(wide_engine, "_TERMS", replace(wide_engine._TERMS, longest_wait_s=30.0))
-    monkeypatch.setattr(round_runners, "_NUM_TIMED", 1)
+    monkeypatch.setattr(round_shapes, "_NUM_TIMED", 1)
     rows = list(WideBench(replace(PLAN, batches=(1,)), tmp_path).rows())
     modes = {row.cells()[0] for row in rows}
     assert len(modes) == 11
@@ -78,7 +78,7 @@ def test_every_draft_leaves_the_answers_as_they_are(
 
 
 def test_only_what_is_aimed_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(round_runners, "_NUM_TIMED", 1)
+    monkeypatch.setattr(round_shapes, "_NUM_TIMED", 1)
     plan = replace(PLAN, has_host_rounds=False, aims_only=True)
     rows = list(WideBench(plan, tmp_path).rows())
     # Of batch 2 nothing is aimed at, and plain decoding is what the others are held against.

@@ -19,7 +19,7 @@ from services.target.adaptive_config import DEFAULT_CONFIG
 from services.target.drafts.attachment import AttachmentTerms
 from services.target.engine import Engine, Inbox
 from services.target.requests.request import GenerationRequest, ModelLimits
-from services.target.rounds.round_runners import RoundSource, capacities
+from services.target.rounds.round_shapes import RoundSource, capacities
 from services.target.scheduler import Scheduler, SchedulerLimits
 from services.target.verifier import VerificationMode, Verifier
 from shared.kv.leases import KvLeases

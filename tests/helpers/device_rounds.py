@@ -21,7 +21,7 @@ from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
 from shared.runtime.round_batches import RoundBatches, RoundTree
 from shared.runtime.round_head import OwnHead
-from shared.runtime.round_runner import RoundLimits, RoundRunner
+from shared.runtime.round_runner import RoundRunner
 from shared.runtime.round_state import NewLane
 from shared.runtime.round_verification import RoundVerification, VerifiedTrees
 from shared.runtime.runner import ModelRunner
@@ -92,6 +92,7 @@ class DeviceRounds:
         page_size: int,
         *,
         max_sequences: int = 8,
+        other_shapes: Sequence[TreeShape] = (),
         is_recorded: bool = True,
     ) -> None:
         device, self._pair = pair.decoder.device, pair
@@ -116,8 +117,8 @@ class DeviceRounds:
                 else OwnHead(HeadModel(pair.head, head_pool))
             ),
             feature_rows=self._rows,
-            tree=shape,
-            limits=RoundLimits(max_sequences, MAX_CONTEXT),
+            shapes=dict.fromkeys((shape, *other_shapes), max_sequences),
+            max_context_tokens=MAX_CONTEXT,
         )
 
     def add(

@@ -11,7 +11,7 @@ import torch
 from shared.kernels.kernel_settings import IS_INTERPRETING
 from shared.tokens import SamplingParams, TreeShape
 from tests.helpers.checkpoints import DELTA, TinyShape, write_checkpoint
-from tests.helpers.device_rounds import DeviceRounds, Pair, load_pair
+from tests.helpers.device_rounds import DeviceRounds, Pair, load_pair, token_tree
 from tests.helpers.draft_heads import TinyHead
 from tests.helpers.host_rounds import HostRound, HostRounds
 
@@ -95,6 +95,47 @@ def host_rounds(
         starts.append(list(host.sequence.token_ids))
         rounds.append([host.round(shape) for _ in range(num_rounds)])
     return starts, rounds
+
+
+CHANGING = (TreeShape(5, 1, 6), TREE, TreeShape(1, 1, 2), TREE, TreeShape(2, 2, 30))
+"""Shapes of rounds one after the other: with fewer and with more open rows, in one kernel and in
+none."""
+
+
+def check_changing(pair: Pair, *, is_recorded: bool) -> None:
+    """Holds rounds whose shape changes each time, while one is unread, to those of the host.
+
+    Args:
+        is_recorded: see `DeviceRounds`; then trees are compared, too.
+    """
+    samplings = [*SAMPLINGS["greedy"], *SAMPLINGS["sampled"]]
+    shapes = CHANGING[: 3 if IS_INTERPRETING else 5]
+    rounds = DeviceRounds(
+        pair, shapes[0], PAGE_SIZE, is_recorded=is_recorded, other_shapes=shapes[1:]
+    )
+    hosts: list[HostRounds] = []
+    for number, prompt in enumerate(prompts(2 if IS_INTERPRETING else 4)):
+        sampling = samplings[number % len(samplings)]
+        host = HostRounds(pair.decoder, pair.head, prompt, sampling, PAGE_SIZE)
+        hosts.append(host)
+        rounds.add(number, list(host.sequence.token_ids), sampling)
+    pending: list[TreeShape] = []
+    for shape in (*shapes, *shapes, None):
+        if shape is not None:
+            assert rounds.runner.takes(shape)
+            rounds.runner.turn_to(shape)
+            rounds.launch()
+            pending.append(shape)
+        if len(pending) < 2 and shape is not None:
+            continue
+        launched = pending.pop(0)
+        for host, found in zip(hosts, rounds.runner.result(), strict=True):
+            expected = host.round(launched)
+            assert found.token_ids == expected.token_ids
+            if is_recorded:
+                tree = token_tree(rounds.trees[-1 - len(pending)], found.sequence_id)
+                assert tree.token_ids == expected.tree.token_ids
+                assert tree.parent_indices == expected.tree.parent_indices
 
 
 def check_reading(pair: Pair, shape: TreeShape, *, is_recorded: bool) -> None:

@@ -13,7 +13,7 @@ import torch
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage, DraftTimeout
 from services.target.drafts.feature_store import FeatureSpec
 from services.target.rounds.policy import Choice, LanePolicy
-from services.target.rounds.round_runners import RoundSource
+from services.target.rounds.round_shapes import RoundSource
 from shared.kv.pool import KvPool
 from shared.runtime.round_head import OwnHead
 from shared.runtime.tree_model import HeadModel

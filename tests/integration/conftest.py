@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.target.drafts import attachment
-from services.target.rounds import round_runners
+from services.target.rounds import round_shapes
 
 
 @pytest.fixture(autouse=True)
@@ -18,4 +18,4 @@ def patient_targets(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def rounds_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What rounds take is measured before the first one, and nothing here depends on it."""
-    monkeypatch.setattr(round_runners, "_NUM_TIMED", 1)
+    monkeypatch.setattr(round_shapes, "_NUM_TIMED", 1)

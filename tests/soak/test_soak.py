@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.target.rounds import round_runners
+from services.target.rounds import round_shapes
 from shared.kv.states import StateStore
 from shared.models.decoder import Decoder
 from tests.helpers.engines import recurrent_decoder
@@ -36,8 +36,8 @@ def few_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     """One more than run at a time: what is open at the end has to be served to its end. What rounds
     take is measured once a size."""
     monkeypatch.setattr(module, "MAX_OPEN", module.MAX_RUNNING + 1)
-    monkeypatch.setattr(round_runners, "_NUM_TIMED", 1)
-    monkeypatch.setattr(round_runners, "_TIMED_SIZES", (1, 4))
+    monkeypatch.setattr(round_shapes, "_NUM_TIMED", 1)
+    monkeypatch.setattr(round_shapes, "_TIMED_SIZES", (1, 4))
 
 
 def _run(soak: Soak, num_finished: int, *happen: str) -> None:

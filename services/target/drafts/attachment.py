@@ -29,7 +29,7 @@ from shared.tokens import (
 if TYPE_CHECKING:
     from services.target.drafts.feature_store import FeatureSpec
     from services.target.rounds.device_rounds import MappedRounds
-    from services.target.rounds.round_runners import RoundSource
+    from services.target.rounds.round_shapes import RoundSource
     from services.target.sequence import Sequence
     from services.target.verifier import VerificationMode
     from services.target.weight_control import WeightVersion

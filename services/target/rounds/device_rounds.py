@@ -17,8 +17,8 @@ from services.target.drafts.attachment import Attachment, DraftMessage
 from services.target.drafts.feature_store import FeatureStore
 from services.target.requests.request import GenerationRequest
 from services.target.rounds.policy import CostTable
-from services.target.rounds.round_runners import (
-    RoundRunners,
+from services.target.rounds.round_shapes import (
+    RoundShapes,
     RoundSource,
     capacities,
     prepared_kinds,
@@ -30,13 +30,12 @@ from shared.kv.leases import KvLeases, OutOfPages, PagePool
 from shared.runtime.mapped_rounds import (
     MappedCommand,
     MappedHead,
-    MappedShape,
     MappedSource,
     PrepareMapped,
 )
 from shared.runtime.memory import Shortage
 from shared.runtime.ring_memory import RingUnavailable
-from shared.runtime.round_batches import RoundShape
+from shared.runtime.round_batches import RoundShape, SizedShape
 from shared.runtime.round_runner import RoundLimits, RoundRunner
 from shared.runtime.round_state import NewLane, SequenceRound
 from shared.runtime.runner import ModelRunner
@@ -65,7 +64,7 @@ class MappedRounds:
         trees: most sequences of a round by shape, the draft's own shape first.
         is_pinned: an operator fixed the shape.
         place: see `RoundSource`.
-        runners: made when a draft was ready for the first time.
+        shapes: made when a draft was ready for the first time.
         costs: measured then.
     """
 
@@ -75,7 +74,7 @@ class MappedRounds:
     max_context_tokens: int
     is_pinned: bool
     place: int
-    runners: RoundRunners | None = None
+    shapes: RoundShapes | None = None
     costs: CostTable | None = None
 
     def open(self, attachment: Attachment) -> None:
@@ -140,7 +139,7 @@ class MappedHeads:
             shapes = self.config.round_shapes(base, drafts_ahead=is_ahead)
         trees = capacities(shapes, limits.max_sequences)
         mapped = tuple(
-            MappedShape(
+            SizedShape(
                 RoundShape.of(
                     tree,
                     draft_vocab_size=offer.vocab_size,
@@ -311,10 +310,10 @@ class DeviceRounds:
         self._cache = runner.cache
         self._head_pages = PagePool.of(source.pages)
         self._max_context_tokens = source.max_context_tokens
-        kept = None if mapped is None else mapped.runners
-        self._runners = kept or RoundRunners(source, runner, None if store is None else store.rows)
+        kept = None if mapped is None else mapped.shapes
+        self._shapes = kept or RoundShapes(source, runner, None if store is None else store.rows)
         if mapped is not None:
-            mapped.runners = self._runners
+            mapped.shapes = self._shapes
         self._masks = masks
         # Chunks in several slots would be lanes without a state of their own.
         self._reads_prompts = runner.pool.states is None
@@ -330,26 +329,26 @@ class DeviceRounds:
     @property
     def shape(self) -> TreeShape:
         """Shape of the trees that rounds have now."""
-        return self._runners.shape
+        return self._shapes.shape
 
     def shapes_for(self, num_sequences: int) -> tuple[TreeShape, ...]:
         """Returns the shapes that take so many sequences, the draft's own first."""
-        return self._runners.shapes_for(num_sequences)
+        return self._shapes.shapes_for(num_sequences)
 
     @property
     def shapes(self) -> tuple[TreeShape, ...]:
         """All shapes, the draft's own first."""
-        return self._runners.shapes
+        return self._shapes.shapes
 
     def measured(self) -> CostTable:
         """Returns what steps of the lanes take on this device."""
         if self._mapped is None:
-            return self._runners.measured()
+            return self._shapes.measured()
         if self._mapped.costs is None:
-            costs = self._runners.measured()
+            costs = self._shapes.measured()
             if self.is_late:  # something was compiled, say
                 self._head.forgive()
-                costs = self._runners.measured()
+                costs = self._shapes.measured()
             self._mapped.costs = costs
         return self._mapped.costs
 
@@ -374,8 +373,8 @@ class DeviceRounds:
     @property
     def is_sparse(self) -> bool:
         """Whether so many have left that it pays to place those that are there anew."""
-        used = self._runners.num_computed(self._runner.num_slots)
-        needed = self._runners.num_computed(len(self._runner.sequence_ids))
+        used = self._runner.num_computed(self._runner.num_slots)
+        needed = self._runner.num_computed(self._runner.num_placed)
         return used >= MIN_SPARSE and used >= 2 * needed
 
     def turn_to(self, shape: TreeShape) -> None:
@@ -383,15 +382,15 @@ class DeviceRounds:
         sequences keep their lanes."""
         if not self.keeps_lanes(shape):
             self.leave()
-        self._runners.turn_to(shape)
+        self._shapes.turn_to(shape)
 
     def keeps_lanes(self, shape: TreeShape) -> bool:
         """Whether sequences stay where they are when rounds turn to a shape."""
-        return self._runners.is_within(shape)
+        return self._shapes.keeps_lanes(shape)
 
     @property
     def _runner(self) -> RoundRunner:
-        return self._runners.current
+        return self._shapes.runner
 
     @property
     def is_running(self) -> bool:
@@ -403,7 +402,7 @@ class DeviceRounds:
         sequence_id = sequence.sequence_id
         can_serve = self._can_serve.get(sequence_id)
         if can_serve is None:
-            rows = self._runners.max_tree_rows
+            rows = self._shapes.max_tree_rows
             can_serve = can_be_round(sequence.request, self._algorithm, rows)
             self._can_serve[sequence_id] = can_serve
         if not can_serve or sequence.prediction is not None:
@@ -430,7 +429,7 @@ class DeviceRounds:
     @property
     def num_free(self) -> int:
         """Lanes that nobody has."""
-        return self._runners.capacity - self._runner.num_placed
+        return self._shapes.capacity - self._runner.num_placed
 
     def num_slots_to_read(self, sequence: Sequence) -> int:
         """Returns how many slots of a round compute what is left of a sequence's prompt, up to its
@@ -542,7 +541,7 @@ class DeviceRounds:
     def _give_up(self, shortage: Shortage) -> None:
         """No memory for so many lanes, or for sequences to join them: those who came since the last
         launch leave, or all where nobody came."""
-        self._runners.confine(max(self._runner.num_placed, 1), shortage)
+        self._shapes.confine(max(self._runner.num_placed, 1), shortage)
         placed = self.sequences
         leaving = [each for each in self._joined if self.holds(each)] or placed
         for each in leaving:
@@ -564,10 +563,9 @@ class DeviceRounds:
         """Sequences of the oldest unread round, those that have ended since included."""
         return self._runner.num_awaited
 
-    @property
-    def max_committed(self) -> int:
-        """Most tokens that a round commits to a sequence."""
-        return self._runner.shape.max_committed
+    def num_unread(self, sequence: Sequence) -> int:
+        """Returns how many tokens the rounds that nobody has read may commit to a lane."""
+        return self._runner.num_unread(sequence.sequence_id)
 
     @property
     def num_tree_rows(self) -> int:

@@ -173,11 +173,13 @@ class _Launch:
     """A round that nobody has read.
 
     Attributes:
+        num_tree_rows: that the target computes for a sequence.
         is_alone: nothing was planned beside it, and nobody joined.
     """
 
     start_s: float
     shape: TreeShape
+    num_tree_rows: int
     is_alone: bool
 
 
@@ -443,7 +445,7 @@ class RoundSteps:
             if shape != self._last_shape:  # nothing was prepared for it
                 shape = replace(shape, is_ahead=False)
             self._last_shape = rounds.shape
-            self._launched.append(_Launch(now_s, shape, self._is_alone))
+            self._launched.append(_Launch(now_s, shape, rounds.num_tree_rows, self._is_alone))
             self._wait.launched(launched_s - now_s)
         return was_taken
 
@@ -528,8 +530,7 @@ class RoundSteps:
         nobody, and the next prompt would wait for it."""
         if rounds.has_joined:
             return False
-        num_committed = rounds.num_pending * rounds.max_committed
-        return all(each.num_remaining <= num_committed for each in rounds.sequences)
+        return all(each.num_remaining <= rounds.num_unread(each) for each in rounds.sequences)
 
     def _drain(self, rounds: DeviceRounds) -> None:
         while rounds.num_pending:
@@ -577,7 +578,7 @@ class RoundSteps:
                 duration_s=now_s - start_s,
                 end_s=now_s,
                 host_gap_s=0.0,
-                num_rows=rounds.num_tree_rows * num_lanes,
+                num_rows=launch.num_tree_rows * num_lanes,
                 num_prompt_rows=num_prompt_rows,
                 num_rounds=len(decided),
                 num_committed=num_committed,

@@ -13,7 +13,7 @@ from services.target.drafts.attachments import Attachments
 from services.target.drafts.feature_store import FeatureStore
 from services.target.draw import Decision
 from services.target.rounds.device_rounds import MIN_SPARSE, new_lane_of
-from services.target.rounds.round_runners import MAX_ROWS
+from services.target.rounds.round_shapes import MAX_ROWS
 from services.target.sequence import Sequence
 from services.target.step_plan import ScheduledSequence, pruned
 from services.target.step_report import Clock

@@ -21,6 +21,7 @@ from tests.helpers.round_cases import (
     SAMPLINGS,
     SHAPES,
     TREE,
+    check_changing,
     check_reading,
     host_rounds,
     load_pairs,
@@ -89,6 +90,12 @@ def test_rounds_equal_those_of_the_host(
             assert token_tree(tree, number).token_ids == host.token_ids
             assert token_tree(tree, number).parent_indices == host.parent_indices
             _assert_same(found, expected[number][index])
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", [*HEADS, "recurrent"])
+def test_lanes_stay_when_the_shape_changes(pairs: dict[str, Pair], name: str) -> None:
+    check_changing(pairs[name], is_recorded=not IS_INTERPRETING)
 
 
 def test_paths_of_several_nodes_move(pairs: dict[str, Pair]) -> None:

@@ -12,11 +12,13 @@ from shared.tokens import TreeShape
 from tests.helpers.device_rounds import DeviceRounds, Pair
 from tests.helpers.round_cases import (
     GREEDY,
+    HEADS,
     NUM_ROUNDS,
     PAGE_SIZE,
     SAMPLINGS,
     SHAPES,
     TREE,
+    check_changing,
     check_reading,
     host_rounds,
     load_pairs,
@@ -83,3 +85,8 @@ def test_a_launch_waits_for_nothing(pairs: dict[str, Pair], name: str) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(each.token_ids for each in rounds.runner.result())
+
+
+@pytest.mark.parametrize("name", [*HEADS, "recurrent"])
+def test_lanes_stay_when_the_shape_changes(pairs: dict[str, Pair], name: str) -> None:
+    check_changing(pairs[name], is_recorded=False)

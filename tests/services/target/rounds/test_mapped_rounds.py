@@ -19,11 +19,12 @@ from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
 from shared.runtime import mapped_rounds
 from shared.runtime.mapped_rounds import MappedRound, OpenMapped
-from shared.tokens import SamplingParams, TreeShape
+from shared.tokens import SamplingParams, StopParams, TreeShape
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.device_rounds import Pair
 from tests.helpers.engines import VOCAB_SIZE, build_engine, request, run, run_plain, settle
 from tests.helpers.mapped_draft import MappedDraft
+from tests.helpers.shared_head_rounds import SilentDraft, sharing_head
 
 TREE = TreeShape(3, 2, 7)
 PROMPTS = ([1, 2, 3, 4, 5], [1, 2, 3, 4, 9, 8, 7], [11, 3], [3] * 21)
@@ -259,3 +260,61 @@ def test_a_model_drafts_ahead_while_sequences_come_and_go(
         # Most verdicts are foreseen, but those of rounds in which a sequence joins.
         assert num_drafted >= 0.7 * CHAIN.num_steps * (num_rounds - len(requests))
         assert num_accepted > 0.8 * num_drafted
+
+
+SHAPES = (TreeShape(5, 1, 6), TreeShape(1, 1, 2), TreeShape(3, 1, 4))
+
+
+def _in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the shape change for every second round."""
+    numbers = itertools.count()
+
+    def choose(policy: LanePolicy, *args: object) -> TreeShape:
+        shapes = sorted(args[2], key=lambda each: (each.num_steps * 5 % 7, each.is_ahead))  # type: ignore[attr-defined, call-overload]
+        return shapes[next(numbers) // 2 % len(shapes)]
+
+    monkeypatch.setattr(LanePolicy, "choose", choose)
+
+
+def _accepted(
+    engine: Engine, reports: list[StepReport], sampling: SamplingParams
+) -> list[tuple[TreeShape, int, int]]:
+    """Returns the shape, the drafted and the accepted nodes of each round."""
+    reports.clear()
+    for prompt in PROMPTS:
+        run(engine, [request(prompt, sampling, StopParams(60))])
+    return [
+        (each.round_shape, each.num_drafted, each.num_accepted)
+        for each in reports
+        if each.round_shape is not None
+    ]
+
+
+def test_a_head_elsewhere_drafts_as_one_here_while_the_shape_changes(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _setup(pair) as setup:
+        setup.attach(tree=SHAPES[0], is_pinned=False)
+        _in_turn(monkeypatch)
+        found = _accepted(setup.engine, setup.reports, SAMPLINGS[1])
+    reports: list[StepReport] = []
+    engine = build_engine(pair.decoder, on_step=reports.append)
+    trees = dict.fromkeys(SHAPES[1:], 6)
+    engine.attach(sharing_head(pair, SilentDraft(), SHAPES[0], trees))
+    _in_turn(monkeypatch)
+    assert found == _accepted(engine, reports, SAMPLINGS[1])
+    assert {shape for shape, _, _ in found} == set(SHAPES)
+
+
+def test_a_model_elsewhere_drafts_ahead_while_the_shape_changes(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _setup(pair) as setup:
+        setup.attach(tree=SHAPES[0], model=_model(tmp_path, TARGET_SEED), is_pinned=False)
+        _in_turn(monkeypatch)
+        found = _accepted(setup.engine, setup.reports, SAMPLINGS[0])
+        # Those that an answer ends in are cut.
+        num_cut = sum(accepted != drafted for _, drafted, accepted in found)
+        assert num_cut <= 2 * len(PROMPTS) < len(found) / 2
+        assert {shape.is_ahead for shape, _, _ in found} == {False, True}
+        assert len({shape.num_steps for shape, _, _ in found}) > 1

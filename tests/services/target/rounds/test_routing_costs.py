@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.target.rounds.round_runners import RoutingCosts
+from services.target.rounds.round_shapes import RoutingCosts
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.models.loader import load_decoder

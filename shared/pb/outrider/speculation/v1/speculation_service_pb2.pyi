@@ -145,13 +145,14 @@ class MappedHeadPrepare(_message.Message):
     def __init__(self, shape_number: _Optional[int] = ..., slot_count: _Optional[int] = ..., sampling_kind: _Optional[int] = ..., last: _Optional[bool] = ...) -> None: ...
 
 class MappedHeadRound(_message.Message):
-    __slots__ = ("shape_number", "slot_count", "sampling_kind", "backlogs", "ahead")
+    __slots__ = ("shape_number", "slot_count", "sampling_kind", "backlogs", "ahead", "open_shape_number")
     shape_number: int
     slot_count: int
     sampling_kind: int
     backlogs: _containers.RepeatedCompositeFieldContainer[MappedHeadBacklog]
     ahead: bool
-    def __init__(self, shape_number: _Optional[int] = ..., slot_count: _Optional[int] = ..., sampling_kind: _Optional[int] = ..., backlogs: _Optional[_Iterable[_Union[MappedHeadBacklog]]] = ..., ahead: _Optional[bool] = ...) -> None: ...
+    open_shape_number: int
+    def __init__(self, shape_number: _Optional[int] = ..., slot_count: _Optional[int] = ..., sampling_kind: _Optional[int] = ..., backlogs: _Optional[_Iterable[_Union[MappedHeadBacklog]]] = ..., ahead: _Optional[bool] = ..., open_shape_number: _Optional[int] = ...) -> None: ...
 
 class MappedHeadBacklog(_message.Message):
     __slots__ = ("token_ids", "start", "end", "pages", "head_pages")

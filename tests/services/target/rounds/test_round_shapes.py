@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from services.target.rounds.round_runners import RoundRunners, RoundSource
+from services.target.rounds.round_shapes import RoundShapes, RoundSource
 from shared.kv.pool import KvPool
 from shared.runtime.memory import Shortage
 from shared.runtime.round_head import OwnHead
@@ -25,7 +25,7 @@ TREE, CHAIN, SHORT = TreeShape(3, 3, 9), TreeShape(3, 1, 4), TreeShape(1, 1, 2)
 OTHERS = {CHAIN: 12, SHORT: 32}
 
 
-def _runners(pair: Pair, others: Mapping[TreeShape, int] = OTHERS) -> RoundRunners:
+def _shapes(pair: Pair, others: Mapping[TreeShape, int] = OTHERS) -> RoundShapes:
     pool = KvPool(pair.decoder.kv_layout(PAGE_SIZE), 20, CPU)
     source = RoundSource(
         head=OwnHead(HeadModel(pair.head, KvPool(pair.head.kv_layout(PAGE_SIZE), 20, CPU))),
@@ -36,30 +36,30 @@ def _runners(pair: Pair, others: Mapping[TreeShape, int] = OTHERS) -> RoundRunne
         other_trees=others,
     )
     rows = torch.zeros((20 * PAGE_SIZE, pair.head.feature_spec.width))
-    return RoundRunners(source, ModelRunner(pair.decoder, pool), rows)
+    return RoundShapes(source, ModelRunner(pair.decoder, pool), rows)
 
 
 def test_each_shape_takes_so_many_sequences(pair: Pair) -> None:
-    runners = _runners(pair)
-    assert runners.shapes_for(5) == (TREE, CHAIN, SHORT)
-    assert runners.shapes_for(6) == (CHAIN, SHORT)
-    assert runners.shapes_for(13) == (SHORT,)
-    assert runners.shapes_for(33) == ()
-    assert runners.max_sequences == 32
-    assert [runners.num_computed(count) for count in (1, 3, 9, 32)] == [1, 4, 12, 32]
-    assert runners.shape == TREE
-    runners.turn_to(SHORT)
-    assert runners.current.shape.tree == runners.shape == SHORT
+    shapes = _shapes(pair)
+    assert shapes.shapes_for(5) == (TREE, CHAIN, SHORT)
+    assert shapes.shapes_for(6) == (CHAIN, SHORT)
+    assert shapes.shapes_for(13) == (SHORT,)
+    assert shapes.shapes_for(33) == ()
+    assert shapes.max_sequences == 32
+    assert [shapes.runner.num_computed(count) for count in (1, 3, 9, 32)] == [1, 4, 12, 32]
+    assert shapes.shape == TREE
+    shapes.turn_to(SHORT)
+    assert shapes.runner.shape.tree == shapes.shape == SHORT
 
 
 def test_what_does_not_fit_at_some_size_goes_on_below_it(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runners = _runners(pair)
-    runners.turn_to(CHAIN)
-    runners.confine(3, Shortage())
-    assert runners.shapes_for(2) == (TREE, CHAIN, SHORT)
-    assert runners.shapes_for(3) == (TREE, SHORT)
+    shapes = _shapes(pair)
+    shapes.turn_to(CHAIN)
+    shapes.confine(3, Shortage())
+    assert shapes.shapes_for(2) == (TREE, CHAIN, SHORT)
+    assert shapes.shapes_for(3) == (TREE, SHORT)
     assert "no memory for rounds of 3 sequences with trees of 3 steps, 1 wide" in caplog.text
 
 
@@ -87,10 +87,10 @@ def test_a_shape_whose_graphs_do_not_fit_is_left_out(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     asked = _refuse(CHAIN, most, monkeypatch)
-    runners = _runners(pair)
+    shapes = _shapes(pair)
     for count in range(1, 13):
-        assert (CHAIN in runners.shapes_for(count)) == (count <= fits)
-        assert SHORT in runners.shapes_for(count)
+        assert (CHAIN in shapes.shapes_for(count)) == (count <= fits)
+        assert SHORT in shapes.shapes_for(count)
     assert max(asked) <= 12
     told = f"trees of 3 steps, 1 wide, 4 rows and more than {fits} sequences: left out"
     assert told in caplog.text
@@ -98,12 +98,12 @@ def test_a_shape_whose_graphs_do_not_fit_is_left_out(
 
 def test_every_graph_is_there_at_the_start(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = _refuse(TREE, 8, monkeypatch)
-    _runners(pair)
+    _shapes(pair)
     assert asked[::2] == [5, 4, 2, 1]  # of each kind, the largest first
 
 
 def test_times_are_measured_for_each_shape(pair: Pair) -> None:
-    costs = _runners(pair).measured()
+    costs = _shapes(pair).measured()
     assert set(costs.rounds) == {TREE, *OTHERS}
     assert set(costs.rounds[TREE]) == {1, 4, 5}
     assert all(seconds > 0 for times in costs.rounds.values() for seconds in times.values())

@@ -1,4 +1,4 @@
-"""Rounds of several shapes with one head: a runner each, of which one has the sequences."""
+"""Rounds with one head: how many sequences those of each shape take, and what they cost."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ import torch
 from services.target.rounds.policy import CostTable
 from shared.kv.batch import empty_decode_batch
 from shared.runtime.graphs import step_memory_bytes
-from shared.runtime.lockstep import RoundLeader, RoundsKey
 from shared.runtime.memory import Shortage, free_memory_bytes
 from shared.runtime.outcome_chains import MAX_LANES_AHEAD
 from shared.runtime.round_graphs import ROUND_SIZES
 from shared.runtime.round_head import HeadPlace
-from shared.runtime.round_runner import RoundLimits, RoundRunner
+from shared.runtime.round_runner import RoundRunner
 from shared.runtime.round_state import RoundSampling
 from shared.runtime.runner import ModelRunner
 from shared.tokens import TreeShape
@@ -122,7 +121,7 @@ _NUM_ROUNDS_AHEAD = 4
 _TIMED_SIZES = (1, 4, 16)
 
 
-class RoundRunners:
+class RoundShapes:
     """Owned by the engine thread.
 
     Args:
@@ -130,41 +129,31 @@ class RoundRunners:
             that reads none.
 
     Attributes:
-        current: takes the sequences.
-        shape: of its trees, as it was asked for.
+        runner: runs them.
+        shape: of the trees now, as it was asked for.
     """
 
     def __init__(
         self, source: RoundSource, runner: ModelRunner, feature_rows: torch.Tensor | None
     ) -> None:
         self._target, self._device, self._cache = runner, runner.device, runner.cache
-        # Rounds of two shapes are never under way at once, so their graphs share memory.
-        memory = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
         self._capacities = {source.tree: source.max_sequences, **source.other_trees}
-        self._runners = {
-            shape: RoundRunner(
-                decoder=runner.decoder,
-                pool=runner.pool,
-                head=source.head,
-                feature_rows=feature_rows,
-                tree=shape,
-                limits=RoundLimits(max_sequences, source.max_context_tokens),
-                number=number,
-                graph_memory=memory,
-                leader=None
-                if runner.leader is None
-                else RoundLeader(runner.leader, RoundsKey(source.place, number)),
-            )
-            for number, (shape, max_sequences) in enumerate(self._capacities.items())
-        }
+        self.runner = RoundRunner(
+            decoder=runner.decoder,
+            pool=runner.pool,
+            head=source.head,
+            feature_rows=feature_rows,
+            shapes=self._capacities,
+            max_context_tokens=source.max_context_tokens,
+            leader=runner.leader,
+            place=source.place,
+        )
         self.shape = source.tree
-        self.current = self._runners[source.tree]
         self._capture_all()
         # The same graphs serve trees that grow ahead.
-        for shape, each in tuple(self._runners.items()):
-            if each.shape.num_outcomes:
+        for shape in tuple(self._capacities):
+            if self.runner.shape_of(shape).num_outcomes:
                 ahead = replace(shape, is_ahead=True)
-                self._runners[ahead] = each
                 self._capacities[ahead] = min(self._capacities[shape], MAX_LANES_AHEAD)
 
     @property
@@ -187,27 +176,19 @@ class RoundRunners:
         """All shapes, the draft's own first."""
         return tuple(self._capacities)
 
-    def num_computed(self, num_sequences: int) -> int:
-        """Returns how many slots the shape that takes most computes for so many sequences."""
-        widest = max(self._capacities, key=lambda shape: self._capacities[shape])
-        return self._runners[widest].num_computed(num_sequences)
-
     def shapes_for(self, num_sequences: int) -> tuple[TreeShape, ...]:
         """Returns the shapes that take so many sequences, the draft's own first."""
         return tuple(shape for shape, most in self._capacities.items() if most >= num_sequences)
 
     def turn_to(self, shape: TreeShape) -> None:
-        """Takes rounds of another shape from now on; no sequence takes part, unless they stay where
-        they are."""
-        if not self.is_within(shape):
-            assert not self.current.sequence_ids, "sequences would stay behind"
-            assert not self.current.num_pending, "a round would be lost"
-        self.shape, self.current = shape, self._runners[shape]
-        self.current.is_ahead = shape.is_ahead
+        """Takes rounds of another shape from now on, which `keeps_lanes` of all sequences."""
+        self.shape, self.runner.is_ahead = shape, shape.is_ahead
+        self.runner.turn_to(replace(shape, is_ahead=False))
 
-    def is_within(self, shape: TreeShape) -> bool:
-        """Whether rounds of a shape have the same lanes as those of the current one."""
-        return self._runners[shape] is self.current
+    def keeps_lanes(self, shape: TreeShape) -> bool:
+        """Whether all sequences stay where they are when rounds turn to a shape."""
+        is_within = self.runner.num_slots <= self._capacities[shape]
+        return is_within and self.runner.takes(replace(shape, is_ahead=False))
 
     def confine(self, num_sequences: int, shortage: Shortage) -> None:
         """The current shape does not fit the memory for so many sequences; it goes on for fewer,
@@ -222,7 +203,7 @@ class RoundRunners:
     def measured(self) -> CostTable:
         """Returns what rounds take on this device, of each shape and size, with nobody in them;
         the target's plain steps as well."""
-        table, routing = CostTable(), RoutingCosts(self._target, self._timed)
+        table, routing, shape_now = CostTable(), RoutingCosts(self._target, self._timed), self.shape
         most = max(self._capacities.values())
         for count in self._timed_sizes(most):
             table.plain[count] = self._plain_s(count) + routing.extra_s(count, 1)
@@ -231,6 +212,7 @@ class RoundRunners:
                 count: self._round_s(shape, count) + routing.extra_s(count, shape.num_draft_tokens)
                 for count in self._timed_sizes(capacity)
             }
+        self.turn_to(shape_now)
         return table
 
     def _timed_sizes(self, most: int) -> list[int]:
@@ -238,7 +220,8 @@ class RoundRunners:
         return sorted({min(size, most) for size in sizes}) if most else []
 
     def _round_s(self, shape: TreeShape, count: int) -> float:
-        runner = self._runners[shape]
+        runner = self.runner
+        self.turn_to(shape)
         num_rounds = _NUM_ROUNDS_AHEAD if shape.is_ahead else 1
 
         def run() -> None:
@@ -270,8 +253,10 @@ class RoundRunners:
     def _capture_all(self) -> None:
         """Makes every graph that a round may need, so that none is made under traffic. The
         largest comes first: the others share its memory."""
-        for shape in self._runners:
+        own = self.shape
+        for shape in self._capacities:
             advice = None
+            self.turn_to(shape)
             for count in reversed(self._sizes(shape)):
                 if count <= self._capacities[shape]:
                     advice = self._capture(shape, count) or advice
@@ -281,21 +266,22 @@ class RoundRunners:
                     "%s",
                     *(_name(shape), self._capacities[shape], advice),
                 )
+        self.turn_to(own)
 
     def _sizes(self, shape: TreeShape) -> list[int]:
         return round_sizes(self._capacities[shape])
 
     def _capture(self, shape: TreeShape, num_sequences: int) -> str | None:
-        """Makes the graphs of one size; returns advice where they do not fit the memory, and leaves
-        the shape out for that size and for more."""
+        """Makes the graphs of one size of the current shape; returns advice where they do not fit
+        the memory, and leaves the shape out for that size and for more."""
         before = self._num_reserved_bytes()
         try:
             self._check_room()
             for kind in _CAPTURED_KINDS:
-                self._runners[shape].capture(num_sequences, kind)
+                self.runner.capture(num_sequences, kind)
         except RuntimeError as error:
             advice = self._cache.advice(Shortage.of(error))
-            if self._runners[shape].is_waited_for:
+            if self.runner.is_waited_for:
                 logger.critical("no memory for rounds of the group: %s", advice)
                 raise
             sizes = [0, *(size for size in self._sizes(shape) if size < num_sequences)]
