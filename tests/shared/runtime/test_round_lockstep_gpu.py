@@ -33,10 +33,10 @@ pytestmark = pytest.mark.gpu
 def check_lanes(target: CutTarget, num_tokens: int) -> None:
     """Has requests come one after another while the shape changes every few rounds."""
     LanePolicy.choose = any_choice(3)  # type: ignore[method-assign, assignment]
+    reports: list[StepReport] = []
     for sampling in SAMPLINGS:
         requests = [request(prompt, sampling, StopParams(num_tokens)) for prompt in PROMPTS]
         expected = run(target.plain(), requests)
-        reports: list[StepReport] = []
         engine, collector = target.drafted(reports.append, OTHER_TREES), Collector()
         for key, each in enumerate(requests):
             engine.submit(each, collector, key)
@@ -45,10 +45,11 @@ def check_lanes(target: CutTarget, num_tokens: int) -> None:
         settle(engine)
         for key in range(len(requests)):
             assert collector.token_ids(key) == expected.token_ids(key)
-        rounds = [report for report in reports if report.round_shape is not None]
-        assert sum(report.num_accepted for report in rounds) > 0
-        assert sum(report.num_prompt_rows for report in rounds) > 0
-        assert {report.round_shape for report in reports} == {None, TREE, *OTHER_TREES}
+    # When a prompt ends beside rounds is a matter of time.
+    rounds = [report for report in reports if report.round_shape is not None]
+    assert sum(report.num_accepted for report in rounds) > 0
+    assert sum(report.num_prompt_rows for report in rounds) > 0
+    assert {report.round_shape for report in reports} == {None, TREE, *OTHER_TREES}
 
 
 def serve(folder: Path, ranks: Ranks, spreads_sequences: bool) -> None:
