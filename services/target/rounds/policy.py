@@ -149,25 +149,25 @@ class LanePolicy:
         """Learns from a round: the nodes that lanes of one kind accepted."""
         self._acceptance.observe(shape, is_greedy=is_greedy, accepted=accepted)
 
-    def observe_time(self, shape: TreeShape, num_lanes: int, seconds: float) -> None:
-        """Learns from the time of a round that nothing else was computed beside.
+    def observe_time(self, choice: Choice, num_lanes: int, seconds: float) -> None:
+        """Learns from the time of a round or a plain step that nothing else was computed beside.
 
         What it takes beyond the table is its own where a draft works behind the rounds, and every
         choice's where contexts grow: their keys and values are read by all.
         """
-        expected_s = self.costs.seconds(shape, num_lanes)
+        expected_s = self.costs.seconds(choice, num_lanes)
         if expected_s is None:
             return
         size = _size(num_lanes)
         beyond_s = min(max(seconds - expected_s, 0.0), expected_s)
-        num_timed = self._num_timed[size, shape]
+        num_timed = self._num_timed[size, choice]
         offsets_s = self._offsets_s.setdefault(size, {})
-        known_s = offsets_s.get(shape, 0.0)
+        known_s = offsets_s.get(choice, 0.0)
         change_s = max(OFFSET_SMOOTHING, 1.0 / (num_timed + 1)) * (beyond_s - known_s)
-        offsets_s[shape] = known_s + change_s
-        self._num_timed[size, shape] += 1
+        offsets_s[choice] = known_s + change_s
+        self._num_timed[size, choice] += 1
         if num_timed >= SETTLED_ROUNDS:
-            for other in offsets_s.keys() - {shape}:
+            for other in offsets_s.keys() - {choice}:
                 offsets_s[other] = max(offsets_s[other] + change_s, 0.0)
 
     def _offset_s(self, choice: Choice, size: int) -> float:
@@ -218,9 +218,10 @@ class LanePolicy:
         self._probe, self._num_probe_steps = probe, PROBE_ROUNDS
         num_lanes = num_greedy + num_drawn
         seconds = self.costs.seconds(probe, num_lanes) or 0.0
-        # The tokens of the choice in force that the tries are expected to lose, in its time; to
-        # change over costs about a step.
-        lost_s = PROBE_ROUNDS * seconds * max(1.0 - promises[probe] / rate, 0.0) + seconds
+        # The tokens of the choice in force that the tries are expected to lose, in its time. Behind
+        # plain steps all lanes have to be given out, which takes about a round.
+        lost_s = PROBE_ROUNDS * seconds * max(1.0 - promises[probe] / rate, 0.0)
+        lost_s += 0.0 if self._choice else seconds
         self.probe_s += lost_s
         self._may_probe_s = now_s + max(lost_s / PROBE_SHARE, PROBE_PAUSE_S)
 

@@ -137,6 +137,11 @@ class DeviceTimes:
         """
         return max(launch_s, self.end_s)
 
+    def is_behind(self, launch_s: float) -> bool:
+        """Whether the oldest piece that is not read was launched while another one was under way:
+        it has taken the time between their reads, that of a slow host included."""
+        return launch_s < self.end_s
+
     def read(self, launch_s: float, now_s: float, *, is_awaited: bool) -> float | None:
         """Returns how long the device took for a piece; None where the host came too late to know.
 
@@ -235,7 +240,6 @@ class RoundSteps:
         self._reading: dict[int, int] = {}
         self._launched: deque[_Launch] = deque()
         self._last_shape: Choice = None
-        self._committed_s = 0.0
         self._is_alone = True
         self._resumes_s, self._pause_s = -math.inf, FIRST_LATE_PAUSE_S
 
@@ -331,9 +335,22 @@ class RoundSteps:
         Args:
             is_awaited: see `DeviceTimes.read`.
         """
-        took_s = self._times.read(step.start_s, self._clock(), is_awaited=is_awaited)
+        now_s = self._clock()
+        if self._is_plain_decode(step):
+            seconds = now_s - self._times.began_s(step.start_s)
+            assert self._policy is not None
+            self._policy.observe_time(None, step.num_rows, seconds)
+        took_s = self._times.read(step.start_s, now_s, is_awaited=is_awaited)
         if took_s is not None:
             self._wait.planned_timed(step.num_rows, took_s)
+
+    def _is_plain_decode(self, step: LaunchedStep) -> bool:
+        """Whether a planned step, which is about to be read, is what the policy calls a plain step:
+        a token for everybody, and nothing else."""
+        rounds, is_behind = self._rounds, self._times.is_behind(step.start_s)
+        if self._policy is None or rounds is None or rounds.num_placed or not is_behind:
+            return False
+        return step.num_rows == len(step.drawn) == self._scheduler.num_running
 
     def join(self) -> None:
         """Gives lanes to sequences whose prompts are read, while the device computes something:
@@ -542,10 +559,9 @@ class RoundSteps:
         decided = rounds.read()
         now_s = self._clock()
         launch = self._launched.popleft()
-        start_s = max(launch.start_s, self._committed_s)
-        # One that was launched behind another has taken the time between their results. What trees
-        # that came too late cost says nothing of the shape.
-        is_timed = launch.is_alone and launch.start_s < self._committed_s and not rounds.is_late
+        start_s = self._times.began_s(launch.start_s)
+        # What trees that came too late cost says nothing of the shape.
+        is_timed = launch.is_alone and self._times.is_behind(launch.start_s) and not rounds.is_late
         # Where all have ended before its draws, nobody took part.
         is_timed = is_timed and num_lanes > 0
         if self._policy is not None and is_timed:
@@ -553,7 +569,6 @@ class RoundSteps:
         took_s = self._times.read(launch.start_s, now_s, is_awaited=is_awaited)
         if took_s is not None:
             self._wait.timed(took_s)
-        self._committed_s = now_s
         if self._policy is not None:
             for is_greedy in (False, True):
                 accepted = [

@@ -135,7 +135,9 @@ def test_what_late_trees_cost_is_not_held_against_a_shape(
 ) -> None:
     timed: list[TreeShape] = []
     monkeypatch.setattr(LanePolicy, "choose", lambda self, *_: TREE)
-    monkeypatch.setattr(LanePolicy, "observe_time", lambda _, shape, *__: timed.append(shape))
+    monkeypatch.setattr(
+        LanePolicy, "observe_time", lambda _, shape, *__: timed.extend([shape] if shape else [])
+    )
     with _setup(pair) as setup:
         draft = setup.attach(is_pinned=False)
         mapped = draft.attachment.mapped

@@ -58,12 +58,12 @@ class World:
             seconds += self.own_s(choice, num_lanes)
             self.now_s += seconds
             self.num_tokens += num_lanes
+            policy.observe_time(choice, num_lanes, seconds)
             if choice is None:
                 continue
             accepted = [self._accepted(choice, source) for _ in range(num_lanes)]
             self.num_tokens += sum(accepted)
             policy.observe(choice, is_greedy=True, accepted=accepted)
-            policy.observe_time(choice, num_lanes, seconds)
         return choices
 
     def _accepted(self, shape: TreeShape, source: random.Random) -> int:
@@ -145,6 +145,15 @@ def test_what_every_step_takes_beyond_the_table_favours_long_rounds() -> None:
         world.run(policy, 256, 4.0)
         usual.append(_usual(world.run(policy, 256, 4.0)))
     assert usual == [SHORT, LONG]
+
+
+def test_plain_steps_that_take_more_than_the_table_says_are_given_up_at_once() -> None:
+    """The table was measured with empty lanes, where plain steps promise most."""
+    policy, world = LanePolicy(SHAPES, _costs()), World(lambda now_s: 0.8, offset_s=0.006)
+    world.run(policy, 64, 1.0)
+    assert policy.choose(256, 0, SHAPES, world.now_s) is None
+    world.run(policy, 256, 0.5)
+    assert None not in world.run(policy, 256, 0.5)
 
 
 def test_what_one_shape_takes_beyond_the_table_is_its_own() -> None:

@@ -13,7 +13,7 @@ from services.target.admin_service import attachment_message, gauge_values
 from services.target.engine import Engine
 from services.target.requests.request import GenerationRequest
 from services.target.rounds.device_rounds import DeviceRounds
-from services.target.rounds.policy import CostTable
+from services.target.rounds.policy import CostTable, LanePolicy
 from services.target.step_report import StepReport
 from shared.runtime.round_runner import RoundRunner
 from shared.tokens import SamplingParams, StopParams, TreeShape
@@ -76,7 +76,13 @@ def _setup(
     *,
     is_pinned: bool = False,
     lends: bool = True,
+    plain_s: float = PLAIN_S,
 ) -> Setup:
+    """Returns an engine.
+
+    Args:
+        plain_s: seconds of a plain step; the policy begins with `PLAIN_S`.
+    """
     clock, launch = ModelClock(), RoundRunner.launch
     reports: list[StepReport] = []
 
@@ -98,7 +104,7 @@ def _setup(
         num_pages=800,
         on_step=reports.append,
         clock=clock,
-        make_runner=lambda decoder, pool: TimedRunner(decoder, pool, clock, lambda rows: PLAIN_S),
+        make_runner=lambda decoder, pool: TimedRunner(decoder, pool, clock, lambda rows: plain_s),
     )
     if lends:
         engine.attach(
@@ -137,6 +143,23 @@ def _assert_plain_output(plain: list[list[int]], found: TimedRun, count: int) ->
 
 def _usual(setup: Setup) -> TreeShape | None:
     return setup.shapes.most_common(1)[0][0]
+
+
+@pytest.mark.parametrize(("plain_s", "wanted"), [(PLAIN_S, None), (3.0 * PLAIN_S, TREE)])
+def test_plain_steps_are_timed_while_they_are_in_force(
+    pair: Pair,
+    plain: list[list[int]],
+    plain_s: float,
+    wanted: TreeShape | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LanePolicy, "_consider_probe", lambda *_: None)
+    costs = Costs(lambda shape, size: (2.2 if shape == TREE else 9.0) * PLAIN_S)
+    setup = _setup(pair, costs, monkeypatch, plain_s=plain_s)
+    found = setup.serve(_requests(4))
+    _assert_plain_output(plain, found, 4)
+    assert setup.shapes[None] > 0
+    assert _usual(setup) == wanted
 
 
 # Four at a time of the other two are served below.
