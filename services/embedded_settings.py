@@ -9,7 +9,7 @@ from services.draft.algorithm import Algorithm
 from services.draft.feature_layers import feature_layers
 from services.draft.settings import MOST_PAGE_TOKENS, DraftSettings, with_local_models
 from services.target.flag_choices import DeviceRoundsChoice
-from services.target.settings import TargetSettings
+from services.target.settings import NO_DRAFT, DraftNeeds, TargetSettings
 from services.target.settings_problems import rejection_flag
 from shared.errors import SettingsError
 from shared.model_files import has_tokenizer, num_ids, tokenizer_sha256
@@ -56,16 +56,41 @@ def embedded_settings(
     return chosen
 
 
-def engine_needs(draft: DraftSettings | None) -> tuple[tuple[int, ...], bool]:
-    """Returns the layers whose features a hosted draft reads, and whether it takes part in rounds
-    on the device; see `build_engine`.
+def draft_needs(settings: TargetSettings, draft: DraftSettings | None) -> DraftNeeds:
+    """Returns what a hosted draft, if there is one, wants of its target.
 
     Raises:
-        CheckpointError: a config is missing or cannot be served.
+        CheckpointError: a config or weights are missing, or cannot be served.
     """
     if draft is None:
-        return (), False
-    return feature_layers(draft), draft.algorithm.joins_rounds
+        return NO_DRAFT
+    return DraftNeeds(
+        feature_layers(draft), draft.algorithm.joins_rounds, _weight_bytes(settings, draft)
+    )
+
+
+def _weight_bytes(settings: TargetSettings, draft: DraftSettings) -> int:
+    """Returns about what the weights of a draft take: its files, of next-token layers as much as
+    of another layer. A head borrows the tables of a target that is whole; it needs its own of one
+    that several processes hold."""
+    if not draft.algorithm.has_model:
+        return 0
+    # Settings are read where torch is not installed, too.
+    from shared.models.checkpoint import Checkpoint
+    from shared.models.config import ModelConfig
+
+    files = set(Checkpoint.open(draft.model_folder).files.values())
+    size_bytes = sum(file.stat().st_size for file in files)
+    if not draft.algorithm.reads_features:
+        return size_bytes
+    target = ModelConfig.from_folder(draft.target_folder)
+    if draft.model_folder == draft.target_folder:
+        size_bytes //= target.num_layers
+    if settings.ranks.size > 1:
+        num_tables = 1 if draft.algorithm is Algorithm.EAGLE3 else 2
+        item_bytes = 4 if target.dtype is None else target.dtype.itemsize
+        size_bytes += num_tables * target.vocab_size * target.hidden_size * item_bytes
+    return size_bytes
 
 
 def with_target_tokenizer(draft: DraftSettings, target: TargetSettings) -> DraftSettings:

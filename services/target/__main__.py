@@ -20,13 +20,13 @@ from prometheus_client import CollectorRegistry
 
 from services.draft.settings import DraftSettings
 from services.embedded import build_embedded_draft
-from services.embedded_settings import embedded_settings, engine_needs
+from services.embedded_settings import draft_needs, embedded_settings
 from services.followers import Followers
 from services.target.engine_factory import build_engine
 from services.target.flag_choices import DraftPlacement
 from services.target.metrics import TargetMetrics, WantedMetrics, engine_figures, engine_statuses
 from services.target.process import TargetProcess
-from services.target.settings import TargetSettings, with_local_model
+from services.target.settings import DraftNeeds, TargetSettings, with_local_model
 from services.target.tensor_parallel import run_followers, start_followers
 from shared.errors import OutriderError
 from shared.model_files import tokenizer_sha256
@@ -56,8 +56,7 @@ def main() -> None:
         # Of the process, so a draft it hosts has no say.
         torch.set_num_threads(settings.num_threads)
         if settings.node_rank > 0:
-            layers, has_lanes = engine_needs(draft_settings)
-            run_followers(settings, layers, has_lanes=has_lanes)
+            run_followers(settings, draft_needs(settings, draft_settings))
         else:
             uvloop.run(_serve(settings, draft_settings))
     except OutriderError as error:
@@ -123,9 +122,9 @@ def _build(
     wire = WireMeter(round_log)
     metrics = TargetMetrics(registry, round_log)
     registry.register(WireMetrics("outrider_target", wire))
-    layers, has_lanes = engine_needs(draft_settings)
-    followers = _followers(settings, layers, opened, has_lanes=has_lanes)
-    engine = build_engine(settings, metrics.observe_step, followers, layers, has_lanes=has_lanes)
+    needs = draft_needs(settings, draft_settings)
+    followers = _followers(settings, needs, opened)
+    engine = build_engine(settings, metrics.observe_step, followers, needs)
     requests = VllmMetrics(lambda: engine_figures(engine, settings, metrics.num_preempted))
     registry.register(requests)
     registry.register(WantedMetrics(lambda: engine_statuses(engine)))
@@ -146,15 +145,13 @@ def _build(
     return process
 
 
-def _followers(
-    settings: TargetSettings, layers: tuple[int, ...], opened: ExitStack, *, has_lanes: bool
-) -> Followers | None:
+def _followers(settings: TargetSettings, draft: DraftNeeds, opened: ExitStack) -> Followers | None:
     """Starts the other processes of the model, if there are any. They wait for this one, which
     waits for them before it ends, so something has to end them."""
     if settings.ranks.size == 1:
         return None
     with start_phase("followers"):
-        followers = start_followers(settings, layers, has_lanes=has_lanes)
+        followers = start_followers(settings, draft)
     opened.callback(followers.stop)
     return followers
 

@@ -19,7 +19,7 @@ from services.target.fallback import Fallback, NgramFallback
 from services.target.requests.request import ModelLimits
 from services.target.runner_factory import BuiltRunner, build_runner, num_routes
 from services.target.scheduler import Scheduler, SchedulerLimits
-from services.target.settings import TargetSettings
+from services.target.settings import NO_DRAFT, DraftNeeds, TargetSettings
 from services.target.step_report import StepReport
 from services.target.verifier import Verifier
 from services.target.weight_stager import RankStages
@@ -36,23 +36,20 @@ def build_engine(
     settings: TargetSettings,
     on_step: Callable[[StepReport], None],
     followers: Followers | None = None,
-    feature_layers: tuple[int, ...] = (),
-    *,
-    has_lanes: bool = False,
+    draft: DraftNeeds = NO_DRAFT,
 ) -> Engine:
     """Loads the model and returns an engine, not started.
 
     Args:
         followers: the other processes that hold a part of the model; None holds it all.
-        feature_layers: whose features a draft in this process will want.
-        has_lanes: it shares a head for rounds on the device.
+        draft: of one that will be in this process.
 
     Raises:
         CheckpointError: the model folder cannot be served.
         SettingsError: memory does not hold what the settings ask for.
     """
     shared = () if followers is None else (followers.group, followers.leader)
-    built = build_runner(settings, *shared, feature_layers=feature_layers, has_lanes=has_lanes)
+    built = build_runner(settings, *shared, draft=draft)
     leases = KvLeases(
         built.runner.pool.num_leased_pages,
         settings.page_size,

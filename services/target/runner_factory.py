@@ -10,7 +10,7 @@ from torch import Tensor
 
 from services.target.drafts.feature_store import captured_layers
 from services.target.rounds.round_shapes import MAX_ROWS
-from services.target.settings import TargetSettings
+from services.target.settings import NO_DRAFT, DraftNeeds, TargetSettings
 from shared.errors import SettingsError
 from shared.kernels.linear import LinearWeight, is_hopper
 from shared.kv.pool import KvPool
@@ -94,17 +94,13 @@ def build_runner(
     group: TensorGroup | None = None,
     leader: Leader | None = None,
     *,
-    feature_layers: tuple[int, ...] = (),
-    has_lanes: bool = False,
+    draft: DraftNeeds = NO_DRAFT,
 ) -> BuiltRunner:
     """Loads the model, allocates its KV pool and captures its graphs.
 
     Args:
         group: processes that share the model; all of them call this at the same time.
         leader: of rank 0.
-        feature_layers: whose features graphs return; those with others are captured when a draft
-            first wants them, in the middle of its first rounds.
-        has_lanes: sequences draft in lanes with an embedded head; planned steps verify few trees.
 
     Raises:
         CheckpointError: the model folder cannot be served.
@@ -115,7 +111,7 @@ def build_runner(
     config = ModelConfig.from_folder(settings.model_path)
     check_recurrent(settings, config)
     has_rounds = settings.has_device_rounds(is_cuda=device.type == "cuda")
-    has_lanes = has_lanes and has_rounds
+    has_lanes = draft.has_lanes and has_rounds
     dtype = dtype_named(settings.dtype, config.dtype, device)
     is_first = leader is not None or group is None
     if group is not None:
@@ -130,11 +126,14 @@ def build_runner(
             show_progress=is_first,
             group=group,
         )
+    feature_layers = draft.feature_layers
     if num_routes(settings, config):
         feature_layers = (*feature_layers, ROUTES)
     max_context = _context_tokens(settings, config)
     limits = _graph_limits(settings, decoder, max_context)
-    reserved_bytes = 0 if limits is None else graph_memory_bytes(config, limits, dtype)
+    # The draft is loaded behind the cache; ranks without one have pages for no more.
+    reserved_bytes = draft.weight_bytes
+    reserved_bytes += 0 if limits is None else graph_memory_bytes(config, limits, dtype)
     if limits is not None and has_rounds:
         # Of a head here, or of drafts that come later.
         share = int(_MOST_OF_ROUNDS * free_memory_bytes(device))

@@ -303,3 +303,22 @@ def with_local_model(settings: TargetSettings) -> TargetSettings:
     if tokenizer is not None:
         tokenizer = local_path(tokenizer, flag="--tokenizer-path")
     return replace(settings, model_path=model, tokenizer_path=tokenizer, revision=None)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftNeeds:
+    """What a draft in this process wants of its target.
+
+    Attributes:
+        feature_layers: that it reads. Graphs return their features; those with others are captured
+            when a draft first wants them, in the middle of its first rounds.
+        has_lanes: sequences draft in lanes with its head; planned steps verify few trees.
+        weight_bytes: about what its weights take of the memory of rank 0.
+    """
+
+    feature_layers: tuple[int, ...] = ()
+    has_lanes: bool = False
+    weight_bytes: int = 0
+
+
+NO_DRAFT = DraftNeeds()

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from services.followers import Followers, Seat, check_shard, follow_first_host, rank_devices
 from services.hosts import Terms
 from services.target.runner_factory import build_runner, first_shard
-from services.target.settings import TargetSettings
+from services.target.settings import NO_DRAFT, DraftNeeds, TargetSettings
 from services.target.weight_stager import (
     ApplyCall,
     FollowingStager,
@@ -29,64 +29,59 @@ _STOP_MARGIN_S = 5.0
 """After the grace that rank 0 gives its requests."""
 
 
-def start_followers(
-    settings: TargetSettings, feature_layers: tuple[int, ...] = (), *, has_lanes: bool = False
-) -> Followers:
+def start_followers(settings: TargetSettings, draft: DraftNeeds = NO_DRAFT) -> Followers:
     """Starts them and returns once all have joined; they load their weights meanwhile.
 
     Args:
-        feature_layers, has_lanes: arguments of `build_runner` in this process.
+        draft: argument of `build_runner` in this process.
 
     Raises:
         CheckpointError: the model folder has no usable config.
         SettingsError: the model cannot be cut so, there are not as many GPUs, or other hosts do
             not come or agree.
     """
-    terms = _terms(settings, feature_layers, has_lanes=has_lanes)
+    terms = _terms(settings, draft)
     devices = rank_devices(settings.device, settings.ranks)
-    work = partial(_follow, settings, feature_layers, has_lanes)
+    work = partial(_follow, settings, draft)
     return Followers(work, settings.ranks, devices, service="target", terms=terms)
 
 
-def run_followers(
-    settings: TargetSettings, feature_layers: tuple[int, ...] = (), *, has_lanes: bool = False
-) -> None:
+def run_followers(settings: TargetSettings, draft: DraftNeeds = NO_DRAFT) -> None:
     """Runs those of a host that is not the first, until rank 0 ends; see `follow_first_host`.
 
     Args, raises: see `start_followers`.
     """
     follow_first_host(
-        partial(_follow, settings, feature_layers, has_lanes),
+        partial(_follow, settings, draft),
         settings.ranks,
         rank_devices(settings.device, settings.ranks),
         service="target",
-        terms=_terms(settings, feature_layers, has_lanes=has_lanes),
+        terms=_terms(settings, draft),
         grace_s=settings.drain_grace_s + _STOP_MARGIN_S,
     )
 
 
-def _terms(settings: TargetSettings, feature_layers: tuple[int, ...], *, has_lanes: bool) -> Terms:
+def _terms(settings: TargetSettings, draft: DraftNeeds) -> Terms:
     """Raises: SettingsError: the model cannot be cut so."""
     check_shard(first_shard(settings), ModelConfig.from_folder(settings.model_path))
     shown = shown_settings(settings)
     agreed = {f"--{name}": text for name, text in shown.items() if name not in _OF_A_HOST}
     config = (settings.model_path / CONFIG_FILE).read_bytes()
     agreed[f"SHA-256 of {CONFIG_FILE}"] = hashlib.sha256(config).hexdigest()
-    agreed["layers that the embedded draft reads"] = str(feature_layers)
-    agreed["rounds with the embedded draft"] = str(has_lanes)
+    agreed["layers that the embedded draft reads"] = str(draft.feature_layers)
+    agreed["rounds with the embedded draft"] = str(draft.has_lanes)
     return Terms(settings.dist_secret, agreed)
 
 
 def _follow(
     settings: TargetSettings,
-    feature_layers: tuple[int, ...],
-    has_lanes: bool,
+    draft: DraftNeeds,
     seat: Seat,
     pipe: Connection,
 ) -> None:
     group = seat.join(settings)
     own = replace(settings, device=str(seat.device))
-    runner = build_runner(own, group, feature_layers=feature_layers, has_lanes=has_lanes).runner
+    runner = build_runner(own, group, draft=draft).runner
     stager = WeightStager(runner.decoder, own.model_path, own.model_options)
     weights = FollowingStager(stager, group, runner.device)
     rounds = RoundFollower(runner)

@@ -18,7 +18,7 @@ from services.draft.settings import DraftSettings
 from services.draft.settings_problems import DEMO_HEADS
 from services.draft.worker import WorkerIdentity
 from services.embedded import build_embedded_draft
-from services.embedded_settings import engine_needs
+from services.embedded_settings import draft_needs
 from services.target.__main__ import read_settings
 from services.target.drafts.draft_policy import ALWAYS
 from services.target.engine_factory import build_engine
@@ -121,13 +121,13 @@ def target_process(
         opened: ends the other processes of its model; a model of one has none.
     """
     settings, chosen = read_settings(arguments, {})
-    layers, has_lanes = engine_needs(chosen)
+    needs = draft_needs(settings, chosen)
     others = None
     if settings.ranks.size > 1:
         assert opened is not None, "somebody has to end them"
-        others = start_followers(settings, layers, has_lanes=has_lanes)
+        others = start_followers(settings, needs)
         opened.callback(others.stop)
-    engine = build_engine(settings, lambda report: None, others, layers, has_lanes=has_lanes)
+    engine = build_engine(settings, lambda report: None, others, needs)
     process = TargetProcess(engine, settings, tokenizer_sha256(settings.model_path))
     if chosen is not None:
         built = build_embedded_draft(engine, settings, chosen)

@@ -1,4 +1,4 @@
-"""What verification by the draft's distributions cannot do with is refused at start, by name."""
+"""What a target asks of the draft that it hosts, and what it refuses at start, by name."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.draft.settings_problems import DEMO_TARGET
 from services.embedded import build_embedded_draft
+from services.embedded_settings import draft_needs
 from services.target.__main__ import read_settings
 from services.target.engine_factory import build_engine
 from services.target.flag_choices import DeviceRoundsChoice
+from services.target.settings import NO_DRAFT
 from services.target.verifier import VerificationMode
 from shared.errors import SettingsError
+from shared.models.config import ModelConfig
 from tests.helpers.mtp_heads import TinyMtp, write_mtp
 
+DEMO = DEMO_TARGET.parent
 REJECTION, BLOCK = "--speculative-use-rejection-sampling", "--speculative-use-block-verification"
 EMBEDDED = ("--draft", "embedded")
 
@@ -217,3 +222,34 @@ def test_start_says_how_many_lanes_there_are(
     assert f"(steps,topk,rows): {shown}" in caplog.text
     assert ("have a lane at most" in caplog.text) == (limit is not None)
     assert limit is None or limit in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "folder", "num_tables"),
+    [("STANDALONE", "draft", 0), ("EAGLE3", "heads/eagle3", 1), ("EAGLE", "heads/eagle", 2)],
+)
+def test_the_target_leaves_room_for_the_weights_of_its_draft(
+    algorithm: str, folder: str, num_tables: int
+) -> None:
+    size_bytes = (DEMO / folder / "model.safetensors").stat().st_size
+    target = ModelConfig.from_folder(DEMO_TARGET)
+    table_bytes = 2 * target.vocab_size * target.hidden_size
+    for flags, num_own in (((), 0), (("--tp-size", "2"), num_tables)):
+        read = read_settings([*EMBEDDED, "--speculative-algorithm", algorithm, *flags], {})
+        assert draft_needs(*read).weight_bytes == size_bytes + num_own * table_bytes
+
+
+def test_next_token_layers_take_as_much_as_another_layer() -> None:
+    moe = DEMO / "demo-moe"
+    read = read_settings(
+        [*EMBEDDED, "--model-path", str(moe), "--speculative-algorithm", "MTP"], {}
+    )
+    size_bytes = (moe / "model.safetensors").stat().st_size
+    num_layers = ModelConfig.from_folder(moe).num_layers
+    assert draft_needs(*read).weight_bytes == size_bytes // num_layers
+
+
+def test_other_drafts_and_none_take_nothing() -> None:
+    assert draft_needs(*read_settings([], {})) == NO_DRAFT
+    read = read_settings([*EMBEDDED, "--speculative-algorithm", "NGRAM"], {})
+    assert draft_needs(*read).weight_bytes == 0

@@ -11,7 +11,7 @@ import torch
 
 from services.target import runner_factory
 from services.target.runner_factory import build_runner
-from services.target.settings import TargetSettings
+from services.target.settings import DraftNeeds, TargetSettings
 from shared.errors import SettingsError
 from shared.layers.tensor_group import TensorGroup
 from shared.model_options import KvDtype, Quantisation
@@ -80,11 +80,22 @@ def test_a_draft_in_this_process_has_its_features_counted(
     monkeypatch.setattr("shared.runtime.memory.free_memory_bytes", lambda device: 40 * page_bytes)
     settings = TargetSettings(model_path=folder, device="cpu", mem_fraction_static=0.5)
     num_pages = [
-        build_runner(settings, feature_layers=layers).runner.pool.num_pages for layers in ((), (1,))
+        build_runner(settings, draft=DraftNeeds(layers)).runner.pool.num_pages
+        for layers in ((), (1,))
     ]
     feature_bytes = settings.page_size * 32 * 4
     assert num_pages == [20, 20 * page_bytes // (page_bytes + feature_bytes)]
     assert num_pages[1] < num_pages[0]
+
+
+def test_the_cache_leaves_room_for_the_weights_of_a_draft(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page_bytes = build_runner(_settings(folder)).runner.pool.layout.page_size_bytes
+    monkeypatch.setattr("shared.runtime.memory.free_memory_bytes", lambda device: 40 * page_bytes)
+    settings = TargetSettings(model_path=folder, device="cpu", mem_fraction_static=0.5)
+    draft = DraftNeeds(weight_bytes=10 * page_bytes)
+    assert build_runner(settings, draft=draft).runner.pool.num_pages == 15
 
 
 def test_features_are_counted_for_the_pages_of_all_ranks(
