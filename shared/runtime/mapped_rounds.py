@@ -29,12 +29,14 @@ from shared.runtime.round_batches import (
     RoundTree,
     SizedShape,
     StateSizes,
+    state_of_shape,
 )
 from shared.runtime.round_graphs import TreeSource
 from shared.runtime.round_head import HeadBacklog, RoundHead, read_trees
 from shared.runtime.round_state import TAIL, RoundSampling, RoundState
 from shared.runtime.round_verification import RoundVerification
 from shared.runtime.tree_model import verification_for
+from shared.tokens import TreeShape
 
 _ALIGNMENT = 256
 GO, DONE = 0, _ALIGNMENT
@@ -251,13 +253,14 @@ class MappedHead:
         self._late = torch.zeros(1, dtype=torch.int32, pin_memory=is_cuda)
         self._is_cuda = is_cuda
 
-    @property
-    def vocab_size(self) -> int:
-        return self.source.vocab_size
-
-    @property
-    def num_outcomes(self) -> int:
-        return max(each.shape.num_outcomes for each in self._shapes)
+    def shape(self, tree: TreeShape, max_context_tokens: int) -> RoundShape:
+        """See `TreePlace.shape`."""
+        return RoundShape.of(
+            tree,
+            draft_vocab_size=self.source.vocab_size,
+            max_context_tokens=max_context_tokens,
+            num_outcomes=max(each.shape.num_outcomes for each in self._shapes),
+        )
 
     def open(self, send: Send, prepared: Sequence[PrepareMapped]) -> None:
         """Has a process map the memory and prepare for rounds."""
@@ -287,13 +290,13 @@ class MappedHead:
         self._late_before = int(self._late[0])
 
     def verification(self, shape: RoundShape) -> Callable[..., RoundVerification]:
-        """See `HeadPlace.verification`."""
+        """See `TreePlace.verification`."""
         return verification_for(shape, self._memory.elements.device)
 
     def in_rounds(
         self, shapes: Sequence[SizedShape], feature_rows: Tensor | None, target: KvPool
     ) -> RoundHead:
-        """See `HeadPlace.in_rounds`."""
+        """See `TreePlace.in_rounds`."""
         assert self._shapes == tuple(shapes), "other shapes"
         memory = self._memory.elements
         state = self._layout.state_within(memory)
@@ -364,9 +367,13 @@ class _MappedRounds:
     def is_late(self) -> bool:
         return self._head.is_late
 
-    def trees(self, number: int) -> TreeSource:
+    def view(self, sized: SizedShape) -> RoundState:
+        """See `RoundHead.view`."""
+        return state_of_shape(self.state, sized)
+
+    def trees(self, number: int, sized: SizedShape) -> TreeSource:
         """See `RoundHead.trees`."""
-        sized, head = self._head.source.shapes[number], self._head
+        head = self._head
         size = (sized.max_sequences, 2, sized.shape.num_tree_rows)
         trees = self._trees[: math.prod(size)].view(size)
         return _MappedTrees(

@@ -172,7 +172,10 @@ class RoundHead(Protocol):
     @property
     def feature_spec(self) -> FeatureSpec | None: ...
 
-    def trees(self, number: int) -> TreeSource:
+    def view(self, sized: SizedShape) -> RoundState:
+        """Returns the view of the state that rounds of a shape have."""
+
+    def trees(self, number: int, sized: SizedShape) -> TreeSource:
         """Returns what grows the trees of a shape."""
 
     def catch_up(self, backlogs: Iterable[HeadBacklog]) -> None:
@@ -200,19 +203,11 @@ class RoundHead(Protocol):
         """Whether trees did not come in time, so that rows are missing in the model's cache."""
 
 
-class HeadPlace(Protocol):
-    """A draft model that rounds can have: a head or a language model, in this process or in another
-    one.
+class TreePlace(Protocol):
+    """Where the trees of rounds come from."""
 
-    Attributes:
-        vocab_size: tokens that it can propose.
-        num_outcomes: verdicts of a lane that it can prepare chains for; 0 for none.
-    """
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def num_outcomes(self) -> int: ...
+    def shape(self, tree: TreeShape, max_context_tokens: int) -> RoundShape:
+        """Returns the sizes of rounds with trees of a shape, over sequences of some length."""
 
     def in_rounds(
         self, shapes: Sequence[SizedShape], feature_rows: Tensor | None, target: KvPool
@@ -227,6 +222,11 @@ class HeadPlace(Protocol):
 
     def verification(self, shape: RoundShape) -> Callable[..., RoundVerification]:
         """Returns the code that verifies trees of a shape."""
+
+
+class HeadPlace(TreePlace, Protocol):
+    """A draft model that rounds can have: a head or a language model, in this process or in another
+    one."""
 
     def warmed_up(self) -> None:
         """Rounds of all shapes have run."""
@@ -249,17 +249,14 @@ class OwnHead:
     model: TreeModel
     code: Callable[..., RoundVerification] | None = None
 
-    @property
-    def vocab_size(self) -> int:
-        return self.model.vocab_size
-
-    @property
-    def num_outcomes(self) -> int:
-        """Target and draft take turns on one device."""
-        return 0
+    def shape(self, tree: TreeShape, max_context_tokens: int) -> RoundShape:
+        """See `TreePlace.shape`. Nothing is prepared: target and draft take turns on one device."""
+        return RoundShape.of(
+            tree, draft_vocab_size=self.model.vocab_size, max_context_tokens=max_context_tokens
+        )
 
     def verification(self, shape: RoundShape) -> Callable[..., RoundVerification]:
-        """See `HeadPlace.verification`."""
+        """See `TreePlace.verification`."""
         return self.code or verification_for(shape, self.model.pool.device)
 
     def warmed_up(self) -> None:
@@ -274,7 +271,7 @@ class OwnHead:
     def in_rounds(
         self, shapes: Sequence[SizedShape], feature_rows: Tensor | None, target: KvPool
     ) -> RoundHead:
-        """See `HeadPlace.in_rounds`."""
+        """See `TreePlace.in_rounds`."""
         assert target.page_size == self.model.pool.page_size, "pages differ in size"
         return _OwnRounds(self.model, shapes, feature_rows)
 
@@ -295,7 +292,11 @@ class _OwnRounds:
         self.catch_up = CatchUp(model, features).run
         self.is_late = False
 
-    def trees(self, number: int) -> TreeSource:
+    def view(self, sized: SizedShape) -> RoundState:
+        """See `RoundHead.view`."""
+        return state_of_shape(self.state, sized)
+
+    def trees(self, number: int, sized: SizedShape) -> TreeSource:
         """See `RoundHead.trees`."""
         return self._trees[number]
 

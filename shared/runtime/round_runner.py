@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,6 @@ from shared.runtime.round_batches import (
     RoundShape,
     SizedShape,
     cut,
-    state_of_shape,
 )
 from shared.runtime.round_graphs import (
     CapturedRound,
@@ -47,7 +47,7 @@ from shared.runtime.round_graphs import (
     RoundOutput,
     num_computed,
 )
-from shared.runtime.round_head import HeadBacklog, HeadPlace
+from shared.runtime.round_head import HeadBacklog, TreePlace
 from shared.runtime.round_state import (
     NewLane,
     NewPage,
@@ -286,20 +286,30 @@ class RoundSlots:
 
 
 @dataclass(frozen=True, slots=True)
+class _GrownRound:
+    """A round whose trees are queued, and no more.
+
+    Attributes:
+        announced: ends what other processes were told.
+    """
+
+    sampling: RoundSampling
+    chunks: RoundChunks | None
+    announced: ExitStack
+
+
+@dataclass(frozen=True, slots=True)
 class _OpenRound:
     """A round whose draws are not queued.
 
     Attributes:
         masked: slots by sequence.
         trees: None where nobody is masked.
-        announced: ends what other processes were told.
     """
 
-    sampling: RoundSampling
-    chunks: RoundChunks | None
+    grown: _GrownRound
     masked: Mapping[int, int]
     trees: QueuedTrees | None
-    announced: ExitStack
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,6 +351,7 @@ class RoundRunner:
 
     Args:
         pool: the target's KV.
+        head: the draft model, or what else trees come from.
         feature_rows: `[num_slots, W]`, the features of the token in each slot of `pool`; None for
             a draft that reads none.
         shapes: each with the most sequences of a round. The first is the current one.
@@ -357,7 +368,7 @@ class RoundRunner:
         *,
         decoder: Decoder,
         pool: KvPool,
-        head: HeadPlace,
+        head: TreePlace,
         feature_rows: Tensor | None,
         shapes: Mapping[TreeShape, int],
         max_context_tokens: int,
@@ -369,52 +380,51 @@ class RoundRunner:
             assert len(feature_rows) == num_slots, "one row a slot"
         assert leader is None or decoder.group is not None, "nobody follows"
         self._max_context_tokens, self._device = max_context_tokens, pool.device
-        sized = [
-            SizedShape(
-                RoundShape.of(
-                    tree,
-                    draft_vocab_size=head.vocab_size,
-                    max_context_tokens=max_context_tokens,
-                    num_outcomes=head.num_outcomes,
-                ),
-                max_sequences,
-            )
-            for tree, max_sequences in shapes.items()
-        ]
+        self._decoder, self._pool, self._feature_rows = decoder, pool, feature_rows
+        self._place, self._leader, self._leader_place = head, leader, place
+        sized = [self._sized(tree, most) for tree, most in shapes.items()]
         self._head = head.in_rounds(sized, feature_rows, pool)
         self._slots = RoundSlots(self._head.state, decoder, pool)
         self._group = decoder.group
         # Rounds of two shapes are never under way at once, so their graphs share memory.
         is_cuda = self._device.type == "cuda"
-        memory = torch.cuda.graph_pool_handle() if is_cuda else None
+        self._memory: Any = torch.cuda.graph_pool_handle() if is_cuda else None
         self._rounds: dict[TreeShape, _Rounds] = {}
-        for number, (tree, each) in enumerate(zip(shapes, sized, strict=True)):
-            own = None if leader is None else RoundLeader(leader, RoundsKey(place, number))
-            verification = head.verification(each.shape)(
-                decoder,
-                pool,
-                each.shape,
-                self._head.feature_spec,
-                feature_rows,
-                self._slots.states,
-            )
-            source = self._head.trees(number)
-            if own is not None and self._group is not None:
-                own.open(each, self._head.state.page_table.shape[1], self._head.feature_spec)
-                source = SentTrees(source, self._group)
-            state = state_of_shape(self._head.state, each)
-            graphs = RoundGraphs(source, verification, state, memory)
-            self._rounds[tree] = _Rounds(number, each, graphs, own)
+        for tree, each in zip(shapes, sized, strict=True):
+            self._rounds[tree] = self._made(each)
         self.is_ahead = False
         self._current = next(iter(self._rounds.values()))
         # Of the rounds after which rows may be open.
         self._last: _Rounds | None = None
+        self._grown: _GrownRound | None = None
         self._open: _OpenRound | None = None
         max_rows = max(each.max_sequences * each.shape.num_tree_rows for each in sized)
         self._tree_copies = TreeCopies(max_rows, self._device)
         # Of sequences whose prompts the last launched round ended, and the next one ends.
         self._read: dict[int, HeadBacklog] = {}
         self._reading: dict[int, HeadBacklog] = {}
+
+    def _sized(self, tree: TreeShape, max_sequences: int) -> SizedShape:
+        return SizedShape(self._place.shape(tree, self._max_context_tokens), max_sequences)
+
+    def _made(self, sized: SizedShape) -> _Rounds:
+        """Returns rounds of one more shape."""
+        number, head, group = len(self._rounds), self._head, self._group
+        verification = self._place.verification(sized.shape)(
+            self._decoder,
+            self._pool,
+            sized.shape,
+            head.feature_spec,
+            self._feature_rows,
+            self._slots.states,
+        )
+        source, leader = head.trees(number, sized), None
+        if self._leader is not None and group is not None:
+            leader = RoundLeader(self._leader, RoundsKey(self._leader_place, number))
+            leader.open(sized, head.state.page_table.shape[1], head.feature_spec)
+            source = SentTrees(source, group)
+        graphs = RoundGraphs(source, verification, head.view(sized), self._memory)
+        return _Rounds(number, sized, graphs, leader)
 
     @property
     def shape(self) -> RoundShape:
@@ -518,8 +528,12 @@ class RoundRunner:
     def num_kv_tokens(self, sequence_id: int) -> tuple[int, int]:
         """Returns how many tokens the target's and the head's pages of a sequence must cover for
         the next launch."""
-        length = self._slots.placed[sequence_id].longest
+        length = self.longest(sequence_id)
         return self.shape.num_kv_tokens(length), self.shape.num_head_kv_tokens(length)
+
+    def longest(self, sequence_id: int) -> int:
+        """Returns the most tokens of a sequence that may be committed once all rounds are read."""
+        return self._slots.placed[sequence_id].longest
 
     def num_unread(self, sequence_id: int) -> int:
         """Returns how many tokens rounds that nobody has read may commit to a sequence."""
@@ -582,6 +596,22 @@ class RoundRunner:
             torch.OutOfMemoryError: a number of sequences or a kind of sampling that is new to the
                 device does not fit its memory; nothing was launched.
         """
+        if self._grown is None:
+            self._grow()
+        grown, self._grown = self._grown, None
+        assert grown is not None
+        slots = {each: self._slots.placed[each].slot for each in masked}
+        trees = None
+        if slots:
+            are_chains = self.shape.tree.topk == 1
+            trees = self._tree_copies.queue(self._current.graphs.grown, are_chains=are_chains)
+        self._current.graphs.forward(grown.chunks)
+        self._open = _OpenRound(grown, slots, trees)
+        if not slots:
+            self.finish({})
+
+    def _grow(self) -> None:
+        """Queues the first part of a round of every placed sequence."""
         placed = self._slots.placed.values()
         assert placed, "nobody takes part"
         assert self.num_pending < MAX_PENDING_ROUNDS, "read a result first"
@@ -599,15 +629,7 @@ class RoundRunner:
             self._queueing(self.num_slots, sampling, has_chunks=given is not None)
         )
         self._current.graphs.grow(self.num_slots, sampling)
-        slots = {each: self._slots.placed[each].slot for each in masked}
-        trees = None
-        if slots:
-            are_chains = self.shape.tree.topk == 1
-            trees = self._tree_copies.queue(self._current.graphs.grown, are_chains=are_chains)
-        self._current.graphs.forward(given)
-        self._open = _OpenRound(sampling, given, slots, trees, announced)
-        if not slots:
-            self.finish({})
+        self._grown = _GrownRound(sampling, given, announced)
 
     def masked_trees(self) -> dict[int, LaneTree]:
         """Returns the trees of masked lanes by sequence; waits until they have grown."""
@@ -629,13 +651,14 @@ class RoundRunner:
         """
         opened, self._open = self._open, None
         assert opened is not None, "nothing was launched"
+        grown = opened.grown
         by_slot = {opened.masked[sequence_id]: rows for sequence_id, rows in masks.items()}
         output = self._current.graphs.commit(
-            opened.sampling, self._slots.lanes, opened.chunks, by_slot
+            grown.sampling, self._slots.lanes, grown.chunks, by_slot
         )
-        opened.announced.close()
+        grown.announced.close()
         self._read, self._reading = self._reading, {}
-        self._slots.launched(output, opened.sampling, self.shape.max_committed)
+        self._slots.launched(output, grown.sampling, self.shape.max_committed)
         self._last = self._current
 
     def result(self) -> tuple[SequenceRound, ...]:

@@ -70,6 +70,7 @@ class PreparedBlock:
 
     def __init__(self, num_slots: int, max_rows: int, device: torch.device) -> None:
         self._num_slots = num_slots
+        self.device = device
         size = num_slots * (2 + MAX_PREPARED * _num_columns(max_rows))
         # No slot has a tree.
         self._numbers = torch.zeros(size, dtype=torch.int64, device=device)

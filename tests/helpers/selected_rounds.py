@@ -80,8 +80,8 @@ class SelectedRounds:
         assert shape is not None
         for number in self.runner.sequence_ids:
             pages = self._pages[number]
-            self._grow(pages, self.runner.num_kv_tokens(number, shape))
-            self.runner.set_pages(number, pages)
+            self._grow(pages, self.runner.longest(number) - 1 + shape.num_draft_tokens)
+            self.runner.set_pages(number, pages, ())
         self.runner.prepare(prepared, shape)
 
     def launch(self, prepared: Mapping[int, Sequence[PreparedTree]]) -> None:

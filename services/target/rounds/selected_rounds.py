@@ -19,7 +19,7 @@ from services.target.step_plan import ScheduledSequence, pruned
 from services.target.step_report import Clock
 from shared.kv.leases import KvLeases
 from shared.runtime.memory import Shortage
-from shared.runtime.round_graphs import ROUND_SIZES, num_computed
+from shared.runtime.round_graphs import ROUND_SIZES
 from shared.runtime.round_runner import RoundLimits
 from shared.runtime.round_selection import Ending, PreparedTree
 from shared.runtime.round_state import RoundSampling, SequenceRound
@@ -74,8 +74,9 @@ class SelectedRounds:
                 if size > self.max_sequences:
                     continue
                 try:
+                    self._runner.turn_to(shape)
                     for sampling in (RoundSampling.GREEDY, RoundSampling.DRAWN):
-                        self._runner.capture(size, shape, sampling)
+                        self._runner.capture(size, sampling)
                 except RuntimeError as error:
                     self._confine(size - 1, Shortage.of(error))
 
@@ -96,8 +97,8 @@ class SelectedRounds:
     @property
     def is_sparse(self) -> bool:
         """Whether so many have left that it pays to place those that are there anew."""
-        used = self._runner.num_computed(0)
-        needed = num_computed(len(self._sequences), self._limits.max_sequences)
+        used = self._runner.num_computed(self._runner.num_slots)
+        needed = self._runner.num_computed(len(self._sequences))
         return used >= MIN_SPARSE and used >= 2 * needed
 
     @property
@@ -151,7 +152,7 @@ class SelectedRounds:
         if shape != wanted and not self._has_room(prepared, 0, shape):
             return None
         for sequence in prepared:
-            self._runner.set_pages(sequence.sequence_id, sequence.open_lease.pages)
+            self._runner.set_pages(sequence.sequence_id, sequence.open_lease.pages, ())
         try:
             by_id = {sequence.sequence_id: trees for sequence, trees in prepared.items()}
             self._runner.prepare(by_id, shape)
@@ -217,16 +218,16 @@ class SelectedRounds:
 
     def _has_room(self, sequences: Iterable[Sequence], num_new: int, shape: TreeShape) -> bool:
         """Whether so many rows are worth it, and the pages of sequences cover them."""
-        num_rows = self._runner.num_computed(num_new) * shape.num_draft_tokens
+        num_slots = self._runner.num_computed(self._runner.num_slots + num_new)
+        num_rows = num_slots * shape.num_draft_tokens
         return num_rows <= MAX_ROWS and all(self._has_pages(each, shape) for each in sequences)
 
     def _has_pages(self, sequence: Sequence, shape: TreeShape) -> bool:
         """Makes the pages cover the round; nobody is preempted for it."""
+        longest = len(sequence.token_ids)
         if sequence.sequence_id in self._sequences:
-            num_tokens = self._runner.num_kv_tokens(sequence.sequence_id, shape)
-        else:
-            num_tokens = len(sequence.token_ids) - 1 + shape.num_draft_tokens
-        return self._leases.try_grow(sequence.open_lease, num_tokens)
+            longest = self._runner.longest(sequence.sequence_id)
+        return self._leases.try_grow(sequence.open_lease, longest - 1 + shape.num_draft_tokens)
 
     def _slots(self, sequence: Sequence | None, result: SequenceRound) -> list[int]:
         """Returns where the keys and values are that a round computed of committed tokens."""
