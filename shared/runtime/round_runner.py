@@ -455,6 +455,11 @@ class RoundRunner:
         self._current = rounds
 
     @property
+    def target_vocab_size(self) -> int:
+        """Tokens that the target can draw."""
+        return self._decoder.config.vocab_size
+
+    @property
     def sequence_ids(self) -> frozenset[int]:
         """The sequences that take part in the next round."""
         return frozenset(self._slots.placed)

@@ -9,6 +9,7 @@ prompts, step beside the lanes.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
@@ -274,6 +275,30 @@ def can_be_round(
     )
 
 
+def masks_of(
+    runner: RoundRunner, lanes: Iterable[Sequence], masks: TokenMasks
+) -> dict[int, MaskedRows]:
+    """Returns the masks by sequence for the trees of a round whose draws wait for them.
+
+    Args:
+        lanes: all that are still there; the last token of each is known.
+    """
+    by_id = {each.sequence_id: each for each in lanes}
+    trees = {
+        sequence_id: each
+        for sequence_id, each in runner.masked_trees().items()
+        if sequence_id in by_id and by_id[sequence_id].is_masked
+    }
+    found = masks.of_lanes(
+        [(by_id[sequence_id], each.tree) for sequence_id, each in trees.items()],
+        runner.target_vocab_size,
+    )
+    return {
+        sequence_id: MaskedRows(each.rows, own)
+        for (sequence_id, each), own in zip(trees.items(), found, strict=True)
+    }
+
+
 MIN_SPARSE = 16
 """Slots below which empty ones cost next to nothing."""
 
@@ -317,7 +342,6 @@ class DeviceRounds:
         self._masks = masks
         # Chunks in several slots would be lanes without a state of their own.
         self._reads_prompts = runner.pool.states is None
-        self._vocab_size = runner.decoder.config.vocab_size
         self._lanes: dict[int, Lane] = {}
         # Since the last launch.
         self._joined: list[Sequence] = []
@@ -509,22 +533,8 @@ class DeviceRounds:
         """Computes the masks for the trees of a round, beside the forward, and queues its draws.
         All rounds before are read: a grammar is followed up to the last token."""
         assert not self.num_pending, "the last tokens are not known"
-        lanes = {each.sequence_id: each for each in self.sequences}
-        trees = {
-            sequence_id: each
-            for sequence_id, each in self._runner.masked_trees().items()
-            if sequence_id in lanes and lanes[sequence_id].is_masked
-        }
-        found = self._masks.of_lanes(
-            [(lanes[sequence_id], each.tree) for sequence_id, each in trees.items()],
-            self._vocab_size,
-        )
-        masks = {
-            sequence_id: MaskedRows(each.rows, own)
-            for (sequence_id, each), own in zip(trees.items(), found, strict=True)
-        }
         try:
-            self._runner.finish(masks)
+            self._runner.finish(masks_of(self._runner, self.sequences, self._masks))
         except RuntimeError as error:
             if self._runner.is_waited_for:
                 raise

@@ -53,7 +53,7 @@ class RoundFactory:
         the model has to be whole on one device."""
         if not self._is_coupled or self.runner.decoder.group is not None:
             return None
-        return SelectedRounds(self.runner, self.leases, limits)
+        return SelectedRounds(self.runner, self.leases, limits, self.verifier.masks)
 
     def _store(self, attachment: Attachment) -> FeatureStore | None:
         """Returns the features that a draft reads; None where it reads none."""

@@ -12,11 +12,12 @@ from services.target.drafts.assignments import Assignment
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.feature_store import FeatureStore
 from services.target.draw import Decision
-from services.target.rounds.device_rounds import MIN_SPARSE, new_lane_of
+from services.target.rounds.device_rounds import MIN_SPARSE, masks_of, new_lane_of
 from services.target.rounds.round_shapes import MAX_ROWS
 from services.target.sequence import Sequence
 from services.target.step_plan import ScheduledSequence, pruned
 from services.target.step_report import Clock
+from services.target.token_masks import TokenMasks
 from shared.kv.leases import KvLeases
 from shared.runtime.memory import Shortage
 from shared.runtime.round_graphs import ROUND_SIZES
@@ -38,13 +39,18 @@ logger = logging.getLogger(__name__)
 class SelectedRounds:
     """Owned by the engine thread.
 
+    Args:
+        masks: computes those of lanes with a grammar or rules.
+
     Attributes:
         max_sequences: slots.
         store: of the features that rounds keep; None where they keep none.
     """
 
-    def __init__(self, runner: ModelRunner, leases: KvLeases, limits: RoundLimits) -> None:
-        self._target = runner
+    def __init__(
+        self, runner: ModelRunner, leases: KvLeases, limits: RoundLimits, masks: TokenMasks
+    ) -> None:
+        self._target, self._masks = runner, masks
         self._leases = leases
         self._limits = limits
         self.max_sequences = limits.max_sequences
@@ -167,8 +173,20 @@ class SelectedRounds:
         return self._runner.has_chosen()
 
     def launch(self) -> None:
-        """Launches what was prepared."""
-        self._runner.launch()
+        """Launches what was prepared. Where the host masks lanes, `finish` is to be called once the
+        rounds before are read."""
+        self._runner.launch(each.sequence_id for each in self.sequences if each.is_masked)
+
+    @property
+    def awaits_masks(self) -> bool:
+        """Whether a round was launched whose draws wait for masks."""
+        return self._runner.awaits_masks
+
+    def finish(self) -> None:
+        """Computes the masks for the trees of a round, beside the forward, and queues its draws.
+        All rounds before are read: a grammar is followed up to the last token."""
+        assert not self.num_pending, "the last tokens are not known"
+        self._runner.finish(masks_of(self._runner, self.sequences, self._masks))
 
     def read(self, stores: Iterable[FeatureStore]) -> list[tuple[Sequence | None, SequenceRound]]:
         """Waits for the oldest unread round; returns what it did, with None in place of sequences

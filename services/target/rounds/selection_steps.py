@@ -75,9 +75,7 @@ class SelectionTerms:
         assignment = self._attachments.assignments.get(sequence.sequence_id)
         wanted = sequence.request.draft_algorithm or ""
         algorithm = wanted if assignment is None else assignment.attachment.identity.algorithm
-        if sequence.needs_host_before_next_step:
-            return False
-        return can_be_round(sequence.request, algorithm)
+        return sequence.prediction is None and can_be_round(sequence.request, algorithm)
 
 
 class SelectionCommits:
@@ -355,8 +353,8 @@ class SelectionSteps:
             self._is_open = False
             self.settle()
             return Turn.ELSEWHERE
-        self._launch(rounds, shape, trees)
         self._attachments.readiness.begin_rounds(trees.sure)
+        self._launch(rounds, shape, trees)
         return Turn.DONE
 
     def _go_on(self, rounds: SelectedRounds) -> Turn:
@@ -389,14 +387,12 @@ class SelectionSteps:
         if shape is None:
             return
         known = [each.timeout.response_s or 0.0 for each in self._attachments.drafts.live]
-        if self._early.pays(trees.hit_rates, min(known, default=0.0)):
-            self._launch(rounds, shape, trees)
-            self._attachments.readiness.begin_rounds(trees.sure)
-            return
         self._attachments.readiness.begin_rounds(trees.sure)
-        if rounds.has_chosen():
+        if not self._early.pays(trees.hit_rates, min(known, default=0.0)):
+            if not rounds.has_chosen():
+                return
             self._host_gap.read(self._clock())
-            self._launch(rounds, shape, trees)
+        self._launch(rounds, shape, trees)
 
     def _prepare(self, rounds: SelectedRounds, trees: NextTrees) -> TreeShape | None:
         """Hands trees to the device; None where they cannot be a round."""
@@ -411,6 +407,10 @@ class SelectionSteps:
         now_s = self._clock()
         gap_s = self._host_gap.launched(now_s)
         self._launched.append(SelectedRound(trees.trees, trees.offered, shape, now_s, gap_s))
+        if rounds.awaits_masks:
+            if len(self._launched) > 1:
+                self._commit(rounds)
+            rounds.finish()
 
     def _commit(self, rounds: SelectedRounds) -> None:
         """Reads the oldest round and commits it."""

@@ -57,6 +57,7 @@ from tests.helpers.engines import (
     settle,
     tiny_decoder,
 )
+from tests.helpers.masked_requests import masked_requests
 from tests.helpers.standalone_drafts import standalone
 from tests.helpers.wired_draft import WiredDraft
 
@@ -169,9 +170,9 @@ def _recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def record(method: str, name: str) -> None:
         do = getattr(SelectionRunner, method)
 
-        def recorded(runner: SelectionRunner) -> object:
+        def recorded(runner: SelectionRunner, *arguments: object) -> object:
             order.append(name)
-            return do(runner)
+            return do(runner, *arguments)
 
         monkeypatch.setattr(SelectionRunner, method, recorded)
 
@@ -194,6 +195,28 @@ def test_output_is_that_of_plain_decoding(
     tally = total_outcomes(reports)
     assert tally.num_hits > 5 * max(tally.num_misses, 1)
     assert num_device_rounds(reports) > 0.8 * sum(each.num_rounds for each in reports)
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("seed", [None, 0, 1], ids=["all foreseen", "late", "lossy"])
+@pytest.mark.usefixtures("choice")
+def test_a_grammar_keeps_its_lane(decoder: Decoder, shape: TreeShape, seed: int | None) -> None:
+    """Masks are computed for the trees that the device chose, and log probabilities beside them."""
+    asked, reports = masked_requests(), list[StepReport]()
+    engine = build_engine(decoder, on_step=reports.append, poisons_free_pages=True, selects=True)
+    if seed is None:
+        WiredDraft(engine, standalone(decoder), shape, BUDGET).attach()
+        found = run(engine, asked)
+    else:
+        draft = lossy_draft(engine, standalone(decoder), BUDGET, seed)
+        found = run(engine, asked, each_step=draft.each_step)
+    expected = run_plain(decoder, asked)
+    for key in range(len(asked)):
+        assert found.token_ids(key) == expected.token_ids(key)
+    assert found.logprobs(3) == expected.logprobs(3)
+    draws = sum(each.num_rounds for each in reports)
+    assert num_device_rounds(reports) > 0.7 * draws
+    assert sum(each.num_accepted for each in reports if each.round_shape) > 0
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "sampled"])
