@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from services.draft.drafters.draft_kv import Tail, TailNode
+from services.draft.drafters.tails import Tail, TailNode
 from services.draft.likely_verdicts import FanOut, RankShares
 from shared.tokens import TokenTree, TreeShape
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from services.draft.drafters.draft_kv import BranchKv, Tail
+from services.draft.drafters.contexts import BranchKv
+from services.draft.drafters.tails import Tail
 from services.draft.likely_verdicts import (
     Continuation,
     FanOut,

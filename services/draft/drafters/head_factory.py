@@ -9,7 +9,8 @@ from dataclasses import replace
 import torch
 
 from services.draft.algorithm import Algorithm
-from services.draft.drafters.eagle import CONTEXT_MARGIN, EagleDrafter
+from services.draft.drafters.contexts import CONTEXT_MARGIN
+from services.draft.drafters.eagle import EagleDrafter
 from services.draft.drafters.multi_layer import MultiLayerDrafter
 from services.draft.drafters.placement import (
     Host,

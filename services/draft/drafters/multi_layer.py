@@ -18,22 +18,114 @@ import torch
 from torch import Tensor
 
 from services.draft.draft_scores import DraftScores
-from services.draft.drafters.draft_kv import Tail, TailNode
+from services.draft.drafters.contexts import SequenceKv
 from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.eagle import EagleDrafter
-from services.draft.drafters.head_contexts import (
-    HeadContexts,
-    HeadTails,
-    LayerRows,
-    num_window_rows,
-)
+from services.draft.drafters.head_contexts import HeadContexts, HeadTails
 from services.draft.drafters.outcome_drafter import TailWork, learn_rows
+from services.draft.drafters.tails import Tail, TailNode
 from services.draft.sequence import DraftSequence
+from services.draft.worker import MappedHeadLimits
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.upload import uploaded_numbers
 from shared.runtime.runner import HeadRunner
-from shared.speculation.tree import Beam, Children, TreeGrowth, parent_states
+from shared.speculation.tree import Beam, BeamRows, Children, TreeGrowth, parent_states
 from shared.tokens import TreeShape
+
+
+class LayerRows:
+    """Lays out the committed rows of one sequence that are still open, and a growing tree, for
+    every layer.
+
+    *Row i* of layer k reads the token at i + 1 + k and the state of row i of layer k - 1, so each
+    layer has one committed row fewer than the one before it, and the rows of a tree follow them. A
+    node's row reads the state that its parent left in the layer before; the root's is the last
+    committed row.
+
+    Attributes:
+        paths: tree tokens on the path of each node of the last beam, its own included.
+    """
+
+    def __init__(self, kv: SequenceKv, token_ids: Sequence[int]) -> None:
+        """`token_ids` are all committed tokens of the sequence."""
+        self.paths: list[tuple[int, ...]] = [()]
+        self._pages = kv.lease.pages
+        self._start = kv.num_computed
+        self._tokens = token_ids[kv.window_start + kv.num_computed + 1 :]
+        self._tree_tokens: list[int] = []
+        self._parents: list[int | None] = []
+        self._depths: list[int] = []
+        self._visible: list[Sequence[bool]] = []
+        self._beam_rows: list[int | None] = [None]
+
+    def num_committed(self, layer: int) -> int:
+        """Returns the open committed rows of a layer."""
+        return len(self._tokens) - layer
+
+    def add_beam(self, beam: BeamRows) -> None:
+        """Takes the next beam of the tree."""
+        token_ids, parents = beam.token_ids, beam.parents
+        first, depth = len(self._tree_tokens), len(self.paths[0]) + 1
+        self._parents += [self._beam_rows[place] for place in parents]
+        self._tree_tokens += token_ids
+        self._depths += [depth] * len(token_ids)
+        self._visible += beam.visible
+        self._beam_rows = list(range(first, first + len(token_ids)))
+        self.paths = [
+            (*self.paths[place], token) for place, token in zip(parents, token_ids, strict=True)
+        ]
+
+    def all_rows(self, layer: int) -> SequenceRows:
+        """Returns the open committed rows of a layer, then every node so far."""
+        base = self.num_committed(layer)
+        return SequenceRows(
+            token_ids=[*self._tokens[layer:], *self._tree_tokens],
+            positions=[
+                *range(self._start, self._start + base),
+                *(self._start + base - 1 + depth for depth in self._depths),
+            ],
+            kv_start=self._start,
+            pages=self._pages,
+            prefix_length=self._start,
+            tail_mask=self._whole_mask(base) if self._has_siblings else None,
+            logit_rows=(),
+        )
+
+    def sources(self, layer: int) -> list[int]:
+        """Returns, for each of `all_rows(layer)`, the row among `all_rows(layer - 1)` whose state
+        it reads."""
+        base = self.num_committed(layer - 1)
+        root = base - 1
+        nodes = [root if parent is None else base + parent for parent in self._parents]
+        return [*range(self.num_committed(layer)), *nodes]
+
+    def beam_rows(self, layer: int) -> SequenceRows:
+        """Returns the last beam's rows alone; the layer has computed all before them."""
+        num_rows = len(self.paths)
+        base = self._start + self.num_committed(layer)
+        return SequenceRows(
+            token_ids=self._tree_tokens[-num_rows:],
+            positions=[base - 1 + depth for depth in self._depths[-num_rows:]],
+            kv_start=base + len(self._tree_tokens) - num_rows,
+            pages=self._pages,
+            prefix_length=base,
+            tail_mask=self._visible[-num_rows:] if self._has_siblings else None,
+            logit_rows=(),
+        )
+
+    @property
+    def _has_siblings(self) -> bool:
+        """Whether causality is not the whole truth."""
+        return len(self.paths) > 1
+
+    def _whole_mask(self, base: int) -> list[list[bool]]:
+        width = len(self._tree_tokens)
+        committed = [[i <= row for i in range(base)] + [False] * width for row in range(base)]
+        nodes = [
+            [True] * base + [*visible, *[False] * (width - len(visible))]
+            for visible in self._visible
+        ]
+        return committed + nodes
 
 
 class LayerForwards:
@@ -147,7 +239,7 @@ class LayerTails(HeadTails):
         tails = []
         for sequence, state in zip(sequences, states.unbind(), strict=True):
             kv = self._contexts.kv_of(sequence)
-            kv.tail = Tail(num_window_rows(kv, sequence), sequence.token_ids[-1])
+            kv.tail = Tail(self._contexts.num_window_rows(sequence), sequence.token_ids[-1])
             kv.tail.root.state = state
             tails.append(kv.tail)
         for tail, own in zip(tails, children.on_host(), strict=True):
@@ -175,7 +267,7 @@ class LayerTails(HeadTails):
         for sequence, count in counts:
             forwards.settle(sequence, count - (forwards.num_layers - 1))
         for each in work:
-            each.tail.base = num_window_rows(contexts.kv_of(each.sequence), each.sequence)
+            each.tail.base = contexts.num_window_rows(each.sequence)
         roots = [replace(each, nodes=[each.tail.root]) for each in work]
         self._note(roots, torch.stack(states, dim=1))
 
@@ -231,9 +323,13 @@ class MultiLayerDrafter(EagleDrafter):
 
     _tails: LayerTails
 
-    def _new_tails(self) -> LayerTails:
-        forwards = LayerForwards(self._runner, self._contexts)
-        return LayerTails(self._contexts, forwards, self._runner.device)
+    def _new_tails(self, contexts: HeadContexts) -> LayerTails:
+        forwards = LayerForwards(self._runner, contexts)
+        return LayerTails(contexts, forwards, self._runner.device)
+
+    @property
+    def _mapped_head(self) -> MappedHeadLimits | None:
+        return None
 
     @property
     def _forwards(self) -> LayerForwards:
@@ -265,7 +361,9 @@ class MultiLayerDrafter(EagleDrafter):
         rows, hidden = [each.all_rows(0) for each in own], self._contexts.hidden(counts)
         states = forwards.run(rows, hidden, 0)
         roots = [forwards.root_states(own, states, rows, 0)]
-        first = self._children(scores, forwards.logits(roots[0], 0), own, shape)
+        first = self._children(
+            scores, forwards.logits(roots[0], 0), [each.paths for each in own], shape
+        )
         growth.add(first.best(shape.topk))
         frontier = roots[0]
         # A layer without a level to score still has committed rows to settle.
@@ -284,7 +382,8 @@ class MultiLayerDrafter(EagleDrafter):
                 roots.append(forwards.root_states(own, states, rows, layer))
             if beam is not None:
                 frontier = forwards.beam_states(own, states, rows)
-                children = self._children(scores, forwards.logits(frontier, layer), own, shape)
+                logits, paths = forwards.logits(frontier, layer), [each.paths for each in own]
+                children = self._children(scores, logits, paths, shape)
                 growth.add(children.best(shape.topk))
         for sequence, count in counts:
             forwards.settle(sequence, count - (self._num_layers - 1))

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from services.draft.draft_scores import DraftScores
-from services.draft.drafters.draft_kv import Tail, TailNode
 from services.draft.drafters.drafter import Lookahead, Proposal
+from services.draft.drafters.tails import Tail, TailNode
 from services.draft.drafters.whole_trees import grows_whole
 from services.draft.likely_verdicts import FanOut, RankShares
 from services.draft.lookahead_trees import GrowingTree, LookaheadTrees

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.draft.drafters.contexts import CONTEXT_MARGIN
 from services.draft.drafters.drafter import Proposal
-from services.draft.drafters.eagle import CONTEXT_MARGIN, EagleDrafter
+from services.draft.drafters.eagle import EagleDrafter
 from services.draft.events import FeatureRows
 from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence

@@ -11,8 +11,8 @@ import torch
 
 from services.draft.drafters import branches
 from services.draft.drafters.branch_drafter import BranchPass
+from services.draft.drafters.contexts import CONTEXT_MARGIN
 from services.draft.drafters.drafter import Proposal
-from services.draft.drafters.eagle import CONTEXT_MARGIN
 from services.draft.likely_verdicts import FanOut, LikelyVerdict, likely_verdicts
 from services.draft.sequence import DraftSequence
 from shared.models.heads.head import DraftHead

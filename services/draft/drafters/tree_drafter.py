@@ -1,0 +1,252 @@
+"""Drafts trees with a model: in passes of the device, or level by level.
+
+Level by level a round costs one forward a level for all sequences together. The first takes in the
+rows that the last verdict left, and scores the first level; each further level computes the K
+frontier nodes of the tree. Where the device can do without the host, it grows the whole trees in
+one pass, see `pass_trees`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from services.draft.draft_scores import LevelScores, level_scores
+from services.draft.drafters.branch_drafter import BranchLookahead
+from services.draft.drafters.contexts import Contexts
+from services.draft.drafters.drafter import DrafterLimits, Lookahead, Proposal, SharedHead
+from services.draft.drafters.outcome_drafter import JointLookahead, OutcomeDrafter
+from services.draft.drafters.tails import TreeTail, beam_rows, learn_levels
+from services.draft.drafters.whole_trees import PassGraphs, grown_shape, grows_whole, split
+from services.draft.events import FeatureRows
+from services.draft.sequence import DraftSequence
+from services.draft.worker import MappedHeadLimits
+from shared.kv.batch import SequenceRows
+from shared.runtime.tree_model import TreeModel
+from shared.speculation.noise import fresh_generator
+from shared.speculation.tree import Children, TreeGrowth, choose_children
+from shared.tokens import EMPTY_TREE, TreeShape, Verdict
+
+
+class Levels(Protocol):
+    """Computes the levels of trees behind the committed rows of some sequences.
+
+    Attributes:
+        logits: `[S, V]`, of the last committed rows.
+    """
+
+    logits: Tensor
+
+    def advance(self, rows: Sequence[SequenceRows], parents: Tensor) -> Tensor:
+        """Returns the logits `[S * K, V]` of the next rows.
+
+        Args:
+            parents: `[S, K]`, see `Beam`.
+        """
+
+    def keep(self, tails: Sequence[TreeTail], *, is_ahead: bool) -> None:
+        """Keeps what is of use of the trees that were grown.
+
+        Args:
+            is_ahead: verdicts on them are prepared for.
+        """
+
+
+class TreeDrafter(ABC):
+    """See `Drafter`.
+
+    Args:
+        vocab_size: tokens that the model can propose.
+        outcomes: drafts ahead level by level.
+        branches: grows trees in passes; None grows all of them level by level.
+        generator: of the host; the source of what is drawn for targets that verify by the draft's
+            distributions. Seeded by the system when left out.
+    """
+
+    _contexts: Contexts
+    _branches: BranchLookahead | None
+
+    def __init__(
+        self,
+        contexts: Contexts,
+        outcomes: OutcomeDrafter,
+        branches: BranchLookahead | None,
+        *,
+        device: torch.device,
+        vocab_size: int,
+        max_context_tokens: int,
+        generator: torch.Generator | None,
+    ) -> None:
+        self._contexts, self._outcomes, self._branches = contexts, outcomes, branches
+        self._device, self._vocab_size = device, vocab_size
+        self._max_context_tokens = max_context_tokens
+        self._generator = generator or fresh_generator()
+        self._lookahead: Lookahead = outcomes
+        if branches is not None:
+            self._lookahead = JointLookahead(branches, outcomes)
+
+    @property
+    def lookahead(self) -> Lookahead:
+        return self._lookahead
+
+    @property
+    @abstractmethod
+    def limits(self) -> DrafterLimits: ...
+
+    @property
+    @abstractmethod
+    def _mapped_head(self) -> MappedHeadLimits | None:
+        """Sizes of the model in rounds of a target; None where it takes part in none."""
+
+    @abstractmethod
+    def _tree_model(self) -> TreeModel:
+        """Returns the model as rounds use it."""
+
+    def share_head(self) -> SharedHead:
+        """Lends the model and most of the free pages, for good."""
+        contexts = self._contexts
+        return SharedHead.of_most(
+            self._tree_model(), contexts.leases, max_context_tokens=contexts.longest
+        )
+
+    def open(self, sequence: DraftSequence) -> None:
+        self._contexts.open(sequence)
+
+    @abstractmethod
+    def commit(
+        self, sequence: DraftSequence, verdict: Verdict, features: FeatureRows | None
+    ) -> None: ...
+
+    @abstractmethod
+    def add_features(self, sequence: DraftSequence, rows: FeatureRows) -> None: ...
+
+    def backlog(self, sequence: DraftSequence) -> int:
+        return self._contexts.backlog(sequence)
+
+    def reserve(self, sequence: DraftSequence, shape: TreeShape) -> bool:
+        shape = self._grown_shape(shape)
+        # Where verdicts are prepared for, the leaves of trees are computed, too.
+        num_levels = shape.num_steps if self._outcomes.budget else shape.num_steps - 1
+        num_rows = num_levels * shape.topk
+        has_room = self._contexts.reserve(sequence, num_rows)
+        if not has_room and self._branches is not None and self._branches.make_room():
+            has_room = self._contexts.reserve(sequence, num_rows)
+        return has_room
+
+    def catch_up(self, sequences: Sequence[DraftSequence], max_tokens: int) -> int:
+        """Leaves the open rows of each: the last one's logits start a tree."""
+        chunk: list[tuple[DraftSequence, int]] = []
+        num_taken = 0
+        for sequence in sequences:
+            count = min(self.backlog(sequence) - self._num_open_rows, max_tokens - num_taken)
+            if count > 0:
+                chunk.append((sequence, count))
+                num_taken += count
+        if chunk:
+            self._take_in(chunk)
+        return num_taken
+
+    def propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
+        complete: list[DraftSequence] = []
+        waiting: list[DraftSequence] = []
+        for sequence in sequences:
+            (complete if self._contexts.is_complete(sequence) else waiting).append(sequence)
+        shape, branches = self._grown_shape(shape), self._branches
+        whole, rest = ([], complete) if branches is None else split(complete)
+        return [
+            *(branches.propose(whole, shape) if branches is not None and whole else ()),
+            *(self._grow(rest, shape) if rest else ()),
+            *(Proposal(sequence, EMPTY_TREE) for sequence in waiting),
+        ]
+
+    def close(self, sequence: DraftSequence) -> None:
+        self._drop_ahead(sequence)
+        self._contexts.close(sequence)
+
+    def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
+        return self._graphs is None or self._graphs.is_prepared(shape, num_sequences)
+
+    def prepare_for(self, shape: TreeShape, num_sequences: int) -> bool:
+        """Captures a graph of trees that are grown in one pass."""
+        return self._graphs is not None and self._graphs.prepare_for(shape, num_sequences)
+
+    def prepare_next(self, shape: TreeShape) -> bool:
+        """Captures a graph of trees that are grown in one pass."""
+        return self._graphs is not None and self._graphs.prepare_next(shape)
+
+    def flush_prefix_cache(self) -> int:
+        return self._contexts.leases.flush()
+
+    def retire_prefix_cache(self) -> None:
+        self._contexts.leases.retire()
+
+    def gauges(self) -> Mapping[str, float]:
+        return self._contexts.gauges()
+
+    def check(self) -> None:
+        self._contexts.leases.check()
+
+    @property
+    def _graphs(self) -> PassGraphs | None:
+        return None if self._branches is None else self._branches.graphs
+
+    @property
+    def _num_open_rows(self) -> int:
+        """Committed rows that only a proposal computes."""
+        return 1
+
+    def _grows_whole(self, sequence: DraftSequence) -> BranchLookahead | None:
+        """Returns what grows the trees of a sequence; None where they grow level by level."""
+        return self._branches if grows_whole(sequence) else None
+
+    def _drop_ahead(self, sequence: DraftSequence) -> None:
+        self._outcomes.drop(sequence)
+        if self._branches is not None:
+            self._branches.drop(sequence)
+
+    def _take_in(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
+        """Computes the next committed rows of each sequence."""
+        self._contexts.take_in(counts)
+
+    def _grow(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
+        """Grows trees level by level."""
+        contexts, growth = self._contexts, TreeGrowth(shape)
+        scores = level_scores(sequences, shape, self._device, self._generator)
+        levels = self._begin_levels(sequences)
+        for sequence in sequences:
+            contexts.publish(sequence)
+        tails = [contexts.tree_tail(sequence) for sequence in sequences]
+        found = [self._children(scores, levels.logits, [tail.paths for tail in tails], shape)]
+        growth.add(found[0].best(shape.topk))
+        while not growth.is_complete:
+            beam = growth.select_beam()
+            logits = levels.advance(beam_rows(beam, tails), beam.parents)
+            found.append(self._children(scores, logits, [tail.paths for tail in tails], shape))
+            growth.add(found[-1].best(shape.topk))
+        if self._outcomes.budget:
+            learn_levels(tails, found)
+        levels.keep(tails, is_ahead=self._outcomes.budget > 0)
+        trees = scores.finished([result.tree for result in growth.finish()])
+        return list(map(Proposal, sequences, trees))
+
+    @abstractmethod
+    def _begin_levels(self, sequences: Sequence[DraftSequence]) -> Levels:
+        """Computes the committed rows that are left."""
+
+    def _children(
+        self,
+        scores: LevelScores,
+        logits: Tensor,
+        paths: Sequence[Sequence[tuple[int, ...]]],
+        shape: TreeShape,
+    ) -> Children:
+        """As many as the tree needs, and those that verdicts may end in beside them."""
+        width = min(shape.topk + self._outcomes.budget, self._vocab_size)
+        return choose_children(scores(logits, paths), width)
+
+    def _grown_shape(self, shape: TreeShape) -> TreeShape:
+        return grown_shape(shape, self._vocab_size)
