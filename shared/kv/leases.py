@@ -450,6 +450,24 @@ class KvLeases:
             return False
         return True
 
+    def shrink(self, lease: KvLease, num_tokens: int) -> None:
+        """Frees the lease's own pages behind those that `num_tokens` take."""
+        num_kept = max(-(-num_tokens // self.page_size), lease.num_shared_pages)
+        self._free(lease, slice(num_kept, None))
+
+    def drop_first(self, lease: KvLease, num_pages: int) -> None:
+        """Frees the first pages of a lease that shares none; what is behind them moves to the
+        front."""
+        assert not lease.num_shared_pages, "others read these pages"
+        self._free(lease, slice(num_pages))
+
+    def _free(self, lease: KvLease, pages: slice) -> None:
+        if lease.pages[pages]:
+            lease.group.pages.release(lease.pages[pages])
+            del lease.pages[pages]
+            lease.version += 1
+            self.num_returns += 1
+
     def try_branch(self, lease: KvLease, num_shared: int, num_tokens: int) -> KvBranch | None:
         """Returns other pages for the tokens `[num_shared, num_tokens)` of a lease; None where none
         are left. Those of a page that is shared in part have to be copied."""

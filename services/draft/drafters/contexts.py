@@ -14,12 +14,16 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
+from services.draft.drafters.drafter import Drafter, Proposal
 from services.draft.drafters.tails import Tail, TreeTail
 from services.draft.drafters.whole_trees import pass_sampling
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.batch import SequenceRows
 from shared.kv.leases import KvBranch, KvLease, KvLeases
+from shared.kv.pool import KvPool
+from shared.kv.upload import uploaded_pairs
 from shared.runtime.tree_pass import OpenSequence
+from shared.tokens import EMPTY_TREE, TreeShape
 
 if TYPE_CHECKING:
     from services.draft.drafters.branches import GrownRows
@@ -67,6 +71,7 @@ class Contexts(ABC):
     row is computed twice at most, and never at a position the model was not trained for.
 
     Attributes:
+        longest: rows of a sequence that needs no window.
         reads_ahead: how far the token that a row reads lies behind the row's own position.
         keeps_tree_rows: rows of a tree stay good when a verdict commits their tokens.
     """
@@ -74,18 +79,23 @@ class Contexts(ABC):
     reads_ahead: ClassVar[int]
     keeps_tree_rows: ClassVar[bool]
 
-    def __init__(self, leases: KvLeases, *, max_context_tokens: int) -> None:
-        assert max_context_tokens > CONTEXT_MARGIN + 1, "no room for a context beside the tree"
+    def __init__(
+        self,
+        pool: KvPool,
+        leases: KvLeases,
+        *,
+        max_context_tokens: int,
+        margin_tokens: int = CONTEXT_MARGIN,
+    ) -> None:
+        """`margin_tokens` of the context stay free for the tree."""
+        assert max_context_tokens > margin_tokens, "no room for a context beside the tree"
         self.leases = leases
+        self._pool = pool
         self._max_context_tokens = max_context_tokens
+        self.longest = max_context_tokens - margin_tokens
         self._kv: dict[SequenceKey, SequenceKv] = {}
         # Source slot of each slot that is to be overwritten.
         self._moves: dict[int, int] = {}
-
-    @property
-    def longest(self) -> int:
-        """Longest sequence that needs no window."""
-        return self._max_context_tokens - CONTEXT_MARGIN
 
     @property
     def num_kept_rows(self) -> int:
@@ -277,9 +287,9 @@ class Contexts(ABC):
     def _keys(self, sequence: DraftSequence, window_start: int, count: int) -> Sequence[int]:
         """Returns what the prefix cache knows the first `count` rows of a window by."""
 
-    @abstractmethod
     def _move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copies keys and values from slots to slots."""
+        self._pool.move(*uploaded_pairs(moves, self._pool.device))
 
     def _copy(
         self, pages: Sequence[int], sources: Iterable[int],
@@ -294,3 +304,60 @@ class Contexts(ABC):
     def _slots(self, pages: Sequence[int], indices: Iterable[int]) -> list[int]:
         size = self.leases.page_size
         return [pages[index // size] * size + index % size for index in indices]
+
+
+class ContextDrafter(Drafter):
+    """See `Drafter`. Computes trees behind contexts."""
+
+    _contexts: Contexts
+
+    def open(self, sequence: DraftSequence) -> None:
+        self._contexts.open(sequence)
+
+    def backlog(self, sequence: DraftSequence) -> int:
+        return self._contexts.backlog(sequence)
+
+    def catch_up(self, sequences: Sequence[DraftSequence], max_tokens: int) -> int:
+        chunk: list[tuple[DraftSequence, int]] = []
+        num_taken = 0
+        for sequence in sequences:
+            count = min(self.backlog(sequence) - self._num_open_rows, max_tokens - num_taken)
+            if count > 0:
+                chunk.append((sequence, count))
+                num_taken += count
+        if chunk:
+            self._take_in(chunk)
+        return num_taken
+
+    def propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
+        complete: list[DraftSequence] = []
+        waiting: list[DraftSequence] = []
+        for sequence in sequences:
+            (complete if self._contexts.is_complete(sequence) else waiting).append(sequence)
+        grown = self._propose(complete, shape) if complete else []
+        return [*grown, *(Proposal(sequence, EMPTY_TREE) for sequence in waiting)]
+
+    def flush_prefix_cache(self) -> int:
+        return self._contexts.leases.flush()
+
+    def retire_prefix_cache(self) -> None:
+        self._contexts.leases.retire()
+
+    def gauges(self) -> Mapping[str, float]:
+        return self._contexts.gauges()
+
+    def check(self) -> None:
+        self._contexts.leases.check()
+
+    @property
+    def _num_open_rows(self) -> int:
+        """Committed rows that only a proposal computes: the last one's logits start a tree."""
+        return 1
+
+    def _take_in(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
+        """Computes the next committed rows of each sequence."""
+        self._contexts.take_in(counts)
+
+    @abstractmethod
+    def _propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
+        """Proposes for complete sequences."""

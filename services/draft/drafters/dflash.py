@@ -11,16 +11,17 @@ Source: Chen et al., DFlash, arXiv 2602.06036.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from services.draft.draft_scores import DraftScores
+from services.draft.drafters.contexts import ContextDrafter, SequenceKv
 from services.draft.drafters.drafter import DrafterLimits, Proposal
-from services.draft.drafters.head_contexts import FeatureBuffer
+from services.draft.drafters.head_contexts import FeatureContexts
 from services.draft.drafters.placement import Host, context_for, device_for, log_quantisation
 from services.draft.events import FeatureRows
 from services.draft.likely_verdicts import (
@@ -36,7 +37,7 @@ from services.draft.settings import DraftSettings
 from services.draft.settings_problems import block_problems
 from shared.errors import SettingsError
 from shared.kv.batch import SequenceRows, build_batch
-from shared.kv.leases import OutOfPages, PagePool
+from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.models.config import ModelConfig
 from shared.models.heads.dflash import DflashConfig, DflashHead, load_dflash
@@ -47,71 +48,9 @@ from shared.runtime.memory import num_pages_for
 from shared.runtime.runner import BlockRunner
 from shared.speculation.block_tree import grow_block_tree
 from shared.speculation.distributions import stable_topk
-from shared.tokens import EMPTY_TREE, TokenTree, TreeShape, Verdict
+from shared.tokens import TokenTree, TreeShape, Verdict
 
 log = logging.getLogger(__name__)
-
-# The context of block drafters: the target's features of each sequence as keys and values in
-# pages.
-
-
-@dataclass(slots=True, eq=False)
-class ContextPages:
-    """Keys and values of the positions `[start, end)`, from the beginning of `pages` on.
-
-    A position's keys and values are made of its own features alone and stand at its own rotary
-    angle, so a window slides by letting go of its first pages; nothing is computed again.
-
-    Attributes:
-        start: the first position that is kept.
-        end: the position after the last that is computed.
-    """
-
-    page_size: int
-    start: int = 0
-    end: int = 0
-    pages: list[int] = field(default_factory=list)
-
-    def index(self, position: int) -> int:
-        """Returns the logical KV index of a position."""
-        return position - self.start
-
-    def slots(self, positions: Sequence[int]) -> list[int]:
-        size = self.page_size
-        indices = [self.index(position) for position in positions]
-        return [self.pages[index // size] * size + index % size for index in indices]
-
-    def grow(self, pool: PagePool, end: int) -> None:
-        """Makes room for the positions below `end`.
-
-        Raises:
-            OutOfPages: there are not enough pages; nothing changed.
-        """
-        num_missing = -(-self.index(end) // self.page_size) - len(self.pages)
-        if num_missing > 0:
-            self.pages += pool.allocate(num_missing)
-
-    def trim(self, pool: PagePool, end: int) -> None:
-        """Lets go of the pages that hold nothing but positions from `end` on."""
-        num_kept = max(-(-self.index(end) // self.page_size), 0)
-        pool.release(self.pages[num_kept:])
-        del self.pages[num_kept:]
-
-    def slide(self, pool: PagePool, start: int) -> None:
-        """Lets whole pages before position `start` go, or all of them if none reaches it."""
-        if start >= self.end:
-            self.restart(pool, max(start, self.end))
-            return
-        num_dropped = max(self.index(start) // self.page_size, 0)
-        pool.release(self.pages[:num_dropped])
-        del self.pages[:num_dropped]
-        self.start += num_dropped * self.page_size
-
-    def restart(self, pool: PagePool, start: int) -> None:
-        """Lets everything go and begins at `start`."""
-        pool.release(self.pages)
-        self.pages = []
-        self.start = self.end = start
 
 
 class BlockRows:
@@ -122,13 +61,13 @@ class BlockRows:
     is known as well; it and the masks behind it all see each other and the known rows above them.
 
     Args:
-        context: of the sequence; it ends right before the last committed token.
+        kv: the context of the sequence; it ends right before the last committed token.
         block_size: rows of a block.
         mask_token_id: stands for a token that is to be drafted.
     """
 
-    def __init__(self, context: ContextPages, *, block_size: int, mask_token_id: int) -> None:
-        self._context = context
+    def __init__(self, kv: SequenceKv, *, block_size: int, mask_token_id: int) -> None:
+        self._kv = kv
         self._block_size = block_size
         self._mask_token_id = mask_token_id
         self._tokens: list[int] = []
@@ -169,16 +108,16 @@ class BlockRows:
 
     def lay_out(self) -> SequenceRows:
         """Returns the rows; their pages must reach as far."""
-        end, num_rows = self._context.end, len(self)
+        end, num_rows = self._kv.window_start + self._kv.num_computed, len(self)
         mask = np.zeros((num_rows, num_rows), dtype=np.bool_)
         for row, visible in enumerate(self._visible):
             mask[row, visible] = True
         return SequenceRows(
             token_ids=self._tokens,
             positions=[end + depth for depth in self._depths],
-            kv_start=self._context.index(end),
-            pages=self._context.pages,
-            prefix_length=self._context.index(end),
+            kv_start=self._kv.num_computed,
+            pages=self._kv.lease.pages,
+            prefix_length=self._kv.num_computed,
             tail_mask=mask,
             logit_rows=self._wanted,
         )
@@ -190,116 +129,71 @@ class BlockRows:
         return [] if above is None else self._visible[above]
 
 
-@dataclass(slots=True, eq=False)
-class _Context:
-    """The computed rows of a sequence and the features for the rows to come."""
-
-    pages: ContextPages
-    features: FeatureBuffer = field(default_factory=FeatureBuffer)
-
-
-class BlockContexts:
-    """Opens, fills, slides and closes the contexts of sequences, and runs blocks behind them.
+class BlockContexts(FeatureContexts):
+    """A position's keys and values are made of its own features alone and stand at its own rotary
+    angle, so a window slides by letting go of its first pages; nothing is computed again, and
+    nothing is shared: features come for every sequence.
 
     Args:
         num_pages: of the runner's pool, the padding page included.
         window_tokens: positions before a block that it sees, to the page.
     """
 
-    def __init__(self, runner: BlockRunner, num_pages: int, *, window_tokens: int) -> None:
+    def __init__(
+        self, runner: BlockRunner, num_pages: int, *, window_tokens: int, block_size: int
+    ) -> None:
+        super().__init__(
+            runner.pool,
+            KvLeases(num_pages, runner.page_size, prefix_cache=False),
+            max_context_tokens=window_tokens + block_size,
+            margin_tokens=block_size,
+        )
         self._runner = runner
-        self._pool = PagePool(num_pages)
-        self._window_tokens = window_tokens
-        self._contexts: dict[SequenceKey, _Context] = {}
 
-    def open(self, sequence: DraftSequence) -> None:
-        self._contexts[sequence.key] = _Context(ContextPages(self._runner.page_size))
-        self.slide(sequence)
-
-    def close(self, sequence: DraftSequence) -> None:
-        self._pool.release(self._contexts.pop(sequence.key).pages.pages)
-
-    def pages_of(self, sequence: DraftSequence) -> ContextPages:
-        """Returns where the context of a sequence lies."""
-        return self._contexts[sequence.key].pages
+    @property
+    def num_kept_rows(self) -> int:
+        return self.longest
 
     def slide(self, sequence: DraftSequence) -> None:
         """Lets go of positions that no block will see; they need not even be computed."""
-        context = self._contexts[sequence.key]
-        start = sequence.num_tokens - 1 - self._window_tokens
-        if start > context.pages.start:
-            context.pages.slide(self._pool, start)
-            context.features.drop_before(context.pages.end)
-
-    def add_features(self, sequence: DraftSequence, rows: FeatureRows) -> None:
-        context = self._contexts[sequence.key]
-        context.features.append(rows)
-        if context.features.start > context.pages.end:
-            # The target cannot send what came before, so that is no part of the context.
-            context.pages.restart(self._pool, context.features.start)
-        context.features.drop_before(context.pages.end)
-
-    def backlog(self, sequence: DraftSequence) -> int:
-        """Returns the committed positions that are not computed but whose features are here."""
-        context = self._contexts[sequence.key]
-        end = min(context.features.end, sequence.num_tokens - 1)
-        return max(end - context.pages.end, 0)
-
-    def is_complete(self, sequence: DraftSequence) -> bool:
-        """Whether the features of every committed position but the last are here."""
-        pages, end = self._contexts[sequence.key].pages, sequence.num_tokens - 1
-        return pages.start < end == pages.end + self.backlog(sequence)
-
-    def reserve(self, sequence: DraftSequence, num_rows: int) -> bool:
-        """Makes room for that many rows behind the context, the last committed token's included;
-        False, with nothing changed, if there is none."""
-        end = sequence.num_tokens - 1 + num_rows
-        try:
-            self._contexts[sequence.key].pages.grow(self._pool, end)
-        except OutOfPages:
-            return False
-        return True
+        kv = self.kv_of(sequence)
+        start = sequence.num_tokens - 1 - self.longest
+        if start >= kv.window_start + max(kv.num_computed, 1):
+            self._restart(sequence, start)
+        elif start > kv.window_start:
+            page_size = self.leases.page_size
+            num_dropped = (start - kv.window_start) // page_size
+            self.leases.drop_first(kv.lease, num_dropped)
+            kv.window_start += num_dropped * page_size
+            kv.num_computed -= num_dropped * page_size
+        self.drop_features(sequence)
 
     def trim(self, sequence: DraftSequence, num_rows: int) -> None:
         """Frees the pages reserved beyond that many rows behind the context."""
-        end = sequence.num_tokens - 1 + num_rows
-        self._contexts[sequence.key].pages.trim(self._pool, end)
+        num_kept = self.num_window_rows(sequence) + num_rows
+        self.leases.shrink(self.kv_of(sequence).lease, num_kept)
 
     def take_in(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
         """Turns the features of the next positions of each sequence into keys and values."""
-        pieces, positions, slots = list[Tensor](), list[int](), list[int]()
+        counts = [(sequence, count) for sequence, count in counts if count]
+        if not counts:
+            return
+        pieces, positions, slots = self.sources(counts), list[int](), list[int]()
         for sequence, count in counts:
-            context = self._contexts[sequence.key]
-            new = range(context.pages.end, context.pages.end + count)
-            if count:
-                pieces += context.features.read(new.start, count)
-            positions += new
-            slots += context.pages.slots(new)
-            context.pages.end = new.stop
-            context.features.drop_before(new.stop)
-        if pieces:
-            self._runner.write_context(joined_rows(pieces, self._runner.device), positions, slots)
+            kv = self.kv_of(sequence)
+            start, kv.num_computed = kv.num_computed, kv.num_computed + count
+            positions += range(kv.window_start + start, kv.window_start + kv.num_computed)
+            slots += kv.lease.slots(start, kv.num_computed, self.leases.page_size)
+            self.drop_features(sequence)
+        self._runner.write_context(joined_rows(pieces, self._runner.device), positions, slots)
 
     def run(self, rows: Sequence[SequenceRows]) -> Tensor:
         """Returns the logits `[L, V]` of the rows that ask for them."""
         runner = self._runner
         return runner.run(build_batch(rows, page_size=runner.page_size, device=runner.device))
 
-    def gauges(self) -> Mapping[str, float]:
-        """See `Drafter.gauges`."""
-        buffers = [context.features for context in self._contexts.values()]
-        return {
-            "page_count": float(self._pool.num_pages),
-            "free_page_count": float(self._pool.num_free),
-            "held_page_count": float(self._pool.num_pages - self._pool.num_free),
-            "held_feature_row_count": float(sum(each.end - each.start for each in buffers)),
-        }
-
-    def check(self) -> None:
-        """Asserts that every page has one owner."""
-        held = [page for context in self._contexts.values() for page in context.pages.pages]
-        assert len(set(held)) == len(held), "a page has two owners"
-        assert len(held) + self._pool.num_free == self._pool.num_pages, "a page has no owner"
+    def _keys(self, sequence: DraftSequence, window_start: int, count: int) -> Sequence[int]:
+        return ()
 
 
 # Prepares blocks for the verdicts to come: one forward for all verdicts of all sequences.
@@ -487,7 +381,7 @@ class BlockLookahead:
     def _work(self, in_flight: _InFlight, verdicts: Sequence[LikelyVerdict]) -> _Work:
         sequence, tree = in_flight.sequence, in_flight.tree
         rows = BlockRows(
-            self._contexts.pages_of(sequence),
+            self._contexts.kv_of(sequence),
             block_size=self._block_size,
             mask_token_id=self._head.config.mask_token_id,
         )
@@ -546,8 +440,10 @@ def _through(above: Sequence[int], places: Sequence[int]) -> list[int]:
     return sorted(needed)
 
 
-class DflashDrafter:
-    """See `Drafter`; state per sequence is the keys and values of its context."""
+class DflashDrafter(ContextDrafter):
+    """State per sequence is the keys and values of its context."""
+
+    _contexts: BlockContexts
 
     def __init__(
         self, runner: BlockRunner, num_pages: int, *, block_size: int, window_tokens: int
@@ -559,7 +455,9 @@ class DflashDrafter:
         self._runner = runner
         self._block_size = block_size
         self._window_tokens = window_tokens
-        self._contexts = BlockContexts(runner, num_pages, window_tokens=window_tokens)
+        self._contexts = BlockContexts(
+            runner, num_pages, window_tokens=window_tokens, block_size=block_size
+        )
         self._lookahead = BlockLookahead(runner.head, self._contexts, block_size=block_size)
 
     @property
@@ -580,9 +478,6 @@ class DflashDrafter:
             feature_spec=head.feature_spec,
         )
 
-    def open(self, sequence: DraftSequence) -> None:
-        self._contexts.open(sequence)
-
     def commit(
         self, sequence: DraftSequence, verdict: Verdict, features: FeatureRows | None
     ) -> None:
@@ -594,57 +489,18 @@ class DflashDrafter:
     def add_features(self, sequence: DraftSequence, rows: FeatureRows) -> None:
         self._contexts.add_features(sequence, rows)
 
-    def backlog(self, sequence: DraftSequence) -> int:
-        return self._contexts.backlog(sequence)
-
     def reserve(self, sequence: DraftSequence, shape: TreeShape) -> bool:
         return self._contexts.reserve(sequence, self._block_size)
-
-    def catch_up(self, sequences: Sequence[DraftSequence], max_tokens: int) -> int:
-        chunk: list[tuple[DraftSequence, int]] = []
-        num_taken = 0
-        for sequence in sequences:
-            count = min(self.backlog(sequence), max_tokens - num_taken)
-            chunk.append((sequence, count))
-            num_taken += count
-        self._contexts.take_in(chunk)
-        return num_taken
-
-    def propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
-        complete = [sequence for sequence in sequences if self._contexts.is_complete(sequence)]
-        waiting = [sequence for sequence in sequences if not self._contexts.is_complete(sequence)]
-        grown = self._draft(complete, shape) if complete else []
-        return [*grown, *(Proposal(sequence, EMPTY_TREE) for sequence in waiting)]
 
     def close(self, sequence: DraftSequence) -> None:
         self._lookahead.drop(sequence)
         self._contexts.close(sequence)
 
-    def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
-        """There are no graphs."""
-        return True
-
-    def prepare_for(self, shape: TreeShape, num_sequences: int) -> bool:
-        return False
-
-    def prepare_next(self, shape: TreeShape) -> bool:
-        """Nothing to do: there are no graphs."""
-        return False
-
-    def flush_prefix_cache(self) -> int:
-        """Nothing to free: features come for every sequence, so nothing is shared."""
+    @property
+    def _num_open_rows(self) -> int:
         return 0
 
-    def retire_prefix_cache(self) -> None:
-        """Nothing to do: nothing is shared."""
-
-    def gauges(self) -> Mapping[str, float]:
-        return self._contexts.gauges()
-
-    def check(self) -> None:
-        self._contexts.check()
-
-    def _draft(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
+    def _propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
         contexts, budget = self._contexts, self._lookahead.budget
         contexts.take_in([(sequence, self.backlog(sequence)) for sequence in sequences])
         # A verdict's bonus token may lie one position behind the tree.
@@ -663,7 +519,7 @@ class DflashDrafter:
 
     def _block_rows(self, sequence: DraftSequence, num_scored: int) -> SequenceRows:
         rows = BlockRows(
-            self._contexts.pages_of(sequence),
+            self._contexts.kv_of(sequence),
             block_size=self._block_size,
             mask_token_id=self._runner.head.config.mask_token_id,
         )

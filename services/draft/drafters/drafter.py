@@ -94,7 +94,8 @@ class Lookahead(Protocol):
 
 
 class Drafter(Protocol):
-    """Proposes token trees that continue committed tokens."""
+    """Proposes token trees that continue committed tokens. One that has nothing to prepare, shares
+    nothing between sequences or reads no features leaves those methods as they are."""
 
     @property
     def limits(self) -> DrafterLimits: ...
@@ -117,7 +118,9 @@ class Drafter(Protocol):
 
     def add_features(self, sequence: DraftSequence, rows: FeatureRows) -> None:
         """Takes features of committed positions, in the order of positions and without gaps from
-        the first row on. Rows it knows already are nothing new."""
+        the first row on. Rows it knows already are nothing new, and a drafter that reads tokens
+        alone needs none."""
+        return
 
     def backlog(self, sequence: DraftSequence) -> int:
         """Returns how many committed tokens the drafter has yet to take in, the last included.
@@ -149,19 +152,24 @@ class Drafter(Protocol):
     def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
         """Whether proposals of this shape for so many sequences, or fewer, wait for nothing that is
         done once."""
+        return True
 
     def prepare_for(self, shape: TreeShape, num_sequences: int) -> bool:
         """Does one thing that `is_prepared` asks for; returns whether something was left to do."""
+        return False
 
     def prepare_next(self, shape: TreeShape) -> bool:
         """Does one thing that a later proposal of this shape would otherwise wait for; called while
         there is nothing else to do. Returns whether something was left to do."""
+        return False
 
     def flush_prefix_cache(self) -> int:
         """Drops cached state no sequence uses; returns the pages freed."""
+        return 0
 
     def retire_prefix_cache(self) -> None:
         """Other weights: sequences go on with the state they have, and none to come shares it."""
+        return
 
     def gauges(self) -> Mapping[str, float]:
         """Returns live figures for operators, named in lower_snake_case."""

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from services.draft.drafters.branches import GrownRows
-from services.draft.drafters.contexts import BranchKv, Contexts, SequenceKv
+from services.draft.drafters.contexts import CONTEXT_MARGIN, BranchKv, Contexts, SequenceKv
 from services.draft.drafters.outcome_drafter import TailWork, learn_rows
 from services.draft.drafters.tails import Tail, TreeTail
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.leases import KvLeases
-from shared.kv.upload import uploaded_pairs
+from shared.kv.pool import KvPool
 from shared.runtime.host_copy import joined_rows
 from shared.runtime.runner import HeadOutput, HeadRunner
 
@@ -78,59 +78,28 @@ class FeatureBuffer:
                 yield piece[max(start - first, 0) : end - first]
 
 
-_TOKEN_BITS = 32
-_DIGEST_BYTES = 16
-
-
-class HeadContexts(Contexts):
-    """The row of position p reads the token after p and the target's features of p, so N committed
-    tokens make N - 1 rows, which wait for their features. Tree rows are computed from the head's
-    own states, not from features, so none of them is kept: once a verdict commits their tokens,
-    they are computed again.
-
-    A sequence that outgrows the context starts over only as far back as its features are still
-    there.
-
-    Args:
-        keeps_features: hold on to the features a sliding window starts over with; needed where
-            the target's context is longer than the draft's.
-        min_rows: committed rows that a tree needs.
-    """
+class FeatureContexts(Contexts):
+    """The row of position p reads the target's features of p, so N committed tokens make N - 1
+    rows, which wait for their features."""
 
     reads_ahead = 1
     keeps_tree_rows = False
 
     def __init__(
-        self,
-        runner: HeadRunner,
-        leases: KvLeases,
-        *,
-        max_context_tokens: int,
-        keeps_features: bool,
-        min_rows: int,
+        self, pool: KvPool, leases: KvLeases, *, max_context_tokens: int, margin_tokens: int
     ) -> None:
-        super().__init__(leases, max_context_tokens=max_context_tokens)
-        self._runner = runner
-        self._keeps_features = keeps_features
-        self._min_rows = min_rows
+        super().__init__(
+            pool, leases, max_context_tokens=max_context_tokens, margin_tokens=margin_tokens
+        )
         self._features: dict[SequenceKey, FeatureBuffer] = {}
 
     def open(self, sequence: DraftSequence) -> None:
-        super().open(sequence)
         self._features[sequence.key] = FeatureBuffer()
+        super().open(sequence)
 
     def close(self, sequence: DraftSequence) -> None:
         super().close(sequence)
         del self._features[sequence.key]
-
-    def slide(self, sequence: DraftSequence) -> bool:
-        """Starts over with the younger half of a context that is outgrown, as far back as there
-        are features; returns whether it was."""
-        is_outgrown = self._is_outgrown(sequence)
-        if is_outgrown:
-            start = sequence.num_tokens - 1 - self.num_kept_rows
-            self._restart(sequence, max(start, self._features[sequence.key].start))
-        return is_outgrown
 
     def add_features(self, sequence: DraftSequence, rows: FeatureRows) -> bool:
         """Takes rows in; True when the context had to start over at the first of them."""
@@ -149,11 +118,85 @@ class HeadContexts(Contexts):
         return max(end - self._next_position(sequence), 0)
 
     def is_complete(self, sequence: DraftSequence) -> bool:
-        """Whether the features of every committed position but the last are here, some are not
-        computed from, and there are rows enough for a tree."""
-        num_rows, backlog = self.num_window_rows(sequence), self.backlog(sequence)
-        is_all = backlog == num_rows - self.kv_of(sequence).num_computed
-        return num_rows >= self._min_rows and backlog > 0 and is_all
+        """Whether there are committed rows, and the features of all that are not computed."""
+        num_rows = self.num_window_rows(sequence)
+        return 0 < num_rows == self.kv_of(sequence).num_computed + self.backlog(sequence)
+
+    def sources(self, counts: Sequence[tuple[DraftSequence, int]]) -> list[Tensor]:
+        """Returns the features `[any, W]` of the next rows of each sequence, piece by piece."""
+        return [
+            piece
+            for sequence, count in counts
+            for piece in self._features[sequence.key].read(self._next_position(sequence), count)
+        ]
+
+    def drop_features(self, sequence: DraftSequence) -> None:
+        """Frees the features that are needed no more."""
+        self._features[sequence.key].drop_before(self._next_position(sequence))
+
+    def plant(self, sequence: DraftSequence, rows: GrownRows) -> None:
+        """Nothing is kept."""
+
+    def gauges(self) -> Mapping[str, float]:
+        num_held = sum(each.end - each.start for each in self._features.values())
+        return {**super().gauges(), "held_feature_row_count": float(num_held)}
+
+    def _next_position(self, sequence: DraftSequence) -> int:
+        """Returns the first position whose row is not computed."""
+        kv = self.kv_of(sequence)
+        return kv.window_start + kv.num_computed
+
+
+_TOKEN_BITS = 32
+_DIGEST_BYTES = 16
+
+
+class HeadContexts(FeatureContexts):
+    """Each row reads the token after its position as well. Tree rows are computed from the head's
+    own states, not from features, so none of them is kept: once a verdict commits their tokens,
+    they are computed again.
+
+    A sequence that outgrows the context starts over only as far back as its features are still
+    there.
+
+    Args:
+        keeps_features: hold on to the features a sliding window starts over with; needed where
+            the target's context is longer than the draft's.
+        min_rows: committed rows that a tree needs.
+    """
+
+    def __init__(
+        self,
+        runner: HeadRunner,
+        leases: KvLeases,
+        *,
+        max_context_tokens: int,
+        keeps_features: bool,
+        min_rows: int,
+    ) -> None:
+        super().__init__(
+            runner.pool,
+            leases,
+            max_context_tokens=max_context_tokens,
+            margin_tokens=CONTEXT_MARGIN,
+        )
+        self._runner = runner
+        self._keeps_features = keeps_features
+        self._min_rows = min_rows
+
+    def slide(self, sequence: DraftSequence) -> bool:
+        """Starts over with the younger half of a context that is outgrown, as far back as there
+        are features; returns whether it was."""
+        is_outgrown = self._is_outgrown(sequence)
+        if is_outgrown:
+            start = sequence.num_tokens - 1 - self.num_kept_rows
+            self._restart(sequence, max(start, self._features[sequence.key].start))
+        return is_outgrown
+
+    def is_complete(self, sequence: DraftSequence) -> bool:
+        """Whether besides some rows are not computed, and there are enough for a tree."""
+        is_due = self.backlog(sequence) > 0 and super().is_complete(sequence)
+        return is_due and self.num_window_rows(sequence) >= self._min_rows
 
     def take_in(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
         self.compute(counts, with_logits=False)
@@ -177,20 +220,9 @@ class HeadContexts(Contexts):
         """Returns the fused features of the next rows of each sequence, end to end."""
         return self._runner.fuse(joined_rows(self.sources(counts), self._runner.device))
 
-    def sources(self, counts: Sequence[tuple[DraftSequence, int]]) -> list[Tensor]:
-        """Returns the features `[any, W]` of the next rows of each sequence, piece by piece."""
-        return [
-            piece
-            for sequence, count in counts
-            for piece in self._features[sequence.key].read(self._next_position(sequence), count)
-        ]
-
     def settle(self, sequence: DraftSequence) -> None:
         super().settle(sequence)
         self.drop_features(sequence)
-
-    def plant(self, sequence: DraftSequence, rows: GrownRows) -> None:
-        """Nothing is kept."""
 
     def branch(
         self, sequence: DraftSequence, behind: BranchKv | None, path: Sequence[int], num_rows: int
@@ -211,15 +243,6 @@ class HeadContexts(Contexts):
             needed = min(needed, sequence.num_tokens - 1 - self.num_kept_rows)
         self._features[sequence.key].drop_before(needed)
 
-    def gauges(self) -> Mapping[str, float]:
-        num_held = sum(each.end - each.start for each in self._features.values())
-        return {**super().gauges(), "held_feature_row_count": float(num_held)}
-
-    def _next_position(self, sequence: DraftSequence) -> int:
-        """Returns the first position whose row is not computed."""
-        kv = self.kv_of(sequence)
-        return kv.window_start + kv.num_computed
-
     def _keys(self, sequence: DraftSequence, window_start: int, count: int) -> Sequence[int]:
         """A row depends on its own token, through the features, and on the one after it, so a key
         holds both. Features depend on every earlier token, too: the first row of a window that
@@ -235,9 +258,6 @@ class HeadContexts(Contexts):
             digest = hashlib.blake2b(before, digest_size=_DIGEST_BYTES).digest()
             keys[0] = int.from_bytes(digest, "little")
         return keys
-
-    def _move(self, moves: Sequence[tuple[int, int]]) -> None:
-        self._runner.pool.move(*uploaded_pairs(moves, self._runner.device))
 
 
 class HeadTails:

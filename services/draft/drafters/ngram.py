@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from services.draft.drafters.drafter import DrafterLimits, Proposal
+from services.draft.drafters.drafter import Drafter, DrafterLimits, Proposal
 from services.draft.events import FeatureRows
 from services.draft.likely_verdicts import (
     Continuation,
@@ -113,8 +113,8 @@ class NgramLookahead:
         return token_ids[-self._index.context_tokens :]
 
 
-class NgramDrafter:
-    """See `Drafter`; state per sequence is a cursor into the shared index."""
+class NgramDrafter(Drafter):
+    """State per sequence is a cursor into the shared index, which forgets by age, not by page."""
 
     def __init__(self, options: NgramOptions) -> None:
         self._index = NgramIndex(options)
@@ -145,9 +145,6 @@ class NgramDrafter:
         if self._lookahead.budget and self.backlog(sequence) == num_committed:
             self._lookahead.observe(sequence, num_committed)
 
-    def add_features(self, sequence: DraftSequence, rows: FeatureRows) -> None:
-        """Nothing to do: n-grams read tokens only."""
-
     def backlog(self, sequence: DraftSequence) -> int:
         return sequence.num_tokens - self._cursors[sequence.key].num_seen
 
@@ -174,24 +171,6 @@ class NgramDrafter:
         self._lookahead.drop(sequence)
         # Its last tokens too draft the next text of its kind.
         self._index.take_in([(self._cursors.pop(sequence.key), sequence.token_ids)])
-
-    def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
-        """There are no graphs."""
-        return True
-
-    def prepare_for(self, shape: TreeShape, num_sequences: int) -> bool:
-        return False
-
-    def prepare_next(self, shape: TreeShape) -> bool:
-        """Nothing to do: there are no graphs."""
-        return False
-
-    def flush_prefix_cache(self) -> int:
-        """Nothing to free: the index forgets by age, not by page."""
-        return 0
-
-    def retire_prefix_cache(self) -> None:
-        """Nothing to do: what was said stays said."""
 
     def gauges(self) -> Mapping[str, float]:
         return {

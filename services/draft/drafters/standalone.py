@@ -144,9 +144,6 @@ class StandaloneDrafter(TreeDrafter):
         self._contexts.commit(sequence)
         self._outcomes.drop(sequence)
 
-    def add_features(self, sequence: DraftSequence, rows: FeatureRows) -> None:
-        """Nothing to do: a language model reads tokens only."""
-
     def _tree_model(self) -> DecoderModel:
         return DecoderModel(self.decoder, self._pool)
 

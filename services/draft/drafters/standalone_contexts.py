@@ -22,7 +22,7 @@ class StandaloneContexts(Contexts):
     keeps_tree_rows = True
 
     def __init__(self, runner: ModelRunner, leases: KvLeases, *, max_context_tokens: int) -> None:
-        super().__init__(leases, max_context_tokens=max_context_tokens)
+        super().__init__(runner.pool, leases, max_context_tokens=max_context_tokens)
         self._runner = runner
 
     def commit(self, sequence: DraftSequence) -> None:

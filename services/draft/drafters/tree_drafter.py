@@ -8,8 +8,8 @@ one pass, see `pass_trees`.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -17,19 +17,18 @@ from torch import Tensor
 
 from services.draft.draft_scores import LevelScores, level_scores
 from services.draft.drafters.branch_drafter import BranchLookahead
-from services.draft.drafters.contexts import Contexts
-from services.draft.drafters.drafter import DrafterLimits, Lookahead, Proposal, SharedHead
+from services.draft.drafters.contexts import ContextDrafter, Contexts
+from services.draft.drafters.drafter import Lookahead, Proposal, SharedHead
 from services.draft.drafters.outcome_drafter import JointLookahead, OutcomeDrafter
 from services.draft.drafters.tails import TreeTail, beam_rows, learn_levels
 from services.draft.drafters.whole_trees import PassGraphs, grown_shape, grows_whole, split
-from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence
 from services.draft.worker import MappedHeadLimits
 from shared.kv.batch import SequenceRows
 from shared.runtime.tree_model import TreeModel
 from shared.speculation.noise import fresh_generator
 from shared.speculation.tree import Children, TreeGrowth, choose_children
-from shared.tokens import EMPTY_TREE, TreeShape, Verdict
+from shared.tokens import TreeShape
 
 
 class Levels(Protocol):
@@ -56,7 +55,7 @@ class Levels(Protocol):
         """
 
 
-class TreeDrafter(ABC):
+class TreeDrafter(ContextDrafter):
     """See `Drafter`.
 
     Args:
@@ -67,7 +66,6 @@ class TreeDrafter(ABC):
             distributions. Seeded by the system when left out.
     """
 
-    _contexts: Contexts
     _branches: BranchLookahead | None
 
     def __init__(
@@ -95,10 +93,6 @@ class TreeDrafter(ABC):
 
     @property
     @abstractmethod
-    def limits(self) -> DrafterLimits: ...
-
-    @property
-    @abstractmethod
     def _mapped_head(self) -> MappedHeadLimits | None:
         """Sizes of the model in rounds of a target; None where it takes part in none."""
 
@@ -113,20 +107,6 @@ class TreeDrafter(ABC):
             self._tree_model(), contexts.leases, max_context_tokens=contexts.longest
         )
 
-    def open(self, sequence: DraftSequence) -> None:
-        self._contexts.open(sequence)
-
-    @abstractmethod
-    def commit(
-        self, sequence: DraftSequence, verdict: Verdict, features: FeatureRows | None
-    ) -> None: ...
-
-    @abstractmethod
-    def add_features(self, sequence: DraftSequence, rows: FeatureRows) -> None: ...
-
-    def backlog(self, sequence: DraftSequence) -> int:
-        return self._contexts.backlog(sequence)
-
     def reserve(self, sequence: DraftSequence, shape: TreeShape) -> bool:
         shape = self._grown_shape(shape)
         # Where verdicts are prepared for, the leaves of trees are computed, too.
@@ -136,32 +116,6 @@ class TreeDrafter(ABC):
         if not has_room and self._branches is not None and self._branches.make_room():
             has_room = self._contexts.reserve(sequence, num_rows)
         return has_room
-
-    def catch_up(self, sequences: Sequence[DraftSequence], max_tokens: int) -> int:
-        """Leaves the open rows of each: the last one's logits start a tree."""
-        chunk: list[tuple[DraftSequence, int]] = []
-        num_taken = 0
-        for sequence in sequences:
-            count = min(self.backlog(sequence) - self._num_open_rows, max_tokens - num_taken)
-            if count > 0:
-                chunk.append((sequence, count))
-                num_taken += count
-        if chunk:
-            self._take_in(chunk)
-        return num_taken
-
-    def propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
-        complete: list[DraftSequence] = []
-        waiting: list[DraftSequence] = []
-        for sequence in sequences:
-            (complete if self._contexts.is_complete(sequence) else waiting).append(sequence)
-        shape, branches = self._grown_shape(shape), self._branches
-        whole, rest = ([], complete) if branches is None else split(complete)
-        return [
-            *(branches.propose(whole, shape) if branches is not None and whole else ()),
-            *(self._grow(rest, shape) if rest else ()),
-            *(Proposal(sequence, EMPTY_TREE) for sequence in waiting),
-        ]
 
     def close(self, sequence: DraftSequence) -> None:
         self._drop_ahead(sequence)
@@ -178,26 +132,9 @@ class TreeDrafter(ABC):
         """Captures a graph of trees that are grown in one pass."""
         return self._graphs is not None and self._graphs.prepare_next(shape)
 
-    def flush_prefix_cache(self) -> int:
-        return self._contexts.leases.flush()
-
-    def retire_prefix_cache(self) -> None:
-        self._contexts.leases.retire()
-
-    def gauges(self) -> Mapping[str, float]:
-        return self._contexts.gauges()
-
-    def check(self) -> None:
-        self._contexts.leases.check()
-
     @property
     def _graphs(self) -> PassGraphs | None:
         return None if self._branches is None else self._branches.graphs
-
-    @property
-    def _num_open_rows(self) -> int:
-        """Committed rows that only a proposal computes."""
-        return 1
 
     def _grows_whole(self, sequence: DraftSequence) -> BranchLookahead | None:
         """Returns what grows the trees of a sequence; None where they grow level by level."""
@@ -208,9 +145,13 @@ class TreeDrafter(ABC):
         if self._branches is not None:
             self._branches.drop(sequence)
 
-    def _take_in(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
-        """Computes the next committed rows of each sequence."""
-        self._contexts.take_in(counts)
+    def _propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
+        shape, branches = self._grown_shape(shape), self._branches
+        whole, rest = ([], sequences) if branches is None else split(sequences)
+        return [
+            *(branches.propose(whole, shape) if branches is not None and whole else ()),
+            *(self._grow(rest, shape) if rest else ()),
+        ]
 
     def _grow(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
         """Grows trees level by level."""
