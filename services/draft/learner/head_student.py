@@ -16,12 +16,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from services.draft.learner.student import Batch, Student, Teaching
-from services.draft.training.drafting import TargetEnds, recurrent_chains
 from services.draft.training.head_shape import Algorithm
 from services.draft.training.heads import SHAPE_FILE, WEIGHTS_FILE, load_head
 from services.draft.training.objectives import divergence
 from services.draft.training.optimisers import OptimiserKind
-from services.draft.training.recurrent_head import Eagle3Head, RecurrentHead, Unrolling
+from services.draft.training.recurrent_head import (
+    Eagle3Head,
+    RecurrentHead,
+    TargetEnds,
+    Unrolling,
+    recurrent_chains,
+)
 from shared.errors import CheckpointError
 
 _IGNORED = -100

@@ -13,7 +13,7 @@ from services.draft.drafters.drafter import Drafter
 from services.draft.drafters.eagle import EagleDrafter
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence, SequenceKey
-from services.draft.training.drafting import draft_chains
+from services.draft.training.acceptance import draft_chains
 from services.draft.training.frozen_target import FrozenTarget, HeadSizes
 from services.draft.training.head_shape import Algorithm
 from services.draft.training.heads import build_head, save_head
