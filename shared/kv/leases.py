@@ -47,26 +47,14 @@ class OutOfPages(Exception):
 
 
 class PagePool:
-    """Owns the pages `[1, num_pages)`, or some of them; each is either free or held by exactly one
-    holder."""
+    """Owns some pages; each is either free or held by exactly one holder."""
 
-    def __init__(self, num_pages: int) -> None:
-        assert num_pages >= 2, "one padding page and at least one live page"
-        self._free = list(range(num_pages - 1, PADDING_PAGE, -1))
-        self._is_free = bytearray([0, *[1] * (num_pages - 1)])
-        self.num_pages = num_pages - 1
-
-    @classmethod
-    def of(cls, pages: Iterable[int]) -> PagePool:
-        """Returns a pool of the given pages."""
-        owned = list(pages)
-        pool = cls(max(owned, default=PADDING_PAGE + 1) + 1)
-        pool._free = owned[::-1]
-        pool._is_free = bytearray(len(pool._is_free))
-        for page in owned:
-            pool._is_free[page] = 1
-        pool.num_pages = len(owned)
-        return pool
+    def __init__(self, pages: Iterable[int]) -> None:
+        self._free = list(pages)[::-1]
+        self._is_free = bytearray(max(self._free, default=PADDING_PAGE) + 1)
+        for page in self._free:
+            self._is_free[page] = 1
+        self.num_pages = len(self._free)
 
     @property
     def num_free(self) -> int:
@@ -262,7 +250,7 @@ class PageGroup:
 
     def __init__(self, numbers: range) -> None:
         self.numbers = numbers
-        self.pages = PagePool.of(numbers)
+        self.pages = PagePool(numbers)
         self.cache = PrefixCache()
         self.retired: list[PrefixCache] = []
 

@@ -93,7 +93,9 @@ def _dflash(folder: Path, num_pages: int) -> Drafter:
     head_folder = write_dflash(folder / "head", DFLASH)
     head = load_dflash(head_folder, target, dtype=torch.float32, device=CPU)
     runner = BlockRunner(head, KvPool(head.kv_layout(PAGE_SIZE), num_pages, CPU))
-    return DflashDrafter(runner, num_pages, block_size=5, window_tokens=100)
+    return DflashDrafter(
+        runner, KvLeases(num_pages, PAGE_SIZE, prefix_cache=False), block_size=5, window_tokens=100
+    )
 
 
 HEADS: dict[str, tuple[int, Build]] = {

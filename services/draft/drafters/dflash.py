@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,7 +22,13 @@ from services.draft.draft_scores import DraftScores
 from services.draft.drafters.contexts import ContextDrafter, SequenceKv
 from services.draft.drafters.drafter import DrafterLimits, Proposal
 from services.draft.drafters.head_contexts import FeatureContexts
-from services.draft.drafters.placement import Host, context_for, device_for, log_quantisation
+from services.draft.drafters.placement import (
+    Host,
+    allocate_kv,
+    context_for,
+    device_for,
+    log_quantisation,
+)
 from services.draft.events import FeatureRows
 from services.draft.likely_verdicts import (
     Continuation,
@@ -38,13 +44,11 @@ from services.draft.settings_problems import block_problems
 from shared.errors import SettingsError
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.leases import KvLeases
-from shared.kv.pool import KvPool
 from shared.models.config import ModelConfig
 from shared.models.heads.dflash import DflashConfig, DflashHead, load_dflash
 from shared.models.heads.target_tensors import target_tensors
 from shared.runtime.device import dtype_named
 from shared.runtime.host_copy import joined_rows
-from shared.runtime.memory import num_pages_for
 from shared.runtime.runner import BlockRunner
 from shared.speculation.block_tree import grow_block_tree
 from shared.speculation.distributions import stable_topk
@@ -135,16 +139,16 @@ class BlockContexts(FeatureContexts):
     nothing is shared: features come for every sequence.
 
     Args:
-        num_pages: of the runner's pool, the padding page included.
+        leases: of the runner's pool, without a prefix cache.
         window_tokens: positions before a block that it sees, to the page.
     """
 
     def __init__(
-        self, runner: BlockRunner, num_pages: int, *, window_tokens: int, block_size: int
+        self, runner: BlockRunner, leases: KvLeases, *, window_tokens: int, block_size: int
     ) -> None:
         super().__init__(
             runner.pool,
-            KvLeases(num_pages, runner.page_size, prefix_cache=False),
+            leases,
             max_context_tokens=window_tokens + block_size,
             margin_tokens=block_size,
         )
@@ -446,17 +450,17 @@ class DflashDrafter(ContextDrafter):
     _contexts: BlockContexts
 
     def __init__(
-        self, runner: BlockRunner, num_pages: int, *, block_size: int, window_tokens: int
+        self, runner: BlockRunner, leases: KvLeases, *, block_size: int, window_tokens: int
     ) -> None:
         """Args:
-        num_pages, window_tokens: see `BlockContexts`.
+        leases, window_tokens: see `BlockContexts`.
         block_size: rows of a block, the last committed token included; at least 2.
         """
         self._runner = runner
         self._block_size = block_size
         self._window_tokens = window_tokens
         self._contexts = BlockContexts(
-            runner, num_pages, window_tokens=window_tokens, block_size=block_size
+            runner, leases, window_tokens=window_tokens, block_size=block_size
         )
         self._lookahead = BlockLookahead(runner.head, self._contexts, block_size=block_size)
 
@@ -507,7 +511,9 @@ class DflashDrafter(ContextDrafter):
         depth = min(shape.num_steps, shape.max_node_count) + bool(budget)
         num_scored = min(self._block_size - 1, depth)
         logits = contexts.run([self._block_rows(sequence, num_scored) for sequence in sequences])
-        scores = DraftScores(sequences, self._runner.device).of_block(logits)
+        scores = DraftScores(sequences, self._runner.device).of_blocks(
+            logits, [[()]] * len(sequences), num_scored
+        )
         proposals = []
         for sequence, choices in zip(
             sequences, best_choices(scores, shape.topk + budget), strict=True
@@ -556,26 +562,22 @@ def build_dflash(settings: DraftSettings, host: Host | None = None) -> DflashDra
     head = load_dflash(folder, tensors, dtype=dtype, device=device, options=settings.model_options)
     log_quantisation(settings, head)
     log.info("%s in %s on %s: blocks of %d", folder.name, dtype, device, block_size)
-    layout = head.kv_layout(settings.page_size, dtype)
-    num_pages = num_pages_for(
-        layout,
+    pool, leases = allocate_kv(
+        replace(settings, disable_radix_cache=True),
+        head.kv_layout(settings.page_size, dtype),
         device,
-        mem_fraction_static=settings.mem_fraction_static,
-        max_total_tokens=settings.max_total_tokens,
-        max_sequence_length=context,
+        max_context_tokens=context,
         reserved_bytes=host.feature_bytes(head.feature_spec),
         most_tokens=host.most_tokens,
     )
-    window = _window(settings, context, block_size, num_pages)
-    log.info("%s KV pages of %d tokens", f"{num_pages - 1:,}", settings.page_size)
+    window = _window(settings, context, block_size, leases.num_pages)
     if window + block_size < target_config.max_position_embeddings:
         log.warning(
             "the draft looks back on %d tokens; the target's context is %d",
             *(window, target_config.max_position_embeddings),
         )
-    pool = KvPool(layout, num_pages, device)
     runner = BlockRunner(head, pool)
-    return DflashDrafter(runner, num_pages, block_size=block_size, window_tokens=window)
+    return DflashDrafter(runner, leases, block_size=block_size, window_tokens=window)
 
 
 def _window(settings: DraftSettings, context: int, block_size: int, num_pages: int) -> int:
@@ -584,7 +586,7 @@ def _window(settings: DraftSettings, context: int, block_size: int, num_pages: i
     Raises:
         SettingsError: the pool is too small for any.
     """
-    num_slots = (num_pages - 1) * settings.page_size
+    num_slots = num_pages * settings.page_size
     window = min(context, num_slots - settings.page_size + 1) - block_size
     if window < 1:
         raise SettingsError(

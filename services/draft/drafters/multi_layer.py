@@ -389,8 +389,7 @@ class MultiLayerDrafter(EagleDrafter):
             forwards.settle(sequence, count - (self._num_layers - 1))
         if self._outcomes.budget:
             self._tails.plant(sequences, torch.stack(roots, dim=1), first)
-        grown = zip(sequences, growth.finish(), strict=True)
-        return [Proposal(sequence, result.tree) for sequence, result in grown]
+        return list(map(Proposal, sequences, growth.finish()))
 
     def _settle_far(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> None:
         """Takes in open rows that lie behind a sliding window: those beside a tree are one block

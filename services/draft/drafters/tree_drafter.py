@@ -171,8 +171,7 @@ class TreeDrafter(ContextDrafter):
         if self._outcomes.budget:
             learn_levels(tails, found)
         levels.keep(tails, is_ahead=self._outcomes.budget > 0)
-        trees = scores.finished([result.tree for result in growth.finish()])
-        return list(map(Proposal, sequences, trees))
+        return list(map(Proposal, sequences, scores.finished(growth.finish())))
 
     @abstractmethod
     def _begin_levels(self, sequences: Sequence[DraftSequence]) -> Levels:

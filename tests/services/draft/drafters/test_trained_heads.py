@@ -54,7 +54,12 @@ def _eagle(kind: HeadKind) -> Callable[[Path, TargetFolder], Drafter]:
 def _dflash(folder: Path, target: TargetFolder) -> Drafter:
     head = load_dflash(folder, target, dtype=torch.float32, device=CPU)
     runner = BlockRunner(head, KvPool(head.kv_layout(4), 40, CPU))
-    return DflashDrafter(runner, 40, block_size=head.config.block_size, window_tokens=100)
+    return DflashDrafter(
+        runner,
+        KvLeases(40, runner.page_size, prefix_cache=False),
+        block_size=head.config.block_size,
+        window_tokens=100,
+    )
 
 
 @pytest.mark.parametrize(
