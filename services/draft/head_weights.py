@@ -91,7 +91,7 @@ class HeadWeights:
         """Returns the draft model that runs, and the folder's, on the same device: so that the swap
         itself is a copy within the device."""
         from services.draft.drafters.standalone import StandaloneDrafter
-        from services.draft.vocabulary import target_vocabulary
+        from services.draft.model_folder import target_vocabulary
         from shared.models.loader import load_decoder
         from shared.models.weights import BESIDE_STEPS
 

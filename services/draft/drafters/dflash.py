@@ -19,8 +19,14 @@ import torch
 from torch import Tensor
 
 from services.draft.draft_scores import DraftScores
+from services.draft.drafters.branches import Path, paths_of
 from services.draft.drafters.contexts import ContextDrafter, SequenceKv
-from services.draft.drafters.drafter import DrafterLimits, Proposal
+from services.draft.drafters.drafter import (
+    DrafterLimits,
+    OneStepLookahead,
+    Proposal,
+    VerifiedTree,
+)
 from services.draft.drafters.head_contexts import FeatureContexts
 from services.draft.drafters.placement import (
     Host,
@@ -34,7 +40,6 @@ from services.draft.likely_verdicts import (
     Continuation,
     FanOut,
     LikelyVerdict,
-    RankShares,
     likely_verdicts,
     rank_of,
 )
@@ -260,22 +265,9 @@ def best_choices(scores: Tensor, width: int) -> list[BlockChoices]:
     ]
 
 
-Path = tuple[int, ...]
-
 MAX_ROWS = 2048
 """Rows of one forward, but for those of a single sequence: a verdict that arrives meanwhile waits
 for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    """A tree under verification whose verdicts are not prepared for yet."""
-
-    sequence: DraftSequence
-    tree: TokenTree
-    shape: TreeShape
-    fan_out: FanOut
-    choices: BlockChoices
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,32 +278,26 @@ class _Work:
         paths: by block, the tokens that its verdict commits.
     """
 
-    in_flight: _InFlight
+    verified: VerifiedTree
     verdicts: Sequence[LikelyVerdict]
     paths: Sequence[Path]
     rows: BlockRows
 
 
-class BlockLookahead:
-    """See `Lookahead`.
+class BlockLookahead(OneStepLookahead):
+    """A tree is drafted anew once its features have arrived: rows computed ahead lack them.
 
     Args:
         block_size: rows of a block, the token that opens it included.
     """
 
     def __init__(self, head: DflashHead, contexts: BlockContexts, *, block_size: int) -> None:
-        self.budget = 0
+        super().__init__()
         self._head = head
         self._contexts = contexts
         self._block_size = block_size
-        self._shares = RankShares()
-        self._in_flight: dict[SequenceKey, _InFlight] = {}
         self._choices: dict[SequenceKey, BlockChoices] = {}
         self._prepared: dict[SequenceKey, dict[Path, BlockChoices]] = {}
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._in_flight)
 
     def keep(self, sequence: DraftSequence, choices: BlockChoices) -> None:
         """Takes what the tree for the current round was made of."""
@@ -320,13 +306,8 @@ class BlockLookahead:
     def begin(
         self, sequence: DraftSequence, tree: TokenTree, shape: TreeShape, fan_out: FanOut
     ) -> None:
-        choices = self._choices.get(sequence.key)
-        if choices is not None:
-            self._in_flight[sequence.key] = _InFlight(sequence, tree, shape, fan_out, choices)
-
-    def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
-        """Returns False: rows computed ahead lack the features that have arrived since."""
-        return False
+        if sequence.key in self._choices:
+            super().begin(sequence, tree, shape, fan_out)
 
     def observe(self, sequence: DraftSequence, token_ids: Sequence[int]) -> None:
         """Learns which of its choices the target took, and moves on to what was prepared for it.
@@ -344,15 +325,15 @@ class BlockLookahead:
             self._choices[sequence.key] = prepared
 
     def drop(self, sequence: DraftSequence) -> None:
-        """Forgets a sequence."""
-        for kept in (self._in_flight, self._choices, self._prepared):
+        super().drop(sequence)
+        for kept in (self._choices, self._prepared):
             kept.pop(sequence.key, None)
 
     def advance(self) -> list[Proposal]:
         self._take_in()
         work: list[_Work] = []
-        while self._in_flight and sum(len(each.rows) for each in work) < MAX_ROWS:
-            prepared = self._lay_out(self._in_flight.pop(next(iter(self._in_flight))))
+        while self._verified and sum(len(each.rows) for each in work) < MAX_ROWS:
+            prepared = self._lay_out(self._next())
             if prepared is not None:
                 work.append(prepared)
         return self._draft(work) if work else []
@@ -361,29 +342,35 @@ class BlockLookahead:
         """Computes the contexts, which end where the rows of blocks begin; gives up on sequences
         whose features are not here, or have no room."""
         contexts = self._contexts
-        self._in_flight = {
+        self._verified = {
             key: each
-            for key, each in self._in_flight.items()
+            for key, each in self._verified.items()
             if contexts.is_complete(each.sequence) and contexts.reserve(each.sequence, 1)
         }
-        sequences = [each.sequence for each in self._in_flight.values()]
+        sequences = [each.sequence for each in self._verified.values()]
         contexts.take_in([(each, contexts.backlog(each)) for each in sequences])
 
-    def _lay_out(self, in_flight: _InFlight) -> _Work | None:
+    def _lay_out(self, verified: VerifiedTree) -> _Work | None:
         """Returns the rows of as many verdicts as there is memory for; None for none."""
-        sequence, contexts = in_flight.sequence, self._contexts
+        sequence, contexts = verified.sequence, self._contexts
         verdicts = likely_verdicts(
-            in_flight.tree, _by_node(in_flight), self._shares, in_flight.fan_out
+            verified.tree, self._by_node(verified), self._shares, verified.fan_out
         )
         while verdicts:
-            work = self._work(in_flight, verdicts)
+            work = self._work(verified, verdicts)
             if contexts.reserve(sequence, len(work.rows)):
                 return work
             verdicts = verdicts[: len(verdicts) // 2]
         return None
 
-    def _work(self, in_flight: _InFlight, verdicts: Sequence[LikelyVerdict]) -> _Work:
-        sequence, tree = in_flight.sequence, in_flight.tree
+    def _by_node(self, verified: VerifiedTree) -> list[Sequence[Continuation]]:
+        """Returns what may follow the last committed token, then each node; nothing behind the last
+        position that the block scored."""
+        choices = self._choices[verified.sequence.key]
+        return [choices.at(depth) for depth in (0, *verified.tree.depths)]
+
+    def _work(self, verified: VerifiedTree, verdicts: Sequence[LikelyVerdict]) -> _Work:
+        sequence, tree = verified.sequence, verified.tree
         rows = BlockRows(
             self._contexts.kv_of(sequence),
             block_size=self._block_size,
@@ -391,26 +378,24 @@ class BlockLookahead:
         )
         # By place: 0 is the last committed token, then come the nodes, parents first.
         above = [0, *(0 if parent is None else parent + 1 for parent in tree.parent_indices)]
-        paths: list[Path] = [()]
-        for place, token in enumerate(tree.token_ids, 1):
-            paths.append((*paths[above[place]], token))
+        paths = list(paths_of(tree))
         known = {0: rows.add_known(None, sequence.token_ids[-1])}
         for place in _through(above, [verdict.place for verdict in verdicts]):
             known[place] = rows.add_known(known[above[place]], tree.token_ids[place - 1])
         for verdict in verdicts:
             rows.add_block(known[verdict.place], verdict.token, self._block_size - 1)
         committed = [(*paths[verdict.place], verdict.token) for verdict in verdicts]
-        return _Work(in_flight, verdicts, committed, rows)
+        return _Work(verified, verdicts, committed, rows)
 
     def _draft(self, work: Sequence[_Work]) -> list[Proposal]:
-        sequences = [each.in_flight.sequence for each in work]
+        sequences = [each.verified.sequence for each in work]
         logits = self._contexts.run([each.rows.lay_out() for each in work])
         for each in work:
-            self._contexts.trim(each.in_flight.sequence, self._block_size)
+            self._contexts.trim(each.verified.sequence, self._block_size)
         scores = DraftScores(sequences, logits.device).of_blocks(
             logits, [each.paths for each in work], self._block_size - 1
         )
-        width = max(each.in_flight.shape.topk for each in work) + self.budget
+        width = max(each.verified.shape.topk for each in work) + self.budget
         blocks = iter(best_choices(scores, width))
         return [
             proposal
@@ -419,19 +404,12 @@ class BlockLookahead:
         ]
 
     def _proposals(self, work: _Work, blocks: Sequence[BlockChoices]) -> list[Proposal]:
-        sequence, shape = work.in_flight.sequence, work.in_flight.shape
+        sequence, shape = work.verified.sequence, work.verified.shape
         self._prepared[sequence.key] = dict(zip(work.paths, blocks, strict=True))
         return [
             Proposal(sequence, choices.tree(shape), verdict.condition)
             for verdict, choices in zip(work.verdicts, blocks, strict=True)
         ]
-
-
-def _by_node(in_flight: _InFlight) -> list[Sequence[tuple[int, float]]]:
-    """Returns what may follow the last committed token, then each node; nothing behind the last
-    position that the block scored."""
-    depths = (0, *in_flight.tree.depths)
-    return [in_flight.choices.at(depth) for depth in depths]
 
 
 def _through(above: Sequence[int], places: Sequence[int]) -> list[int]:

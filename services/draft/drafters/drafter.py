@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from services.draft.events import FeatureRows
-from services.draft.likely_verdicts import FanOut
-from services.draft.sequence import DraftSequence
+from services.draft.likely_verdicts import FanOut, RankShares
+from services.draft.sequence import DraftSequence, SequenceKey
 from services.draft.worker import MappedHeadLimits
 from shared.kv.leases import KvLeases
 from shared.tokens import Condition, TokenTree, TreeShape, Verdict
@@ -88,9 +88,47 @@ class Lookahead(Protocol):
     def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
         """Starts on the tree for the current round from what was computed ahead; `advance` will
         return it, without a condition. False when there is nothing to go on from."""
+        return False
 
     def advance(self) -> list[Proposal]:
         """Computes one forward; returns the proposals that are complete, likeliest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedTree:
+    """A tree whose verdicts are yet to be prepared for; see `Lookahead.begin`."""
+
+    sequence: DraftSequence
+    tree: TokenTree
+    shape: TreeShape
+    fan_out: FanOut
+
+
+class OneStepLookahead(Lookahead):
+    """Prepares for all verdicts on a tree at once: a new tree costs no more than an old one, so
+    there is nothing to resume from."""
+
+    def __init__(self) -> None:
+        self.budget = 0
+        self._verified: dict[SequenceKey, VerifiedTree] = {}
+        self._shares = RankShares()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._verified)
+
+    def begin(
+        self, sequence: DraftSequence, tree: TokenTree, shape: TreeShape, fan_out: FanOut
+    ) -> None:
+        self._verified[sequence.key] = VerifiedTree(sequence, tree, shape, fan_out)
+
+    def drop(self, sequence: DraftSequence) -> None:
+        """Forgets a sequence: a verdict fell, or it ended."""
+        self._verified.pop(sequence.key, None)
+
+    def _next(self) -> VerifiedTree:
+        """Takes the oldest of those trees."""
+        return self._verified.pop(next(iter(self._verified)))
 
 
 class Drafter(Protocol):

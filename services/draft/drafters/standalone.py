@@ -32,10 +32,9 @@ from services.draft.drafters.standalone_contexts import StandaloneContexts
 from services.draft.drafters.tails import Tail, TreeTail
 from services.draft.drafters.tree_drafter import TreeDrafter
 from services.draft.events import FeatureRows
-from services.draft.recurrent_drafts import check_no_states
+from services.draft.model_folder import check_no_states, target_vocabulary
 from services.draft.sequence import DraftSequence
 from services.draft.settings import DraftSettings
-from services.draft.vocabulary import target_vocabulary
 from services.draft.worker import MappedHeadLimits
 from services.followers import Followers
 from shared.kv.batch import SequenceRows
