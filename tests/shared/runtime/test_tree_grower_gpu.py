@@ -241,9 +241,8 @@ def test_a_launch_waits_for_nothing(heads: dict[str, DraftHead]) -> None:
     shape = SHAPES[2]
     twins.rounds(shape, 1, draw, *batch)
     assert all(twins.whole.reserve(each, shape) for each in batch)
-    contexts = twins.whole._contexts
-    features = contexts.features([(each, contexts.backlog(each)) for each in batch])
-    rows = [contexts.open_sequence(each) for each in batch]
+    most = twins.grower.max_open_rows(shape)
+    rows, features = twins.whole._contexts.open_pass(batch, most)
     try:
         torch.cuda.set_sync_debug_mode("error")
         growing = twins.grower.launch(rows, features, shape)
