@@ -37,7 +37,6 @@ class TrainingPlan:
         seconds: ends the run earlier, the rate with it; None sets no limit.
         batch_size: windows a process and step.
         log_every, save_every: steps.
-        max_norm: gradients are clipped to it.
     """
 
     out: Path
@@ -47,7 +46,6 @@ class TrainingPlan:
     log_every: int
     save_every: int
     seed: int
-    max_norm: float = 1.0
 
     @property
     def folder(self) -> Path:
@@ -205,7 +203,6 @@ class Trainer:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             outcome: Outcome = model(rows)
         outcome.loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self._objective.parameters(), plan.max_norm)
         self._optimisers.step(factor)
         self._step += 1
         self._tokens += batch.size * self._ranks.size
