@@ -50,20 +50,13 @@ class DraftScores:
             logits: `[S * N, V]` raw draft logits.
             paths: `[S][N]`, tree tokens on each row's path, its own included; all of one length.
         """
-        return self.of_ragged(logits, paths).view(len(self._sequences), -1, logits.shape[1])
+        depths = [[len(path) for path in own] for own in paths]
+        scores = self._score(logits, paths, depths)
+        return scores.view(len(self._sequences), -1, logits.shape[1])
 
     def finished(self, trees: Sequence[TokenTree]) -> Sequence[TokenTree]:
         """Returns trees grown by these scores: there is nothing to add."""
         return trees
-
-    def of_ragged(self, logits: Tensor, paths: Sequence[Sequence[Path]]) -> Tensor:
-        """Returns log probabilities of acceptance `[L, V]` float32, -inf for removed tokens.
-
-        Args:
-            logits: `[L, V]` raw draft logits, the rows of each sequence end to end.
-            paths: `[S][any]`, tree tokens on each row's path, its own included, of any lengths.
-        """
-        return self._score(logits, paths, [[len(path) for path in own] for own in paths])
 
     def of_blocks(self, logits: Tensor, known: Sequence[Sequence[Path]], size: int) -> Tensor:
         """Returns log probabilities of acceptance `[N, size, V]` float32 of N blocks, -inf for

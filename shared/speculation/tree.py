@@ -43,14 +43,6 @@ class Children:
         """Returns the first `count` children of each node."""
         return Children(self.token_ids[..., :count], self.log_probs[..., :count])
 
-    def on_host(self) -> list[list[list[tuple[int, float]]]]:
-        """Returns token and score of each child, as `[B][N][topk]`. Waits for the device once."""
-        # Token ids are exact in float64, so one transfer brings both.
-        pairs = torch.stack([self.token_ids.double(), self.log_probs.double()], dim=-1).tolist()
-        return [
-            [[(int(token), score) for token, score in node] for node in nodes] for nodes in pairs
-        ]
-
 
 @dataclass(frozen=True, slots=True)
 class Beam:

@@ -25,7 +25,6 @@ from services.draft.drafters.branches import (
     GrowingBranch,
     GrownRows,
     LikelyBranches,
-    Path,
     Plan,
     Wanted,
     WantedBranches,
@@ -36,6 +35,7 @@ from services.draft.drafters.contexts import BranchKv, Contexts
 from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.pass_trees import PassTrees
 from services.draft.drafters.standalone_contexts import StandaloneContexts
+from services.draft.drafters.tails import Path
 from services.draft.drafters.whole_trees import PassGraphs, grown_shape
 from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence, SequenceKey

@@ -10,12 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
 from services.draft.drafters.drafter import Drafter, Proposal
-from services.draft.drafters.tails import Tail, TreeTail
+from services.draft.drafters.tails import TailRows, TreeTail
 from services.draft.drafters.whole_trees import pass_sampling
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.batch import SequenceRows
@@ -24,9 +24,6 @@ from shared.kv.pool import KvPool
 from shared.kv.upload import uploaded_pairs
 from shared.runtime.tree_pass import OpenSequence
 from shared.tokens import EMPTY_TREE, TreeShape
-
-if TYPE_CHECKING:
-    from services.draft.drafters.branches import GrownRows
 
 CONTEXT_MARGIN = 33
 """Rows of the context kept for the deepest tree and the row it hangs off."""
@@ -45,7 +42,7 @@ class SequenceKv:
     lease: KvLease
     window_start: int
     num_computed: int
-    tail: Tail | None = None
+    tail: TailRows | None = None
     is_published: bool = False
 
 
@@ -149,7 +146,7 @@ class Contexts(ABC):
     def tree_tail(self, sequence: DraftSequence) -> TreeTail:
         """Returns where the rows of a growing tree go."""
         kv = self.kv_of(sequence)
-        return TreeTail(kv.num_computed, kv.lease.pages, sequence.token_ids[-1])
+        return TreeTail(kv.num_computed, kv.lease.pages)
 
     def open_pass(
         self, sequences: Sequence[DraftSequence], most: int
@@ -177,9 +174,10 @@ class Contexts(ABC):
         """All committed rows are computed, or about to be."""
         self.publish(sequence)
 
-    @abstractmethod
-    def plant(self, sequence: DraftSequence, rows: GrownRows) -> None:
-        """Takes in what a pass computed behind the last committed token."""
+    def plant(self, sequence: DraftSequence, rows: TailRows) -> None:
+        """Takes in what is computed behind the last committed token."""
+        if self.keeps_tree_rows:
+            self.kv_of(sequence).tail = rows
 
     def branch(
         self, sequence: DraftSequence, behind: BranchKv | None, path: Sequence[int], num_rows: int

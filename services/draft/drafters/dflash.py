@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from services.draft.draft_scores import DraftScores
-from services.draft.drafters.branches import Path, paths_of
+from services.draft.drafters.branches import paths_of
 from services.draft.drafters.contexts import ContextDrafter, SequenceKv
 from services.draft.drafters.drafter import (
     DrafterLimits,
@@ -35,6 +35,7 @@ from services.draft.drafters.placement import (
     device_for,
     log_quantisation,
 )
+from services.draft.drafters.tails import Path
 from services.draft.events import FeatureRows
 from services.draft.likely_verdicts import (
     Continuation,

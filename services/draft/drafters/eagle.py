@@ -6,8 +6,7 @@ tree: their target need not wait.
 
 Drafting ahead, the states of the verified tree's nodes stand in for the features that its verdict
 will bring. They are computed again from the features of each verdict, so that errors do not grow
-from round to round: in passes, see `head_branches`, or by forwards of the host, see
-`head_contexts`."""
+from round to round, see `head_branches`."""
 
 from __future__ import annotations
 
@@ -16,14 +15,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from services.draft.drafters.contexts import CONTEXT_MARGIN
 from services.draft.drafters.drafter import DrafterLimits
 from services.draft.drafters.head_branches import HeadBranches
-from services.draft.drafters.head_contexts import HeadContexts, HeadTails, reroot
-from services.draft.drafters.outcome_drafter import OutcomeDrafter
+from services.draft.drafters.head_contexts import HeadContexts
 from services.draft.drafters.pass_trees import PassTrees
-from services.draft.drafters.tails import TreeTail
-from services.draft.drafters.tree_drafter import TreeDrafter
+from services.draft.drafters.tree_drafter import NextLevel, TreeDrafter
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence
 from services.draft.worker import MappedHeadLimits
@@ -35,27 +31,6 @@ from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import HeadModel
 from shared.speculation.tree import parent_states
 from shared.tokens import Verdict
-
-
-class _Levels:
-    """See `Levels`."""
-
-    def __init__(
-        self, contexts: HeadContexts, tails: HeadTails, sequences: Sequence[DraftSequence]
-    ) -> None:
-        self._contexts, self._tails, self._sequences = contexts, tails, sequences
-        counts = [(sequence, contexts.backlog(sequence)) for sequence in sequences]
-        self._outputs = [contexts.compute(counts, with_logits=True)]
-        self.logits = self._outputs[0].logits
-
-    def advance(self, rows: Sequence[SequenceRows], parents: Tensor) -> Tensor:
-        hidden = parent_states(self._outputs[-1].states, parents)
-        self._outputs.append(self._contexts.run(rows, hidden))
-        return self._outputs[-1].logits
-
-    def keep(self, tails: Sequence[TreeTail], *, is_ahead: bool) -> None:
-        if is_ahead:
-            self._tails.keep(self._sequences, tails, self._outputs)
 
 
 class EagleDrafter(TreeDrafter):
@@ -89,15 +64,8 @@ class EagleDrafter(TreeDrafter):
         if grower is not None:
             trees = PassTrees(grower, contexts)
             branches = HeadBranches(trees, contexts, vocab_size=vocab_size)
-        self._tails = self._new_tails(contexts)
         super().__init__(
             contexts,
-            OutcomeDrafter(
-                self._tails.tail_of,
-                self._tails.compute,
-                max_depth=CONTEXT_MARGIN - 1,
-                keeps_rows=False,
-            ),
             branches,
             device=runner.device,
             vocab_size=vocab_size,
@@ -128,15 +96,11 @@ class EagleDrafter(TreeDrafter):
     def commit(
         self, sequence: DraftSequence, verdict: Verdict, features: FeatureRows | None
     ) -> None:
-        token_ids, branches = verdict.committed_token_ids, self._grows_whole(sequence)
+        branches = self._grows_whole(sequence)
         if features is not None:
             self.add_features(sequence, features)
         if branches is not None:
-            branches.commit(sequence, token_ids)
-        else:
-            self._outcomes.observe(sequence, token_ids)
-            self._outcomes.drop(sequence)
-            reroot(self._contexts.kv_of(sequence), token_ids)
+            branches.commit(sequence, verdict.committed_token_ids)
         if self._contexts.slide(sequence):
             # A pass under way reads pages of the old window, which others may have from now on.
             self._drop_ahead(sequence)
@@ -149,9 +113,14 @@ class EagleDrafter(TreeDrafter):
     def _tree_model(self) -> HeadModel:
         return HeadModel(self._runner.head, self._runner.pool)
 
-    def _begin_levels(self, sequences: Sequence[DraftSequence]) -> _Levels:
-        return _Levels(self._contexts, self._tails, sequences)
+    def _begin_levels(self, sequences: Sequence[DraftSequence]) -> tuple[Tensor, NextLevel]:
+        contexts = self._contexts
+        counts = [(sequence, contexts.backlog(sequence)) for sequence in sequences]
+        output = contexts.compute(counts, with_logits=True)
 
-    def _new_tails(self, contexts: HeadContexts) -> HeadTails:
-        """Returns what computes behind committed tokens, ahead of verdicts."""
-        return HeadTails(contexts, self._runner.device)
+        def next_level(rows: Sequence[SequenceRows], parents: Tensor) -> Tensor:
+            nonlocal output
+            output = contexts.run(rows, parent_states(output.states, parents))
+            return output.logits
+
+        return output.logits, next_level

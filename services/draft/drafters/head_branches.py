@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.draft.drafters.branch_drafter import BranchLookahead
-from services.draft.drafters.branches import GrowingBranch, GrownRows, Path, Plan, num_choices
+from services.draft.drafters.branches import GrowingBranch, GrownRows, Plan, num_choices
 from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.head_contexts import HeadContexts
 from services.draft.drafters.pass_trees import PassTrees
-from services.draft.drafters.whole_trees import grown_shape
+from services.draft.drafters.tails import Path
+from services.draft.drafters.whole_trees import grown_shape, grows_whole
 from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.runtime.tree_pass import walked_shape
@@ -57,6 +58,8 @@ class HeadBranches(BranchLookahead):
     def begin(
         self, sequence: DraftSequence, tree: TokenTree, shape: TreeShape, fan_out: FanOut
     ) -> None:
+        if not grows_whole(sequence):
+            return
         key = sequence.key
         plan = Plan(sequence, grown_shape(shape, self._vocab_size), fan_out)
         rows = self._rows.get(key)

@@ -1,8 +1,7 @@
 """Drafts with a smaller language model that has its own paged KV and prefix cache.
 
 KV of the accepted path is kept: a chain's is in place already, a tree's is moved to the front of
-its tail. So is what was drafted ahead level by level below it; what passes drafted ahead is in
-pages of its own, see `branch_drafter`.
+its tail. What is drafted ahead is in pages of its own, see `branch_drafter`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from torch import Tensor
 from services.draft.drafters.branch_drafter import BranchDrafter
 from services.draft.drafters.contexts import CONTEXT_MARGIN
 from services.draft.drafters.drafter import DrafterLimits
-from services.draft.drafters.outcome_drafter import OutcomeDrafter, TailWork, learn_rows
 from services.draft.drafters.pass_trees import PassTrees
 from services.draft.drafters.placement import (
     Host,
@@ -29,15 +27,13 @@ from services.draft.drafters.placement import (
     reserved_for_model,
 )
 from services.draft.drafters.standalone_contexts import StandaloneContexts
-from services.draft.drafters.tails import Tail, TreeTail
-from services.draft.drafters.tree_drafter import TreeDrafter
+from services.draft.drafters.tree_drafter import NextLevel, TreeDrafter
 from services.draft.events import FeatureRows
 from services.draft.model_folder import check_no_states, target_vocabulary
 from services.draft.sequence import DraftSequence
 from services.draft.settings import DraftSettings
 from services.draft.worker import MappedHeadLimits
 from services.followers import Followers
-from shared.kv.batch import SequenceRows
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.layers.tensor_group import TensorGroup
@@ -56,22 +52,6 @@ from shared.runtime.tree_model import DecoderModel
 from shared.tokens import Verdict
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Levels:
-    """See `Levels`."""
-
-    contexts: StandaloneContexts
-    sequences: Sequence[DraftSequence]
-    logits: Tensor
-
-    def advance(self, rows: Sequence[SequenceRows], parents: Tensor) -> Tensor:
-        return self.contexts.forward(rows)
-
-    def keep(self, tails: Sequence[TreeTail], *, is_ahead: bool) -> None:
-        for sequence, tail in zip(self.sequences, tails, strict=True):
-            self.contexts.kv_of(sequence).tail = tail.tail
 
 
 class StandaloneDrafter(TreeDrafter):
@@ -103,9 +83,6 @@ class StandaloneDrafter(TreeDrafter):
             branches = BranchDrafter(trees, contexts, vocab_size=vocab_size)
         super().__init__(
             contexts,
-            OutcomeDrafter(
-                self._tail, self._compute_tails, max_depth=CONTEXT_MARGIN - 1, keeps_rows=True
-            ),
             branches,
             device=runner.device,
             vocab_size=vocab_size,
@@ -135,34 +112,19 @@ class StandaloneDrafter(TreeDrafter):
     def commit(
         self, sequence: DraftSequence, verdict: Verdict, features: FeatureRows | None
     ) -> None:
-        token_ids, branches = verdict.committed_token_ids, self._grows_whole(sequence)
+        branches = self._grows_whole(sequence)
         if branches is not None:
-            branches.commit(sequence, token_ids)
-            return
-        self._outcomes.observe(sequence, token_ids)
-        self._contexts.commit(sequence)
-        self._outcomes.drop(sequence)
+            branches.commit(sequence, verdict.committed_token_ids)
+        else:
+            self._contexts.commit(sequence)
 
     def _tree_model(self) -> DecoderModel:
         return DecoderModel(self.decoder, self._pool)
 
-    def _begin_levels(self, sequences: Sequence[DraftSequence]) -> _Levels:
-        rows = [self._contexts.open_rows(sequence) for sequence in sequences]
-        return _Levels(self._contexts, sequences, self._contexts.forward(rows))
-
-    def _tail(self, sequence: DraftSequence) -> Tail | None:
-        return self._contexts.kv_of(sequence).tail
-
-    def _compute_tails(self, work: Sequence[TailWork]) -> list[DraftSequence]:
-        """Computes nodes behind the committed tokens, one forward for all sequences."""
+    def _begin_levels(self, sequences: Sequence[DraftSequence]) -> tuple[Tensor, NextLevel]:
         contexts = self._contexts
-        served = [each for each in work if contexts.reserve_tail(each.sequence, len(each.nodes))]
-        if not served:
-            return []
-        pages = [contexts.kv_of(each.sequence).lease.pages for each in served]
-        rows = [each.tail.lay_out(each.nodes, own) for each, own in zip(served, pages, strict=True)]
-        learn_rows(served, contexts.forward(rows), self._device)
-        return [each.sequence for each in served]
+        logits = contexts.forward([contexts.open_rows(sequence) for sequence in sequences])
+        return logits, lambda rows, _: contexts.forward(rows)
 
 
 # Loads the draft model and its KV pool.

@@ -43,10 +43,6 @@ class StandaloneContexts(Contexts):
         if not self.backlog(sequence):
             self.plant(sequence, rows)
 
-    def plant(self, sequence: DraftSequence, rows: GrownRows) -> None:
-        kv = self.kv_of(sequence)
-        kv.tail = rows.tail(kv.num_computed, sequence.token_ids[-1])
-
     def backlog(self, sequence: DraftSequence) -> int:
         return self.num_window_rows(sequence) - self.kv_of(sequence).num_computed
 
@@ -60,12 +56,6 @@ class StandaloneContexts(Contexts):
         if behind is None and self.kv_of(sequence).tail is None:
             return None
         return super().branch(sequence, behind, path, num_rows)
-
-    def reserve_tail(self, sequence: DraftSequence, num_rows: int) -> bool:
-        """Makes room for that many rows behind the tail's; False when there is none."""
-        kv = self.kv_of(sequence)
-        assert kv.tail is not None
-        return self.leases.try_grow(kv.lease, kv.tail.base + kv.tail.num_rows + num_rows)
 
     def take_in(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
         self.forward([self._next_rows(*each, with_logits=False) for each in counts])
@@ -111,21 +101,12 @@ class StandaloneContexts(Contexts):
         """The tokens decide, not the verdict's node indices: the verified tree may have been
         another one, and KV depends on nothing but the tokens before it."""
         kv = self.kv_of(sequence)
-        tail = kv.tail
+        tail, kv.tail = kv.tail, None
         if tail is None:
             return
-        assert tail.base == kv.num_computed, "a tail outlived the tokens it hangs off"
-        token_ids = sequence.token_ids[kv.window_start + kv.num_computed :]
-        path = tail.match(token_ids)
-        if path:
-            base, pages = tail.base, kv.lease.pages
-            moved = [each for each in tail.reroot(path[-1]) if each[0] != each[1]]
-            sources, targets = (
-                [base + source for source, _ in moved],
-                [base + to for _, to in moved],
-            )
-            self._copy(pages, sources, pages, targets)
-        kv.num_computed += len(path)
-        if len(path) < len(token_ids):
-            # No tree was prepared for this path.
-            kv.tail = None
+        base, pages = kv.num_computed, kv.lease.pages
+        rows = tail.matched(sequence.token_ids[kv.window_start + base :])
+        moved = [(row, place) for place, row in enumerate(rows) if row != place]
+        sources, targets = [base + row for row, _ in moved], [base + place for _, place in moved]
+        self._copy(pages, sources, pages, targets)
+        kv.num_computed += len(rows)

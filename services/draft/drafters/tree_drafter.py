@@ -9,8 +9,7 @@ one pass, see `pass_trees`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,9 +17,8 @@ from torch import Tensor
 from services.draft.draft_scores import LevelScores, level_scores
 from services.draft.drafters.branch_drafter import BranchLookahead
 from services.draft.drafters.contexts import ContextDrafter, Contexts
-from services.draft.drafters.drafter import Lookahead, Proposal, SharedHead
-from services.draft.drafters.outcome_drafter import JointLookahead, OutcomeDrafter
-from services.draft.drafters.tails import TreeTail, beam_rows, learn_levels
+from services.draft.drafters.drafter import Proposal, SharedHead
+from services.draft.drafters.tails import beam_rows
 from services.draft.drafters.whole_trees import PassGraphs, grown_shape, grows_whole, split
 from services.draft.sequence import DraftSequence
 from services.draft.worker import MappedHeadLimits
@@ -30,29 +28,8 @@ from shared.speculation.noise import fresh_generator
 from shared.speculation.tree import Children, TreeGrowth, choose_children
 from shared.tokens import TreeShape
 
-
-class Levels(Protocol):
-    """Computes the levels of trees behind the committed rows of some sequences.
-
-    Attributes:
-        logits: `[S, V]`, of the last committed rows.
-    """
-
-    logits: Tensor
-
-    def advance(self, rows: Sequence[SequenceRows], parents: Tensor) -> Tensor:
-        """Returns the logits `[S * K, V]` of the next rows.
-
-        Args:
-            parents: `[S, K]`, see `Beam`.
-        """
-
-    def keep(self, tails: Sequence[TreeTail], *, is_ahead: bool) -> None:
-        """Keeps what is of use of the trees that were grown.
-
-        Args:
-            is_ahead: verdicts on them are prepared for.
-        """
+NextLevel = Callable[[Sequence[SequenceRows], Tensor], Tensor]
+"""From the rows of a level and their parents `[S, K]`, see `Beam`, to logits `[S * K, V]`."""
 
 
 class TreeDrafter(ContextDrafter):
@@ -60,8 +37,7 @@ class TreeDrafter(ContextDrafter):
 
     Args:
         vocab_size: tokens that the model can propose.
-        outcomes: drafts ahead level by level.
-        branches: grows trees in passes; None grows all of them level by level.
+        branches: grows trees in passes, and drafts ahead; None grows all of them level by level.
         generator: of the host; the source of what is drawn for targets that verify by the draft's
             distributions. Seeded by the system when left out.
     """
@@ -71,7 +47,6 @@ class TreeDrafter(ContextDrafter):
     def __init__(
         self,
         contexts: Contexts,
-        outcomes: OutcomeDrafter,
         branches: BranchLookahead | None,
         *,
         device: torch.device,
@@ -79,17 +54,14 @@ class TreeDrafter(ContextDrafter):
         max_context_tokens: int,
         generator: torch.Generator | None,
     ) -> None:
-        self._contexts, self._outcomes, self._branches = contexts, outcomes, branches
+        self._contexts, self._branches = contexts, branches
         self._device, self._vocab_size = device, vocab_size
         self._max_context_tokens = max_context_tokens
         self._generator = generator or fresh_generator()
-        self._lookahead: Lookahead = outcomes
-        if branches is not None:
-            self._lookahead = JointLookahead(branches, outcomes)
 
     @property
-    def lookahead(self) -> Lookahead:
-        return self._lookahead
+    def lookahead(self) -> BranchLookahead | None:
+        return self._branches
 
     @property
     @abstractmethod
@@ -110,7 +82,8 @@ class TreeDrafter(ContextDrafter):
     def reserve(self, sequence: DraftSequence, shape: TreeShape) -> bool:
         shape = self._grown_shape(shape)
         # Where verdicts are prepared for, the leaves of trees are computed, too.
-        num_levels = shape.num_steps if self._outcomes.budget else shape.num_steps - 1
+        is_ahead = self._branches is not None and self._branches.budget > 0
+        num_levels = shape.num_steps if is_ahead else shape.num_steps - 1
         num_rows = num_levels * shape.topk
         has_room = self._contexts.reserve(sequence, num_rows)
         if not has_room and self._branches is not None and self._branches.make_room():
@@ -141,7 +114,6 @@ class TreeDrafter(ContextDrafter):
         return self._branches if grows_whole(sequence) else None
 
     def _drop_ahead(self, sequence: DraftSequence) -> None:
-        self._outcomes.drop(sequence)
         if self._branches is not None:
             self._branches.drop(sequence)
 
@@ -157,25 +129,23 @@ class TreeDrafter(ContextDrafter):
         """Grows trees level by level."""
         contexts, growth = self._contexts, TreeGrowth(shape)
         scores = level_scores(sequences, shape, self._device, self._generator)
-        levels = self._begin_levels(sequences)
+        logits, next_level = self._begin_levels(sequences)
         for sequence in sequences:
             contexts.publish(sequence)
         tails = [contexts.tree_tail(sequence) for sequence in sequences]
-        found = [self._children(scores, levels.logits, [tail.paths for tail in tails], shape)]
-        growth.add(found[0].best(shape.topk))
+        growth.add(self._children(scores, logits, [tail.paths for tail in tails], shape))
         while not growth.is_complete:
             beam = growth.select_beam()
-            logits = levels.advance(beam_rows(beam, tails), beam.parents)
-            found.append(self._children(scores, logits, [tail.paths for tail in tails], shape))
-            growth.add(found[-1].best(shape.topk))
-        if self._outcomes.budget:
-            learn_levels(tails, found)
-        levels.keep(tails, is_ahead=self._outcomes.budget > 0)
+            logits = next_level(beam_rows(beam, tails), beam.parents)
+            growth.add(self._children(scores, logits, [tail.paths for tail in tails], shape))
+        for sequence, tail in zip(sequences, tails, strict=True):
+            contexts.plant(sequence, tail)
         return list(map(Proposal, sequences, scores.finished(growth.finish())))
 
     @abstractmethod
-    def _begin_levels(self, sequences: Sequence[DraftSequence]) -> Levels:
-        """Computes the committed rows that are left."""
+    def _begin_levels(self, sequences: Sequence[DraftSequence]) -> tuple[Tensor, NextLevel]:
+        """Computes the committed rows that are left; returns logits `[S, V]` of the last ones, and
+        what computes the levels of trees behind them."""
 
     def _children(
         self,
@@ -184,9 +154,8 @@ class TreeDrafter(ContextDrafter):
         paths: Sequence[Sequence[tuple[int, ...]]],
         shape: TreeShape,
     ) -> Children:
-        """As many as the tree needs, and those that verdicts may end in beside them."""
-        width = min(shape.topk + self._outcomes.budget, self._vocab_size)
-        return choose_children(scores(logits, paths), width)
+        """Returns as many as the tree needs."""
+        return choose_children(scores(logits, paths), min(shape.topk, self._vocab_size))
 
     def _grown_shape(self, shape: TreeShape) -> TreeShape:
         return grown_shape(shape, self._vocab_size)
