@@ -68,7 +68,7 @@ from services.target.settings_problems import rejection_flag
 from services.target.verifier import VerificationMode
 from shared.errors import EngineFailed, FailedPrecondition, QueueFull, SettingsError, Unavailable
 from shared.models.decoder import Decoder
-from shared.models.heads.target_tensors import DecoderTensors, ReadTensors, TargetTensors
+from shared.models.heads.target_tensors import TargetTensors
 from shared.runtime.graphs import step_memory_bytes
 from shared.runtime.round_head import OwnHead
 from shared.settings import shown_settings
@@ -335,11 +335,10 @@ def _follow_weights(
     borrowed = borrowed_tensors(chosen, drafter, shared)
     if borrowed is None:
         return
-    tensors: TargetTensors
     if shared is None:
-        tensors = ReadTensors(decoder.config, partial(target.read_table, dtype=borrowed.dtype))
+        tensors = TargetTensors(decoder.config, partial(target.read_table, dtype=borrowed.dtype))
     else:
-        tensors = DecoderTensors(shared, borrowed.dtype)
+        tensors = TargetTensors.of_decoder(shared, borrowed.dtype)
 
     def follow() -> None:
         borrowed.follow(tensors)

@@ -14,8 +14,8 @@ from gateway.settings import GatewaySettings
 from services.cert_folder import CertFolder
 from services.draft.algorithm import Algorithm
 from services.draft.learner.settings import TAUGHT, LearnerSettings
+from services.draft.model_folder import target_vocabulary
 from services.draft.settings import DraftSettings, with_local_models
-from services.draft.vocabulary import target_vocabulary
 from services.embedded_settings import embedded_settings, with_target_tokenizer
 from services.serve_line import DRAFT, GATEWAY, TARGET, Line, take_apart
 from services.serve_settings import (

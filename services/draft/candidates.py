@@ -52,16 +52,13 @@ def drop_unknown_tokens(tree: TokenTree, vocab_size: int) -> TokenTree:
     """
     if not tree.token_ids or max(tree.token_ids) < vocab_size:
         return tree
-    kept: dict[int | None, int | None] = {None: None}
+    kept: set[int | None] = {None}
+    nodes = list[int]()
     for node, parent in enumerate(tree.parent_indices):
         if parent in kept and tree.token_ids[node] < vocab_size:
-            kept[node] = len(kept) - 1
-    nodes = [node for node in kept if node is not None]
-    return TokenTree(
-        tuple(tree.token_ids[node] for node in nodes),
-        tuple(kept[tree.parent_indices[node]] for node in nodes),
-        tuple(tree.log_probs[node] for node in nodes) if tree.log_probs else (),
-    )
+            kept.add(node)
+            nodes.append(node)
+    return tree.only(nodes)
 
 
 class Answers:

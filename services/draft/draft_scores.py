@@ -38,7 +38,7 @@ class DraftScores:
     def __init__(self, sequences: Sequence[DraftSequence], device: torch.device) -> None:
         self._sequences = sequences
         self._device = device
-        self._samplings: dict[int, RowSampling] = {}
+        self._samplings: dict[tuple[int, ...], RowSampling] = {}
         # By the size of the vocabulary; all levels of a tree have the same.
         self._committed: dict[int, TokenCounts] = {}
         self._num_coupled = sum(s.mirrors_noise for s in sequences)
@@ -50,26 +50,18 @@ class DraftScores:
             logits: `[S * N, V]` raw draft logits.
             paths: `[S][N]`, tree tokens on each row's path, its own included; all of one length.
         """
-        num_rows, depth = len(paths[0]), len(paths[0][0])
-        # Rows of one sequence draw the token at one position, so they share their noise.
-        return self._score(logits, paths, range(depth, depth + 1), num_rows)
+        depths = [[len(path) for path in own] for own in paths]
+        scores = self._score(logits, paths, depths)
+        return scores.view(len(self._sequences), -1, logits.shape[1])
 
     def finished(self, trees: Sequence[TokenTree]) -> Sequence[TokenTree]:
         """Returns trees grown by these scores: there is nothing to add."""
         return trees
 
-    def of_ragged(self, logits: Tensor, paths: Sequence[Sequence[Path]]) -> Tensor:
-        """Returns log probabilities of acceptance `[L, V]` float32, -inf for removed tokens.
-
-        Args:
-            logits: `[L, V]` raw draft logits, the rows of each sequence end to end.
-            paths: `[S][any]`, tree tokens on each row's path, its own included, of any lengths.
-        """
-        return self._score_ragged(logits, paths, [[len(path) for path in own] for own in paths])
-
     def of_blocks(self, logits: Tensor, known: Sequence[Sequence[Path]], size: int) -> Tensor:
         """Returns log probabilities of acceptance `[N, size, V]` float32 of N blocks, -inf for
-        removed tokens.
+        removed tokens. Penalties count no token of a block: it does not know what stands between
+        those before it and the token it draws.
 
         Args:
             logits: `[N * size, V]` raw draft logits, the blocks of each sequence end to end.
@@ -78,63 +70,25 @@ class DraftScores:
         """
         paths = [[path for path in own for _ in range(size)] for own in known]
         depths = [[len(path) + row for path in own for row in range(size)] for own in known]
-        return self._score_ragged(logits, paths, depths).view(-1, size, logits.shape[1])
+        return self._score(logits, paths, depths).view(-1, size, logits.shape[1])
 
-    def _score_ragged(
+    def _score(
         self, logits: Tensor, paths: Sequence[Sequence[Path]], depths: Sequence[Sequence[int]]
     ) -> Tensor:
         """Scores rows that each draw the token that many after the committed ones."""
         row_counts = [len(each) for each in paths]
-        sampling = row_sampling(
-            [sequence.sampling for sequence in self._sequences], row_counts, device=self._device
-        )
+        sampling = self._sampling(row_counts)
         counts = self._counts(paths, logits.shape[1])
         if self._num_coupled == 0:
             return point_mass_confidence(logits, sampling, counts)
         noise = (
-            None
-            if sampling.all_greedy
-            else self._ragged_noise(sampling.seeds, depths, logits.shape[1])
+            None if sampling.all_greedy else self._noise(sampling.seeds, depths, logits.shape[1])
         )
         coupled = coupled_confidence(logits, sampling, noise, counts)
         if self._num_coupled == len(self._sequences):
             return coupled
         is_coupled = self._is_coupled(row_counts).unsqueeze(1)
         return torch.where(is_coupled, coupled, point_mass_confidence(logits, sampling, counts))
-
-    def of_block(self, logits: Tensor) -> Tensor:
-        """Returns log probabilities of acceptance `[S, P, V]` float32, -inf for removed tokens.
-
-        Penalties count the committed tokens only, because a block does not know what stands
-        between them and the token it draws.
-
-        Args:
-            logits: `[S * P, V]` raw draft logits; row p of a sequence draws its token after
-                p tokens of the block.
-        """
-        num_rows = len(logits) // len(self._sequences)
-        paths: list[list[Path]] = [[()] * num_rows for _ in self._sequences]
-        return self._score(logits, paths, range(num_rows), 1)
-
-    def _score(
-        self, logits: Tensor, paths: Sequence[Sequence[Path]], depths: range, num_sharing: int
-    ) -> Tensor:
-        """Scores rows that lie depth by depth, `num_sharing` at each."""
-        num_rows = len(depths) * num_sharing
-        sampling = self._sampling(num_rows)
-        counts = self._counts(paths, logits.shape[1])
-        shape = (len(self._sequences), num_rows, logits.shape[1])
-        if self._num_coupled == 0:
-            return point_mass_confidence(logits, sampling, counts).view(shape)
-        noise = None if sampling.all_greedy else self._noise(sampling, depths, logits.shape[1])
-        if noise is not None:
-            noise = noise.repeat_interleave(num_sharing, dim=0)
-        coupled = coupled_confidence(logits, sampling, noise, counts).view(shape)
-        if self._num_coupled == len(self._sequences):
-            return coupled
-        point_mass = point_mass_confidence(logits, sampling, counts).view(shape)
-        is_coupled = self._is_coupled([1] * len(self._sequences))[:, None, None]
-        return torch.where(is_coupled, coupled, point_mass)
 
     def _is_coupled(self, row_counts: Sequence[int]) -> Tensor:
         """Returns for each row whether its sequence's target draws with shared noise."""
@@ -145,25 +99,14 @@ class DraftScores:
         ]
         return uploaded_numbers(flags, self._device) > 0
 
-    def _sampling(self, num_rows: int) -> RowSampling:
-        if num_rows not in self._samplings:
+    def _sampling(self, row_counts: Sequence[int]) -> RowSampling:
+        key = tuple(row_counts)
+        if key not in self._samplings:
             params = [sequence.sampling for sequence in self._sequences]
-            row_counts = [num_rows] * len(params)
-            self._samplings[num_rows] = row_sampling(params, row_counts, device=self._device)
-        return self._samplings[num_rows]
+            self._samplings[key] = row_sampling(params, row_counts, device=self._device)
+        return self._samplings[key]
 
-    def _noise(self, sampling: RowSampling, depths: range, vocab_size: int) -> Tensor:
-        """Returns the noise of each sequence and depth, `[S * len(depths), V]`."""
-        num_sequences = len(self._sequences)
-        seeds = sampling.seeds.view(num_sequences, -1)[:, :1].expand(-1, len(depths))
-        positions = [
-            sequence.num_tokens + depth for sequence in self._sequences for depth in depths
-        ]
-        return gumbel_noise(seeds.flatten(), uploaded_numbers(positions, self._device), vocab_size)
-
-    def _ragged_noise(
-        self, seeds: Tensor, depths: Sequence[Sequence[int]], vocab_size: int
-    ) -> Tensor:
+    def _noise(self, seeds: Tensor, depths: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
         """Returns the noise of each row, `[L, V]`; rows of a sequence that draw the token at one
         position share it. `seeds` are those of the rows."""
         positions = [

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from google.protobuf.field_mask_pb2 import FieldMask
 from grpc import aio
 
 from services.draft.drafters.drafter import DrafterLimits
 from services.draft.engine import DraftEngine
-from services.draft.likely_verdicts import MAX_BUDGET, FanOut
+from services.draft.likely_verdicts import MAX_BUDGET
 from services.draft.link_codec import probe_features
 from services.draft.worker import LinkStatus, WorkerIdentity
 from shared.errors import FieldViolation, InvalidArgument, QueueFull, Unavailable
 from shared.pb.outrider.draft.v1 import draft_service_pb2 as pb
 from shared.pb.outrider.draft.v1 import draft_service_pb2_grpc as pb_grpc
+from shared.pb.outrider.types.v1.token_tree_pb2 import TreeShape as TreeShapeMessage
 from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.requests import sampling_from_message, shape_message, tree_message
 from shared.tokens import TreeShape
@@ -26,111 +28,70 @@ if TYPE_CHECKING:
     from shared.models.heads.feature_spec import FeatureSpec
 
 
-# Field masks over a tree shape: which of its numbers a request changes, and whether it may.
-#
-# The wire's names are checked here, so that a refusal names the field its sender wrote.
+# Limits by wire name. 0 stands for an absent field, as it is in no field's range.
+_SHAPE_FIELDS = {"step_count": (1, 32), "topk": (1, 16), "draft_token_count": (2, 257)}
+_SHAPE_PATHS = tuple(f"shape.{name}" for name in _SHAPE_FIELDS)
+_PATHS = ("shape", *_SHAPE_PATHS, "pinned", "outcome_budget")
 
 
-class ShapeFields(Protocol):
-    """A `TreeShape` message; 0 stands for an absent field, as it is in no field's range."""
-
-    @property
-    def step_count(self) -> int: ...
-    @property
-    def topk(self) -> int: ...
-    @property
-    def draft_token_count(self) -> int: ...
-
-
-# Wire name: attribute of `TreeShape` and limits.
-_FIELDS = {
-    "step_count": ("num_steps", 1, 32),
-    "topk": ("topk", 1, 16),
-    "draft_token_count": ("num_draft_tokens", 2, 257),
-}
-
-
-def updated_shape(
-    current: TreeShape | None, fields: ShapeFields, *, paths: Sequence[str] | None, prefix: str
+def shape_of_message(
+    message: TreeShapeMessage, prefix: str, named: Collection[str] = tuple(_SHAPE_FIELDS)
 ) -> TreeShape:
-    """Returns `current` with the fields of a request.
+    """Returns the shape of a message.
 
     Args:
-        current: None when the request must bring all three numbers.
-        paths: paths of a field mask, `shape`, `shape.<field>`, `pinned` or `outcome_budget`, which
-            are no fields of the shape; None changes the set fields.
         prefix: path of the message in its request, for errors.
+        named: fields that the request brings; others are known to be in range.
 
     Raises:
-        InvalidArgument: an unknown path, or a value out of range; names every one of them.
+        InvalidArgument: a value is out of range; names every one, as its sender wrote it.
     """
-    values = {name: int(getattr(fields, name)) for name in _FIELDS}
-    names = _changed(values, paths, is_partial=current is not None)
+    values = {name: int(getattr(message, name)) for name in _SHAPE_FIELDS}
     violations = tuple(
-        FieldViolation(f"{prefix}.{name}", _problem(name, values[name]))
-        for name in names
-        if not _FIELDS[name][1] <= values[name] <= _FIELDS[name][2]
+        FieldViolation(f"{prefix}.{name}", f"is {values[name]}; it must be in [{low}, {high}]")
+        for name, (low, high) in _SHAPE_FIELDS.items()
+        if name in named and not low <= values[name] <= high
     )
     if violations:
-        message = "; ".join(f"{v.field}: {v.description}" for v in violations)
-        raise InvalidArgument(message, reason="TREE_SHAPE_INVALID", violations=violations)
-    changes: dict[str, Any] = {_FIELDS[name][0]: values[name] for name in names}
-    return TreeShape(**changes) if current is None else replace(current, **changes)
+        problems = "; ".join(f"{each.field}: {each.description}" for each in violations)
+        raise InvalidArgument(problems, reason="TREE_SHAPE_INVALID", violations=violations)
+    return TreeShape(message.step_count, message.topk, message.draft_token_count)
 
 
-def updated_pin(
-    current: bool, wanted: bool | None, *, changes_shape: bool, paths: Sequence[str] | None
-) -> bool:
-    """Returns whether trees keep to the shape after a request.
+def updated_config(current: pb.DraftConfig, request: pb.UpdateDraftConfigRequest) -> pb.DraftConfig:
+    """Returns the configuration with what the mask names of a request, or all that it sets.
 
-    Args:
-        wanted: what the request says; None when it does not.
-        changes_shape: the request brings a shape, which pins it unless it says otherwise.
-        paths: see `updated_shape`.
-    """
-    if wanted is not None and (paths is None or "pinned" in paths):
-        return wanted
-    is_named = paths is None or any(path.startswith("shape") for path in paths)
-    return current or (changes_shape and is_named)
-
-
-def updated_fan_out(
-    current: FanOut, wanted: int | None, *, paths: Sequence[str] | None, prefix: str
-) -> FanOut:
-    """Returns which verdicts are prepared for after a request.
-
-    Args:
-        wanted: budget in the request; None when it names none.
-        paths, prefix: see `updated_shape`.
+    A shape pins trees to it unless the request says otherwise.
 
     Raises:
-        InvalidArgument: the budget is out of range.
+        InvalidArgument: an unknown path, or a value out of range.
     """
-    if wanted is None or not (paths is None or "outcome_budget" in paths):
-        return current
-    if not 0 <= wanted <= MAX_BUDGET:
-        message = f"outcome_budget is {wanted}; it must be in [0, {MAX_BUDGET}]"
-        raise InvalidArgument.of("OUTCOME_BUDGET_INVALID", f"{prefix}.outcome_budget", message)
-    return replace(current, budget=wanted)
-
-
-def _changed(
-    values: dict[str, int], paths: Sequence[str] | None, *, is_partial: bool
-) -> Sequence[str]:
-    if paths is None:
-        return [name for name, value in values.items() if value or not is_partial]
-    known = {f"shape.{name}": [name] for name in values}
-    known |= {"shape": list(values), "pinned": [], "outcome_budget": []}
-    unknown = [path for path in paths if path not in known]
+    wanted, shape = request.config, request.config.shape
+    paths = set(request.update_mask.paths)
+    if not request.HasField("update_mask"):
+        paths = {f"shape.{name}" for name in _SHAPE_FIELDS if getattr(shape, name)}
+        paths |= {"pinned", "outcome_budget"}
+    unknown = sorted(paths - set(_PATHS))
     if unknown:
-        message = f"update_mask names {', '.join(unknown)}; known are {', '.join(sorted(known))}"
+        message = f"update_mask names {', '.join(unknown)}; known are {', '.join(sorted(_PATHS))}"
         raise InvalidArgument.of("FIELD_MASK_INVALID", "update_mask", message)
-    return sorted({name for path in paths for name in known[path]})
-
-
-def _problem(name: str, value: int) -> str:
-    _, low, high = _FIELDS[name]
-    return f"is {value}; it must be in [{low}, {high}]"
+    if "shape" in paths:
+        paths |= set(_SHAPE_PATHS)
+    named = [path for path in _SHAPE_PATHS if path in paths]
+    config = pb.DraftConfig()
+    config.CopyFrom(current)
+    FieldMask(paths=named).MergeMessage(wanted, config)
+    shape_of_message(config.shape, "config.shape", [path.removeprefix("shape.") for path in named])
+    if "pinned" in paths and wanted.HasField("pinned"):
+        config.pinned = wanted.pinned
+    elif wanted.HasField("shape") and (named or not request.HasField("update_mask")):
+        config.pinned = True
+    if "outcome_budget" in paths and wanted.HasField("outcome_budget"):
+        config.outcome_budget = budget = wanted.outcome_budget
+        if not 0 <= budget <= MAX_BUDGET:
+            message = f"outcome_budget is {budget}; it must be in [0, {MAX_BUDGET}]"
+            raise InvalidArgument.of("OUTCOME_BUDGET_INVALID", "config.outcome_budget", message)
+    return config
 
 
 Context = aio.ServicerContext[Any, Any]
@@ -174,7 +135,7 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
         )
         shape = None
         if request.HasField("shape"):
-            shape = updated_shape(None, request.shape, paths=None, prefix="shape")
+            shape = shape_of_message(request.shape, "shape")
         done = await asyncio.wrap_future(
             backend.engine.propose_once(
                 tuple(request.token_ids), sampling, shape, features=features
@@ -209,24 +170,10 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
         self, request: pb.UpdateDraftConfigRequest, context: Context
     ) -> pb.UpdateDraftConfigResponse:
         engine = self._backend().engine
-        paths = list(request.update_mask.paths) if request.HasField("update_mask") else None
-        shape = updated_shape(
-            engine.shape, request.config.shape, paths=paths, prefix="config.shape"
-        )
-        is_pinned = updated_pin(
-            engine.is_pinned,
-            request.config.pinned if request.config.HasField("pinned") else None,
-            changes_shape=request.config.HasField("shape"),
-            paths=paths,
-        )
-        budget = request.config.outcome_budget
-        fan_out = updated_fan_out(
-            engine.fan_out,
-            budget if request.config.HasField("outcome_budget") else None,
-            paths=paths,
-            prefix="config",
-        )
-        await asyncio.wrap_future(engine.set_shape(shape, is_pinned=is_pinned))
+        config = updated_config(_config_message(engine), request)
+        shape = shape_of_message(config.shape, "config.shape")
+        fan_out = replace(engine.fan_out, budget=config.outcome_budget)
+        await asyncio.wrap_future(engine.set_shape(shape, is_pinned=config.pinned))
         await asyncio.wrap_future(engine.set_fan_out(fan_out))
         return pb.UpdateDraftConfigResponse(config=_config_message(engine))
 

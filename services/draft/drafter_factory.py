@@ -120,18 +120,14 @@ def build_drafter(
 def _build_model_drafter(
     settings: DraftSettings, host: Host, followers: Followers | None
 ) -> Drafter:
-    if settings.algorithm is Algorithm.MTP:
-        from services.draft.drafters.head_factory import build_mtp
-
-        return build_mtp(settings, host)
     if settings.algorithm is Algorithm.DFLASH:
         from services.draft.drafters.dflash import build_dflash
 
         return build_dflash(settings, host)
     if settings.algorithm.reads_features:
-        from services.draft.drafters.head_factory import build_eagle
+        from services.draft.drafters.head_factory import build_head
 
-        return build_eagle(settings, host)
+        return build_head(settings, host)
     from services.draft.drafters.standalone import build_standalone
 
     return build_standalone(settings, followers, host)

@@ -18,21 +18,24 @@ from typing import Any, TypeVar
 
 from services.draft.drafters.drafter import Drafter
 from services.draft.events import (
+    CandidatesReady,
     Event,
     FeatureRows,
     LinkClosed,
     LinkOpened,
     LinkTerms,
     MappedCommandArrived,
+    Opening,
     Output,
     ProbeDone,
+    SequencesOpened,
 )
 from services.draft.likely_verdicts import SYNCHRONOUS, FanOut
 from services.draft.mapped_heads import MappedHeads
-from services.draft.probe import probe_opening, probe_terms, resolve_probe
 from services.draft.recorder import DraftRecorder
 from services.draft.rounds import Rounds
 from services.draft.sequence_table import SequenceTable
+from services.draft.worker import MAX_TREE_NODES
 from shared.errors import EngineFailed, OutriderError, QueueFull
 from shared.tokens import SamplingParams, TreeShape
 
@@ -273,11 +276,11 @@ class DraftEngine:
             QueueFull, EngineFailed: see `submit`.
         """
         future: Future[ProbeDone] = self._inbox.promise()
-        terms = probe_terms(self._drafter.limits.vocab_size)
+        terms = _probe_terms(self._drafter.limits.vocab_size)
         try:
-            link = self.open_link(terms, lambda output: resolve_probe(future, output))
+            link = self.open_link(terms, lambda output: _resolve_probe(future, output))
             future.add_done_callback(lambda _: self.close_link(link))
-            self.submit(probe_opening(link, token_ids, sampling, shape, features))
+            self.submit(_probe_opening(link, token_ids, sampling, shape, features))
         except OutriderError:
             future.cancel()
             raise
@@ -397,3 +400,45 @@ class DraftEngine:
         deliver = self._outlets.get(output.link)
         if deliver is not None:
             deliver(output)
+
+
+# One tree for a prompt, asked for by `ProposeTree`: a link of its own with a single sequence.
+
+_UNLIMITED_VOCAB = 2**31
+
+
+def _probe_terms(vocab_size: int | None) -> LinkTerms:
+    """Returns the terms of a probe's link.
+
+    Args:
+        vocab_size: of the drafter; None takes any token.
+    """
+    size = vocab_size or _UNLIMITED_VOCAB
+    return LinkTerms(size, MAX_TREE_NODES, max_sequences=1, mirrors_noise=True)
+
+
+def _probe_opening(
+    link: int,
+    token_ids: Sequence[int],
+    sampling: SamplingParams,
+    shape: TreeShape | None,
+    features: FeatureRows | None,
+) -> SequencesOpened:
+    """Returns the event that makes the tree due. See `DraftEngine.propose_once`."""
+    opening = Opening(
+        0, token_ids, len(token_ids), sampling, 0, shape, is_probe=True, features=features
+    )
+    return SequencesOpened(link, (opening,))
+
+
+def _resolve_probe(future: Future[ProbeDone], output: Output) -> None:
+    """Takes what the engine delivers on a probe's link: candidates never come there, announcements
+    do; a refused probe comes back as released."""
+    if isinstance(output, CandidatesReady):
+        return
+    if not future.set_running_or_notify_cancel():
+        return
+    if isinstance(output, ProbeDone):
+        future.set_result(output)
+    else:
+        future.set_result(ProbeDone(output.link, None, 0.0))

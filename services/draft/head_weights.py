@@ -91,7 +91,7 @@ class HeadWeights:
         """Returns the draft model that runs, and the folder's, on the same device: so that the swap
         itself is a copy within the device."""
         from services.draft.drafters.standalone import StandaloneDrafter
-        from services.draft.vocabulary import target_vocabulary
+        from services.draft.model_folder import target_vocabulary
         from shared.models.loader import load_decoder
         from shared.models.weights import BESIDE_STEPS
 
@@ -118,12 +118,17 @@ class HeadWeights:
         from shared.models.heads.config import HeadKind
         from shared.models.heads.loader import load_head
         from shared.models.heads.mtp_loader import load_mtp
-        from shared.models.heads.target_tensors import SharedTensors
+        from shared.models.heads.target_tensors import Table, TargetTensors
         from shared.models.weights import BESIDE_STEPS
 
         assert isinstance(self._drafter, EagleDrafter)
         running, settings = self._drafter.head, self._settings
-        shared = SharedTensors(running, ModelConfig.from_folder(settings.target_folder))
+        # The target's tensors as the head has them are not read again.
+        tables = {
+            Table.EMBEDDING: running.embedding,
+            Table.LM_HEAD: running.vocabulary.lm_head.dense(),
+        }
+        shared = TargetTensors(ModelConfig.from_folder(settings.target_folder), tables.__getitem__)
         how: dict[str, Any] = {
             "dtype": running.dtype,
             "device": running.device,

@@ -16,7 +16,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from services.draft.candidates import Answers
 from services.draft.drafters.drafter import Drafter, Lookahead, Proposal
@@ -131,19 +130,6 @@ MOST_WANTED = 8
 """Most shapes that wait for warm-up; those requested longest ago are dropped."""
 
 
-class Prepares(Protocol):
-    """The methods of a `Drafter` for warm-up."""
-
-    def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
-        """See `Drafter`."""
-
-    def prepare_for(self, shape: TreeShape, num_sequences: int) -> bool:
-        """See `Drafter`."""
-
-    def prepare_next(self, shape: TreeShape) -> bool:
-        """See `Drafter`."""
-
-
 class Preparation:
     """Requested shapes and warm-up of one drafter. Owned by the engine thread.
 
@@ -157,7 +143,7 @@ class Preparation:
     """
 
     def __init__(
-        self, drafter: Prepares, announce: Callable[[], None], clock: Callable[[], float]
+        self, drafter: Drafter, announce: Callable[[], None], clock: Callable[[], float]
     ) -> None:
         self.is_warming = False
         self.last_s = 0.0

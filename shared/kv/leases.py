@@ -47,26 +47,14 @@ class OutOfPages(Exception):
 
 
 class PagePool:
-    """Owns the pages `[1, num_pages)`, or some of them; each is either free or held by exactly one
-    holder."""
+    """Owns some pages; each is either free or held by exactly one holder."""
 
-    def __init__(self, num_pages: int) -> None:
-        assert num_pages >= 2, "one padding page and at least one live page"
-        self._free = list(range(num_pages - 1, PADDING_PAGE, -1))
-        self._is_free = bytearray([0, *[1] * (num_pages - 1)])
-        self.num_pages = num_pages - 1
-
-    @classmethod
-    def of(cls, pages: Iterable[int]) -> PagePool:
-        """Returns a pool of the given pages."""
-        owned = list(pages)
-        pool = cls(max(owned, default=PADDING_PAGE + 1) + 1)
-        pool._free = owned[::-1]
-        pool._is_free = bytearray(len(pool._is_free))
-        for page in owned:
-            pool._is_free[page] = 1
-        pool.num_pages = len(owned)
-        return pool
+    def __init__(self, pages: Iterable[int]) -> None:
+        self._free = list(pages)[::-1]
+        self._is_free = bytearray(max(self._free, default=PADDING_PAGE) + 1)
+        for page in self._free:
+            self._is_free[page] = 1
+        self.num_pages = len(self._free)
 
     @property
     def num_free(self) -> int:
@@ -262,7 +250,7 @@ class PageGroup:
 
     def __init__(self, numbers: range) -> None:
         self.numbers = numbers
-        self.pages = PagePool.of(numbers)
+        self.pages = PagePool(numbers)
         self.cache = PrefixCache()
         self.retired: list[PrefixCache] = []
 
@@ -449,6 +437,24 @@ class KvLeases:
         except OutOfPages:
             return False
         return True
+
+    def shrink(self, lease: KvLease, num_tokens: int) -> None:
+        """Frees the lease's own pages behind those that `num_tokens` take."""
+        num_kept = max(-(-num_tokens // self.page_size), lease.num_shared_pages)
+        self._free(lease, slice(num_kept, None))
+
+    def drop_first(self, lease: KvLease, num_pages: int) -> None:
+        """Frees the first pages of a lease that shares none; what is behind them moves to the
+        front."""
+        assert not lease.num_shared_pages, "others read these pages"
+        self._free(lease, slice(num_pages))
+
+    def _free(self, lease: KvLease, pages: slice) -> None:
+        if lease.pages[pages]:
+            lease.group.pages.release(lease.pages[pages])
+            del lease.pages[pages]
+            lease.version += 1
+            self.num_returns += 1
 
     def try_branch(self, lease: KvLease, num_shared: int, num_tokens: int) -> KvBranch | None:
         """Returns other pages for the tokens `[num_shared, num_tokens)` of a lease; None where none

@@ -43,14 +43,6 @@ class Children:
         """Returns the first `count` children of each node."""
         return Children(self.token_ids[..., :count], self.log_probs[..., :count])
 
-    def on_host(self) -> list[list[list[tuple[int, float]]]]:
-        """Returns token and score of each child, as `[B][N][topk]`. Waits for the device once."""
-        # Token ids are exact in float64, so one transfer brings both.
-        pairs = torch.stack([self.token_ids.double(), self.log_probs.double()], dim=-1).tolist()
-        return [
-            [[(int(token), score) for token, score in node] for node in nodes] for nodes in pairs
-        ]
-
 
 @dataclass(frozen=True, slots=True)
 class Beam:
@@ -109,19 +101,6 @@ class SelectedNodes:
     parents: Tensor
     own: Tensor
     path: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class GrownTree:
-    """A finished tree.
-
-    Attributes:
-        tree: its nodes, parents first; `log_probs` are the scores given the parent.
-        growth_rows: for each node the growth row that computed it; None when it was not expanded.
-    """
-
-    tree: TokenTree
-    growth_rows: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +217,7 @@ class TreeGrowth:
             path=path.gather(1, kept),
         )
 
-    def finish(self) -> tuple[GrownTree, ...]:
+    def finish(self) -> tuple[TokenTree, ...]:
         """Returns the selected trees on the host. Waits for the device once.
 
         Candidates with score -inf are left out, so a tree may have fewer nodes than the shape
@@ -247,10 +226,8 @@ class TreeGrowth:
         nodes = self.select()
         columns = [nodes.candidates, nodes.token_ids, nodes.parents, nodes.own, nodes.path]
         # Everything is exact in float64, so one transfer brings it all.
-        packed = torch.cat(
-            [column.to(torch.float64) for column in (*columns, *self._selected)], dim=1
-        ).tolist()
-        return tuple(_grown_tree(row, nodes.candidates.shape[1]) for row in packed)
+        packed = torch.cat([column.to(torch.float64) for column in columns], dim=1).tolist()
+        return tuple(map(_grown_tree, packed))
 
     def _visible(self, parents: Tensor) -> Tensor:
         batch_size, topk = parents.shape
@@ -263,23 +240,20 @@ class TreeGrowth:
         return torch.cat((inherited, own), dim=2)
 
 
-def _grown_tree(packed: Sequence[float], num_kept: int) -> GrownTree:
-    """Rebuilds one tree from `[candidates | tokens | parents | own | path | selected …]`."""
+def _grown_tree(packed: Sequence[float]) -> TokenTree:
+    """Rebuilds one tree from `[candidates | tokens | parents | own | path]`."""
+    num_kept = len(packed) // 5
     candidates, token_ids, parents, own, path = (
         packed[i * num_kept : (i + 1) * num_kept] for i in range(5)
     )
-    growth_rows = {int(c): row for row, c in enumerate(packed[5 * num_kept :])}
     kept = [i for i in range(num_kept) if path[i] > -math.inf]
     # `parents` counts candidates from 1; node numbers follow the order of the kept candidates.
     nodes: dict[int, int | None] = {0: None}
     nodes.update({int(candidates[i]) + 1: node for node, i in enumerate(kept)})
-    return GrownTree(
-        tree=TokenTree(
-            token_ids=tuple(int(token_ids[i]) for i in kept),
-            parent_indices=tuple(nodes[int(parents[i])] for i in kept),
-            log_probs=tuple(own[i] for i in kept),
-        ),
-        growth_rows=tuple(growth_rows.get(int(candidates[i])) for i in kept),
+    return TokenTree(
+        token_ids=tuple(int(token_ids[i]) for i in kept),
+        parent_indices=tuple(nodes[int(parents[i])] for i in kept),
+        log_probs=tuple(own[i] for i in kept),
     )
 
 

@@ -13,8 +13,9 @@ has thresholds.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -160,7 +161,7 @@ def point_mass_draws(
         trees: the candidates, empty ones included.
         generator: of the host; the source of fresh randomness.
     """
-    row_starts = _starts([len(tree) + 1 for tree in trees])
+    row_starts = _starts(len(tree) + 1 for tree in trees)
     rows = [
         start + parent
         for start, tree in zip(row_starts, trees, strict=False)
@@ -245,11 +246,8 @@ def _first_children(tree: TokenTree) -> Mapping[tuple[int, int], int]:
     return children
 
 
-def _starts(counts: Sequence[int]) -> list[int]:
-    starts = [0]
-    for count in counts:
-        starts.append(starts[-1] + count)
-    return starts
+def _starts(counts: Iterable[int]) -> list[int]:
+    return list(accumulate(counts, initial=0))
 
 
 def _split_draws(
@@ -263,7 +261,7 @@ def _split_draws(
     tokens = packed[num_nodes : num_nodes + num_rows]
     has_mass = packed[num_nodes + num_rows :]
     residual = [int(t) if m else None for t, m in zip(tokens, has_mass, strict=True)]
-    node_starts = _starts([len(tree) for tree in trees])
+    node_starts = _starts(map(len, trees))
     return tuple(
         PointMassDraws(
             node_probs=tuple(packed[node_starts[i] : node_starts[i + 1]]),

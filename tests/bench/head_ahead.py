@@ -1,11 +1,11 @@
 """How long a head takes from a verdict to the trees for the verdicts after it.
 
-    python -m tests.bench.head_ahead [--budget 8] [--batches 1 8] [--levels]
+    python -m tests.bench.head_ahead [--budget 8] [--batches 1 8]
 
 The demo's EAGLE-3 head, widened to that of an 8B model with 32,000 tokens; contexts of 512 tokens,
 greedy, features of noise. Each round commits what the likeliest verdict would. Times are medians of
 the drafter alone, in ms: of a tree drafted after a verdict; of the first step behind a verdict that
-was prepared for, which in passes reads its features and its tree and chooses the verdicts on that;
+was prepared for, which reads its features and its tree and chooses the verdicts on that;
 and of this and all steps after it, until the trees for these verdicts are on the host.
 """
 
@@ -38,10 +38,9 @@ from tests.bench.wide_pair import PAIR_8B, PairShapes, WidePair, chat_prompts
 from tests.helpers.drafting import committed, foreseen_tokens
 from tests.load.figures import table
 
-PASSES, LEVELS = "passes", "levels"
 NUM_WARM_UP = 4
 """Rounds that capture graphs."""
-HEADER = ("shape", "batch", "way", "tree after a verdict", "verdicts chosen", "trees ahead")
+HEADER = ("shape", "batch", "tree after a verdict", "verdicts chosen", "trees ahead")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,6 @@ class HeadPlan:
 
     batches: tuple[int, ...] = (1, 8)
     shapes: tuple[TreeShape, ...] = (TreeShape(3, 1, 4), TreeShape(5, 1, 6), TreeShape(4, 4, 12))
-    ways: tuple[str, ...] = (PASSES,)
     budget: int = 8
     prompt_tokens: int = 512
     num_rounds: int = 32
@@ -70,15 +68,14 @@ class HeadBench:
     def rows(self) -> Iterator[tuple[str, ...]]:
         """Yields the rows of the table."""
         plan = self._plan
-        for way in plan.ways:
-            for shape in plan.shapes:
-                for batch in plan.batches:
-                    rounds = _Rounds(self._drafter(way), shape, FanOut(plan.budget))
-                    rounds.run(self._sequences(batch), plan.num_rounds)
-                    name = f"{shape.num_steps},{shape.topk},{shape.num_draft_tokens}"
-                    yield (name, str(batch), way, *rounds.medians_ms())
+        for shape in plan.shapes:
+            for batch in plan.batches:
+                rounds = _Rounds(self._drafter(), shape, FanOut(plan.budget))
+                rounds.run(self._sequences(batch), plan.num_rounds)
+                name = f"{shape.num_steps},{shape.topk},{shape.num_draft_tokens}"
+                yield (name, str(batch), *rounds.medians_ms())
 
-    def _drafter(self, way: str) -> EagleDrafter:
+    def _drafter(self) -> EagleDrafter:
         plan, head = self._plan, self._head
         num_pages = 2 + 2 * max(plan.batches) * (plan.max_context_tokens // PAGE_SIZE)
         pool = KvPool(head.kv_layout(PAGE_SIZE), num_pages, plan.device)
@@ -89,7 +86,7 @@ class HeadBench:
             KvLeases(num_pages, PAGE_SIZE, prefix_cache=False),
             max_context_tokens=plan.max_context_tokens,
             keeps_features=False,
-            grower=TreeGrower(HeadModel(head, pool), limits) if way == PASSES else None,
+            grower=TreeGrower(HeadModel(head, pool), limits),
         )
         drafter.lookahead.budget = plan.budget
         return drafter
@@ -186,10 +183,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="head_ahead", description=__doc__)
     parser.add_argument("--batches", type=int, nargs="+", default=list(HeadPlan().batches))
     parser.add_argument("--budget", type=int, default=HeadPlan().budget)
-    parser.add_argument("--levels", action="store_true", help="led by the host, too")
     flags = parser.parse_args()
-    ways = (PASSES, LEVELS) if flags.levels else (PASSES,)
-    plan = HeadPlan(batches=tuple(flags.batches), budget=flags.budget, ways=ways)
+    plan = HeadPlan(batches=tuple(flags.batches), budget=flags.budget)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     with tempfile.TemporaryDirectory() as scratch:
         rows = []

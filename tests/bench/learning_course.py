@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from services.draft.learner.head_student import HeadStudent
 from services.draft.learner.learner import Learner, Lessons
 from services.draft.learner.student import State, Teaching
-from services.draft.learner.traffic import Example, Retention, Traffic
+from services.draft.learner.traffic import Example, Traffic
 from services.draft.settings_problems import DEMO_HEADS, DEMO_TARGET
 from services.draft.training.documents import Documents
 from services.draft.training.frozen_target import FrozenTarget
@@ -72,7 +72,7 @@ def taught(
 ) -> tuple[float, float]:
     """Returns tokens a round at the end, of the weights that serve and of those learnt since."""
     clock = itertools.count(1.0).__next__
-    traffic = Traffic(Retention(), clock=clock)
+    traffic = Traffic(clock)
     learner = Learner(student, traffic, lessons, lambda folder, version: None, clock)
 
     def measured(state: State) -> float:

@@ -13,7 +13,7 @@ from shared.model_options import Dtype
 from shared.tokens import TreeShape
 from tests.bench import wide_engine
 from tests.bench.draft_parallel import DraftBench, DraftPlan
-from tests.bench.head_ahead import LEVELS, PASSES, HeadBench, HeadPlan
+from tests.bench.head_ahead import HeadBench, HeadPlan
 from tests.bench.mode_row import CHOSEN, ON_DEVICE, ModeRow
 from tests.bench.tensor_parallel import ParallelBench
 from tests.bench.wide import CHAIN, TREE, Plan, WideBench, check_equality
@@ -132,11 +132,10 @@ def test_two_processes_grow_the_same_trees(tmp_path: Path) -> None:
     assert all(row[-1] == "12/12" for row in rows)
 
 
-def test_a_head_is_timed_ahead_of_verdicts_in_passes_and_by_levels(tmp_path: Path) -> None:
+def test_a_head_is_timed_ahead_of_verdicts(tmp_path: Path) -> None:
     plan = HeadPlan(
         batches=(1, 2),
         shapes=(TreeShape(2, 2, 6),),
-        ways=(PASSES, LEVELS),
         budget=3,
         prompt_tokens=40,
         num_rounds=6,
@@ -146,6 +145,5 @@ def test_a_head_is_timed_ahead_of_verdicts_in_passes_and_by_levels(tmp_path: Pat
         device=torch.device("cpu"),
     )
     rows = list(HeadBench(plan, tmp_path).rows())
-    ways = [(PASSES, "1"), (PASSES, "2"), (LEVELS, "1"), (LEVELS, "2")]
-    assert [(row[2], row[1]) for row in rows] == ways
-    assert all(0.0 < float(row[4]) <= float(row[5]) for row in rows)
+    assert [row[1] for row in rows] == ["1", "2"]
+    assert all(0.0 < float(row[3]) <= float(row[4]) for row in rows)

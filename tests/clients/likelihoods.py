@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from gateway.settings import DEMO_MODEL
-from services.draft.training.causal_model import load_causal_model
+from services.draft.training.frozen_target import load_causal_model
 
 # Sums of up to twenty log probabilities in float32, whose sums of products have another order.
 _TOLERANCE = 1e-3

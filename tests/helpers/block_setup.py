@@ -12,6 +12,7 @@ from torch import Tensor
 from services.draft.drafters.dflash import DflashDrafter
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence
+from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.models.heads.dflash import DflashHead, load_dflash
 from shared.models.heads.target_tensors import TargetFolder
@@ -41,7 +42,10 @@ class BlockSetup:
     ) -> DflashDrafter:
         pool = KvPool(self.head.kv_layout(PAGE_SIZE), num_pages, CPU)
         return DflashDrafter(
-            BlockRunner(self.head, pool), num_pages, block_size=block_size, window_tokens=window
+            BlockRunner(self.head, pool),
+            KvLeases(num_pages, PAGE_SIZE, prefix_cache=False),
+            block_size=block_size,
+            window_tokens=window,
         )
 
     def features(self, token_ids: Sequence[int]) -> Tensor:

@@ -88,7 +88,7 @@ class PoisonedPages(PagePool):
     """Whoever reads a page after its release gets an answer that is visibly wrong."""
 
     def __init__(self, num_pages: int, pool: KvPool) -> None:
-        super().__init__(num_pages)
+        super().__init__(range(1, num_pages))
         self._kv = pool
 
     def release(self, pages: Iterable[int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -178,6 +179,24 @@ class PathOracle(Protocol):
     def continue_path(
         self, token_ids: Sequence[int], features: Tensor, path: Sequence[int]
     ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Behind:
+    """An oracle behind tokens that a verdict has yet to commit: they are a path to it."""
+
+    oracle: PathOracle
+    num_supposed: int
+
+    def known_tokens(self) -> list[int]:
+        return self.oracle.known_tokens()
+
+    def continue_path(
+        self, token_ids: Sequence[int], features: Tensor, path: Sequence[int]
+    ) -> Tensor:
+        known = len(token_ids) - self.num_supposed
+        whole = (*token_ids[known:], *path)
+        return self.oracle.continue_path(token_ids[:known], features, whole)
 
 
 def best_paths(

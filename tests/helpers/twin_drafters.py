@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from services.draft.drafters.eagle import EagleDrafter
 from services.draft.drafters.standalone import StandaloneDrafter
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence
+from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
@@ -29,7 +31,7 @@ from shared.tokens import SamplingParams, TokenTree, TreeShape
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.draft_heads import HEADS, write_head
 from tests.helpers.drafting import GREEDY, VOCAB_SIZE, committed, propose
-from tests.helpers.head_oracle import path_values
+from tests.helpers.head_oracle import Paths, path_values
 from tests.helpers.poisoned import poison_padding
 
 PAGE_SIZE = 4
@@ -75,6 +77,36 @@ def load_heads(
 
 def text(draw: random.Random, length: int) -> list[int]:
     return [draw.randrange(VOCAB_SIZE) for _ in range(length)]
+
+
+class OwnPaths:
+    """See `PathOracle`: a head's own forwards over whole sequences, nothing cached."""
+
+    def __init__(self, head: DraftHead) -> None:
+        self._head, self._paths = head, Paths[tuple[list[int], Tensor, Tensor]]()
+        self._pool = KvPool(head.kv_layout(PAGE_SIZE), NUM_PAGES, head.device)
+
+    def known_tokens(self) -> list[int]:
+        token_ids = self._head.vocabulary.token_ids
+        return list(range(VOCAB_SIZE)) if token_ids is None else token_ids.tolist()
+
+    def continue_path(
+        self, token_ids: Sequence[int], features: Tensor, path: Sequence[int]
+    ) -> Tensor:
+        def longer(
+            before: tuple[list[int], Tensor, Tensor], token: int
+        ) -> tuple[list[int], Tensor, Tensor]:
+            tokens, hidden, states = before
+            return self._rows([*tokens, token], torch.cat((hidden, states[-1:])))
+
+        start = partial(self._rows, list(token_ids[1:]), self._head.fuse(features))
+        _, _, states = self._paths.find(token_ids, features, path, start, longer)
+        return self._head.logits(states[-1:])[0].cpu()
+
+    def _rows(self, tokens: list[int], hidden: Tensor) -> tuple[list[int], Tensor, Tensor]:
+        rows = SequenceRows.causal(tokens, 0, range(1, NUM_PAGES))
+        batch = build_batch([rows], page_size=PAGE_SIZE, device=self._head.device)
+        return tokens, hidden, self._head.forward(batch, hidden, self._pool)
 
 
 class CountingGrower(TreeGrower):
@@ -167,7 +199,7 @@ class TwinDrafters:
 
     def send(self, sequence: DraftSequence, start: int, end: int) -> None:
         """Hands over the features of positions `[start, end)`."""
-        rows = self._features(sequence, start, end)
+        rows = self.features(sequence, start, end)
         assert rows is not None, "a language model reads no features"
         for drafter in (self.whole, self.levels):
             drafter.add_features(sequence, rows)
@@ -180,7 +212,7 @@ class TwinDrafters:
         """Commits tokens, whose features come later or with them."""
         start = sequence.num_tokens - 1
         verdict = committed(sequence, tokens)
-        rows = None if is_late else self._features(sequence, start, sequence.num_tokens - 1)
+        rows = None if is_late else self.features(sequence, start, sequence.num_tokens - 1)
         for drafter in (self.whole, self.levels):
             drafter.commit(sequence, verdict, rows)
 
@@ -211,7 +243,7 @@ class TwinDrafters:
                 self.commit(sequence, [*accepted, *text(draw, 1)], is_late=False)
         return num_nodes
 
-    def _features(self, sequence: DraftSequence, start: int, end: int) -> FeatureRows | None:
+    def features(self, sequence: DraftSequence, start: int, end: int) -> FeatureRows | None:
         spec = self.whole.limits.feature_spec
         if spec is None:
             return None

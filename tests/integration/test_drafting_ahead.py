@@ -61,6 +61,9 @@ def test_good_draft_is_hit_every_round_and_changes_nothing(
     draft.attach()
     assert outputs(run(engine, requests(sampling, 30))) == expected
     tally = total_outcomes(reports)
+    if sampling.has_penalties:
+        assert not tally.num_hits, "passes, which draft ahead, take no penalties"
+        return
     # The draft is the target, so it foresees all but the verdicts that its budget leaves out.
     assert tally.num_hits > 5 * max(tally.num_misses, 1)
     assert tally.num_unprepared <= len(PROMPTS)
@@ -102,7 +105,8 @@ def test_delays_losses_repetitions_and_reconnects_change_nothing(
     assert outputs(run(engine, requests(sampling), each_step=draft.each_step)) == expected
     drafter.check()
     tally = total_outcomes(reports)
-    assert tally.num_hits + tally.num_misses + tally.num_late_hits > 0, "nothing was drafted ahead"
+    is_ahead = tally.num_hits + tally.num_misses + tally.num_late_hits > 0
+    assert is_ahead != sampling.has_penalties, "passes, which draft ahead, take no penalties"
 
 
 @pytest.mark.parametrize("num_pages", [9, 14, 20])

@@ -15,7 +15,6 @@ import torch
 from services.draft.drafters.dflash import DflashDrafter
 from services.draft.drafters.drafter import Drafter
 from services.draft.drafters.eagle import EagleDrafter
-from services.draft.drafters.multi_layer import MultiLayerDrafter
 from services.draft.likely_verdicts import FanOut
 from services.target.step_report import StepReport
 from shared.kv.leases import KvLeases
@@ -68,24 +67,18 @@ Head = tuple[Decoder, Callable[[int], Drafter]]
 """A target, and what builds a drafter for it of some pages."""
 
 
-def _mtp(folder: Path, num_pages: int, *, in_passes: bool = False) -> Drafter:
+def _mtp(folder: Path, num_pages: int) -> Drafter:
     target = TargetFolder(folder, dtype=torch.float32, device=CPU)
     head = load_mtp(folder, target, dtype=torch.float32, device=CPU)
-    num_layers = len(head.layers)
-    kind = EagleDrafter if num_layers == 1 else MultiLayerDrafter
     pool = KvPool(head.kv_layout(PAGE_SIZE), num_pages, CPU)
     limits = PassLimits(16, 128, has_graphs=False)
-    return kind(
+    return EagleDrafter(
         HeadRunner(head, pool),
-        KvLeases(num_pages, PAGE_SIZE, prefix_cache=num_layers == 1),
+        KvLeases(num_pages, PAGE_SIZE),
         max_context_tokens=128,
         keeps_features=False,
-        grower=TreeGrower(HeadModel(head, pool), limits) if in_passes else None,
+        grower=TreeGrower(HeadModel(head, pool), limits),
     )
-
-
-def _mtp_in_passes(folder: Path, num_pages: int) -> Drafter:
-    return _mtp(folder, num_pages, in_passes=True)
 
 
 def _dflash(folder: Path, num_pages: int) -> Drafter:
@@ -93,23 +86,19 @@ def _dflash(folder: Path, num_pages: int) -> Drafter:
     head_folder = write_dflash(folder / "head", DFLASH)
     head = load_dflash(head_folder, target, dtype=torch.float32, device=CPU)
     runner = BlockRunner(head, KvPool(head.kv_layout(PAGE_SIZE), num_pages, CPU))
-    return DflashDrafter(runner, num_pages, block_size=5, window_tokens=100)
+    return DflashDrafter(
+        runner, KvLeases(num_pages, PAGE_SIZE, prefix_cache=False), block_size=5, window_tokens=100
+    )
 
 
-HEADS: dict[str, tuple[int, Build]] = {
-    "MTP": (1, _mtp),
-    "MTP in passes": (1, _mtp_in_passes),
-    "MTP of 2 layers": (2, _mtp),
-    "MTP of 3 layers": (3, _mtp),
-    "DFLASH": (1, _dflash),
-}
+HEADS: dict[str, Build] = {"MTP": _mtp, "DFLASH": _dflash}
 
 
 @pytest.fixture(scope="module")
 def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Head:
-    num_layers, build = HEADS[request.param]
+    build = HEADS[request.param]
     folder = tmp_path_factory.mktemp("target")
-    write_mtp(folder, TinyMtp(num_layers=num_layers, shape=TARGET))
+    write_mtp(folder, TinyMtp(shape=TARGET))
     decoder = load_decoder(folder, dtype=torch.float32, device=CPU)
     return decoder, lambda num_pages: build(folder, num_pages)
 
@@ -133,7 +122,7 @@ def _spread(cases: Sequence[Case], count: int) -> list[tuple[str, Case]]:
     ]
 
 
-@pytest.mark.parametrize(("head", "case"), _spread(CASES, 2), indirect=["head"], ids=str)
+@pytest.mark.parametrize(("head", "case"), _spread(CASES, len(CASES)), indirect=["head"], ids=str)
 def test_verdicts_that_were_foreseen_are_verified_at_once_and_change_nothing(
     head: Head, case: tuple[str, TreeShape, bool]
 ) -> None:
@@ -147,11 +136,13 @@ def test_verdicts_that_were_foreseen_are_verified_at_once_and_change_nothing(
     WiredDraft(engine, drafter, shape, BUDGET).attach()
     assert outputs(run(engine, requests(sampling))) == expected
     drafter.check()
-    assert total_outcomes(reports).num_hits > 0
+    # Passes, which draft ahead, take no penalties.
+    is_ahead = not (sampling.has_penalties and isinstance(drafter, EagleDrafter))
+    assert (total_outcomes(reports).num_hits > 0) == is_ahead
     assert any(each.round_shape is not None for each in reports) == selects
 
 
-@pytest.mark.parametrize(("head", "case"), _spread(LOSSES, 1), indirect=["head"], ids=str)
+@pytest.mark.parametrize(("head", "case"), _spread(LOSSES, len(LOSSES)), indirect=["head"], ids=str)
 def test_delays_losses_repetitions_and_reconnects_change_nothing(
     head: Head, case: tuple[int, bool]
 ) -> None:
@@ -166,7 +157,7 @@ def test_delays_losses_repetitions_and_reconnects_change_nothing(
     drafter.check()
 
 
-@pytest.mark.parametrize(("head", "num_pages"), _spread([9, 14], 1), indirect=["head"])
+@pytest.mark.parametrize(("head", "num_pages"), _spread([9, 14], 2), indirect=["head"])
 def test_short_draft_memory_changes_nothing(head: Head, num_pages: int) -> None:
     decoder, build = head
     sampling = SAMPLINGS["sampled"]

@@ -127,7 +127,9 @@ def _dflash(folder: Path) -> Setup:
     head_folder = write_dflash(folder / "head", DFLASH)
     head = load_dflash(head_folder, target, dtype=torch.float32, device=CPU)
     runner = BlockRunner(head, KvPool(head.kv_layout(PAGE_SIZE), 200, CPU))
-    drafter = DflashDrafter(runner, 200, block_size=5, window_tokens=100)
+    drafter = DflashDrafter(
+        runner, KvLeases(200, runner.page_size, prefix_cache=False), block_size=5, window_tokens=100
+    )
     oracle = DflashOracle(
         DFLASH, target_embedding=target.embedding(), target_lm_head=target.lm_head()
     )

@@ -15,9 +15,9 @@ at once if its verdict falls.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from services.draft.candidates import drop_unknown_tokens
 from services.draft.drafters.branches import (
@@ -25,61 +25,26 @@ from services.draft.drafters.branches import (
     GrowingBranch,
     GrownRows,
     LikelyBranches,
-    Path,
     Plan,
     Wanted,
     WantedBranches,
     all_of,
     num_choices,
 )
-from services.draft.drafters.draft_kv import BranchKv
+from services.draft.drafters.contexts import BranchKv, Contexts
 from services.draft.drafters.drafter import Proposal
-from services.draft.drafters.standalone_contexts import StandaloneContexts, StandaloneTrees
+from services.draft.drafters.pass_trees import PassTrees
+from services.draft.drafters.standalone_contexts import StandaloneContexts
+from services.draft.drafters.tails import Path
 from services.draft.drafters.whole_trees import PassGraphs, grown_shape
 from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence, SequenceKey
-from shared.kv.leases import KvLeases
-from shared.runtime.tree_pass import GrowingTrees, OpenSequence
+from shared.runtime.tree_pass import GrowingTrees
 from shared.tokens import TokenTree, TreeShape
 
 # Passes that grow the trees of branches, one at a time, each of which can stop after any forward.
 #
 # What a pass has yet to compute is left out as soon as nobody may ask for it.
-
-
-class BranchTrees(Protocol):
-    """Grows trees in branches."""
-
-    @property
-    def max_sequences(self) -> int:
-        """Trees that one pass grows."""
-
-    def num_branch_rows(self, shape: TreeShape) -> int:
-        """Returns the rows of a tree that are computed in a branch."""
-
-    def begin(
-        self, wanted: Sequence[Wanted], rows: Sequence[OpenSequence], num_choices: int
-    ) -> GrowingTrees:
-        """Begins to grow a tree of one shape in each branch, behind the token that ends its
-        verdict. The pass can stop while other trees are grown; the next one gives it up."""
-
-
-class BranchContexts(Protocol):
-    """Gives branches their pages."""
-
-    @property
-    def leases(self) -> KvLeases:
-        """The leases that pages are returned to."""
-
-    def branch(
-        self, sequence: DraftSequence, behind: BranchKv | None, path: Sequence[int], num_rows: int
-    ) -> BranchKv | None:
-        """Returns pages for what may follow computed rows; None where there are none."""
-
-    def branch_sequence(
-        self, sequence: DraftSequence, branch: BranchKv, token_id: int
-    ) -> OpenSequence:
-        """Lays out the token that ends the verdict of a branch."""
 
 
 @dataclass(slots=True)
@@ -110,8 +75,8 @@ class BranchPasses:
 
     def __init__(
         self,
-        trees: BranchTrees,
-        contexts: BranchContexts,
+        trees: PassTrees,
+        contexts: Contexts,
         *,
         num_choices: Callable[[TreeShape], int],
         make_room: Callable[[], bool],
@@ -220,32 +185,26 @@ class BranchPasses:
         return self._pass is not None and any(each is rows for each in self._pass.grown)
 
 
-LEAST_FOLLOWED = 0.25
-"""Probability of a verdict from which on it pays to prepare for those on its tree: if another one
-falls, the pass under way delays what it calls for by a forward."""
+class BranchLookahead(ABC):
+    """See `Lookahead`. For sequences that `grows_whole`.
 
+    Args:
+        vocab_size: tokens that the model can propose.
+    """
 
-class BranchDrafter:
-    """See `Lookahead`. For sequences that `grows_whole`."""
+    _contexts: Contexts
 
-    def __init__(
-        self, trees: StandaloneTrees, contexts: StandaloneContexts, *, vocab_size: int
-    ) -> None:
+    def __init__(self, trees: PassTrees, contexts: Contexts, *, vocab_size: int) -> None:
         self._budget = 0
-        self._trees = trees
-        self._contexts = contexts
-        self._vocab_size = vocab_size
+        self._trees, self._contexts, self._vocab_size = trees, contexts, vocab_size
         self._likely = LikelyBranches()
         self.graphs = PassGraphs(trees.uses, lambda: self.budget, vocab_size=vocab_size)
         self._passes = BranchPasses(
-            trees, contexts, num_choices=self._num_choices, make_room=self._drop_followers
+            trees, contexts, num_choices=self._num_followed, make_room=self._drop_followers
         )
+        # Of the trees that are verified, as far as they are computed.
         self._rows: dict[SequenceKey, GrownRows] = {}
         self._fallen: dict[SequenceKey, GrowingBranch] = {}
-        self._branches: dict[SequenceKey, dict[Path, Branch]] = {}
-        # Whose likeliest branch may be followed, and trees that are there before their round.
-        self._to_follow: dict[SequenceKey, Plan] = {}
-        self._ready: list[Proposal] = []
 
     @property
     def budget(self) -> int:
@@ -255,29 +214,103 @@ class BranchDrafter:
     def budget(self, budget: int) -> None:
         self._budget = budget
         if not budget:
-            # Nobody asks for what grows: trees of current rounds begin anew.
-            for each in self._fallen.values():
-                self._contexts.commit(each.wanted.plan.sequence)
-            self._fallen.clear()
+            self._give_up()
 
     @property
-    def has_work(self) -> bool:
-        return bool(self._to_follow or self._ready) or not self._passes.is_idle
+    @abstractmethod
+    def has_work(self) -> bool: ...
 
     def propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
         """Grows trees for the current round behind reserved sequences.
 
         Args:
+            sequences: that are complete.
             shape: see `grown_shape`.
         """
         for sequence in sequences:
             self.drop(sequence)
-        grown = self._trees.grow(sequences, shape, self._num_choices(shape))
-        for sequence, rows in zip(sequences, grown, strict=True):
-            self._rows[sequence.key] = rows
-        return [
-            Proposal(sequence, rows.tree) for sequence, rows in zip(sequences, grown, strict=True)
-        ]
+        grown = self._trees.grow(sequences, shape, num_choices(shape, self.budget))
+        pairs = list(zip(sequences, grown, strict=True))
+        self._rows.update((sequence.key, rows) for sequence, rows in pairs)
+        return [Proposal(sequence, rows.tree) for sequence, rows in pairs]
+
+    @abstractmethod
+    def begin(
+        self, sequence: DraftSequence, tree: TokenTree, shape: TreeShape, fan_out: FanOut
+    ) -> None: ...
+
+    def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
+        """The tree may be among those that grow; there is nothing else to go on from."""
+        return sequence.key in self._fallen
+
+    @abstractmethod
+    def commit(self, sequence: DraftSequence, token_ids: Sequence[int]) -> None:
+        """Takes a verdict, see `Drafter.commit`, and drops the branches prepared for others.
+
+        Args:
+            token_ids: what it commits.
+        """
+
+    @abstractmethod
+    def drop(self, sequence: DraftSequence) -> None:
+        """Forgets a sequence and frees its branches; those that grow are freed when they end."""
+
+    @abstractmethod
+    def make_room(self) -> bool:
+        """Gives up all branches because memory is short, but for those of a pass that a current
+        round waits for; returns whether there were any."""
+
+    def advance(self) -> list[Proposal]:
+        """Queues a forward of a pass, or takes what the last one has grown."""
+        taken = [self._take(*each) for each in self._passes.advance(self._is_of_use)]
+        return [proposal for proposal in taken if proposal is not None]
+
+    @abstractmethod
+    def _give_up(self) -> None:
+        """Nobody asks for what grows: trees of current rounds begin anew."""
+
+    @abstractmethod
+    def _take(self, growing: GrowingBranch, rows: GrownRows) -> Proposal | None:
+        """Takes a branch that has grown; returns its tree if it is asked for."""
+
+    def _is_of_use(self, growing: BranchPass) -> bool:
+        return any(map(self._may_fall, growing.branches))
+
+    def _may_fall(self, growing: GrowingBranch) -> bool:
+        """Whether the verdict of a branch has fallen last, or may be the next."""
+        wanted = growing.wanted
+        key = wanted.plan.sequence.key
+        return self._rows.get(key) is wanted.rows or self._fallen.get(key) is growing
+
+    def _num_followed(self, shape: TreeShape) -> int:
+        """Returns how many tokens to find after each row of a branch, see `TreeGrower.launch`."""
+        return 0
+
+    def _drop_followers(self) -> bool:
+        """Gives up what is prepared for verdicts after the next; returns whether there was any."""
+        return False
+
+
+LEAST_FOLLOWED = 0.25
+"""Probability of a verdict from which on it pays to prepare for those on its tree: if another one
+falls, the pass under way delays what it calls for by a forward."""
+
+
+class BranchDrafter(BranchLookahead):
+    """Goes on in a branch whose verdict falls, and prepares for the verdicts on its tree."""
+
+    _contexts: StandaloneContexts
+
+    def __init__(self, trees: PassTrees, contexts: StandaloneContexts, *, vocab_size: int) -> None:
+        super().__init__(trees, contexts, vocab_size=vocab_size)
+        self._branches: dict[SequenceKey, dict[Path, Branch]] = {}
+        # Whose likeliest branch may be followed, and trees that are there before their round.
+        self._to_follow: dict[SequenceKey, Plan] = {}
+        self._ready: list[Proposal] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._to_follow or self._ready) or not self._passes.is_idle
 
     def begin(
         self, sequence: DraftSequence, tree: TokenTree, shape: TreeShape, fan_out: FanOut
@@ -298,16 +331,7 @@ class BranchDrafter:
             verdicts = self._likely.wanted(plan, tree, rows, None)
             self._passes.wanted.want(key, [each for each in verdicts if each.path not in paths])
 
-    def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
-        """The tree may be among those that grow; there is nothing else to go on from."""
-        return sequence.key in self._fallen
-
     def commit(self, sequence: DraftSequence, token_ids: Sequence[int]) -> None:
-        """Takes a verdict, see `Drafter.commit`, and drops the branches prepared for others.
-
-        Args:
-            token_ids: what it commits.
-        """
         key, path = sequence.key, tuple(token_ids)
         rows = self._rows.get(key)
         if rows is not None:
@@ -324,7 +348,6 @@ class BranchDrafter:
             self._contexts.commit(sequence)
 
     def drop(self, sequence: DraftSequence) -> None:
-        """Forgets a sequence and frees its branches; those that grow are freed when they end."""
         key = sequence.key
         self._passes.wanted.drop(key)
         self._passes.leave_pages(self._rows.pop(key, None))
@@ -334,8 +357,6 @@ class BranchDrafter:
         self._free(self._branches.pop(key, {}).values())
 
     def make_room(self) -> bool:
-        """Gives up all branches because memory is short, but for those of a pass that a current
-        round waits for; returns whether there were any."""
         under_way = None if self._fallen else self._passes.under_way
         if under_way is not None:
             if under_way.grown:
@@ -350,28 +371,29 @@ class BranchDrafter:
         return bool(held) or under_way is not None
 
     def advance(self) -> list[Proposal]:
-        """Queues a forward of a pass, or takes what the last one has grown."""
         if self._ready:
             ready, self._ready = self._ready, []
             return ready
         if self._passes.is_idle:
             self._follow()
-        taken = [self._take(*each) for each in self._passes.advance(self._is_of_use)]
-        return [proposal for proposal in taken if proposal is not None]
+        return super().advance()
+
+    def _give_up(self) -> None:
+        for each in self._fallen.values():
+            self._contexts.commit(each.wanted.plan.sequence)
+        self._fallen.clear()
 
     def _is_of_use(self, growing: BranchPass) -> bool:
         if growing.grown:
             return any(
                 self._is_kept(*each) for each in zip(growing.branches, growing.grown, strict=True)
             )
-        return any(map(self._may_fall, growing.branches))
+        return super()._is_of_use(growing)
 
     def _may_fall(self, growing: GrowingBranch) -> bool:
         """Whether the verdict of a branch has fallen last, or may be one of the next two."""
         wanted = growing.wanted
-        key = wanted.plan.sequence.key
-        is_current = self._rows.get(key) is wanted.rows
-        return is_current or self._fallen.get(key) is growing or self._holds(key, wanted.behind)
+        return super()._may_fall(growing) or self._holds(wanted.plan.sequence.key, wanted.behind)
 
     def _holds(self, key: SequenceKey, branch: Branch | None) -> bool:
         return any(each is branch for each in self._branches.get(key, {}).values())
@@ -395,7 +417,6 @@ class BranchDrafter:
         self._to_follow.clear()
 
     def _drop_followers(self) -> bool:
-        """Gives up what is prepared for verdicts after the next; returns whether there was any."""
         held = [each for own in self._branches.values() for each in own.values() if each.followers]
         for each in held:
             self._free(each.followers.values())
@@ -435,5 +456,5 @@ class BranchDrafter:
         for branch in all_of(branches):
             self._passes.free(branch.kv, branch.rows)
 
-    def _num_choices(self, shape: TreeShape) -> int:
+    def _num_followed(self, shape: TreeShape) -> int:
         return num_choices(shape, self.budget)

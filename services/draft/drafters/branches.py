@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
-from services.draft.drafters.draft_kv import BranchKv, Tail
+from services.draft.drafters.contexts import BranchKv
+from services.draft.drafters.tails import Path, TailRows
 from services.draft.likely_verdicts import (
     Continuation,
     FanOut,
@@ -19,24 +19,18 @@ from services.draft.sequence import DraftSequence, SequenceKey
 from shared.runtime.tree_pass import PassRows, PassTree
 from shared.tokens import TokenTree, TreeShape
 
-Path = tuple[int, ...]
-"""Tokens behind the last committed one."""
 
-
-class GrownRows:
-    """Rows by the tokens on the way to them.
+class GrownRows(TailRows):
+    """What a pass has computed.
 
     Attributes:
         tree: the best nodes, whose rows are here but for the less likely leaves.
     """
 
     def __init__(self, grown: PassTree) -> None:
+        super().__init__(grown.levels)
         self.tree = grown.tree
-        self._levels, self._rows = grown.levels, grown.rows
-
-    def line(self, path: Path) -> tuple[int, ...]:
-        """Returns the rows on the way to a computed node, its own last."""
-        return self._lines[path]
+        self._rows = grown.rows
 
     def after(self, path: Path) -> Sequence[Continuation]:
         """Returns the best tokens after a node, best first; none after one that is not computed."""
@@ -47,33 +41,6 @@ class GrownRows:
         """Returns the row of a computed node among all that its pass computed."""
         line = self._lines[path]
         return self._rows, line[-1] + 1 if line else 0
-
-    def tail(self, base: int, last_token: int) -> Tail:
-        """Returns the rows as the tail of a sequence, row 0 being at index `base`."""
-        tail = Tail(base, last_token)
-        above = [tail.root]
-        for token_ids, parents in self._levels:
-            above = [
-                tail.add(above[place], token)
-                for token, place in zip(token_ids, parents, strict=True)
-            ]
-        return tail
-
-    @cached_property
-    def _lines(self) -> dict[Path, tuple[int, ...]]:
-        # Most trees are for verdicts that do not fall, and nobody asks for their rows.
-        lines: dict[Path, tuple[int, ...]] = {(): ()}
-        above: list[Path] = [()]
-        row = 0
-        for token_ids, parents in self._levels:
-            paths = [
-                (*above[place], token) for token, place in zip(token_ids, parents, strict=True)
-            ]
-            for path in paths:
-                lines.setdefault(path, (*lines[path[:-1]], row))
-                row += 1
-            above = paths
-        return lines
 
 
 def paths_of(tree: TokenTree) -> Iterator[Path]:

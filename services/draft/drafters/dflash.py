@@ -11,23 +11,36 @@ Source: Chen et al., DFlash, arXiv 2602.06036.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from services.draft.draft_scores import DraftScores
-from services.draft.drafters.drafter import DrafterLimits, Proposal
-from services.draft.drafters.head_contexts import FeatureBuffer
-from services.draft.drafters.placement import Host, context_for, device_for, log_quantisation
+from services.draft.drafters.branches import paths_of
+from services.draft.drafters.contexts import ContextDrafter, SequenceKv
+from services.draft.drafters.drafter import (
+    DrafterLimits,
+    OneStepLookahead,
+    Proposal,
+    VerifiedTree,
+)
+from services.draft.drafters.head_contexts import FeatureContexts
+from services.draft.drafters.placement import (
+    Host,
+    allocate_kv,
+    context_for,
+    device_for,
+    log_quantisation,
+)
+from services.draft.drafters.tails import Path
 from services.draft.events import FeatureRows
 from services.draft.likely_verdicts import (
     Continuation,
     FanOut,
     LikelyVerdict,
-    RankShares,
     likely_verdicts,
     rank_of,
 )
@@ -36,82 +49,18 @@ from services.draft.settings import DraftSettings
 from services.draft.settings_problems import block_problems
 from shared.errors import SettingsError
 from shared.kv.batch import SequenceRows, build_batch
-from shared.kv.leases import OutOfPages, PagePool
-from shared.kv.pool import KvPool
+from shared.kv.leases import KvLeases
 from shared.models.config import ModelConfig
 from shared.models.heads.dflash import DflashConfig, DflashHead, load_dflash
 from shared.models.heads.target_tensors import target_tensors
 from shared.runtime.device import dtype_named
 from shared.runtime.host_copy import joined_rows
-from shared.runtime.memory import num_pages_for
 from shared.runtime.runner import BlockRunner
 from shared.speculation.block_tree import grow_block_tree
 from shared.speculation.distributions import stable_topk
-from shared.tokens import EMPTY_TREE, TokenTree, TreeShape, Verdict
+from shared.tokens import TokenTree, TreeShape, Verdict
 
 log = logging.getLogger(__name__)
-
-# The context of block drafters: the target's features of each sequence as keys and values in
-# pages.
-
-
-@dataclass(slots=True, eq=False)
-class ContextPages:
-    """Keys and values of the positions `[start, end)`, from the beginning of `pages` on.
-
-    A position's keys and values are made of its own features alone and stand at its own rotary
-    angle, so a window slides by letting go of its first pages; nothing is computed again.
-
-    Attributes:
-        start: the first position that is kept.
-        end: the position after the last that is computed.
-    """
-
-    page_size: int
-    start: int = 0
-    end: int = 0
-    pages: list[int] = field(default_factory=list)
-
-    def index(self, position: int) -> int:
-        """Returns the logical KV index of a position."""
-        return position - self.start
-
-    def slots(self, positions: Sequence[int]) -> list[int]:
-        size = self.page_size
-        indices = [self.index(position) for position in positions]
-        return [self.pages[index // size] * size + index % size for index in indices]
-
-    def grow(self, pool: PagePool, end: int) -> None:
-        """Makes room for the positions below `end`.
-
-        Raises:
-            OutOfPages: there are not enough pages; nothing changed.
-        """
-        num_missing = -(-self.index(end) // self.page_size) - len(self.pages)
-        if num_missing > 0:
-            self.pages += pool.allocate(num_missing)
-
-    def trim(self, pool: PagePool, end: int) -> None:
-        """Lets go of the pages that hold nothing but positions from `end` on."""
-        num_kept = max(-(-self.index(end) // self.page_size), 0)
-        pool.release(self.pages[num_kept:])
-        del self.pages[num_kept:]
-
-    def slide(self, pool: PagePool, start: int) -> None:
-        """Lets whole pages before position `start` go, or all of them if none reaches it."""
-        if start >= self.end:
-            self.restart(pool, max(start, self.end))
-            return
-        num_dropped = max(self.index(start) // self.page_size, 0)
-        pool.release(self.pages[:num_dropped])
-        del self.pages[:num_dropped]
-        self.start += num_dropped * self.page_size
-
-    def restart(self, pool: PagePool, start: int) -> None:
-        """Lets everything go and begins at `start`."""
-        pool.release(self.pages)
-        self.pages = []
-        self.start = self.end = start
 
 
 class BlockRows:
@@ -122,13 +71,13 @@ class BlockRows:
     is known as well; it and the masks behind it all see each other and the known rows above them.
 
     Args:
-        context: of the sequence; it ends right before the last committed token.
+        kv: the context of the sequence; it ends right before the last committed token.
         block_size: rows of a block.
         mask_token_id: stands for a token that is to be drafted.
     """
 
-    def __init__(self, context: ContextPages, *, block_size: int, mask_token_id: int) -> None:
-        self._context = context
+    def __init__(self, kv: SequenceKv, *, block_size: int, mask_token_id: int) -> None:
+        self._kv = kv
         self._block_size = block_size
         self._mask_token_id = mask_token_id
         self._tokens: list[int] = []
@@ -169,16 +118,16 @@ class BlockRows:
 
     def lay_out(self) -> SequenceRows:
         """Returns the rows; their pages must reach as far."""
-        end, num_rows = self._context.end, len(self)
+        end, num_rows = self._kv.window_start + self._kv.num_computed, len(self)
         mask = np.zeros((num_rows, num_rows), dtype=np.bool_)
         for row, visible in enumerate(self._visible):
             mask[row, visible] = True
         return SequenceRows(
             token_ids=self._tokens,
             positions=[end + depth for depth in self._depths],
-            kv_start=self._context.index(end),
-            pages=self._context.pages,
-            prefix_length=self._context.index(end),
+            kv_start=self._kv.num_computed,
+            pages=self._kv.lease.pages,
+            prefix_length=self._kv.num_computed,
             tail_mask=mask,
             logit_rows=self._wanted,
         )
@@ -190,116 +139,71 @@ class BlockRows:
         return [] if above is None else self._visible[above]
 
 
-@dataclass(slots=True, eq=False)
-class _Context:
-    """The computed rows of a sequence and the features for the rows to come."""
-
-    pages: ContextPages
-    features: FeatureBuffer = field(default_factory=FeatureBuffer)
-
-
-class BlockContexts:
-    """Opens, fills, slides and closes the contexts of sequences, and runs blocks behind them.
+class BlockContexts(FeatureContexts):
+    """A position's keys and values are made of its own features alone and stand at its own rotary
+    angle, so a window slides by letting go of its first pages; nothing is computed again, and
+    nothing is shared: features come for every sequence.
 
     Args:
-        num_pages: of the runner's pool, the padding page included.
+        leases: of the runner's pool, without a prefix cache.
         window_tokens: positions before a block that it sees, to the page.
     """
 
-    def __init__(self, runner: BlockRunner, num_pages: int, *, window_tokens: int) -> None:
+    def __init__(
+        self, runner: BlockRunner, leases: KvLeases, *, window_tokens: int, block_size: int
+    ) -> None:
+        super().__init__(
+            runner.pool,
+            leases,
+            max_context_tokens=window_tokens + block_size,
+            margin_tokens=block_size,
+        )
         self._runner = runner
-        self._pool = PagePool(num_pages)
-        self._window_tokens = window_tokens
-        self._contexts: dict[SequenceKey, _Context] = {}
 
-    def open(self, sequence: DraftSequence) -> None:
-        self._contexts[sequence.key] = _Context(ContextPages(self._runner.page_size))
-        self.slide(sequence)
-
-    def close(self, sequence: DraftSequence) -> None:
-        self._pool.release(self._contexts.pop(sequence.key).pages.pages)
-
-    def pages_of(self, sequence: DraftSequence) -> ContextPages:
-        """Returns where the context of a sequence lies."""
-        return self._contexts[sequence.key].pages
+    @property
+    def num_kept_rows(self) -> int:
+        return self.longest
 
     def slide(self, sequence: DraftSequence) -> None:
         """Lets go of positions that no block will see; they need not even be computed."""
-        context = self._contexts[sequence.key]
-        start = sequence.num_tokens - 1 - self._window_tokens
-        if start > context.pages.start:
-            context.pages.slide(self._pool, start)
-            context.features.drop_before(context.pages.end)
-
-    def add_features(self, sequence: DraftSequence, rows: FeatureRows) -> None:
-        context = self._contexts[sequence.key]
-        context.features.append(rows)
-        if context.features.start > context.pages.end:
-            # The target cannot send what came before, so that is no part of the context.
-            context.pages.restart(self._pool, context.features.start)
-        context.features.drop_before(context.pages.end)
-
-    def backlog(self, sequence: DraftSequence) -> int:
-        """Returns the committed positions that are not computed but whose features are here."""
-        context = self._contexts[sequence.key]
-        end = min(context.features.end, sequence.num_tokens - 1)
-        return max(end - context.pages.end, 0)
-
-    def is_complete(self, sequence: DraftSequence) -> bool:
-        """Whether the features of every committed position but the last are here."""
-        pages, end = self._contexts[sequence.key].pages, sequence.num_tokens - 1
-        return pages.start < end == pages.end + self.backlog(sequence)
-
-    def reserve(self, sequence: DraftSequence, num_rows: int) -> bool:
-        """Makes room for that many rows behind the context, the last committed token's included;
-        False, with nothing changed, if there is none."""
-        end = sequence.num_tokens - 1 + num_rows
-        try:
-            self._contexts[sequence.key].pages.grow(self._pool, end)
-        except OutOfPages:
-            return False
-        return True
+        kv = self.kv_of(sequence)
+        start = sequence.num_tokens - 1 - self.longest
+        if start >= kv.window_start + max(kv.num_computed, 1):
+            self._restart(sequence, start)
+        elif start > kv.window_start:
+            page_size = self.leases.page_size
+            num_dropped = (start - kv.window_start) // page_size
+            self.leases.drop_first(kv.lease, num_dropped)
+            kv.window_start += num_dropped * page_size
+            kv.num_computed -= num_dropped * page_size
+        self.drop_features(sequence)
 
     def trim(self, sequence: DraftSequence, num_rows: int) -> None:
         """Frees the pages reserved beyond that many rows behind the context."""
-        end = sequence.num_tokens - 1 + num_rows
-        self._contexts[sequence.key].pages.trim(self._pool, end)
+        num_kept = self.num_window_rows(sequence) + num_rows
+        self.leases.shrink(self.kv_of(sequence).lease, num_kept)
 
     def take_in(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
         """Turns the features of the next positions of each sequence into keys and values."""
-        pieces, positions, slots = list[Tensor](), list[int](), list[int]()
+        counts = [(sequence, count) for sequence, count in counts if count]
+        if not counts:
+            return
+        pieces, positions, slots = self.sources(counts), list[int](), list[int]()
         for sequence, count in counts:
-            context = self._contexts[sequence.key]
-            new = range(context.pages.end, context.pages.end + count)
-            if count:
-                pieces += context.features.read(new.start, count)
-            positions += new
-            slots += context.pages.slots(new)
-            context.pages.end = new.stop
-            context.features.drop_before(new.stop)
-        if pieces:
-            self._runner.write_context(joined_rows(pieces, self._runner.device), positions, slots)
+            kv = self.kv_of(sequence)
+            start, kv.num_computed = kv.num_computed, kv.num_computed + count
+            positions += range(kv.window_start + start, kv.window_start + kv.num_computed)
+            slots += kv.lease.slots(start, kv.num_computed, self.leases.page_size)
+            self.drop_features(sequence)
+        self._runner.write_context(joined_rows(pieces, self._runner.device), positions, slots)
 
     def run(self, rows: Sequence[SequenceRows]) -> Tensor:
         """Returns the logits `[L, V]` of the rows that ask for them."""
         runner = self._runner
         return runner.run(build_batch(rows, page_size=runner.page_size, device=runner.device))
 
-    def gauges(self) -> Mapping[str, float]:
-        """See `Drafter.gauges`."""
-        buffers = [context.features for context in self._contexts.values()]
-        return {
-            "page_count": float(self._pool.num_pages),
-            "free_page_count": float(self._pool.num_free),
-            "held_page_count": float(self._pool.num_pages - self._pool.num_free),
-            "held_feature_row_count": float(sum(each.end - each.start for each in buffers)),
-        }
-
-    def check(self) -> None:
-        """Asserts that every page has one owner."""
-        held = [page for context in self._contexts.values() for page in context.pages.pages]
-        assert len(set(held)) == len(held), "a page has two owners"
-        assert len(held) + self._pool.num_free == self._pool.num_pages, "a page has no owner"
+    def _keys(self, sequence: DraftSequence, window_start: int, count: int) -> Sequence[int]:
+        return ()
 
 
 # Prepares blocks for the verdicts to come: one forward for all verdicts of all sequences.
@@ -362,22 +266,9 @@ def best_choices(scores: Tensor, width: int) -> list[BlockChoices]:
     ]
 
 
-Path = tuple[int, ...]
-
 MAX_ROWS = 2048
 """Rows of one forward, but for those of a single sequence: a verdict that arrives meanwhile waits
 for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    """A tree under verification whose verdicts are not prepared for yet."""
-
-    sequence: DraftSequence
-    tree: TokenTree
-    shape: TreeShape
-    fan_out: FanOut
-    choices: BlockChoices
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,32 +279,26 @@ class _Work:
         paths: by block, the tokens that its verdict commits.
     """
 
-    in_flight: _InFlight
+    verified: VerifiedTree
     verdicts: Sequence[LikelyVerdict]
     paths: Sequence[Path]
     rows: BlockRows
 
 
-class BlockLookahead:
-    """See `Lookahead`.
+class BlockLookahead(OneStepLookahead):
+    """A tree is drafted anew once its features have arrived: rows computed ahead lack them.
 
     Args:
         block_size: rows of a block, the token that opens it included.
     """
 
     def __init__(self, head: DflashHead, contexts: BlockContexts, *, block_size: int) -> None:
-        self.budget = 0
+        super().__init__()
         self._head = head
         self._contexts = contexts
         self._block_size = block_size
-        self._shares = RankShares()
-        self._in_flight: dict[SequenceKey, _InFlight] = {}
         self._choices: dict[SequenceKey, BlockChoices] = {}
         self._prepared: dict[SequenceKey, dict[Path, BlockChoices]] = {}
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._in_flight)
 
     def keep(self, sequence: DraftSequence, choices: BlockChoices) -> None:
         """Takes what the tree for the current round was made of."""
@@ -422,13 +307,8 @@ class BlockLookahead:
     def begin(
         self, sequence: DraftSequence, tree: TokenTree, shape: TreeShape, fan_out: FanOut
     ) -> None:
-        choices = self._choices.get(sequence.key)
-        if choices is not None:
-            self._in_flight[sequence.key] = _InFlight(sequence, tree, shape, fan_out, choices)
-
-    def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
-        """Returns False: rows computed ahead lack the features that have arrived since."""
-        return False
+        if sequence.key in self._choices:
+            super().begin(sequence, tree, shape, fan_out)
 
     def observe(self, sequence: DraftSequence, token_ids: Sequence[int]) -> None:
         """Learns which of its choices the target took, and moves on to what was prepared for it.
@@ -446,15 +326,15 @@ class BlockLookahead:
             self._choices[sequence.key] = prepared
 
     def drop(self, sequence: DraftSequence) -> None:
-        """Forgets a sequence."""
-        for kept in (self._in_flight, self._choices, self._prepared):
+        super().drop(sequence)
+        for kept in (self._choices, self._prepared):
             kept.pop(sequence.key, None)
 
     def advance(self) -> list[Proposal]:
         self._take_in()
         work: list[_Work] = []
-        while self._in_flight and sum(len(each.rows) for each in work) < MAX_ROWS:
-            prepared = self._lay_out(self._in_flight.pop(next(iter(self._in_flight))))
+        while self._verified and sum(len(each.rows) for each in work) < MAX_ROWS:
+            prepared = self._lay_out(self._next())
             if prepared is not None:
                 work.append(prepared)
         return self._draft(work) if work else []
@@ -463,56 +343,60 @@ class BlockLookahead:
         """Computes the contexts, which end where the rows of blocks begin; gives up on sequences
         whose features are not here, or have no room."""
         contexts = self._contexts
-        self._in_flight = {
+        self._verified = {
             key: each
-            for key, each in self._in_flight.items()
+            for key, each in self._verified.items()
             if contexts.is_complete(each.sequence) and contexts.reserve(each.sequence, 1)
         }
-        sequences = [each.sequence for each in self._in_flight.values()]
+        sequences = [each.sequence for each in self._verified.values()]
         contexts.take_in([(each, contexts.backlog(each)) for each in sequences])
 
-    def _lay_out(self, in_flight: _InFlight) -> _Work | None:
+    def _lay_out(self, verified: VerifiedTree) -> _Work | None:
         """Returns the rows of as many verdicts as there is memory for; None for none."""
-        sequence, contexts = in_flight.sequence, self._contexts
+        sequence, contexts = verified.sequence, self._contexts
         verdicts = likely_verdicts(
-            in_flight.tree, _by_node(in_flight), self._shares, in_flight.fan_out
+            verified.tree, self._by_node(verified), self._shares, verified.fan_out
         )
         while verdicts:
-            work = self._work(in_flight, verdicts)
+            work = self._work(verified, verdicts)
             if contexts.reserve(sequence, len(work.rows)):
                 return work
             verdicts = verdicts[: len(verdicts) // 2]
         return None
 
-    def _work(self, in_flight: _InFlight, verdicts: Sequence[LikelyVerdict]) -> _Work:
-        sequence, tree = in_flight.sequence, in_flight.tree
+    def _by_node(self, verified: VerifiedTree) -> list[Sequence[Continuation]]:
+        """Returns what may follow the last committed token, then each node; nothing behind the last
+        position that the block scored."""
+        choices = self._choices[verified.sequence.key]
+        return [choices.at(depth) for depth in (0, *verified.tree.depths)]
+
+    def _work(self, verified: VerifiedTree, verdicts: Sequence[LikelyVerdict]) -> _Work:
+        sequence, tree = verified.sequence, verified.tree
         rows = BlockRows(
-            self._contexts.pages_of(sequence),
+            self._contexts.kv_of(sequence),
             block_size=self._block_size,
             mask_token_id=self._head.config.mask_token_id,
         )
         # By place: 0 is the last committed token, then come the nodes, parents first.
         above = [0, *(0 if parent is None else parent + 1 for parent in tree.parent_indices)]
-        paths: list[Path] = [()]
-        for place, token in enumerate(tree.token_ids, 1):
-            paths.append((*paths[above[place]], token))
+        paths = list(paths_of(tree))
         known = {0: rows.add_known(None, sequence.token_ids[-1])}
         for place in _through(above, [verdict.place for verdict in verdicts]):
             known[place] = rows.add_known(known[above[place]], tree.token_ids[place - 1])
         for verdict in verdicts:
             rows.add_block(known[verdict.place], verdict.token, self._block_size - 1)
         committed = [(*paths[verdict.place], verdict.token) for verdict in verdicts]
-        return _Work(in_flight, verdicts, committed, rows)
+        return _Work(verified, verdicts, committed, rows)
 
     def _draft(self, work: Sequence[_Work]) -> list[Proposal]:
-        sequences = [each.in_flight.sequence for each in work]
+        sequences = [each.verified.sequence for each in work]
         logits = self._contexts.run([each.rows.lay_out() for each in work])
         for each in work:
-            self._contexts.trim(each.in_flight.sequence, self._block_size)
+            self._contexts.trim(each.verified.sequence, self._block_size)
         scores = DraftScores(sequences, logits.device).of_blocks(
             logits, [each.paths for each in work], self._block_size - 1
         )
-        width = max(each.in_flight.shape.topk for each in work) + self.budget
+        width = max(each.verified.shape.topk for each in work) + self.budget
         blocks = iter(best_choices(scores, width))
         return [
             proposal
@@ -521,19 +405,12 @@ class BlockLookahead:
         ]
 
     def _proposals(self, work: _Work, blocks: Sequence[BlockChoices]) -> list[Proposal]:
-        sequence, shape = work.in_flight.sequence, work.in_flight.shape
+        sequence, shape = work.verified.sequence, work.verified.shape
         self._prepared[sequence.key] = dict(zip(work.paths, blocks, strict=True))
         return [
             Proposal(sequence, choices.tree(shape), verdict.condition)
             for verdict, choices in zip(work.verdicts, blocks, strict=True)
         ]
-
-
-def _by_node(in_flight: _InFlight) -> list[Sequence[tuple[int, float]]]:
-    """Returns what may follow the last committed token, then each node; nothing behind the last
-    position that the block scored."""
-    depths = (0, *in_flight.tree.depths)
-    return [in_flight.choices.at(depth) for depth in depths]
 
 
 def _through(above: Sequence[int], places: Sequence[int]) -> list[int]:
@@ -546,20 +423,24 @@ def _through(above: Sequence[int], places: Sequence[int]) -> list[int]:
     return sorted(needed)
 
 
-class DflashDrafter:
-    """See `Drafter`; state per sequence is the keys and values of its context."""
+class DflashDrafter(ContextDrafter):
+    """State per sequence is the keys and values of its context."""
+
+    _contexts: BlockContexts
 
     def __init__(
-        self, runner: BlockRunner, num_pages: int, *, block_size: int, window_tokens: int
+        self, runner: BlockRunner, leases: KvLeases, *, block_size: int, window_tokens: int
     ) -> None:
         """Args:
-        num_pages, window_tokens: see `BlockContexts`.
+        leases, window_tokens: see `BlockContexts`.
         block_size: rows of a block, the last committed token included; at least 2.
         """
         self._runner = runner
         self._block_size = block_size
         self._window_tokens = window_tokens
-        self._contexts = BlockContexts(runner, num_pages, window_tokens=window_tokens)
+        self._contexts = BlockContexts(
+            runner, leases, window_tokens=window_tokens, block_size=block_size
+        )
         self._lookahead = BlockLookahead(runner.head, self._contexts, block_size=block_size)
 
     @property
@@ -580,9 +461,6 @@ class DflashDrafter:
             feature_spec=head.feature_spec,
         )
 
-    def open(self, sequence: DraftSequence) -> None:
-        self._contexts.open(sequence)
-
     def commit(
         self, sequence: DraftSequence, verdict: Verdict, features: FeatureRows | None
     ) -> None:
@@ -594,64 +472,27 @@ class DflashDrafter:
     def add_features(self, sequence: DraftSequence, rows: FeatureRows) -> None:
         self._contexts.add_features(sequence, rows)
 
-    def backlog(self, sequence: DraftSequence) -> int:
-        return self._contexts.backlog(sequence)
-
     def reserve(self, sequence: DraftSequence, shape: TreeShape) -> bool:
         return self._contexts.reserve(sequence, self._block_size)
-
-    def catch_up(self, sequences: Sequence[DraftSequence], max_tokens: int) -> int:
-        chunk: list[tuple[DraftSequence, int]] = []
-        num_taken = 0
-        for sequence in sequences:
-            count = min(self.backlog(sequence), max_tokens - num_taken)
-            chunk.append((sequence, count))
-            num_taken += count
-        self._contexts.take_in(chunk)
-        return num_taken
-
-    def propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
-        complete = [sequence for sequence in sequences if self._contexts.is_complete(sequence)]
-        waiting = [sequence for sequence in sequences if not self._contexts.is_complete(sequence)]
-        grown = self._draft(complete, shape) if complete else []
-        return [*grown, *(Proposal(sequence, EMPTY_TREE) for sequence in waiting)]
 
     def close(self, sequence: DraftSequence) -> None:
         self._lookahead.drop(sequence)
         self._contexts.close(sequence)
 
-    def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
-        """There are no graphs."""
-        return True
-
-    def prepare_for(self, shape: TreeShape, num_sequences: int) -> bool:
-        return False
-
-    def prepare_next(self, shape: TreeShape) -> bool:
-        """Nothing to do: there are no graphs."""
-        return False
-
-    def flush_prefix_cache(self) -> int:
-        """Nothing to free: features come for every sequence, so nothing is shared."""
+    @property
+    def _num_open_rows(self) -> int:
         return 0
 
-    def retire_prefix_cache(self) -> None:
-        """Nothing to do: nothing is shared."""
-
-    def gauges(self) -> Mapping[str, float]:
-        return self._contexts.gauges()
-
-    def check(self) -> None:
-        self._contexts.check()
-
-    def _draft(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
+    def _propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
         contexts, budget = self._contexts, self._lookahead.budget
         contexts.take_in([(sequence, self.backlog(sequence)) for sequence in sequences])
         # A verdict's bonus token may lie one position behind the tree.
         depth = min(shape.num_steps, shape.max_node_count) + bool(budget)
         num_scored = min(self._block_size - 1, depth)
         logits = contexts.run([self._block_rows(sequence, num_scored) for sequence in sequences])
-        scores = DraftScores(sequences, self._runner.device).of_block(logits)
+        scores = DraftScores(sequences, self._runner.device).of_blocks(
+            logits, [[()]] * len(sequences), num_scored
+        )
         proposals = []
         for sequence, choices in zip(
             sequences, best_choices(scores, shape.topk + budget), strict=True
@@ -663,7 +504,7 @@ class DflashDrafter:
 
     def _block_rows(self, sequence: DraftSequence, num_scored: int) -> SequenceRows:
         rows = BlockRows(
-            self._contexts.pages_of(sequence),
+            self._contexts.kv_of(sequence),
             block_size=self._block_size,
             mask_token_id=self._runner.head.config.mask_token_id,
         )
@@ -700,26 +541,22 @@ def build_dflash(settings: DraftSettings, host: Host | None = None) -> DflashDra
     head = load_dflash(folder, tensors, dtype=dtype, device=device, options=settings.model_options)
     log_quantisation(settings, head)
     log.info("%s in %s on %s: blocks of %d", folder.name, dtype, device, block_size)
-    layout = head.kv_layout(settings.page_size, dtype)
-    num_pages = num_pages_for(
-        layout,
+    pool, leases = allocate_kv(
+        replace(settings, disable_radix_cache=True),
+        head.kv_layout(settings.page_size, dtype),
         device,
-        mem_fraction_static=settings.mem_fraction_static,
-        max_total_tokens=settings.max_total_tokens,
-        max_sequence_length=context,
+        max_context_tokens=context,
         reserved_bytes=host.feature_bytes(head.feature_spec),
         most_tokens=host.most_tokens,
     )
-    window = _window(settings, context, block_size, num_pages)
-    log.info("%s KV pages of %d tokens", f"{num_pages - 1:,}", settings.page_size)
+    window = _window(settings, context, block_size, leases.num_pages)
     if window + block_size < target_config.max_position_embeddings:
         log.warning(
             "the draft looks back on %d tokens; the target's context is %d",
             *(window, target_config.max_position_embeddings),
         )
-    pool = KvPool(layout, num_pages, device)
     runner = BlockRunner(head, pool)
-    return DflashDrafter(runner, num_pages, block_size=block_size, window_tokens=window)
+    return DflashDrafter(runner, leases, block_size=block_size, window_tokens=window)
 
 
 def _window(settings: DraftSettings, context: int, block_size: int, num_pages: int) -> int:
@@ -728,7 +565,7 @@ def _window(settings: DraftSettings, context: int, block_size: int, num_pages: i
     Raises:
         SettingsError: the pool is too small for any.
     """
-    num_slots = (num_pages - 1) * settings.page_size
+    num_slots = num_pages * settings.page_size
     window = min(context, num_slots - settings.page_size + 1) - block_size
     if window < 1:
         raise SettingsError(

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from services.draft.events import FeatureRows
-from services.draft.likely_verdicts import FanOut
-from services.draft.sequence import DraftSequence
+from services.draft.likely_verdicts import FanOut, RankShares
+from services.draft.sequence import DraftSequence, SequenceKey
 from services.draft.worker import MappedHeadLimits
 from shared.kv.leases import KvLeases
 from shared.tokens import Condition, TokenTree, TreeShape, Verdict
@@ -88,13 +88,52 @@ class Lookahead(Protocol):
     def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
         """Starts on the tree for the current round from what was computed ahead; `advance` will
         return it, without a condition. False when there is nothing to go on from."""
+        return False
 
     def advance(self) -> list[Proposal]:
         """Computes one forward; returns the proposals that are complete, likeliest first."""
 
 
+@dataclass(frozen=True, slots=True)
+class VerifiedTree:
+    """A tree whose verdicts are yet to be prepared for; see `Lookahead.begin`."""
+
+    sequence: DraftSequence
+    tree: TokenTree
+    shape: TreeShape
+    fan_out: FanOut
+
+
+class OneStepLookahead(Lookahead):
+    """Prepares for all verdicts on a tree at once: a new tree costs no more than an old one, so
+    there is nothing to resume from."""
+
+    def __init__(self) -> None:
+        self.budget = 0
+        self._verified: dict[SequenceKey, VerifiedTree] = {}
+        self._shares = RankShares()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._verified)
+
+    def begin(
+        self, sequence: DraftSequence, tree: TokenTree, shape: TreeShape, fan_out: FanOut
+    ) -> None:
+        self._verified[sequence.key] = VerifiedTree(sequence, tree, shape, fan_out)
+
+    def drop(self, sequence: DraftSequence) -> None:
+        """Forgets a sequence: a verdict fell, or it ended."""
+        self._verified.pop(sequence.key, None)
+
+    def _next(self) -> VerifiedTree:
+        """Takes the oldest of those trees."""
+        return self._verified.pop(next(iter(self._verified)))
+
+
 class Drafter(Protocol):
-    """Proposes token trees that continue committed tokens."""
+    """Proposes token trees that continue committed tokens. One that has nothing to prepare, shares
+    nothing between sequences or reads no features leaves those methods as they are."""
 
     @property
     def limits(self) -> DrafterLimits: ...
@@ -117,7 +156,9 @@ class Drafter(Protocol):
 
     def add_features(self, sequence: DraftSequence, rows: FeatureRows) -> None:
         """Takes features of committed positions, in the order of positions and without gaps from
-        the first row on. Rows it knows already are nothing new."""
+        the first row on. Rows it knows already are nothing new, and a drafter that reads tokens
+        alone needs none."""
+        return
 
     def backlog(self, sequence: DraftSequence) -> int:
         """Returns how many committed tokens the drafter has yet to take in, the last included.
@@ -149,19 +190,24 @@ class Drafter(Protocol):
     def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
         """Whether proposals of this shape for so many sequences, or fewer, wait for nothing that is
         done once."""
+        return True
 
     def prepare_for(self, shape: TreeShape, num_sequences: int) -> bool:
         """Does one thing that `is_prepared` asks for; returns whether something was left to do."""
+        return False
 
     def prepare_next(self, shape: TreeShape) -> bool:
         """Does one thing that a later proposal of this shape would otherwise wait for; called while
         there is nothing else to do. Returns whether something was left to do."""
+        return False
 
     def flush_prefix_cache(self) -> int:
         """Drops cached state no sequence uses; returns the pages freed."""
+        return 0
 
     def retire_prefix_cache(self) -> None:
         """Other weights: sequences go on with the state they have, and none to come shares it."""
+        return
 
     def gauges(self) -> Mapping[str, float]:
         """Returns live figures for operators, named in lower_snake_case."""

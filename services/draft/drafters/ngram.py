@@ -8,14 +8,17 @@ depends on what other sequences wrote; what is generated never does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
-from services.draft.drafters.drafter import DrafterLimits, Proposal
+from services.draft.drafters.drafter import (
+    Drafter,
+    DrafterLimits,
+    OneStepLookahead,
+    Proposal,
+    VerifiedTree,
+)
 from services.draft.events import FeatureRows
 from services.draft.likely_verdicts import (
     Continuation,
-    FanOut,
-    RankShares,
     likely_verdicts,
     rank_of,
 )
@@ -29,15 +32,7 @@ _LIMITS = DrafterLimits(num_ready_tokens=4096)
 """They are taken in within a millisecond."""
 
 
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    sequence: DraftSequence
-    tree: TokenTree
-    shape: TreeShape
-    fan_out: FanOut
-
-
-class NgramLookahead:
+class NgramLookahead(OneStepLookahead):
     """See `Lookahead`.
 
     Args:
@@ -45,34 +40,13 @@ class NgramLookahead:
     """
 
     def __init__(self, index: NgramIndex, cursors: Mapping[SequenceKey, Cursor]) -> None:
-        self.budget = 0
+        super().__init__()
         self._index = index
         self._cursors = cursors
-        self._shares = RankShares()
-        self._in_flight: dict[SequenceKey, _InFlight] = {}
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._in_flight)
-
-    def begin(
-        self, sequence: DraftSequence, tree: TokenTree, shape: TreeShape, fan_out: FanOut
-    ) -> None:
-        self._in_flight[sequence.key] = _InFlight(sequence, tree, shape, fan_out)
-
-    def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
-        """A new tree costs no more than an old one."""
-        return False
-
-    def drop(self, sequence: DraftSequence) -> None:
-        """Forgets a sequence: a verdict fell, or it ended."""
-        self._in_flight.pop(sequence.key, None)
 
     def advance(self) -> list[Proposal]:
         """Prepares for one sequence's verdicts."""
-        if not self._in_flight:
-            return []
-        return list(self._prepare(self._in_flight.pop(next(iter(self._in_flight)))))
+        return list(self._prepare(self._next())) if self._verified else []
 
     def observe(self, sequence: DraftSequence, num_committed: int) -> None:
         """Learns which of its choices the target took in a verdict that is not taken in yet."""
@@ -84,16 +58,16 @@ class NgramLookahead:
             if choices:
                 self._shares.observe(rank_of(choices, token_ids[place]))
 
-    def _prepare(self, in_flight: _InFlight) -> Iterator[Proposal]:
-        sequence, tree = in_flight.sequence, in_flight.tree
+    def _prepare(self, verified: VerifiedTree) -> Iterator[Proposal]:
+        sequence, tree = verified.sequence, verified.tree
         self._index.take_in([(self._cursors[sequence.key], sequence.token_ids)])
         texts = [self._end_of(sequence.token_ids)]
         for parent, token in zip(tree.parent_indices, tree.token_ids, strict=True):
             texts.append([*texts[0 if parent is None else parent + 1], token])
         choices = self._choices(sequence, texts)
-        verdicts = likely_verdicts(tree, choices, self._shares, in_flight.fan_out)
+        verdicts = likely_verdicts(tree, choices, self._shares, verified.fan_out)
         ends = [[*texts[each.place], each.token] for each in verdicts]
-        trees = self._grow(sequence, ends, in_flight.shape)
+        trees = self._grow(sequence, ends, verified.shape)
         for each, next_tree in zip(verdicts, trees, strict=True):
             yield Proposal(sequence, next_tree, each.condition)
 
@@ -113,8 +87,8 @@ class NgramLookahead:
         return token_ids[-self._index.context_tokens :]
 
 
-class NgramDrafter:
-    """See `Drafter`; state per sequence is a cursor into the shared index."""
+class NgramDrafter(Drafter):
+    """State per sequence is a cursor into the shared index, which forgets by age, not by page."""
 
     def __init__(self, options: NgramOptions) -> None:
         self._index = NgramIndex(options)
@@ -145,9 +119,6 @@ class NgramDrafter:
         if self._lookahead.budget and self.backlog(sequence) == num_committed:
             self._lookahead.observe(sequence, num_committed)
 
-    def add_features(self, sequence: DraftSequence, rows: FeatureRows) -> None:
-        """Nothing to do: n-grams read tokens only."""
-
     def backlog(self, sequence: DraftSequence) -> int:
         return sequence.num_tokens - self._cursors[sequence.key].num_seen
 
@@ -174,24 +145,6 @@ class NgramDrafter:
         self._lookahead.drop(sequence)
         # Its last tokens too draft the next text of its kind.
         self._index.take_in([(self._cursors.pop(sequence.key), sequence.token_ids)])
-
-    def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
-        """There are no graphs."""
-        return True
-
-    def prepare_for(self, shape: TreeShape, num_sequences: int) -> bool:
-        return False
-
-    def prepare_next(self, shape: TreeShape) -> bool:
-        """Nothing to do: there are no graphs."""
-        return False
-
-    def flush_prefix_cache(self) -> int:
-        """Nothing to free: the index forgets by age, not by page."""
-        return 0
-
-    def retire_prefix_cache(self) -> None:
-        """Nothing to do: what was said stays said."""
 
     def gauges(self) -> Mapping[str, float]:
         return {

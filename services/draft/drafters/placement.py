@@ -1,4 +1,4 @@
-"""Device, context length, KV pages and tree grower of a drafter, from the settings."""
+"""Device, context length and KV pages of a drafter, from the settings."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from shared.models.heads.head import DraftHead
 from shared.runtime.device import device_named, launch_on
 from shared.runtime.graphs import GraphLimits, graph_memory_bytes
 from shared.runtime.memory import CacheSize, Shortage, free_memory_bytes, num_pages_for
-from shared.runtime.tree_grower import TreeGrower
-from shared.runtime.tree_model import HeadModel
 from shared.runtime.tree_pass import PassLimits, head_memory_bytes, num_pass_rows
 
 log = logging.getLogger(__name__)
@@ -196,7 +194,7 @@ class Host:
         return (self.num_tokens or 0) * spec.width * spec.dtype.itemsize
 
 
-# Builds the tree grower, which grows a whole tree in one pass, and counts its memory.
+# The sizes and the memory of passes that grow whole trees.
 
 
 def pass_limits(
@@ -239,8 +237,3 @@ def reserved_for_model(
 def _num_memories(settings: DraftSettings) -> int:
     """Passes for verdicts to come have memory of their own."""
     return 2 if settings.speculative_outcome_budget else 1
-
-
-def head_grower(head: DraftHead, pool: KvPool, limits: PassLimits) -> TreeGrower:
-    """Returns what grows the trees of a head of one layer."""
-    return TreeGrower(HeadModel(head, pool), limits)

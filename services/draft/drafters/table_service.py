@@ -18,8 +18,8 @@ from shared.errors import InvalidArgument, OutriderError
 from shared.models.decoder import Decoder
 from shared.models.heads.target_tensors import (
     BorrowedTensors,
-    ReadTensors,
     Table,
+    TargetTensors,
     target_tensors,
 )
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
@@ -74,7 +74,7 @@ class BorrowedTables:
             tables = {
                 each: await self._read(stub, each, num_updates) for each in self._borrowed.tables
             }
-            target = ReadTensors(self._borrowed.config, tables.__getitem__)
+            target = TargetTensors(self._borrowed.config, tables.__getitem__)
             await asyncio.to_thread(self._between, lambda: self._borrowed.follow(target))
         except (aio.AioRpcError, OutriderError) as failure:
             error = error_from_rpc(failure) if isinstance(failure, aio.AioRpcError) else failure

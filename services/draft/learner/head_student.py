@@ -11,17 +11,21 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
 from services.draft.learner.student import Batch, Student, Teaching
-from services.draft.training.drafting import TargetEnds, recurrent_chains
 from services.draft.training.head_shape import Algorithm
-from services.draft.training.heads import SHAPE_FILE, WEIGHTS_FILE, load_head
+from services.draft.training.heads import SHAPE_FILE, load_head, save_weights
 from services.draft.training.objectives import divergence
 from services.draft.training.optimisers import OptimiserKind
-from services.draft.training.recurrent_head import Eagle3Head, RecurrentHead, Unrolling
+from services.draft.training.recurrent_head import (
+    Eagle3Head,
+    RecurrentHead,
+    TargetEnds,
+    Unrolling,
+    recurrent_chains,
+)
 from shared.errors import CheckpointError
 
 _IGNORED = -100
@@ -63,15 +67,7 @@ class HeadStudent(Student):
     def save(self, folder: Path) -> None:
         """What stays as it was keeps every bit."""
         dtype = self._write_config(folder)
-        tensors = {}
-        for key, value in self._mean.items():
-            plain = value.detach().cpu().contiguous()
-            if not plain.is_floating_point():
-                tensors[key] = plain
-            else:
-                is_kept = key in self._frozen
-                tensors[f"{self.head.prefix}{key}"] = plain if is_kept else plain.to(dtype)
-        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        save_weights(self.head, self._mean, folder, dtype, self._frozen)
         shutil.copyfile(self.folder / SHAPE_FILE, folder / SHAPE_FILE)
 
     def _depths(self, batch: Batch, num_steps: int) -> Tensor:

@@ -22,6 +22,11 @@ from shared.errors import OutriderError
 
 LOG_FILE = "lessons.jsonl"
 _POLL_S = 0.2
+_MAX_HELD_OUT = 512
+"""Held-out examples that are measured, the latest."""
+_FRESH_SHARE = 0.5
+"""Of what is not replayed, from what has come since the last lesson. Drawn evenly, the latest texts
+of a long window would be seen least, and an old one again and again."""
 
 log = logging.getLogger(__name__)
 
@@ -42,13 +47,10 @@ class Lessons:
         min_new_tokens: that must have come since the last lesson.
         num_steps: depth of the chains that acceptance is measured with.
         min_held_out: examples without which nothing is swapped or taken back.
-        max_held_out: the latest ones, that are measured.
         min_gain: tokens a round that new weights must gain to be swapped.
         max_loss: tokens a round that served weights may lose against those before them, on what
             came since the swap, before these are taken back.
         replay_share: of each batch, from the sample of all traffic.
-        fresh_share: of the rest, from what has come since the last lesson. Drawn evenly, the latest
-            texts of a long window would be seen least, and an old one again and again.
         busy_share: of the time, spent on training and measuring.
         num_kept: versions whose folders are kept.
     """
@@ -58,14 +60,11 @@ class Lessons:
     min_new_tokens: int = 2000
     num_steps: int = 5
     min_held_out: int = 16
-    max_held_out: int = 512
     min_gain: float = 0.02
     max_loss: float = 0.05
     replay_share: float = 0.25
-    fresh_share: float = 0.5
     busy_share: float = 1.0
     num_kept: int = 4
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +125,8 @@ class Learner:
         self.figures = LearnerFigures()
         self._student, self._traffic, self._lessons = student, traffic, lessons
         self._publish, self._clock = publish, clock
-        self._random = random.Random(lessons.seed)
-        self._generator = torch.Generator().manual_seed(lessons.seed)
+        self._random = random.Random(0)
+        self._generator = torch.Generator().manual_seed(0)
         self._served = _Served(0, student.state(), student.folder)
         self._before: _Served | None = None
         self._swapped_s = self._taught_s = self._owed_s = 0.0
@@ -170,7 +169,7 @@ class Learner:
         before = self._before
         if before is None:
             return None
-        since = self._traffic.held_out(since_s=self._swapped_s)[-self._lessons.max_held_out :]
+        since = self._traffic.held_out(since_s=self._swapped_s)[-_MAX_HELD_OUT:]
         if len(since) < self._num_watched + self._lessons.min_held_out:
             return None
         self._num_watched = len(since)
@@ -194,7 +193,7 @@ class Learner:
         if traffic.num_forgotten != num_forgotten:
             self._student.restore(self._served.state)
             return self._note("outdated", loss, None, None)
-        held_out = traffic.held_out()[-lessons.max_held_out :]
+        held_out = traffic.held_out()[-_MAX_HELD_OUT:]
         if len(held_out) < lessons.min_held_out:
             return self._note("kept", loss, None, None)
         before = self._measure(self._served.state, held_out)
@@ -231,7 +230,7 @@ class Learner:
         losses = []
         size, lessons = self._student.batch_size, self._lessons
         num_replayed = round(size * lessons.replay_share) if replayed else 0
-        num_fresh = round((size - num_replayed) * lessons.fresh_share)
+        num_fresh = round((size - num_replayed) * _FRESH_SHARE)
         fresh = [each for each in recent if each.arrived_s >= self._taught_s] or recent
         self._taught_s = self._clock()
         for _ in range(self._lessons.num_updates):

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from transformers.utils.logging import disable_progress_bar
 
 from services.draft.learner.student import CONFIG_FILE, Batch, Student, Teaching
-from services.draft.training.causal_model import load_causal_model
-from services.draft.training.drafting import TargetEnds
+from services.draft.training.frozen_target import load_causal_model
 from services.draft.training.objectives import divergence
 from services.draft.training.optimisers import OptimiserKind
+from services.draft.training.recurrent_head import TargetEnds
 from shared.errors import CheckpointError
 
 _RATE = 0.1

@@ -26,7 +26,7 @@ from services.draft.learner.learner import Learner, Lessons
 from services.draft.learner.model_student import ModelStudent
 from services.draft.learner.settings import LearnerSettings
 from services.draft.learner.student import Student, Teaching
-from services.draft.learner.traffic import Example, Retention, Traffic
+from services.draft.learner.traffic import Example, Traffic
 from services.draft.training.documents import Documents
 from services.draft.training.frozen_target import FrozenTarget
 from services.draft.worker import WorkerIdentity
@@ -91,12 +91,10 @@ class LearnerProcess:
         )
         student = _student(settings, ends, teaching, tensors.config.num_layers)
         self.traffic = Traffic(
-            Retention(
-                settings.retain_tokens,
-                settings.retain_s,
-                settings.held_out_share,
-                settings.replay_share,
-            )
+            max_tokens=settings.retain_tokens,
+            max_age_s=settings.retain_s,
+            held_out_share=settings.held_out_share,
+            replay_share=settings.replay_share,
         )
         self.learner = Learner(student, self.traffic, _lessons(settings), self._publish)
         self._stop = threading.Event()

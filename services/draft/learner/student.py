@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from services.draft.learner.traffic import Example
-from services.draft.training.drafting import TargetEnds
 from services.draft.training.optimisers import OptimiserKind, Optimisers
+from services.draft.training.recurrent_head import TargetEnds
 from shared.models.scaled_weights import QUANTIZATION_CONFIG
 
 State = dict[str, Tensor]
@@ -43,7 +43,6 @@ class Teaching:
             cost a trained head more than a lesson brings.
         batch_size: windows of an update.
         window: most tokens of one.
-        max_norm: gradients are clipped to it.
     """
 
     unroll: int = 4
@@ -51,10 +50,8 @@ class Teaching:
     hard: float = 0.1
     rate: float | None = None
     warm_up: int = 20
-    weight_decay: float = 0.0
     batch_size: int = 8
     window: int = 512
-    max_norm: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +180,6 @@ class Student(ABC):
                 loss = self._loss(batch) * share
             loss.backward()
             mean += loss.detach()
-        torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._teaching.max_norm)
         self._num_updates += 1
         self._optimisers.step(min(self._num_updates / self._teaching.warm_up, 1.0))
         newest = max(1.0 / _MEAN_UPDATES, 10.0 / (10.0 + self._num_updates))
@@ -282,8 +278,7 @@ class Student(ABC):
 
     def _new_optimisers(self) -> Optimisers:
         self._num_updates = 0
-        decay = self._teaching.weight_decay
-        return Optimisers(self._module, self._optimiser, rate=self._rate, decay=decay)
+        return Optimisers(self._module, self._optimiser, rate=self._rate, decay=0.0)
 
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
         is_on = self._device.type == "cuda"

@@ -56,26 +56,15 @@ class Example:
         return len(self.token_ids) - max(self.num_prompt_tokens + 1, 2)
 
 
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """Limits on the retained traffic, which stays in memory.
-
-    Attributes:
-        max_tokens: of all examples together; the oldest go first.
-        max_age_s: of an example; None keeps it as long as there is room.
-        held_out_share: of the traffic, by prompt; never trained on.
-        replay_share: of `max_tokens`, for a sample of all that came since the start.
-    """
-
-    max_tokens: int = 200_000
-    max_age_s: float | None = None
-    held_out_share: float = 0.1
-    replay_share: float = 0.25
-
-
 class Traffic:
     """Takes what targets tell a learner, as a draft's engine does. Filled by one thread, read by
     another.
+
+    Args:
+        max_tokens: of all examples together, which stay in memory; the oldest go first.
+        max_age_s: of an example; None keeps it as long as there is room.
+        held_out_share: of the traffic, by prompt; never trained on.
+        replay_share: of `max_tokens`, for a sample of all that came since the start.
 
     Attributes:
         num_examples, num_tokens: that came since the start.
@@ -83,20 +72,25 @@ class Traffic:
     """
 
     def __init__(
-        self, retention: Retention, clock: Callable[[], float] = time.monotonic, seed: int = 0
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        max_tokens: int = 200_000,
+        max_age_s: float | None = None,
+        held_out_share: float = 0.1,
+        replay_share: float = 0.25,
     ) -> None:
         self.num_examples = self.num_tokens = self.num_forgotten = 0
-        self._retention, self._clock = retention, clock
-        self._random = random.Random(seed)
+        self._max_age_s, self._held_out_share, self._clock = max_age_s, held_out_share, clock
+        self._random = random.Random(0)
         self._lock = threading.Lock()
         self._link_numbers = itertools.count(1)
         self._links: set[int] = set()
         self._open: dict[tuple[int, int], _Partial] = {}
-        kept = retention.max_tokens
-        replayed = round(kept * retention.replay_share)
-        held_out = round((kept - replayed) * retention.held_out_share)
+        replayed = round(max_tokens * replay_share)
+        held_out = round((max_tokens - replayed) * held_out_share)
         self._held_out = _Kept(held_out)
-        self._recent = _Kept(kept - replayed - held_out)
+        self._recent = _Kept(max_tokens - replayed - held_out)
         self._replay = _Kept(replayed)
 
     # As an engine, for links.
@@ -186,8 +180,8 @@ class Traffic:
 
     def _read(self, kept: _Kept) -> list[Example]:
         with self._lock:
-            if self._retention.max_age_s is not None:
-                kept.drop_before(self._clock() - self._retention.max_age_s)
+            if self._max_age_s is not None:
+                kept.drop_before(self._clock() - self._max_age_s)
             return kept.all()
 
     def _keep(self, example: Example) -> None:
@@ -195,7 +189,7 @@ class Traffic:
             return
         self.num_examples += 1
         self.num_tokens += len(example.token_ids)
-        if _is_held_out(example, self._retention.held_out_share):
+        if _is_held_out(example, self._held_out_share):
             self._held_out.add(example)
             return
         for dropped in self._recent.add(example):

@@ -10,10 +10,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from services.draft.training.drafting import draft_chains
+from services.draft.training.block_head import BlockHead
 from services.draft.training.frozen_target import FrozenTarget
 from services.draft.training.heads import Head
+from services.draft.training.recurrent_head import recurrent_chains
+
+
+@torch.inference_mode()
+def draft_chains(head: Head, target: FrozenTarget, token_ids: Tensor, *, num_steps: int) -> Tensor:
+    """Returns `[N - 1, K]` int64; row i holds the greedy draft behind token i + 1, made with the
+    features of positions 0 … i.
+
+    Args:
+        token_ids: `[N]` int64, N at least 2.
+        num_steps: K for heads that draft a token at a time; blocks have their own.
+    """
+    rows = target.read(token_ids.unsqueeze(0), head.shape.feature_layers)
+    if isinstance(head, BlockHead):
+        anchors = torch.arange(1, len(token_ids), device=token_ids.device).unsqueeze(0)
+        states = head(target.embedding, rows.token_ids, rows.features.float(), anchors)
+        return F.linear(states[0], target.lm_head.float()).argmax(-1)
+    hidden = head.fuse(rows.features[:, :-1].float())
+    return recurrent_chains(head, target, rows.token_ids[:, 1:], hidden, num_steps)[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,14 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from services.draft.training.acceptance import Acceptance, measure_acceptance
 from services.draft.training.block_head import BlockHead
-from services.draft.training.documents import Documents, Source, TextReader, Windows
+from services.draft.training.documents import (
+    Documents,
+    Source,
+    TextReader,
+    Windows,
+    frequent_tokens,
+    write_token_map,
+)
 from services.draft.training.frozen_target import FrozenTarget, HeadSizes
 from services.draft.training.generation import end_token_ids, own_documents, write_answers
 from services.draft.training.head_shape import Algorithm
@@ -31,11 +38,10 @@ from services.draft.training.objectives import (
     RecurrentObjective,
 )
 from services.draft.training.optimisers import Optimisers, averaged
-from services.draft.training.ranks import Ranks, joined
-from services.draft.training.token_map import frequent_tokens, load_token_map, write_token_map
-from services.draft.training.trainer import LOG_FILE, Trainer, TrainingPlan
+from services.draft.training.trainer import LOG_FILE, Ranks, Trainer, TrainingPlan, joined
 from services.draft.training.training_log import draw_curves, read_log
 from shared.errors import CheckpointError
+from shared.models.heads.loader import read_token_map
 
 UNROLL = {Algorithm.EAGLE: 1, Algorithm.EAGLE3: 5, Algorithm.MTP: 3}
 
@@ -150,7 +156,8 @@ def _head(arguments: argparse.Namespace, target: FrozenTarget) -> Head:
     algorithm: Algorithm = arguments.algorithm
     token_ids = None
     if algorithm is Algorithm.EAGLE3 and arguments.token_map:
-        token_ids = load_token_map(arguments.token_map)
+        vocab_size = target.model.config.vocab_size
+        token_ids = read_token_map(arguments.token_map, vocab_size).tolist()
     layers = arguments.feature_layers
     sizes = HeadSizes(
         intermediate_size=arguments.intermediate_size,

@@ -4,7 +4,7 @@ that they are read from."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,6 +128,35 @@ class Windows:
         columns = begins[:, None] + np.arange(self._window)
         found: Ids = self._sources[pick].documents.tokens[columns].astype(np.int64)
         return found
+
+
+def frequent_tokens(
+    sources: Sequence[Documents], *, size: int, vocab_size: int, always: Collection[int] = ()
+) -> tuple[list[int], float]:
+    """Returns `size` token ids, the most frequent first, and the share of all text they cover: a
+    reduced draft vocabulary.
+
+    Source: Zhao et al., FR-Spec, arXiv 2502.14856, section 3.2.
+
+    Args:
+        always: tokens kept however rare they are, such as those that end an answer.
+
+    Raises:
+        CheckpointError: `size` is larger than the vocabulary, or a token is outside it.
+    """
+    if not 1 <= size <= vocab_size:
+        raise CheckpointError(f"token map of {size}; it must be in [1, {vocab_size}]")
+    counts = np.sum([documents.counts(vocab_size) for documents in sources], axis=0)
+    ranked = counts.copy()
+    ranked[list(always)] = counts.max() + 1
+    chosen = np.argsort(-ranked, kind="stable")[:size]
+    return chosen.tolist(), float(counts[chosen].sum() / max(counts.sum(), 1))
+
+
+def write_token_map(token_ids: Sequence[int], path: Path) -> None:
+    """Writes the list whose index is the draft id."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(list(token_ids)) + "\n", encoding="utf-8")
 
 
 # Reads files of texts, chats and prompts as token ids of the target's tokenizer.

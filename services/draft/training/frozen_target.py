@@ -11,11 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from services.draft.training.causal_model import load_causal_model
 from services.draft.training.head_shape import Algorithm, HeadShape, default_feature_layers
 from shared.errors import CheckpointError
+from shared.models.checkpoint import Checkpoint
+from shared.models.decoder_weights import LM_HEAD_KEY
 from shared.models.heads.block_size import MAX_BLOCK_SIZE
+from shared.models.heads.target_tensors import EMBEDDING_KEY
+from shared.models.scaled_weights import QUANTIZATION_CONFIG
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -200,3 +204,28 @@ def _check(shape: HeadShape) -> None:
         raise CheckpointError(
             f"mask_token_id is {shape.mask_token_id}; it must be in [0, {shape.vocab_size})"
         )
+
+
+def load_causal_model(folder: Path, dtype: torch.dtype) -> Any:
+    """Returns any causal language model of transformers on the CPU, in `dtype`; weights in 8 bits
+    are read by this project.
+
+    Raises:
+        OSError, ValueError: transformers cannot load the folder.
+        CheckpointError: its weights in 8 bits cannot be read, or are not those of the config.
+    """
+    config: Any = AutoConfig.from_pretrained(folder)
+    if getattr(config, QUANTIZATION_CONFIG, None) is None:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    delattr(config, QUANTIZATION_CONFIG)
+    checkpoint = Checkpoint.open(folder)
+    weights = {key: checkpoint.read(key) for key in checkpoint.files}
+    if config.tie_word_embeddings:
+        weights[LM_HEAD_KEY] = weights[EMBEDDING_KEY]
+    build: Any = AutoModelForCausalLM.from_config
+    model = build(config, dtype=dtype)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    return model.eval()

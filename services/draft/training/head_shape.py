@@ -7,6 +7,8 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
+from shared.models.heads.dflash import spread_layers
+
 
 class Algorithm(enum.Enum):
     """Heads that can be trained, by the name of the flag that serves them."""
@@ -89,13 +91,7 @@ def default_feature_layers(algorithm: Algorithm, num_target_layers: int) -> tupl
             return layers if is_increasing else (min(2, n - 1), max(n // 2 + 1, n - 2), n)
         case Algorithm.DFLASH:
             num_layers = max(1, min(5, n - 3))
-            return tuple(index + 1 for index in _spread(num_layers, n))
-
-
-def _spread(num_layers: int, n: int) -> list[int]:
-    if num_layers == 1:
-        return [n // 2]
-    return [round(1 + i * (n - 4) / (num_layers - 1)) for i in range(num_layers)]
+            return tuple(index + 1 for index in spread_layers(num_layers, n))
 
 
 def head_config(shape: HeadShape) -> dict[str, Any]:

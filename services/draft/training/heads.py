@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -53,14 +53,33 @@ def begin_from_target(head: Head, target: FrozenTarget) -> None:
 def save_head(head: Head, folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
     """Writes `config.json` and `model.safetensors` in the format of published heads."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        f"{head.prefix}{key}" if tensor.is_floating_point() else key: _plain(tensor, dtype)
-        for key, tensor in head.state_dict().items()
-    }
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    save_weights(head, head.state_dict(), folder, dtype)
     config = head_config(head.shape) | {"torch_dtype": str(dtype).removeprefix("torch.")}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / SHAPE_FILE).write_text(json.dumps(head.shape.as_json(), indent=2) + "\n")
+
+
+def save_weights(
+    head: Head,
+    weights: Mapping[str, Tensor],
+    folder: Path,
+    dtype: torch.dtype,
+    kept: Collection[str] = (),
+) -> None:
+    """Writes `model.safetensors` alone.
+
+    Args:
+        weights: by the names of the head's parameters and buffers.
+        kept: names of those that keep every bit.
+    """
+    tensors = {}
+    for key, value in weights.items():
+        plain = value.detach().cpu().contiguous()
+        if plain.is_floating_point():
+            tensors[f"{head.prefix}{key}"] = plain if key in kept else plain.to(dtype)
+        else:
+            tensors[key] = plain
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
 def load_head(folder: Path) -> Head:
@@ -82,11 +101,6 @@ def load_head(folder: Path) -> Head:
     except RuntimeError as error:
         raise CheckpointError(f"{folder / WEIGHTS_FILE}: {error}") from error
     return head.eval()
-
-
-def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    kept = tensor.detach().cpu().contiguous()
-    return kept.to(dtype) if kept.is_floating_point() else kept
 
 
 def _token_ids(tensors: dict[str, Tensor]) -> list[int] | None:

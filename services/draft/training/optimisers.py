@@ -13,6 +13,9 @@ from torch.optim import AdamW, Muon, Optimizer
 from services.draft.training.heads import Head
 from shared.errors import CheckpointError
 
+_MAX_NORM = 1.0
+"""Of all gradients together."""
+
 
 class OptimiserKind(enum.Enum):
     """MUON takes the matrices of the layers and leaves norms, biases and lm_head to AdamW."""
@@ -31,6 +34,7 @@ class Optimisers:
 
     def __init__(self, head: nn.Module, kind: OptimiserKind, *, rate: float, decay: float) -> None:
         named = list(head.named_parameters())
+        self._parameters = [p for _, p in named]
         matrices = [p for name, p in named if p.dim() == 2 and "lm_head" not in name]
         scores = [p for name, p in named if p.dim() == 2 and "lm_head" in name]
         vectors = [p for _, p in named if p.dim() != 2]
@@ -49,7 +53,8 @@ class Optimisers:
         self._rate = rate
 
     def step(self, factor: float) -> None:
-        """One update at `factor` times the highest rate; clears the gradients."""
+        """One update at `factor` times the highest rate; clips the gradients, then clears them."""
+        nn.utils.clip_grad_norm_(self._parameters, _MAX_NORM)
         for optimiser in self._all:
             for group in optimiser.param_groups:
                 group["lr"] = self._rate * factor

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -270,3 +271,34 @@ def build_recurrent(shape: HeadShape, token_ids: Sequence[int] | None = None) ->
             return Eagle3CutHead(shape, torch.tensor(sorted(token_ids)))
         case Algorithm.DFLASH:
             raise AssertionError("DFLASH drafts blocks")
+
+
+class TargetEnds(Protocol):
+    """Embedding and lm_head of a target, `[V, H]` each."""
+
+    @property
+    def embedding(self) -> Tensor: ...
+    @property
+    def lm_head(self) -> Tensor: ...
+
+
+def recurrent_chains(
+    head: RecurrentHead, target: TargetEnds, known: Tensor, hidden: Tensor, num_steps: int
+) -> Tensor:
+    """Returns `[B, R, K]` int64, the greedy draft behind each of the tokens `known`.
+
+    Args:
+        known: `[B, R]` int64, the tokens behind the rows' positions.
+        hidden: `[B, R, H]`, fused features.
+    """
+    # Where products cast, they take the lm_head as it is: a float copy is gigabytes of an 8B.
+    casts = torch.is_autocast_enabled(hidden.device.type)
+    lm_head = target.lm_head if casts else target.lm_head.float()
+    tokens = known
+    unrolling, drafted = Unrolling(head.shape), []
+    for _ in range(num_steps):
+        embedded = F.embedding(tokens, target.embedding).float()
+        hidden = head.advance(embedded, hidden, unrolling)
+        tokens = head.target_ids(head.scores(hidden, lm_head).argmax(-1))
+        drafted.append(tokens)
+    return torch.stack(drafted, dim=-1)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm  # type: ignore[import-untyped]
@@ -17,7 +20,6 @@ from services.draft.training.frozen_target import FrozenTarget
 from services.draft.training.heads import save_head
 from services.draft.training.objectives import Objective, Outcome
 from services.draft.training.optimisers import Optimisers, rate_factor
-from services.draft.training.ranks import Ranks
 from services.draft.training.training_log import LogRow, TrainingLog
 from shared.errors import CheckpointError
 
@@ -35,7 +37,6 @@ class TrainingPlan:
         seconds: ends the run earlier, the rate with it; None sets no limit.
         batch_size: windows a process and step.
         log_every, save_every: steps.
-        max_norm: gradients are clipped to it.
     """
 
     out: Path
@@ -45,11 +46,58 @@ class TrainingPlan:
     log_every: int
     save_every: int
     seed: int
-    max_norm: float = 1.0
 
     @property
     def folder(self) -> Path:
         return self.out / "training"
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among all.
+
+    Attributes:
+        rank: 0 writes logs and checkpoints.
+        size: number of processes.
+        device: of this process.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def longest(self, seconds: float) -> float:
+        """Returns the largest of all processes' values, so that all of them stop together."""
+        if self.size == 1:
+            return seconds
+        value = torch.tensor(seconds, device=self.device, dtype=torch.float32)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return value.item()
+
+
+@contextmanager
+def joined(device: torch.device) -> Iterator[Ranks]:
+    """Joins the processes of `torchrun`; without it this one is alone.
+
+    Args:
+        device: `cuda` stands for one GPU a process, by its rank on the host.
+    """
+    if not dist.is_torchelastic_launched():
+        yield Ranks(rank=0, size=1, device=device)
+        return
+    is_cuda = device.type == "cuda"
+    if is_cuda:
+        device = torch.device("cuda", dist.get_node_local_rank())
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if is_cuda else "gloo")
+    try:
+        yield Ranks(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
+    finally:
+        dist.destroy_process_group()
 
 
 class Trainer:
@@ -155,7 +203,6 @@ class Trainer:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             outcome: Outcome = model(rows)
         outcome.loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self._objective.parameters(), plan.max_norm)
         self._optimisers.step(factor)
         self._step += 1
         self._tokens += batch.size * self._ranks.size

@@ -333,7 +333,7 @@ class DeviceRounds:
         self._algorithm = algorithm
         self._leases = leases
         self._cache = runner.cache
-        self._head_pages = PagePool.of(source.pages)
+        self._head_pages = PagePool(source.pages)
         self._max_context_tokens = source.max_context_tokens
         kept = None if mapped is None else mapped.shapes
         self._shapes = kept or RoundShapes(source, runner, None if store is None else store.rows)

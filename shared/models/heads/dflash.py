@@ -115,17 +115,21 @@ def _feature_layers(config: ConfigFile, num_layers: int, num_target_layers: int)
 
 
 def _default_ids(config: ConfigFile, count: int, num_target_layers: int) -> tuple[int, ...]:
-    """Returns as many layers of the target as the head has, evenly spread.
+    if count > 1 and num_target_layers < 4:
+        raise CheckpointError(
+            f"{config.path} has no dflash_config.target_layer_ids, and a target of "
+            f"{num_target_layers} layers has no default; at least 4 are needed"
+        )
+    return spread_layers(count, num_target_layers)
+
+
+def spread_layers(count: int, num_target_layers: int) -> tuple[int, ...]:
+    """Returns as many layers of the target, evenly spread, for a head that names none.
 
     Source: Chen et al., DFlash, arXiv 2602.06036, section 4.
     """
     if count == 1:
         return (num_target_layers // 2,)
-    if num_target_layers < 4:
-        raise CheckpointError(
-            f"{config.path} has no dflash_config.target_layer_ids, and a target of "
-            f"{num_target_layers} layers has no default; at least 4 are needed"
-        )
     span = num_target_layers - 4
     return tuple(round(1 + index * span / (count - 1)) for index in range(count))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder
 from shared.models.decoder_weights import DecoderKeys
-from shared.models.heads.head import DraftHead
 from shared.models.weights import WeightPart, read_weights
 
 EMBEDDING_KEY = DecoderKeys().embedding
@@ -29,47 +27,51 @@ class Table(enum.Enum):
     LM_HEAD = 2
 
 
-class TargetTensors(Protocol):
-    """Source of the target's embedding and lm_head for a head; each is loaded only on demand."""
+class TargetTensors:
+    """A target's embedding and lm_head for a head, each read only on demand.
 
-    @property
-    def config(self) -> ModelConfig: ...
+    Args:
+        read: returns a table `[V, H]`, unpacked, in the head's dtype, on its device.
+    """
+
+    def __init__(self, config: ModelConfig, read: Callable[[Table], Tensor]) -> None:
+        self.config, self._read = config, read
+
+    @classmethod
+    def of_decoder(cls, decoder: Decoder, dtype: torch.dtype) -> TargetTensors:
+        """Returns those of a target in this process, which hold no memory of their own where the
+        head's dtype is the target's, but for a packed lm_head."""
+        assert decoder.group is None, "this process has a part of the tensors only"
+        return cls(decoder.config, lambda table: _table(decoder, table).to(dtype))
 
     def embedding(self) -> Tensor:
-        """Returns `[V, H]` in the head's dtype, on its device."""
+        """Returns `[V, H]`."""
+        return self._read(Table.EMBEDDING)
 
     def lm_head(self) -> Tensor:
-        """Returns `[V, H]`, unpacked; the embedding itself where the target ties the two."""
+        """Returns `[V, H]`; the embedding itself where the target ties the two."""
+        return self.embedding() if self.config.tie_word_embeddings else self._read(Table.LM_HEAD)
 
 
-class TargetFolder:
+class TargetFolder(TargetTensors):
     """Reads them from the target's folder and nothing else of it."""
 
     def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device) -> None:
         """Raises: CheckpointError if the folder has no usable config or weights."""
-        self._config = ModelConfig.from_folder(folder)
+        super().__init__(ModelConfig.from_folder(folder), self._read_table)
         self._checkpoint = Checkpoint.open(folder)
-        self._keys = DecoderKeys.of(self._checkpoint.files)
-        self._dtype = dtype
-        self._device = device
+        self._dtype, self._device = dtype, device
         self._embedding: Tensor | None = None
-
-    @property
-    def config(self) -> ModelConfig:
-        return self._config
 
     def embedding(self) -> Tensor:
         if self._embedding is None:
-            self._embedding = self._read(self._keys.embedding)
+            self._embedding = super().embedding()
         return self._embedding
 
-    def lm_head(self) -> Tensor:
-        return (
-            self.embedding() if self._config.tie_word_embeddings else self._read(self._keys.lm_head)
-        )
-
-    def _read(self, key: str) -> Tensor:
-        shape = (self._config.vocab_size, self._config.hidden_size)
+    def _read_table(self, table: Table) -> Tensor:
+        keys = DecoderKeys.of(self._checkpoint.files)
+        key = keys.embedding if table is Table.EMBEDDING else keys.lm_head
+        shape = (self.config.vocab_size, self.config.hidden_size)
         tensors = read_weights(
             self._checkpoint,
             [WeightPart(key, shape, key)],
@@ -79,49 +81,6 @@ class TargetFolder:
             device=self._device,
         )
         return tensors[key]
-
-
-class DecoderTensors:
-    """Those of a target in this process, which hold no memory of their own where the head's dtype
-    is the target's, but for a packed lm_head."""
-
-    def __init__(self, decoder: Decoder, dtype: torch.dtype) -> None:
-        assert decoder.group is None, "this process has a part of the tensors only"
-        self._decoder = decoder
-        self._dtype = dtype
-
-    @property
-    def config(self) -> ModelConfig:
-        return self._decoder.config
-
-    def embedding(self) -> Tensor:
-        return self._decoder.embedding.to(self._dtype)
-
-    def lm_head(self) -> Tensor:
-        if self.config.tie_word_embeddings:
-            return self.embedding()
-        return self._decoder.lm_head.dense().to(self._dtype)
-
-
-class ReadTensors:
-    """Those of a target whose decoder is cut, or in another process.
-
-    Args:
-        read: returns a table `[V, H]` in the head's dtype, on its device.
-    """
-
-    def __init__(self, config: ModelConfig, read: Callable[[Table], Tensor]) -> None:
-        self._config, self._read = config, read
-
-    @property
-    def config(self) -> ModelConfig:
-        return self._config
-
-    def embedding(self) -> Tensor:
-        return self._read(Table.EMBEDDING)
-
-    def lm_head(self) -> Tensor:
-        return self.embedding() if self._config.tie_word_embeddings else self._read(Table.LM_HEAD)
 
 
 class BorrowedTensors:
@@ -172,12 +131,16 @@ class BorrowedTensors:
 
 def table_rows(decoder: Decoder, table: Table, start: int, end: int) -> Tensor:
     """Returns rows `start` to `end` of a table; the processes of a cut decoder call it together."""
-    is_embedding = table is Table.EMBEDDING or decoder.config.tie_word_embeddings
-    own = decoder.embedding if is_embedding else decoder.lm_head.dense()
+    own = _table(decoder, table)
     if decoder.group is None:
         return own[start:end]
     token_ids = torch.arange(start, end, device=own.device)
     return decoder.group.sum(own_embeddings(token_ids, own, decoder.group.rank * len(own)))
+
+
+def _table(decoder: Decoder, table: Table) -> Tensor:
+    is_embedding = table is Table.EMBEDDING or decoder.config.tie_word_embeddings
+    return decoder.embedding if is_embedding else decoder.lm_head.dense()
 
 
 def _if_equal(own: Tensor, target: Tensor) -> Tensor | None:
@@ -201,21 +164,4 @@ def target_tensors(
     if decoder is None:
         return TargetFolder(folder, dtype=dtype, device=device)
     assert decoder.device.type == device.type, f"head on {device}, target on {decoder.device}"
-    return DecoderTensors(decoder, dtype)
-
-
-class SharedTensors(TargetTensors):
-    """The target's tensors as a running head has them, so that they are not read again."""
-
-    def __init__(self, head: DraftHead, target: ModelConfig) -> None:
-        self._head, self._config = head, target
-
-    @property
-    def config(self) -> ModelConfig:
-        return self._config
-
-    def embedding(self) -> Tensor:
-        return self._head.embedding
-
-    def lm_head(self) -> Tensor:
-        return self._head.vocabulary.lm_head.dense()
+    return TargetTensors.of_decoder(decoder, dtype)

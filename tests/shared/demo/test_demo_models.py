@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from services.draft.training.causal_model import load_causal_model
+from services.draft.training.frozen_target import load_causal_model
 
 DEMO = Path(__file__).parents[3] / "shared" / "demo"
 BOUNDS = {"target": (15_000_000, 25_000_000), "draft": (2_000_000, 5_000_000)}

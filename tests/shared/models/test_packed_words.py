@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from services.draft.training.causal_model import load_causal_model
+from services.draft.training.frozen_target import load_causal_model
 from shared.errors import CheckpointError
 from shared.models.checkpoint import Checkpoint, Cut
 from shared.models.loader import load_decoder

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from services.draft.training.causal_model import load_causal_model
+from services.draft.training.frozen_target import load_causal_model
 from shared.errors import CheckpointError
 from shared.model_options import ModelOptions, Quantisation
 from shared.models.checkpoint import Checkpoint, Cut

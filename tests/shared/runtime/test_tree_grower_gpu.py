@@ -9,7 +9,6 @@ import random
 import pytest
 import torch
 
-from services.draft.drafters.drafter import Proposal
 from shared.kernels.kernel_settings import IS_INTERPRETING
 from shared.models.decoder import Decoder
 from shared.models.heads.head import DraftHead
@@ -26,9 +25,16 @@ from tests.helpers.drafting import (
     prepare_ahead,
     propose,
 )
-from tests.helpers.head_oracle import path_values
+from tests.helpers.head_oracle import Behind, best_paths, path_values
 from tests.helpers.kernel_device import kernel_device
-from tests.helpers.twin_drafters import MAX_SEQUENCES, SAMPLED, TwinDrafters, load_heads, text
+from tests.helpers.twin_drafters import (
+    MAX_SEQUENCES,
+    SAMPLED,
+    OwnPaths,
+    TwinDrafters,
+    load_heads,
+    text,
+)
 
 pytestmark = pytest.mark.gpu
 SHAPES = [TreeShape(1, 1, 2), TreeShape(4, 1, 5), TreeShape(3, 3, 9), TreeShape(2, 4, 30)]
@@ -179,37 +185,32 @@ def test_trees_for_verdicts_are_those_grown_after_them(decoder: Decoder, shape: 
     ],
     ids=str,
 )
-def test_heads_prepare_for_verdicts_in_passes_as_they_do_level_by_level(
+def test_heads_prepare_for_verdicts_by_the_states_of_the_path_to_them(
     heads: dict[str, DraftHead], name: str, shape: TreeShape
 ) -> None:
     """Branches behind trees that were grown, then behind trees that are walked."""
-    draw, twins = random.Random(f"{name} {shape}"), _twins(heads[name])
+    draw, twins, own = random.Random(f"{name} {shape}"), _twins(heads[name]), OwnPaths(heads[name])
     batch = [
         draft_sequence(text(draw, length), sampling, number)
         for number, (length, sampling) in enumerate([(5, GREEDY), (18, SAMPLED)])
     ]
     twins.open(*batch)
     twins.send_all(*batch)
-    for drafter in (twins.whole, twins.levels):
-        drafter.lookahead.budget = 3
+    twins.whole.lookahead.budget = 3
     trees = twins.trees(shape, *batch)
     for _ in range(2 if IS_INTERPRETING else 4):
-        found, expected = (
-            {
-                (each.sequence.key, each.condition): each.tree
-                for each in prepare_ahead(drafter, shape, *zip(batch, trees, strict=True))
-            }
-            for drafter in (twins.whole, twins.levels)
-        )
-        shared = [key for key in found if key in expected]
-        for key in shared:
-            values = path_values(expected[key])
-            assert path_values(found[key]) == pytest.approx(values, abs=1e-3, rel=1e-3)
+        prepared = prepare_ahead(twins.whole, shape, *zip(batch, trees, strict=True))
         for place, sequence in enumerate(batch):
-            fallen = draw.choice([each for each in shared if each[0] == sequence.key])
-            proposal = Proposal(sequence, found[fallen], fallen[1])
-            twins.commit(sequence, foreseen_tokens(trees[place], proposal), is_late=False)
-            trees[place] = proposal.tree
+            found = [each for each in prepared if each.sequence is sequence]
+            rows = twins.features(sequence, 0, sequence.num_tokens - 1).rows
+            for each in found:
+                supposed = foreseen_tokens(trees[place], each)
+                tokens, oracle = [*sequence.token_ids, *supposed], Behind(own, len(supposed))
+                values = best_paths(oracle, tokens, rows, sequence.sampling, shape)
+                assert path_values(each.tree) == pytest.approx(values, abs=1e-3, rel=1e-3)
+            fallen = draw.choice(found)
+            twins.commit(sequence, foreseen_tokens(trees[place], fallen), is_late=False)
+            trees[place] = fallen.tree
 
 
 @on_cuda
@@ -241,9 +242,8 @@ def test_a_launch_waits_for_nothing(heads: dict[str, DraftHead]) -> None:
     shape = SHAPES[2]
     twins.rounds(shape, 1, draw, *batch)
     assert all(twins.whole.reserve(each, shape) for each in batch)
-    contexts = twins.whole._contexts
-    features = contexts.features([(each, contexts.backlog(each)) for each in batch])
-    rows = [contexts.open_sequence(each) for each in batch]
+    most = twins.grower.max_open_rows(shape)
+    rows, features = twins.whole._contexts.open_pass(batch, most)
     try:
         torch.cuda.set_sync_debug_mode("error")
         growing = twins.grower.launch(rows, features, shape)

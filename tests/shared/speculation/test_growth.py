@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.speculation.tree import Beam, GrownTree, TreeGrowth, choose_children, row_paths
+from shared.speculation.tree import Beam, TreeGrowth, choose_children, row_paths
 from shared.tokens import TokenTree, TreeShape
 
 VOCAB_SIZE = 20
@@ -37,7 +37,7 @@ def sparse_scores(tree: int, path: Path) -> Tensor:
     return scores
 
 
-def grow(shape: TreeShape, scores: Scores, batch_size: int) -> tuple[GrownTree, ...]:
+def grow(shape: TreeShape, scores: Scores, batch_size: int) -> tuple[TokenTree, ...]:
     growth = TreeGrowth(shape)
     roots = torch.stack([scores(b, ()) for b in range(batch_size)]).unsqueeze(1)
     growth.add(choose_children(roots, shape.topk))
@@ -59,12 +59,11 @@ def best_first(scores: list[float]) -> list[int]:
     return sorted(range(len(scores)), key=lambda i: (-scores[i], i))
 
 
-def plain_growth(shape: TreeShape, scores: Scores, tree: int) -> GrownTree:
+def plain_growth(shape: TreeShape, scores: Scores, tree: int) -> TokenTree:
     """EAGLE-2 with lists: a candidate is (path score, own score, path, number)."""
     seen: list[tuple[Tensor, Tensor, Path]] = []
     beam: list[tuple[Tensor, Path]] = [(torch.zeros(()), ())]
-    rows: dict[Path, int] = {}
-    for level in range(shape.num_steps):
+    for _ in range(shape.num_steps):
         fresh = []
         for base, path in beam:
             own = scores(tree, path)
@@ -73,19 +72,14 @@ def plain_growth(shape: TreeShape, scores: Scores, tree: int) -> GrownTree:
         seen += fresh
         best = best_first([float(score) for score, *_ in fresh])[: shape.topk]
         beam = [(fresh[i][0], fresh[i][2]) for i in best]
-        if level + 1 < shape.num_steps:
-            rows |= {path: level * shape.topk + place for place, (_, path) in enumerate(beam)}
     best = best_first([float(score) for score, *_ in seen])
     kept = [seen[i] for i in sorted(best[: shape.max_node_count]) if seen[i][0] > -math.inf]
     numbers: dict[Path, int | None] = {(): None}
     numbers.update({path: node for node, (*_, path) in enumerate(kept)})
-    return GrownTree(
-        TokenTree(
-            tuple(path[-1] for *_, path in kept),
-            tuple(numbers[path[:-1]] for *_, path in kept),
-            tuple(float(own) for _, own, _ in kept),
-        ),
-        tuple(rows.get(path) for *_, path in kept),
+    return TokenTree(
+        tuple(path[-1] for *_, path in kept),
+        tuple(numbers[path[:-1]] for *_, path in kept),
+        tuple(float(own) for _, own, _ in kept),
     )
 
 
@@ -101,10 +95,9 @@ def test_growth_is_that_of_plain_lists(shape: TreeShape, scores: Scores) -> None
 
 def test_topk_one_is_the_greedy_chain() -> None:
     (grown,) = grow(TreeShape(4, 1, 9), smooth_scores, batch_size=1)
-    assert grown.tree.parent_indices == (None, 0, 1, 2)
-    assert grown.growth_rows == (0, 1, 2, None)
+    assert grown.parent_indices == (None, 0, 1, 2)
     path: Path = ()
-    for token in grown.tree.token_ids:
+    for token in grown.token_ids:
         assert token == int(smooth_scores(0, path).argmax())
         path = (*path, token)
 
@@ -116,7 +109,7 @@ def test_scores_of_zero_still_keep_parents() -> None:
         return torch.zeros(VOCAB_SIZE)
 
     (grown,) = grow(TreeShape(4, 2, 3), free, batch_size=1)
-    assert grown.tree.parent_indices == (None, None)
+    assert grown.parent_indices == (None, None)
 
 
 def test_a_rounded_positive_score_does_not_lift_a_child_over_its_parent() -> None:
@@ -124,7 +117,7 @@ def test_a_rounded_positive_score_does_not_lift_a_child_over_its_parent() -> Non
         return torch.full((VOCAB_SIZE,), -1.0 if not path else 1e-7)
 
     (grown,) = grow(TreeShape(3, 2, 3), rounded, batch_size=1)
-    assert grown.tree.parent_indices == (None, None)
+    assert grown.parent_indices == (None, None)
 
 
 def test_a_draft_without_any_possible_token_gives_an_empty_tree() -> None:
@@ -132,7 +125,7 @@ def test_a_draft_without_any_possible_token_gives_an_empty_tree() -> None:
         return torch.full((VOCAB_SIZE,), -math.inf)
 
     (grown,) = grow(TreeShape(2, 2, 4), nothing, batch_size=1)
-    assert len(grown.tree) == 0
+    assert len(grown) == 0
 
 
 def test_growth_rows_see_their_ancestors_and_themselves() -> None:
@@ -158,5 +151,5 @@ def test_growth_rows_see_their_ancestors_and_themselves() -> None:
 
 def test_siblings_are_distinct_and_paths_unique() -> None:
     for grown in grow(TreeShape(5, 4, 20), smooth_scores, batch_size=3):
-        paths = row_paths(grown.tree)
+        paths = row_paths(grown)
         assert len(set(paths)) == len(paths) == 20

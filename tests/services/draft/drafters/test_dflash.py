@@ -125,11 +125,11 @@ def test_a_block_sees_the_window_to_the_page_and_no_more(setup: BlockSetup, wind
     starts = set()
     for number in range(10):
         (tree,) = propose(drafter, CHAIN, sequence)
-        context = drafter._contexts.pages_of(sequence)
-        num_seen = sequence.num_tokens - 1 - context.start
+        start = drafter._contexts.kv_of(sequence).window_start
+        num_seen = sequence.num_tokens - 1 - start
         assert num_seen == sequence.num_tokens - 1 or window <= num_seen < window + PAGE_SIZE
-        starts.add(context.start)
-        _assert_same(tree, _oracle(setup, sequence, CHAIN, start=context.start))
+        starts.add(start)
+        _assert_same(tree, _oracle(setup, sequence, CHAIN, start=start))
         setup.commit(drafter, sequence, random_text(number, 3))
         drafter.check()
     assert len(starts) > 2

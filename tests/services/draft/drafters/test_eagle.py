@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.draft.drafters.contexts import CONTEXT_MARGIN
 from services.draft.drafters.drafter import Proposal
-from services.draft.drafters.eagle import CONTEXT_MARGIN, EagleDrafter
+from services.draft.drafters.eagle import EagleDrafter
 from services.draft.events import FeatureRows
-from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
@@ -29,15 +29,18 @@ from shared.tokens import Outcome, SamplingParams, TokenTree, TreeShape, Verdict
 from tests.helpers.checkpoints import TinyShape, build_model, write_checkpoint
 from tests.helpers.draft_heads import HEADS, head_tensors, write_head
 from tests.helpers.drafting import (
+    FAN_OUT,
     GREEDY,
     SAMPLED,
     VOCAB_SIZE,
     committed,
     draft_sequence,
+    foreseen_tokens,
+    prepare_ahead,
     propose,
     random_text,
 )
-from tests.helpers.head_oracle import HeadOracle, Values, best_paths, path_values
+from tests.helpers.head_oracle import Behind, HeadOracle, Values, best_paths, path_values
 
 PAGE_SIZE = 4
 TARGET_SHAPE = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6)
@@ -499,17 +502,6 @@ def test_a_target_that_draws_otherwise_is_not_mirrored(setup: Setup) -> None:
     assert trees[2] == trees[3]
 
 
-FAN_OUT = FanOut(5)
-
-
-def _ahead(drafter: EagleDrafter, sequence: DraftSequence, tree: TokenTree) -> list[Proposal]:
-    drafter.lookahead.begin(sequence, tree, TREE, FAN_OUT)
-    proposals: list[Proposal] = []
-    while drafter.lookahead.has_work:
-        proposals += drafter.lookahead.advance()
-    return proposals
-
-
 def _follow(
     drafter: EagleDrafter,
     setup: Setup,
@@ -528,31 +520,72 @@ def _follow(
     drafter.commit(sequence, verdict, setup.sent(sequence, start, sequence.num_tokens - 1))
 
 
-@pytest.mark.parametrize("in_passes", [False, True], ids=["by level", "in passes"])
+@pytest.mark.parametrize(
+    ("name", "shape", "sampling"),
+    [
+        # Few levels: the states of heads of random weights grow with each.
+        (name, shape, [GREEDY, SAMPLED][(number + turn) % 2])
+        for number, name in enumerate(HEADS)
+        for turn, shape in enumerate((TreeShape(1, 2, 3), TreeShape(3, 1, 4), TREE))
+    ],
+)
+def test_a_tree_ahead_continues_the_states_of_the_path_to_it(
+    name: str, setups: dict[str, Setup], shape: TreeShape, sampling: SamplingParams
+) -> None:
+    """From round to round: of each verdict the features are here, of the tree that it calls for
+    only the tokens."""
+    setup, source = setups[name], random.Random(2)
+    drafter = setup.drafter(in_passes=True)
+    drafter.lookahead.budget = FAN_OUT.budget
+    sequence = draft_sequence(random_text(3, 9), sampling)
+    _open(drafter, setup, sequence)
+    [tree] = propose(drafter, shape, sequence)
+    for _ in range(3):
+        block = prepare_ahead(drafter, shape, (sequence, tree))
+        assert len(block) == FAN_OUT.budget
+        features = setup.features(sequence.token_ids)[:-1]
+        for proposal in block:
+            supposed = foreseen_tokens(tree, proposal)
+            oracle = Behind(setup.oracle, len(supposed))
+            tokens = [*sequence.token_ids, *supposed]
+            expected = best_paths(oracle, tokens, features, sampling, shape)
+            assert path_values(proposal.tree) == pytest.approx(expected, abs=1e-3, rel=5e-3)
+        chosen = source.choice(block)
+        _commit(drafter, setup, sequence, foreseen_tokens(tree, chosen))
+        tree = chosen.tree
+    drafter.close(sequence)
+    drafter.check()
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_ahead_of_a_verdict_is_drafted_from_the_features_of_the_last_one(
-    setup: Setup, sampling: SamplingParams, in_passes: bool
+    setup: Setup, sampling: SamplingParams
 ) -> None:
     """A drafter that has followed a row of verdicts prepares what a new one does that is told of
     the same tokens, features and tree."""
-    source, drafter = random.Random(2), setup.drafter(in_passes=in_passes)
+    source, drafter = random.Random(2), setup.drafter(in_passes=True)
     drafter.lookahead.budget = FAN_OUT.budget
     sequence = draft_sequence(random_text(3, 9), sampling)
     _open(drafter, setup, sequence)
     [tree] = propose(drafter, TREE, sequence)
     for _ in range(4):
-        block = _ahead(drafter, sequence, tree)
+        block = prepare_ahead(drafter, TREE, (sequence, tree))
         assert len(block) == FAN_OUT.budget
         chosen = source.choice(block)
         _follow(drafter, setup, sequence, tree, chosen)
         tree = chosen.tree
-        other = setup.drafter(in_passes=in_passes)
+        other = setup.drafter(in_passes=True)
         other.lookahead.budget = FAN_OUT.budget
         twin = draft_sequence(sequence.token_ids, sampling)
         _open(other, setup, twin)
         propose(other, TREE, twin)
-        expected = {each.condition: each.tree.token_ids for each in _ahead(other, twin, tree)}
-        found = {each.condition: each.tree.token_ids for each in _ahead(drafter, sequence, tree)}
+        expected = {
+            each.condition: each.tree.token_ids for each in prepare_ahead(other, TREE, (twin, tree))
+        }
+        found = {
+            each.condition: each.tree.token_ids
+            for each in prepare_ahead(drafter, TREE, (sequence, tree))
+        }
         # The two have seen different verdicts, so their budgets may go to different ones.
         shared = expected.keys() & found.keys()
         assert len(shared) >= 2
@@ -562,9 +595,8 @@ def test_ahead_of_a_verdict_is_drafted_from_the_features_of_the_last_one(
     drafter.check()
 
 
-@pytest.mark.parametrize("in_passes", [False, True], ids=["by level", "in passes"])
-def test_nothing_is_drafted_ahead_without_features(setup: Setup, in_passes: bool) -> None:
-    drafter = setup.drafter(in_passes=in_passes)
+def test_nothing_is_drafted_ahead_without_features(setup: Setup) -> None:
+    drafter = setup.drafter(in_passes=True)
     drafter.lookahead.budget = FAN_OUT.budget
     sequence = draft_sequence(random_text(3, 9))
     _open(drafter, setup, sequence)
@@ -572,7 +604,7 @@ def test_nothing_is_drafted_ahead_without_features(setup: Setup, in_passes: bool
     sequence.token_ids.append(1)
     verdict = Verdict(1, 0, Outcome.MISSED, (), (1,), sequence.num_tokens)
     drafter.commit(sequence, verdict, None)
-    assert _ahead(drafter, sequence, tree) == []
+    assert prepare_ahead(drafter, TREE, (sequence, tree)) == []
 
 
 def test_lent_pages_are_the_borrowers_alone(setup: Setup) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.draft.drafter_factory import build_drafter, model_id, tokenizer_identity
-from services.draft.feature_layers import feature_layers
+from services.draft.model_folder import feature_layers
 from services.draft.settings import DraftSettings
 from shared.errors import CheckpointError
 from shared.model_files import tokenizer_sha256

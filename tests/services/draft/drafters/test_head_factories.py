@@ -15,7 +15,7 @@ from services.draft.drafters.dflash import DflashDrafter
 from services.draft.drafters.eagle import EagleDrafter
 from services.draft.drafters.multi_layer import MultiLayerDrafter
 from services.draft.drafters.placement import Host
-from services.draft.feature_layers import feature_layers
+from services.draft.model_folder import feature_layers
 from services.draft.settings import DraftSettings
 from shared.errors import CheckpointError, SettingsError
 from shared.models.heads.feature_spec import FeatureSpec

@@ -1,11 +1,10 @@
-"""Next-token layers ahead of the verdict against an oracle that recomputes every path."""
+"""A next-token layer ahead of the verdict against an oracle that recomputes every path."""
 
 from __future__ import annotations
 
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import pytest
 from torch import Tensor
@@ -26,38 +25,20 @@ from tests.helpers.drafting import (
     propose,
     random_text,
 )
-from tests.helpers.head_oracle import Values, best_paths, path_values
-from tests.helpers.mtp_heads import MtpOracle
+from tests.helpers.head_oracle import Behind, Values, best_paths, path_values
 from tests.helpers.mtp_setup import MTPS, MtpSetup, mtp_setup
 
+HEADS = ["deepseek 1", "mimo 1"]
 CHAIN, TREE = TreeShape(3, 1, 4), TreeShape(3, 3, 9)
-
-
-@dataclass(frozen=True)
-class _Behind:
-    """The oracle behind tokens that a verdict has yet to commit: they are a path to it."""
-
-    oracle: MtpOracle
-    num_supposed: int
-
-    def known_tokens(self) -> list[int]:
-        return self.oracle.known_tokens()
-
-    def continue_path(
-        self, token_ids: Sequence[int], features: Tensor, path: Sequence[int]
-    ) -> Tensor:
-        known = len(token_ids) - self.num_supposed
-        whole = (*token_ids[known:], *path)
-        return self.oracle.continue_path(token_ids[:known], features, whole)
 
 
 @pytest.fixture(scope="module")
 def setups(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MtpSetup]:
-    return {name: mtp_setup(tmp_path_factory.mktemp("mtp"), mtp) for name, mtp in MTPS.items()}
+    return {name: mtp_setup(tmp_path_factory.mktemp("mtp"), MTPS[name]) for name in HEADS}
 
 
-def _drafter(setup: MtpSetup, *, num_pages: int = 200) -> EagleDrafter:
-    drafter = setup.drafter(num_pages=num_pages)
+def _drafter(setup: MtpSetup) -> EagleDrafter:
+    drafter = setup.drafter(in_passes=True)
     drafter.lookahead.budget = FAN_OUT.budget
     return drafter
 
@@ -69,7 +50,7 @@ def _oracle(
     supposed: Sequence[int],
     shape: TreeShape,
 ) -> Values:
-    oracle = _Behind(setup.oracle, len(supposed))
+    oracle = Behind(setup.oracle, len(supposed))
     tokens = [*sequence.token_ids, *supposed]
     return best_paths(oracle, tokens, features, sequence.sampling, shape)
 
@@ -94,7 +75,7 @@ def _assert_same(
     [
         pytest.param(name, shape, SAMPLED if turn % 2 else GREEDY, id=f"{name}-{shape}")
         for turn, (name, shape) in enumerate(
-            itertools.product(MTPS, (CHAIN, TREE, TreeShape(1, 2, 3)))
+            itertools.product(HEADS, (CHAIN, TREE, TreeShape(1, 2, 3)))
         )
     ],
 )
@@ -116,7 +97,7 @@ def test_a_tree_ahead_continues_the_states_of_the_path_to_it(
     drafter.check()
 
 
-@pytest.mark.parametrize("name", ["deepseek 2", "mimo 3"])
+@pytest.mark.parametrize("name", HEADS)
 def test_sequences_prepare_together_and_alike(name: str, setups: dict[str, MtpSetup]) -> None:
     setup = setups[name]
     drafter = _drafter(setup)
@@ -130,7 +111,7 @@ def test_sequences_prepare_together_and_alike(name: str, setups: dict[str, MtpSe
         _assert_same(setup, sequence, tree, own, TREE)
 
 
-@pytest.mark.parametrize("name", ["deepseek 2", "mimo 3"])
+@pytest.mark.parametrize("name", HEADS)
 def test_a_proposal_after_drafting_ahead_is_what_it_would_have_been(
     name: str, setups: dict[str, MtpSetup]
 ) -> None:
@@ -148,7 +129,7 @@ def test_a_proposal_after_drafting_ahead_is_what_it_would_have_been(
     assert path_values(found) == pytest.approx(path_values(expected), abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["deepseek 1", "deepseek 2"])
+@pytest.mark.parametrize("name", HEADS)
 def test_a_verdict_without_its_features_is_not_drafted_ahead_of(
     name: str, setups: dict[str, MtpSetup]
 ) -> None:

@@ -41,10 +41,10 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 class Bench:
-    """One drafter with the sequences it has. Its trees are grown level by level, or in passes."""
+    """One drafter with the sequences it has. Its trees are grown in passes, or level by level."""
 
     def __init__(
-        self, decoder: Decoder, shape: TreeShape, num_pages: int = 600, *, in_passes: bool = False
+        self, decoder: Decoder, shape: TreeShape, num_pages: int = 600, *, in_passes: bool = True
     ) -> None:
         self.pool = pool = KvPool(decoder.kv_layout(PAGE_SIZE), num_pages, CPU)
         leases = KvLeases(num_pages, PAGE_SIZE)
@@ -55,7 +55,8 @@ class Bench:
             max_context_tokens=CONTEXT,
             grower=TreeGrower(DecoderModel(decoder, pool), limits) if in_passes else None,
         )
-        self.drafter.lookahead.budget = BUDGET
+        if in_passes:
+            self.drafter.lookahead.budget = BUDGET
         self.shape = shape
         self.fan_out = FanOut(BUDGET)
 
@@ -100,7 +101,7 @@ def _committed(tree: TokenTree, proposal: Proposal) -> tuple[int, ...]:
 
 def _fresh(decoder: Decoder, shape: TreeShape, sequence: DraftSequence) -> TokenTree:
     """What a drafter without any state proposes."""
-    bench = Bench(decoder, shape)
+    bench = Bench(decoder, shape, in_passes=False)
     [tree] = bench.propose(bench.open(1, sequence.token_ids, sequence.sampling))
     return tree
 
@@ -108,7 +109,7 @@ def _fresh(decoder: Decoder, shape: TreeShape, sequence: DraftSequence) -> Token
 def _fresh_after(
     decoder: Decoder, shape: TreeShape, sequence: DraftSequence, tokens: tuple[int, ...]
 ) -> TokenTree:
-    bench = Bench(decoder, shape)
+    bench = Bench(decoder, shape, in_passes=False)
     opened = bench.open(1, [*sequence.token_ids, *tokens], sequence.sampling)
     return bench.propose(opened)[0]
 
@@ -120,19 +121,14 @@ def follows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "sampling", "in_passes"),
-    [
-        # Each shape in both ways, each way with both samplings.
-        (shape, SAMPLINGS[(number + in_passes) % 2], in_passes)
-        for number, shape in enumerate(SHAPES)
-        for in_passes in (False, True)
-    ],
+    ("shape", "sampling"),
+    [(shape, sampling) for shape in SHAPES for sampling in SAMPLINGS],
 )
 @pytest.mark.usefixtures("follows")
 def test_trees_drafted_ahead_are_those_drafted_after_the_verdict(
-    decoder: Decoder, shape: TreeShape, sampling: SamplingParams, in_passes: bool
+    decoder: Decoder, shape: TreeShape, sampling: SamplingParams
 ) -> None:
-    source, bench = random.Random(3), Bench(decoder, shape, in_passes=in_passes)
+    source, bench = random.Random(3), Bench(decoder, shape)
     sequences = [bench.open(number, _text(number, 9 + 2 * number), sampling) for number in range(3)]
     trees = bench.propose(*sequences)
     for _ in range(4):
@@ -156,11 +152,10 @@ def test_trees_drafted_ahead_are_those_drafted_after_the_verdict(
     bench.drafter.check()
 
 
-@pytest.mark.parametrize("in_passes", [False, True], ids=["by level", "in passes"])
 def test_likeliest_verdicts_are_prepared_for_and_none_that_the_tree_holds(
-    decoder: Decoder, in_passes: bool
+    decoder: Decoder,
 ) -> None:
-    bench = Bench(decoder, TreeShape(3, 2, 6), in_passes=in_passes)
+    bench = Bench(decoder, TreeShape(3, 2, 6))
     sequence = bench.open(1, _text(1, 12), SAMPLINGS[0])
     [tree] = bench.propose(sequence)
     bench.begin(sequence, tree)
@@ -174,15 +169,12 @@ def test_likeliest_verdicts_are_prepared_for_and_none_that_the_tree_holds(
         assert (condition.node_index, condition.bonus_token_id) not in children
 
 
-@pytest.mark.parametrize(
-    ("num_forwards", "in_passes"),
-    [*((count, False) for count in range(5)), *((count, True) for count in range(6))],
-)
+@pytest.mark.parametrize("num_forwards", range(6))
 def test_verdict_in_the_middle_of_a_block_goes_on_from_what_is_computed(
-    decoder: Decoder, num_forwards: int, in_passes: bool
+    decoder: Decoder, num_forwards: int
 ) -> None:
     shape = TreeShape(3, 2, 8)
-    whole, bench = (Bench(decoder, shape, in_passes=in_passes) for _ in range(2))
+    whole, bench = (Bench(decoder, shape) for _ in range(2))
     blocks = []
     for each in (whole, bench):
         sequence = each.open(1, _text(4, 11), SAMPLINGS[1])
@@ -207,14 +199,14 @@ def test_verdict_in_the_middle_of_a_block_goes_on_from_what_is_computed(
 def test_verdict_after_one_whose_tree_is_growing(decoder: Decoder) -> None:
     """As when the target did not wait for the tree."""
     shape = TreeShape(3, 2, 8)
-    bench = Bench(decoder, shape, in_passes=True)
+    bench = Bench(decoder, shape)
     sequence, other = (bench.open(n, _text(n, 11 + n), SAMPLINGS[1]) for n in range(2))
     trees = bench.propose(sequence, other)
     for each, tree in zip((sequence, other), trees, strict=True):
         bench.begin(each, tree)
     lookahead = bench.drafter.lookahead
     assert lookahead.advance() == []
-    condition = next(iter(lookahead._whole._passes.under_way.branches)).wanted
+    condition = next(iter(lookahead._passes.under_way.branches)).wanted
     bench.commit(sequence, condition.path)
     assert lookahead.resume(sequence, shape)
     bench.drafter.check()
@@ -231,7 +223,7 @@ def test_verdict_after_one_whose_tree_is_growing(decoder: Decoder) -> None:
 
 def test_pass_that_nobody_waits_for_is_given_up(decoder: Decoder) -> None:
     shape = TreeShape(3, 1, 4)
-    bench = Bench(decoder, shape, in_passes=True)
+    bench = Bench(decoder, shape)
     sequence = bench.open(1, _text(4, 11), SAMPLINGS[0])
     [tree] = bench.propose(sequence)
     bench.begin(sequence, tree)
@@ -248,7 +240,7 @@ def test_pass_never_writes_to_pages_that_others_have_by_now(
 ) -> None:
     """A sequence ends between a pass's trees and their leaves, and another one gets its pages."""
     shape = TreeShape(3, 2, 8)
-    bench = Bench(decoder, shape, in_passes=True)
+    bench = Bench(decoder, shape)
     sequence, other = (bench.open(n, _text(n, 11 + n), SAMPLINGS[1]) for n in range(2))
     trees = bench.propose(sequence, other)
     for each, tree in zip((sequence, other), trees, strict=True):
@@ -277,30 +269,11 @@ def test_pass_never_writes_to_pages_that_others_have_by_now(
     assert bench.drafter.gauges()["held_page_count"] == 0
 
 
-def test_verdict_inside_the_verified_tree_leaves_what_hangs_below(decoder: Decoder) -> None:
-    """As when the target stepped alone and drew the tree's own first token."""
-    shape = TreeShape(4, 1, 5)
-    bench = Bench(decoder, shape)
-    sequence = bench.open(1, _text(4, 11), SAMPLINGS[0])
-    [tree] = bench.propose(sequence)
-    bench.commit(sequence, tree.token_ids[:1])
-    assert bench.drafter.lookahead.resume(sequence, shape)
-    num_forwards = 0
-    answers: list[Proposal] = []
-    while not answers:
-        answers = bench.drafter.lookahead.advance()
-        num_forwards += 1
-    # Of four levels only the last is missing.
-    assert num_forwards == 1
-    assert answers[0].tree.token_ids == _fresh(decoder, shape, sequence).token_ids
-
-
-@pytest.mark.parametrize("in_passes", [False, True], ids=["by level", "in passes"])
 def test_short_memory_ends_drafting_ahead_but_not_drafting(
-    decoder: Decoder, in_passes: bool
+    decoder: Decoder,
 ) -> None:
     shape = TreeShape(3, 2, 8)
-    bench = Bench(decoder, shape, num_pages=6, in_passes=in_passes)
+    bench = Bench(decoder, shape, num_pages=6)
     sequence = bench.open(1, _text(4, 11), SAMPLINGS[0])
     [tree] = bench.propose(sequence)
     bench.begin(sequence, tree)
@@ -316,7 +289,7 @@ def test_trees_behind_the_likeliest_branch_are_there_when_its_verdict_falls(
     decoder: Decoder,
 ) -> None:
     shape = TreeShape(3, 2, 8)
-    bench = Bench(decoder, shape, in_passes=True)
+    bench = Bench(decoder, shape)
     sequence = bench.open(1, _text(4, 30), SAMPLINGS[1])
     [tree] = bench.propose(sequence)
     bench.begin(sequence, tree)
@@ -344,7 +317,7 @@ def test_verdict_while_the_likeliest_branch_is_followed(
     """Whether it is that of the branch or another, and however far what follows it has come."""
     shape = TreeShape(3, 2, 8)
     for place in (0, 3):
-        bench = Bench(decoder, shape, in_passes=True)
+        bench = Bench(decoder, shape)
         sequence = bench.open(1, _text(4, 30), SAMPLINGS[0])
         [tree] = bench.propose(sequence)
         bench.begin(sequence, tree)
@@ -368,7 +341,7 @@ def test_verdict_while_the_likeliest_branch_is_followed(
 
 def test_branches_make_room_for_the_trees_of_current_rounds(decoder: Decoder) -> None:
     shape = TreeShape(3, 2, 8)
-    bench = Bench(decoder, shape, num_pages=22, in_passes=True)
+    bench = Bench(decoder, shape, num_pages=22)
     first = bench.open(1, _text(4, 11), SAMPLINGS[0])
     [tree] = bench.propose(first)
     bench.begin(first, tree)
@@ -388,7 +361,7 @@ def test_branches_make_room_for_the_trees_of_current_rounds(decoder: Decoder) ->
 def test_pass_under_way_makes_room_for_the_trees_of_current_rounds(decoder: Decoder) -> None:
     """Its verdicts did not fall, so nobody needs its pages."""
     shape = TreeShape(3, 2, 8)
-    bench = Bench(decoder, shape, num_pages=24, in_passes=True)
+    bench = Bench(decoder, shape, num_pages=24)
     sequence = bench.open(1, _text(4, 30), SAMPLINGS[0])
     [tree] = bench.propose(sequence)
     bench.begin(sequence, tree)
@@ -406,7 +379,7 @@ def test_pass_under_way_makes_room_for_the_trees_of_current_rounds(decoder: Deco
 def test_verdicts_behind_a_tree_name_its_nodes_as_the_target_has_them(decoder: Decoder) -> None:
     """Tokens that the target does not know are no nodes there."""
     shape = TreeShape(3, 3, 12)
-    bench, num_shorter = Bench(decoder, shape, in_passes=True), 0
+    bench, num_shorter = Bench(decoder, shape), 0
     for number in range(12):
         sequence = bench.open(number, _text(number, 30), SAMPLINGS[1])
         sequence.vocab_size = VOCAB_SIZE // 2
@@ -430,7 +403,7 @@ def test_verdicts_behind_a_tree_name_its_nodes_as_the_target_has_them(decoder: D
 @pytest.mark.usefixtures("follows")
 def test_branch_whose_window_slides_starts_over(decoder: Decoder) -> None:
     shape = TreeShape(3, 1, 4)
-    bench = Bench(decoder, shape, in_passes=True)
+    bench = Bench(decoder, shape)
     sequence = bench.open(1, _text(4, 150), SAMPLINGS[0])
     [tree] = bench.propose(sequence)
     num_slides = 0
@@ -461,7 +434,7 @@ def test_graphs_of_passes_that_can_stop_are_made_where_verdicts_are_prepared_for
         return False
 
     monkeypatch.setattr(TreeGrower, "capture_next", capture_next)
-    bench = Bench(decoder, TreeShape(3, 2, 8), in_passes=True)
+    bench = Bench(decoder, TreeShape(3, 2, 8))
     assert not bench.drafter.prepare_next(bench.shape)
     bench.drafter.lookahead.budget = 0
     assert not bench.drafter.prepare_next(bench.shape)
@@ -472,13 +445,13 @@ def test_a_window_slides_where_drafting_ahead_ends_before_its_tree_has_grown(
     decoder: Decoder,
 ) -> None:
     shape = TreeShape(3, 2, 8)
-    bench = Bench(decoder, shape, in_passes=True)
+    bench = Bench(decoder, shape)
     sequence = bench.open(1, _text(4, CONTEXT - 33), SAMPLINGS[0])
     [tree] = bench.propose(sequence)
     bench.begin(sequence, tree)
     lookahead = bench.drafter.lookahead
     assert lookahead.advance() == []
-    bench.commit(sequence, lookahead._whole._passes.under_way.branches[0].wanted.path)
+    bench.commit(sequence, lookahead._passes.under_way.branches[0].wanted.path)
     assert lookahead.resume(sequence, shape)
     lookahead.budget = 0
     assert not lookahead.resume(sequence, shape)

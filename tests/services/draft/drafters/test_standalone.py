@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from services.draft.drafters.standalone import CONTEXT_MARGIN, StandaloneDrafter
+from services.draft.drafters.contexts import CONTEXT_MARGIN
+from services.draft.drafters.standalone import StandaloneDrafter
 from services.draft.sequence import DraftSequence
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.standalone import StandaloneDrafter
-from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
@@ -36,37 +34,27 @@ def _drafter(decoder: Decoder, *, has_graphs: bool) -> StandaloneDrafter:
     pool = KvPool(decoder.kv_layout(PAGE_SIZE), NUM_PAGES, decoder.device)
     graphs = ForwardGraphs(decoder, pool, LIMITS) if has_graphs else None
     leases = KvLeases(NUM_PAGES, PAGE_SIZE)
-    drafter = StandaloneDrafter(
-        ModelRunner(decoder, pool, graphs), leases, max_context_tokens=CONTEXT
-    )
-    drafter.lookahead.budget = 5
-    return drafter
+    runner = ModelRunner(decoder, pool, graphs)
+    return StandaloneDrafter(runner, leases, max_context_tokens=CONTEXT)
 
 
 def _rounds(drafter: StandaloneDrafter, shape: TreeShape) -> list[tuple[int, ...]]:
-    """Returns the tokens of every tree of a few rounds that are all foreseen."""
+    """Returns the tokens of every tree of a few rounds that accept a path each."""
     sequence = DraftSequence(
         SequenceKey(1, 1), list(range(1, 20)), 19, SamplingParams(seed=3), 0, True, VOCAB_SIZE, 256
     )
     drafter.open(sequence)
-    assert drafter.reserve(sequence, shape)
-    [proposal] = drafter.propose([sequence], shape)
-    tree, found = proposal.tree, [proposal.tree.token_ids]
-    for _ in range(6):
-        drafter.lookahead.begin(sequence, tree, shape, FanOut(5))
-        block: list[Proposal] = []
-        while drafter.lookahead.has_work:
-            block += drafter.lookahead.advance()
-        found += [each.tree.token_ids for each in block]
-        condition = block[0].condition
-        assert condition is not None
-        node = condition.node_index
-        path = [] if node is None else [tree.token_ids[each] for each in tree.path(node)]
-        tokens = (*path, condition.bonus_token_id)
+    found = []
+    for number in range(7):
+        assert drafter.reserve(sequence, shape)
+        [proposal] = drafter.propose([sequence], shape)
+        tree = proposal.tree
+        found.append(tree.token_ids)
+        path = tree.path(len(tree) - 1)[: number % 4]
+        tokens = (*(tree.token_ids[node] for node in path), 7)
         sequence.token_ids.extend(tokens)
         verdict = Verdict(1, 0, Outcome.VERIFIED, (), tokens, sequence.num_tokens)
         drafter.commit(sequence, verdict, None)
-        tree = block[0].tree
     drafter.close(sequence)
     drafter.check()
     return found

@@ -13,7 +13,7 @@ from services.draft.drafters.drafter import Drafter
 from services.draft.drafters.eagle import EagleDrafter
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence, SequenceKey
-from services.draft.training.drafting import draft_chains
+from services.draft.training.acceptance import draft_chains
 from services.draft.training.frozen_target import FrozenTarget, HeadSizes
 from services.draft.training.head_shape import Algorithm
 from services.draft.training.heads import build_head, save_head
@@ -54,7 +54,12 @@ def _eagle(kind: HeadKind) -> Callable[[Path, TargetFolder], Drafter]:
 def _dflash(folder: Path, target: TargetFolder) -> Drafter:
     head = load_dflash(folder, target, dtype=torch.float32, device=CPU)
     runner = BlockRunner(head, KvPool(head.kv_layout(4), 40, CPU))
-    return DflashDrafter(runner, 40, block_size=head.config.block_size, window_tokens=100)
+    return DflashDrafter(
+        runner,
+        KvLeases(40, runner.page_size, prefix_cache=False),
+        block_size=head.config.block_size,
+        window_tokens=100,
+    )
 
 
 @pytest.mark.parametrize(

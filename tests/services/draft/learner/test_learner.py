@@ -16,7 +16,7 @@ from services.draft.events import WeightsUpdated
 from services.draft.learner.head_student import HeadStudent
 from services.draft.learner.learner import LOG_FILE, Learner, Lessons
 from services.draft.learner.student import LIKELY, Measurement, Student, Teaching
-from services.draft.learner.traffic import Example, Retention, Traffic
+from services.draft.learner.traffic import Example, Traffic
 from services.draft.training.head_shape import Algorithm, HeadShape
 from services.draft.training.heads import build_head, save_head
 from shared.errors import CheckpointError, InvalidArgument
@@ -99,7 +99,7 @@ def _learner_on(
     folder: Path, drafts: Drafts, examples: Sequence[Example]
 ) -> tuple[Learner, Traffic, Student]:
     student = _student(folder)
-    traffic = Traffic(Retention(held_out_share=0.5), clock=iter(range(10**6)).__next__)
+    traffic = Traffic(iter(range(10**6)).__next__, held_out_share=0.5)
     for example in examples:
         traffic.add(example)
     lessons = Lessons(
@@ -278,7 +278,7 @@ def test_half_of_a_batch_is_what_has_come_since_the_last_lesson(
 
 
 def _is_trained_on(example: Example) -> bool:
-    traffic = Traffic(Retention(held_out_share=0.5))
+    traffic = Traffic(held_out_share=0.5)
     traffic.add(example)
     return bool(traffic.recent())
 

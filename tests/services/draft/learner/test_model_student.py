@@ -14,7 +14,7 @@ from services.draft.learner.model_student import ModelStudent
 from services.draft.learner.student import Teaching
 from services.draft.learner.traffic import Example
 from services.draft.training.acceptance import accepted_depth
-from services.draft.training.causal_model import load_causal_model
+from services.draft.training.frozen_target import load_causal_model
 from shared.errors import CheckpointError
 from shared.model_options import ModelOptions
 from shared.models.loader import load_decoder

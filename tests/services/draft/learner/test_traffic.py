@@ -13,7 +13,7 @@ from services.draft.events import (
     Opening,
     SequencesOpened,
 )
-from services.draft.learner.traffic import Example, Retention, Traffic
+from services.draft.learner.traffic import Example, Traffic
 from shared.tokens import SamplingParams
 
 TERMS = LinkTerms(vocab_size=300, max_nodes=8, max_sequences=1, mirrors_noise=True)
@@ -43,7 +43,7 @@ def _rows(link: int, sequence_id: int, start: int, count: int) -> FeaturesArrive
 
 
 def test_an_example_is_there_when_its_last_row_is() -> None:
-    traffic = Traffic(Retention(held_out_share=0.0))
+    traffic = Traffic(held_out_share=0.0)
     link = traffic.open_link(TERMS, lambda output: None)
     traffic.submit(_opened(link, 7, 12))
     traffic.submit(_rows(link, 7, 0, 5))
@@ -56,7 +56,7 @@ def test_an_example_is_there_when_its_last_row_is() -> None:
 
 
 def test_what_a_target_did_not_tell_to_the_end_goes_with_it() -> None:
-    traffic = Traffic(Retention(held_out_share=0.0))
+    traffic = Traffic(held_out_share=0.0)
     link = traffic.open_link(TERMS, lambda output: None)
     traffic.submit(_opened(link, 7, 12))
     assert traffic.num_links == 1
@@ -68,7 +68,7 @@ def test_what_a_target_did_not_tell_to_the_end_goes_with_it() -> None:
 
 
 def test_no_more_is_kept_than_is_allowed() -> None:
-    traffic = Traffic(Retention(max_tokens=400, held_out_share=0.2, replay_share=0.25))
+    traffic = Traffic(max_tokens=400, held_out_share=0.2, replay_share=0.25)
     for first in range(200):
         traffic.add(_example(first))
         assert traffic.num_kept_tokens <= 400
@@ -79,7 +79,7 @@ def test_no_more_is_kept_than_is_allowed() -> None:
 
 def test_nothing_is_kept_longer_than_is_allowed() -> None:
     clock = Clock()
-    traffic = Traffic(Retention(max_age_s=60.0, held_out_share=0.0), clock)
+    traffic = Traffic(clock, max_age_s=60.0, held_out_share=0.0)
     link = traffic.open_link(TERMS, lambda output: None)
     traffic.submit(_opened(link, 1, 12))
     traffic.submit(_rows(link, 1, 0, 11))
@@ -92,7 +92,7 @@ def test_nothing_is_kept_longer_than_is_allowed() -> None:
 
 @pytest.mark.parametrize("share", [0.2, 0.5])
 def test_held_out_prompts_are_never_trained_on(share: float) -> None:
-    traffic = Traffic(Retention(max_tokens=10**6, held_out_share=share))
+    traffic = Traffic(max_tokens=10**6, held_out_share=share)
     for _ in range(2):
         for first in range(500):
             traffic.add(_example(first))
@@ -103,7 +103,7 @@ def test_held_out_prompts_are_never_trained_on(share: float) -> None:
 
 
 def test_forgetting_leaves_nothing() -> None:
-    traffic = Traffic(Retention())
+    traffic = Traffic()
     for first in range(100):
         traffic.add(_example(first))
     traffic.add(_example(900), is_old=True)

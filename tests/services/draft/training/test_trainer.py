@@ -16,15 +16,13 @@ from safetensors.torch import load_file
 from services.draft.training.acceptance import accepted_depth
 from services.draft.training.arguments import parser
 from services.draft.training.commands import evaluate, generate, make_token_map, train
-from services.draft.training.documents import Documents, Ids, Source, Windows
+from services.draft.training.documents import Documents, Ids, Source, Windows, frequent_tokens
 from services.draft.training.frozen_target import FrozenTarget, HeadSizes
 from services.draft.training.head_shape import Algorithm
 from services.draft.training.heads import build_head, load_head
 from services.draft.training.objectives import LossTerms, RecurrentObjective
 from services.draft.training.optimisers import OptimiserKind, Optimisers
-from services.draft.training.ranks import Ranks
-from services.draft.training.token_map import frequent_tokens
-from services.draft.training.trainer import STATE_FILE, Trainer, TrainingPlan
+from services.draft.training.trainer import STATE_FILE, Ranks, Trainer, TrainingPlan
 from shared.errors import CheckpointError
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.serving import free_ports

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.models.heads.target_tensors import DecoderTensors, target_tensors
+from shared.models.heads.target_tensors import TargetTensors, target_tensors
 from shared.models.loader import load_decoder
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 
@@ -32,5 +32,5 @@ def test_a_target_lends_what_its_folder_holds(
 
 def test_a_lent_embedding_takes_no_memory(tmp_path: Path) -> None:
     decoder = load_decoder(write_checkpoint(tmp_path), dtype=torch.float32, device=CPU)
-    lent = DecoderTensors(decoder, torch.float32).embedding()
+    lent = TargetTensors.of_decoder(decoder, torch.float32).embedding()
     assert lent.data_ptr() == decoder.embedding.data_ptr()

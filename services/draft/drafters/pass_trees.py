@@ -1,0 +1,118 @@
+"""Grows trees in passes of the device, with one copy to the host: what drafters grow level by level
+otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from services.draft.drafters.branches import GrownRows, Wanted, num_choices
+from services.draft.drafters.contexts import Contexts
+from services.draft.drafters.whole_trees import PassUse, batches
+from services.draft.sequence import DraftSequence
+from shared.runtime.tree_grower import TreeGrower
+from shared.runtime.tree_pass import GrowingTrees, OpenSequence, PassRows
+from shared.tokens import TokenTree, TreeShape
+
+
+class PassTrees:
+    """Grows trees behind committed rows and in branches."""
+
+    def __init__(self, grower: TreeGrower, contexts: Contexts) -> None:
+        self._grower, self._split = grower, grower.split()
+        self._contexts = contexts
+
+    @property
+    def max_sequences(self) -> int:
+        """Trees of one pass."""
+        return self._grower.limits.max_sequences
+
+    def uses(self, shape: TreeShape, num_sequences: int, budget: int) -> list[PassUse]:
+        """See `PassGraphs`."""
+        choices, num_branches = num_choices(shape, budget), num_sequences * budget
+        grown = PassUse(self._grower, num_sequences, choices)
+        if not budget:
+            return [grown]
+        if self._contexts.keeps_tree_rows:
+            return [grown, PassUse(self._split, num_branches, choices)]
+        walked = PassUse(self._grower, num_sequences, choices, is_walk=True)
+        return [grown, walked, PassUse(self._split, num_branches, 0)]
+
+    def grow(
+        self, sequences: Sequence[DraftSequence], shape: TreeShape, num_choices: int
+    ) -> list[GrownRows]:
+        """Computes the committed rows that are left of each sequence, and a tree behind them.
+
+        Args:
+            sequences: that `grows_whole`, complete, with room for both.
+            num_choices: see `TreeGrower.launch`.
+        """
+        return [
+            each
+            for batch in batches(sequences, self.max_sequences)
+            for each in self._grow(batch, shape, num_choices)
+        ]
+
+    def can_walk(self, shape: TreeShape, num_sequences: int, num_choices: int) -> bool:
+        """Whether a `walk` of so many trees waits for no graph."""
+        return PassUse(self._grower, num_sequences, num_choices, is_walk=True).is_ready(shape)
+
+    def walk(
+        self,
+        sequences: Sequence[DraftSequence],
+        trees: Sequence[TokenTree],
+        shape: TreeShape,
+        num_choices: int,
+    ) -> list[GrownRows]:
+        """Computes the committed rows that are left of each sequence, and a given tree behind them;
+        waits for nothing.
+
+        Args:
+            sequences: at most `max_sequences`; see `grow`.
+            shape: see `TreeGrower.walk`.
+        """
+        rows, sources = self._open(sequences, shape)
+        walked = self._grower.walk(rows, sources, trees, shape, num_choices=num_choices)
+        self._settle(sequences)
+        return list(map(GrownRows, walked))
+
+    def num_branch_rows(self, shape: TreeShape) -> int:
+        """Returns the rows of a tree that are computed in a branch: where none is kept, nothing is
+        chosen behind the leaves."""
+        num_levels = shape.num_steps if self._contexts.keeps_tree_rows else shape.num_steps - 1
+        return num_levels * shape.topk
+
+    def begin(
+        self, wanted: Sequence[Wanted], rows: Sequence[OpenSequence], num_choices: int
+    ) -> GrowingTrees:
+        """Begins to grow a tree of one shape in each branch, behind the token that ends its
+        verdict. The pass can stop while other trees are grown; the next one gives it up."""
+        self._contexts.move()
+        states: Sequence[Tensor] = ()
+        if not self._contexts.keeps_tree_rows:
+            # The states of accepted nodes stand in for features.
+            states = PassRows.states(each.rows.row(each.accepted) for each in wanted)
+        return self._split.begin(rows, states, wanted[0].plan.shape, num_choices=num_choices)
+
+    def _grow(
+        self, sequences: Sequence[DraftSequence], shape: TreeShape, num_choices: int
+    ) -> list[GrownRows]:
+        rows, sources = self._open(sequences, shape)
+        growing = self._grower.launch(rows, sources, shape, num_choices=num_choices)
+        # The device computes meanwhile.
+        self._settle(sequences)
+        grown = list(map(GrownRows, growing.read()))
+        for sequence, each in zip(sequences, grown, strict=True):
+            self._contexts.plant(sequence, each)
+        return grown
+
+    def _open(
+        self, sequences: Sequence[DraftSequence], shape: TreeShape
+    ) -> tuple[list[OpenSequence], list[Tensor]]:
+        # After a prompt, or a deeper tree of another draft, there is more than a pass can take.
+        return self._contexts.open_pass(sequences, self._grower.max_open_rows(shape))
+
+    def _settle(self, sequences: Sequence[DraftSequence]) -> None:
+        for sequence in sequences:
+            self._contexts.settle(sequence)
