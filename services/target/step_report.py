@@ -53,11 +53,6 @@ class OutcomeTally:
         return self.misses.total()
 
     @property
-    def has_any(self) -> bool:
-        """Whether anything was ever prepared for a verdict, in time or not."""
-        return bool(self.hits or self.misses or self.num_late_hits)
-
-    @property
     def is_all_hits(self) -> bool:
         """Whether there were verdicts, and the next tree of each was here."""
         return bool(self.hits) and not self.misses and not self.num_unprepared

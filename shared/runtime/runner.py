@@ -187,15 +187,6 @@ class HeadRunner(_PooledHead[DraftHead]):
         return self.head.logits(states, layer)
 
     @torch.inference_mode()
-    def logits_of(self, states: Tensor, layers: Tensor) -> Tensor:
-        """Returns `[L, V]` float32 for the states of `layers` `[L]` int64 among those of all n,
-        `[L, n, H]`."""
-        vocabulary = self.head.vocabulary
-        normed = [vocabulary.normed(own, layer) for layer, own in enumerate(states.unbind(1))]
-        rows = torch.arange(len(layers), device=layers.device)
-        return vocabulary.logits(torch.stack(normed, dim=1)[rows, layers])
-
-    @torch.inference_mode()
     def run(self, batch: ForwardBatch, hidden: Tensor) -> HeadOutput:
         """Computes `batch` from `hidden` `[T, H]`, one hidden state a row."""
         states = self.head.forward(batch, hidden, self.pool).index_select(0, batch.logit_rows)
