@@ -32,6 +32,9 @@ from shared.models.decoder_weights import (
     decoder_parts,
     keys_of_others,
 )
+from shared.models.decoder_weights import (
+    linear_from as linear_from,
+)
 from shared.models.families import NormPlacement
 from shared.models.other_vocabulary import in_other_vocabulary, with_ids
 from shared.models.shard import Shard, shard_of
@@ -356,14 +359,3 @@ def norm_from(config: ModelConfig, tensors: dict[str, Tensor], name: str) -> Rms
     if config.norm_offset:
         weight = weight.float() + config.norm_offset
     return RmsNorm(weight, config.rms_norm_eps)
-
-
-def linear_from(
-    tensors: dict[str, Tensor],
-    name: str,
-    quantisation: Quantisation,
-    group: TensorGroup | None = None,
-) -> Linear:
-    """Takes weight and, if there is one, bias out of the dict."""
-    weight, bias = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.bias", None)
-    return Linear.of(weight, bias, quantisation, group)
