@@ -137,6 +137,10 @@ class Plan:
         """Returns how the output of a choice becomes text."""
         return self.texts[index] if self.texts else self.text
 
+    def echoed_text_of(self, index: int) -> str:
+        """Returns what goes before the output of a choice; empty without echo."""
+        return self.echoed_texts[index // self.num_choices] if self.echoed_texts else ""
+
     @property
     def num_prompt_tokens(self) -> int:
         """Prompt tokens of the request; a prompt counts once, whatever `n`."""
