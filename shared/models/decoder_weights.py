@@ -583,7 +583,7 @@ def layer_parts(
     of the latter is added after the sum over processes and stays whole.
     """
     heads = shard.of_attention
-    for key, name in _NORMS[config.norms].items():
+    for key, name in _NORMS[config.family.norms].items():
         yield WeightPart(f"{source}{key}.weight", (config.hidden_size,), f"{target}{name}")
     if config.has_state(layer):
         yield from delta_parts(config, source, target)
@@ -602,13 +602,16 @@ def layer_parts(
             yield from matrix.parts(source, target)
     if not config.has_state(layer):
         yield from _head_norms(config, source, target, heads, layer)
-    if config.has_head_gates:
+    if config.family.has_head_gates:
         gates = (config.layer_heads(layer), config.hidden_size)
         yield WeightPart(f"{source}self_attn.g_proj.weight", gates, f"{target}head_gate.weight")
     if config.layer_has_sinks(layer):
         cut = heads.cut(0, config.num_heads)
         yield WeightPart(
-            f"{source}self_attn.{config.sinks_key}", (config.num_heads,), f"{target}sinks", cut=cut
+            f"{source}self_attn.{config.family.sinks_key}",
+            (config.num_heads,),
+            f"{target}sinks",
+            cut=cut,
         )
 
 
@@ -642,7 +645,7 @@ def _attention_matrices(config: ModelConfig, shard: Shard, layer: int) -> Iterat
     values, attended = num_kv_heads * value_dim, num_heads * value_dim
     order = config.layer_rope(layer).dim_order(dim)
     query_order, gates = order, 0
-    if config.is_gated:
+    if config.family.is_gated:
         query_order, gates = _before_gates(num_heads, dim, order), queries
     size = config.num_heads * dim
     query_cut, output_cut, key_cut = shard.cut(0, size), shard.cut(1, size), None
@@ -654,12 +657,12 @@ def _attention_matrices(config: ModelConfig, shard: Shard, layer: int) -> Iterat
         ("k_proj", keys, key_cut, order),
         ("v_proj", values, key_cut, None),
     ):
-        whole = (queries + 2 * keys if config.has_fused_matrices else rows, hidden)
-        name = "qkv_proj" if config.has_fused_matrices else key
+        whole = (queries + 2 * keys if config.family.has_fused_matrices else rows, hidden)
+        name = "qkv_proj" if config.family.has_fused_matrices else key
         yield _Matrix(
             f"self_attn.{name}", whole, first_row, rows, "qkv", config.has_qkv_bias, cut, row_order
         )
-        first_row += rows if config.has_fused_matrices else 0
+        first_row += rows if config.family.has_fused_matrices else 0
     yield _Matrix(
         "self_attn.o_proj",
         (hidden, attended),
@@ -680,7 +683,7 @@ def _before_gates(num_heads: int, dim: int, order: tuple[int, ...] | None) -> tu
 
 def _mlp_matrices(config: ModelConfig, shard: Shard) -> Iterator[_Matrix]:
     hidden, wide, has_bias = config.hidden_size, config.intermediate_size, config.has_mlp_bias
-    is_fused, block = config.has_fused_matrices, config.mlp_block
+    is_fused, block = config.family.has_fused_matrices, config.family.mlp_block
     cut, down_cut = shard.cut(0, wide), shard.cut(1, wide)
     for index, key in enumerate(("gate_proj", "up_proj")):
         whole = (2 * wide if is_fused else wide, hidden)

@@ -70,7 +70,7 @@ class Family:
         mlp_block: what the keys of a feed-forward block begin with, after those of the layer.
         sinks_key: how checkpoints name sinks.
         activation: None asks the config.
-        has_sinks: see `ModelConfig`.
+        has_sinks: heads have a score without a value, see `paged_attention`.
         experts: of the layers that have some; None in dense families.
         defaults: keys that configs may leave out, beside those that all have in common.
     """
