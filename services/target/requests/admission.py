@@ -167,12 +167,6 @@ class Admission:
     recorder: RequestRecorder
     open_requests: OpenRequests = field(default_factory=OpenRequests)
 
-    def check_open(self) -> None:
-        """Raises:
-        Unavailable: the target takes no new requests.
-        """
-        self.lifecycle.check_open()
-
     async def with_grammar(
         self, request: GenerationRequest, grammar: Grammar | None
     ) -> GenerationRequest:

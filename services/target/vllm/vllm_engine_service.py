@@ -112,7 +112,7 @@ class SubmissionService:
         Raises:
             OutriderError: the request is refused.
         """
-        self._admission.check_open()
+        self._admission.lifecycle.check_open()
         messages.check_supported(message)
         params = message.sampling_params
         prompt = messages.prompt_within(await self._prompt(message), params, self._engine.limits)
