@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from gateway.failures import client_names
-from gateway.generation import Generation, PromptScoring, TargetModel, fingerprint
+from gateway.generation import Generation, TargetModel, fingerprint
 from gateway.limits import RequestLimits, off_loop
 from gateway.model_text import ModelText
 from gateway.notices import give_notice
@@ -51,6 +51,7 @@ from gateway.schema import (
 )
 from gateway.stop_patterns import StopPattern
 from shared.errors import InvalidArgument
+from shared.generation import PromptScoring
 from shared.grammar import Grammar
 from shared.sampling_defaults import OUTCOMES, TREE_STEPS, TREE_TOKENS, choice_seed
 from shared.tokens import StopParams, ThinkingBudget

@@ -13,13 +13,14 @@ from grpc import aio
 
 from services.target.requests.admission import Admission, RequestRecord
 from services.target.requests.event_stream import EventStream, KeyedEvent
-from services.target.requests.request import Event, Failed, Finished
+from services.target.requests.request import Event, Finished
 from services.target.requests.request_messages import (
     generation_request,
     response_message,
     session_responses,
 )
 from shared.errors import DeadlineExceeded, InvalidArgument, OutriderError
+from shared.generation import Failed
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
 from shared.rpc.requests import grammar_from_message

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from services.target.grammars.matcher import CompiledGrammar
-from shared.errors import InvalidArgument, OutriderError
+from shared.errors import InvalidArgument
+from shared.generation import Delta, Failed, PromptScored, PromptScoring, SpeculationStats, Started
+from shared.generation import DraftAnswer as DraftAnswer  # for `drafts`
 from shared.tokens import (
     MAX_NAMED_LOGPROBS,
     MAX_SALT_CHARACTERS,
@@ -15,61 +17,10 @@ from shared.tokens import (
     FinishReason,
     SamplingParams,
     StopParams,
-    TokenLogprobs,
-    TokenTree,
 )
 
 if TYPE_CHECKING:
     from shared.runtime.host_copy import HostCopy
-
-
-@dataclass(frozen=True, slots=True)
-class DraftAnswer:
-    """The draft that proposed a round's candidates, and its response time.
-
-    Attributes:
-        algorithm: of the draft that has the sequence.
-        response_s: from the verdict before to their arrival; 0 when they were pushed ahead; None
-            when there are none, and for the first, which wait for the draft to read the prompt.
-    """
-
-    algorithm: str
-    response_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class RoundTrace:
-    """One round. The rounds of a sequence follow each other: wait, verify, wait, verify, …
-
-    Attributes:
-        tree: as it was verified; empty when the step ran without.
-        accepted_nodes: nodes of `tree` that were committed, the root's child first.
-        num_rows: rows in the forward, uncomputed committed tokens and nodes.
-        verify_s: from the plan of the step to its verdict.
-        wait_s: from the verdict before, or from leaving the queue, to that plan.
-        draft: None when no draft has the sequence.
-    """
-
-    round: int
-    tree: TokenTree
-    accepted_nodes: tuple[int, ...]
-    num_rows: int
-    verify_s: float
-    wait_s: float
-    draft: DraftAnswer | None
-
-
-@dataclass(frozen=True, slots=True)
-class PromptScoring:
-    """Selects the prompt tokens that get log probabilities.
-
-    Attributes:
-        start: position of the first one; the token at position 0 has none.
-        num_top: alternatives of each.
-    """
-
-    start: int
-    num_top: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -240,80 +191,6 @@ class ModelLimits:
         return f"{where} holds token {token_id}; ids must be in [0, {self.vocab_size})"
 
 
-@dataclass(slots=True)
-class SpeculationStats:
-    """Counters of one request.
-
-    Attributes:
-        num_rounds: decode steps, with or without candidates.
-        num_verified_rounds: rounds in which a tree was verified.
-        num_drafted: draft nodes verified.
-        num_accepted: draft nodes accepted and kept, bonus tokens left out.
-        num_missed_rounds: rounds that wanted a tree and ran without.
-        histogram: element i counts verified rounds that accepted exactly i nodes.
-    """
-
-    num_rounds: int = 0
-    num_verified_rounds: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
-    num_missed_rounds: int = 0
-    histogram: list[int] = field(default_factory=list)
-
-    def add_verified(self, num_drafted: int, num_accepted: int) -> None:
-        """Counts a verified round."""
-        self.num_verified_rounds += 1
-        self.num_drafted += num_drafted
-        self.num_accepted += num_accepted
-        self.histogram.extend([0] * (num_accepted + 1 - len(self.histogram)))
-        self.histogram[num_accepted] += 1
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The request left the queue."""
-
-    num_cached_tokens: int
-    queue_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class PromptScored:
-    """Log probabilities of prompt tokens, of one step of the prefill.
-
-    Attributes:
-        start: position of the first one, at least 1.
-    """
-
-    start: int
-    logprobs: tuple[TokenLogprobs, ...]
-
-
-@dataclass(slots=True)
-class Delta:
-    """Tokens committed by one step; the first `num_accepted` of them were drafted.
-
-    Not frozen: one is made for every request and step, and freezing triples its cost.
-
-    Attributes:
-        num_drafted: draft nodes verified in the step.
-        trace: when the request wants it.
-        weight_version: of the weights from here on; None while it is that of the delta before.
-    """
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...]
-    num_accepted: int
-    num_drafted: int
-    trace: RoundTrace | None = None
-    weight_version: str | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is nothing but tokens and counts."""
-        return not self.logprobs and self.trace is None and self.weight_version is None
-
-
 @dataclass(frozen=True, slots=True)
 class Finished:
     """The request ended well.
@@ -329,13 +206,6 @@ class Finished:
     stop_token_id: int | None
     stats: SpeculationStats
     routes: HostCopy | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The request ended with an error."""
-
-    error: OutriderError
 
 
 Event = Started | PromptScored | Delta | Finished | Failed

@@ -12,10 +12,11 @@ from types import MappingProxyType
 from typing import Self
 
 from services.target.engine_gauges import EngineGauges
-from services.target.requests.request import Delta, GenerationRequest, ModelLimits, PromptScoring
+from services.target.requests.request import GenerationRequest, ModelLimits
 from services.target.settings import TargetSettings
 from services.target.vllm.open_choices import ChoiceOutput
 from shared.errors import InvalidArgument
+from shared.generation import Delta, PromptScoring
 from shared.grammar import Grammar, GrammarKind
 from shared.models.config_file import CONFIG_FILE, ConfigFile
 from shared.pb.vllm.grpc.engine import vllm_engine_pb2 as pb
