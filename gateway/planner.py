@@ -19,7 +19,6 @@ from gateway.output.style import ChatOutput, OutputStyle, ReasoningParser
 from gateway.output.tools import Toolbox
 from gateway.prompts import (
     chat_text,
-    check_token_ids,
     echoed_text,
     echoed_texts,
     given_prompts,
@@ -34,7 +33,6 @@ from gateway.sampling import (
     check_named,
     check_priority,
     check_salt,
-    check_top_logprobs,
     constraint_of,
     held_output,
     sampling_params,
@@ -51,7 +49,7 @@ from gateway.schema import (
 )
 from gateway.stop_patterns import StopPattern
 from shared.errors import InvalidArgument
-from shared.generation import PromptScoring
+from shared.generation import PromptScoring, check_num_top, check_token_ids
 from shared.grammar import Grammar
 from shared.sampling_defaults import OUTCOMES, TREE_STEPS, TREE_TOKENS, choice_seed
 from shared.tokens import StopParams, ThinkingBudget
@@ -226,7 +224,7 @@ class WantedOutput:
         num_top = self.body.prompt_logprobs
         if num_top is None:
             return self.echo_scoring
-        return PromptScoring(0, check_top_logprobs("prompt_logprobs", num_top))
+        return PromptScoring(0, check_num_top("prompt_logprobs", num_top))
 
     @property
     def logprob_token_ids(self) -> Sequence[int]:
@@ -352,14 +350,16 @@ class Planner:
             message = "top_logprobs is set; it needs logprobs to be true"
             raise InvalidArgument.of("LOGPROBS_OFF", "top_logprobs", message)
         top_logprobs = (
-            check_top_logprobs("top_logprobs", body.top_logprobs or 0) if body.logprobs else None
+            check_num_top("top_logprobs", body.top_logprobs or 0) if body.logprobs else None
         )
         toolbox = toolbox_of(body)
         style = self._style(body, toolbox)
         if body.input_ids is None:
             text = await self._chat_text(body, toolbox)
         else:
-            check_token_ids("input_ids", body.input_ids, model)
+            check_token_ids(
+                "input_ids", body.input_ids, model.vocab_size, reason="TOKEN_OUT_OF_RANGE"
+            )
             text = self.text.tokenizer.decode(body.input_ids, skip_special_tokens=False)
         output = style.output(text, toolbox)
         wanted = WantedOutput(
@@ -469,7 +469,7 @@ class Planner:
         num_drawn = self._num_drawn(body)
         top_logprobs = None
         if body.logprobs is not None:
-            top_logprobs = check_top_logprobs("logprobs", body.logprobs)
+            top_logprobs = check_num_top("logprobs", body.logprobs)
         scoring = _scoring(body, top_logprobs, scored_from)
         if num_drawn is not None:  # the best are found by them
             top_logprobs = top_logprobs or 0

@@ -3,11 +3,11 @@ gateway alike. Plain data."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from shared.errors import OutriderError
-from shared.tokens import TokenLogprobs, TokenTree
+from shared.errors import InvalidArgument, OutriderError
+from shared.tokens import MAX_TOP_LOGPROBS, TokenLogprobs, TokenTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,3 +148,30 @@ class Failed:
 
     error: OutriderError
     may_retry: bool = False
+
+
+def check_num_top(field: str, value: int) -> int:
+    """Returns the number of likeliest tokens that are asked for.
+
+    Raises:
+        InvalidArgument: a target computes less.
+    """
+    if not 0 <= value <= MAX_TOP_LOGPROBS:
+        raise InvalidArgument.out_of_range(field, value, f"[0, {MAX_TOP_LOGPROBS}]")
+    return value
+
+
+def check_token_ids(
+    field: str,
+    token_ids: Collection[int],
+    vocab_size: int,
+    *,
+    reason: str = "SAMPLING_PARAM_OUT_OF_RANGE",
+) -> None:
+    """Raises:
+    InvalidArgument: an id is not in the vocabulary.
+    """
+    for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
+        if not 0 <= token_id < vocab_size:
+            message = f"{field} holds token {token_id}; ids must be in [0, {vocab_size})"
+            raise InvalidArgument.of(reason, field, message)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from services.target.grammars.matcher import CompiledGrammar
 from shared.errors import InvalidArgument
-from shared.generation import Delta, Failed, PromptScored, PromptScoring, SpeculationStats, Started
+from shared.generation import (
+    Delta,
+    Failed,
+    PromptScored,
+    PromptScoring,
+    SpeculationStats,
+    Started,
+    check_num_top,
+    check_token_ids,
+)
 from shared.generation import DraftAnswer as DraftAnswer  # for `drafts`
 from shared.tokens import (
     MAX_NAMED_LOGPROBS,
     MAX_SALT_CHARACTERS,
-    MAX_TOP_LOGPROBS,
     FinishReason,
     SamplingParams,
     StopParams,
@@ -122,21 +130,21 @@ class ModelLimits:
             raise InvalidArgument.prompt_empty()
         if len(token_ids) >= self.max_sequence_tokens:
             raise InvalidArgument.prompt_too_long(len(token_ids), self.max_sequence_tokens - 1)
-        low, high = min(token_ids), max(token_ids)
-        if low < 0 or high >= self.vocab_size:
-            message = self._unknown_token("prompt", low if low < 0 else high)
-            raise InvalidArgument.of("TOKEN_OUT_OF_RANGE", "prompt_token_ids", message)
+        check_token_ids("prompt_token_ids", token_ids, self.vocab_size, reason="TOKEN_OUT_OF_RANGE")
 
     def check(self, request: GenerationRequest) -> None:
         """Raises:
         InvalidArgument: the request can never be served; names the field, value and limit.
         """
         self.check_prompt(request.prompt_token_ids)
-        self._check_token_ids("logprob_token_ids", request.logprob_token_ids)
-        self._check_token_ids("prediction", request.predicted_token_ids)
-        self._check_token_ids("stop_token_ids", request.stop.stop_token_ids)
-        for name, token_ids in request.sampling.named_token_ids.items():
-            self._check_token_ids(name, token_ids)
+        named = {
+            "logprob_token_ids": request.logprob_token_ids,
+            "prediction": request.predicted_token_ids,
+            "stop_token_ids": request.stop.stop_token_ids,
+            **request.sampling.named_token_ids,
+        }
+        for name, token_ids in named.items():
+            check_token_ids(name, token_ids, self.vocab_size)
         self._check_minimum(request)
         self._check_kept(request)
         if request.wants_routes and not self.num_routes:
@@ -145,10 +153,8 @@ class ModelLimits:
                 "was started with --enable-return-routed-experts"
             )
             raise InvalidArgument.of("ROUTED_EXPERTS_OFF", "return_routed_experts", message)
-        if request.top_logprobs is not None and not 0 <= request.top_logprobs <= MAX_TOP_LOGPROBS:
-            raise InvalidArgument.out_of_range(
-                "top_logprobs", request.top_logprobs, f"[0, {MAX_TOP_LOGPROBS}]"
-            )
+        if request.top_logprobs is not None:
+            check_num_top("top_logprobs", request.top_logprobs)
         if request.prompt_scoring is not None:
             self._check_scoring(request.prompt_scoring, len(request.prompt_token_ids))
 
@@ -176,19 +182,7 @@ class ModelLimits:
             raise InvalidArgument.out_of_range(
                 "prompt_logprob_start", scoring.start, f"[0, {num_prompt_tokens - 1}]"
             )
-        if not 0 <= scoring.num_top <= MAX_TOP_LOGPROBS:
-            raise InvalidArgument.out_of_range(
-                "prompt_logprobs", scoring.num_top, f"[0, {MAX_TOP_LOGPROBS}]"
-            )
-
-    def _check_token_ids(self, field_name: str, token_ids: Collection[int]) -> None:
-        for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
-            if not 0 <= token_id < self.vocab_size:
-                message = self._unknown_token(field_name, token_id)
-                raise InvalidArgument.of("SAMPLING_PARAM_OUT_OF_RANGE", field_name, message)
-
-    def _unknown_token(self, where: str, token_id: int) -> str:
-        return f"{where} holds token {token_id}; ids must be in [0, {self.vocab_size})"
+        check_num_top("prompt_logprobs", scoring.num_top)
 
 
 @dataclass(frozen=True, slots=True)
