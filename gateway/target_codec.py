@@ -6,18 +6,7 @@ from collections.abc import Iterator
 
 from gateway.failures import Aborted
 from gateway.generation import Event, Finished, Generation, TargetModel
-from shared.errors import (
-    DeadlineExceeded,
-    EngineFailed,
-    FailedPrecondition,
-    FieldViolation,
-    InvalidArgument,
-    NotFound,
-    OutriderError,
-    QueueFull,
-    StatusCode,
-    Unavailable,
-)
+from shared.errors import FieldViolation, OutriderError, StatusCode, Unavailable, error_class
 from shared.generation import Delta, DraftAnswer, Failed, PromptScored, RoundTrace, Started
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.rpc.requests import grammar_message, sampling_message, stop_message, tree_from_message
@@ -26,14 +15,6 @@ from shared.tokens import FinishReason, TokenLogprobs, WeightChange
 _FINISH_REASONS = {
     pb.FINISH_REASON_STOP: FinishReason.STOP,
     pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-}
-_CLASSES: dict[int, type[OutriderError]] = {
-    StatusCode.INVALID_ARGUMENT: InvalidArgument,
-    StatusCode.FAILED_PRECONDITION: FailedPrecondition,
-    StatusCode.NOT_FOUND: NotFound,
-    StatusCode.RESOURCE_EXHAUSTED: QueueFull,
-    StatusCode.UNAVAILABLE: Unavailable,
-    StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
 }
 _RETRYABLE = frozenset({StatusCode.RESOURCE_EXHAUSTED, StatusCode.UNAVAILABLE})
 
@@ -201,7 +182,7 @@ def _finished(message: pb.GenerationFinished) -> Finished | Failed:
 def _failed(message: pb.RequestFailure) -> Failed:
     violations = (FieldViolation(message.field, message.message),) if message.field else ()
     has_delay = message.HasField("retry_delay")
-    error = _CLASSES.get(message.code, EngineFailed)(
+    error = error_class(message.code)(
         message.message,
         reason=message.reason,
         violations=violations,
