@@ -135,7 +135,8 @@ async def _abort(context: Context, error: Exception, method: str, request_id: st
         AbortError: always; gRPC's way of ending a call.
     """
     if isinstance(error, NotImplementedError):  # of the stubs, for what a servicer leaves out
-        error = Unimplemented(f"{method} is not there in this process", reason="METHOD_ABSENT")
+        name = method.rpartition("/")[2]
+        error = Unimplemented.of(name, "this process does not serve it")
     if not isinstance(error, OutriderError):
         if context.done():  # a write to a caller who left fails as well; that is no bug of ours
             logger.debug("%s ended while its caller was leaving", method, exc_info=error)
