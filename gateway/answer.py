@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Self
 from gateway.api_keys import current_quota, owner_of_request
 from gateway.choice import Choice
 from gateway.failures import Aborted, ClientGone, ClientTooSlow, client_names
-from gateway.generation import Delta, Event, Failed, Finished, NodeBudget, PromptScored, Started
+from gateway.generation import Event, Finished, NodeBudget
 from gateway.metrics import RequestRecord
 from gateway.planner import Plan
 from gateway.pool import RoutedGeneration
+from shared.generation import Delta, Failed, PromptScored, Started
 
 if TYPE_CHECKING:
     from gateway.serving import Gateway
@@ -56,8 +57,8 @@ class Inbox:
             if is_awaited and self.take_now is not None and self.take_now(index, event):
                 return
             self._num_unread_tokens += len(event.token_ids)
-            if event.round is not None:
-                event.round = self._nodes.admit(event.round)
+            if event.trace is not None:
+                event.trace = self._nodes.admit(event.trace)
             if self._num_unread_tokens > self._max_unread_tokens:
                 self.close(ClientTooSlow.of(self._max_unread_tokens))
                 self._on_overflow()

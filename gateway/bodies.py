@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
-from gateway.choice import Choice, FinalChoice, Piece, best_choices, stop_fields
+from gateway.choice import Choice, FinalChoice, Piece, TokenScore, best_choices, stop_fields
 from gateway.generation import round_fields
 from gateway.logprobs import (
     chat_logprobs,
@@ -244,29 +244,64 @@ def _body(
     }
 
 
+def chat_scores(plan: Plan, piece: Piece, tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """Returns `logprobs` of a piece of a chat; None without."""
+    if not piece.scores:
+        return None
+    return chat_logprobs(
+        piece.scores, tokenizer, as_ids=plan.tokens_as_ids, with_drawn=plan.names_scored_tokens
+    )
+
+
+def text_scores(
+    plan: Plan, choice: Choice, piece: Piece, tokenizer: Tokenizer
+) -> dict[str, Any] | None:
+    """Returns `logprobs` of a piece of a completion; None without."""
+    if not piece.scores:
+        return None
+    return completion_logprobs(
+        piece.scores,
+        tokenizer,
+        echo_length=len(plan.echoed_text_of(choice.index)),
+        as_ids=plan.tokens_as_ids,
+    )
+
+
+def echo_scores(
+    plan: Plan, choice: Choice, scores: Sequence[TokenScore], tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """Returns `logprobs` of an echoed prompt and of the output behind it."""
+    return echoed_logprobs(
+        plan.generations[choice.index].prompt_token_ids,
+        choice,
+        scores,
+        tokenizer,
+        echo_length=len(plan.echoed_text_of(choice.index)),
+        as_ids=plan.tokens_as_ids,
+    )
+
+
+def rounds_field(piece: Piece, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Returns the extra field of a choice whose request asked what its rounds did."""
+    if not piece.rounds:
+        return {}
+    return {"speculation": {"rounds": round_fields(piece.rounds, tokenizer)}}
+
+
 def _chat_choice(plan: Plan, final_choice: FinalChoice, tokenizer: Tokenizer) -> dict[str, Any]:
     piece = final_choice.piece
     fields = message_fields(piece)
     if plan.echoed_texts:
         fields["content"] = plan.echoed_texts[0] + piece.text
-    choice: dict[str, Any] = {
+    return {
         "index": final_choice.index,
         "message": {"role": "assistant", "refusal": None, **fields},
-        "logprobs": chat_logprobs(
-            piece.scores,
-            tokenizer,
-            as_ids=plan.tokens_as_ids,
-            with_drawn=plan.names_scored_tokens,
-        )
-        if piece.scores
-        else None,
+        "logprobs": chat_scores(plan, piece, tokenizer),
         "finish_reason": final_choice.finish_reason,
         **stop_fields(plan, final_choice.choice),
+        "token_ids": list(piece.token_ids) if plan.return_token_ids else None,
+        **rounds_field(piece, tokenizer),
     }
-    choice["token_ids"] = list(piece.token_ids) if plan.return_token_ids else None
-    if piece.rounds:
-        choice["speculation"] = {"rounds": round_fields(piece.rounds, tokenizer)}
-    return choice
 
 
 def _prompt_logprobs(
@@ -280,37 +315,20 @@ def _completion_choice(
     plan: Plan, final_choice: FinalChoice, tokenizer: Tokenizer
 ) -> dict[str, Any]:
     piece, drawn = final_choice.piece, final_choice.choice
-    echoed = plan.echoed_texts[drawn.index // plan.num_choices] if plan.echoed_texts else ""
     prompt = plan.generations[drawn.index].prompt_token_ids
     scores = None
     if plan.echoes_scores:
-        scores = _echoed(plan, final_choice, tokenizer)
-    elif piece.scores and plan.shows_logprobs:
-        scores = completion_logprobs(
-            piece.scores, tokenizer, echo_length=len(echoed), as_ids=plan.tokens_as_ids
-        )
-    choice: dict[str, Any] = {
+        scores = echo_scores(plan, drawn, piece.scores, tokenizer)
+    elif plan.shows_logprobs:
+        scores = text_scores(plan, drawn, piece, tokenizer)
+    return {
         "index": final_choice.index,
-        "text": echoed + piece.text,
+        "text": plan.echoed_text_of(drawn.index) + piece.text,
         "logprobs": scores,
         "finish_reason": final_choice.finish_reason,
-        **stop_fields(plan, final_choice.choice),
+        **stop_fields(plan, drawn),
+        "prompt_token_ids": prompt if plan.return_token_ids else None,
+        "token_ids": list(piece.token_ids) if plan.return_token_ids else None,
+        "prompt_logprobs": _prompt_logprobs(plan, prompt, drawn, tokenizer),
+        **rounds_field(piece, tokenizer),
     }
-    choice["prompt_token_ids"] = prompt if plan.return_token_ids else None
-    choice["token_ids"] = list(piece.token_ids) if plan.return_token_ids else None
-    choice["prompt_logprobs"] = _prompt_logprobs(plan, prompt, drawn, tokenizer)
-    if piece.rounds:
-        choice["speculation"] = {"rounds": round_fields(piece.rounds, tokenizer)}
-    return choice
-
-
-def _echoed(plan: Plan, final_choice: FinalChoice, tokenizer: Tokenizer) -> dict[str, Any]:
-    index = final_choice.choice.index
-    return echoed_logprobs(
-        plan.generations[index].prompt_token_ids,
-        final_choice.choice,
-        final_choice.piece.scores,
-        tokenizer,
-        echo_length=len(plan.echoed_texts[index // plan.num_choices]),
-        as_ids=plan.tokens_as_ids,
-    )

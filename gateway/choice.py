@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from gateway.generation import Delta, Finished, NodeBudget, SpeculationStats, Started, TokenRound
+from gateway.generation import Finished, NodeBudget, TokenRound
 from gateway.output.parser import Content, OutputParser, Part, Reasoning
 from gateway.planner import Plan, TextOptions
 from gateway.schema_trial import Verdict
 from gateway.stop_patterns import StopPatterns
+from shared.generation import Delta, SpeculationStats, Started
 from shared.text import Detokenizer, StopStrings, Tokenizer
 from shared.tokens import FinishReason, TokenLogprobs
 
@@ -150,7 +151,7 @@ class Choice:
         if delta.weight_version is not None:
             self.weight_spans.append((delta.weight_version, self.num_output_tokens))
         if delta.num_drafted:
-            self.stats.add_round(delta.num_drafted, delta.num_accepted)
+            self.stats.add_verified(delta.num_drafted, delta.num_accepted)
         if self._is_token_wise:
             self._push_token_wise(delta)
             return
@@ -247,8 +248,8 @@ class Choice:
     def _push_token_wise(self, delta: Delta) -> None:
         """Adds what must be looked at token by token, or told of each."""
         num_taken = self._push_each(delta)
-        if delta.round is not None:
-            round_ = self._nodes.admit(delta.round)
+        if delta.trace is not None:
+            round_ = self._nodes.admit(delta.trace)
             self._rounds.append(TokenRound.of(delta, round_, self._texts[-num_taken:]))
         self._token_ids += delta.token_ids[:num_taken]
         self.num_output_tokens += num_taken

@@ -80,34 +80,71 @@ class Pair:
         return self.plain is None or self.drafted.token_ids == self.plain.token_ids
 
 
-def ask(
-    client: OpenAI,
-    model: str,
-    question: str,
-    *,
-    with_speculation: bool,
-    max_tokens: int,
-    temperature: float,
-    out: TextIO,
-) -> Run:
-    """Streams one answer to `out` and returns its figures."""
-    begin_s = time.perf_counter()
-    stream = client.chat.completions.create(
-        model=model,
-        messages=[{"role": "user", "content": question}],
-        stream=True,
-        stream_options={"include_usage": True},
-        max_completion_tokens=max_tokens,
-        temperature=temperature,
-        seed=_SEED,
-        extra_body={"return_token_ids": True, "speculation": {"disable": not with_speculation}},
-    )
-    run = Run([], 0.0, 0.0, None)
-    for chunk in stream:
-        if _take(run, chunk, out) and not run.first_token_s:
-            run.first_token_s = time.perf_counter() - begin_s
-    run.duration_s = time.perf_counter() - begin_s
-    return run
+class Demo:
+    """Asks a running gateway, and writes what it answers.
+
+    Raises (every method):
+        openai.APIConnectionError, openai.APIStatusError: nothing answers, or it refuses.
+    """
+
+    def __init__(self, client: OpenAI, max_tokens: int, temperature: float, out: TextIO) -> None:
+        self._client = client
+        self._model = client.models.list().data[0].id
+        self._max_tokens = max_tokens
+        self._temperature = temperature
+        self._out = out
+
+    def warm_up(self, question: str) -> None:
+        """Has one short answer each way, which nobody reads."""
+        for is_drafted in (True, False):
+            self._ask(question, _WARM_UP_TOKENS, io.StringIO(), is_drafted=is_drafted)
+
+    def compare(self, question: str) -> Pair:
+        """Asks with speculation and, if a draft took part, without."""
+        self._out.write(f"\n> {question}\n")
+        drafted = self._answer(question, is_drafted=True)
+        if drafted.speculation is None:
+            return Pair(drafted, None)
+        plain = self._answer(question, is_drafted=False)
+        pair = Pair(drafted, plain)
+        verdict = "identical token by token" if pair.is_same else "DIFFERENT"
+        speedup = plain.duration_s / drafted.duration_s
+        self._out.write(
+            f"  both answers are {verdict}; with speculation {speedup:.2f} times as fast\n"
+        )
+        return pair
+
+    def speculation_detail(self) -> str:
+        """Returns why the first target verifies no trees; empty where it does."""
+        url = f"{str(self._client.base_url).removesuffix('v1/')}server_info"
+        info = cast(dict[str, Any], self._client.get(url, cast_to=object))
+        return str(info["targets"][0].get("speculation_detail") or "")
+
+    def _answer(self, question: str, *, is_drafted: bool) -> Run:
+        self._out.write(f"\n  speculation {'on ' if is_drafted else 'off'}  ")
+        run = self._ask(question, self._max_tokens, self._out, is_drafted=is_drafted)
+        self._out.write(f"\n  [{run.summary()}]\n")
+        return run
+
+    def _ask(self, question: str, max_tokens: int, out: TextIO, *, is_drafted: bool) -> Run:
+        """Streams one answer to `out` and returns its figures."""
+        begin_s = time.perf_counter()
+        stream = self._client.chat.completions.create(
+            model=self._model,
+            messages=[{"role": "user", "content": question}],
+            stream=True,
+            stream_options={"include_usage": True},
+            max_completion_tokens=max_tokens,
+            temperature=self._temperature,
+            seed=_SEED,
+            extra_body={"return_token_ids": True, "speculation": {"disable": not is_drafted}},
+        )
+        run = Run([], 0.0, 0.0, None)
+        for chunk in stream:
+            if _take(run, chunk, out) and not run.first_token_s:
+                run.first_token_s = time.perf_counter() - begin_s
+        run.duration_s = time.perf_counter() - begin_s
+        return run
 
 
 def _take(run: Run, chunk: ChatCompletionChunk, out: TextIO) -> bool:
@@ -122,45 +159,6 @@ def _take(run: Run, chunk: ChatCompletionChunk, out: TextIO) -> bool:
         out.write(choice.delta.content)
         out.flush()
     return bool(choice.delta.content)
-
-
-def compare(
-    client: OpenAI, model: str, question: str, arguments: argparse.Namespace, out: TextIO
-) -> Pair:
-    """Asks with speculation and, if a draft took part, without."""
-    out.write(f"\n> {question}\n")
-    drafted = _answer(client, model, question, arguments, out, with_speculation=True)
-    if drafted.speculation is None:
-        return Pair(drafted, None)
-    plain = _answer(client, model, question, arguments, out, with_speculation=False)
-    pair = Pair(drafted, plain)
-    verdict = "identical token by token" if pair.is_same else "DIFFERENT"
-    speedup = plain.duration_s / drafted.duration_s
-    out.write(f"  both answers are {verdict}; with speculation {speedup:.2f} times as fast\n")
-    return pair
-
-
-def _answer(
-    client: OpenAI,
-    model: str,
-    question: str,
-    arguments: argparse.Namespace,
-    out: TextIO,
-    *,
-    with_speculation: bool,
-) -> Run:
-    out.write(f"\n  speculation {'on ' if with_speculation else 'off'}  ")
-    run = ask(
-        client,
-        model,
-        question,
-        with_speculation=with_speculation,
-        max_tokens=arguments.max_tokens,
-        temperature=arguments.temperature,
-        out=out,
-    )
-    out.write(f"\n  [{run.summary()}]\n")
-    return run
 
 
 def conclusion(pairs: Sequence[Pair], detail: str = "") -> str:
@@ -216,10 +214,10 @@ def main(argv: Sequence[str] | None = None, out: TextIO = sys.stdout) -> int:
     arguments = parser.parse_args(argv)
     try:
         with OpenAI(base_url=arguments.base_url, api_key=arguments.api_key) as client:
-            model = client.models.list().data[0].id
-            _warm_up(client, model, arguments)
-            pairs = [compare(client, model, each, arguments, out) for each in arguments.questions]
-            detail = _speculation_detail(client)
+            demo = Demo(client, arguments.max_tokens, arguments.temperature, out)
+            demo.warm_up(arguments.questions[0])
+            pairs = [demo.compare(each) for each in arguments.questions]
+            detail = demo.speculation_detail()
     except APIConnectionError:
         out.write(f"nothing answers at {arguments.base_url}; run `make serve` first\n")
         return 1
@@ -228,26 +226,6 @@ def main(argv: Sequence[str] | None = None, out: TextIO = sys.stdout) -> int:
         return 1
     out.write(f"\n{conclusion(pairs, detail)}\n")
     return 0 if all(each.is_same for each in pairs) else 1
-
-
-def _speculation_detail(client: OpenAI) -> str:
-    """Returns why the first target verifies no trees; empty where it does."""
-    url = f"{str(client.base_url).removesuffix('v1/')}server_info"
-    info = cast(dict[str, Any], client.get(url, cast_to=object))
-    return str(info["targets"][0].get("speculation_detail") or "")
-
-
-def _warm_up(client: OpenAI, model: str, arguments: argparse.Namespace) -> None:
-    for with_speculation in (True, False):
-        ask(
-            client,
-            model,
-            arguments.questions[0],
-            with_speculation=with_speculation,
-            max_tokens=_WARM_UP_TOKENS,
-            temperature=arguments.temperature,
-            out=io.StringIO(),
-        )
 
 
 if __name__ == "__main__":

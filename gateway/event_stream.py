@@ -16,12 +16,20 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.answer import Answer
-from gateway.bodies import delta_fields, metrics, timings, usage, usage_of_prompt
+from gateway.bodies import (
+    chat_scores,
+    delta_fields,
+    echo_scores,
+    metrics,
+    rounds_field,
+    text_scores,
+    timings,
+    usage,
+    usage_of_prompt,
+)
 from gateway.choice import Choice, FinalChoice, Piece, stop_fields
 from gateway.failures import ClientGone, error_body
-from gateway.generation import round_fields
 from gateway.http_server import BODY_WRITER, BodyWriter
-from gateway.logprobs import chat_logprobs, completion_logprobs, echoed_logprobs
 from gateway.planner import Plan
 from shared.errors import OutriderError
 from shared.text import Tokenizer
@@ -75,11 +83,21 @@ class _OpenAiChunks:
         }
         self._before = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":[{"index":'
 
+    def _chunk(self, choice: Choice, fields: dict[str, Any], usage_so_far: bytes) -> bytes:
+        """Returns a chunk with these fields of a choice."""
+        before, after = self._before, self._after(usage_so_far)
+        return b"%b%d,%b%b" % (before, choice.index, orjson.dumps(fields)[1:-1], after)
+
     def _after(self, usage_so_far: bytes) -> bytes:
         """Returns the end of a chunk. With usage asked for, chunks before the last carry null."""
         if usage_so_far:
             return b'}],"usage":' + usage_so_far + b"}\n\n"
         return b'}],"usage":null}\n\n' if self._plan.include_usage else b"}]}\n\n"
+
+    def _extras(self, piece: Piece) -> dict[str, Any]:
+        """Returns the fields of a choice that only some requests ask for."""
+        ids = {"token_ids": list(piece.token_ids)} if self._plan.return_token_ids else {}
+        return ids | rounds_field(piece, self._tokenizer)
 
     def closing(self, choices: tuple[Choice, ...]) -> bytes:
         if not self._plan.include_usage:
@@ -118,17 +136,12 @@ class ChatChunks(_OpenAiChunks):
         self._after_text = b'},"logprobs":null,"finish_reason":null' + self._after(b"")
 
     def opening(self, choice: Choice, usage_so_far: bytes) -> bytes:
-        delta = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
-        after = self._after(usage_so_far)
-        head = self._before + b"%d" % choice.index
-        chunk = head + delta + after
+        chunk = self._delta(choice, {"role": "assistant", "content": ""}, usage_so_far)
         if self._plan.return_token_ids:
             prompt = self._plan.generations[choice.index].prompt_token_ids
             chunk = chunk[:-3] + b',"prompt_token_ids":' + orjson.dumps(prompt) + b"}\n\n"
         if self._plan.echoed_texts:
-            echo = orjson.dumps({"content": self._plan.echoed_texts[0]})
-            rest = b',"logprobs":null,"finish_reason":null' + after
-            chunk += head + b',"delta":' + echo + rest
+            chunk += self._delta(choice, {"content": self._plan.echoed_texts[0]}, usage_so_far)
         return chunk
 
     def news(self, choice: Choice, usage_so_far: bytes) -> bytes:
@@ -142,43 +155,36 @@ class ChatChunks(_OpenAiChunks):
         return b'%b%d,"delta":{"content":%b%b' % (before, choice.index, orjson.dumps(text), after)
 
     def _full_news(self, choice: Choice, piece: Piece | None, usage_so_far: bytes) -> bytes:
-        before, after = self._before, self._after(usage_so_far)
-        parts = []
+        chunks = b""
         if piece is not None and self._is_worth_a_chunk(piece):
-            parts += [before, b"%d" % choice.index, b',"delta":', _chat_delta(piece)]
-            parts += [self._scores(piece)]
-            parts += [b',"finish_reason":null', self._token_ids(piece)]
-            parts += [rounds_field(piece, self._tokenizer), after]
+            delta = delta_fields(piece) if piece.parts else {"content": piece.text}
+            scores = chat_scores(self._plan, piece, self._tokenizer)
+            chunks += self._delta(choice, delta, usage_so_far, scores, **self._extras(piece))
         if choice.finish_name is not None:
-            reason = choice.finish_name.encode()
-            parts += [before, b"%d" % choice.index, b',"delta":{},"logprobs":null']
-            parts += [b',"finish_reason":"', reason, b'"', stop_bytes(self._plan, choice), after]
-        return b"".join(parts)
+            ending = {"finish_reason": choice.finish_name, **stop_fields(self._plan, choice)}
+            chunks += self._delta(choice, {}, usage_so_far, **ending)
+        return chunks
+
+    def _delta(
+        self,
+        choice: Choice,
+        delta: dict[str, Any],
+        usage_so_far: bytes,
+        scores: dict[str, Any] | None = None,
+        **extras: Any,
+    ) -> bytes:
+        fields = {"delta": delta, "logprobs": scores, "finish_reason": None, **extras}
+        return self._chunk(choice, fields, usage_so_far)
 
     def closing(self, choices: tuple[Choice, ...]) -> bytes:
         if self._on_end is not None:
             self._on_end(choices)
         return super().closing(choices)
 
-    def _scores(self, piece: Piece) -> bytes:
-        if not piece.scores:
-            return b',"logprobs":null'
-        return b',"logprobs":' + orjson.dumps(
-            chat_logprobs(
-                piece.scores,
-                self._tokenizer,
-                as_ids=self._plan.tokens_as_ids,
-                with_drawn=self._plan.names_scored_tokens,
-            )
-        )
-
     def _is_worth_a_chunk(self, piece: Piece) -> bool:
         """An end token alone has no text; sent only to clients that asked for tokens or scores."""
         has_news = piece.text or piece.parts or piece.scores or piece.rounds
         return bool(has_news) or self._plan.return_token_ids
-
-    def _token_ids(self, piece: Piece) -> bytes:
-        return token_ids_field(piece) if self._plan.return_token_ids else b""
 
 
 class CompletionChunks(_OpenAiChunks):
@@ -190,97 +196,37 @@ class CompletionChunks(_OpenAiChunks):
 
     def opening(self, choice: Choice, usage_so_far: bytes) -> bytes:
         """Echoes the prompt, and names its token ids, before any output."""
-        if self._plan.echoes_scores:
-            return b""  # they are not there yet
-        return self._echo(choice, b',"logprobs":null', usage_so_far)
+        # Scores of the prompt are not there yet.
+        return b"" if self._plan.echoes_scores else self._echo(choice, usage_so_far)
 
-    def _echo(self, choice: Choice, scores: bytes, usage_so_far: bytes) -> bytes:
-        prompt = choice.index // self._plan.num_choices
-        echoed = self._plan.echoed_texts[prompt] if self._plan.echoed_texts else ""
-        if not echoed and not self._plan.return_token_ids:
+    def _echo(self, choice: Choice, usage_so_far: bytes) -> bytes:
+        plan = self._plan
+        echoed = plan.echoed_text_of(choice.index)
+        if not echoed and not plan.return_token_ids:
             return b""
-        extra = b""
-        if self._plan.return_token_ids:
-            token_ids = self._plan.generations[choice.index].prompt_token_ids
-            extra = b',"prompt_token_ids":' + orjson.dumps(token_ids) + b',"token_ids":[]'
-        return self._chunk(choice, echoed, scores, b"null" + extra, usage_so_far)
+        scores = echo_scores(plan, choice, (), self._tokenizer) if plan.echoes_scores else None
+        fields: dict[str, Any] = {"text": echoed, "logprobs": scores, "finish_reason": None}
+        if plan.return_token_ids:
+            prompt = plan.generations[choice.index].prompt_token_ids
+            fields |= {"prompt_token_ids": prompt, "token_ids": []}
+        return self._chunk(choice, fields, usage_so_far)
 
     def news(self, choice: Choice, usage_so_far: bytes) -> bytes:
-        piece = choice.take()
-        if piece is None and choice.finish_reason is None:
+        piece, reason = choice.take(), choice.finish_reason
+        if piece is None and reason is None:
             return b""
-        echo = b""
+        piece, echo = piece or Piece(""), b""
         if self._plan.echoes_scores and choice.index not in self._echoed:
             self._echoed.add(choice.index)
-            prompt = self._plan.generations[choice.index].prompt_token_ids
-            as_ids = self._plan.tokens_as_ids
-            echoed = self._plan.echoed_texts[choice.index // self._plan.num_choices]
-            scores = echoed_logprobs(
-                prompt, choice, (), self._tokenizer, echo_length=len(echoed), as_ids=as_ids
-            )
-            echo = self._echo(choice, b',"logprobs":' + orjson.dumps(scores), usage_so_far)
-        return echo + self._news(choice, piece or Piece(""), usage_so_far)
-
-    def _news(self, choice: Choice, piece: Piece, usage_so_far: bytes) -> bytes:
-        reason = choice.finish_reason
-        last = b"null"
-        if reason is not None:
-            last = b'"' + reason.value.encode() + b'"' + stop_bytes(self._plan, choice)
-        if self._plan.return_token_ids:
-            last += token_ids_field(piece)
-        last += rounds_field(piece, self._tokenizer)
-        return self._chunk(choice, piece.text, self._scores(choice, piece), last, usage_so_far)
-
-    def _chunk(
-        self, choice: Choice, text: str, scores: bytes, last: bytes, usage_so_far: bytes
-    ) -> bytes:
-        return b"".join(
-            (
-                self._before,
-                b'%d,"text":' % choice.index,
-                orjson.dumps(text),
-                scores,
-                b',"finish_reason":',
-                last,
-                self._after(usage_so_far),
-            )
-        )
-
-    def _scores(self, choice: Choice, piece: Piece) -> bytes:
-        if not piece.scores:
-            return b',"logprobs":null'
-        prompt = choice.index // self._plan.num_choices
-        echoed = self._plan.echoed_texts[prompt] if self._plan.echoed_texts else ""
-        scores = completion_logprobs(
-            piece.scores,
-            self._tokenizer,
-            echo_length=len(echoed),
-            as_ids=self._plan.tokens_as_ids,
-        )
-        return b',"logprobs":' + orjson.dumps(scores)
-
-
-def rounds_field(piece: Piece, tokenizer: Tokenizer) -> bytes:
-    """Returns the extra field of a choice whose request asked what its rounds did."""
-    if not piece.rounds:
-        return b""
-    return b',"speculation":' + orjson.dumps({"rounds": round_fields(piece.rounds, tokenizer)})
-
-
-def stop_bytes(plan: Plan, choice: Choice) -> bytes:
-    """Returns the extra fields of a choice's last chunk: what ended it."""
-    return b"," + orjson.dumps(stop_fields(plan, choice))[1:-1]
-
-
-def _chat_delta(piece: Piece) -> bytes:
-    if piece.parts:
-        return orjson.dumps(delta_fields(piece))
-    return b'{"content":' + orjson.dumps(piece.text) + b"}"
-
-
-def token_ids_field(piece: Piece) -> bytes:
-    """Returns the extra field of a choice that asked for its token ids."""
-    return b',"token_ids":' + orjson.dumps(list(piece.token_ids))
+            echo = self._echo(choice, usage_so_far)
+        fields = {
+            "text": piece.text,
+            "logprobs": text_scores(self._plan, choice, piece, self._tokenizer),
+            "finish_reason": None if reason is None else reason.value,
+            **({} if reason is None else stop_fields(self._plan, choice)),
+            **self._extras(piece),
+        }
+        return echo + self._chunk(choice, fields, usage_so_far)
 
 
 class _Reported(Exception):

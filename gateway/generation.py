@@ -7,11 +7,11 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from shared.errors import OutriderError
+from shared.generation import Delta, Failed, PromptScored, PromptScoring, RoundTrace, Started
 from shared.grammar import Grammar
 from shared.text import Tokenizer
 from shared.tokens import (
@@ -19,7 +19,6 @@ from shared.tokens import (
     FinishReason,
     SamplingParams,
     StopParams,
-    TokenLogprobs,
     TokenTree,
     WeightChange,
 )
@@ -28,19 +27,6 @@ from shared.version import package_version
 MAX_UNSENT_NODES = 8192
 """Nodes of the trees kept for one client, or one answer, until they are sent; about 1 MB."""
 Source = Literal["accepted", "bonus", "plain"]
-
-
-@dataclass(frozen=True, slots=True)
-class PromptScoring:
-    """Selects the prompt tokens that get log probabilities.
-
-    Attributes:
-        start: position of the first one; the token at position 0 has none.
-        num_top: alternatives of each.
-    """
-
-    start: int
-    num_top: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,87 +123,6 @@ class TargetState(enum.Enum):
     CLOSED = "closed"
 
 
-@dataclass(slots=True)
-class SpeculationStats:
-    """Speculation counters of one generation. Not frozen: every step adds to them.
-
-    Attributes:
-        num_verified_rounds: rounds in which a tree was verified.
-        num_drafted: draft nodes verified.
-        num_accepted: draft nodes accepted, without bonus tokens.
-        histogram: element i counts verified rounds that accepted exactly i nodes.
-    """
-
-    num_verified_rounds: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
-    histogram: list[int] = field(default_factory=list)
-
-    def add_round(self, num_drafted: int, num_accepted: int) -> None:
-        """Counts one more verified round."""
-        self.num_verified_rounds += 1
-        self.num_drafted += num_drafted
-        self.num_accepted += num_accepted
-        if num_accepted >= len(self.histogram):
-            self.histogram += [0] * (num_accepted + 1 - len(self.histogram))
-        self.histogram[num_accepted] += 1
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The request left the target's queue."""
-
-    num_cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """One decode step of a generation. The steps follow each other without gaps.
-
-    Attributes:
-        number: counts the generation's steps from 0.
-        tree: candidates as they were verified; empty when the step ran without.
-        accepted_nodes: accepted path, the root's child first.
-        num_rows: rows of the generation in the target's forward.
-        verify_s: from the plan of the step to its verdict.
-        wait_s: from the verdict before to that plan.
-        draft_s: from the verdict before to the arrival of the tree; None when none came, and for
-            the first.
-        algorithm: of the draft; None when the generation has none.
-    """
-
-    number: int
-    tree: TokenTree
-    accepted_nodes: tuple[int, ...]
-    num_rows: int
-    verify_s: float
-    wait_s: float
-    draft_s: float | None
-    algorithm: str | None
-
-
-@dataclass(slots=True)
-class Delta:
-    """Tokens of one engine step.
-
-    Not frozen: one is made for every request and step, and freezing triples its cost.
-
-    Attributes:
-        logprobs: one entry for each token, or empty.
-        num_accepted: how many tokens, counted from the front, are accepted draft tokens.
-        num_drafted: draft nodes verified in the step; 0 when it ran without a tree.
-        round: when the generation wants rounds.
-        weight_version: of the weights from here on; None while it is that of the delta before.
-    """
-
-    token_ids: list[int]
-    num_accepted: int
-    logprobs: Sequence[TokenLogprobs] = ()
-    num_drafted: int = 0
-    round: Round | None = None
-    weight_version: str | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Finished:
     """Last event of a generation that ended well.
@@ -232,25 +137,6 @@ class Finished:
     num_cached_tokens: int
     stop_token_id: int | None = None
     routes: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """Last event of a generation that did not.
-
-    Attributes:
-        may_retry: another target may do better: this one was full, leaving or lost.
-    """
-
-    error: OutriderError
-    may_retry: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class PromptScored:
-    """Log probabilities of more of the prompt's tokens, before the first token of output."""
-
-    logprobs: Sequence[TokenLogprobs]
 
 
 Event = Started | PromptScored | Delta | Finished | Failed
@@ -276,11 +162,11 @@ class RoundToken:
 class TokenRound:
     """A round with the tokens it added to the output."""
 
-    round: Round
+    round: RoundTrace
     tokens: tuple[RoundToken, ...]
 
     @classmethod
-    def of(cls, delta: Delta, round_: Round, texts: Sequence[str]) -> TokenRound:
+    def of(cls, delta: Delta, round_: RoundTrace, texts: Sequence[str]) -> TokenRound:
         """Args:
         texts: of the delta's tokens; shorter where a stop string ended the output within them.
         """
@@ -299,7 +185,7 @@ class NodeBudget:
         self._max_nodes = max_nodes
         self._num_nodes = 0
 
-    def admit(self, round_: Round) -> Round:
+    def admit(self, round_: RoundTrace) -> RoundTrace:
         """Returns the round, with its tree if there is room for it."""
         self._num_nodes += len(round_.tree)
         if self._num_nodes <= self._max_nodes:
@@ -318,13 +204,14 @@ def round_fields(rounds: Sequence[TokenRound], tokenizer: Tokenizer) -> list[dic
 
 def _fields(each: TokenRound, tokenizer: Tokenizer) -> dict[str, Any]:
     round_ = each.round
+    draft_s = None if round_.draft is None else round_.draft.response_s
     return {
-        "round": round_.number,
-        "algorithm": round_.algorithm,
+        "round": round_.round,
+        "algorithm": None if round_.draft is None else round_.draft.algorithm,
         "rows": round_.num_rows,
         "wait_ms": _milliseconds(round_.wait_s),
         "verify_ms": _milliseconds(round_.verify_s),
-        "draft_ms": None if round_.draft_s is None else _milliseconds(round_.draft_s),
+        "draft_ms": None if draft_s is None else _milliseconds(draft_s),
         "tree": _tree_fields(round_.tree, tokenizer) if round_.tree.token_ids else None,
         "accepted_nodes": round_.accepted_nodes,
         "tokens": [

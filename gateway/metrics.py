@@ -20,10 +20,11 @@ from prometheus_client.registry import Collector
 from gateway.api_keys import Quotas, current_quota
 from gateway.choice import Choice
 from gateway.failures import Aborted, ClientGone, ClientTooSlow
-from gateway.generation import Delta, SpeculationStats, TargetState
+from gateway.generation import TargetState
 from gateway.planner import Plan
 from gateway.pool import TargetPool
 from shared.errors import OutriderError
+from shared.generation import Delta, SpeculationStats
 from shared.rpc.admin_client import TargetStatus
 from shared.telemetry.tracing import NO_TRACER, Span, Tracer, current_traceparent
 from shared.telemetry.vllm_metrics import RequestFigures, VllmMetrics

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from gateway.failures import client_names
-from gateway.generation import Generation, PromptScoring, TargetModel, fingerprint
+from gateway.generation import Generation, TargetModel, fingerprint
 from gateway.limits import RequestLimits, off_loop
 from gateway.model_text import ModelText
 from gateway.notices import give_notice
@@ -19,7 +19,6 @@ from gateway.output.style import ChatOutput, OutputStyle, ReasoningParser
 from gateway.output.tools import Toolbox
 from gateway.prompts import (
     chat_text,
-    check_token_ids,
     echoed_text,
     echoed_texts,
     given_prompts,
@@ -34,7 +33,6 @@ from gateway.sampling import (
     check_named,
     check_priority,
     check_salt,
-    check_top_logprobs,
     constraint_of,
     held_output,
     sampling_params,
@@ -51,6 +49,7 @@ from gateway.schema import (
 )
 from gateway.stop_patterns import StopPattern
 from shared.errors import InvalidArgument
+from shared.generation import PromptScoring, check_num_top, check_token_ids
 from shared.grammar import Grammar
 from shared.sampling_defaults import OUTCOMES, TREE_STEPS, TREE_TOKENS, choice_seed
 from shared.tokens import StopParams, ThinkingBudget
@@ -137,6 +136,10 @@ class Plan:
         """Returns how the output of a choice becomes text."""
         return self.texts[index] if self.texts else self.text
 
+    def echoed_text_of(self, index: int) -> str:
+        """Returns what goes before the output of a choice; empty without echo."""
+        return self.echoed_texts[index // self.num_choices] if self.echoed_texts else ""
+
     @property
     def num_prompt_tokens(self) -> int:
         """Prompt tokens of the request; a prompt counts once, whatever `n`."""
@@ -221,7 +224,7 @@ class WantedOutput:
         num_top = self.body.prompt_logprobs
         if num_top is None:
             return self.echo_scoring
-        return PromptScoring(0, check_top_logprobs("prompt_logprobs", num_top))
+        return PromptScoring(0, check_num_top("prompt_logprobs", num_top))
 
     @property
     def logprob_token_ids(self) -> Sequence[int]:
@@ -347,14 +350,16 @@ class Planner:
             message = "top_logprobs is set; it needs logprobs to be true"
             raise InvalidArgument.of("LOGPROBS_OFF", "top_logprobs", message)
         top_logprobs = (
-            check_top_logprobs("top_logprobs", body.top_logprobs or 0) if body.logprobs else None
+            check_num_top("top_logprobs", body.top_logprobs or 0) if body.logprobs else None
         )
         toolbox = toolbox_of(body)
         style = self._style(body, toolbox)
         if body.input_ids is None:
             text = await self._chat_text(body, toolbox)
         else:
-            check_token_ids("input_ids", body.input_ids, model)
+            check_token_ids(
+                "input_ids", body.input_ids, model.vocab_size, reason="TOKEN_OUT_OF_RANGE"
+            )
             text = self.text.tokenizer.decode(body.input_ids, skip_special_tokens=False)
         output = style.output(text, toolbox)
         wanted = WantedOutput(
@@ -464,7 +469,7 @@ class Planner:
         num_drawn = self._num_drawn(body)
         top_logprobs = None
         if body.logprobs is not None:
-            top_logprobs = check_top_logprobs("logprobs", body.logprobs)
+            top_logprobs = check_num_top("logprobs", body.logprobs)
         scoring = _scoring(body, top_logprobs, scored_from)
         if num_drawn is not None:  # the best are found by them
             top_logprobs = top_logprobs or 0

@@ -6,18 +6,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from gateway.generation import (
-    Event,
-    Failed,
-    Generation,
-    PromptScored,
-    Started,
-    TargetModel,
-    TargetState,
-)
+from gateway.generation import Event, Generation, TargetModel, TargetState
 from gateway.target_codec import is_retryable
 from gateway.target_link import LinkTiming, TargetLink
 from shared.errors import NotFound, OutriderError, StatusCode, Unavailable
+from shared.generation import Failed, PromptScored, Started
 from shared.tls import ClientTls
 
 Deliver = Callable[[Event], None]

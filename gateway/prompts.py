@@ -24,6 +24,7 @@ from gateway.schema import (
     refuse_unimplemented_message,
 )
 from shared.errors import InvalidArgument
+from shared.generation import check_token_ids
 from shared.text import Tokenizer
 
 _ROLES = frozenset({"system", "user", "assistant", "tool"})
@@ -257,18 +258,8 @@ async def prompt_tokens(
     longest = longest_prompt(body, model)
     if longest is not None and len(prompt) > longest:
         raise InvalidArgument.prompt_too_long(len(prompt), longest)
-    check_token_ids("prompt", prompt, model)
+    check_token_ids("prompt", prompt, model.vocab_size, reason="TOKEN_OUT_OF_RANGE")
     return prompt
-
-
-def check_token_ids(field: str, prompt: Sequence[int], model: TargetModel) -> None:
-    """Raises:
-    InvalidArgument: an id is not in the vocabulary.
-    """
-    for token_id in (min(prompt, default=0), max(prompt, default=0)):
-        if not 0 <= token_id < model.vocab_size:
-            message = f"{field} holds token {token_id}; ids must be in [0, {model.vocab_size})"
-            raise InvalidArgument.of("TOKEN_OUT_OF_RANGE", field, message)
 
 
 def longest_prompt(body: GenerationBody, model: TargetModel) -> int | None:

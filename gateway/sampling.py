@@ -3,7 +3,7 @@ model's defaults and limits applied."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from gateway.schema import (
     unimplemented,
 )
 from shared.errors import InvalidArgument
+from shared.generation import check_token_ids
 from shared.grammar import Grammar, GrammarKind, JsonSchema
 from shared.sampling_defaults import SamplingDefaults
 from shared.text import Tokenizer
@@ -32,7 +33,6 @@ from shared.tokens import (
     MAX_BAD_WORDS,
     MAX_NAMED_LOGPROBS,
     MAX_SALT_CHARACTERS,
-    MAX_TOP_LOGPROBS,
     SamplingParams,
     StopParams,
     ThinkingBudget,
@@ -75,7 +75,7 @@ def sampling_params(
         said["bad_words"] = _word_tokens(said["bad_words"], tokenizer)
     params = SamplingParams(**{**asdict(defaults), **said}, thinking=thinking)
     for name, token_ids in params.named_token_ids.items():
-        _check_token_ids(name, token_ids, model)
+        check_token_ids(name, token_ids, model.vocab_size)
     return params
 
 
@@ -136,15 +136,6 @@ def _drawable(stop_token_ids: Sequence[int], model: TargetModel) -> Sequence[int
     return tokens
 
 
-def check_top_logprobs(field: str, value: int) -> int:
-    """Raises:
-    InvalidArgument: more are asked for than a target computes.
-    """
-    if not 0 <= value <= MAX_TOP_LOGPROBS:
-        raise InvalidArgument.out_of_range(field, value, f"[0, {MAX_TOP_LOGPROBS}]")
-    return value
-
-
 def check_named(token_ids: Sequence[int], model: TargetModel) -> tuple[int, ...]:
     """Returns tokens whose log probabilities are wanted, each once.
 
@@ -155,7 +146,7 @@ def check_named(token_ids: Sequence[int], model: TargetModel) -> tuple[int, ...]
     if len(named) > MAX_NAMED_LOGPROBS:
         limit = f"at most {MAX_NAMED_LOGPROBS}"
         raise InvalidArgument.wrong_count("logprob_token_ids", len(named), "tokens", limit)
-    _check_token_ids("logprob_token_ids", named, model)
+    check_token_ids("logprob_token_ids", named, model.vocab_size)
     return named
 
 
@@ -199,13 +190,6 @@ def check_salt(salt: str | None) -> str:
         limit = f"[1, {MAX_SALT_CHARACTERS}]"
         raise InvalidArgument.wrong_count("cache_salt", len(salt), "characters", limit)
     return salt or ""
-
-
-def _check_token_ids(field: str, token_ids: Collection[int], model: TargetModel) -> None:
-    for token_id in token_ids:
-        if not 0 <= token_id < model.vocab_size:
-            message = f"{field} holds token {token_id}; ids must be in [0, {model.vocab_size})"
-            raise InvalidArgument.of("SAMPLING_PARAM_OUT_OF_RANGE", field, message)
 
 
 # Constraints on the output, read from the request fields of each interface.

@@ -6,7 +6,7 @@ they can be named in the log. Ranges are checked where a field is used, with Ope
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
@@ -333,6 +333,15 @@ class ToolDefinition(Body):
             return {"type": given.get("type"), "function": function}
         return given
 
+    @classmethod
+    def of(
+        cls, name: str, description: str | None, parameters: dict[str, Any] | None, *, strict: bool
+    ) -> Self:
+        function = FunctionDefinition(
+            name=name, description=description, parameters=parameters, strict=strict
+        )
+        return cls(type="function", function=function)
+
 
 class FunctionName(Body):
     """Names a function."""
@@ -345,6 +354,10 @@ class NamedTool(Body):
 
     type: Literal["function"]
     function: FunctionName
+
+    @classmethod
+    def of(cls, name: str) -> Self:
+        return cls(type="function", function=FunctionName(name=name))
 
 
 class AllowedTools(Body):
@@ -587,11 +600,7 @@ def refuse_unimplemented(body: GenerationBody) -> None:
     """
     known = CHAT_FIELDS if isinstance(body, ChatCompletionRequest) else COMPLETION_FIELDS
     known.refuse(body.unknown_fields)
-    content = () if body.prediction is None else body.prediction.content
-    for index, part in enumerate(() if isinstance(content, str) else content):
-        if part.type != "text":
-            name = f"prediction.content[{index}].type"
-            raise unimplemented(name, f"content of type {part.type[:64]!r}")
+    check_texts("prediction.content", None if body.prediction is None else body.prediction.content)
     if body.speculation is not None:
         for name in body.speculation.unknown_fields:
             raise unimplemented(f"speculation.{name}")
@@ -618,11 +627,30 @@ def refuse_unimplemented_message(index: int, message: ChatMessage) -> None:
     for name in ("function_call", "audio", "prefix", "partial"):
         if message.unknown_fields.get(name):
             raise unimplemented(f"messages[{index}].{name}")
-    if isinstance(message.content, list):
-        for number, part in enumerate(message.content):
-            if part.type != "text":
-                name = f"messages[{index}].content[{number}].type"
-                raise unimplemented(name, f"content of type {part.type[:64]!r}")
+    check_texts(f"messages[{index}].content", message.content)
+
+
+def check_texts(field: str, content: str | Sequence[ContentPart] | None) -> None:
+    """Raises:
+    InvalidArgument: a part of the content is no text.
+    """
+    for index, part in enumerate(() if isinstance(content, str) else content or ()):
+        if part.type != "text":
+            raise unread(f"{field}[{index}]", part.type)
+
+
+def unread(field: str, kind: str) -> InvalidArgument:
+    """Returns the refusal of a part of a message that is of another type than text."""
+    return unimplemented(f"{field}.type", f"content of type {kind[:64]!r}")
+
+
+def required(field: str, value: str | None) -> str:
+    """Raises:
+    InvalidArgument: the value is missing.
+    """
+    if value is None:
+        raise InvalidArgument.of("FIELD_INVALID", field, f"{field} is missing")
+    return value
 
 
 def unimplemented(field: str, what: str | None = None) -> InvalidArgument:

@@ -5,29 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gateway.failures import Aborted
-from gateway.generation import (
-    Delta,
-    Event,
-    Failed,
-    Finished,
-    Generation,
-    PromptScored,
-    Round,
-    Started,
-    TargetModel,
-)
-from shared.errors import (
-    DeadlineExceeded,
-    EngineFailed,
-    FailedPrecondition,
-    FieldViolation,
-    InvalidArgument,
-    NotFound,
-    OutriderError,
-    QueueFull,
-    StatusCode,
-    Unavailable,
-)
+from gateway.generation import Event, Finished, Generation, TargetModel
+from shared.errors import FieldViolation, OutriderError, StatusCode, Unavailable, error_class
+from shared.generation import Delta, DraftAnswer, Failed, PromptScored, RoundTrace, Started
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.rpc.requests import grammar_message, sampling_message, stop_message, tree_from_message
 from shared.tokens import FinishReason, TokenLogprobs, WeightChange
@@ -35,14 +15,6 @@ from shared.tokens import FinishReason, TokenLogprobs, WeightChange
 _FINISH_REASONS = {
     pb.FINISH_REASON_STOP: FinishReason.STOP,
     pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-}
-_CLASSES: dict[int, type[OutriderError]] = {
-    StatusCode.INVALID_ARGUMENT: InvalidArgument,
-    StatusCode.FAILED_PRECONDITION: FailedPrecondition,
-    StatusCode.NOT_FOUND: NotFound,
-    StatusCode.RESOURCE_EXHAUSTED: QueueFull,
-    StatusCode.UNAVAILABLE: Unavailable,
-    StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
 }
 _RETRYABLE = frozenset({StatusCode.RESOURCE_EXHAUSTED, StatusCode.UNAVAILABLE})
 
@@ -136,7 +108,7 @@ def events_from_response(response: pb.SessionResponse) -> Iterator[tuple[int, Ev
         strict=True,
     ):
         end = start + num_tokens
-        yield request_id, Delta(token_ids[start:end], num_accepted, (), num_drafted)
+        yield request_id, Delta(token_ids[start:end], (), num_accepted, num_drafted)
         start = end
     for message in response.events:
         event = _event(message)
@@ -151,9 +123,11 @@ def _event(message: pb.SessionEvent) -> Event | None:
     if kind == "delta" and response.delta.token_ids:
         return _delta(response.delta)
     if kind == "started":
-        return Started(response.started.cached_token_count)
+        queue_s = response.started.queue_duration.ToNanoseconds() / 1e9
+        return Started(response.started.cached_token_count, queue_s)
     if kind == "prompt_logprobs":
-        return PromptScored([_logprobs(each) for each in response.prompt_logprobs.logprobs])
+        scored = response.prompt_logprobs
+        return PromptScored(scored.start_position, [_logprobs(each) for each in scored.logprobs])
     if kind == "finished":
         return _finished(response.finished)
     return _failed(message.failure) if message.HasField("failure") else None
@@ -162,25 +136,25 @@ def _event(message: pb.SessionEvent) -> Event | None:
 def _delta(message: pb.TokenDelta) -> Delta:
     return Delta(
         message.token_ids[:],
-        message.accepted_token_count,
         [_logprobs(each) for each in message.logprobs],
+        message.accepted_token_count,
         message.drafted_token_count,
         _round(message.trace) if message.HasField("trace") else None,
         message.weight_version if message.HasField("weight_version") else None,
     )
 
 
-def _round(message: pb.RoundTrace) -> Round:
+def _round(message: pb.RoundTrace) -> RoundTrace:
     has_answer = message.HasField("draft_duration")
-    return Round(
-        number=message.round,
+    response_s = message.draft_duration.ToNanoseconds() / 1e9 if has_answer else None
+    return RoundTrace(
+        round=message.round,
         tree=tree_from_message(message.tree),
         accepted_nodes=tuple(message.accepted_node_indices),
         num_rows=message.row_count,
         verify_s=message.verify_duration.ToNanoseconds() / 1e9,
         wait_s=message.wait_duration.ToNanoseconds() / 1e9,
-        draft_s=message.draft_duration.ToNanoseconds() / 1e9 if has_answer else None,
-        algorithm=message.algorithm or None,
+        draft=DraftAnswer(message.algorithm, response_s) if message.algorithm else None,
     )
 
 
@@ -208,7 +182,7 @@ def _finished(message: pb.GenerationFinished) -> Finished | Failed:
 def _failed(message: pb.RequestFailure) -> Failed:
     violations = (FieldViolation(message.field, message.message),) if message.field else ()
     has_delay = message.HasField("retry_delay")
-    error = _CLASSES.get(message.code, EngineFailed)(
+    error = error_class(message.code)(
         message.message,
         reason=message.reason,
         violations=violations,

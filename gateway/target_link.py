@@ -15,16 +15,7 @@ from dataclasses import dataclass
 from grpc import StatusCode, aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gateway.generation import (
-    Delta,
-    Event,
-    Failed,
-    Generation,
-    PromptScored,
-    Started,
-    TargetModel,
-    TargetState,
-)
+from gateway.generation import Event, Generation, TargetModel, TargetState
 from gateway.target_codec import (
     cancel_message,
     events_from_response,
@@ -32,6 +23,7 @@ from gateway.target_codec import (
     submit_message,
 )
 from shared.errors import FailedPrecondition, InvalidArgument, QueueFull, Unavailable
+from shared.generation import Delta, Failed, PromptScored, Started
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
 from shared.rpc.channel import open_channel

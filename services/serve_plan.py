@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -131,34 +131,6 @@ class Plan:
         return {port: flag for each, flag in services for port in (each.port, each.admin_port)}
 
 
-@dataclass(slots=True)
-class _Making:
-    """A plan that is being made; each step adds what is wrong."""
-
-    env: Mapping[str, str]
-    num_gpus: int
-    problems: list[str] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
-
-    def read(self, settings: Callable[[], S]) -> S | None:
-        """Returns what `settings` returns; notes what it raises."""
-        try:
-            return settings()
-        except SettingsError as error:
-            self.problems += error.problems
-        except OutriderError as error:
-            self.problems.append(error.message)
-        return None
-
-    def load(self, cls: type[S], service: str, words: Sequence[str]) -> S | None:
-        return self.read(lambda: load_settings(cls, service=service, arguments=words, env=self.env))
-
-    def refuse(self) -> None:
-        """Raises: SettingsError if anything is wrong."""
-        if self.problems:
-            raise SettingsError(tuple(dict.fromkeys(self.problems)))
-
-
 def make_plan(arguments: Sequence[str], env: Mapping[str, str], num_gpus: int) -> Plan:
     """Reads a launch line, fetching models that are named by their id on the Hub.
 
@@ -170,105 +142,302 @@ def make_plan(arguments: Sequence[str], env: Mapping[str, str], num_gpus: int) -
     Raises:
         SettingsError: one line for each thing that is wrong.
     """
-    making = _Making(env, num_gpus)
-    line = take_apart(arguments)
-    making.problems += [*line.problems, *variable_problems(env)]
-    launcher = making.load(LauncherSettings, "serve", line.own)
-    if launcher is None:
-        making.refuse()
-    assert launcher is not None
-    making.notices += [*notices(launcher), *variable_notices(env)]
-    making.notices += _backend_notices(line)
-    _add_certs(launcher, line)
-    _add_graph_sizes(launcher, line)
-    target = making.load(TargetSettings, TARGET, line.services[TARGET])
-    making.refuse()
-    assert target is not None
-    if _is_demo(target) and not any(DEMO_MODEL.glob("*.safetensors")):
-        raise SettingsError(
-            (
-                "--model-path: name a model; the demo's weights are a package of their own, "
-                "outrider-demo, which is not installed",
+    return _Making(env, num_gpus, take_apart(arguments)).plan()
+
+
+class _Making:
+    """A plan that is being made of a launch line; each step adds what is wrong."""
+
+    launcher: LauncherSettings
+    target: TargetSettings
+    placement: Placement
+
+    def __init__(self, env: Mapping[str, str], num_gpus: int, line: Line) -> None:
+        self.env = env
+        self.num_gpus = num_gpus
+        self.line = line
+        self.problems: list[str] = [*line.problems, *variable_problems(env)]
+        self.notices: list[str] = []
+
+    def plan(self) -> Plan:
+        """Raises:
+        SettingsError: see `make_plan`.
+        """
+        self.launcher = self._needed(self._load(LauncherSettings, "serve", self.line.own))
+        self.notices += [*notices(self.launcher), *variable_notices(self.env)]
+        self.notices += _backend_notices(self.line)
+        _add_certs(self.launcher, self.line)
+        _add_graph_sizes(self.launcher, self.line)
+        words = self.line.services[TARGET]
+        self.target = self._needed(self._load(TargetSettings, TARGET, words))
+        self._refuse()
+        if _is_demo(self.target) and not any(DEMO_MODEL.glob("*.safetensors")):
+            raise SettingsError(
+                (
+                    "--model-path: name a model; the demo's weights are a package of their own, "
+                    "outrider-demo, which is not installed",
+                )
+            )
+        self.target = with_local_model(self.target)
+        self._show_trees()
+        return self._with_drafts()
+
+    def _read(self, settings: Callable[[], S]) -> S | None:
+        """Returns what `settings` returns; notes what it raises."""
+        try:
+            return settings()
+        except SettingsError as error:
+            self.problems += error.problems
+        except OutriderError as error:
+            self.problems.append(error.message)
+        return None
+
+    def _load(self, cls: type[S], service: str, words: Sequence[str]) -> S | None:
+        return self._read(
+            lambda: load_settings(cls, service=service, arguments=words, env=self.env)
+        )
+
+    def _needed(self, settings: S | None) -> S:
+        """Raises: SettingsError if there are none."""
+        if settings is None:
+            self._refuse()
+        assert settings is not None, "a problem says why"
+        return settings
+
+    def _refuse(self) -> None:
+        """Raises: SettingsError if anything is wrong."""
+        if self.problems:
+            raise SettingsError(tuple(dict.fromkeys(self.problems)))
+
+    def _show_trees(self) -> None:
+        """The demo on a CPU is there to be looked at: a request that is alone waits for trees even
+        where plain steps are as fast. A flag or variable says otherwise."""
+        words = self.line.services[TARGET]
+        if self._is_shown and not self._is_given(words, TARGET, _WAITS):
+            words.append(f"{_WAITS}=1")
+            self.target = replace(self.target, candidate_wait_sequences=1)
+
+    @property
+    def _is_shown(self) -> bool:
+        return _is_demo(self.target) and (self.target.device == "cpu" or not self.num_gpus)
+
+    def _shown_shape(self, words: Sequence[str], algorithm: str) -> list[str]:
+        """Trees with branches for the demo's small model, whose own default is a chain."""
+        is_set = any(self._is_given(words, DRAFT, flag) for flag in _SHAPE)
+        is_free = self.target.speculative_adaptive or algorithm != "STANDALONE"
+        if is_set or is_free or not self._is_shown:
+            return []
+        return [f"{flag}={value}" for flag, value in _SHAPE.items()]
+
+    def _is_given(self, words: Sequence[str], service: str, flag: str) -> bool:
+        name = flag.removeprefix("--").replace("-", "_").upper()
+        return _has(words, flag) or bool(self.env.get(f"OUTRIDER_{service.upper()}_{name}"))
+
+    @property
+    def _has_draft_model(self) -> bool:
+        return _has(self.line.services[DRAFT], "--speculative-draft-model-path")
+
+    def _with_drafts(self) -> Plan:
+        """Goes on when the target's model is on this machine."""
+        launcher, target = self.launcher, self.target
+        algorithms = launcher.algorithms
+        if algorithms is None:
+            # The demo draft fits the demo model only; another model drafts from its own text.
+            has_draft = _is_demo(target) or self._has_draft_model
+            algorithms = ("STANDALONE" if has_draft else "NGRAM",)
+        self.placement = self._placed(algorithms)
+        if not algorithms:
+            self._note_unused()
+        if len(algorithms) > 1 and self._has_draft_model:
+            self.problems.append(
+                f"--speculative-draft-model-path is of one draft; --speculative-algorithm names "
+                f"{len(algorithms)}"
+            )
+        if launcher.enable_multi_layer_eagle:
+            algorithms = tuple("MTP" if each in ("EAGLE", "NEXTN") else each for each in algorithms)
+        drafts = [
+            planned
+            for place, algorithm in enumerate(algorithms)
+            if (planned := self._planned(algorithm, place))
+        ]
+        if target.speculative_adaptive and any(each.settings.is_shape_pinned for each in drafts):
+            self.notices.append(
+                "--speculative-adaptive: the shape that is set stays, and only whether to draft is "
+                "chosen; --speculative-eagle-topk 1 alone leaves the depth to it"
+            )
+        gateway_words = self._gateway_words()
+        gateway = self._needed(self._load(GatewaySettings, GATEWAY, gateway_words))
+        self._refuse()
+        plan = Plan(
+            launcher=launcher,
+            placement=self.placement,
+            target=target,
+            target_arguments=self._target_words(drafts),
+            drafts=tuple(drafts),
+            gateway=gateway,
+            gateway_arguments=tuple(gateway_words),
+            learner_arguments=self._learner_words(drafts),
+            notices=tuple(self.notices),
+        )
+        self.problems += _port_problems(plan)
+        self._refuse()
+        return plan
+
+    def _placed(self, algorithms: Sequence[str]) -> Placement:
+        """Two processes that alternate on one GPU pay for every switch, so there the target hosts
+        the draft. With a GPU to spare a draft model has it to itself; a head is faster in the
+        target's process even then, unless flags say what a draft elsewhere does."""
+        if self.launcher.placement is not Placement.AUTO:
+            return self.launcher.placement
+        is_on_gpu = self.num_gpus >= 1 and self.target.device != "cpu"
+        if not is_on_gpu or len(algorithms) != 1:
+            return Placement.REMOTE
+        words = self.line.services[DRAFT]
+        is_apart = any(self._is_given(words, DRAFT, flag) for flag in _APART)
+        is_head = Algorithm(algorithms[0]).shares_head and not is_apart
+        shares_gpus = self.num_gpus <= self.target.ranks.num_here
+        return Placement.EMBEDDED if shares_gpus or is_head else Placement.REMOTE
+
+    def _planned(self, algorithm: str, place: int) -> PlannedDraft | None:
+        target = self.target
+        if algorithm == "STANDALONE" and not _is_demo(target) and not self._has_draft_model:
+            self.problems.append(
+                "--speculative-draft-model-path: STANDALONE needs a smaller model with the same "
+                "tokenizer, and the demo's draft fits the demo model alone; "
+                "--speculative-algorithm NGRAM needs no model"
+            )
+            return None
+        given = self.line.services[DRAFT]
+        words = [*self._shown_shape(given, algorithm), *given]
+        words.append(f"--speculative-algorithm={algorithm}")
+        if self.placement is Placement.EMBEDDED:
+            names = {each.flag for each in declared_fields(TargetSettings)}
+            words = [
+                word if word.partition("=")[0] not in names else f"--draft{word[1:]}"
+                for word in words
+            ]
+            settings = self._read(lambda: embedded_settings(target, words, self.env))
+            return self._noted("draft", settings, words)
+        words = [*self._default_words(algorithm, place), *words]
+        words.append(f"--target={dial_address(target.host, target.port)}")
+        chosen = self._load(DraftSettings, DRAFT, words)
+        if chosen is None:
+            return None
+        if place:
+            words += [f"--port={chosen.port + 2 * place}"]
+            words += [f"--maintenance-port={chosen.port + 2 * place + 1}"]
+        settings = self._read(
+            lambda: with_target_tokenizer(
+                with_local_models(
+                    load_settings(DraftSettings, service=DRAFT, arguments=words, env=self.env)
+                ),
+                target,
             )
         )
-    target = _show_trees(making, with_local_model(target), line)
-    return _plan(making, launcher, target, line)
+        is_only = len(self.launcher.algorithms or (algorithm,)) == 1
+        return self._noted("draft" if is_only else f"draft-{algorithm.lower()}", settings, words)
 
+    def _noted(
+        self, name: str, settings: DraftSettings | None, words: Sequence[str]
+    ) -> PlannedDraft | None:
+        """Returns a draft, if its settings are right; says how many of the target's tokens one of
+        another family has."""
+        if settings is None:
+            return None
+        vocabulary = self._read(lambda: target_vocabulary(settings))
+        if vocabulary is not None:
+            self.notices.append(
+                f"--speculative-draft-model-path: {shown_name(settings.model_folder)} has another "
+                f"tokenizer than the target; it drafts {vocabulary.words()}"
+            )
+        return PlannedDraft(name, settings, _settled(settings, words))
 
-def _show_trees(making: _Making, target: TargetSettings, line: Line) -> TargetSettings:
-    """The demo on a CPU is there to be looked at: a request that is alone waits for trees even
-    where plain steps are as fast. A flag or variable says otherwise."""
-    if not _is_shown(making, target):
-        return target
-    if _is_given(making, line.services[TARGET], TARGET, _WAITS):
-        return target
-    line.services[TARGET].append(f"{_WAITS}=1")
-    return replace(target, candidate_wait_sequences=1)
+    def _default_words(self, algorithm: str, place: int) -> list[str]:
+        """Flags of a draft's process that the line may override."""
+        found = []
+        kind, target = Algorithm(algorithm), self.target
+        if kind.reads_features and not _is_demo(target):
+            found.append(f"--target-model-path={target.model_path}")
+        free = target.ranks.num_here + place
+        if kind.has_model and free < self.num_gpus and target.device == "auto":
+            found.append(f"--device=cuda:{free}")
+        elif kind.has_model and self.num_gpus and target.device != "cpu":
+            found.append(f"--mem-fraction-static={_BESIDE_TARGET}")
+        return found
 
+    def _target_words(self, drafts: Sequence[PlannedDraft]) -> tuple[str, ...]:
+        target = self.target
+        words = [*_settled(target, self.line.services[TARGET])]
+        if _is_demo(target) and target.served_model_name is None:
+            words.append(f"--served-model-name={_DEMO_NAME}")
+        if self.placement is Placement.EMBEDDED:
+            for each in drafts:
+                words += ["--draft=embedded", *each.arguments]
+        elif self._keeps_features(drafts) and not self._is_given(
+            words, TARGET, "--mem-fraction-static"
+        ):
+            share = _WITH_FEATURES / (1 + _FEATURES_EACH * target.dp_size)
+            words.append(f"--mem-fraction-static={share:.2f}")
+        return tuple(words)
 
-def _is_shown(making: _Making, target: TargetSettings) -> bool:
-    return _is_demo(target) and (target.device == "cpu" or not making.num_gpus)
+    def _keeps_features(self, drafts: Sequence[PlannedDraft]) -> bool:
+        """Whether the target keeps features of every token on its GPU for heads that attach."""
+        has_gpu = self.num_gpus > 0 and self.target.device != "cpu"
+        return has_gpu and any(each.settings.algorithm.reads_features for each in drafts)
 
+    def _gateway_words(self) -> list[str]:
+        words, target = [*self.line.services[GATEWAY]], self.target
+        if not _has(words, "--tokenizer") and not _is_demo(target):
+            words.append(f"--tokenizer={target.tokenizer_folder}")
+        return [*words, f"--target={dial_address(target.host, target.port)}"]
 
-def _shown_shape(
-    making: _Making, target: TargetSettings, words: Sequence[str], algorithm: str
-) -> list[str]:
-    """Trees with branches for the demo's small model, whose own default is a chain."""
-    is_set = any(_is_given(making, words, DRAFT, flag) for flag in _SHAPE)
-    is_free = target.speculative_adaptive or algorithm != "STANDALONE"
-    if is_set or is_free or not _is_shown(making, target):
-        return []
-    return [f"{flag}={value}" for flag, value in _SHAPE.items()]
+    def _learner_words(self, drafts: Sequence[PlannedDraft]) -> tuple[str, ...]:
+        """Returns the flags of the learner, if there is to be one; the draft says what it
+        teaches."""
+        launcher, target = self.launcher, self.target
+        if not launcher.speculative_online_training:
+            return ()
+        algorithms = [each.settings.algorithm for each in drafts]
+        if len(algorithms) != 1 or algorithms[0] not in TAUGHT:
+            names = ", ".join(each.value for each in algorithms) or NO_DRAFT
+            self.problems.append(
+                f"--speculative-online-training: one draft by "
+                f"{', '.join(each.value for each in TAUGHT)} can be taught; "
+                f"--speculative-algorithm names {names}"
+            )
+            return ()
+        [draft] = (each.settings for each in drafts)
+        if self._read(lambda: target_vocabulary(draft)) is not None:
+            self.problems.append(
+                "--speculative-online-training: a draft with another tokenizer than its target's "
+                "cannot be taught"
+            )
+            return ()
+        is_hosted = self.placement is Placement.EMBEDDED
+        host: TargetSettings | DraftSettings = target if is_hosted else draft
+        words = [
+            f"--target={dial_address(target.host, target.port)}",
+            f"--publish-to={dial_address(host.maintenance_host, host.admin_port)}",
+            f"--speculative-algorithm={draft.algorithm.value}",
+            f"--speculative-draft-model-path={draft.model_folder}",
+            f"--target-model-path={target.model_path}",
+            f"--dtype={host.dtype.value}",
+            f"--device={host.device}",
+            f"--out={launcher.log_dir / 'learner'}",
+        ]
+        tls = [
+            each for each in declared_fields(DraftSettings) if each.name.startswith("target_tls_")
+        ]
+        given = [(each.flag, getattr(draft, each.name)) for each in tls]
+        words += [f"{flag}={value}" for flag, value in given if value is not None]
+        self._load(LearnerSettings, "learner", words)
+        return tuple(words)
 
-
-def _is_given(making: _Making, words: Sequence[str], service: str, flag: str) -> bool:
-    name = flag.removeprefix("--").replace("-", "_").upper()
-    return _has(words, flag) or bool(making.env.get(f"OUTRIDER_{service.upper()}_{name}"))
-
-
-def _plan(making: _Making, launcher: LauncherSettings, target: TargetSettings, line: Line) -> Plan:
-    """Goes on when the target's model is on this machine."""
-    algorithms = launcher.algorithms
-    if algorithms is None:
-        algorithms = (_default_algorithm(target, line),)
-    placement = _placement(making, launcher, target, line, algorithms)
-    if not algorithms:
-        _note_unused(making, line)
-    if len(algorithms) > 1 and _has(line.services[DRAFT], "--speculative-draft-model-path"):
-        making.problems.append(
-            f"--speculative-draft-model-path is of one draft; --speculative-algorithm names "
-            f"{len(algorithms)}"
-        )
-    if launcher.enable_multi_layer_eagle:
-        algorithms = tuple("MTP" if each in ("EAGLE", "NEXTN") else each for each in algorithms)
-    drafts = [
-        planned
-        for place, algorithm in enumerate(algorithms)
-        if (planned := _planned(making, launcher, target, line, placement, algorithm, place))
-    ]
-    if target.speculative_adaptive and any(each.settings.is_shape_pinned for each in drafts):
-        making.notices.append(
-            "--speculative-adaptive: the shape that is set stays, and only whether to draft is "
-            "chosen; --speculative-eagle-topk 1 alone leaves the depth to it"
-        )
-    gateway_words = _gateway_words(target, line)
-    gateway = making.load(GatewaySettings, GATEWAY, gateway_words)
-    making.refuse()
-    assert gateway is not None
-    plan = Plan(
-        launcher=launcher,
-        placement=placement,
-        target=target,
-        target_arguments=_target_words(making, target, line, placement, drafts),
-        drafts=tuple(drafts),
-        gateway=gateway,
-        gateway_arguments=tuple(gateway_words),
-        learner_arguments=_learner_words(making, launcher, target, placement, drafts),
-        notices=tuple(making.notices),
-    )
-    making.problems += _port_problems(plan)
-    making.refuse()
-    return plan
+    def _note_unused(self) -> None:
+        unused = [word.partition("=")[0] for word in self.line.services[DRAFT]]
+        unused = [flag for flag in unused if flag.startswith("--speculative")]
+        if unused:
+            self.notices.append(f"{', '.join(unused)}: no effect: {NO_DRAFT} starts no draft")
 
 
 def dial_address(host: str, port: int) -> str:
@@ -278,192 +447,6 @@ def dial_address(host: str, port: int) -> str:
 
 def _is_demo(target: TargetSettings) -> bool:
     return target.model_path.resolve() == DEMO_MODEL.resolve()
-
-
-def _default_algorithm(target: TargetSettings, line: Line) -> str:
-    """The demo draft fits the demo model only; another model drafts from its own text."""
-    has_draft = _has(line.services[DRAFT], "--speculative-draft-model-path")
-    return "STANDALONE" if _is_demo(target) or has_draft else "NGRAM"
-
-
-def _placement(
-    making: _Making,
-    launcher: LauncherSettings,
-    target: TargetSettings,
-    line: Line,
-    algorithms: Sequence[str],
-) -> Placement:
-    """Two processes that alternate on one GPU pay for every switch, so there the target hosts the
-    draft. With a GPU to spare a draft model has it to itself; a head is faster in the target's
-    process even then, unless flags say what a draft elsewhere does."""
-    if launcher.placement is not Placement.AUTO:
-        return launcher.placement
-    is_on_gpu = making.num_gpus >= 1 and target.device != "cpu"
-    if not is_on_gpu or len(algorithms) != 1:
-        return Placement.REMOTE
-    is_apart = any(_is_given(making, line.services[DRAFT], DRAFT, flag) for flag in _APART)
-    is_head = Algorithm(algorithms[0]).shares_head and not is_apart
-    shares_gpus = making.num_gpus <= target.ranks.num_here
-    return Placement.EMBEDDED if shares_gpus or is_head else Placement.REMOTE
-
-
-def _planned(
-    making: _Making,
-    launcher: LauncherSettings,
-    target: TargetSettings,
-    line: Line,
-    placement: Placement,
-    algorithm: str,
-    place: int,
-) -> PlannedDraft | None:
-    has_model = _has(line.services[DRAFT], "--speculative-draft-model-path")
-    if algorithm == "STANDALONE" and not _is_demo(target) and not has_model:
-        making.problems.append(
-            "--speculative-draft-model-path: STANDALONE needs a smaller model with the same "
-            "tokenizer, and the demo's draft fits the demo model alone; "
-            "--speculative-algorithm NGRAM needs no model"
-        )
-        return None
-    shape = _shown_shape(making, target, line.services[DRAFT], algorithm)
-    words = [*shape, *line.services[DRAFT], f"--speculative-algorithm={algorithm}"]
-    if placement is Placement.EMBEDDED:
-        names = {each.flag for each in declared_fields(TargetSettings)}
-        own = [
-            word if word.partition("=")[0] not in names else f"--draft{word[1:]}" for word in words
-        ]
-        hosted = making.read(lambda: embedded_settings(target, own, making.env))
-        if hosted is None:
-            return None
-        _note_vocabulary(making, hosted)
-        return PlannedDraft("draft", hosted, _settled(hosted, own))
-    words = [*_default_words(making, target, algorithm, place), *words]
-    words.append(f"--target={dial_address(target.host, target.port)}")
-    chosen = making.load(DraftSettings, DRAFT, words)
-    if chosen is None:
-        return None
-    if place:
-        words += [f"--port={chosen.port + 2 * place}"]
-        words += [f"--maintenance-port={chosen.port + 2 * place + 1}"]
-    settings = making.read(
-        lambda: with_target_tokenizer(
-            with_local_models(
-                load_settings(DraftSettings, service=DRAFT, arguments=words, env=making.env)
-            ),
-            target,
-        )
-    )
-    is_only = len(launcher.algorithms or (algorithm,)) == 1
-    name = "draft" if is_only else f"draft-{algorithm.lower()}"
-    if settings is None:
-        return None
-    _note_vocabulary(making, settings)
-    return PlannedDraft(name, settings, _settled(settings, words))
-
-
-def _note_vocabulary(making: _Making, settings: DraftSettings) -> None:
-    """Says how many of the target's tokens a draft of another family has."""
-    vocabulary = making.read(lambda: target_vocabulary(settings))
-    if vocabulary is not None:
-        making.notices.append(
-            f"--speculative-draft-model-path: {shown_name(settings.model_folder)} has another "
-            f"tokenizer than the target; it drafts {vocabulary.words()}"
-        )
-
-
-def _default_words(
-    making: _Making, target: TargetSettings, algorithm: str, place: int
-) -> list[str]:
-    """Flags of a draft's process that the line may override."""
-    found = []
-    kind = Algorithm(algorithm)
-    if kind.reads_features and not _is_demo(target):
-        found.append(f"--target-model-path={target.model_path}")
-    free = target.ranks.num_here + place
-    if kind.has_model and free < making.num_gpus and target.device == "auto":
-        found.append(f"--device=cuda:{free}")
-    elif kind.has_model and making.num_gpus and target.device != "cpu":
-        found.append(f"--mem-fraction-static={_BESIDE_TARGET}")
-    return found
-
-
-def _target_words(
-    making: _Making,
-    target: TargetSettings,
-    line: Line,
-    placement: Placement,
-    drafts: Sequence[PlannedDraft],
-) -> tuple[str, ...]:
-    words = [*_settled(target, line.services[TARGET])]
-    if _is_demo(target) and target.served_model_name is None:
-        words.append(f"--served-model-name={_DEMO_NAME}")
-    if placement is Placement.EMBEDDED:
-        for each in drafts:
-            words += ["--draft=embedded", *each.arguments]
-    elif _keeps_features(making, target, drafts) and not _is_given(
-        making, words, TARGET, "--mem-fraction-static"
-    ):
-        share = _WITH_FEATURES / (1 + _FEATURES_EACH * target.dp_size)
-        words.append(f"--mem-fraction-static={share:.2f}")
-    return tuple(words)
-
-
-def _keeps_features(
-    making: _Making, target: TargetSettings, drafts: Sequence[PlannedDraft]
-) -> bool:
-    """Whether the target keeps features of every token on its GPU for heads that attach."""
-    has_gpu = making.num_gpus > 0 and target.device != "cpu"
-    return has_gpu and any(each.settings.algorithm.reads_features for each in drafts)
-
-
-def _gateway_words(target: TargetSettings, line: Line) -> list[str]:
-    words = [*line.services[GATEWAY]]
-    if not _has(words, "--tokenizer") and not _is_demo(target):
-        words.append(f"--tokenizer={target.tokenizer_folder}")
-    return [*words, f"--target={dial_address(target.host, target.port)}"]
-
-
-def _learner_words(
-    making: _Making,
-    launcher: LauncherSettings,
-    target: TargetSettings,
-    placement: Placement,
-    drafts: Sequence[PlannedDraft],
-) -> tuple[str, ...]:
-    """Returns the flags of the learner, if there is to be one; the draft says what it teaches."""
-    if not launcher.speculative_online_training:
-        return ()
-    algorithms = [each.settings.algorithm for each in drafts]
-    if len(algorithms) != 1 or algorithms[0] not in TAUGHT:
-        names = ", ".join(each.value for each in algorithms) or NO_DRAFT
-        making.problems.append(
-            f"--speculative-online-training: one draft by "
-            f"{', '.join(each.value for each in TAUGHT)} can be taught; "
-            f"--speculative-algorithm names {names}"
-        )
-        return ()
-    [draft] = (each.settings for each in drafts)
-    if making.read(lambda: target_vocabulary(draft)) is not None:
-        making.problems.append(
-            "--speculative-online-training: a draft with another tokenizer than its target's "
-            "cannot be taught"
-        )
-        return ()
-    host: TargetSettings | DraftSettings = target if placement is Placement.EMBEDDED else draft
-    words = [
-        f"--target={dial_address(target.host, target.port)}",
-        f"--publish-to={dial_address(host.maintenance_host, host.admin_port)}",
-        f"--speculative-algorithm={draft.algorithm.value}",
-        f"--speculative-draft-model-path={draft.model_folder}",
-        f"--target-model-path={target.model_path}",
-        f"--dtype={host.dtype.value}",
-        f"--device={host.device}",
-        f"--out={launcher.log_dir / 'learner'}",
-    ]
-    tls = [each for each in declared_fields(DraftSettings) if each.name.startswith("target_tls_")]
-    given = [(each.flag, getattr(draft, each.name)) for each in tls]
-    words += [f"{flag}={value}" for flag, value in given if value is not None]
-    making.load(LearnerSettings, "learner", words)
-    return tuple(words)
 
 
 def _settled(settings: object, words: Sequence[str]) -> tuple[str, ...]:
@@ -510,13 +493,6 @@ def _backend_notices(line: Line) -> list[str]:
         and name.lower() != "auto"
         and BACKEND_SYNONYMS.get(name.lower()) == "auto"
     ]
-
-
-def _note_unused(making: _Making, line: Line) -> None:
-    unused = [word.partition("=")[0] for word in line.services[DRAFT]]
-    unused = [flag for flag in unused if flag.startswith("--speculative")]
-    if unused:
-        making.notices.append(f"{', '.join(unused)}: no effect: {NO_DRAFT} starts no draft")
 
 
 def _port_problems(plan: Plan) -> list[str]:

@@ -35,27 +35,13 @@ def named_event(kind: str, **fields: Any) -> bytes:
     return b"event: " + kind.encode() + b"\ndata: " + body + b"\n\n"
 
 
-def whole_blocks(parts: Sequence[Part]) -> list[dict[str, Any]]:
-    """Returns the blocks of an output; one empty text when there is nothing."""
-    blocks: list[dict[str, Any]] = []
-    for part in parts:
-        kind = _kind(part)
-        if not blocks or isinstance(part, CallBegun) or blocks[-1]["type"] != kind:
-            blocks.append(_opened(part))
-        if not isinstance(part, CallBegun):
-            blocks[-1][_FIELDS[kind]] += part.text
-    for block in blocks:
-        if block["type"] == "tool_use":
-            block["input"] = _object(block["input"])
-    return blocks or [{"type": "text", "text": ""}]
-
-
-class BlockEvents:
+class Blocks:
     """Opens, fills and closes blocks as the parts of an output come."""
 
     def __init__(self) -> None:
-        self._index = -1
-        self._kind: str | None = None
+        self._blocks: list[dict[str, Any]] = []
+        self._texts: list[list[str]] = []  # of each block, in pieces
+        self._is_open = False
 
     def open_text(self) -> bytes:
         """Opens a block of text before there is any."""
@@ -66,9 +52,11 @@ class BlockEvents:
         events: list[bytes] = []
         for part in parts:
             kind = _kind(part)
-            if self._kind != kind or isinstance(part, CallBegun):
+            is_new = isinstance(part, CallBegun) or not self._is_open
+            if is_new or self._blocks[-1]["type"] != kind:
                 events += [self._close(), self._open(part)]
             if not isinstance(part, CallBegun):
+                self._texts[-1].append(part.text)
                 delta, field = _DELTAS[kind]
                 fields = {"type": delta, field: part.text}
                 events.append(named_event("content_block_delta", index=self._index, delta=fields))
@@ -76,21 +64,33 @@ class BlockEvents:
 
     def close(self) -> bytes:
         """Returns the last events; there is one block at least."""
-        opened = self.open_text() if self._index < 0 else b""
+        opened = b"" if self._blocks else self.open_text()
         return opened + self._close()
 
+    def whole(self) -> list[dict[str, Any]]:
+        """Returns the blocks of an output that has been closed."""
+        found = []
+        for block, pieces in zip(self._blocks, self._texts, strict=True):
+            kind, text = block["type"], "".join(pieces)
+            value = _object(text) if kind == "tool_use" else text
+            found.append({**block, _FIELDS[kind]: value})
+        return found
+
+    @property
+    def _index(self) -> int:
+        return len(self._blocks) - 1
+
     def _open(self, part: Part) -> bytes:
-        self._index += 1
-        self._kind = _kind(part)
         block = _opened(part)
-        if self._kind == "tool_use":
-            block["input"] = {}
+        self._blocks.append(block)
+        self._texts.append([])
+        self._is_open = True
         return named_event("content_block_start", index=self._index, content_block=block)
 
     def _close(self) -> bytes:
-        if self._kind is None:
+        if not self._is_open:
             return b""
-        self._kind = None
+        self._is_open = False
         return named_event("content_block_stop", index=self._index)
 
 
@@ -102,7 +102,7 @@ def _kind(part: Part) -> str:
 
 def _opened(part: Part) -> dict[str, Any]:
     if isinstance(part, CallBegun):
-        return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": ""}
+        return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
     assert not isinstance(part, CallArguments), "a call begins before its arguments"
     if isinstance(part, Reasoning):
         # Nothing signs thoughts here; clients want the field.
@@ -120,9 +120,11 @@ def _object(arguments: str) -> Any:
 
 def message(plan: Plan, choice: Choice, piece: Piece) -> dict[str, Any]:
     """Returns the whole message."""
+    blocks = Blocks()
+    blocks.add(piece.parts or (Content(piece.text),))
     return {
         **_head(plan),
-        "content": whole_blocks(piece.parts or (Content(piece.text),)),
+        "content": blocks.whole(),
         **_stop(choice),
         "usage": {**_input_usage(plan, choice), "output_tokens": choice.num_output_tokens},
         "metrics": metrics((choice,)),
@@ -136,7 +138,7 @@ class MessageChunks:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._blocks = BlockEvents()
+        self._blocks = Blocks()
 
     def opening(self, choice: Choice, usage_so_far: bytes) -> bytes:
         started = {

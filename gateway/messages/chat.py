@@ -27,17 +27,18 @@ from gateway.schema import (
     ChatCompletionRequest,
     ChatMessage,
     ContentPart,
-    FunctionDefinition,
-    FunctionName,
     KnownFields,
     NamedTool,
     ResponseFormat,
     Thinking,
     ToolCall,
     ToolDefinition,
+    check_texts,
     leave_out_hosted,
     refuse_rounds,
+    required,
     unimplemented,
+    unread,
 )
 from shared.errors import InvalidArgument
 
@@ -79,13 +80,13 @@ def _assistant(field: str, blocks: Sequence[Block]) -> ChatMessage:
         if block.type == "text":
             texts.append(ContentPart(type="text", text=block.text))
         elif block.type == "tool_use":
-            name = _given(f"{place}.name", block.name)
+            name = required(f"{place}.name", block.name)
             function = CalledFunction(name=name, arguments=block.input or {})
             calls.append(ToolCall(id=block.id, function=function))
         elif block.type == "thinking":
             thoughts.append(block.thinking or "")
         elif block.type != "redacted_thinking":
-            raise unimplemented(f"{place}.type", f"content of type {block.type[:64]!r}")
+            raise unread(place, block.type)
     return ChatMessage(
         role="assistant",
         content=texts,
@@ -104,29 +105,15 @@ def _others(field: str, turn: Message) -> list[ChatMessage]:
         if block.type == "text":
             texts.append(ContentPart(type="text", text=block.text))
         elif block.type == "tool_result":
-            call_id = _given(f"{place}.tool_use_id", block.tool_use_id)
-            content = _result(place, block)
+            call_id = required(f"{place}.tool_use_id", block.tool_use_id)
+            content = block.content or ""
+            check_texts(f"{place}.content", content)
             results.append(ChatMessage(role="tool", tool_call_id=call_id, content=content))
         else:
-            raise unimplemented(f"{place}.type", f"content of type {block.type[:64]!r}")
+            raise unread(place, block.type)
     if texts or not results:
         return [*results, ChatMessage(role=turn.role, content=texts)]
     return results
-
-
-def _result(field: str, block: Block) -> str | list[ContentPart]:
-    content = block.content or ""
-    for number, part in enumerate(content):
-        if isinstance(part, ContentPart) and part.type != "text":
-            place = f"{field}.content[{number}].type"
-            raise unimplemented(place, f"content of type {part.type[:64]!r}")
-    return content
-
-
-def _given(field: str, value: str | None) -> str:
-    if value is None:
-        raise InvalidArgument.of("FIELD_INVALID", field, f"{field} is missing")
-    return value
 
 
 def edited(turns: Sequence[Message], management: ContextManagement | None) -> Sequence[Message]:
@@ -232,7 +219,8 @@ def prompt_chat(body: Prompt, style: OutputStyle) -> ChatCompletionRequest:
         field = f"messages[{len(body.messages) - 1}].role"
         raise unimplemented(field, "an assistant's call at the end, to be continued,")
     if body.system:
-        messages.insert(0, ChatMessage(role="system", content=_system(body.system)))
+        check_texts("system", body.system)
+        messages.insert(0, ChatMessage(role="system", content=body.system))
     is_thinking = _is_thinking(body.thinking, style)
     return ChatCompletionRequest(
         messages=messages,
@@ -250,23 +238,16 @@ def _tools(body: Prompt) -> list[ToolDefinition] | None:
     own = []
     for index, tool in enumerate(body.tools or ()):
         if tool.type in (None, "custom"):
-            own.append(tool)
+            own.append(
+                ToolDefinition.of(
+                    tool.name, tool.description, tool.input_schema, strict=tool.strict
+                )
+            )
         elif tool.type.startswith(_HOSTED):
             leave_out_hosted(f"tools[{index}]", tool.type)
         else:
             raise unimplemented(f"tools[{index}].type", f"a tool of type {tool.type[:64]!r}")
-    return [
-        ToolDefinition(
-            type="function",
-            function=FunctionDefinition(
-                name=tool.name,
-                description=tool.description,
-                parameters=tool.input_schema,
-                strict=tool.strict,
-            ),
-        )
-        for tool in own
-    ]
+    return own
 
 
 def _tool_choice(
@@ -281,7 +262,7 @@ def _tool_choice(
     if choice.name is None:
         message = "tool_choice.name is missing; a choice of type tool needs it"
         raise InvalidArgument.of("FIELD_INVALID", "tool_choice.name", message)
-    return NamedTool(type="function", function=FunctionName(name=choice.name))
+    return NamedTool.of(choice.name)
 
 
 def _is_thinking(thinking: Thinking | None, style: OutputStyle) -> bool:
@@ -293,10 +274,3 @@ def _is_thinking(thinking: Thinking | None, style: OutputStyle) -> bool:
         give_notice("thinking has no effect: the model does not set thoughts apart")
         return False
     return True
-
-
-def _system(system: str | list[ContentPart]) -> str | list[ContentPart]:
-    for index, part in enumerate(system):
-        if isinstance(part, ContentPart) and part.type != "text":
-            raise unimplemented(f"system[{index}].type", f"content of type {part.type[:64]!r}")
-    return system

@@ -14,6 +14,7 @@ from gateway.native.schema import DetokenizeRequest, TokenizeRequest
 from gateway.schema import ChatCompletionRequest, KnownFields
 from gateway.serving import Gateway
 from shared.errors import InvalidArgument
+from shared.generation import check_token_ids
 
 T = TypeVar("T")
 
@@ -97,17 +98,10 @@ def _decoded(
     rows: Sequence[Sequence[int]], model: TargetModel, skip: bool, gateway: Gateway
 ) -> list[str]:
     for row in rows:
-        _check_token_ids(row, model)
+        check_token_ids("tokens", row, model.vocab_size, reason="TOKEN_OUT_OF_RANGE")
     decode = gateway.text.tokenizer.decode
     return [decode(row, skip_special_tokens=skip) for row in rows]
 
 
 def _entries(rows: Sequence[Sequence[int]], gateway: Gateway) -> list[list[str]]:
     return [gateway.text.tokenizer.entries(row) for row in rows]
-
-
-def _check_token_ids(token_ids: Sequence[int], model: TargetModel) -> None:
-    for token_id in token_ids:
-        if not 0 <= token_id < model.vocab_size:
-            message = f"tokens holds {token_id}; ids must be in [0, {model.vocab_size})"
-            raise InvalidArgument.of("TOKEN_OUT_OF_RANGE", "tokens", message)

@@ -13,7 +13,7 @@ from typing import Any
 from gateway.output import tool_formats as marks
 from gateway.output.arguments import Schema, property_schema, resolved, types_of
 from gateway.output.reasoning import CHANNEL, MESSAGE, START, ThinkTags
-from gateway.output.tagged_calls import FAMILIES, Tags
+from gateway.output.tagged_calls import TAGS, Tags
 from gateway.output.tools import Tool, Toolbox, ToolUse
 from shared.errors import InvalidArgument
 from shared.grammar import Grammar, GrammarKind
@@ -29,36 +29,6 @@ _AT_ROOT = frozenset(
         *("maxProperties", "dependentRequired", "dependentSchemas", "propertyNames"),
     }
 )
-_SEPARATORS = {
-    "hermes": "\n",
-    "qwen3-coder": "\n",
-    "seed-oss": "\n",
-    "glm45": "\n",
-    "llama3": "; ",
-    "mistral": ", ",
-    "pythonic": ", ",
-    "deepseek": "\n",
-}
-# What stands around all calls of an answer.
-_SECTIONS = {
-    "mistral": (f"{marks.MISTRAL_BEGIN}[", "]"),
-    "pythonic": ("[", "]"),
-    "deepseek": (marks.DEEPSEEK_CALLS, marks.DEEPSEEK_CALLS_END),
-    "deepseek-v3.1": (marks.DEEPSEEK_CALLS, marks.DEEPSEEK_CALLS_END),
-    "kimi-k2": (marks.KIMI_CALLS, marks.KIMI_CALLS_END),
-    "minimax-m2": ("<minimax:tool_call>\n", "</minimax:tool_call>"),
-}
-# What tells a call, or all calls, from free text.
-TRIGGERS = {
-    "hermes": marks.HERMES_BEGIN,
-    "qwen3-coder": "<tool_call>",
-    "seed-oss": "<seed:tool_call>",
-    "glm45": "<tool_call>",
-    "minimax-m2": "<minimax:tool_call>",
-    "deepseek": marks.DEEPSEEK_CALLS,
-    "deepseek-v3.1": marks.DEEPSEEK_CALLS,
-    "kimi-k2": marks.KIMI_CALLS,
-}
 
 
 def tag(begin: str, content: Tag, end: str) -> Tag:
@@ -263,8 +233,8 @@ def calls_format(family: str, toolbox: Toolbox) -> Tag:
     """
     is_single = not toolbox.is_parallel or toolbox.forced_name is not None or family == "harmony"
     calls = _calls(family, toolbox.callable_tools, is_single=is_single)
-    begin, end = _SECTIONS.get(family, ("", ""))
-    return sequence(text(begin), calls, text(end)) if begin else calls
+    section = marks.FAMILIES[family].section
+    return sequence(text(section[0]), calls, text(section[1])) if section else calls
 
 
 def strict_format(family: str, toolbox: Toolbox) -> Tag | None:
@@ -274,22 +244,22 @@ def strict_format(family: str, toolbox: Toolbox) -> Tag | None:
     Raises:
         InvalidArgument: the family cannot be held to a tool's schema.
     """
-    trigger = TRIGGERS.get(family)
-    if trigger is None or not any(tool.is_strict for tool in toolbox.tools):
+    own = marks.FAMILIES[family]
+    if not own.trigger or not any(tool.is_strict for tool in toolbox.tools):
         return None
-    if family in _SECTIONS:
-        begin, end = _SECTIONS[family]
+    if own.section is not None:
+        begin, end = own.section
         tags = [tag(begin, _calls(family, toolbox.tools, is_single=not toolbox.is_parallel), end)]
     else:
         tags = [_call(family, tool) for tool in toolbox.tools]
-    return {"type": "triggered_tags", "triggers": [trigger], "tags": tags}
+    return {"type": "triggered_tags", "triggers": [own.trigger], "tags": tags}
 
 
 def _calls(family: str, tools: tuple[Tool, ...], *, is_single: bool) -> Tag:
     return {
         "type": "tags_with_separator",
         "tags": [_call(family, tool) for tool in tools],
-        "separator": _SEPARATORS.get(family, ""),
+        "separator": marks.FAMILIES[family].separator,
         "at_least_one": True,
         "stop_after_first": is_single,
     }
@@ -347,18 +317,18 @@ def structural_tag(content: Tag) -> Grammar:
 
 
 def _call(family: str, tool: Tool) -> Tag:
-    tags = FAMILIES.get(family)
-    if tags is not None:
-        return _tagged_call(tags, tool, has_section=family in _SECTIONS)
+    own = marks.FAMILIES[family]
+    if family in TAGS:
+        return _tagged_call(TAGS[family], tool, has_section=own.section is not None)
     if family == "pythonic":
         return tag(f"{tool.name}(", python_arguments(tool), ")")
     arguments = json_schema(tool.schema)
-    if family == "kimi-k2":
-        number = regex("[0-9]{1,4}")
-        content = sequence(number, text(marks.KIMI_ARGS), arguments)
-        return tag(f"{marks.KIMI_CALL}functions.{tool.name}:", content, marks.KIMI_CALL_END)
-    begin, end = _frame(family, json.dumps(tool.name))
-    return tag(begin, arguments, end)
+    if own.frame is not None:
+        before, between, end = own.frame
+        return tag(f"{before}{json.dumps(tool.name)[1:-1]}{between}", arguments, end)
+    assert family == "kimi-k2"
+    content = sequence(regex("[0-9]{1,4}"), text(marks.KIMI_ARGS), arguments)
+    return tag(f"{marks.KIMI_CALL}functions.{tool.name}:", content, marks.KIMI_CALL_END)
 
 
 def _tagged_call(tags: Tags, tool: Tool, *, has_section: bool) -> Tag:
@@ -374,26 +344,3 @@ def _tagged_call(tags: Tags, tool: Tool, *, has_section: bool) -> Tag:
         return tag(f"{tags.begin}{tool.name}", sequence(regex("\n?"), arguments), tags.end)
     head = f"{begin}{tags.before_name}{tool.name}{tags.after_name}\n"
     return tag(head, arguments, f"{tags.call_end}{end}")
-
-
-def _frame(family: str, name: str) -> tuple[str, str]:
-    """Returns what stands before and after the arguments.
-
-    Args:
-        name: as a JSON string.
-    """
-    bare = name[1:-1]
-    if family == "hermes":
-        begin = f'{marks.HERMES_BEGIN}\n{{"name": {name}, "arguments": '
-        return begin, f"}}\n{marks.HERMES_END}"
-    if family == "llama3":
-        return f'{{"name": {name}, "parameters": ', "}"
-    if family == "mistral":
-        return f'{{"name": {name}, "arguments": ', "}"
-    if family == "deepseek":
-        begin = f"{marks.DEEPSEEK_CALL}function{marks.DEEPSEEK_SEP}{bare}\n```json\n"
-        return begin, f"\n```{marks.DEEPSEEK_CALL_END}"
-    if family == "deepseek-v3.1":
-        return f"{marks.DEEPSEEK_CALL}{bare}{marks.DEEPSEEK_SEP}", marks.DEEPSEEK_CALL_END
-    # Nothing may follow the arguments, so the output ends there; the end token is not needed.
-    return f"{CHANNEL}commentary to=functions.{bare} <|constrain|>json{MESSAGE}", ""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from gateway.output.parser import Emit, Format, Parts, Reader, Steps
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+HARMONY_MARKS = (START, CHANNEL, MESSAGE, "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", START)
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import enum
 import secrets
 import string
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import orjson
@@ -16,53 +15,25 @@ from gateway.output import forced
 from gateway.output import tool_formats as marks
 from gateway.output.forced import Tag, any_of
 from gateway.output.parser import Format
-from gateway.output.pythonic_calls import PYTHON_END, PYTHON_START, PYTHON_TAG
 from gateway.output.reasoning import (
     CHANNEL,
+    HARMONY_MARKS,
     KIMI_THINK,
-    MESSAGE,
     MISTRAL_THINK,
     SEED_THINK,
-    START,
     THINK,
     ThinkTags,
     harmony,
     text_only,
     thinking,
 )
-from gateway.output.tagged_calls import FAMILIES, GLM, MINIMAX, QWEN3_CODER, SEED_OSS
+from gateway.output.tagged_calls import GLM, MINIMAX, QWEN3_CODER, SEED_OSS
 from gateway.output.tools import Toolbox, ToolUse
 from shared.errors import InvalidArgument
 from shared.grammar import Grammar
 
 # Llama's templates show the form with these names.
 _PYTHONIC_EXAMPLE = "[func_name1("
-HARMONY_MARKS = (START, CHANNEL, MESSAGE, "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
-_DEEPSEEK_MARKS = (
-    *(marks.DEEPSEEK_CALLS, marks.DEEPSEEK_CALLS_END, marks.DEEPSEEK_SEP),
-    *(marks.DEEPSEEK_CALL, marks.DEEPSEEK_CALL_END),
-)
-MARKS: Mapping[str, tuple[str, ...]] = {
-    **{family: tags.marks for family, tags in FAMILIES.items()},
-    "hermes": (marks.HERMES_BEGIN, marks.HERMES_END),
-    "llama3": (PYTHON_TAG,),
-    "pythonic": (PYTHON_TAG, PYTHON_START, PYTHON_END),
-    "mistral": (marks.MISTRAL_BEGIN, marks.MISTRAL_ARGS, marks.MISTRAL_ID),
-    "deepseek": _DEEPSEEK_MARKS,
-    "deepseek-v3.1": _DEEPSEEK_MARKS,
-    "kimi-k2": (
-        *(marks.KIMI_CALLS, marks.KIMI_CALLS_END, marks.KIMI_ARGS),
-        *(marks.KIMI_CALL, marks.KIMI_CALL_END),
-    ),
-    "harmony": HARMONY_MARKS,
-}
-# Of the families whose marks are single tokens, so that no reasoning can be about them.
-CALLS_THAT_END_REASONING = {
-    "deepseek": (marks.DEEPSEEK_CALLS,),
-    "deepseek-v3.1": (marks.DEEPSEEK_CALLS,),
-    "kimi-k2": (marks.KIMI_CALLS,),
-}
-
 _CALL_ID_CHARACTERS = string.ascii_letters + string.digits
 
 
@@ -199,7 +170,7 @@ class ChatOutput:
         """Special tokens that the format is made of, and that must not be left out of the text."""
         kept: tuple[str, ...] = ()
         if self.toolbox is not None:
-            kept += MARKS.get(self.style.tools.value, ())
+            kept += marks.FAMILIES[self.style.tools.value].marks
         if self.style.reasoning is ReasoningParser.HARMONY:
             kept += HARMONY_MARKS
         tags = self.style.reasoning.tags
@@ -214,12 +185,13 @@ class ChatOutput:
         answer: Format = text_only
         if self.toolbox is not None:
             schemas = {tool.name: tool.schema for tool in self.toolbox.tools}
-            answer = marks.tool_format(self.style.tools.value, schemas)
+            answer = marks.FAMILIES[self.style.tools.value].read(schemas)
         if not self.has_reasoning:
             return answer
         call_marks: tuple[str, ...] = ()
         if self.toolbox is not None:
-            call_marks = CALLS_THAT_END_REASONING.get(self.style.tools.value, ())
+            family = marks.FAMILIES[self.style.tools.value]
+            call_marks = (family.trigger,) if family.ends_reasoning else ()
         return thinking(
             answer,
             starts_inside=self.starts_inside,

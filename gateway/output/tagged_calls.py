@@ -97,7 +97,7 @@ MINIMAX = Tags(
     "",
     "</parameter>",
 )
-FAMILIES: Mapping[str, Tags] = {
+TAGS: Mapping[str, Tags] = {
     "qwen3-coder": QWEN3_CODER,
     "seed-oss": SEED_OSS,
     "glm45": GLM,

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
 
 from gateway.output.arguments import Schema
 from gateway.output.parser import Emit, Format, Parts, Reader, Steps, Waiting
-from gateway.output.pythonic_calls import PYTHON_TAG, pythonic
-from gateway.output.tagged_calls import FAMILIES, tagged
+from gateway.output.pythonic_calls import PYTHON_END, PYTHON_START, PYTHON_TAG, pythonic
+from gateway.output.reasoning import CHANNEL, HARMONY_MARKS, MESSAGE, harmony
+from gateway.output.tagged_calls import MINIMAX, TAGS, tagged
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
 
@@ -258,22 +261,101 @@ def _kimi_call(reader: Reader, parts: Parts) -> Waiting[None]:
         parts.content(rest)
 
 
-def tool_format(family: str, schemas: Mapping[str, Schema]) -> Format:
-    """Returns the format of a family.
+@dataclass(frozen=True, slots=True)
+class CallFamily:
+    """The way in which models of a family write calls.
 
-    Args:
-        schemas: of the tools' arguments, by name. An answer that only looks like a call calls
-            none of them.
+    Attributes:
+        read: makes the format, of the schemas of the tools' arguments by name.
+        marks: special tokens that calls are made of.
+        frame: what stands before the name, between it and the arguments, and behind those, where
+            they are one JSON object; None where they are not, or there is more to it.
+        section: what stands around all calls of an answer.
+        separator: between two calls.
+        trigger: what tells a call, or all calls, from free text; empty where nothing does.
+        ends_reasoning: the trigger is a single token, so that no reasoning can be about it.
     """
-    if family in FAMILIES:
-        return tagged(FAMILIES[family], schemas)
-    formats: dict[str, Format] = {
-        "hermes": hermes,
-        "llama3": llama(schemas),
-        "pythonic": pythonic(schemas),
-        "mistral": mistral,
-        "deepseek": deepseek,
-        "deepseek-v3.1": deepseek,
-        "kimi-k2": kimi,
-    }
-    return formats[family]
+
+    read: Callable[[Mapping[str, Schema]], Format]
+    marks: tuple[str, ...]
+    frame: tuple[str, str, str] | None = None
+    section: tuple[str, str] | None = None
+    separator: str = ""
+    trigger: str = ""
+    ends_reasoning: bool = False
+
+
+_DEEPSEEK_MARKS = (
+    DEEPSEEK_CALLS,
+    DEEPSEEK_CALLS_END,
+    DEEPSEEK_SEP,
+    DEEPSEEK_CALL,
+    DEEPSEEK_CALL_END,
+)
+_DEEPSEEK_SECTION = (DEEPSEEK_CALLS, DEEPSEEK_CALLS_END)
+FAMILIES: Mapping[str, CallFamily] = {
+    **{
+        name: CallFamily(partial(tagged, tags), tags.marks, separator="\n", trigger=tags.begin)
+        for name, tags in TAGS.items()
+    },
+    "minimax-m2": CallFamily(
+        partial(tagged, MINIMAX),
+        MINIMAX.marks,
+        section=(f"{MINIMAX.begin}\n", MINIMAX.end),
+        trigger=MINIMAX.begin,
+    ),
+    "hermes": CallFamily(
+        lambda _: hermes,
+        (HERMES_BEGIN, HERMES_END),
+        frame=(f'{HERMES_BEGIN}\n{{"name": "', '", "arguments": ', f"}}\n{HERMES_END}"),
+        separator="\n",
+        trigger=HERMES_BEGIN,
+    ),
+    "llama3": CallFamily(
+        llama, (PYTHON_TAG,), frame=('{"name": "', '", "parameters": ', "}"), separator="; "
+    ),
+    "pythonic": CallFamily(
+        pythonic, (PYTHON_TAG, PYTHON_START, PYTHON_END), section=("[", "]"), separator=", "
+    ),
+    "mistral": CallFamily(
+        lambda _: mistral,
+        (MISTRAL_BEGIN, MISTRAL_ARGS, MISTRAL_ID),
+        frame=('{"name": "', '", "arguments": ', "}"),
+        section=(f"{MISTRAL_BEGIN}[", "]"),
+        separator=", ",
+    ),
+    "deepseek": CallFamily(
+        lambda _: deepseek,
+        _DEEPSEEK_MARKS,
+        frame=(
+            f"{DEEPSEEK_CALL}function{DEEPSEEK_SEP}",
+            "\n```json\n",
+            f"\n```{DEEPSEEK_CALL_END}",
+        ),
+        section=_DEEPSEEK_SECTION,
+        separator="\n",
+        trigger=DEEPSEEK_CALLS,
+        ends_reasoning=True,
+    ),
+    "deepseek-v3.1": CallFamily(
+        lambda _: deepseek,
+        _DEEPSEEK_MARKS,
+        frame=(DEEPSEEK_CALL, DEEPSEEK_SEP, DEEPSEEK_CALL_END),
+        section=_DEEPSEEK_SECTION,
+        trigger=DEEPSEEK_CALLS,
+        ends_reasoning=True,
+    ),
+    "kimi-k2": CallFamily(
+        lambda _: kimi,
+        (KIMI_CALLS, KIMI_CALLS_END, KIMI_ARGS, KIMI_CALL, KIMI_CALL_END),
+        section=(KIMI_CALLS, KIMI_CALLS_END),
+        trigger=KIMI_CALLS,
+        ends_reasoning=True,
+    ),
+    # Nothing may follow the arguments, so the output ends there; the end token is not needed.
+    "harmony": CallFamily(
+        lambda _: harmony,
+        HARMONY_MARKS,
+        frame=(f"{CHANNEL}commentary to=functions.", f" <|constrain|>json{MESSAGE}", ""),
+    ),
+}

@@ -30,8 +30,6 @@ from gateway.schema import (
     ChatCompletionRequest,
     ChatMessage,
     ContentPart,
-    FunctionDefinition,
-    FunctionName,
     KnownFields,
     NamedTool,
     ResponseFormat,
@@ -39,7 +37,9 @@ from gateway.schema import (
     ToolDefinition,
     leave_out_hosted,
     refuse_rounds,
+    required,
     unimplemented,
+    unread,
 )
 from shared.errors import InvalidArgument
 
@@ -245,7 +245,7 @@ def _add_call(
     field: str, item: InputItem, messages: list[ChatMessage], thought: str | None
 ) -> None:
     """Adds a call to the assistant's last message, or to a new one."""
-    name = flat_name(_given(f"{field}.name", item.name), item.namespace)
+    name = flat_name(required(f"{field}.name", item.name), item.namespace)
     function = CalledFunction(name=name, arguments=item.arguments or "{}")
     call = ToolCall(id=item.call_id, function=function)
     if messages and messages[-1].role == "assistant" and thought is None:
@@ -255,7 +255,7 @@ def _add_call(
 
 
 def _output(field: str, item: InputItem) -> ChatMessage:
-    call_id = _given(f"{field}.call_id", item.call_id)
+    call_id = required(f"{field}.call_id", item.call_id)
     output = item.output or ""
     if isinstance(output, list):
         output = [_part(f"{field}.output[{n}]", part) for n, part in enumerate(output)]
@@ -282,14 +282,8 @@ def _message(field: str, item: InputItem) -> ChatMessage:
 
 def _part(field: str, part: ContentPart) -> ContentPart:
     if part.type not in _TEXT_PARTS:
-        raise unimplemented(f"{field}.type", f"content of type {part.type[:64]!r}")
+        raise unread(field, part.type)
     return ContentPart(type="text", text=part.text)
-
-
-def _given(field: str, value: str | None) -> str:
-    if value is None:
-        raise InvalidArgument.of("FIELD_INVALID", field, f"{field} is missing")
-    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,14 +365,11 @@ def _messages(body: ResponsesRequest, history: History) -> list[ChatMessage]:
 
 def _tools(body: ResponsesRequest) -> list[ToolDefinition] | None:
     return [
-        ToolDefinition(
-            type="function",
-            function=FunctionDefinition(
-                name=flat_name(tool.name or "", namespace),
-                description=tool.description,
-                parameters=tool.parameters,
-                strict=tool.strict,
-            ),
+        ToolDefinition.of(
+            flat_name(tool.name or "", namespace),
+            tool.description,
+            tool.parameters,
+            strict=tool.strict,
         )
         for tool, namespace in _functions(body.tools or (), "tools")
     ]
@@ -408,17 +399,13 @@ def _tool_choice(
     choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None,
 ) -> Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None:
     if isinstance(choice, NamedFunction):
-        return _named(choice)
+        return NamedTool.of(choice.name)
     if isinstance(choice, AllowedFunctions):
-        tools = [_named(each) for each in choice.tools]
+        tools = [NamedTool.of(each.name) for each in choice.tools]
         return AllowedToolChoice(
             type="allowed_tools", allowed_tools=AllowedTools(mode=choice.mode, tools=tools)
         )
     return choice
-
-
-def _named(choice: NamedFunction) -> NamedTool:
-    return NamedTool(type="function", function=FunctionName(name=choice.name))
 
 
 def _wants_logprobs(body: ResponsesRequest) -> bool:

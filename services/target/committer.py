@@ -11,11 +11,12 @@ from services.target.draw import Decision
 from services.target.fallback import OwnTrees
 from services.target.launcher import LaunchedStep
 from services.target.requests.event_stream import Subscriptions
-from services.target.requests.request import Delta, Failed, Finished, RoundTrace
+from services.target.requests.request import Finished
 from services.target.sequence import Sequence
 from services.target.step_plan import ScheduledSequence
 from services.target.step_report import Clock, StepReport
 from services.target.weight_control import WeightVersion
+from shared.generation import Delta, Failed, RoundTrace
 from shared.kv.leases import KvLeases
 from shared.runtime.host_copy import HostCopy
 from shared.runtime.round_state import SequenceRound

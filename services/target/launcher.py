@@ -13,10 +13,10 @@ from torch import Tensor
 
 from services.target.drafts.feature_store import FeatureFeed
 from services.target.draw import Decision, Draw
-from services.target.requests.request import PromptScored
 from services.target.sequence import Sequence
 from services.target.step_plan import ScheduledSequence, StepPlan
 from services.target.verifier import Verifier
+from shared.generation import PromptScored
 from shared.kv.batch import DecodeBatches, ForwardBatch, SequenceRows, build_batch
 from shared.kv.upload import Array, uploaded_numbers, uploaded_pairs
 from shared.runtime.host_copy import DeviceMark, HostCopy

@@ -24,7 +24,7 @@ from services.target.drafts.speculation_service import SpeculationServicer
 from services.target.engine import Engine
 from services.target.grammars.compiler import GrammarCompiler, GrammarLimits
 from services.target.requests.admission import Admission, RequestRecorder
-from services.target.requests.generate_service import RequestService, ServedModel, TargetServicer
+from services.target.requests.generate_service import ServedModel, TargetServicer
 from services.target.settings import TargetSettings
 from services.target.vllm.vllm_engine_messages import ModelFacts
 from services.target.vllm.vllm_engine_service import VllmEngineServicer
@@ -168,7 +168,7 @@ class TargetProcess:
         )
         self._grammars = grammar_compiler(engine, settings)
         self._admission = Admission(engine, self._grammars, self._lifecycle, recorder)
-        self._target = TargetServicer(engine, model, RequestService(self._admission))
+        self._target = TargetServicer(self._admission, model)
         self._vllm_engine: VllmEngineServicer | None = None
         if settings.grpc_vllm_engine:
             self._vllm_engine = VllmEngineServicer(self._admission, ModelFacts.of(settings))

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from services.target.grammars.matcher import GrammarMatcher
 from services.target.prediction import Prediction
-from services.target.requests.request import GenerationRequest, ModelLimits, SpeculationStats
+from services.target.requests.request import GenerationRequest, ModelLimits
 from shared.errors import OutriderError
+from shared.generation import SpeculationStats
 from shared.kv.leases import KvLease
 from shared.tokens import FinishReason, SamplingParams, ThinkingBudget
 

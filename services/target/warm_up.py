@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from services.target.engine import Engine
 from services.target.requests.event_stream import EventStream
-from services.target.requests.request import Failed, Finished, GenerationRequest
+from services.target.requests.request import Finished, GenerationRequest
+from shared.generation import Failed
 from shared.tokens import SamplingParams, StopParams
 
 _NUM_OUTPUT_TOKENS = 2

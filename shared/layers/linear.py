@@ -20,6 +20,7 @@ from shared.model_options import Quantisation
 
 STORED_DTYPES = {Quantisation.INT8: torch.int8, Quantisation.FP8: torch.float8_e4m3fn}
 
+_NO_PARTS = frozenset({"counters", "rotary", "sliding_rotary"})
 _Kind = TypeVar("_Kind")
 
 
@@ -120,12 +121,20 @@ def linears(part: object) -> Iterator[Linear]:
 
 
 def parts_of(part: object, kind: type[_Kind]) -> Iterator[_Kind]:
-    """Yields every part of a kind of a model, a tree of dataclasses and tuples."""
+    """Yields every part of a kind of a model, see `named_parts`."""
+    return (each for _, each in named_parts(part, kind))
+
+
+def named_parts(part: object, kind: type[_Kind], name: str = "") -> Iterator[tuple[str, _Kind]]:
+    """Yields every part of a kind of a model, a tree of dataclasses and tuples, by its place: but
+    tables of positions, scratch memory of products and what a group has."""
     if isinstance(part, kind):
-        yield part
+        yield name, part
     elif isinstance(part, tuple):
-        for each in part:
-            yield from parts_of(each, kind)
-    elif dataclasses.is_dataclass(part):
+        for index, each in enumerate(part):
+            yield from named_parts(each, kind, f"{name}.{index}")
+    elif dataclasses.is_dataclass(part) and not isinstance(part, TensorGroup):
         for field in dataclasses.fields(part):
-            yield from parts_of(getattr(part, field.name), kind)
+            if field.name not in _NO_PARTS:
+                inner = f"{name}.{field.name}" if name else field.name
+                yield from named_parts(getattr(part, field.name), kind, inner)

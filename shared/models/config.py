@@ -15,7 +15,7 @@ from shared.kernels.delta_layer import STAMP_SIZE
 from shared.kernels.pointwise import Activation
 from shared.layers.rotary import RopeConfig
 from shared.models.config_file import CONFIG_FILE, ConfigFile
-from shared.models.families import FAMILIES, Family, NormPlacement, QkNorm, WindowRule
+from shared.models.families import FAMILIES, Family, QkNorm, WindowRule
 from shared.models.layer_configs import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
@@ -135,34 +135,27 @@ class ModelConfig:
     """Sizes and switches of one decoder.
 
     Attributes:
-        architecture: class name in `architectures`, a key of `FAMILIES`.
+        architecture: class name in `architectures`, a key of `FAMILIES`; what all of a family have
+            in common is there.
         sliding_windows: one entry a layer; None sees everything.
         max_position_embeddings: longest sequence the model accepts, prompt and output.
         eos_token_ids: tokens that end generation, from config and generation config.
         has_qk_norm: queries and keys are normed before rotation, a head at a time.
-        norms_all_heads: they are normed before rotation, all heads at once.
         dtype: what the checkpoint was saved in; None if the config does not say.
         activation: of the gate of feed-forward blocks.
-        norms: where blocks are normed.
-        norm_offset: what is added to the weight of every norm.
         embedding_scale: what embeddings are multiplied by.
         attention_scale: factor of the scores; None is `head_dim ** -0.5`.
         attention_cap: bounds scores softly, see `paged_attention`; None in most families.
         logit_cap: likewise of the logits.
         sliding_rope: rotary parameters of sliding layers, where they have some of their own.
-        has_fused_matrices: see `Family`.
         experts: of the layers that have some; None in dense families.
         latent: of latent attention, whose cache has one key head as wide as a row; None elsewhere.
-        sinks_key: see `Family`.
         unrotated_layers: those whose queries and keys are not rotated.
         has_unit_norm: queries and keys of the other layers are normed a head, without weights.
-        mlp_block: see `Family`.
         hybrid: where sliding layers have other heads than the rest; None elsewhere.
-        has_sinks: heads have a score without a value, see `paged_attention`.
         full_heads: query heads of layers that see everything, where sliding layers have
             `num_heads`, which are as many or more; None where all have.
-        has_head_gates, has_raw_mtp: see `Family`.
-        is_gated: see `Attention.is_gated`.
+        has_raw_mtp: see `Family`.
         delta: of layers with a gated delta rule in place of attention; None in most families.
         mlp_limits, expert_limits: see `Mlp.limit`, an entry a layer or none; the former are also
             those of blocks that all rows take beside experts.
@@ -188,29 +181,20 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     dtype: torch.dtype | None
     activation: Activation = Activation.SILU
-    norms: NormPlacement = NormPlacement.BEFORE
-    norm_offset: float = 0.0
-    norms_all_heads: bool = False
     embedding_scale: float = 1.0
     attention_scale: float | None = None
     attention_cap: float | None = None
     logit_cap: float | None = None
     sliding_rope: RopeConfig | None = None
-    has_fused_matrices: bool = False
     experts: ExpertConfig | None = None
-    has_sinks: bool = False
     latent: LatentConfig | None = None
     hybrid: HybridConfig | None = None
-    sinks_key: str = "sinks"
     unrotated_layers: frozenset[int] = frozenset()
     has_unit_norm: bool = False
-    mlp_block: str = "mlp."
     full_heads: int | None = None
-    has_head_gates: bool = False
     has_raw_mtp: bool = False
     mlp_limits: tuple[float | None, ...] = ()
     expert_limits: tuple[float | None, ...] = ()
-    is_gated: bool = False
     delta: DeltaConfig | None = None
 
     @classmethod
@@ -278,31 +262,32 @@ class ModelConfig:
             eos_token_ids=_eos_token_ids(config),
             dtype=saved_dtype(config),
             activation=family.activation or activation_of(config),
-            norms=family.norms,
-            norm_offset=family.norm_offset,
-            norms_all_heads=family.qk_norm is QkNorm.ALL_HEADS,
             embedding_scale=hidden_size**0.5 if family.scales_embedding else 1.0,
             attention_scale=_attention_scale(config, latent),
             attention_cap=_optional_number(config, "attn_logit_softcapping"),
             logit_cap=_optional_number(config, "final_logit_softcapping"),
             sliding_rope=_sliding_rope(config, family, max_positions),
-            has_fused_matrices=family.has_fused_matrices,
             experts=read_experts(config, family.experts),
-            has_sinks=family.has_sinks,
             latent=latent,
             hybrid=hybrid,
-            sinks_key=family.sinks_key,
             unrotated_layers=_unrotated_layers(config, family),
             has_unit_norm=family.skips_rotation and config.flag("use_qk_norm", True),
-            mlp_block=family.mlp_block,
             full_heads=full_heads,
-            has_head_gates=family.has_head_gates,
             has_raw_mtp=family.has_raw_mtp,
             mlp_limits=layer_limits(config, "swiglu_limits_shared"),
             expert_limits=layer_limits(config, "swiglu_limits"),
-            is_gated=family.is_gated,
             delta=read_delta(config, is_fused=family.has_fused_delta) if family.has_delta else None,
         )
+
+    @property
+    def family(self) -> Family:
+        """Properties that the config does not say."""
+        return FAMILIES[self.architecture]
+
+    @property
+    def norms_all_heads(self) -> bool:
+        """Whether queries and keys are normed before rotation, all heads at once."""
+        return self.family.qk_norm is QkNorm.ALL_HEADS
 
     @property
     def mtp_feature_layer(self) -> int:
@@ -370,7 +355,9 @@ class ModelConfig:
 
     def layer_has_sinks(self, layer: int) -> bool:
         """Whether a layer has sinks; of two kinds of layers, the sliding ones have."""
-        return self.has_sinks and (self.hybrid is None or self.sliding_windows[layer] is not None)
+        return self.family.has_sinks and (
+            self.hybrid is None or self.sliding_windows[layer] is not None
+        )
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's feed-forward block has experts."""

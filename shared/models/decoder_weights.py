@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,6 +27,18 @@ from shared.models.families import NormPlacement
 from shared.models.layer_configs import ExpertConfig
 from shared.models.shard import WHOLE, Shard
 from shared.models.weights import WeightPart
+
+
+def linear_from(
+    tensors: dict[str, Tensor],
+    name: str,
+    quantisation: Quantisation,
+    group: TensorGroup | None = None,
+) -> Linear:
+    """Takes weight and, if there is one, bias out of the dict."""
+    weight, bias = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.bias", None)
+    return Linear.of(weight, bias, quantisation, group)
+
 
 # The name map of gated delta layers, and the layer of its tensors.
 
@@ -75,22 +87,19 @@ def build_delta(
     assert config.delta is not None
     prefix = f"layers.{layer}."
 
-    def linear(name: str, quantisation: Quantisation) -> Linear:
-        return Linear.of(tensors.pop(f"{prefix}{name}.weight"), None, quantisation)
-
     return GatedDelta(
         shape=shape,
         delta=config.delta.shape,
-        channels=linear("channels", quantisation),
+        channels=linear_from(tensors, f"{prefix}channels", quantisation),
         # A few rows, on which everything behind them depends.
-        gates=linear("gates", Quantisation.UNQUANT),
+        gates=linear_from(tensors, f"{prefix}gates", Quantisation.UNQUANT),
         weights=DeltaWeights(
             tensors.pop(f"{prefix}taps").squeeze(1),
             tensors.pop(f"{prefix}A_log"),
             tensors.pop(f"{prefix}dt_bias"),
         ),
         norm=RmsNorm(tensors.pop(f"{prefix}delta_norm"), config.rms_norm_eps),
-        output=linear("output", quantisation),
+        output=linear_from(tensors, f"{prefix}output", quantisation),
         layer=config.first_cache_layer(layer),
         state=config.delta.layers.index(layer),
     )
@@ -133,7 +142,7 @@ def latent_parts(
     source = f"{source}self_attn."
     by_head, row_order = _orders(config, latent)
     heads = config.num_heads * latent.query_dim
-    cut = _head_cut(config, latent.query_dim, 0, shard)
+    cut = shard.cut(0, heads)
     has_bias = config.has_qkv_bias
     if latent.query_rank is None:
         yield WeightPart(
@@ -160,13 +169,13 @@ def latent_parts(
         f"{source}kv_b_proj.weight",
         (config.num_heads * expanded, latent.latent_dim),
         f"{target}expand",
-        cut=_head_cut(config, expanded, 0, shard),
+        cut=shard.cut(0, config.num_heads * expanded),
     )
     yield WeightPart(
         f"{source}o_proj.weight",
         (hidden, config.num_heads * latent.value_dim),
         f"{target}output.weight",
-        cut=_head_cut(config, latent.value_dim, 1, shard),
+        cut=shard.cut(1, config.num_heads * latent.value_dim),
     )
     if config.has_output_bias:
         yield WeightPart(f"{source}o_proj.bias", (hidden,), f"{target}output.bias")
@@ -189,21 +198,17 @@ def build_latent(
     latent, prefix, eps = config.latent, f"layers.{layer}.", config.rms_norm_eps
     assert latent is not None
 
-    def linear(name: str, own_group: TensorGroup | None = None) -> Linear:
-        bias = tensors.pop(f"{prefix}{name}.bias", None)
-        return Linear.of(tensors.pop(f"{prefix}{name}.weight"), bias, quantisation, own_group)
-
     is_short = latent.query_rank is None
     expand = tensors.pop(f"{prefix}expand").view(shape.num_heads, -1, latent.latent_dim)
     return LatentAttention(
         shape=shape,
-        compress=linear("compress"),
+        compress=linear_from(tensors, f"{prefix}compress", quantisation),
         query_norm=None if is_short else RmsNorm(tensors.pop(f"{prefix}query_norm"), eps),
-        queries=None if is_short else linear("queries"),
+        queries=None if is_short else linear_from(tensors, f"{prefix}queries", quantisation),
         latent_norm=RmsNorm(tensors.pop(f"{prefix}latent_norm"), eps),
         key_up=expand[:, : latent.straight_dim].contiguous(),
         value_up=expand[:, latent.straight_dim :].contiguous(),
-        output=linear("output", group),
+        output=linear_from(tensors, f"{prefix}output", quantisation, group),
         layer=cache_layer,
     )
 
@@ -220,13 +225,6 @@ def _orders(
         return (*range(count), *(count + index for index in order))
 
     return behind(latent.straight_dim), behind(latent.latent_dim)
-
-
-def _head_cut(config: ModelConfig, dim: int, axis: int, shard: Shard) -> Cut | None:
-    if shard.size == 1:
-        return None
-    own = shard.num_heads(config) * dim
-    return Cut(axis, shard.rank * own, own)
 
 
 # The name map of a block of experts, and the block of its tensors.
@@ -259,19 +257,14 @@ def expert_parts(
             f"{target}router.correction",
             dtype=torch.float32,
         )
-    if config.family.is_stacked_apart:
-        yield from _parts_stacked_apart(config, hidden, source, target, shard)
-    if config.family.is_stacked:
-        yield from _stacked_parts(config, hidden, f"{source}experts.", target, shard)
     if config.family.has_biases:
         yield WeightPart(f"{router}.bias", (num_experts,), f"{target}router.bias")
-    is_whole = config.family.may_be_stacked and has_stacks
-    if is_whole:
-        yield from _whole_parts(config, hidden, f"{source}experts.", target, shard)
-    inner, outer = _cuts(wide, shard.of_experts)
-    family = config.family
-    is_one_tensor = family.is_stacked or family.is_stacked_apart or is_whole
-    for expert in () if is_one_tensor else shard.experts(num_experts):
+    stacks = _expert_stacks(config, hidden, source, target, shard, has_stacks=has_stacks)
+    inner, outer = shard.of_experts.cut(0, wide), shard.of_experts.cut(1, wide)
+    for expert in shard.experts(num_experts):
+        if stacks:
+            yield from (replace(each, index=expert) for each in stacks)
+            continue
         own = f"{source}experts.{expert}."
         for key in (keys.gate, keys.up):
             yield WeightPart(
@@ -289,102 +282,66 @@ def expert_parts(
             )
 
 
-def _parts_stacked_apart(
-    config: ExpertConfig, hidden: int, source: str, target: str, shard: Shard
-) -> Iterator[WeightPart]:
-    keys, wide, num_experts = (
-        config.family.keys,
-        config.intermediate_size,
-        config.routing.num_experts,
-    )
-    inner, outer = _cuts(wide, shard.of_experts)
-    matrices = (
-        (f"{keys.gate}.weight", (wide, hidden), "gate_up", inner),
-        (f"{keys.up}.weight", (wide, hidden), "gate_up", inner),
-        (f"{keys.down}.weight", (hidden, wide), "down", outer),
-    )
-    return _of_stacks(matrices, num_experts, source, target, shard)
-
-
-def _whole_parts(
-    config: ExpertConfig, hidden: int, source: str, target: str, shard: Shard
-) -> Iterator[WeightPart]:
-    wide, num_experts = config.intermediate_size, config.routing.num_experts
-    part = shard.of_experts
-    own, outer = wide // part.size, _cuts(wide, part)[1]
+def _expert_stacks(
+    config: ExpertConfig, hidden: int, source: str, target: str, shard: Shard, *, has_stacks: bool
+) -> list[WeightPart]:
+    """Returns the parts of the first expert in tensors that hold the matrices of all; none where
+    each expert has tensors of its own."""
+    family, keys, wide = config.family, config.family.keys, config.intermediate_size
+    part, count = shard.of_experts, config.routing.num_experts
+    own, outer = wide // part.size, part.cut(1, wide)
     first = part.rank * own
-    matrices = (
-        ("gate_up_proj", (2 * wide, hidden), "gate_up", Cut(0, first, own)),
-        ("gate_up_proj", (2 * wide, hidden), "gate_up", Cut(0, wide + first, own)),
-        ("down_proj", (hidden, wide), "down", outer),
-    )
-    return _of_stacks(matrices, num_experts, source, target, shard)
+    halves = [Cut(0, start, own) for start in (first, wide + first)]
 
+    def stack(
+        key: str,
+        shape: tuple[int, ...],
+        name: str,
+        cut: Cut | None,
+        row_order: tuple[int, ...] | None = None,
+    ) -> WeightPart:
+        return WeightPart(
+            f"{source}{key}",
+            (count, *shape),
+            f"{target}experts.{name}",
+            cut=cut,
+            row_order=row_order,
+            index=0,
+            keeps_order=not family.is_stacked,
+        )
 
-def _of_stacks(
-    matrices: Sequence[tuple[str, tuple[int, int], str, Cut | None]],
-    num_experts: int,
-    source: str,
-    target: str,
-    shard: Shard,
-) -> Iterator[WeightPart]:
-    """Yields the part of each expert in tensors that hold the matrices of all.
-
-    Args:
-        matrices: key, shape of one expert's, name and cut.
-    """
-    for expert in shard.experts(num_experts):
-        for key, shape, name, cut in matrices:
-            yield WeightPart(
-                f"{source}{key}",
-                (num_experts, *shape),
-                f"{target}experts.{name}",
-                cut=cut,
-                index=expert,
-                keeps_order=True,
-            )
-
-
-def _stacked_parts(
-    config: ExpertConfig, hidden: int, source: str, target: str, shard: Shard
-) -> Iterator[WeightPart]:
-    wide, num_experts = config.intermediate_size, config.routing.num_experts
-    part = shard.of_experts
-    own, outer = wide // part.size, _cuts(wide, part)[1]
-    first, both = part.rank * own, (hidden, 2 * wide)
-    matrices: list[tuple[str, tuple[int, ...], str, Cut | None, tuple[int, ...] | None]]
-    if config.family.has_biases:
-        # Gate and up of a channel are neighbours.
-        inner = Cut(0, 2 * first, 2 * own)
-        order = (*range(0, 2 * own, 2), *range(1, 2 * own, 2))
-        matrices = [
-            ("gate_up_proj", both, "gate_up", inner, order),
-            ("gate_up_proj_bias", both[1:], "gate_up_bias", inner, order),
-            ("down_proj_bias", (hidden,), "down_bias", None, None),
+    if family.is_stacked_apart:
+        inner = part.cut(0, wide)
+        return [
+            stack(f"{keys.gate}.weight", (wide, hidden), "gate_up", inner),
+            stack(f"{keys.up}.weight", (wide, hidden), "gate_up", inner),
+            stack(f"{keys.down}.weight", (hidden, wide), "down", outer),
         ]
-    else:
-        matrices = [
-            ("gate_up_proj", both, "gate_up", Cut(0, start, own), None)
-            for start in (first, wide + first)
-        ]
-    matrices.append(("down_proj", (wide, hidden), "down", outer, None))
-    for expert in shard.experts(num_experts):
-        for key, shape, name, cut, row_order in matrices:
-            yield WeightPart(
-                f"{source}{key}",
-                (num_experts, *shape),
-                f"{target}experts.{name}",
-                cut=cut,
-                row_order=row_order,
-                index=expert,
-            )
+    both, down = "experts.gate_up_proj", "experts.down_proj"
+    if family.may_be_stacked and has_stacks:
+        found = [stack(both, (2 * wide, hidden), "gate_up", cut) for cut in halves]
+        return [*found, stack(down, (hidden, wide), "down", outer)]
+    if not family.is_stacked:
+        return []
+    found = [stack(down, (wide, hidden), "down", outer)]
+    if not family.has_biases:
+        return [*(stack(both, (hidden, 2 * wide), "gate_up", cut) for cut in halves), *found]
+    # Gate and up of a channel are neighbours.
+    inner = Cut(0, 2 * first, 2 * own)
+    order = (*range(0, 2 * own, 2), *range(1, 2 * own, 2))
+    return [
+        stack(both, (hidden, 2 * wide), "gate_up", inner, order),
+        stack(f"{both}_bias", (2 * wide,), "gate_up_bias", inner, order),
+        stack(f"{down}_bias", (hidden,), "down_bias", None),
+        *found,
+    ]
 
 
 def _shared_parts(
     config: ExpertConfig, hidden: int, source: str, target: str, shard: Shard
 ) -> Iterator[WeightPart]:
     keys, wide = config.family.keys, config.shared_size
-    inner, outer = _cuts(wide, shard)
+    inner, outer = shard.cut(0, wide), shard.cut(1, wide)
     source, target = f"{source}{keys.shared}", f"{target}shared."
     for key in ("gate_proj", "up_proj"):
         yield WeightPart(
@@ -457,14 +414,6 @@ def build_experts(
         limit=limit,
         shared_gate=None if shared_gate is None else Linear.of(shared_gate),
     )
-
-
-def _cuts(wide: int, shard: Shard) -> tuple[Cut | None, Cut | None]:
-    """Returns the parts of matrices with `wide` outputs, and with `wide` inputs."""
-    if shard.size == 1:
-        return None, None
-    own = wide // shard.size
-    return Cut(0, shard.rank * own, own), Cut(1, shard.rank * own, own)
 
 
 # Buffers that some checkpoints carry beside their weights.
@@ -634,7 +583,7 @@ def layer_parts(
     of the latter is added after the sum over processes and stays whole.
     """
     heads = shard.of_attention
-    for key, name in _NORMS[config.norms].items():
+    for key, name in _NORMS[config.family.norms].items():
         yield WeightPart(f"{source}{key}.weight", (config.hidden_size,), f"{target}{name}")
     if config.has_state(layer):
         yield from delta_parts(config, source, target)
@@ -653,14 +602,16 @@ def layer_parts(
             yield from matrix.parts(source, target)
     if not config.has_state(layer):
         yield from _head_norms(config, source, target, heads, layer)
-    if config.has_head_gates:
+    if config.family.has_head_gates:
         gates = (config.layer_heads(layer), config.hidden_size)
         yield WeightPart(f"{source}self_attn.g_proj.weight", gates, f"{target}head_gate.weight")
     if config.layer_has_sinks(layer):
-        own = heads.num_heads(config)
-        cut = None if heads.size == 1 else Cut(0, heads.rank * own, own)
+        cut = heads.cut(0, config.num_heads)
         yield WeightPart(
-            f"{source}self_attn.{config.sinks_key}", (config.num_heads,), f"{target}sinks", cut=cut
+            f"{source}self_attn.{config.family.sinks_key}",
+            (config.num_heads,),
+            f"{target}sinks",
+            cut=cut,
         )
 
 
@@ -694,12 +645,11 @@ def _attention_matrices(config: ModelConfig, shard: Shard, layer: int) -> Iterat
     values, attended = num_kv_heads * value_dim, num_heads * value_dim
     order = config.layer_rope(layer).dim_order(dim)
     query_order, gates = order, 0
-    if config.is_gated:
+    if config.family.is_gated:
         query_order, gates = _before_gates(num_heads, dim, order), queries
-    query_cut = key_cut = output_cut = None
+    size = config.num_heads * dim
+    query_cut, output_cut, key_cut = shard.cut(0, size), shard.cut(1, size), None
     if shard.size > 1:
-        own = shard.num_heads(config) * dim
-        query_cut, output_cut = Cut(0, shard.rank * own, own), Cut(1, shard.rank * own, own)
         key_cut = Cut(0, shard.first_kv_head(config) * dim, shard.num_kv_heads(config) * dim)
     first_row = 0
     for key, rows, cut, row_order in (
@@ -707,12 +657,12 @@ def _attention_matrices(config: ModelConfig, shard: Shard, layer: int) -> Iterat
         ("k_proj", keys, key_cut, order),
         ("v_proj", values, key_cut, None),
     ):
-        whole = (queries + 2 * keys if config.has_fused_matrices else rows, hidden)
-        name = "qkv_proj" if config.has_fused_matrices else key
+        whole = (queries + 2 * keys if config.family.has_fused_matrices else rows, hidden)
+        name = "qkv_proj" if config.family.has_fused_matrices else key
         yield _Matrix(
             f"self_attn.{name}", whole, first_row, rows, "qkv", config.has_qkv_bias, cut, row_order
         )
-        first_row += rows if config.has_fused_matrices else 0
+        first_row += rows if config.family.has_fused_matrices else 0
     yield _Matrix(
         "self_attn.o_proj",
         (hidden, attended),
@@ -733,17 +683,13 @@ def _before_gates(num_heads: int, dim: int, order: tuple[int, ...] | None) -> tu
 
 def _mlp_matrices(config: ModelConfig, shard: Shard) -> Iterator[_Matrix]:
     hidden, wide, has_bias = config.hidden_size, config.intermediate_size, config.has_mlp_bias
-    is_fused, own = config.has_fused_matrices, wide // shard.size
-    block, cut, down_cut = config.mlp_block, None, None
-    if shard.size > 1:
-        cut, down_cut = Cut(0, shard.rank * own, own), Cut(1, shard.rank * own, own)
+    is_fused, block = config.family.has_fused_matrices, config.family.mlp_block
+    cut, down_cut = shard.cut(0, wide), shard.cut(1, wide)
     for index, key in enumerate(("gate_proj", "up_proj")):
         whole = (2 * wide if is_fused else wide, hidden)
         name, first_row = ("gate_up_proj", index * wide) if is_fused else (key, 0)
         yield _Matrix(f"{block}{name}", whole, first_row, wide, "gate_up", has_bias, cut)
-    yield _Matrix(
-        f"{config.mlp_block}down_proj", (hidden, wide), 0, hidden, "down", has_bias, down_cut
-    )
+    yield _Matrix(f"{block}down_proj", (hidden, wide), 0, hidden, "down", has_bias, down_cut)
 
 
 def _vocabulary_cut(config: ModelConfig, shard: Shard) -> Cut | None:

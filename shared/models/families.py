@@ -70,13 +70,13 @@ class Family:
         mlp_block: what the keys of a feed-forward block begin with, after those of the layer.
         sinks_key: how checkpoints name sinks.
         activation: None asks the config.
-        has_sinks: see `ModelConfig`.
+        has_sinks: heads have a score without a value, see `paged_attention`.
         experts: of the layers that have some; None in dense families.
         defaults: keys that configs may leave out, beside those that all have in common.
     """
 
-    qkv_bias: bool | None
-    output_bias: bool | None
+    qkv_bias: bool | None = None
+    output_bias: bool | None = None
     qk_norm: QkNorm = QkNorm.NONE
     window_rule: WindowRule = WindowRule.NEVER
     window_period: int = 1
@@ -108,8 +108,6 @@ _WINDOW_4096: dict[str, object] = {"sliding_window": 4096}
 _EPS: dict[str, object] = {"rms_norm_eps": 1e-5}
 _GEMMA: dict[str, object] = {"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
 _GEMMA2 = Family(
-    qkv_bias=None,
-    output_bias=None,
     window_rule=WindowRule.PATTERN,
     window_period=2,
     default_head_dim=256,
@@ -125,8 +123,6 @@ _GEMMA2 = Family(
     },
 )
 _GEMMA3 = Family(
-    qkv_bias=None,
-    output_bias=None,
     qk_norm=QkNorm.HEAD,
     window_rule=WindowRule.PATTERN,
     window_period=6,
@@ -148,8 +144,6 @@ _GEMMA3 = Family(
     },
 )
 _LLAMA4 = Family(
-    qkv_bias=None,
-    output_bias=None,
     skips_rotation=True,
     mlp_block="feed_forward.",
     default_head_dim=128,
@@ -164,8 +158,6 @@ _LLAMA4 = Family(
     defaults=_EPS | {"n_shared_experts": 1, "intermediate_size_mlp": 16_384},
 )
 _STEP = Family(
-    qkv_bias=None,
-    output_bias=None,
     qk_norm=QkNorm.HEAD,
     window_rule=WindowRule.PATTERN,
     default_head_dim=128,
@@ -197,8 +189,6 @@ _DELTA: dict[str, object] = {
     "linear_conv_kernel_dim": 4,
 }
 _QWEN3_5 = Family(
-    qkv_bias=None,
-    output_bias=None,
     qk_norm=QkNorm.HEAD,
     default_head_dim=256,
     norm_offset=1.0,
@@ -233,9 +223,8 @@ _QWEN3_NEXT = replace(
     ),
     defaults=_DELTA | {"norm_topk_prob": True, "shared_expert_intermediate_size": 512},
 )
+_CORRECTED = ExpertFamily(scores=RouterScores.SIGMOID, has_correction=True, is_wide=True)
 _OLMO2 = Family(
-    qkv_bias=None,
-    output_bias=None,
     qk_norm=QkNorm.ALL_HEADS,
     norms=NormPlacement.AFTER,
     defaults=_EPS,
@@ -243,7 +232,7 @@ _OLMO2 = Family(
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "LlamaForCausalLM": Family(qkv_bias=None, output_bias=None),
+        "LlamaForCausalLM": Family(),
         "Llama4ForCausalLM": _LLAMA4,
         "Llama4ForConditionalGeneration": _LLAMA4,
         "MistralForCausalLM": Family(
@@ -259,8 +248,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             defaults=_WINDOW_4096,
         ),
         "Qwen3ForCausalLM": Family(
-            qkv_bias=None,
-            output_bias=None,
             qk_norm=QkNorm.HEAD,
             window_rule=WindowRule.SWITCHED,
             default_head_dim=128,
@@ -295,11 +282,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             defaults=_EPS,
         ),
         "Qwen3MoeForCausalLM": Family(
-            qkv_bias=None,
-            output_bias=None,
             qk_norm=QkNorm.HEAD,
             window_rule=WindowRule.SWITCHED,
-            experts=ExpertFamily(keys=ExpertKeys(), scores=RouterScores.SOFTMAX),
+            experts=ExpertFamily(scores=RouterScores.SOFTMAX),
             defaults=_WINDOW_4096,
         ),
         "Qwen3NextForCausalLM": _QWEN3_NEXT,
@@ -308,41 +293,25 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
         "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
         "Glm4MoeForCausalLM": Family(
-            qkv_bias=None,
             output_bias=False,
             qk_norm=QkNorm.ASKED,
             rope=RopeDefaults(partial=0.5),
-            experts=ExpertFamily(
-                keys=ExpertKeys(),
-                scores=RouterScores.SIGMOID,
-                has_correction=True,
-                is_wide=True,
-            ),
+            experts=_CORRECTED,
             defaults=_EPS | {"norm_topk_prob": True},
         ),
         "DeepseekV2ForCausalLM": Family(
-            qkv_bias=None,
-            output_bias=None,
             is_latent=True,
             rope=RopeDefaults(is_interleaved=True),
-            experts=ExpertFamily(keys=ExpertKeys(), scores=RouterScores.SOFTMAX, is_wide=True),
+            experts=ExpertFamily(scores=RouterScores.SOFTMAX, is_wide=True),
             defaults={"topk_method": "greedy"},
         ),
         "DeepseekV3ForCausalLM": Family(
-            qkv_bias=None,
-            output_bias=None,
             is_latent=True,
             rope=RopeDefaults(is_interleaved=True),
-            experts=ExpertFamily(
-                keys=ExpertKeys(),
-                scores=RouterScores.SIGMOID,
-                has_correction=True,
-                is_wide=True,
-            ),
+            experts=_CORRECTED,
             defaults={"norm_topk_prob": True},
         ),
         "MiMoV2FlashForCausalLM": Family(
-            qkv_bias=None,
             output_bias=False,
             window_rule=WindowRule.PATTERN,
             default_head_dim=192,
@@ -351,19 +320,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             has_sinks=True,
             sinks_key="attention_sink_bias",
             is_hybrid=True,
-            experts=ExpertFamily(
-                keys=ExpertKeys(),
-                scores=RouterScores.SIGMOID,
-                has_correction=True,
-                is_wide=True,
-            ),
+            experts=_CORRECTED,
             defaults={"norm_topk_prob": True, "v_head_dim": 128},
         ),
         "Step3p5ForCausalLM": _STEP,
         "Step3p7ForConditionalGeneration": _STEP,
         "GptOssForCausalLM": Family(
-            qkv_bias=None,
-            output_bias=None,
             window_rule=WindowRule.PATTERN,
             window_period=2,
             default_head_dim=64,

@@ -267,8 +267,8 @@ class ExpertFamily:
         scales_inputs: see `Experts`.
     """
 
-    keys: ExpertKeys
     scores: RouterScores
+    keys: ExpertKeys = ExpertKeys()
     normalises: bool | None = None
     has_correction: bool = False
     is_wide: bool = False

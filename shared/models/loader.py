@@ -32,6 +32,9 @@ from shared.models.decoder_weights import (
     decoder_parts,
     keys_of_others,
 )
+from shared.models.decoder_weights import (
+    linear_from as linear_from,
+)
 from shared.models.families import NormPlacement
 from shared.models.other_vocabulary import in_other_vocabulary, with_ids
 from shared.models.shard import Shard, shard_of
@@ -232,8 +235,8 @@ def build_layer(
     cache_layer = shard_of(group).cache_layer(config, layer)
     own = None if group is None else group.of_layers
     prefix = f"layers.{layer}."
-    has_input_norm = config.norms is not NormPlacement.AFTER
-    has_output_norm = config.norms is not NormPlacement.BEFORE
+    has_input_norm = config.family.norms is not NormPlacement.AFTER
+    has_output_norm = config.family.norms is not NormPlacement.BEFORE
 
     build = _attention if config.latent is None else build_latent
 
@@ -336,7 +339,7 @@ def _attention(
         sinks=tensors.pop(f"{prefix}sinks", None),
         narrow=_narrow(config, layer),
         head_gate=Linear.of(gate) if gate is not None else None,
-        is_gated=config.is_gated,
+        is_gated=config.family.is_gated,
     )
 
 
@@ -353,17 +356,6 @@ def norm_from(config: ModelConfig, tensors: dict[str, Tensor], name: str) -> Rms
     One with an offset is held in float32: half precision would round away what was learnt.
     """
     weight = tensors.pop(name)
-    if config.norm_offset:
-        weight = weight.float() + config.norm_offset
+    if config.family.norm_offset:
+        weight = weight.float() + config.family.norm_offset
     return RmsNorm(weight, config.rms_norm_eps)
-
-
-def linear_from(
-    tensors: dict[str, Tensor],
-    name: str,
-    quantisation: Quantisation,
-    group: TensorGroup | None = None,
-) -> Linear:
-    """Takes weight and, if there is one, bias out of the dict."""
-    weight, bias = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.bias", None)
-    return Linear.of(weight, bias, quantisation, group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shared.layers.tensor_group import TensorGroup
+from shared.models.checkpoint import Cut
 from shared.models.config import ModelConfig
 
 
@@ -131,6 +132,11 @@ class Shard:
             return range(num_experts)
         count = num_experts // self.size
         return range(self.rank * count, (self.rank + 1) * count)
+
+    def cut(self, dim: int, size: int) -> Cut | None:
+        """Returns this part of the `size` rows or columns of a tensor along `dim`; None for all."""
+        own = size // self.size
+        return None if self.size == 1 else Cut(dim, self.rank * own, own)
 
     def num_heads(self, config: ModelConfig) -> int:
         return config.num_heads // self.size

@@ -15,14 +15,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shared.errors import CheckpointError
-from shared.layers.linear import Linear
-from shared.layers.tensor_group import TensorGroup
+from shared.layers.linear import Linear, named_parts
 from shared.model_options import LoadFormat, ModelOptions
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
@@ -228,38 +227,20 @@ def checksums(decoder: Decoder) -> dict[str, str]:
     return {name: _digest(tensor) for name, tensor in named_tensors(decoder)}
 
 
-def named_tensors(part: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yields the weights of a model, a tree of dataclasses and tuples, by their places."""
-    if isinstance(part, Tensor):
-        yield name, part
-    elif isinstance(part, tuple):
-        for index, each in enumerate(part):
-            yield from named_tensors(each, f"{name}.{index}")
-    elif dataclasses.is_dataclass(part) and not isinstance(part, TensorGroup):
-        for field in dataclasses.fields(part):
-            if field.name not in ("counters", "rotary", "sliding_rotary"):
-                inner = f"{name}.{field.name}" if name else field.name
-                yield from named_tensors(getattr(part, field.name), inner)
+def named_tensors(part: object) -> Iterator[tuple[str, Tensor]]:
+    """Yields the weights of a model or of a part of one, by their places."""
+    return named_parts(part, Tensor)
 
 
 def _put(old: object, new: object) -> None:
     """Copies the tensors of `new`, but those on the meta device, to their counterparts."""
-    given = list(named_tensors(new))
-    if all(tensor.is_meta for _, tensor in given):
-        return
-    if isinstance(old, Tensor):
-        assert isinstance(new, Tensor)
-        assert old.shape == new.shape, f"{list(old.shape)} is not {list(new.shape)}"
-        assert (old.dtype, old.layout) == (new.dtype, new.layout)
-        old.copy_(new)
-    elif isinstance(old, tuple):
-        assert isinstance(new, tuple)
-        for mine, theirs in zip(old, new, strict=True):
-            _put(mine, theirs)
-    elif dataclasses.is_dataclass(old) and not isinstance(old, TensorGroup):
-        for field in dataclasses.fields(old):
-            if field.name != "counters":
-                _put(getattr(old, field.name), getattr(new, field.name))
+    places = dict(named_tensors(old))
+    for name, tensor in named_tensors(new):
+        if not tensor.is_meta:
+            place = places[name]
+            assert place.shape == tensor.shape, f"{list(place.shape)} is not {list(tensor.shape)}"
+            assert (place.dtype, place.layout) == (tensor.dtype, tensor.layout)
+            place.copy_(tensor)
 
 
 def _by_layer(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
@@ -307,8 +288,6 @@ def _check_config(folder: Path, given: ModelConfig, served: ModelConfig) -> None
 # features that it applies, and the tokens that the head can draft.
 
 _FIXED = ("feature_spec.projection", "vocabulary.token_ids", "token_map")
-# Not learnt: tables of positions, and scratch memory of products.
-_NO_WEIGHTS = frozenset({"config", "rotary", "sliding_rotary", "counters"})
 _FINITE_PART = 1 << 22  # elements
 
 
@@ -333,7 +312,7 @@ class WeightSwap:
     def __init__(self, running: Model, new: Model) -> None:
         if new.config != running.config:
             raise CheckpointError("config.json is not that of the model that runs")
-        places, sources = dict(_tensors(running, "")), dict(_tensors(new, ""))
+        places, sources = dict(named_tensors(running)), dict(named_tensors(new))
         for name in sorted(places.keys() ^ sources.keys()):
             where = "the model that runs" if name in places else "the new weights"
             raise CheckpointError(f"{name} is in {where} alone")
@@ -370,17 +349,3 @@ def _is_finite(values: Tensor) -> bool:
     """In parts: a GPU that serves has little room, and making room would hold up its steps."""
     parts = torch.split(values.reshape(-1), _FINITE_PART)
     return bool(torch.stack([part.float().isfinite().all() for part in parts]).all())
-
-
-def _tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of nested dataclasses and tuples, by their path."""
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, tuple):
-        for index, each in enumerate(value):
-            yield from _tensors(each, f"{path}.{index}")
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            if field.name not in _NO_WEIGHTS:
-                inner = f"{path}.{field.name}" if path else field.name
-                yield from _tensors(getattr(value, field.name), inner)

@@ -64,70 +64,12 @@ class AdminHooks:
     update_draft: Callable[[Path, str], Awaitable[float]] | None = None
 
 
-class _WithoutWeights(pb_grpc.AdminServiceServicer):
-    """A process has no weights that change."""
-
-    async def GetWeightStatus(
-        self, request: pb.GetWeightStatusRequest, context: Context
-    ) -> pb.GetWeightStatusResponse:
-        raise self._no_weights()
-
-    async def PauseGeneration(
-        self, request: pb.PauseGenerationRequest, context: Context
-    ) -> pb.PauseGenerationResponse:
-        raise self._no_weights()
-
-    async def ContinueGeneration(
-        self, request: pb.ContinueGenerationRequest, context: Context
-    ) -> pb.ContinueGenerationResponse:
-        raise self._no_weights()
-
-    async def BeginWeightUpdate(
-        self, request: pb.BeginWeightUpdateRequest, context: Context
-    ) -> pb.BeginWeightUpdateResponse:
-        raise self._no_weights()
-
-    async def UpdateWeights(
-        self, request: pb.UpdateWeightsRequest, context: Context
-    ) -> pb.UpdateWeightsResponse:
-        raise self._no_weights()
-
-    async def EndWeightUpdate(
-        self, request: pb.EndWeightUpdateRequest, context: Context
-    ) -> pb.EndWeightUpdateResponse:
-        raise self._no_weights()
-
-    async def InitWeightUpdateGroup(
-        self, request: pb.InitWeightUpdateGroupRequest, context: Context
-    ) -> pb.InitWeightUpdateGroupResponse:
-        raise self._no_weights()
-
-    async def DestroyWeightUpdateGroup(
-        self, request: pb.DestroyWeightUpdateGroupRequest, context: Context
-    ) -> pb.DestroyWeightUpdateGroupResponse:
-        raise self._no_weights()
-
-    async def CheckWeights(
-        self, request: pb.CheckWeightsRequest, context: Context
-    ) -> pb.CheckWeightsResponse:
-        raise self._no_weights()
-
-    async def ReleaseMemory(
-        self, request: pb.ReleaseMemoryRequest, context: Context
-    ) -> pb.ReleaseMemoryResponse:
-        raise self._no_weights()
-
-    async def ResumeMemory(
-        self, request: pb.ResumeMemoryRequest, context: Context
-    ) -> pb.ResumeMemoryResponse:
-        raise self._no_weights()
-
-    def _no_weights(self) -> Unimplemented:
-        return Unimplemented("weights are replaced in a target only", reason="WEIGHTS_ABSENT")
+# Abstract to the type checker; what a process leaves out is UNIMPLEMENTED, see `ErrorInterceptor`.
+_Servicer: Any = pb_grpc.AdminServiceServicer
 
 
-class AdminServicer(_WithoutWeights):
-    """Operates one process, on its maintenance port."""
+class AdminServicer(_Servicer):  # type: ignore[misc]
+    """Operates one process, on its maintenance port. Only a target has the methods of weights."""
 
     def __init__(self, info: ProcessInfo, lifecycle: Lifecycle, hooks: AdminHooks) -> None:
         self._info = info

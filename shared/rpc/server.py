@@ -18,7 +18,13 @@ from grpc import aio
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from shared.errors import EngineFailed, InvalidArgument, OutriderError, SettingsError
+from shared.errors import (
+    EngineFailed,
+    InvalidArgument,
+    OutriderError,
+    SettingsError,
+    Unimplemented,
+)
 from shared.rpc.channel import MAX_MESSAGE_BYTES, server_credentials, server_options
 from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.status import Metadata, abort_arguments, enter_request
@@ -128,6 +134,9 @@ async def _abort(context: Context, error: Exception, method: str, request_id: st
     Raises:
         AbortError: always; gRPC's way of ending a call.
     """
+    if isinstance(error, NotImplementedError):  # of the stubs, for what a servicer leaves out
+        name = method.rpartition("/")[2]
+        error = Unimplemented.of(name, "this process does not serve it")
     if not isinstance(error, OutriderError):
         if context.done():  # a write to a caller who left fails as well; that is no bug of ours
             logger.debug("%s ended while its caller was leaving", method, exc_info=error)

@@ -28,7 +28,6 @@ from tokenizers import Tokenizer
 
 from services.draft.settings_problems import DEMO_HEADS, DEMO_TARGET
 from services.draft.training.documents import Documents
-from shared.demo.recipe import basics, geography
 from tests.bench.stack import running_stack
 
 HELD_OUT = 160
@@ -37,6 +36,15 @@ LESSON_REQUESTS = 100
 _CONCURRENCY = 4
 _STEPS = 5
 _POLL_S = 1.0
+_OF_COUNTRIES = (
+    *("What is the capital of {country}?", "Which city is the capital of {country}?"),
+    *("Name the capital of {country}.", "What's the capital of {country}?"),
+    *("Which continent is {country} in?", "On which continent is {country}?"),
+    *("What language is spoken in {country}?", "Which language do people speak in {country}?"),
+    *("What is the currency of {country}?", "What money do they use in {country}?"),
+    *("Tell me about {country}.", "What do you know about {country}?"),
+)
+_SUMS = ("What is {a} plus {b}?", "How much is {a} plus {b}?", "Calculate {a} + {b}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +65,12 @@ def questions(count: int, seed: int) -> list[list[int]]:
     """Returns different prompts of the domain, as token ids."""
     tokenizer = Tokenizer.from_file(str(DEMO_TARGET / "tokenizer.json"))
     draw, found = random.Random(seed), dict[str, None]()
-    makers = (*geography.MAKERS, *basics.MAKERS)
+    lines = Path(__file__).with_name("countries.txt").read_text(encoding="utf-8").splitlines()
+    countries = [line.split("|")[0].strip() for line in lines if not line.startswith("# ")]
     while len(found) < count:
-        [(_, maker)] = draw.choices(makers, weights=[weight for weight, _ in makers])
-        found[maker(draw)[0]] = None
+        numbers = {"a": draw.randint(0, 100), "b": draw.randint(0, 100)}
+        form = draw.choice((*_OF_COUNTRIES, *_SUMS))
+        found[form.format(country=draw.choice(countries), **numbers)] = None
     form = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     return [tokenizer.encode(form.format(each)).ids for each in found]
 

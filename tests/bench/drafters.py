@@ -33,9 +33,10 @@ from services.target.__main__ import read_settings
 from services.target.engine import Engine
 from services.target.engine_factory import build_engine
 from services.target.process import attachment_terms
-from services.target.requests.request import Event, Failed, Finished, GenerationRequest
+from services.target.requests.request import Event, Finished, GenerationRequest
 from services.target.settings import TargetSettings
 from services.target.step_report import StepReport
+from shared.generation import Failed
 from shared.model_files import tokenizer_sha256
 from shared.settings import load_settings
 from shared.tokens import SamplingParams, StopParams, TreeShape

@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from services.target.requests.request import Delta, Event, Finished
+from services.target.requests.request import Event, Finished
 from services.target.step_report import StepReport
+from shared.generation import Delta
 
 
 @dataclass

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gateway.generation import SpeculationStats
 from gateway.metrics import INTERVAL_S, NUM_INTERVALS, AcceptanceHistory
+from shared.generation import SpeculationStats
 
 BEGIN_S = 1000 * INTERVAL_S
 

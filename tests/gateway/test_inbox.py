@@ -8,7 +8,7 @@ import pytest
 
 from gateway.answer import Inbox
 from gateway.failures import Aborted, ClientGone, ClientTooSlow
-from gateway.generation import Delta, Started
+from shared.generation import Delta, Started
 
 
 def inbox(max_unread_tokens: int = 100) -> tuple[Inbox, list[str]]:
@@ -19,8 +19,8 @@ def inbox(max_unread_tokens: int = 100) -> tuple[Inbox, list[str]]:
 async def test_all_that_waits_is_taken_at_once_and_in_order() -> None:
     box, _ = inbox()
     box.put(1, Started(0))
-    box.put(0, Delta([5], 0))
-    assert await box.take() == [(1, Started(0)), (0, Delta([5], 0))]
+    box.put(0, Delta([5]))
+    assert await box.take() == [(1, Started(0)), (0, Delta([5]))]
 
 
 async def test_a_reader_is_woken() -> None:
@@ -34,7 +34,7 @@ async def test_a_reader_is_woken() -> None:
 async def test_reading_frees_the_room() -> None:
     box, overflows = inbox(max_unread_tokens=3)
     for _ in range(5):
-        box.put(0, Delta([1, 2, 3], 0))
+        box.put(0, Delta([1, 2, 3]))
         await box.take()
     assert overflows == []
 
@@ -42,7 +42,7 @@ async def test_reading_frees_the_room() -> None:
 async def test_the_bound_drops_the_backlog_and_is_reported_once() -> None:
     box, overflows = inbox(max_unread_tokens=3)
     for _ in range(5):
-        box.put(0, Delta([1, 2], 0))
+        box.put(0, Delta([1, 2]))
     assert overflows == ["overflow"]
     with pytest.raises(ClientTooSlow, match="3 tokens"):
         await box.take()
@@ -59,10 +59,10 @@ async def test_closing_wakes_the_reader_with_the_reason() -> None:
 
 async def test_what_came_before_an_abort_is_still_read() -> None:
     box, _ = inbox()
-    box.put(0, Delta([1, 2], 0))
+    box.put(0, Delta([1, 2]))
     box.end(Aborted.of("r"))
-    box.put(0, Delta([3], 0))
-    assert await box.take() == [(0, Delta([1, 2], 0))]
+    box.put(0, Delta([3]))
+    assert await box.take() == [(0, Delta([1, 2]))]
     with pytest.raises(Aborted):
         await box.take()
 
@@ -76,13 +76,13 @@ async def test_a_delta_is_taken_at_once_only_where_the_reader_waits_for_nothing_
         return True
 
     box.take_now = take_now
-    box.put(0, Delta([1], 0))  # nobody waits
-    assert await box.take() == [(0, Delta([1], 0))]
+    box.put(0, Delta([1]))  # nobody waits
+    assert await box.take() == [(0, Delta([1]))]
     reader = asyncio.create_task(box.take())
     await asyncio.sleep(0)
-    box.put(0, Delta([2], 0))
+    box.put(0, Delta([2]))
     assert not reader.done()
     box.put(0, Started(0))
-    box.put(0, Delta([3], 0))  # behind what is unread
-    assert await reader == [(0, Started(0)), (0, Delta([3], 0))]
+    box.put(0, Delta([3]))  # behind what is unread
+    assert await reader == [(0, Started(0)), (0, Delta([3]))]
     assert at_once == [2]

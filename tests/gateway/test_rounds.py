@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from gateway.answer import Inbox
-from gateway.generation import MAX_UNSENT_NODES, Delta, NodeBudget, Round
+from gateway.generation import MAX_UNSENT_NODES, NodeBudget
+from shared.generation import Delta, DraftAnswer, RoundTrace
 from shared.text import Tokenizer
 from shared.tokens import EMPTY_TREE, TokenTree
 from tests.gateway.driving import CHAT, error_of, events, say
@@ -249,9 +250,9 @@ async def test_server_info_names_model_and_drafts_of_a_target(
         assert [found["model"]] == info["models"]
 
 
-def _round(num_nodes: int) -> Round:
+def _round(num_nodes: int) -> RoundTrace:
     tree = TokenTree.chain(range(num_nodes))
-    return Round(0, tree, (0,), 1 + num_nodes, 0.1, 0.1, 0.1, "FAKE")
+    return RoundTrace(0, tree, (0,), 1 + num_nodes, 0.1, 0.1, DraftAnswer("FAKE", 0.1))
 
 
 def test_rounds_nobody_takes_lose_their_trees_at_the_bound() -> None:
@@ -259,7 +260,8 @@ def test_rounds_nobody_takes_lose_their_trees_at_the_bound() -> None:
     first, second = budget.admit(_round(8)), budget.admit(_round(8))
     assert first == _round(8)
     assert (second.tree, second.accepted_nodes) == (EMPTY_TREE, ())
-    assert (second.number, second.num_rows, second.algorithm) == (0, 9, "FAKE")
+    assert (second.round, second.num_rows) == (0, 9)
+    assert second.draft == DraftAnswer("FAKE", 0.1)
     budget.reset()
     assert budget.admit(_round(8)) == _round(8)
 
@@ -268,8 +270,8 @@ async def test_a_slow_client_keeps_its_tokens_and_loses_trees_only() -> None:
     box = Inbox(max_unread_tokens=100, on_overflow=lambda: pytest.fail("it overflowed"))
     num_rounds = MAX_UNSENT_NODES // 256 + 3
     for _ in range(num_rounds):
-        box.put(0, Delta([1, 2], 1, round=_round(256)))
+        box.put(0, Delta([1, 2], num_accepted=1, trace=_round(256)))
     deltas = [event for _, event in await box.take() if isinstance(event, Delta)]
     assert [delta.token_ids for delta in deltas] == [[1, 2]] * num_rounds
-    sizes = [len(delta.round.tree) for delta in deltas if delta.round is not None]
+    sizes = [len(delta.trace.tree) for delta in deltas if delta.trace is not None]
     assert sizes == [256] * (MAX_UNSENT_NODES // 256) + [0] * 3

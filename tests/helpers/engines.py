@@ -18,19 +18,11 @@ from services.target.drafts.feature_store import FeatureSpec
 from services.target.engine import Engine, Inbox
 from services.target.fallback import NgramFallback
 from services.target.grammars.matcher import CompiledGrammar
-from services.target.requests.request import (
-    Delta,
-    Event,
-    Failed,
-    Finished,
-    GenerationRequest,
-    ModelLimits,
-    PromptScored,
-    PromptScoring,
-)
+from services.target.requests.request import Event, Finished, GenerationRequest, ModelLimits
 from services.target.scheduler import Scheduler, SchedulerLimits
 from services.target.step_report import StepReport
 from services.target.verifier import VerificationMode, Verifier
+from shared.generation import Delta, Failed, PromptScored, PromptScoring
 from shared.kv.leases import KvLeases, PageGroup, PagePool
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from services.target.adaptive_config import AdaptiveConfig
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage, DraftTimeout
 from services.target.engine import Engine
-from services.target.requests.request import Failed, Finished, GenerationRequest
+from services.target.requests.request import Finished, GenerationRequest
+from shared.generation import Failed
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder

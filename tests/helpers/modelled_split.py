@@ -21,7 +21,8 @@ from services.target.adaptive_config import AdaptiveConfig
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage, DraftTimeout
 from services.target.drafts.draft_policy import ALWAYS
 from services.target.engine import Engine
-from services.target.requests.request import Delta, Event, Finished, GenerationRequest
+from services.target.requests.request import Event, Finished, GenerationRequest
+from shared.generation import Delta
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder

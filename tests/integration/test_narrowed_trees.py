@@ -10,8 +10,9 @@ import pytest
 from services.draft.likely_verdicts import FanOut
 from services.target.adaptive_config import AdaptiveConfig, Candidates
 from services.target.fallback import NgramFallback
-from services.target.requests.request import Delta, GenerationRequest
+from services.target.requests.request import GenerationRequest
 from services.target.step_report import StepReport
+from shared.generation import Delta
 from shared.models.decoder import Decoder
 from shared.tokens import SamplingParams, TreeShape
 from tests.helpers.ahead_cases import (

@@ -8,9 +8,9 @@ import json
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from gateway.output import forced
 from gateway.output.parser import CallArguments, CallBegun, OutputParser
 from gateway.output.style import ChatOutput, OutputStyle, ReasoningParser, ToolCallParser
+from gateway.output.tool_formats import FAMILIES
 from gateway.output.tools import Tool, Toolbox, ToolUse
 from services.target.grammars.source import SpecialTokens, grammar_source
 from services.target.settings import DEMO_MODEL
@@ -145,7 +145,7 @@ def test_reasoning_may_come_before_a_required_call(
         assert _matches(grammar, WORDS[family], tokenizer) is not starts_inside
 
 
-@pytest.mark.parametrize("family", [family for family in WORDS if family.value in forced.TRIGGERS])
+@pytest.mark.parametrize("family", [family for family in WORDS if FAMILIES[family.value].trigger])
 def test_strict_tools_leave_text_free_and_hold_calls(
     tokenizer: LLTokenizer, family: ToolCallParser
 ) -> None:

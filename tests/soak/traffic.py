@@ -6,7 +6,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.target.requests.request import GenerationRequest, PromptScoring
+from services.target.requests.request import GenerationRequest
+from shared.generation import PromptScoring
 from shared.tokens import SamplingParams, StopParams
 from tests.helpers.engines import VOCAB_SIZE, request
 from tests.helpers.grammars import regex

@@ -7,92 +7,31 @@ little memory, is compiled here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-
-from services.target.grammars.matcher import CompiledGrammar, shown_reason
-from services.target.grammars.source import SpecialTokens, grammar_source, invalid_grammar
-from shared.errors import FailedPrecondition, InvalidArgument, OutriderError
+from services.target.grammars.matcher import CompiledGrammar
+from services.target.grammars.source import (
+    STACK_BYTES,
+    Vocabulary,
+    compiled,
+    read_vocabulary,
+    too_complex,
+)
+from services.target.grammars.trial import Answer, Request
+from shared.errors import EngineFailed, FailedPrecondition, InvalidArgument, QueueFull
 from shared.grammar import Grammar
-
-if TYPE_CHECKING:
-    from services.target.grammars.trials import GrammarTrials
-
-
-# From a grammar's text to a matcher, by llguidance.
-
-STACK_BYTES = 512 * 2**20
-"""Of address space, for rules that name each other in a long chain: llguidance bounds how deeply
-they are written, not how deeply they refer. What is not used costs no memory."""
-
-
-def too_complex(message: str) -> InvalidArgument:
-    """Returns the refusal of a grammar that is beyond a bound."""
-    return InvalidArgument.of("GRAMMAR_TOO_COMPLEX", "grammar", message)
-
-
-# Below llguidance's own. Some 50,000 units of fuel take a millisecond, a state 2 kB.
-_FIRST_MASK_FUEL = 300_000
-_MAX_LEXER_STATES = 50_000
-_MAX_STEP_ITEMS = 20_000
-
-
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """The tokens that grammars are applied to."""
-
-    tokenizer: LLTokenizer
-    special_tokens: SpecialTokens
-
-
-def read_vocabulary(path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Vocabulary:
-    """Reads a `tokenizer.json`; arguments see `GrammarCompiler`.
-
-    Raises:
-        OSError, ValueError: it is missing, or no tokenizer that llguidance knows.
-    """
-    text = path.read_text("utf-8")
-    eos = list(eos_token_ids) or None
-    return Vocabulary(LLTokenizer(text, n_vocab=vocab_size, eos_token=eos), SpecialTokens.of(text))
-
-
-def compiled(grammar: Grammar, vocabulary: Vocabulary) -> CompiledGrammar:
-    """Raises:
-    InvalidArgument: the grammar is wrong.
-    """
-    try:
-        return _compiled_unguarded(grammar, vocabulary)
-    except OutriderError:
-        raise
-    # Foreign code on a stranger's text; a panic of Rust is no `Exception`.
-    except BaseException as error:
-        raise invalid_grammar(grammar.kind, shown_reason(str(error))) from error
-
-
-def _compiled_unguarded(grammar: Grammar, vocabulary: Vocabulary) -> CompiledGrammar:
-    source = grammar_source(grammar, vocabulary.special_tokens)
-    limits = LLParserLimits(
-        verbose_errors=False,
-        initial_lexer_fuel=_FIRST_MASK_FUEL,
-        max_lexer_states=_MAX_LEXER_STATES,
-        step_max_items=_MAX_STEP_ITEMS,
-    )
-    matcher = LLMatcher(vocabulary.tokenizer, source, log_level=0, limits=limits)
-    if matcher.is_error():
-        raise invalid_grammar(grammar.kind, shown_reason(matcher.get_error()))
-    first = matcher.deep_copy()
-    if not any(first.compute_bitmask()) or first.is_error():
-        reason = first.get_error() or "no token of the vocabulary can begin a match"
-        raise invalid_grammar(grammar.kind, shown_reason(reason))
-    return CompiledGrammar(matcher, vocabulary.tokenizer.vocab_size)
-
 
 _NUM_THREADS = 2
 _NUM_CACHED = 256
@@ -145,7 +84,10 @@ class GrammarCompiler:
         self._threads = _deep_threads()
         self._vocabulary: asyncio.Future[Vocabulary] | None = None
         self._compiled: OrderedDict[Grammar, asyncio.Future[_Compiled]] = OrderedDict()
-        self._trials: GrammarTrials | None = None
+        self._trials = GrammarTrials(
+            *(folder / "tokenizer.json", vocab_size, self._eos_token_ids),
+            *(limits.compile_bytes, limits.compile_timeout_s),
+        )
 
     async def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Raises:
@@ -171,8 +113,7 @@ class GrammarCompiler:
     def close(self) -> None:
         """Lets the threads end; grammars still waiting are dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        if self._trials is not None:
-            self._trials.close()
+        self._trials.close()
 
     def _make_room(self) -> None:
         while (
@@ -196,21 +137,9 @@ class GrammarCompiler:
         if self._vocabulary is None:
             self._vocabulary = loop.run_in_executor(self._threads, self._read_vocabulary)
         vocabulary = await asyncio.shield(self._vocabulary)
-        if self._trials is None:
-            self._trials = self._new_trials()
         num_bytes = await self._trials.run(grammar)
-        found = await loop.run_in_executor(self._threads, _compiled, grammar, vocabulary)
+        found = await loop.run_in_executor(self._threads, compiled, grammar, vocabulary)
         return _Compiled(found, num_bytes)
-
-    def _new_trials(self) -> GrammarTrials:
-        from services.target.grammars.trials import GrammarTrials
-
-        limits = self._limits
-        path = self._folder / "tokenizer.json"
-        return GrammarTrials(
-            *(path, self._vocab_size, self._eos_token_ids),
-            *(limits.compile_bytes, limits.compile_timeout_s),
-        )
 
     def _read_vocabulary(self) -> Vocabulary:
         try:
@@ -238,11 +167,6 @@ def _deep_threads() -> ThreadPoolExecutor:
     return threads
 
 
-def _compiled(grammar: Grammar, vocabulary: Vocabulary) -> CompiledGrammar:
-
-    return compiled(grammar, vocabulary)
-
-
 def _num_bytes(compiled: asyncio.Future[_Compiled]) -> int:
     has_ended_well = compiled.done() and not compiled.cancelled() and not compiled.exception()
     return compiled.result().num_bytes if has_ended_well else 0
@@ -252,3 +176,128 @@ def _note_exception(compiled: asyncio.Future[_Compiled]) -> None:
     """Marks a failure as seen: whoever asked may have given up."""
     if not compiled.cancelled():
         compiled.exception()
+
+
+# Trials are made by a process of their own, started at the first grammar.
+
+_NUM_AT_ONCE = 2
+
+
+class GrammarTrials:
+    """Tries grammars out, two at a time.
+
+    Args:
+        path: of `tokenizer.json`.
+        max_bytes: what compiling one may take.
+        timeout_s: of one trial, and of the wait for its turn.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        max_bytes: int,
+        timeout_s: float,
+    ) -> None:
+        words = (str(path), str(vocab_size), json.dumps(list(eos_token_ids)))
+        self._arguments = (*words, str(max_bytes), str(timeout_s))
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+        self._turns = asyncio.Semaphore(_NUM_AT_ONCE)
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._read = b""
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def run(self, grammar: Grammar) -> int:
+        """Returns the bytes that a grammar keeps once it is compiled.
+
+        Raises:
+            InvalidArgument: it is wrong, takes too long or too much memory.
+            QueueFull: others wait for their trials.
+        """
+        try:
+            await asyncio.wait_for(self._turns.acquire(), self._timeout_s)
+        except TimeoutError as error:
+            message = f"grammars of other requests took the {self._timeout_s:g} s of this one"
+            raise QueueFull(message, reason="GRAMMARS_BUSY", retry_after_s=1.0) from error
+        try:
+            answer = await self._asked(grammar)
+        finally:
+            self._turns.release()
+        if answer["outcome"] == "wrong":
+            raise InvalidArgument.of(answer["reason"], "grammar", answer["message"])
+        if answer["outcome"] == "slow":
+            limit = f"longer than {self._timeout_s:g} s to compile"
+            raise too_complex(f"the {grammar.kind.value} takes {limit}")
+        if answer["outcome"] == "large":
+            limit = f"more than {self._max_bytes / 2**20:,.0f} MiB to compile"
+            raise too_complex(f"the {grammar.kind.value} takes {limit}")
+        return answer["num_bytes"]
+
+    def close(self) -> None:
+        """Ends the process."""
+        process, self._process, self._read = self._process, None, b""
+        if process is None:
+            return
+        assert process.stdin is not None
+        assert process.stdout is not None
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(process.stdout)
+        process.kill()
+        process.wait()
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        process.stdout.close()
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                message = "the process that tries grammars ended"
+                waiting.set_exception(EngineFailed(message, reason="ENGINE_FAILED"))
+
+    async def _asked(self, grammar: Grammar) -> Answer:
+        process = self._process or self._start()
+        assert process.stdin is not None
+        number = next(self._numbers)
+        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answered
+        request = Request(number=number, kind=grammar.kind.value, source=list(grammar.source))
+        try:
+            # On a thread: it does not read before it has the tokenizer.
+            await asyncio.to_thread(_write, process.stdin, request)
+            return await answered
+        finally:
+            del self._waiting[number]
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._process = subprocess.Popen(
+            (sys.executable, "-m", "services.target.grammars.trial", *self._arguments),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=Path(__file__).parents[3],
+        )
+        assert self._process.stdout is not None
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._process.stdout, self._take, self._process)
+        return self._process
+
+    def _take(self, process: subprocess.Popen[bytes]) -> None:
+        """Resolves the futures of finished trials."""
+        assert process.stdout is not None
+        read = os.read(process.stdout.fileno(), 1 << 16)
+        if not read:
+            self.close()
+            return
+        *lines, self._read = (self._read + read).split(b"\n")
+        for line in lines:
+            answer: Answer = json.loads(line)
+            waiting = self._waiting.get(answer["number"])
+            if waiting is not None and not waiting.done():
+                waiting.set_result(answer)
+
+
+def _write(requests: IO[bytes], request: Request) -> None:
+    with contextlib.suppress(BrokenPipeError, ValueError):  # it ended, which its reader tells
+        requests.write(json.dumps(request).encode() + b"\n")
+        requests.flush()

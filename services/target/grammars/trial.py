@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypedDict
 
-from services.target.grammars.compiler import STACK_BYTES, Vocabulary, compiled, read_vocabulary
+from services.target.grammars.source import STACK_BYTES, Vocabulary, compiled, read_vocabulary
 from shared.errors import OutriderError
 from shared.grammar import Grammar, GrammarKind
 

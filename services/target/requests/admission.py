@@ -10,15 +10,9 @@ from dataclasses import dataclass, field
 
 from services.target.engine import Engine
 from services.target.grammars.compiler import GrammarCompiler
-from services.target.requests.request import (
-    Delta,
-    Event,
-    Failed,
-    Finished,
-    GenerationRequest,
-    Started,
-)
+from services.target.requests.request import Event, Finished, GenerationRequest
 from services.target.step_report import Clock
+from shared.generation import Delta, Failed, Started
 from shared.grammar import Grammar
 from shared.rpc.lifecycle import Lifecycle
 from shared.telemetry.tracing import NO_TRACER, Span, Tracer, current_request_id
@@ -166,12 +160,6 @@ class Admission:
     lifecycle: Lifecycle
     recorder: RequestRecorder
     open_requests: OpenRequests = field(default_factory=OpenRequests)
-
-    def check_open(self) -> None:
-        """Raises:
-        Unavailable: the target takes no new requests.
-        """
-        self.lifecycle.check_open()
 
     async def with_grammar(
         self, request: GenerationRequest, grammar: Grammar | None

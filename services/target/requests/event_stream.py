@@ -11,17 +11,11 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from services.target.drafts.attachment import DraftRegistry
-from services.target.requests.request import (
-    Event,
-    EventSink,
-    Failed,
-    GenerationRequest,
-    ModelLimits,
-    Started,
-)
+from services.target.requests.request import Event, EventSink, GenerationRequest, ModelLimits
 from services.target.scheduler import Scheduler
 from services.target.sequence import Sequence
 from shared.errors import InvalidArgument, OutriderError, QueueFull
+from shared.generation import Failed, Started
 
 
 @dataclass(frozen=True, slots=True)

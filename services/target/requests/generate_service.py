@@ -11,16 +11,16 @@ from typing import Any
 
 from grpc import aio
 
-from services.target.engine import Engine
 from services.target.requests.admission import Admission, RequestRecord
 from services.target.requests.event_stream import EventStream, KeyedEvent
-from services.target.requests.request import Event, Failed, Finished
+from services.target.requests.request import Event, Finished
 from services.target.requests.request_messages import (
     generation_request,
     response_message,
     session_responses,
 )
 from shared.errors import DeadlineExceeded, InvalidArgument, OutriderError
+from shared.generation import Failed
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
 from shared.rpc.requests import grammar_from_message
@@ -47,44 +47,24 @@ class WeightChanges:
         return tuple(self._latest)
 
 
-class RequestService:
-    """Takes requests for one engine. On the event loop.
+async def _submit(
+    admission: Admission,
+    message: pb.GenerateRequest,
+    record: RequestRecord,
+    stream: EventStream,
+    key: int,
+) -> None:
+    """Starts a request, whose events go to `stream` under `key`; waits only for its grammar, if it
+    has one.
 
-    Attributes:
-        open_requests: how many callers wait for an end.
+    Raises:
+        OutriderError: the request is refused.
     """
-
-    def __init__(self, admission: Admission) -> None:
-        self._admission = admission
-        self._engine = admission.engine
-        self._recorder = admission.recorder
-        self.open_requests = admission.open_requests
-
-    def record(
-        self, message: pb.GenerateRequest, request_id: str, traceparent: str | None
-    ) -> RequestRecord:
-        """Begins the record of a request."""
-        return self._recorder.begin(request_id, len(message.prompt_token_ids), traceparent)
-
-    async def submit(
-        self, message: pb.GenerateRequest, record: RequestRecord, stream: EventStream, key: int
-    ) -> None:
-        """Starts a request, whose events go to `stream` under `key`; waits only for its grammar,
-        if it has one.
-
-        Raises:
-            OutriderError: the request is refused.
-        """
-        self._admission.check_open()
-        limits = self._engine.limits
-        request = generation_request(message, record, limits, self._recorder.clock())
-        grammar = grammar_from_message(message.grammar) if message.HasField("grammar") else None
-        request = await self._admission.with_grammar(request, grammar)
-        self._engine.submit(request, stream, key)
-
-    def cancel(self, stream: EventStream, key: int) -> None:
-        """Aborts a request; an unknown one is ignored."""
-        self._engine.cancel(stream, key)
+    admission.lifecycle.check_open()
+    engine = admission.engine
+    request = generation_request(message, record, engine.limits, admission.recorder.clock())
+    grammar = grammar_from_message(message.grammar) if message.HasField("grammar") else None
+    engine.submit(await admission.with_grammar(request, grammar), stream, key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +91,8 @@ class OpenSession:
         stream: of the events of all of them, keyed by the ids that the client chose.
     """
 
-    def __init__(self, requests: RequestService, stream: EventStream) -> None:
-        self._requests = requests
+    def __init__(self, admission: Admission, stream: EventStream) -> None:
+        self._admission = admission
         self._stream = stream
         self._open: dict[int, _OpenRequest] = {}
         self._compiling: dict[int, asyncio.Task[None]] = {}
@@ -164,13 +144,13 @@ class OpenSession:
             raise InvalidArgument.of(
                 "REQUEST_ID_DUPLICATE", "request_id", f"request {key} is open on this session"
             )
-        record = self._requests.record(
-            submit.request,
+        record = self._admission.recorder.begin(
             submit.trace_request_id or new_request_id(),
+            len(submit.request.prompt_token_ids),
             submit.traceparent or None,
         )
         self._open[key] = _OpenRequest(record, self._timer(submit))
-        self._requests.open_requests.add()
+        self._admission.open_requests.add()
         if not submit.request.HasField("grammar"):
             await self._submit(submit, record)
             return
@@ -182,7 +162,7 @@ class OpenSession:
         try:
             _check_timeout(submit)
             self._stream.check_room()
-            await self._requests.submit(submit.request, record, self._stream, submit.request_id)
+            await _submit(self._admission, submit.request, record, self._stream, submit.request_id)
         except OutriderError as error:
             self._stream.put(submit.request_id, Failed(error))
 
@@ -190,7 +170,7 @@ class OpenSession:
         compiling = self._compiling.pop(key, None)
         if compiling is not None:
             compiling.cancel()
-        self._requests.cancel(self._stream, key)
+        self._admission.engine.cancel(self._stream, key)
 
     def _take(self, key: int, event: Event) -> bool:
         """Records an event; False when it is about a request that was cancelled or timed out."""
@@ -222,7 +202,7 @@ class OpenSession:
         request = self._open.pop(key, None)
         if request is not None:
             request.end()
-            self._requests.open_requests.remove()
+            self._admission.open_requests.remove()
 
 
 def _timeout_s(submit: pb.Submit) -> float | None:
@@ -261,19 +241,20 @@ class ServedModel:
 class TargetServicer(pb_grpc.TargetServiceServicer):
     """Serves one engine."""
 
-    def __init__(self, engine: Engine, model: ServedModel, requests: RequestService) -> None:
-        self._engine = engine
+    def __init__(self, admission: Admission, model: ServedModel) -> None:
+        self._admission = admission
+        self._engine = admission.engine
         self._model = model
-        self._requests = requests
 
     async def Generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
-        requests, stream = self._requests, EventStream(asyncio.get_running_loop())
-        record = requests.record(request, current_request_id.get(), current_traceparent.get())
-        requests.open_requests.add()
+        admission, stream = self._admission, EventStream(asyncio.get_running_loop())
+        num_prompt, parent = len(request.prompt_token_ids), current_traceparent.get()
+        record = admission.recorder.begin(current_request_id.get(), num_prompt, parent)
+        admission.open_requests.add()
         try:
-            await requests.submit(request, record, stream, key=0)
+            await _submit(admission, request, record, stream, key=0)
             while True:
                 for _, event in await stream.next_batch():
                     record.observe(event)
@@ -287,13 +268,13 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
             raise
         finally:
             record.end()
-            requests.open_requests.remove()
-            requests.cancel(stream, 0)
+            admission.open_requests.remove()
+            admission.engine.cancel(stream, 0)
 
     async def Session(
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
     ) -> AsyncIterator[pb.SessionResponse]:
-        session = OpenSession(self._requests, EventStream(asyncio.get_running_loop()))
+        session = OpenSession(self._admission, EventStream(asyncio.get_running_loop()))
         reader = asyncio.create_task(session.read(request_iterator))
         try:
             while (batch := await session.next_batch(reader)) is not None:

@@ -2,74 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from services.target.grammars.matcher import CompiledGrammar
-from shared.errors import InvalidArgument, OutriderError
+from shared.errors import InvalidArgument
+from shared.generation import (
+    Delta,
+    Failed,
+    PromptScored,
+    PromptScoring,
+    SpeculationStats,
+    Started,
+    check_num_top,
+    check_token_ids,
+)
+from shared.generation import DraftAnswer as DraftAnswer  # for `drafts`
 from shared.tokens import (
     MAX_NAMED_LOGPROBS,
     MAX_SALT_CHARACTERS,
-    MAX_TOP_LOGPROBS,
     FinishReason,
     SamplingParams,
     StopParams,
-    TokenLogprobs,
-    TokenTree,
 )
 
 if TYPE_CHECKING:
     from shared.runtime.host_copy import HostCopy
-
-
-@dataclass(frozen=True, slots=True)
-class DraftAnswer:
-    """The draft that proposed a round's candidates, and its response time.
-
-    Attributes:
-        algorithm: of the draft that has the sequence.
-        response_s: from the verdict before to their arrival; 0 when they were pushed ahead; None
-            when there are none, and for the first, which wait for the draft to read the prompt.
-    """
-
-    algorithm: str
-    response_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class RoundTrace:
-    """One round. The rounds of a sequence follow each other: wait, verify, wait, verify, …
-
-    Attributes:
-        tree: as it was verified; empty when the step ran without.
-        accepted_nodes: nodes of `tree` that were committed, the root's child first.
-        num_rows: rows in the forward, uncomputed committed tokens and nodes.
-        verify_s: from the plan of the step to its verdict.
-        wait_s: from the verdict before, or from leaving the queue, to that plan.
-        draft: None when no draft has the sequence.
-    """
-
-    round: int
-    tree: TokenTree
-    accepted_nodes: tuple[int, ...]
-    num_rows: int
-    verify_s: float
-    wait_s: float
-    draft: DraftAnswer | None
-
-
-@dataclass(frozen=True, slots=True)
-class PromptScoring:
-    """Selects the prompt tokens that get log probabilities.
-
-    Attributes:
-        start: position of the first one; the token at position 0 has none.
-        num_top: alternatives of each.
-    """
-
-    start: int
-    num_top: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,21 +130,21 @@ class ModelLimits:
             raise InvalidArgument.prompt_empty()
         if len(token_ids) >= self.max_sequence_tokens:
             raise InvalidArgument.prompt_too_long(len(token_ids), self.max_sequence_tokens - 1)
-        low, high = min(token_ids), max(token_ids)
-        if low < 0 or high >= self.vocab_size:
-            message = self._unknown_token("prompt", low if low < 0 else high)
-            raise InvalidArgument.of("TOKEN_OUT_OF_RANGE", "prompt_token_ids", message)
+        check_token_ids("prompt_token_ids", token_ids, self.vocab_size, reason="TOKEN_OUT_OF_RANGE")
 
     def check(self, request: GenerationRequest) -> None:
         """Raises:
         InvalidArgument: the request can never be served; names the field, value and limit.
         """
         self.check_prompt(request.prompt_token_ids)
-        self._check_token_ids("logprob_token_ids", request.logprob_token_ids)
-        self._check_token_ids("prediction", request.predicted_token_ids)
-        self._check_token_ids("stop_token_ids", request.stop.stop_token_ids)
-        for name, token_ids in request.sampling.named_token_ids.items():
-            self._check_token_ids(name, token_ids)
+        named = {
+            "logprob_token_ids": request.logprob_token_ids,
+            "prediction": request.predicted_token_ids,
+            "stop_token_ids": request.stop.stop_token_ids,
+            **request.sampling.named_token_ids,
+        }
+        for name, token_ids in named.items():
+            check_token_ids(name, token_ids, self.vocab_size)
         self._check_minimum(request)
         self._check_kept(request)
         if request.wants_routes and not self.num_routes:
@@ -194,10 +153,8 @@ class ModelLimits:
                 "was started with --enable-return-routed-experts"
             )
             raise InvalidArgument.of("ROUTED_EXPERTS_OFF", "return_routed_experts", message)
-        if request.top_logprobs is not None and not 0 <= request.top_logprobs <= MAX_TOP_LOGPROBS:
-            raise InvalidArgument.out_of_range(
-                "top_logprobs", request.top_logprobs, f"[0, {MAX_TOP_LOGPROBS}]"
-            )
+        if request.top_logprobs is not None:
+            check_num_top("top_logprobs", request.top_logprobs)
         if request.prompt_scoring is not None:
             self._check_scoring(request.prompt_scoring, len(request.prompt_token_ids))
 
@@ -225,93 +182,7 @@ class ModelLimits:
             raise InvalidArgument.out_of_range(
                 "prompt_logprob_start", scoring.start, f"[0, {num_prompt_tokens - 1}]"
             )
-        if not 0 <= scoring.num_top <= MAX_TOP_LOGPROBS:
-            raise InvalidArgument.out_of_range(
-                "prompt_logprobs", scoring.num_top, f"[0, {MAX_TOP_LOGPROBS}]"
-            )
-
-    def _check_token_ids(self, field_name: str, token_ids: Collection[int]) -> None:
-        for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
-            if not 0 <= token_id < self.vocab_size:
-                message = self._unknown_token(field_name, token_id)
-                raise InvalidArgument.of("SAMPLING_PARAM_OUT_OF_RANGE", field_name, message)
-
-    def _unknown_token(self, where: str, token_id: int) -> str:
-        return f"{where} holds token {token_id}; ids must be in [0, {self.vocab_size})"
-
-
-@dataclass(slots=True)
-class SpeculationStats:
-    """Counters of one request.
-
-    Attributes:
-        num_rounds: decode steps, with or without candidates.
-        num_verified_rounds: rounds in which a tree was verified.
-        num_drafted: draft nodes verified.
-        num_accepted: draft nodes accepted and kept, bonus tokens left out.
-        num_missed_rounds: rounds that wanted a tree and ran without.
-        histogram: element i counts verified rounds that accepted exactly i nodes.
-    """
-
-    num_rounds: int = 0
-    num_verified_rounds: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
-    num_missed_rounds: int = 0
-    histogram: list[int] = field(default_factory=list)
-
-    def add_verified(self, num_drafted: int, num_accepted: int) -> None:
-        """Counts a verified round."""
-        self.num_verified_rounds += 1
-        self.num_drafted += num_drafted
-        self.num_accepted += num_accepted
-        self.histogram.extend([0] * (num_accepted + 1 - len(self.histogram)))
-        self.histogram[num_accepted] += 1
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The request left the queue."""
-
-    num_cached_tokens: int
-    queue_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class PromptScored:
-    """Log probabilities of prompt tokens, of one step of the prefill.
-
-    Attributes:
-        start: position of the first one, at least 1.
-    """
-
-    start: int
-    logprobs: tuple[TokenLogprobs, ...]
-
-
-@dataclass(slots=True)
-class Delta:
-    """Tokens committed by one step; the first `num_accepted` of them were drafted.
-
-    Not frozen: one is made for every request and step, and freezing triples its cost.
-
-    Attributes:
-        num_drafted: draft nodes verified in the step.
-        trace: when the request wants it.
-        weight_version: of the weights from here on; None while it is that of the delta before.
-    """
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...]
-    num_accepted: int
-    num_drafted: int
-    trace: RoundTrace | None = None
-    weight_version: str | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is nothing but tokens and counts."""
-        return not self.logprobs and self.trace is None and self.weight_version is None
+        check_num_top("prompt_logprobs", scoring.num_top)
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,13 +200,6 @@ class Finished:
     stop_token_id: int | None
     stats: SpeculationStats
     routes: HostCopy | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The request ended with an error."""
-
-    error: OutriderError
 
 
 Event = Started | PromptScored | Delta | Finished | Failed

@@ -9,20 +9,17 @@ from typing import Literal
 from google.protobuf.duration_pb2 import Duration
 
 from services.target.requests.admission import RequestRecord
-from services.target.requests.request import (
+from services.target.requests.request import Event, Finished, GenerationRequest, ModelLimits
+from shared.errors import OutriderError
+from shared.generation import (
     Delta,
-    Event,
     Failed,
-    Finished,
-    GenerationRequest,
-    ModelLimits,
     PromptScored,
     PromptScoring,
     RoundTrace,
     SpeculationStats,
     Started,
 )
-from shared.errors import OutriderError
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.rpc.requests import sampling_from_message, stop_from_message, tree_message
 from shared.sampling_defaults import OUTCOMES, TREE_STEPS, TREE_TOKENS, IntegerLimit, drawn_seed

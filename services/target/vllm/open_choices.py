@@ -9,17 +9,9 @@ from dataclasses import replace
 from services.target.engine import Engine
 from services.target.requests.admission import RequestRecord, RequestRecorder
 from services.target.requests.event_stream import EventStream
-from services.target.requests.request import (
-    Delta,
-    Event,
-    Failed,
-    Finished,
-    GenerationRequest,
-    PromptScored,
-    SpeculationStats,
-    Started,
-)
+from services.target.requests.request import Event, Finished, GenerationRequest
 from shared.errors import OutriderError
+from shared.generation import Delta, Failed, PromptScored, SpeculationStats, Started
 from shared.text import Detokenizer, StopStrings, Tokenizer
 from shared.tokens import FinishReason, TokenLogprobs
 

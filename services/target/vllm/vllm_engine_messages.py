@@ -12,15 +12,16 @@ from types import MappingProxyType
 from typing import Self
 
 from services.target.engine_gauges import EngineGauges
-from services.target.requests.request import Delta, GenerationRequest, ModelLimits, PromptScoring
+from services.target.requests.request import GenerationRequest, ModelLimits
 from services.target.settings import TargetSettings
 from services.target.vllm.open_choices import ChoiceOutput
 from shared.errors import InvalidArgument
+from shared.generation import Delta, PromptScoring, check_num_top
 from shared.grammar import Grammar, GrammarKind
 from shared.models.config_file import CONFIG_FILE, ConfigFile
 from shared.pb.vllm.grpc.engine import vllm_engine_pb2 as pb
 from shared.sampling_defaults import SamplingDefaults, choice_seed, drawn_seed
-from shared.tokens import MAX_TOP_LOGPROBS, FinishReason, SamplingParams, StopParams, TokenLogprobs
+from shared.tokens import FinishReason, SamplingParams, StopParams, TokenLogprobs
 
 # Facts about the model and the target, for other projects' gateways.
 
@@ -205,7 +206,7 @@ def top_logprobs(params: pb.SamplingParams) -> int | None:
     """Raises:
     InvalidArgument: more are asked for than are computed, or all of them.
     """
-    return _num_top("logprobs", params.logprobs) if params.HasField("logprobs") else None
+    return check_num_top("logprobs", params.logprobs) if params.HasField("logprobs") else None
 
 
 def prompt_scoring(params: pb.SamplingParams) -> PromptScoring | None:
@@ -214,7 +215,7 @@ def prompt_scoring(params: pb.SamplingParams) -> PromptScoring | None:
     """
     if not params.HasField("prompt_logprobs"):
         return None
-    return PromptScoring(0, _num_top("prompt_logprobs", params.prompt_logprobs))
+    return PromptScoring(0, check_num_top("prompt_logprobs", params.prompt_logprobs))
 
 
 def grammar_from_message(params: pb.SamplingParams) -> Grammar | None:
@@ -233,12 +234,6 @@ def grammar_from_message(params: pb.SamplingParams) -> Grammar | None:
         case "json_object" if params.json_object:
             return Grammar.of(GrammarKind.JSON_SCHEMA, _ANY_OBJECT)
     return None
-
-
-def _num_top(field: str, value: int) -> int:
-    if not 0 <= value <= MAX_TOP_LOGPROBS:
-        raise InvalidArgument.out_of_range(field, value, f"[0, {MAX_TOP_LOGPROBS}]")
-    return value
 
 
 _FINISH_REASONS = {

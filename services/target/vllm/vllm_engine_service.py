@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from grpc import aio
@@ -24,7 +23,6 @@ from shared.errors import (
     FailedPrecondition,
     InvalidArgument,
     OutriderError,
-    Unimplemented,
 )
 from shared.pb.smg.grpc.common import common_pb2
 from shared.pb.vllm.grpc.engine import vllm_engine_pb2 as pb
@@ -98,99 +96,24 @@ class Throughput:
         return self._rate
 
 
-class SubmissionService:
-    """Reads the tokenizer when a call first brings text, or stops at some."""
-
-    def __init__(self, admission: Admission, tokenizer_folder: Path) -> None:
-        self._admission = admission
-        self._engine = admission.engine
-        self._tokenizer = Once(lambda: Tokenizer.read(tokenizer_folder))
-
-    async def submit(self, message: pb.GenerateRequest, log_id: str, opened: OpenChoices) -> None:
-        """Starts the outputs of a request.
-
-        Raises:
-            OutriderError: the request is refused.
-        """
-        self._admission.check_open()
-        messages.check_supported(message)
-        params = message.sampling_params
-        prompt = messages.prompt_within(await self._prompt(message), params, self._engine.limits)
-        parent = current_traceparent.get()
-        opened.record(log_id, len(prompt), parent)
-        template = await self._admission.with_grammar(
-            self._template(log_id, prompt, params), messages.grammar_from_message(params)
-        )
-        requests = messages.choice_requests(template, params)
-        stops = [await self._text_stop(params, each) for each in requests]
-        for _ in requests[1:]:
-            opened.record(log_id, len(prompt), parent)
-        opened.submit(requests, stops)
-
-    def _template(
-        self, log_id: str, prompt: tuple[int, ...], params: pb.SamplingParams
-    ) -> GenerationRequest:
-        limits = self._engine.limits
-        return GenerationRequest(
-            request_id=log_id,
-            prompt_token_ids=prompt,
-            sampling=messages.sampling_from_message(params, limits),
-            stop=messages.stop_from_message(params, limits.max_sequence_tokens - len(prompt)),
-            arrival_s=self._admission.recorder.clock(),
-            top_logprobs=messages.top_logprobs(params),
-            prompt_scoring=messages.prompt_scoring(params),
-        )
-
-    async def _prompt(self, message: pb.GenerateRequest) -> list[int]:
-        if message.WhichOneof("input") != "text":
-            return list(message.tokenized.input_ids)
-        return await (await self._read_tokenizer("text")).encode(
-            message.text, add_special_tokens=True
-        )
-
-    async def _text_stop(
-        self, params: pb.SamplingParams, request: GenerationRequest
-    ) -> TextStop | None:
-        strings = messages.stop_strings(params)
-        if not strings:
-            return None
-        return TextStop(
-            await self._read_tokenizer("stop"),
-            strings,
-            skip_special_tokens=params.skip_special_tokens,
-            silent_token_ids=request.stop.stop_token_ids | self._end_token_ids(request),
-            num_ignored=request.stop.min_output_tokens,
-        )
-
-    def _end_token_ids(self, request: GenerationRequest) -> frozenset[int]:
-        return frozenset() if request.stop.ignore_eos else self._engine.limits.eos_token_ids
-
-    async def _read_tokenizer(self, field: str) -> Tokenizer:
-        """Raises:
-        InvalidArgument: the target has no tokenizer; the field cannot be heeded.
-        """
-        try:
-            return await self._tokenizer.get()
-        except CheckpointError as error:
-            logger.warning("no text: %s", error.message)
-            message = f"{field} is set, but this target has no tokenizer that it can use"
-            raise InvalidArgument.of("TOKENIZER_MISSING", field, message) from error
-
-
 Context = aio.ServicerContext[Any, Any]
 
 _ARCHIVE_CHUNK_BYTES = 64 * 1024
 
 
-class VllmEngineServicer(pb_grpc.VllmEngineServicer):
-    """Serves one engine to other people's gateways."""
+# Abstract to the type checker; what is left out is UNIMPLEMENTED, see `ErrorInterceptor`.
+_Servicer: Any = pb_grpc.VllmEngineServicer
+
+
+class VllmEngineServicer(_Servicer):  # type: ignore[misc]
+    """Serves one engine to other people's gateways: without embeddings, profiler and events."""
 
     def __init__(self, admission: Admission, facts: ModelFacts) -> None:
         self._admission = admission
         self._engine = admission.engine
         self._facts = facts
         self._open: dict[str, OpenChoices] = {}
-        self._submissions = SubmissionService(admission, facts.tokenizer_folders[0])
+        self._tokenizer = Once(lambda: Tokenizer.read(facts.tokenizer_folders[0]))
         self._archive = Once(lambda: tokenizer_archive(facts.tokenizer_folders))
         self._throughput = Throughput(admission.recorder.clock)
         self._start_s = time.monotonic()
@@ -205,7 +128,7 @@ class VllmEngineServicer(pb_grpc.VllmEngineServicer):
         opened = self._opened(request_id)
         self._admission.open_requests.add()
         try:
-            await self._submissions.submit(request, log_id, opened)
+            await self._submit(request, log_id, opened)
             async for choice, delta in opened.outputs():
                 if request.stream and delta is not None:
                     yield messages.chunk_message(choice, delta)
@@ -302,27 +225,6 @@ class VllmEngineServicer(pb_grpc.VllmEngineServicer):
             sha256 = archive.sha256 if end >= len(data) else ""
             yield common_pb2.GetTokenizerChunk(data=data[start:end], sha256=sha256)
 
-    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
-        raise Unimplemented.of("Embed", "a target has no embeddings")
-
-    async def StartProfile(
-        self, request: common_pb2.StartProfileRequest, context: Context
-    ) -> common_pb2.ProfileResponse:
-        raise Unimplemented.of("StartProfile", "a target has no profiler")
-
-    async def StopProfile(
-        self, request: common_pb2.StopProfileRequest, context: Context
-    ) -> common_pb2.ProfileResponse:
-        raise Unimplemented.of("StopProfile", "a target has no profiler")
-
-    async def SubscribeKvEvents(
-        self, request: common_pb2.SubscribeKvEventsRequest, context: Context
-    ) -> AsyncIterator[common_pb2.KvEventBatch]:
-        raise Unimplemented.of(
-            "SubscribeKvEvents", "a target does not publish what its prefix cache holds"
-        )
-        yield  # what makes it a stream
-
     def _opened(self, request_id: str) -> OpenChoices:
         """Raises:
         InvalidArgument: a request of this id is open.
@@ -334,3 +236,74 @@ class VllmEngineServicer(pb_grpc.VllmEngineServicer):
         opened = OpenChoices(self._engine, self._admission.recorder)
         self._open[request_id] = opened
         return opened
+
+    async def _submit(self, message: pb.GenerateRequest, log_id: str, opened: OpenChoices) -> None:
+        """Starts the outputs of a request. The tokenizer is read when a call first brings text, or
+        stops at some.
+
+        Raises:
+            OutriderError: the request is refused.
+        """
+        self._admission.lifecycle.check_open()
+        messages.check_supported(message)
+        params = message.sampling_params
+        prompt = messages.prompt_within(await self._prompt(message), params, self._engine.limits)
+        parent = current_traceparent.get()
+        opened.record(log_id, len(prompt), parent)
+        template = await self._admission.with_grammar(
+            self._template(log_id, prompt, params), messages.grammar_from_message(params)
+        )
+        requests = messages.choice_requests(template, params)
+        stops = [await self._text_stop(params, each) for each in requests]
+        for _ in requests[1:]:
+            opened.record(log_id, len(prompt), parent)
+        opened.submit(requests, stops)
+
+    def _template(
+        self, log_id: str, prompt: tuple[int, ...], params: pb.SamplingParams
+    ) -> GenerationRequest:
+        limits = self._engine.limits
+        return GenerationRequest(
+            request_id=log_id,
+            prompt_token_ids=prompt,
+            sampling=messages.sampling_from_message(params, limits),
+            stop=messages.stop_from_message(params, limits.max_sequence_tokens - len(prompt)),
+            arrival_s=self._admission.recorder.clock(),
+            top_logprobs=messages.top_logprobs(params),
+            prompt_scoring=messages.prompt_scoring(params),
+        )
+
+    async def _prompt(self, message: pb.GenerateRequest) -> list[int]:
+        if message.WhichOneof("input") != "text":
+            return list(message.tokenized.input_ids)
+        return await (await self._read_tokenizer("text")).encode(
+            message.text, add_special_tokens=True
+        )
+
+    async def _text_stop(
+        self, params: pb.SamplingParams, request: GenerationRequest
+    ) -> TextStop | None:
+        strings = messages.stop_strings(params)
+        if not strings:
+            return None
+        return TextStop(
+            await self._read_tokenizer("stop"),
+            strings,
+            skip_special_tokens=params.skip_special_tokens,
+            silent_token_ids=request.stop.stop_token_ids | self._end_token_ids(request),
+            num_ignored=request.stop.min_output_tokens,
+        )
+
+    def _end_token_ids(self, request: GenerationRequest) -> frozenset[int]:
+        return frozenset() if request.stop.ignore_eos else self._engine.limits.eos_token_ids
+
+    async def _read_tokenizer(self, field: str) -> Tokenizer:
+        """Raises:
+        InvalidArgument: the target has no tokenizer; the field cannot be heeded.
+        """
+        try:
+            return await self._tokenizer.get()
+        except CheckpointError as error:
+            logger.warning("no text: %s", error.message)
+            message = f"{field} is set, but this target has no tokenizer that it can use"
+            raise InvalidArgument.of("TOKENIZER_MISSING", field, message) from error

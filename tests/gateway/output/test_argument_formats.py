@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.output.parser import CallArguments, CallBegun, OutputParser
-from gateway.output.tool_formats import tool_format
+from gateway.output.tool_formats import FAMILIES
 from tests.gateway.output.parsing import (
     JSON,
     Calls,
@@ -117,7 +117,7 @@ CASES: list[tuple[str, str, str, Calls]] = [
 def test_parts_are_the_same_for_every_cut(
     family: str, text: str, content: str, calls: Calls
 ) -> None:
-    check_every_cut(tool_format(family, SCHEMAS), text, (content, calls, ""))
+    check_every_cut(FAMILIES[family].read(SCHEMAS), text, (content, calls, ""))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_parts_are_the_same_for_every_cut(
 )
 def test_bare_text_is_of_the_type_that_the_schema_says(key: str, text: str, value: str) -> None:
     output = f"<tool_call>write<arg_key>{key}</arg_key><arg_value>{text}</arg_value></tool_call>"
-    found = whole(parse(tool_format("glm45", SCHEMAS), [output]))
+    found = whole(parse(FAMILIES["glm45"].read(SCHEMAS), [output]))
     assert found == ("", [("write", f'{{"{key}": {value}}}')], "")
 
 
@@ -189,7 +189,7 @@ _TEXT = st.text(max_size=12).filter(lambda text: "</" not in text)
 )
 def test_any_arguments_arrive(arguments: dict[str, Any], family: str, data: st.DataObject) -> None:
     text = _written(family, arguments)
-    content, calls, _ = whole(parse(tool_format(family, SCHEMAS), cut_anywhere(text, data)))
+    content, calls, _ = whole(parse(FAMILIES[family].read(SCHEMAS), cut_anywhere(text, data)))
     assert (content, [name for name, _ in calls]) == ("", ["write"])
     assert json.loads(calls[0][1]) == arguments
 
@@ -222,8 +222,8 @@ def test_garble_is_the_same_for_any_cuts_and_is_text_where_it_is_no_call(
     family: str, data: st.DataObject
 ) -> None:
     text = data.draw(_SOUP[family])
-    expected = whole(parse(tool_format(family, SCHEMAS), [text]))
-    found = whole(parse(tool_format(family, SCHEMAS), cut_anywhere(text, data)))
+    expected = whole(parse(FAMILIES[family].read(SCHEMAS), [text]))
+    found = whole(parse(FAMILIES[family].read(SCHEMAS), cut_anywhere(text, data)))
     assert found == expected
     if not expected[1]:
         assert _marrow(expected[0]) == _marrow(text)
@@ -238,7 +238,7 @@ def _marrow(text: str) -> str:
 
 
 def test_strings_stream_before_they_are_whole() -> None:
-    parser = OutputParser(tool_format("qwen3-coder", SCHEMAS), lambda: "c")
+    parser = OutputParser(FAMILIES["qwen3-coder"].read(SCHEMAS), lambda: "c")
     assert parser.push("<tool_call>\n<function=write>\n") == []
     assert parser.push("<parameter=text>\nlong te") == [
         CallBegun(0, "c", "write"),

@@ -19,7 +19,7 @@ from gateway.output.reasoning import (
     text_only,
     thinking,
 )
-from gateway.output.tool_formats import tool_format
+from gateway.output.tool_formats import FAMILIES
 from tests.gateway.output.parsing import JSON, Calls, check_every_cut, cut_anywhere, parse, whole
 
 SCHEMAS: dict[str, dict[str, Any]] = {"get_weather": {}, "add": {}}
@@ -179,14 +179,14 @@ def _format(family: str) -> Format:
     if family in THINK_TAGS:
         return thinking(text_only, starts_inside=False, tags=THINK_TAGS[family])
     if family == "kimi, kimi-k2":
-        calls = tool_format("kimi-k2", SCHEMAS)
+        calls = FAMILIES["kimi-k2"].read(SCHEMAS)
         return thinking(calls, starts_inside=True, call_marks=("<|tool_calls_section_begin|>",))
     if family == "inside":
         return thinking(text_only, starts_inside=True)
     if family.startswith("think"):
-        answer = tool_format("hermes", SCHEMAS) if "hermes" in family else text_only
+        answer = FAMILIES["hermes"].read(SCHEMAS) if "hermes" in family else text_only
         return thinking(answer, starts_inside=False)
-    return tool_format(family, SCHEMAS)
+    return FAMILIES[family].read(SCHEMAS)
 
 
 @pytest.mark.parametrize(("family", "text", "content", "calls", "reasoning"), CASES, ids=IDS)
@@ -231,7 +231,7 @@ def test_any_arguments_arrive_as_written(
 
 
 def test_arguments_stream_before_they_are_whole() -> None:
-    parser = OutputParser(tool_format("hermes", SCHEMAS), lambda: "c")
+    parser = OutputParser(FAMILIES["hermes"].read(SCHEMAS), lambda: "c")
     assert parser.push('<tool_call>{"name": "add", "argum') == [CallBegun(0, "c", "add")]
     assert parser.push('ents": {"a": "long te') == [CallArguments(0, '{"a": "long te')]
     assert parser.push("xt \\") == [CallArguments(0, "xt ")]
@@ -239,6 +239,6 @@ def test_arguments_stream_before_they_are_whole() -> None:
 
 
 def test_text_streams_but_for_what_may_become_a_marker() -> None:
-    parser = OutputParser(tool_format("hermes", SCHEMAS), lambda: "c")
+    parser = OutputParser(FAMILIES["hermes"].read(SCHEMAS), lambda: "c")
     assert parser.push("text <to") == [Content("text ")]
     assert parser.push("p>") == [Content("<top>")]

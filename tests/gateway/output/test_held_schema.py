@@ -11,7 +11,7 @@ from llguidance import LLMatcher
 
 from gateway.output.held_schema import held_schema
 from gateway.output.style import ChatOutput, OutputStyle, ReasoningParser, ToolCallParser
-from gateway.output.tagged_calls import FAMILIES
+from gateway.output.tagged_calls import TAGS
 from gateway.output.tools import Tool, Toolbox, ToolUse
 from gateway.sampling import HeldOutput, held_output
 from shared.errors import InvalidArgument
@@ -149,7 +149,7 @@ def test_a_schema_may_refer_to_itself(parser: ToolCallParser) -> None:
     chain = {f"a{n}": {"anyOf": [{"$ref": f"#/$defs/a{n + 1}"}]} for n in range(3000)}
     chain["a3000"] = {"type": "string"}  # type: ignore[dict-item]
     deep = {"$defs": chain, "properties": {"x": {"$ref": "#/$defs/a0"}}}
-    if parser.value in FAMILIES or parser is ToolCallParser.PYTHONIC:  # argument by argument
+    if parser.value in TAGS or parser is ToolCallParser.PYTHONIC:  # argument by argument
         with pytest.raises(InvalidArgument, match="refers to itself too deeply"):
             _held(parser, deep)
 

@@ -17,13 +17,14 @@ from services.ranks import Ranks
 from services.target.engine import Engine
 from services.target.engine_factory import build_engine
 from services.target.requests.event_stream import EventStream
-from services.target.requests.request import Delta, Finished
+from services.target.requests.request import Finished
 from services.target.settings import TargetSettings
 from services.target.tensor_parallel import start_followers
 from services.target.weight_control import WeightControl
 from services.target.weight_stager import ApplyCall, FollowingStager, WeightStager
 from services.target.weight_updates import WeightUpdates
 from shared.errors import CheckpointError, FailedPrecondition
+from shared.generation import Delta
 from shared.model_options import LoadFormat, ModelOptions, Quantisation
 from shared.models.heads.target_tensors import Table
 from shared.tokens import SamplingParams, StopParams

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from services.target.engine import Engine
-from services.target.requests.request import Finished, GenerationRequest, Started
+from services.target.requests.request import Finished, GenerationRequest
 from services.target.step_report import StepReport
 from services.target.verifier import VerificationMode
+from shared.generation import Started
 from shared.models.decoder import Decoder
 from shared.tokens import FinishReason, SamplingParams, StopParams, TokenTree
 from tests.helpers.engines import (

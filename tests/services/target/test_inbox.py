@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from services.target.engine import Engine, Inbox
-from services.target.requests.request import Failed, ModelLimits
+from services.target.requests.request import ModelLimits
 from shared.errors import EngineFailed, OutriderError, QueueFull, Unavailable
+from shared.generation import Failed
 from shared.models.decoder import Decoder
 from tests.helpers.engines import Collector, build_engine, request, settle, tiny_decoder
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from services.target.requests.request import GenerationRequest, PromptScoring
+from services.target.requests.request import GenerationRequest
 from services.target.rounds.device_rounds import can_be_round
 from services.target.verifier import VerificationMode
 from shared.errors import InvalidArgument
+from shared.generation import PromptScoring
 from shared.models.decoder import Decoder
 from shared.tokens import SamplingParams, StopParams, TokenLogprobs
 from tests.helpers.engines import (

@@ -13,9 +13,10 @@ import pytest
 
 from services.target.drafts.attachment import DraftMessage
 from services.target.engine import Engine
-from services.target.requests.request import Delta, Event, Failed, Finished, GenerationRequest
+from services.target.requests.request import Event, Finished, GenerationRequest
 from services.target.step_report import HostGap, StepReport
 from services.target.verifier import VerificationMode
+from shared.generation import Delta, Failed
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder

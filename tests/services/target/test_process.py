@@ -16,7 +16,6 @@ import torch
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gateway.generation import Delta
 from gateway.target_codec import events_from_response
 from services.target.drafts import feature_store
 from services.target.drafts.speculation_service import Context, SpeculationServicer
@@ -26,6 +25,7 @@ from services.target.process import TargetProcess, attachment_terms
 from services.target.requests.generate_service import ServedModel
 from services.target.settings import TargetSettings
 from shared.errors import EngineFailed, OutriderError, SettingsError
+from shared.generation import Delta
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as admin_pb
 from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as admin_grpc
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as speculation_pb

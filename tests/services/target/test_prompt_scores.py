@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from services.target.requests.request import GenerationRequest, PromptScoring
+from services.target.requests.request import GenerationRequest
 from services.target.step_report import StepReport
 from shared.errors import InvalidArgument
+from shared.generation import PromptScoring
 from shared.models.decoder import Decoder
 from shared.tokens import SamplingParams, StopParams
 from tests.helpers.engines import (

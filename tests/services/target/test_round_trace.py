@@ -9,15 +9,10 @@ import pytest
 
 from services.target.drafts.attachment import DraftMessage
 from services.target.engine import Engine
-from services.target.requests.request import (
-    Delta,
-    DraftAnswer,
-    GenerationRequest,
-    RoundTrace,
-    Started,
-)
+from services.target.requests.request import GenerationRequest
 from services.target.requests.request_messages import response_message
 from shared.errors import InvalidArgument
+from shared.generation import Delta, DraftAnswer, RoundTrace, Started
 from shared.models.decoder import Decoder
 from shared.rpc.requests import tree_from_message
 from shared.tokens import EMPTY_TREE, StopParams, TokenTree, Verdict

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from services.target.requests.request import GenerationRequest, ModelLimits, PromptScoring
+from services.target.requests.request import GenerationRequest, ModelLimits
 from services.target.scheduler import Scheduler, SchedulerLimits
 from services.target.sequence import Sequence
 from services.target.step_plan import MAX_SCORED_ROWS, StepPlan, pruned
 from shared.errors import QueueFull
+from shared.generation import PromptScoring
 from shared.kv.leases import KvLeases
 from shared.tokens import EMPTY_TREE, SamplingParams, StopParams, TokenTree
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from services.target.engine import Engine
-from services.target.requests.request import Delta
 from services.target.weight_control import PauseMode, WeightControl
 from shared.errors import CheckpointError, FailedPrecondition
+from shared.generation import Delta
 from shared.model_options import LoadFormat, ModelOptions
 from shared.models import weight_update
 from shared.models.decoder import Decoder

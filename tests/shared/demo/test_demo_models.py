@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from services.draft.training.frozen_target import load_causal_model
@@ -62,6 +63,29 @@ def test_target_knows_the_capital_of_france() -> None:
             best = model(ids).logits[:, -1].argmax(-1)
             ids = torch.cat([ids, best[:, None]], dim=1)
     assert "Paris" in tokenizer.decode(ids[0])
+
+
+@pytest.mark.parametrize("name", ["target", "heads/eagle", "heads/eagle3"])
+def test_matrices_are_in_8_bits(name: str) -> None:
+    tensors = load_file(DEMO / name / "model.safetensors")
+    scales = {key for key in tensors if key.endswith("_scale")}
+    matrices = {key for key, tensor in tensors.items() if tensor.ndim == 2} - scales
+    assert {tensors[key].dtype for key in matrices} == {torch.int8}
+    assert scales == {f"{key}_scale" for key in matrices}
+    config = json.loads((DEMO / name / "config.json").read_text())
+    assert config["quantization_config"]["format"] == "int-quantized"
+
+
+@pytest.mark.parametrize("name", ["draft", "heads/mtp", "heads/dflash"])
+def test_matrices_are_in_4_bits(name: str) -> None:
+    tensors = load_file(DEMO / name / "model.safetensors")
+    words = {key for key, tensor in tensors.items() if tensor.dtype == torch.int32}
+    names = {key.removesuffix("_packed") for key in words}
+    assert {key for key, tensor in tensors.items() if tensor.ndim == 2} == {
+        f"{each}{part}" for each in names for part in ("_packed", "_scale")
+    }
+    config = json.loads((DEMO / name / "config.json").read_text())
+    assert config["quantization_config"]["format"] == "pack-quantized"
 
 
 def test_folder_stays_small() -> None:

@@ -217,7 +217,7 @@ def test_layers_with_states_are_described(
     config = read(tmp_path, QWEN)
     assert [layer for layer in range(8) if not config.has_state(layer)] == [3, 7]
     assert config.rope.partial == 0.25
-    assert config.is_gated
+    assert config.family.is_gated
     with pytest.raises(CheckpointError, match=problem):
         read(tmp_path, QWEN, **changes)
 

@@ -204,13 +204,13 @@ async def test_equal_grammars_are_compiled_once(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Grammar] = []
-    compile_really = module._compiled
+    compile_really = module.compiled
 
     def counted(grammar: Grammar, vocabulary: object) -> CompiledGrammar:
         calls.append(grammar)
         return compile_really(grammar, vocabulary)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(module, "_compiled", counted)
+    monkeypatch.setattr(module, "compiled", counted)
     grammar = Grammar.of(GrammarKind.REGEX, "ab+")
     found = await asyncio.gather(*(compiler.compile(grammar) for _ in range(8)))
     assert len(calls) == 1

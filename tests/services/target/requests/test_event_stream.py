@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from services.target.requests.event_stream import EventStream
-from services.target.requests.request import Delta
 from shared.errors import QueueFull
+from shared.generation import Delta
 
 EVENT = Delta((1,), (), 0, 0)
 

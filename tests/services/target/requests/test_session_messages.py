@@ -9,16 +9,10 @@ from hypothesis import strategies as st
 
 from gateway import generation
 from gateway.target_codec import events_from_response
-from services.target.requests.request import (
-    Delta,
-    Event,
-    Failed,
-    Finished,
-    SpeculationStats,
-    Started,
-)
+from services.target.requests.request import Event, Finished
 from services.target.requests.request_messages import session_responses
 from shared.errors import QueueFull
+from shared.generation import Delta, Failed, SpeculationStats, Started
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.tokens import FinishReason, TokenLogprobs
 

@@ -10,9 +10,10 @@ import pytest
 
 from services.target.engine import Engine
 from services.target.requests.admission import RequestRecorder
-from services.target.requests.request import Delta, GenerationRequest
+from services.target.requests.request import GenerationRequest
 from services.target.vllm.open_choices import ChoiceOutput, OpenChoices, TextStop
 from shared.errors import InvalidArgument
+from shared.generation import Delta
 from shared.models.decoder import Decoder
 from shared.telemetry.vllm_metrics import VllmMetrics
 from shared.tokens import FinishReason, SamplingParams, StopParams

@@ -1,0 +1,177 @@
+"""What a target is asked of a prompt and what it tells of an answer, in the target and in the
+gateway alike. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from shared.errors import InvalidArgument, OutriderError
+from shared.tokens import MAX_TOP_LOGPROBS, TokenLogprobs, TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScoring:
+    """Selects the prompt tokens that get log probabilities.
+
+    Attributes:
+        start: position of the first one; the token at position 0 has none.
+        num_top: alternatives of each.
+    """
+
+    start: int
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftAnswer:
+    """The draft that proposed a round's candidates, and its response time.
+
+    Attributes:
+        algorithm: of the draft that has the sequence.
+        response_s: from the verdict before to their arrival; 0 when they were pushed ahead; None
+            when there are none, and for the first, which wait for the draft to read the prompt.
+    """
+
+    algorithm: str
+    response_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTrace:
+    """One round. The rounds of a sequence follow each other: wait, verify, wait, verify, …
+
+    Attributes:
+        tree: as it was verified; empty when the step ran without.
+        accepted_nodes: nodes of `tree` that were committed, the root's child first.
+        num_rows: rows in the forward, uncomputed committed tokens and nodes.
+        verify_s: from the plan of the step to its verdict.
+        wait_s: from the verdict before, or from leaving the queue, to that plan.
+        draft: None when no draft has the sequence.
+    """
+
+    round: int
+    tree: TokenTree
+    accepted_nodes: tuple[int, ...]
+    num_rows: int
+    verify_s: float
+    wait_s: float
+    draft: DraftAnswer | None
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """Counters of one request.
+
+    Attributes:
+        num_rounds: decode steps, with or without candidates.
+        num_verified_rounds: rounds in which a tree was verified.
+        num_drafted: draft nodes verified.
+        num_accepted: draft nodes accepted and kept, bonus tokens left out.
+        num_missed_rounds: rounds that wanted a tree and ran without.
+        histogram: element i counts verified rounds that accepted exactly i nodes.
+    """
+
+    num_rounds: int = 0
+    num_verified_rounds: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_missed_rounds: int = 0
+    histogram: list[int] = field(default_factory=list)
+
+    def add_verified(self, num_drafted: int, num_accepted: int) -> None:
+        """Counts a verified round."""
+        self.num_verified_rounds += 1
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        self.histogram.extend([0] * (num_accepted + 1 - len(self.histogram)))
+        self.histogram[num_accepted] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The request left the target's queue.
+
+    Attributes:
+        queue_s: how long it was in it.
+    """
+
+    num_cached_tokens: int
+    queue_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScored:
+    """Log probabilities of prompt tokens, of one step of the prefill.
+
+    Attributes:
+        start: position of the first one, at least 1.
+    """
+
+    start: int
+    logprobs: Sequence[TokenLogprobs]
+
+
+@dataclass(slots=True)
+class Delta:
+    """Tokens committed by one step; the first `num_accepted` of them were drafted.
+
+    Not frozen: one is made for every request and step, and freezing triples its cost.
+
+    Attributes:
+        logprobs: one entry for each token, or empty.
+        num_drafted: draft nodes verified in the step; 0 when it ran without a tree.
+        trace: when the request wants it.
+        weight_version: of the weights from here on; None while it is that of the delta before.
+    """
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs] = ()
+    num_accepted: int = 0
+    num_drafted: int = 0
+    trace: RoundTrace | None = None
+    weight_version: str | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is nothing but tokens and counts."""
+        return not self.logprobs and self.trace is None and self.weight_version is None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request ended with an error.
+
+    Attributes:
+        may_retry: another target may do better: this one was full, leaving or lost.
+    """
+
+    error: OutriderError
+    may_retry: bool = False
+
+
+def check_num_top(field: str, value: int) -> int:
+    """Returns the number of likeliest tokens that are asked for.
+
+    Raises:
+        InvalidArgument: a target computes less.
+    """
+    if not 0 <= value <= MAX_TOP_LOGPROBS:
+        raise InvalidArgument.out_of_range(field, value, f"[0, {MAX_TOP_LOGPROBS}]")
+    return value
+
+
+def check_token_ids(
+    field: str,
+    token_ids: Collection[int],
+    vocab_size: int,
+    *,
+    reason: str = "SAMPLING_PARAM_OUT_OF_RANGE",
+) -> None:
+    """Raises:
+    InvalidArgument: an id is not in the vocabulary.
+    """
+    for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
+        if not 0 <= token_id < vocab_size:
+            message = f"{field} holds token {token_id}; ids must be in [0, {vocab_size})"
+            raise InvalidArgument.of(reason, field, message)
