@@ -240,7 +240,8 @@ def _replayed_rounds_ms(captured: CapturedRound) -> float:
     def rounds() -> None:
         for _ in range(num_rounds):
             captured.draft.replay()
-            captured.verification.replay()
+            captured.forward.replay()
+            captured.commit.replay()
 
     return _replay_ms(rounds, repeats=3) / num_rounds
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from services.target.runner_factory import build_runner
-from services.target.settings import TargetSettings
+from services.target.settings import DraftNeeds, TargetSettings
 from services.target.tensor_parallel import start_followers
 from shared.kv.batch import SequenceRows, build_batch
 from shared.layers.linear import linears
@@ -34,6 +34,9 @@ from tests.bench.wide import CHAIN, Plan, WideBench
 from tests.bench.wide_engine import Drafting, Run, serve
 from tests.bench.wide_folders import is_written, target_folder
 from tests.load.figures import table
+
+# Rounds have graphs of their own, so that planned steps verify no tree.
+LANES = DraftNeeds(has_lanes=True)
 
 
 def target_settings(folder: Path, plan: Plan, size: int) -> TargetSettings:
@@ -76,11 +79,10 @@ class ParallelBench:
         drafting = self._drafting() if self._has_drafts else None
         for size in sizes:
             settings = target_settings(self._folder, self.plan, size)
-            # Rounds have graphs of their own, so that planned steps verify no tree.
-            followers = start_followers(settings, has_lanes=True) if size > 1 else None
+            followers = start_followers(settings, LANES) if size > 1 else None
             try:
                 shared = () if followers is None else (followers.group, followers.leader)
-                runner = build_runner(settings, *shared, has_lanes=True).runner
+                runner = build_runner(settings, *shared, draft=LANES).runner
                 if followers is not None:
                     print(announcement(followers.group, runner), flush=True)
                 for batch in self.plan.batches:
