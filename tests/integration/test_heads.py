@@ -167,9 +167,9 @@ async def test_trees_of_remote_heads_are_selected_on_the_device(
 ) -> None:
     launch, launched = SelectionRunner.launch, []
 
-    def counted(runner: SelectionRunner) -> None:
+    def counted(runner: SelectionRunner, masked: Iterable[int]) -> None:
         launched.append(len(runner.sequence_ids))
-        launch(runner)
+        launch(runner, masked)
 
     monkeypatch.setattr(SelectionRunner, "launch", counted)
     async with _serving(folders, kind, "remote", "--device-rounds", "on") as stub:
