@@ -17,7 +17,7 @@ from services.target.committer import Committer, StepCommits
 from services.target.drafts.attachment import Attachment, AttachmentStatus
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.draft_exchange import DraftExchange
-from services.target.drafts.feature_store import FeatureFeed, FeatureSpec, FeatureStores
+from services.target.drafts.feature_store import FeatureFeed, FeatureSpec
 from services.target.engine_gauges import EngineGauges, engine_gauges
 from services.target.fallback import NgramFallback, OwnTrees
 from services.target.launcher import LaunchedStep, Launcher
@@ -68,17 +68,18 @@ class StepLoop:
         self._on_step = on_step
         self._overlaps = overlaps
         config = runner.decoder.config
-        stores = FeatureStores(
+        self.page_size = runner.page_size
+        self._own_trees = OwnTrees(fallback)
+        self.attachments = Attachments(adaptive, always_up_to=always_up_to)
+        self._features = FeatureFeed(
+            self.attachments.assignments,
+            leases,
             num_slots=runner.pool.num_leased_pages * runner.page_size,
             num_layers=config.num_layers,
             hidden_size=config.hidden_size,
             device=runner.device,
             are_files=selection is not None and runner.device.type == "cpu",
         )
-        self.page_size = runner.page_size
-        self._own_trees = OwnTrees(fallback)
-        self.attachments = Attachments(adaptive, always_up_to=always_up_to)
-        self._features = FeatureFeed(stores, self.attachments.feature_needs, leases)
         self._subscriptions = Subscriptions()
         self.new_sequences = NewSequences(
             limits, scheduler, self._subscriptions, self.attachments.drafts

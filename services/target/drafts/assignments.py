@@ -205,6 +205,18 @@ class Assignment:
         return now_s - self.asked_s
 
     @property
+    def num_features(self) -> int:
+        """Positions whose features are there to send. Of the last token, whose row is computed
+        while it is decided on, the draft does not know yet."""
+        return min(self.sequence.num_computed, len(self.sequence.token_ids) - 1)
+
+    @property
+    def lacks_features(self) -> bool:
+        """Whether its draft reads features and has not been sent all that are there."""
+        is_reader = self.attachment.reads_features
+        return is_reader and self.num_features > (self.num_features_sent or 0)
+
+    @property
     def is_missed(self) -> bool:
         """Whether the current round goes without a candidate that was waited for."""
         return self.candidate is None and not (self.asked.is_paused or self.is_excused)

@@ -10,13 +10,11 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 
 from services.target.adaptive_config import AdaptiveConfig
 from services.target.drafts.assignments import Assignment, Assignments
 from services.target.drafts.attachment import Attachment, AttachmentStatus, DraftRegistry, Offer
 from services.target.drafts.draft_policy import ALWAYS
-from services.target.drafts.feature_rows import FeatureRows
 from services.target.drafts.verdicts import Verdicts
 from services.target.sequence import Sequence
 from services.target.step_report import RecentOutcomes
@@ -199,48 +197,6 @@ def _response_s(assignment: Assignment, now_s: float) -> float | None:
     return None if assignment.num_heard == 1 else assignment.response_s(now_s)
 
 
-@dataclass(frozen=True, slots=True)
-class FeatureNeed:
-    """A sequence whose draft lacks rows that are computed.
-
-    Attributes:
-        start: first position to send; None when nothing was sent yet.
-        end: the position after the last one. Of the last token, whose row is computed while it is
-            decided on, the draft does not know yet.
-    """
-
-    attachment: Attachment
-    sequence: Sequence
-    start: int | None
-    end: int
-
-
-class FeatureNeeds:
-    """Tracks the features sent for each sequence to its draft. Owned by the engine thread."""
-
-    def __init__(self, assignments: Assignments) -> None:
-        self._assignments = assignments
-
-    def unmet(self) -> list[FeatureNeed]:
-        """Returns the sequences with computed positions that their draft has no features of."""
-        needs = (_need(each) for each in self._assignments if each.attachment.reads_features)
-        return [need for need in needs if need.end > (need.start or 0)]
-
-    def fill(self, need: FeatureNeed, rows: FeatureRows) -> None:
-        """Puts rows into the draft's next message."""
-        assignment = self._assignments.get(need.sequence.sequence_id)
-        assert assignment is not None
-        assignment.num_features_sent = rows.end
-        if len(rows.rows):
-            need.attachment.outbox_features.append(rows)
-
-
-def _need(assignment: Assignment) -> FeatureNeed:
-    sequence = assignment.sequence
-    end = min(sequence.num_computed, len(sequence.token_ids) - 1)
-    return FeatureNeed(assignment.attachment, sequence, assignment.num_features_sent, end)
-
-
 class Attachments:
     """All that the engine does with drafts. Owned by the engine thread.
 
@@ -254,7 +210,6 @@ class Attachments:
         intake: takes what drafts push.
         readiness: says which sequences step now.
         verdicts: sends drafts the committed tokens.
-        feature_needs: which drafts lack rows of features.
         outcomes: how verdicts were foreseen.
     """
 
@@ -265,7 +220,6 @@ class Attachments:
         self.intake = CandidateIntake(self.drafts, self.assignments, self.outcomes)
         self.readiness = Readiness(self.drafts, self.assignments)
         self.verdicts = Verdicts(self.drafts, self.assignments, self.outcomes)
-        self.feature_needs = FeatureNeeds(self.assignments)
 
     @property
     def pays(self) -> bool | None:

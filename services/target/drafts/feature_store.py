@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from services.target.drafts.assignments import Assignment, Assignments
 from services.target.drafts.attachment import Attachment
-from services.target.drafts.attachments import FeatureNeed, FeatureNeeds
 from services.target.drafts.feature_rows import FeatureRows
 from services.target.step_plan import StepPlan
 from shared.errors import FailedPrecondition
@@ -209,21 +209,29 @@ class FeatureStore:
         return self._rows.index_select(0, uploaded_numbers(slots, self._rows.device))
 
 
-class FeatureStores:
-    """The stores of one engine. Owned by the engine thread.
+def _unsupported(message: str) -> FailedPrecondition:
+    return FailedPrecondition(message, reason="FEATURE_SPEC_UNSUPPORTED")
+
+
+class FeatureFeed:
+    """The features of one engine: keeps those of computed tokens, a store for each spec, and hands
+    every draft the rows it lacks. Owned by the engine thread; idle without such drafts.
 
     Args:
+        assignments: sequences at drafts, some of which read features.
         num_slots: of the KV pool.
         are_files: see `FeatureStore`.
     """
 
     def __init__(
-        self, *, num_slots: int, num_layers: int, hidden_size: int, device: torch.device,
-        are_files: bool = False,
+        self, assignments: Assignments, leases: KvLeases, *, num_slots: int, num_layers: int,
+        hidden_size: int, device: torch.device, are_files: bool = False,
     ) -> None:  # fmt: skip
+        self._assignments = assignments
+        self._leases = leases
         self._num_slots = num_slots
-        self.num_layers = num_layers
-        self.hidden_size = hidden_size
+        self._num_layers = num_layers
+        self._hidden_size = hidden_size
         self._device = device
         self._are_files = are_files
         self._stores: dict[str, FeatureStore] = {}
@@ -231,12 +239,7 @@ class FeatureStores:
         self._unread_key: str | None = None
 
     @property
-    def is_used(self) -> bool:
-        """Whether any draft asked for features that are still kept."""
-        return bool(self._stores)
-
-    @property
-    def all(self) -> tuple[FeatureStore, ...]:
+    def stores(self) -> tuple[FeatureStore, ...]:
         """The stores that there are."""
         return tuple(self._stores.values())
 
@@ -244,10 +247,11 @@ class FeatureStores:
     def captured_layers(self) -> tuple[int, ...]:
         """Layers to capture in every forward, for all stores."""
         wanted = [i for store in self._stores.values() for i in store.spec.layer_indices]
-        return captured_layers(wanted, self.num_layers)
+        return captured_layers(wanted, self._num_layers)
 
-    def open(self, spec: FeatureSpec) -> bool:
-        """Makes sure that there is a store, for one reader more; returns whether it is a new one.
+    def open(self, spec: FeatureSpec) -> None:
+        """A draft that wants these features attached. Where none were kept so far, the prefix cache
+        starts anew: its tokens have none, so that no head could draft behind them.
 
         Raises:
             FailedPrecondition: other drafts read as many different features as are kept.
@@ -255,8 +259,7 @@ class FeatureStores:
         if self._unread_key != spec.key:
             self._drop_unread()
         self._unread_key = None
-        is_new = spec.key not in self._stores
-        if is_new:
+        if spec.key not in self._stores:
             if len(self._stores) >= MAX_STORES:
                 message = (
                     f"drafts read {len(self._stores)} different features; {MAX_STORES} are kept"
@@ -265,81 +268,27 @@ class FeatureStores:
             self._stores[spec.key] = FeatureStore(
                 spec,
                 num_slots=self._num_slots,
-                num_layers=self.num_layers,
-                hidden_size=self.hidden_size,
+                num_layers=self._num_layers,
+                hidden_size=self._hidden_size,
                 device=self._device,
                 is_file=self._are_files,
             )
+            self._leases.retire()
         self._num_readers[spec.key] += 1
-        return is_new
 
-    def close(self, key: str) -> None:
+    def close(self, spec: FeatureSpec) -> None:
         """A reader has left. The last store without one stays, for a reader that comes back, until
         somebody else comes."""
-        self._num_readers[key] -= 1
-        if not self._num_readers[key]:
-            del self._num_readers[key]
+        self._num_readers[spec.key] -= 1
+        if not self._num_readers[spec.key]:
+            del self._num_readers[spec.key]
             self._drop_unread()
-            self._unread_key = key
+            self._unread_key = spec.key
 
     def _drop_unread(self) -> None:
         if self._unread_key is not None:
             del self._stores[self._unread_key]
             self._unread_key = None
-
-    def get(self, key: str) -> FeatureStore | None:
-        """Returns the store of a spec; None when it had to go."""
-        return self._stores.get(key)
-
-    def write(
-        self, slots: Tensor, host_slots: Sequence[int], output: RunnerOutput,
-        captured: Sequence[int],
-    ) -> None:  # fmt: skip
-        """Stores the rows of a forward in every store; see `FeatureStore.write`."""
-        for store in self._stores.values():
-            store.write(slots, output, captured)
-            store.know(host_slots)
-
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Moves rows in every store."""
-        for store in self._stores.values():
-            store.move(source, target)
-
-
-def _unsupported(message: str) -> FailedPrecondition:
-    return FailedPrecondition(message, reason="FEATURE_SPEC_UNSUPPORTED")
-
-
-# Keeps features of computed tokens and hands every draft the rows it lacks.
-
-
-class FeatureFeed:
-    """Between the forwards and the drafts. Owned by the engine thread; idle without such drafts."""
-
-    def __init__(self, stores: FeatureStores, needs: FeatureNeeds, leases: KvLeases) -> None:
-        self._stores = stores
-        self._needs = needs
-        self._leases = leases
-
-    @property
-    def stores(self) -> tuple[FeatureStore, ...]:
-        """The stores of features."""
-        return self._stores.all
-
-    @property
-    def captured_layers(self) -> tuple[int, ...]:
-        """Layers a forward must capture."""
-        return self._stores.captured_layers
-
-    def open(self, spec: FeatureSpec) -> None:
-        """A draft that wants these features attached. Where none were kept so far, the prefix cache
-        starts anew: its tokens have none, so that no head could draft behind them."""
-        if self._stores.open(spec):
-            self._leases.retire()
-
-    def close(self, spec: FeatureSpec) -> None:
-        """A draft that wanted these features has left."""
-        self._stores.close(spec.key)
 
     def kept(self, spec: FeatureSpec) -> FeatureStore | None:
         """Returns where the features of a spec are; None when nobody wants them."""
@@ -357,61 +306,67 @@ class FeatureFeed:
         return start + num_unknown, store.read(slots[num_unknown:])
 
     def store(self, plan: StepPlan, slots: Tensor, output: RunnerOutput) -> None:
-        """Stores the rows of a step's forward, tree nodes included."""
-        if self._stores.is_used:
-            host_slots = [
-                slot for entry in plan.scheduled for slot in entry.slots(self._leases.page_size)
-            ]
-            self._stores.write(slots, host_slots, output, self.captured_layers)
+        """Stores the rows of a step's forward, tree nodes included; see `FeatureStore.write`."""
+        if not self._stores:
+            return
+        page_size, captured = self._leases.page_size, self.captured_layers
+        host_slots = [slot for entry in plan.scheduled for slot in entry.slots(page_size)]
+        for store in self._stores.values():
+            store.write(slots, output, captured)
+            store.know(host_slots)
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Follows an accepted path that the KV pool moves."""
-        self._stores.move(source, target)
+        for store in self._stores.values():
+            store.move(source, target)
 
-    def unmet(self) -> list[FeatureNeed]:
-        """Returns what drafts lack that is computed and not yet sent."""
-        return self._needs.unmet()
+    def unmet(self) -> list[Assignment]:
+        """Returns the sequences whose drafts lack features of computed positions."""
+        return [each for each in self._assignments if each.lacks_features]
 
-    def send(self, unmet: Sequence[FeatureNeed]) -> None:
+    def send(self, unmet: Iterable[Assignment]) -> None:
         """Puts the rows that drafts lack into their messages."""
-        needs: dict[Attachment, list[FeatureNeed]] = defaultdict(list)
-        for need in unmet:
-            needs[need.attachment].append(need)
-        for attachment, group in needs.items():
+        groups: dict[Attachment, list[Assignment]] = defaultdict(list)
+        for each in unmet:
+            groups[each.attachment].append(each)
+        for attachment, group in groups.items():
             assert attachment.feature_spec is not None
             store = self._stores.get(attachment.feature_spec.key)
             if store is not None:
                 self._send_rows(attachment, store, group)
 
     def _send_rows(
-        self, attachment: Attachment, store: FeatureStore, needs: Sequence[FeatureNeed]
+        self, attachment: Attachment, store: FeatureStore, group: Sequence[Assignment]
     ) -> None:
         """One gather, and one copy on their way, for all sequences of a draft."""
         starts: list[int] = []
         slots: list[int] = []
-        for need in needs:
-            start, own = self._unsent(store, need)
+        for each in group:
+            start, own = self._unsent(store, each)
             starts.append(start)
             slots += own
         placed = attachment.sender.place(store.read(slots))
         # Of a single sequence no part has to be taken, which costs as much as the rest here.
-        counts = [need.end - start for need, start in zip(needs, starts, strict=True)]
-        parts = [placed.rows] if len(needs) == 1 else torch.split(placed.rows, counts)
+        counts = [each.num_features - start for each, start in zip(group, starts, strict=True)]
+        parts = [placed.rows] if len(group) == 1 else torch.split(placed.rows, counts)
         first = 0
-        for need, start, part, count in zip(needs, starts, parts, counts, strict=True):
-            sequence = need.sequence
+        for each, start, part, count in zip(group, starts, parts, counts, strict=True):
+            sequence = each.sequence
             ring_start = None if placed.ring_start is None else placed.ring_start + first
-            rows = FeatureRows(
-                sequence.sequence_id, start, part, sequence.num_prompt_tokens, ring_start
-            )
-            self._needs.fill(need, rows)
+            each.num_features_sent = start + count
+            if count:
+                attachment.outbox_features.append(
+                    FeatureRows(
+                        sequence.sequence_id, start, part, sequence.num_prompt_tokens, ring_start
+                    )
+                )
             first += count
 
-    def _unsent(self, store: FeatureStore, need: FeatureNeed) -> tuple[int, list[int]]:
+    def _unsent(self, store: FeatureStore, unmet: Assignment) -> tuple[int, list[int]]:
         """Returns the first position to send and the slots from there on."""
-        lease = need.sequence.open_lease
-        start = need.start or 0
-        slots = lease.slots(start, need.end, self._leases.page_size)
+        start, is_first = unmet.num_features_sent or 0, unmet.num_features_sent is None
+        lease = unmet.sequence.open_lease
+        slots = lease.slots(start, unmet.num_features, self._leases.page_size)
         # The first time, rows from before the store's time are missing at the front.
-        num_unknown = store.first_known(slots) if need.start is None else 0
+        num_unknown = store.first_known(slots) if is_first else 0
         return start + num_unknown, slots[num_unknown:]

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.target.drafts.feature_store import MAX_STORES, FeatureSpec, FeatureStores
+from services.target.drafts.attachments import Attachments
+from services.target.drafts.feature_store import MAX_STORES, FeatureFeed, FeatureSpec
 from services.target.engine import Engine
 from shared.errors import FailedPrecondition
+from shared.kv.leases import KvLeases
 from shared.models.decoder import Decoder
 from shared.tokens import SamplingParams, StopParams
 from tests.helpers.engines import (
@@ -170,31 +172,35 @@ def test_features_the_target_does_not_have_are_refused(
         build_engine(decoder).feature_width(spec)
 
 
-def test_memory_of_drafts_that_left_is_given_up(decoder: Decoder) -> None:
-    config = decoder.config
-    stores = FeatureStores(
-        num_slots=4, num_layers=config.num_layers, hidden_size=32, device=torch.device("cpu")
-    )
+def _feed() -> FeatureFeed:
+    return FeatureFeed(
+        Attachments().assignments, KvLeases(1, 4), num_slots=4, num_layers=4, hidden_size=32,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+
+
+def test_memory_of_drafts_that_left_is_given_up() -> None:
+    feed = _feed()
     specs = {key: FeatureSpec(key, (1,), torch.float32, None) for key in "abc"}
     for key in "aab":
-        stores.open(specs[key])
+        feed.open(specs[key])
     for key in "aab":
-        stores.close(key)
-    assert [stores.get(key) is not None for key in "abc"] == [False, True, False]
-    kept = stores.get("b")
-    stores.open(specs["b"])
-    assert stores.get("b") is kept
-    stores.close("b")
-    stores.open(specs["c"])
-    assert [stores.get(key) is not None for key in "abc"] == [False, False, True]
+        feed.close(specs[key])
+    assert [feed.kept(specs[key]) is not None for key in "abc"] == [False, True, False]
+    kept = feed.kept(specs["b"])
+    feed.open(specs["b"])
+    assert feed.kept(specs["b"]) is kept
+    feed.close(specs["b"])
+    feed.open(specs["c"])
+    assert [feed.kept(specs[key]) is not None for key in "abc"] == [False, False, True]
 
 
 def test_different_features_are_kept_up_to_a_bound() -> None:
-    stores = FeatureStores(num_slots=4, num_layers=4, hidden_size=32, device=torch.device("cpu"))
+    feed = _feed()
     specs = [FeatureSpec(key, (1,), torch.float32, None) for key in "abcde"]
     for spec in (*specs[:MAX_STORES], specs[0]):
-        stores.open(spec)
+        feed.open(spec)
     with pytest.raises(FailedPrecondition, match="drafts read 4 different features; 4 are kept"):
-        stores.open(specs[MAX_STORES])
-    stores.close("b")
-    stores.open(specs[MAX_STORES])
+        feed.open(specs[MAX_STORES])
+    feed.close(specs[1])
+    feed.open(specs[MAX_STORES])

@@ -6,7 +6,6 @@ import torch
 
 from services.target.drafts.attachment import Attachment
 from services.target.drafts.attachments import Attachments
-from services.target.drafts.feature_rows import FeatureRows
 from services.target.drafts.feature_store import FeatureSpec
 from services.target.sequence import Sequence
 from tests.helpers.one_draft import commit, make_attachment, make_sequence
@@ -29,7 +28,8 @@ class _Pair:
 
     @property
     def lacking(self) -> list[int]:
-        return [need.sequence.sequence_id for need in self.attachments.feature_needs.unmet()]
+        places = self.attachments.assignments
+        return [each.sequence.sequence_id for each in places if each.lacks_features]
 
 
 def test_what_is_computed_but_for_the_last_token_is_lacking() -> None:
@@ -46,9 +46,8 @@ def test_what_was_sent_is_not_lacking() -> None:
     pair = _Pair()
     first, _ = pair.sequences
     pair.plain(first)
-    [need] = pair.attachments.feature_needs.unmet()
-    assert (need.start, need.end) == (None, 2)
-    rows = FeatureRows(first.sequence_id, 0, torch.zeros(2, 4), 2)
-    pair.attachments.feature_needs.fill(need, rows)
+    place = pair.attachments.assignments.get(first.sequence_id)
+    assert place is not None
+    assert place.num_features == 2
+    place.num_features_sent = 2
     assert pair.lacking == []
-    assert pair.draft.outbox_features == [rows]
