@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -22,7 +22,6 @@ from shared.runtime.host_copy import HostCopy
 from shared.speculation.distributions import shaped_logits, target_log_probs
 from shared.speculation.logprobs import (
     packed_logprobs,
-    token_logprobs,
     unpacked_logprobs,
 )
 from shared.speculation.rejection import ChainRule, DrawnChain, accept_chains
@@ -201,7 +200,7 @@ class CoupledDraw:
             distributions.counts,
         )
         self._tokens = HostCopy(self.token_ids)
-        self._logprobs = _QueuedLogprobs.of(distributions, self._slices, self.token_ids)
+        self._logprobs = _RowLogprobs.of(distributions, self.token_ids)
 
     def read(self) -> list[Decision]:
         """See `Draw`."""
@@ -210,24 +209,12 @@ class CoupledDraw:
             return [Decision((), (token,), ()) for token in tokens]  # no tree anywhere
         logprobs = None if self._logprobs is None else self._logprobs.read()
         return [
-            self._decision(entry, rows, tokens, logprobs)
+            _decision(
+                _within(self._masks, accept_path(entry.tree, tokens[rows]), entry.tree, rows),
+                *(entry, rows, logprobs),
+            )
             for entry, rows in zip(self._drawn, self._slices, strict=True)
         ]
-
-    def _decision(
-        self,
-        entry: ScheduledSequence,
-        rows: slice,
-        tokens: list[int],
-        logprobs: dict[int, TokenLogprobs] | None,
-    ) -> Decision:
-        path = _within(self._masks, accept_path(entry.tree, tokens[rows]), entry.tree, rows)
-        committed = path.token_ids(entry.tree)
-        if logprobs is None or entry.sequence.request.top_logprobs is None:
-            return Decision(path.node_indices, committed, ())
-        # The token that a row drew is the next one of the path.
-        path_rows = (rows.start, *(rows.start + 1 + node for node in path.node_indices))
-        return Decision(path.node_indices, committed, tuple(logprobs[row] for row in path_rows))
 
 
 class FreshDraw:
@@ -246,49 +233,21 @@ class FreshDraw:
         log_probs = target_log_probs(
             distributions.allowed_logits, distributions.sampling, distributions.counts
         )
-        paths = self._rule(log_probs, [entry.tree for entry in distributions.drawn])
-        decided = [
-            Decision(path.node_indices, path.token_ids(entry.tree), ())
-            for entry, path in zip(distributions.drawn, self._within_masks(paths), strict=True)
-        ]
-        return self._scored(decided)
-
-    def _within_masks(self, paths: Sequence[AcceptedPath]) -> list[AcceptedPath]:
-        distributions = self._distributions
-        return [
+        drawn, slices = distributions.drawn, distributions.row_slices()
+        found = self._rule(log_probs, [entry.tree for entry in drawn])
+        paths = [
             _within(distributions.masks, path, entry.tree, rows)
-            for entry, path, rows in zip(
-                distributions.drawn, paths, distributions.row_slices(), strict=True
-            )
+            for path, entry, rows in zip(found, drawn, slices, strict=True)
         ]
-
-    def _scored(self, decided: list[Decision]) -> list[Decision]:
-        """Adds the log probabilities that requests want. Waits for the device once for all."""
-        distributions = self._distributions
-        wanted = [entry.sequence.request.top_logprobs for entry in distributions.drawn]
-        rows: list[int] = []
-        token_ids: list[int] = []
-        num_top: list[int] = []
-        named: list[Sequence[int]] = []
-        for count, own, each, entry in zip(
-            wanted, distributions.row_slices(), decided, distributions.drawn, strict=True
-        ):
-            if count is not None:
-                rows += [own.start, *(own.start + 1 + node for node in each.accepted_nodes)]
-                token_ids += each.token_ids
-                num_top += [count] * len(each.token_ids)
-                named += [entry.sequence.request.logprob_token_ids] * len(each.token_ids)
-        if not rows:
-            return decided
-        index = uploaded_numbers(rows, distributions.logits.device)
-        logits = distributions.scored_logits.index_select(0, index)
-        found = iter(token_logprobs(logits, token_ids, num_top, named))
-        return [
-            each
-            if count is None
-            else replace(each, logprobs=tuple(itertools.islice(found, len(each.token_ids))))
-            for count, each in zip(wanted, decided, strict=True)
-        ]
+        token_ids = [0] * len(log_probs)
+        for path, entry, rows in zip(paths, drawn, slices, strict=True):
+            for row, token_id in zip(
+                _path_rows(path, rows), path.token_ids(entry.tree), strict=True
+            ):
+                token_ids[row] = token_id
+        scores = _RowLogprobs.of(distributions, uploaded_numbers(token_ids, log_probs.device))
+        logprobs = None if scores is None else scores.read()
+        return list(map(_decision, paths, drawn, slices, itertools.repeat(logprobs)))
 
 
 def _within(
@@ -303,29 +262,57 @@ def _within(
 
 
 @dataclass(frozen=True, slots=True)
-class _QueuedLogprobs:
-    """Log probabilities of the tokens drawn by the rows of some sequences.
+class QueuedLogprobs:
+    """Log probabilities of N tokens on their way to the host.
 
     Attributes:
-        rows: of the step.
         num_top: alternatives of each.
         named: tokens that are wanted of each beside them.
     """
 
     packed: HostCopy
-    rows: list[int]
-    num_top: list[int]
-    named: list[Sequence[int]]
+    num_top: Sequence[int]
+    named: Sequence[Sequence[int]]
 
     @classmethod
     def of(
-        cls, distributions: RowDistributions, slices: Sequence[slice], token_ids: Tensor
-    ) -> _QueuedLogprobs | None:
-        """Queues them for the sequences that want them; None when none does."""
+        cls,
+        logits: Tensor,
+        token_ids: Tensor,
+        num_top: Sequence[int],
+        named: Sequence[Sequence[int]],
+    ) -> QueuedLogprobs:
+        """Queues them.
+
+        Args:
+            logits: `[N, V]`, of the rows before the tokens `[N]`.
+        """
+        packed = packed_logprobs(logits, token_ids, max(num_top), named)
+        return cls(HostCopy(packed), num_top, named)
+
+    def read(self) -> tuple[TokenLogprobs, ...]:
+        """Waits for the device."""
+        return unpacked_logprobs(self.packed.read(), self.num_top, self.named)
+
+
+@dataclass(frozen=True, slots=True)
+class _RowLogprobs:
+    """Those of the rows of a step, by row, whose requests want any."""
+
+    queued: QueuedLogprobs
+    rows: list[int]
+
+    @classmethod
+    def of(cls, distributions: RowDistributions, token_ids: Tensor) -> _RowLogprobs | None:
+        """Queues them; None when no request wants any.
+
+        Args:
+            token_ids: `[L]` int64, the next token of each row.
+        """
         rows: list[int] = []
         num_top: list[int] = []
         named: list[Sequence[int]] = []
-        for entry, own in zip(distributions.drawn, slices, strict=True):
+        for entry, own in zip(distributions.drawn, distributions.row_slices(), strict=True):
             request = entry.sequence.request
             if request.top_logprobs is not None:
                 rows += range(own.start, own.stop)
@@ -334,15 +321,29 @@ class _QueuedLogprobs:
         if not rows:
             return None
         index = uploaded_numbers(rows, token_ids.device)
-        packed = packed_logprobs(
-            distributions.scored_logits.index_select(0, index),
-            token_ids.index_select(0, index),
-            max(num_top),
-            named,
+        logits = distributions.scored_logits.index_select(0, index)
+        return cls(
+            QueuedLogprobs.of(logits, token_ids.index_select(0, index), num_top, named), rows
         )
-        return cls(HostCopy(packed), rows, num_top, named)
 
     def read(self) -> dict[int, TokenLogprobs]:
         """Waits for the device and returns them by row."""
-        found = unpacked_logprobs(self.packed.read(), self.num_top, self.named)
-        return dict(zip(self.rows, found, strict=True))
+        return dict(zip(self.rows, self.queued.read(), strict=True))
+
+
+def _decision(
+    path: AcceptedPath,
+    entry: ScheduledSequence,
+    rows: slice,
+    logprobs: dict[int, TokenLogprobs] | None,
+) -> Decision:
+    committed = path.token_ids(entry.tree)
+    if logprobs is None or entry.sequence.request.top_logprobs is None:
+        return Decision(path.node_indices, committed, ())
+    found = tuple(logprobs[row] for row in _path_rows(path, rows))
+    return Decision(path.node_indices, committed, found)
+
+
+def _path_rows(path: AcceptedPath, rows: slice) -> tuple[int, ...]:
+    """Returns the rows whose next tokens are those of the path and the bonus."""
+    return (rows.start, *(rows.start + 1 + node for node in path.node_indices))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
@@ -12,16 +11,15 @@ import torch
 from torch import Tensor
 
 from services.target.drafts.feature_store import FeatureFeed
-from services.target.draw import Decision, Draw
+from services.target.draw import Decision, Draw, QueuedLogprobs
 from services.target.sequence import Sequence
 from services.target.step_plan import ScheduledSequence, StepPlan
 from services.target.verifier import Verifier
 from shared.generation import PromptScored
 from shared.kv.batch import DecodeBatches, ForwardBatch, SequenceRows, build_batch
 from shared.kv.upload import Array, uploaded_numbers, uploaded_pairs
-from shared.runtime.host_copy import DeviceMark, HostCopy
+from shared.runtime.host_copy import DeviceMark
 from shared.runtime.runner import ModelRunner
-from shared.speculation.logprobs import packed_logprobs, unpacked_logprobs
 
 UNREAD = 0
 """Stands for a token that is filled in on the device."""
@@ -89,13 +87,12 @@ class PromptScores:
         spans: for each sequence that scores, the positions of its tokens.
     """
 
-    packed: HostCopy
+    queued: QueuedLogprobs
     spans: tuple[tuple[Sequence, range], ...]
 
     def read(self) -> list[tuple[Sequence, PromptScored]]:
         """Waits for the device and returns one event for each sequence."""
-        num_top = [_num_top(sequence) for sequence, span in self.spans for _ in span]
-        found = iter(unpacked_logprobs(self.packed.read(), num_top, _named(self.spans)))
+        found = iter(self.queued.read())
         return [
             (sequence, PromptScored(span.start, tuple(next(found) for _ in span)))
             for sequence, span in self.spans
@@ -143,16 +140,15 @@ class SplitLogits:
             drawing += range(row, row + num_drawing)
             row += num_drawing
         index = uploaded_numbers([scoring, token_ids], logits.device)
-        width = max(_num_top(each) for each, _ in spans)
-        packed = packed_logprobs(logits.index_select(0, index[0]), index[1], width, _named(spans))
+        queued = QueuedLogprobs.of(
+            logits.index_select(0, index[0]),
+            index[1],
+            [_num_top(each) for each, span in spans for _ in span],
+            [each.request.logprob_token_ids for each, span in spans for _ in span],
+        )
         rows = uploaded_numbers(drawing, logits.device)
-        scores = PromptScores(HostCopy(packed), tuple(spans))
+        scores = PromptScores(queued, tuple(spans))
         return cls(logits.index_select(0, rows), rows, scores)
-
-
-def _named(spans: Iterable[tuple[Sequence, range]]) -> list[SequenceOf[int]]:
-    """Returns the tokens that are wanted at each position beside the likeliest."""
-    return [sequence.request.logprob_token_ids for sequence, span in spans for _ in span]
 
 
 def _scored_positions(entry: ScheduledSequence) -> range:

@@ -12,28 +12,6 @@ from shared.speculation.row_sampling import uploaded_ids
 from shared.tokens import TokenLogprobs
 
 
-def token_logprobs(
-    logits: Tensor,
-    token_ids: Sequence[int],
-    num_top: Sequence[int],
-    named: Sequence[Sequence[int]] = (),
-) -> tuple[TokenLogprobs, ...]:
-    """Returns the log probability, rank and best alternatives of each row's token.
-
-    Waits for the device once.
-
-    Args:
-        logits: `[R, V]` raw logits of any float type.
-        token_ids: R tokens.
-        num_top: R counts of alternatives wanted, each in [0, MAX_TOP_LOGPROBS].
-        named: see `packed_logprobs`.
-    """
-    assert logits.shape[0] == len(token_ids) == len(num_top)
-    chosen_ids = uploaded_ids(token_ids, logits.device)
-    packed = packed_logprobs(logits, chosen_ids, max(num_top, default=0), named)
-    return unpacked_logprobs(packed.cpu(), num_top, named)
-
-
 def packed_logprobs(
     logits: Tensor, token_ids: Tensor, width: int, named: Sequence[Sequence[int]] = ()
 ) -> Tensor:

@@ -7,9 +7,17 @@ import math
 import pytest
 import torch
 
-from shared.speculation.logprobs import token_logprobs
+from shared.speculation.logprobs import packed_logprobs, unpacked_logprobs
+from shared.tokens import TokenLogprobs
 
 LOGITS = torch.tensor([[math.log(p) + 3 for p in (0.1, 0.4, 0.1, 0.4)]])
+
+
+def token_logprobs(
+    logits: torch.Tensor, token_ids: list[int], num_top: list[int]
+) -> tuple[TokenLogprobs, ...]:
+    packed = packed_logprobs(logits, torch.tensor(token_ids), max(num_top))
+    return unpacked_logprobs(packed, num_top)
 
 
 def test_chosen_token_has_its_log_prob_and_rank() -> None:
