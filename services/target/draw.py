@@ -132,7 +132,7 @@ class RowDistributions:
         positions: `[L]` int64, each row's position; it draws the token after it.
         sampling: of the L rows.
         counts: of the L rows; None without penalties.
-        masks: of the L rows; None without grammars.
+        masks: of the L rows; None without grammars and rules.
     """
 
     drawn: Sequence[ScheduledSequence]
@@ -144,7 +144,7 @@ class RowDistributions:
 
     @property
     def allowed_logits(self) -> Tensor:
-        """The logits, -inf where a grammar forbids the token."""
+        """The logits, -inf where a grammar or a rule forbids the token."""
         return self.logits if self.masks is None else self.masks.applied(self.logits)
 
     @property

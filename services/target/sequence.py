@@ -246,22 +246,12 @@ class Sequence:
         """The reason why the sequence cannot continue."""
         return None if self.matcher is None else self.matcher.failure
 
-    def banned_token_ids(self, path: SequenceOf[int]) -> frozenset[int]:
-        """Tokens that may not be drawn after a path of a tree, which hangs off the committed and
-        pending ones.
-
-        Before the minimum length no stop token can be drawn; that holds at each depth of a tree
-        on its own.
-        """
-        banned = frozenset[int]() if self.rules is None else self.rules.banned_after(path)
-        num_before = self.num_output_tokens + self.num_pending + len(path)
-        if num_before >= self.request.stop.min_output_tokens:
-            return banned
-        return banned | self.stop_token_ids
-
-    def forced_token_id(self, path: SequenceOf[int]) -> int | None:
-        """The only token that may be drawn after a path of a tree; None where there are others."""
-        return None if self.rules is None else self.rules.forced_after(path)
+    def banned_token_ids(self, depth: int) -> frozenset[int]:
+        """Tokens that may not be drawn so far down a tree, which hangs off the committed and
+        pending ones: no stop token before the minimum length."""
+        num_before = self.num_output_tokens + self.num_pending + depth
+        is_too_short = num_before < self.request.stop.min_output_tokens
+        return self.stop_token_ids if is_too_short else frozenset()
 
     def cancel(self) -> None:
         """Ends the sequence; what is in flight for it will not be committed."""

@@ -72,25 +72,22 @@ class TokenMasks:
         self._executor = MaskExecutor()
 
     def of(self, drawn: SequenceOf[ScheduledSequence], logits: Tensor) -> RowMasks | None:
-        """Returns the masks of all rows of a planned step; None when no sequence has a grammar.
-        Rules are among what its rows draw with."""
+        """Returns the masks of all rows of a planned step; None when no sequence has any."""
         first_rows: list[int] = []
+        masked: list[tuple[Sequence, TokenTree]] = []
         num_rows = 0
         for entry in drawn:
-            first_rows.append(num_rows)
+            if entry.sequence.is_masked:
+                first_rows.append(num_rows)
+                masked.append((entry.sequence, entry.tree))
             num_rows += 1 + len(entry.tree)
-        constrained = [
-            (first_row, entry.sequence.matcher, entry.tree)
-            for first_row, entry in zip(first_rows, drawn, strict=True)
-            if entry.sequence.matcher is not None
-        ]
-        if not constrained:
+        if not masked:
             return None
-        places, matchers, trees = zip(*constrained, strict=True)
-        found = self._executor.tree_masks(matchers, trees)
         masks = [
-            MaskedRows(range(len(words)), words).behind(place)
-            for place, words in zip(places, found, strict=True)
+            MaskedRows(range(len(words)), words).behind(first_row)
+            for first_row, words in zip(
+                first_rows, self.of_lanes(masked, logits.shape[-1]), strict=True
+            )
         ]
         return RowMasks.of(masks, num_rows=num_rows, device=logits.device)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from services.target.draw import (
     RowDistributions,
 )
 from services.target.flag_choices import VerificationMode as VerificationMode
-from services.target.sequence import Sequence
 from services.target.step_plan import ScheduledSequence
 from services.target.token_masks import TokenMasks
 from shared.kv.upload import uploaded_numbers
@@ -140,7 +138,7 @@ class Verifier:
         thresholds: of the point-mass rule; below 1 they are lossy.
 
     Attributes:
-        masks: computes what grammars allow.
+        masks: computes what grammars and rules allow.
     """
 
     def __init__(
@@ -211,39 +209,26 @@ class _LastSampling:
 
     def of(self, drawn: SequenceOf[ScheduledSequence], device: torch.device) -> RowSampling:
         """Returns the parameters of every row."""
-        rules = _RowRules.of(drawn)
+        banned = _banned(drawn)
         num_rows = [(each.sequence.sequence_id, 1 + len(each.tree)) for each in drawn]
-        if self._sampling is None or rules is not None or num_rows != self._num_rows:
-            # What is ruled changes with every token.
-            self._num_rows = num_rows if rules is None else []
+        if self._sampling is None or banned or num_rows != self._num_rows:
+            # What is banned changes with every token.
+            self._num_rows = [] if banned else num_rows
             self._sampling = row_sampling(
                 [entry.sequence.sampling for entry in drawn],
                 [count for _, count in num_rows],
                 device=device,
-                banned_token_ids=() if rules is None else rules.banned,
-                forced_token_ids=() if rules is None else rules.forced,
+                banned_token_ids=banned,
             )
         return self._sampling
 
 
-@dataclass(frozen=True, slots=True)
-class _RowRules:
-    """The tokens that each row must not draw, and the one token that it must."""
-
-    banned: list[list[int]]
-    forced: list[int | None]
-
-    @classmethod
-    def of(cls, drawn: SequenceOf[ScheduledSequence]) -> _RowRules | None:
-        """Returns the rules of all rows; None when no row has any."""
-        if not any(_has_rules(entry.sequence) for entry in drawn):
-            return None
-        rows = [(entry.sequence, path) for entry in drawn for path in row_paths(entry.tree)]
-        return cls(
-            [sorted(sequence.banned_token_ids(path)) for sequence, path in rows],
-            [sequence.forced_token_id(path) for sequence, path in rows],
-        )
-
-
-def _has_rules(sequence: Sequence) -> bool:
-    return sequence.rules is not None or bool(sequence.banned_token_ids(()))
+def _banned(drawn: SequenceOf[ScheduledSequence]) -> SequenceOf[SequenceOf[int]]:
+    """Returns the tokens that each row must not draw; empty when no row bans any."""
+    if not any(entry.sequence.banned_token_ids(0) for entry in drawn):
+        return ()
+    return [
+        sorted(entry.sequence.banned_token_ids(depth))
+        for entry in drawn
+        for depth in (0, *entry.tree.depths)
+    ]

@@ -13,7 +13,6 @@ from shared.tokens import SamplingParams
 # Below this a temperature is as good as 0, and dividing by it would overflow.
 _MIN_TEMPERATURE = 1e-5
 _NO_TOP_K = 2**31 - 1
-_FORCE = 1e9
 
 
 def uploaded_tensor(host: Tensor, device: torch.device) -> Tensor:
@@ -193,7 +192,6 @@ def row_sampling(
     *,
     device: torch.device,
     banned_token_ids: Sequence[Sequence[int]] = (),
-    forced_token_ids: Sequence[int | None] = (),
 ) -> RowSampling:
     """Returns the parameters of each sequence repeated over its rows.
 
@@ -202,7 +200,6 @@ def row_sampling(
         row_counts: rows of each sequence (its tree's nodes and the root).
         device: where the logits are.
         banned_token_ids: for each row further tokens it must not draw; empty when no row bans any.
-        forced_token_ids: for each row the token that it must draw, or None; empty for no row.
     """
     assert len(params) == len(row_counts)
     assert len(banned_token_ids) in (0, sum(row_counts))
@@ -221,7 +218,7 @@ def row_sampling(
         min_ps=floats[:, 3:4],
         penalties=_penalties(floats) if any(p.has_penalties for p in params) else None,
         seeds=uploaded_tensor(seeds.repeat_interleave(counts), device),
-        bias=_bias(params, row_counts, forced_token_ids, device),
+        bias=_bias(params, row_counts, device),
         allowed=_allowed(params, row_counts, device),
         banned=_banned(_with_bad_words(params, row_counts, banned_token_ids), device),
         all_greedy=not drawing,
@@ -290,22 +287,15 @@ def _penalties(columns: Tensor) -> Penalties:
 
 
 def _bias(
-    params: Sequence[SamplingParams],
-    row_counts: Sequence[int],
-    forced: Sequence[int | None],
-    device: torch.device,
+    params: Sequence[SamplingParams], row_counts: Sequence[int], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """A forced token has a bias beyond all logits, so that one that is removed stays so."""
-    if not (any(each.logit_bias for each in params) or any(each is not None for each in forced)):
+    if not any(each.logit_bias for each in params):
         return None
     owners = [each for each, count in zip(params, row_counts, strict=True) for _ in range(count)]
     triples = [
         (row, token_id, value)
         for row, each in enumerate(owners)
         for token_id, value in each.logit_bias.items()
-    ]
-    triples += [
-        (row, token_id, _FORCE) for row, token_id in enumerate(forced) if token_id is not None
     ]
     rows, token_ids, values = zip(*triples, strict=True)
     return (

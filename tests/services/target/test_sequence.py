@@ -64,9 +64,9 @@ def test_output_limit_is_clamped_to_the_context() -> None:
 def test_stop_tokens_are_banned_until_the_minimum_at_each_depth() -> None:
     sequence = _sequence(StopParams(10, min_output_tokens=3, stop_token_ids=frozenset({5})))
     sequence.commit([4])
-    assert sequence.banned_token_ids(()) == {5, 9}
-    assert sequence.banned_token_ids((3,)) == {5, 9}
-    assert sequence.banned_token_ids((3, 4)) == frozenset()
+    assert sequence.banned_token_ids(0) == {5, 9}
+    assert sequence.banned_token_ids(1) == {5, 9}
+    assert sequence.banned_token_ids(2) == frozenset()
 
 
 @pytest.mark.parametrize(

@@ -247,16 +247,6 @@ def test_bad_words_of_one_token_are_removed_with_the_banned_ones() -> None:
     )
 
 
-def test_a_forced_token_is_drawn_unless_a_grammar_forbids_it() -> None:
-    assert distribution([9.0, 0.0, -80.0], SamplingParams(), forced_token_ids=[2]) == [
-        0.0,
-        0.0,
-        1.0,
-    ]
-    probs = distribution([1.0, 1.0, -math.inf], SamplingParams(), forced_token_ids=[2])
-    assert probs == [0.5, 0.5, 0.0]
-
-
 FEW_VALUES = st.sampled_from([-math.inf, -2.5, -0.0, 0.0, 2.0**-149, 1.0, 3.0, math.inf])
 ANY_VALUE = st.floats(width=32, allow_nan=False)
 
