@@ -16,28 +16,18 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from services.target.adaptive_config import AdaptiveConfig
 from services.target.drafts.attachment import Attachment, AttachmentStatus, Offer
-from services.target.drafts.draft_policy import ALWAYS
 from services.target.drafts.feature_store import MAX_LAYERS, FeatureSpec
 from services.target.engine_gauges import EngineGauges
-from services.target.fallback import NgramFallback
-from services.target.requests.request import EventSink, GenerationRequest, ModelLimits
-from services.target.scheduler import Scheduler
+from services.target.requests.request import EventSink, GenerationRequest
 from services.target.step_loop import StepLoop
-from services.target.step_report import Clock, StepReport
-from services.target.verifier import Verifier
 from services.target.weight_control import WeightControl
 from services.target.weight_stager import RankStages
 from shared.candidate_columns import CandidateColumns
 from shared.errors import EngineFailed, OutriderError, QueueFull, Unavailable
-from shared.kv.leases import KvLeases
-from shared.models.decoder import Decoder
 from shared.models.heads.target_tensors import Table
 from shared.runtime.device import launch_on
 from shared.runtime.memory import Shortage, is_shortage
-from shared.runtime.round_runner import RoundLimits
-from shared.runtime.runner import ModelRunner
 from shared.tokens import NO_REPORT, Candidate, DraftReport
 
 logger = logging.getLogger(__name__)
@@ -140,58 +130,24 @@ class Engine:
     """Serves requests with one model.
 
     Args:
-        runner: runs forwards of the target model and owns the KV pool.
-        leases: owners of that pool's pages.
-        clock: seconds, monotonic.
-        on_step: called after each step on the engine thread.
-        overlaps: whether steps are launched before the last one is read, where they can be.
-        fallback: drafts where no draft does; None where nobody should.
-        always_up_to: sequences that want trees of every draft, whatever they bring.
-        adaptive: trees to choose from, where no shape is pinned; None leaves remote drafts their
-            own shape.
-        selection: of rounds on the device with trees that remote drafts push; None has none.
+        loop: steps on the engine's thread.
 
     Attributes:
+        limits: of the requests that can be served.
+        device: of the feature rows.
+        page_size: tokens in a page of the KV cache.
+        decoder: the model; a draft in this process may borrow its tensors.
         cache: what its KV cache takes of the device.
         num_kv_tokens: that the KV cache holds, on all ranks.
     """
 
-    def __init__(
-        self,
-        *,
-        runner: ModelRunner,
-        leases: KvLeases,
-        scheduler: Scheduler,
-        verifier: Verifier,
-        limits: ModelLimits,
-        inbox: Inbox,
-        clock: Clock,
-        on_step: Callable[[StepReport], None] = lambda report: None,
-        overlaps: bool = True,
-        fallback: NgramFallback | None = None,
-        always_up_to: int = ALWAYS,
-        adaptive: AdaptiveConfig | None = None,
-        selection: RoundLimits | None = None,
-    ) -> None:
-        self.limits = limits
-        self._decoder, self._device, self.cache = runner.decoder, runner.device, runner.cache
+    def __init__(self, loop: StepLoop, inbox: Inbox) -> None:
+        runner, leases = loop.runner, loop.leases
+        self.limits, self.device, self.page_size = loop.limits, runner.device, runner.page_size
+        self.decoder, self.cache = runner.decoder, runner.cache
         self.num_kv_tokens = leases.num_pages * leases.page_size
         self._inbox = inbox
-        self._clock = clock
-        self._loop = StepLoop(
-            runner=runner,
-            leases=leases,
-            scheduler=scheduler,
-            verifier=verifier,
-            limits=limits,
-            clock=clock,
-            on_step=on_step,
-            overlaps=overlaps,
-            fallback=fallback,
-            always_up_to=always_up_to,
-            adaptive=adaptive,
-            selection=selection,
-        )
+        self._loop = loop
         self._flush = leases.flush
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -218,28 +174,13 @@ class Engine:
 
     # From any thread: drafts.
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the feature rows."""
-        return self._device
-
-    @property
-    def page_size(self) -> int:
-        """Tokens in a page of the KV cache."""
-        return self._loop.page_size
-
-    @property
-    def decoder(self) -> Decoder:
-        """The model; a draft in this process may borrow its tensors."""
-        return self._decoder
-
     def feature_width(self, spec: FeatureSpec) -> int:
         """Returns the width of the rows a spec asks for.
 
         Raises:
             FailedPrecondition: the target does not have such features.
         """
-        config = self._decoder.config
+        config = self.decoder.config
         num_layers, hidden_size = config.num_layers, config.hidden_size
         spec.check(num_layers=num_layers, hidden_size=hidden_size)
         return spec.width(hidden_size)
@@ -247,7 +188,7 @@ class Engine:
     @property
     def largest_projection_bytes(self) -> int:
         """Bytes of a draft's largest projection, to one hidden state, at two bytes an element."""
-        return 2 * MAX_LAYERS * self._decoder.config.hidden_size**2
+        return 2 * MAX_LAYERS * self.decoder.config.hidden_size**2
 
     def attach(self, attachment: Attachment) -> None:
         """Adds a draft; running sequences without one are handed to it.
@@ -285,7 +226,7 @@ class Engine:
             QueueFull, EngineFailed, Unavailable: as by `submit`.
         """
         columns = CandidateColumns.of(candidates)
-        self._loop.drafts.offers.append(Offer(attachment_id, columns, report, self._clock()))
+        self._loop.drafts.offers.append(Offer(attachment_id, columns, report, self._loop.clock()))
         self._inbox.post(self._loop.drafts.take_offers)
 
     def release(self, attachment_id: str, sequence_ids: Sequence[int]) -> None:
@@ -394,7 +335,7 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            launch_on(self._device)
+            launch_on(self.device)
             while not self._stop.is_set():
                 # The command that a stop sends to wake the thread may be among those of the step.
                 if not self.step() and not self._stop.is_set():

@@ -20,6 +20,7 @@ from services.target.requests.request import ModelLimits
 from services.target.runner_factory import BuiltRunner, build_runner, num_routes
 from services.target.scheduler import Scheduler, SchedulerLimits
 from services.target.settings import NO_DRAFT, DraftNeeds, TargetSettings
+from services.target.step_loop import StepLoop
 from services.target.step_report import StepReport
 from services.target.verifier import Verifier
 from services.target.weight_stager import RankStages
@@ -64,13 +65,12 @@ def build_engine(
         eos_token_ids=built.config.eos_token_ids,
         num_routes=num_routes(settings, built.config),
     )
-    engine = Engine(
+    loop = StepLoop(
         runner=built.runner,
         leases=leases,
         scheduler=Scheduler(leases, _scheduler_limits(settings)),
         verifier=_verifier(settings),
         limits=limits,
-        inbox=Inbox(INBOX_CAPACITY),
         clock=time.monotonic,
         on_step=on_step,
         overlaps=not settings.disable_overlap_schedule,
@@ -79,6 +79,7 @@ def build_engine(
         adaptive=adaptive_config(settings),
         selection=_selection(settings, built, limits),
     )
+    engine = Engine(loop, Inbox(INBOX_CAPACITY))
     if followers is not None:
         ranks = RankStages(followers.group, followers.leader, built.runner.device)
         engine.share_weights(ranks)

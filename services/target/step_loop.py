@@ -17,6 +17,7 @@ from services.target.committer import Committer, StepCommits
 from services.target.drafts.attachment import Attachment, AttachmentStatus
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.draft_exchange import DraftExchange
+from services.target.drafts.draft_policy import ALWAYS
 from services.target.drafts.feature_store import FeatureFeed, FeatureSpec
 from services.target.engine_gauges import EngineGauges, engine_gauges
 from services.target.fallback import NgramFallback, OwnTrees
@@ -43,7 +44,20 @@ from shared.tokens import TokenTree
 
 
 class StepLoop:
-    """Owns sequences, drafts, pages and features; see `Engine` for the arguments."""
+    """Owns sequences, drafts, pages and features.
+
+    Args:
+        runner: runs forwards of the target model and owns the KV pool.
+        leases: owners of that pool's pages.
+        clock: seconds, monotonic.
+        on_step: called after each step on the engine thread.
+        overlaps: whether steps are launched before the last one is read, where they can be.
+        fallback: drafts where no draft does; None where nobody should.
+        always_up_to: sequences that want trees of every draft, whatever they bring.
+        adaptive: trees to choose from, where no shape is pinned; None leaves remote drafts their
+            own shape.
+        selection: of rounds on the device with trees that remote drafts push; None has none.
+    """
 
     def __init__(
         self,
@@ -54,21 +68,18 @@ class StepLoop:
         verifier: Verifier,
         limits: ModelLimits,
         clock: Clock,
-        on_step: Callable[[StepReport], None],
-        overlaps: bool,
-        fallback: NgramFallback | None,
-        always_up_to: int,
-        adaptive: AdaptiveConfig | None,
-        selection: RoundLimits | None,
+        on_step: Callable[[StepReport], None] = lambda report: None,
+        overlaps: bool = True,
+        fallback: NgramFallback | None = None,
+        always_up_to: int = ALWAYS,
+        adaptive: AdaptiveConfig | None = None,
+        selection: RoundLimits | None = None,
     ) -> None:
-        self._runner = runner
-        self._leases = leases
+        self.runner, self.leases, self.limits, self.clock = runner, leases, limits, clock
         self._scheduler = scheduler
-        self._clock = clock
         self._on_step = on_step
         self._overlaps = overlaps
         config = runner.decoder.config
-        self.page_size = runner.page_size
         self._own_trees = OwnTrees(fallback)
         self.attachments = Attachments(adaptive, always_up_to=always_up_to)
         self._features = FeatureFeed(
@@ -188,13 +199,13 @@ class StepLoop:
             return False
         self._rounds.choose(self._settle)
         self._selections.choose()
-        now_s = self._clock()
+        now_s = self.clock()
         self.speculation.update(now_s)
         turn = self._selections.step()
         if turn is Turn.DONE or self._commits.has_reports:
             self._tell()
             self._report()
-            now_s = self._clock()  # a planned step begins behind that
+            now_s = self.clock()  # a planned step begins behind that
         if turn is Turn.ELSEWHERE or self._has_others:
             return self._step(now_s, is_aside=turn is not Turn.ELSEWHERE) or turn is Turn.DONE
         self._subscriptions.deliver()  # what commands have left
@@ -234,14 +245,14 @@ class StepLoop:
             running = self._rounds.not_taken(self._scheduler.running)
             self.attachments.readiness.weigh(running, now_s)
         self._rounds.assign(self.new_sequences.start(plan.admitted, now_s), now_s)
-        if plan.admitted and not self._runner.computes_aside:
+        if plan.admitted and not self.runner.computes_aside:
             self._subscriptions.deliver()  # on a CPU the launch computes the prompt
         last, self._in_flight = self._in_flight, None
         if plan.scheduled:
             self.attachments.readiness.begin_rounds(entry.sequence for entry in plan.drawn)
             self._in_flight = self._launcher.launch(plan, last, start_s=now_s)
             self._planned = self._in_flight.mark
-            self._in_flight.host_gap_s = self._host_gap.launched(self._clock())
+            self._in_flight.host_gap_s = self._host_gap.launched(self.clock())
         has_round = self._launch_round(is_alone=last is None and not plan.scheduled)
         self._subscriptions.deliver()  # what the turn before left until the device computes
         if last is not None:
@@ -255,7 +266,7 @@ class StepLoop:
         self.drafts.tell()
         idle_s = 0.0 if is_aside else self._idle_s()
         is_computing = self._in_flight is not None or self._rounds.is_under_way
-        if is_computing or not self._runner.computes_aside or idle_s > 0.0:
+        if is_computing or not self.runner.computes_aside or idle_s > 0.0:
             self._subscriptions.deliver()  # what nothing is launched before waits for nothing
         self._report()
         was_busy = bool(plan.scheduled or plan.preempted or last is not None or has_round)
@@ -302,7 +313,7 @@ class StepLoop:
 
     def _until_ready_s(self) -> float:
         deadlines_s = map(self.attachments.readiness.deadline_s, self._scheduler.running)
-        return max(min(deadlines_s) - self._clock(), 0.0)
+        return max(min(deadlines_s) - self.clock(), 0.0)
 
     def _until_launch_s(self) -> float:
         """Seconds in which nothing has to be launched, because the device has enough to do."""
@@ -332,7 +343,7 @@ class StepLoop:
     def prepare_next(self) -> bool:
         """Makes something that a later step would have to wait for; returns whether there was
         anything to make."""
-        return self._runner.prepare_next()
+        return self.runner.prepare_next()
 
     def cancel(self, sink: EventSink, key: int) -> None:
         """Ends a request without a further event."""
@@ -350,7 +361,7 @@ class StepLoop:
         """Returns the live figures."""
         return engine_gauges(
             self._scheduler,
-            self._leases,
+            self.leases,
             self.attachments,
             self._rounds.standing,
             self._selections.shape,
@@ -358,13 +369,13 @@ class StepLoop:
 
     def statuses(self) -> tuple[AttachmentStatus, ...]:
         """Returns the drafts, oldest first, with what is wanted of them."""
-        now_s, told = self._clock(), map(self._rounds.told, self.attachments.statuses())
+        now_s, told = self.clock(), map(self._rounds.told, self.attachments.statuses())
         return tuple(self.speculation.explained(each, now_s) for each in told)
 
     def check_idle(self) -> None:
         """With nothing running every page is free or cached; anything else is our bug."""
-        assert self._leases.num_held_pages == 0, f"{self._leases.num_held_pages} pages leaked"
-        self._leases.check()
+        assert self.leases.num_held_pages == 0, f"{self.leases.num_held_pages} pages leaked"
+        self.leases.check()
 
     def fail_all(self, error: OutriderError) -> None:
         """Fails every open request and ends every draft's stream."""
@@ -396,7 +407,7 @@ class StepLoop:
         self._selections.forget(sequence)
         if self.attachments.assignments.get(sequence.sequence_id) is not None:
             self.attachments.assignments.close(sequence)
-            self.attachments.assignments.assign(sequence, self._clock())
+            self.attachments.assignments.assign(sequence, self.clock())
 
     def _settle(self) -> None:
         """Reads and commits the step in flight, if there is one."""
@@ -411,7 +422,7 @@ class StepLoop:
         self._rounds.planned_read(step, is_awaited=is_awaited)
         self._tell_scores(step)
         if self._in_flight is None:
-            self._host_gap.read(self._clock())
+            self._host_gap.read(self.clock())
         live = [each for each in decided if each[0].sequence.finish_reason is None]
         self._launcher.keep_accepted(live)
         self.drafts.take_offers()

@@ -20,6 +20,7 @@ import torch
 from services.target.engine import Engine, Inbox
 from services.target.requests.request import GenerationRequest, ModelLimits
 from services.target.scheduler import Scheduler, SchedulerLimits
+from services.target.step_loop import StepLoop
 from services.target.verifier import VerificationMode, Verifier
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
@@ -67,17 +68,17 @@ class Figures:
 def build_engine(runner: ModelRunner, times: StepTimes, *, overlaps: bool) -> Engine:
     """Returns an engine over the runner, not started."""
     leases = KvLeases(NUM_PAGES, PAGE_SIZE, prefix_cache=False)
-    return Engine(
+    loop = StepLoop(
         runner=runner,
         leases=leases,
         scheduler=Scheduler(leases, SchedulerLimits(64, 256, 2048)),
         verifier=Verifier(VerificationMode.COUPLED, generator=torch.Generator()),
         limits=ModelLimits(LLAMA_8B.vocab_size, 8192, NUM_PAGES * PAGE_SIZE, frozenset()),
-        inbox=Inbox(1024),
         clock=time.perf_counter,
         on_step=times.observe,
         overlaps=overlaps,
     )
+    return Engine(loop, Inbox(1024))
 
 
 def requests(num_sequences: int, sampling: SamplingParams) -> list[GenerationRequest]:

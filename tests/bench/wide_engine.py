@@ -21,6 +21,7 @@ from services.target.engine import Engine, Inbox
 from services.target.requests.request import GenerationRequest, ModelLimits
 from services.target.rounds.round_shapes import RoundSource, capacities
 from services.target.scheduler import Scheduler, SchedulerLimits
+from services.target.step_loop import StepLoop
 from services.target.verifier import VerificationMode, Verifier
 from shared.kv.leases import KvLeases
 from shared.runtime.round_head import OwnHead
@@ -153,7 +154,7 @@ def _figures(times: StepTimes, answers: Answers) -> Run:
 def _engine(runner: ModelRunner, times: StepTimes, drafting: Drafting | None) -> Engine:
     leases = KvLeases(runner.pool.num_pages, runner.page_size, prefix_cache=False)
     config = runner.decoder.config
-    return Engine(
+    loop = StepLoop(
         runner=runner,
         leases=leases,
         scheduler=Scheduler(leases, SchedulerLimits(MAX_SEQUENCES, 256, 2048)),
@@ -164,11 +165,11 @@ def _engine(runner: ModelRunner, times: StepTimes, drafting: Drafting | None) ->
             leases.num_pages * runner.page_size,
             frozenset(),
         ),
-        inbox=Inbox(1024),
         clock=time.perf_counter,
         on_step=times.observe,
         adaptive=DEFAULT_CONFIG if drafting and drafting.is_chosen else None,
     )
+    return Engine(loop, Inbox(1024))
 
 
 def _attached(target: Engine, drafting: Drafting, num_sequences: int) -> DraftEngine:

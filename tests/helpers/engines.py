@@ -20,6 +20,7 @@ from services.target.fallback import NgramFallback
 from services.target.grammars.matcher import CompiledGrammar
 from services.target.requests.request import Event, Finished, GenerationRequest, ModelLimits
 from services.target.scheduler import Scheduler, SchedulerLimits
+from services.target.step_loop import StepLoop
 from services.target.step_report import StepReport
 from services.target.verifier import VerificationMode, Verifier
 from shared.generation import Delta, Failed, PromptScored, PromptScoring
@@ -183,7 +184,7 @@ def engine_over(
 ) -> Engine:
     """Returns an engine over a runner that is there already; arguments as in `build_engine`."""
     num_pages = runner.pool.num_pages
-    return Engine(
+    loop = StepLoop(
         runner=runner,
         leases=leases,
         scheduler=Scheduler(leases, SchedulerLimits(max_running, 64, max_step_rows)),
@@ -191,7 +192,6 @@ def engine_over(
         limits=ModelLimits(
             VOCAB_SIZE, max_context_tokens, (num_pages - 1) * runner.page_size, eos_token_ids
         ),
-        inbox=Inbox(10_000),
         clock=clock or Clock(),
         on_step=on_step,
         overlaps=overlaps,
@@ -200,6 +200,7 @@ def engine_over(
         selection=RoundLimits(max_running, max_context_tokens) if selects else None,
         always_up_to=always_up_to,
     )
+    return Engine(loop, Inbox(10_000))
 
 
 @dataclass
