@@ -23,10 +23,18 @@ from shared.runtime.round_state import SequenceRound
 
 
 class Committer:
-    """Commits what sequences drew. Owned by the engine thread."""
+    """Commits what sequences drew, and keeps the reports of steps until they are taken. Owned by
+    the engine thread.
+
+    Args:
+        routes: of the experts that tokens took, which are kept; None where they are not.
+        forget: lets go of a sequence that has ended.
+        release: frees the pages of one whose rows were in flight when it ended.
+    """
 
     def __init__(
         self,
+        *,
         leases: KvLeases,
         subscriptions: Subscriptions,
         attachments: Attachments,
@@ -34,16 +42,59 @@ class Committer:
         version: WeightVersion,
         features: FeatureFeed,
         routes: FeatureSpec | None,
+        clock: Clock,
+        forget: Callable[[Sequence], None],
+        release: Callable[[Sequence], None],
     ) -> None:
-        """Args:
-        routes: of the experts that tokens took, which are kept; None where they are not.
-        """
         self._features, self._routes = features, routes
         self._version = version
         self._leases = leases
         self._subscriptions = subscriptions
         self._attachments = attachments
         self._own_trees = own_trees
+        self._clock = clock
+        self._forget = forget
+        self._release = release
+        self._committed_s = 0.0
+        self._reports: list[StepReport] = []
+
+    def commit_step(
+        self, step: LaunchedStep, decided: SequenceOf[tuple[ScheduledSequence, Decision]]
+    ) -> None:
+        """Commits what a step decided.
+
+        Args:
+            decided: of the sequences that have not ended since the launch.
+        """
+        now_s = self._clock()
+        start_s, self._committed_s = max(step.start_s, self._committed_s), now_s
+        num_committed = 0
+        for entry, decision in decided:
+            num_committed += self.commit(entry, decision, start_s, now_s)
+            if entry.sequence.finish_reason is not None:
+                self._forget(entry.sequence)
+        for sequence in step.retired:
+            self._release(sequence)
+        own = self._own_trees.take()
+        self._reports.append(
+            StepReport(
+                duration_s=now_s - start_s,
+                end_s=now_s,
+                host_gap_s=step.host_gap_s,
+                num_rows=step.num_rows,
+                num_prompt_rows=step.num_prompt_rows,
+                num_rounds=len(decided),
+                num_committed=num_committed,
+                num_drafted=sum(len(entry.tree) for entry, _ in decided),
+                num_accepted=sum(len(decision.accepted_nodes) for _, decision in decided),
+                num_preempted=len(step.plan.preempted),
+                outcomes=self._attachments.outcomes.take(),
+                speculation=self._attachments.verdicts.take_counts(),
+                num_discarded=len(step.retired),
+                num_fallback_rounds=own.num_rounds,
+                num_fallback_committed=own.num_committed,
+            )
+        )
 
     def commit(
         self,
@@ -180,72 +231,6 @@ class Committer:
         start, rows = self._features.known_rows(self._routes, sequence.open_lease, 0, end)
         assert start == 0, f"the experts of {start} tokens were not recorded"
         return HostCopy(rows)
-
-
-class StepCommits:
-    """Commits steps and keeps their reports until they are taken. Owned by the engine thread.
-
-    Args:
-        forget: lets go of a sequence that has ended.
-        release: frees the pages of one whose rows were in flight when it ended.
-    """
-
-    def __init__(
-        self,
-        *,
-        committer: Committer,
-        attachments: Attachments,
-        own_trees: OwnTrees,
-        clock: Clock,
-        forget: Callable[[Sequence], None],
-        release: Callable[[Sequence], None],
-    ) -> None:
-        self._committer = committer
-        self._attachments = attachments
-        self._own_trees = own_trees
-        self._clock = clock
-        self._forget = forget
-        self._release = release
-        self._committed_s = 0.0
-        self._reports: list[StepReport] = []
-
-    def commit(
-        self, step: LaunchedStep, decided: SequenceOf[tuple[ScheduledSequence, Decision]]
-    ) -> None:
-        """Commits what a step decided.
-
-        Args:
-            decided: of the sequences that have not ended since the launch.
-        """
-        now_s = self._clock()
-        start_s, self._committed_s = max(step.start_s, self._committed_s), now_s
-        num_committed = 0
-        for entry, decision in decided:
-            num_committed += self._committer.commit(entry, decision, start_s, now_s)
-            if entry.sequence.finish_reason is not None:
-                self._forget(entry.sequence)
-        for sequence in step.retired:
-            self._release(sequence)
-        own = self._own_trees.take()
-        self._reports.append(
-            StepReport(
-                duration_s=now_s - start_s,
-                end_s=now_s,
-                host_gap_s=step.host_gap_s,
-                num_rows=step.num_rows,
-                num_prompt_rows=step.num_prompt_rows,
-                num_rounds=len(decided),
-                num_committed=num_committed,
-                num_drafted=sum(len(entry.tree) for entry, _ in decided),
-                num_accepted=sum(len(decision.accepted_nodes) for _, decision in decided),
-                num_preempted=len(step.plan.preempted),
-                outcomes=self._attachments.outcomes.take(),
-                speculation=self._attachments.verdicts.take_counts(),
-                num_discarded=len(step.retired),
-                num_fallback_rounds=own.num_rounds,
-                num_fallback_committed=own.num_committed,
-            )
-        )
 
     def report(self, report: StepReport) -> None:
         """Keeps the report of a step that was committed elsewhere."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from services.target.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig
-from services.target.committer import Committer, StepCommits
+from services.target.committer import Committer
 from services.target.drafts.attachment import Attachment, AttachmentStatus
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.draft_exchange import DraftExchange
@@ -100,14 +100,17 @@ class StepLoop:
         routes = FeatureSpec.of_routes(limits.num_routes) if limits.num_routes else None
         if routes is not None:
             self._features.open(routes)
-        committer = Committer(
-            leases,
-            self._subscriptions,
-            self.attachments,
-            self._own_trees,
-            version,
-            self._features,
-            routes,
+        self._committer = Committer(
+            leases=leases,
+            subscriptions=self._subscriptions,
+            attachments=self.attachments,
+            own_trees=self._own_trees,
+            version=version,
+            features=self._features,
+            routes=routes,
+            clock=clock,
+            forget=self._forget,
+            release=scheduler.release,
         )
         factory = RoundFactory(
             runner,
@@ -119,7 +122,7 @@ class StepLoop:
         self._rounds = RoundSteps(
             scheduler=scheduler,
             attachments=self.attachments,
-            committer=committer,
+            committer=self._committer,
             clock=clock,
             on_step=on_step,
             make_rounds=factory.rounds_of,
@@ -130,14 +133,6 @@ class StepLoop:
         )
         self.speculation = SpeculationState(self.attachments, self._rounds)
         self._host_gap = HostGap()
-        self._commits = StepCommits(
-            committer=committer,
-            attachments=self.attachments,
-            own_trees=self._own_trees,
-            clock=clock,
-            forget=self._forget,
-            release=scheduler.release,
-        )
         # A target with trees of its own decides between two steps which to verify.
         has_trees = self._own_trees.has_fallback
         self._selections = SelectionSteps(
@@ -147,7 +142,7 @@ class StepLoop:
             attachments=self.attachments,
             features=self._features,
             commits=SelectionCommits(
-                committer, self.attachments, self._commits.report, self._forget
+                self._committer, self.attachments, self._committer.report, self._forget
             ),
             clock=clock,
             host_gap=self._host_gap,
@@ -202,7 +197,7 @@ class StepLoop:
         now_s = self.clock()
         self.speculation.update(now_s)
         turn = self._selections.step()
-        if turn is Turn.DONE or self._commits.has_reports:
+        if turn is Turn.DONE or self._committer.has_reports:
             self._tell()
             self._report()
             now_s = self.clock()  # a planned step begins behind that
@@ -281,7 +276,7 @@ class StepLoop:
 
     def _report(self) -> None:
         """Hands out the reports of the steps that were committed."""
-        for report in self._commits.take_reports():
+        for report in self._committer.take_reports():
             self._on_step(report)
 
     def _idle_s(self) -> float:
@@ -426,7 +421,7 @@ class StepLoop:
         live = [each for each in decided if each[0].sequence.finish_reason is None]
         self._launcher.keep_accepted(live)
         self.drafts.take_offers()
-        self._commits.commit(step, live)
+        self._committer.commit_step(step, live)
 
     def _tell_scores(self, step: LaunchedStep) -> None:
         """Tells what a step says of prompt tokens, to those who have not left meanwhile."""
