@@ -59,12 +59,10 @@ from services.target.drafts.feature_rows import InProcessSender
 from services.target.drafts.feature_store import FeatureSpec
 from services.target.engine import Engine
 from services.target.engine_factory import adaptive_config
-from services.target.flag_choices import DeviceRoundsChoice
 from services.target.process import attachment_terms
 from services.target.rounds.round_shapes import MAX_ROWS, RoundSource, capacities
 from services.target.runner_factory import round_memory_bytes
-from services.target.settings import TargetSettings
-from services.target.settings_problems import rejection_flag
+from services.target.settings import DeviceRoundsChoice, TargetSettings, rejection_flag
 from services.target.verifier import VerificationMode
 from shared.errors import EngineFailed, FailedPrecondition, QueueFull, SettingsError, Unavailable
 from shared.models.decoder import Decoder

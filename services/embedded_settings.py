@@ -8,9 +8,13 @@ from dataclasses import replace
 from services.draft.algorithm import Algorithm
 from services.draft.model_folder import feature_layers
 from services.draft.settings import MOST_PAGE_TOKENS, DraftSettings, with_local_models
-from services.target.flag_choices import DeviceRoundsChoice
-from services.target.settings import NO_DRAFT, DraftNeeds, TargetSettings
-from services.target.settings_problems import rejection_flag
+from services.target.settings import (
+    NO_DRAFT,
+    DeviceRoundsChoice,
+    DraftNeeds,
+    TargetSettings,
+    rejection_flag,
+)
 from shared.errors import SettingsError
 from shared.model_files import has_tokenizer, num_ids, tokenizer_sha256
 from shared.settings import load_settings

@@ -23,10 +23,9 @@ from services.embedded import build_embedded_draft
 from services.embedded_settings import draft_needs, embedded_settings
 from services.followers import Followers
 from services.target.engine_factory import build_engine
-from services.target.flag_choices import DraftPlacement
 from services.target.metrics import TargetMetrics, WantedMetrics, engine_figures, engine_statuses
 from services.target.process import TargetProcess
-from services.target.settings import DraftNeeds, TargetSettings, with_local_model
+from services.target.settings import DraftNeeds, DraftPlacement, TargetSettings, with_local_model
 from services.target.tensor_parallel import run_followers, start_followers
 from shared.errors import OutriderError
 from shared.model_files import tokenizer_sha256

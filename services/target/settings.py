@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from services.ranks import Ranks
 from services.target.adaptive_config import adaptive_problems
 from services.target.fallback import Fallback
-from services.target.flag_choices import (
-    DeviceRoundsChoice,
-    DraftPlacement,
-    VerificationChoice,
-    VerificationMode,
-)
-from services.target.settings_problems import (
-    parallel_problems,
-    round_problems,
-    verification_problems,
-)
 from shared.errors import SettingsError
 from shared.hub import local_path, shown_name
 from shared.model_options import (
@@ -32,6 +22,43 @@ from shared.model_options import (
     device_problems,
 )
 from shared.settings import ServiceSettings, setting, tls_problems
+
+
+class DeviceRoundsChoice(enum.Enum):
+    """Whether rounds stay on the device where they can."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
+class VerificationChoice(enum.Enum):
+    """Whether draft and target share their randomness."""
+
+    COUPLED = "coupled"
+    POINT_MASS = "point-mass"
+
+
+class DraftPlacement(enum.Enum):
+    """Placement of drafts."""
+
+    REMOTE = "remote"
+    EMBEDDED = "embedded"
+
+
+class VerificationMode(enum.Enum):
+    """The rule by which trees are verified."""
+
+    COUPLED = "coupled"
+    POINT_MASS = "point-mass"
+    REJECTION = "rejection"
+    BLOCK = "block"
+
+    @property
+    def draws_chains(self) -> bool:
+        """Whether drafts draw their chains and hand over the distributions."""
+        return self in (VerificationMode.REJECTION, VerificationMode.BLOCK)
+
 
 DEMO_MODEL = Path(__file__).parents[2] / "shared" / "demo" / "target"
 
@@ -238,12 +265,13 @@ class TargetSettings(ServiceSettings):
     )
 
     def __post_init__(self) -> None:
-        problems = [*verification_problems(self), *round_problems(self)]
+        problems = [*_threshold_problems(self), *_rejection_problems(self)]
+        problems += _round_problems(self)
         problems += adaptive_problems(
             self.speculative_adaptive_config, is_adaptive=self.speculative_adaptive
         )
         problems += device_problems(self.device)
-        problems += [*parallel_problems(self), *self.ranks.problems, *tls_problems(self)]
+        problems += [*_parallel_problems(self), *self.ranks.problems, *tls_problems(self)]
         if problems:
             raise SettingsError(tuple(problems))
 
@@ -290,6 +318,91 @@ class TargetSettings(ServiceSettings):
     def model_id(self) -> str:
         """Name clients pass as `model`."""
         return self.served_model_name or shown_name(self.model_path)
+
+
+# Problems that only show between two settings.
+
+_FLAG = "--device-rounds on"
+
+
+def _parallel_problems(settings: TargetSettings) -> list[str]:
+    """Returns a line for each number of processes that does not go with the others."""
+    problems, size = [], settings.tp_size
+    if settings.ep_size not in (1, size):
+        problems.append(f"--ep-size: {settings.ep_size}; it must be 1 or --tp-size, {size}")
+    if not settings.enable_dp_attention and settings.dp_size > 1:
+        problems.append(
+            "--dp-size: replicas are targets of their own: start each with `outrider target`, and "
+            "one gateway with `outrider gateway --target A --target B`"
+        )
+    if settings.enable_dp_attention and not 1 < settings.dp_size == size:
+        problems.append(
+            f"--enable-dp-attention: --dp-size is {settings.dp_size} and --tp-size {size}; they "
+            f"must be one number, 2 or more, of GPUs that each have sequences of their own"
+        )
+    return problems
+
+
+def _round_problems(settings: TargetSettings) -> list[str]:
+    """Returns a line for each thing that rounds cannot be with, none when all is well. `auto` asks
+    for nothing."""
+    if settings.device_rounds is not DeviceRoundsChoice.ON:
+        return []
+    problems = []
+    fallback, is_remote = settings.speculative_fallback, settings.draft is DraftPlacement.REMOTE
+    if is_remote and fallback is not Fallback.NONE:
+        problems.append(
+            f"{_FLAG} with --draft remote needs --speculative-fallback none; it is "
+            f"{fallback.value}, whose trees are made on the host"
+        )
+    if settings.disable_cuda_graph:
+        problems.append(f"{_FLAG}: rounds on a GPU are CUDA graphs; leave --disable-cuda-graph out")
+    if settings.verification is VerificationMode.POINT_MASS:
+        problems.append(f"{_FLAG} needs the coupled rule; --verification-mode is point-mass")
+    return problems
+
+
+def rejection_flag(settings: TargetSettings) -> str:
+    """Returns the flag that asks for verification by the draft's distributions."""
+    if settings.speculative_use_block_verification:
+        return "--speculative-use-block-verification"
+    return "--speculative-use-rejection-sampling"
+
+
+def _threshold_problems(settings: TargetSettings) -> list[str]:
+    thresholds = (
+        settings.speculative_accept_threshold_single,
+        settings.speculative_accept_threshold_acc,
+    )
+    rule = settings.verification
+    if thresholds == (1.0, 1.0) or rule is VerificationMode.POINT_MASS:
+        return []
+    return [
+        "--speculative-accept-threshold-single and -acc need --verification-mode point-mass; "
+        f"the {rule.value} rule has no thresholds"
+    ]
+
+
+def _rejection_problems(settings: TargetSettings) -> list[str]:
+    if not settings.verification.draws_chains:
+        return []
+    flag, problems = rejection_flag(settings), []
+    if settings.draft is not DraftPlacement.EMBEDDED:
+        problems.append(
+            f"{flag} needs --draft embedded: the distributions that tokens were drawn from stay "
+            f"in the process that drew them"
+        )
+    if settings.verification_mode is not VerificationChoice.COUPLED:
+        problems.append(
+            f"{flag} and --verification-mode {settings.verification_mode.value} name two rules; "
+            f"leave one out"
+        )
+    if settings.device_rounds is DeviceRoundsChoice.ON:
+        problems.append(
+            f"--device-rounds on: rounds on the device verify by the coupled rule; {flag} needs "
+            f"auto or off"
+        )
+    return problems
 
 
 def with_local_model(settings: TargetSettings) -> TargetSettings:

@@ -17,7 +17,7 @@ from services.target.draw import (
     PointMassRule,
     RowDistributions,
 )
-from services.target.flag_choices import VerificationMode as VerificationMode
+from services.target.settings import VerificationMode as VerificationMode
 from services.target.step_plan import ScheduledSequence
 from services.target.token_masks import TokenMasks
 from shared.kv.upload import uploaded_numbers

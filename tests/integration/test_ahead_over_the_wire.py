@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.target.drafts.draft_exchange import DraftExchange
-from services.target.flag_choices import DeviceRoundsChoice
+from services.target.settings import DeviceRoundsChoice
 from services.target.step_report import StepReport
 from tests.helpers.ahead_cases import total_outcomes
 from tests.helpers.checkpoints import TinyShape, write_checkpoint

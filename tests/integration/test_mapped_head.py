@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from services.draft.settings_problems import DEMO_TARGET
-from services.target.flag_choices import DeviceRoundsChoice
+from services.target.settings import DeviceRoundsChoice
 from services.target.step_report import StepReport
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.types.v1 import sampling_pb2

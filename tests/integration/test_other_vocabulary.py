@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.target.flag_choices import DeviceRoundsChoice
+from services.target.settings import DeviceRoundsChoice
 from services.target.step_report import StepReport
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as admin_pb
 from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as admin_grpc

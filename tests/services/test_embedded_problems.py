@@ -12,8 +12,7 @@ from services.embedded import build_embedded_draft
 from services.embedded_settings import draft_needs
 from services.target.__main__ import read_settings
 from services.target.engine_factory import build_engine
-from services.target.flag_choices import DeviceRoundsChoice
-from services.target.settings import NO_DRAFT
+from services.target.settings import NO_DRAFT, DeviceRoundsChoice
 from services.target.verifier import VerificationMode
 from shared.errors import SettingsError
 from shared.models.config import ModelConfig

@@ -32,6 +32,7 @@ def reports() -> list[StepReport]:
 def engine(decoder: Decoder, reports: list[StepReport]) -> Iterator[Engine]:
     engine = build_engine(decoder, max_context_tokens=CONTEXT, on_step=reports.append)
     engine.start()
+    engine.gauges().result(timeout=60)  # its thread has begun
     yield engine
     engine.stop()
 
@@ -50,7 +51,7 @@ def test_on_a_gpu_a_prompt_is_as_long_as_a_step_can_take(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert warm_up_tokens(engine, 64) == 1
-    monkeypatch.setattr(Engine, "device", torch.device("cuda"))
+    monkeypatch.setattr(engine, "device", torch.device("cuda"))
     assert warm_up_tokens(engine, 64) == 64
     assert warm_up_tokens(engine, 2048) == CONTEXT - 2
 
@@ -70,7 +71,7 @@ async def test_on_a_gpu_prompts_come_in_groups_of_any_size(
     engine: Engine, reports: list[StepReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No longer than the longest, and no more than may wait."""
-    monkeypatch.setattr(Engine, "device", torch.device("cuda"))
+    monkeypatch.setattr(engine, "device", torch.device("cuda"))
     submitted: list[int] = []
     submit = Engine.submit
 
