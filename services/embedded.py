@@ -55,7 +55,6 @@ from services.target.drafts.attachment import (
     OpenedSequence,
 )
 from services.target.drafts.feature_rows import FeatureRows as TargetRows
-from services.target.drafts.feature_rows import InProcessSender
 from services.target.drafts.feature_store import FeatureSpec
 from services.target.engine import Engine
 from services.target.engine_factory import adaptive_config
@@ -127,7 +126,7 @@ class EmbeddedDraft:
         )
         timeout = DraftTimeout(self._terms.longest_wait_s)
         self._target.attach(
-            Attachment(identity, self, timeout, spec, sender=InProcessSender(), rounds=self._rounds)
+            Attachment(identity, self, timeout, spec, is_in_process=True, rounds=self._rounds)
         )
 
     def send(self, message: DraftMessage) -> bool:

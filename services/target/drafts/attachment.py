@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from services.target.adaptive_config import AdaptiveConfig
 from services.target.drafts.draft_policy import ALWAYS, DraftPolicy
-from services.target.drafts.feature_rows import FeatureRows, HiddenStateSender, InlineSender
+from services.target.drafts.feature_rows import FeatureRows
 from services.target.step_report import OutcomeTally
 from shared.candidate_columns import CandidateColumns
 from shared.errors import InvalidArgument
@@ -27,6 +27,8 @@ from shared.tokens import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from services.target.drafts.feature_store import FeatureSpec
     from services.target.rounds.device_rounds import MappedRounds
     from services.target.rounds.round_shapes import RoundSource
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from services.target.weight_control import WeightVersion
     from shared.errors import OutriderError
     from shared.runtime.mapped_rounds import MappedCommand
+    from shared.runtime.ring_memory import FeatureRingWriter
 
 
 # The terms that a target grants to the drafts that attach.
@@ -341,7 +344,8 @@ class Attachment:
     Attributes:
         feature_spec: hidden states it reads; None for token-level drafts.
         report: what it last said of itself.
-        sender: sends it hidden states.
+        is_in_process: it reads hidden states on the target's device, behind its work.
+        ring: memory shared with it, through which it reads them; None if messages carry them.
         outcomes: how well it foresees verdicts, over its life.
         policy: what drafts of its kind are asked for; set when it is added.
         warm_up: whether it makes CUDA graphs or compiles kernels now.
@@ -357,7 +361,8 @@ class Attachment:
     port: DraftPort
     timeout: DraftTimeout
     feature_spec: FeatureSpec | None = None
-    sender: HiddenStateSender = field(default_factory=InlineSender)
+    is_in_process: bool = False
+    ring: FeatureRingWriter | None = None
     rounds: RoundSource | None = None
     mapped_offer: MappedOffer | None = None
     mapped: MappedRounds | None = None
@@ -397,7 +402,19 @@ class Attachment:
     @property
     def is_elsewhere(self) -> bool:
         """Whether it reads nothing that the target's device has yet to write."""
-        return self.feature_spec is None or self.sender.hands_over
+        return self.feature_spec is None or not self.is_in_process
+
+    def placed(self, rows: Tensor) -> tuple[Tensor, int | None]:
+        """Puts hidden states `[R, W]` where it can read them: on the device, in the ring, or as
+        bytes in messages, also while the ring is full. Called on the engine thread.
+
+        Returns:
+            The rows, and the number of the first one in the ring; None when they are not there.
+        """
+        if self.is_in_process:
+            return rows, None
+        start = None if self.ring is None else self.ring.write(rows)
+        return (rows.cpu() if start is None else rows), start
 
     @property
     def base_shape(self) -> TreeShape:

@@ -345,14 +345,14 @@ class FeatureFeed:
             start, own = self._unsent(store, each)
             starts.append(start)
             slots += own
-        placed = attachment.sender.place(store.read(slots))
+        placed, first_in_ring = attachment.placed(store.read(slots))
         # Of a single sequence no part has to be taken, which costs as much as the rest here.
         counts = [each.num_features - start for each, start in zip(group, starts, strict=True)]
-        parts = [placed.rows] if len(group) == 1 else torch.split(placed.rows, counts)
+        parts = [placed] if len(group) == 1 else torch.split(placed, counts)
         first = 0
         for each, start, part, count in zip(group, starts, parts, counts, strict=True):
             sequence = each.sequence
-            ring_start = None if placed.ring_start is None else placed.ring_start + first
+            ring_start = None if first_in_ring is None else first_in_ring + first
             each.num_features_sent = start + count
             if count:
                 attachment.outbox_features.append(

@@ -31,7 +31,6 @@ from services.target.drafts.draft_messages import (
     feature_spec,
     ring_message,
 )
-from services.target.drafts.feature_rows import RingSender
 from services.target.engine import Engine
 from services.target.requests.generate_service import ServedModel
 from services.target.verifier import VerificationMode
@@ -74,13 +73,11 @@ class AcceptedDraft:
 
     Attributes:
         stream: queue of messages to it.
-        ring: shared memory from which it reads hidden states; None if messages carry them.
         attached: the answer to its `Attach`.
     """
 
     attachment: Attachment
     stream: DraftStream
-    ring: FeatureRingWriter | None
     attached: pb.Attached
 
 
@@ -106,13 +103,13 @@ class Handshake:
         self._lifecycle.check_open()
         self._check(attach)
         attachment, stream = self._attachment(attach)
-        ring = self._open_ring(attach, attachment)
-        return AcceptedDraft(attachment, stream, ring, self._attached(attachment, ring))
+        attachment.ring = self._open_ring(attach, attachment)
+        return AcceptedDraft(attachment, stream, self._attached(attachment))
 
     def release(self, draft: AcceptedDraft) -> None:
         """Closes the shared memory of a draft."""
-        if draft.ring is not None:
-            self._rings.close(draft.ring)
+        if draft.attachment.ring is not None:
+            self._rings.close(draft.attachment.ring)
 
     def _attachment(self, attach: pb.Attach) -> tuple[Attachment, DraftStream]:
         most_queued = MAX_UNSENT if attach.learns else self._terms.max_queued_messages
@@ -193,15 +190,13 @@ class Handshake:
             return None
         width = self._engine.feature_width(spec)
         try:
-            ring = self._rings.open(self._terms.feature_ring_rows, width, spec.dtype)
+            return self._rings.open(self._terms.feature_ring_rows, width, spec.dtype)
         except RingUnavailable as error:
             logger.warning("features go to %s as bytes: %s", attach.worker_id, error)
             return None
-        attachment.sender = RingSender(ring)
-        return ring
 
-    def _attached(self, attachment: Attachment, ring: FeatureRingWriter | None) -> pb.Attached:
-        limits, spec = self._engine.limits, attachment.feature_spec
+    def _attached(self, attachment: Attachment) -> pb.Attached:
+        limits, spec, ring = self._engine.limits, attachment.feature_spec, attachment.ring
         width = 0 if spec is None else self._engine.feature_width(spec)
         attached = pb.Attached(
             attachment_id=attachment.identity.attachment_id,
@@ -361,7 +356,7 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
             InvalidArgument: a message or a tree breaks the protocol. The stream ends, loudly;
                 sequences go on without the draft.
         """
-        identity, ring = draft.attachment.identity, draft.ring
+        identity, ring = draft.attachment.identity, draft.attachment.ring
         attachment_id = identity.attachment_id
         async for message in requests:
             kind = message.WhichOneof("message")
