@@ -58,7 +58,7 @@ class Lanes(Protocol):
 
 
 class AllLanes:
-    """Lanes of several kinds, which never have the same sequence."""
+    """Lanes of several kinds, which never have the same sequence; or of none."""
 
     def __init__(self, *kinds: Lanes) -> None:
         self._kinds = kinds
@@ -69,27 +69,11 @@ class AllLanes:
 
     def num_taken(self, sequence: Sequence) -> int:
         """See `Lanes`."""
-        return max(each.num_taken(sequence) for each in self._kinds)
+        return max((each.num_taken(sequence) for each in self._kinds), default=0)
 
     def evict(self, sequence: Sequence) -> None:
         """See `Lanes`."""
         next(each for each in self._kinds if each.holds(sequence)).evict(sequence)
-
-
-class NoLanes:
-    """Every token is drawn by a planned step."""
-
-    def holds(self, sequence: Sequence) -> bool:
-        """See `Lanes`."""
-        return False
-
-    def num_taken(self, sequence: Sequence) -> int:
-        """See `Lanes`."""
-        return 0
-
-    def evict(self, sequence: Sequence) -> None:
-        """See `Lanes`."""
-        raise AssertionError(f"sequence {sequence.sequence_id} has no lane")
 
 
 class Scheduler:
@@ -106,7 +90,7 @@ class Scheduler:
     ) -> None:
         self._leases = leases
         self._limits = limits
-        self.lanes = lanes or NoLanes()
+        self.lanes = lanes or AllLanes()
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         # Who had no room, and at which of the leases' returns.

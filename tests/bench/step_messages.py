@@ -112,7 +112,7 @@ class StepMessages:
             batch = pb.SpeculateRequest.FromString(each).candidates
             candidates = candidates_from_message(batch, limits)
             offer = Offer("a", candidates, report_from_message(batch), now_s)
-            self.attachments.intake.offer(offer)
+            self.attachments.offer(offer)
 
     def _decide(self, committed: tuple[int, ...], now_s: float) -> None:
         verdicts = self.attachments.verdicts

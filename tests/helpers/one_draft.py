@@ -82,7 +82,7 @@ def offer(
     report: DraftReport = NO_REPORT,
 ) -> None:
     """Draft `a` pushes candidates."""
-    attachments.intake.offer(Offer("a", CandidateColumns.of(candidates), report, now_s))
+    attachments.offer(Offer("a", CandidateColumns.of(candidates), report, now_s))
 
 
 def make_candidate(sequence: Sequence, tree: TokenTree = TREE, **changes: int) -> Candidate:

@@ -115,63 +115,6 @@ def _usual_s(late: Assignment) -> float:
     return late.asked_s + GATHERING_RESPONSES * (late.attachment.timeout.response_s or 0.0)
 
 
-class CandidateIntake:
-    """Takes candidates for the sequences that are at drafts. Owned by the engine thread.
-
-    A candidate is fenced by (sequence, round, committed tokens) and by belonging to a live
-    attachment; only one that matches is ever verified. No torch.
-    """
-
-    def __init__(
-        self, drafts: DraftRegistry, assignments: Assignments, outcomes: RecentOutcomes
-    ) -> None:
-        self._drafts = drafts
-        self._assignments = assignments
-        self._outcomes = outcomes
-
-    def offer(self, offer: Offer) -> None:
-        """Takes what a draft pushed; what is for another state than the current is dropped."""
-        attachment = self._drafts.get(offer.attachment_id)
-        if attachment is None:
-            return
-        attachment.report = offer.report
-        attachment.policy.is_pinned = offer.report.pinned_shape is not None
-        attachment.warm_up.report(offer.arrived_s, is_warming=offer.report.is_warming)
-        if attachment.warm_up.is_on(offer.arrived_s):
-            self._wait_no_more(attachment, offer.arrived_s)
-        if len(offer.candidates):
-            attachment.timeout.stirred()
-        for run in offer.candidates.runs():
-            assignment = self._assignments.get(run.sequence_id)
-            if assignment is None or assignment.attachment is not attachment:
-                attachment.counters.num_stale_candidates += len(run.places)
-            elif run.is_conditional:
-                self._take_conditional(assignment, offer, run)
-            else:
-                for place in run.places:
-                    _take(assignment, offer.candidates, run, place, offer.arrived_s)
-
-    def _wait_no_more(self, attachment: Attachment, now_s: float) -> None:
-        """A draft says that its trees will be late."""
-        for assignment in self._assignments:
-            if assignment.attachment is attachment and assignment.candidate is None:
-                assignment.go_without(now_s)
-
-    def _take_conditional(self, assignment: Assignment, offer: Offer, run: Run) -> None:
-        """Keeps candidates for the verdicts that they name, unless one has fallen: then they are
-        the current round's or nobody's."""
-        attachment, columns = assignment.attachment, offer.candidates
-        if assignment.fences(run):
-            assignment.push(columns, run.places)
-            return
-        awaited = assignment.awaited(columns, run) if assignment.candidate is None else None
-        attachment.counters.num_stale_candidates += len(run.places) - (awaited is not None)
-        if awaited is not None:
-            assignment.receive(columns.candidate(awaited), offer.arrived_s)
-            attachment.timeout.heard(assignment.response_s(offer.arrived_s))
-            self._outcomes.count_late_hit(attachment.outcomes)
-
-
 def _take(
     assignment: Assignment, columns: CandidateColumns, run: Run, place: int, now_s: float
 ) -> None:
@@ -207,7 +150,6 @@ class Attachments:
     Attributes:
         drafts: who is attached.
         assignments: which sequence is at which draft, with which tree.
-        intake: takes what drafts push.
         readiness: says which sequences step now.
         verdicts: sends drafts the committed tokens.
         outcomes: how verdicts were foreseen.
@@ -217,7 +159,6 @@ class Attachments:
         self.outcomes = RecentOutcomes()
         self.drafts = DraftRegistry(config, always_up_to=always_up_to)
         self.assignments = Assignments(self.drafts)
-        self.intake = CandidateIntake(self.drafts, self.assignments, self.outcomes)
         self.readiness = Readiness(self.drafts, self.assignments)
         self.verdicts = Verdicts(self.drafts, self.assignments, self.outcomes)
 
@@ -231,6 +172,52 @@ class Attachments:
         """Returns the figures behind `pays`."""
         known = [each for each in self.drafts.policies if each.pays is not None]
         return "; ".join(each.comparison() for each in known)
+
+    def offer(self, offer: Offer) -> None:
+        """Takes what a draft pushed; what is for another state than the current is dropped.
+
+        A candidate is fenced by (sequence, round, committed tokens) and by belonging to a live
+        attachment; only one that matches is ever verified.
+        """
+        attachment = self.drafts.get(offer.attachment_id)
+        if attachment is None:
+            return
+        attachment.report = offer.report
+        attachment.policy.is_pinned = offer.report.pinned_shape is not None
+        attachment.warm_up.report(offer.arrived_s, is_warming=offer.report.is_warming)
+        if attachment.warm_up.is_on(offer.arrived_s):
+            self._wait_no_more(attachment, offer.arrived_s)
+        if len(offer.candidates):
+            attachment.timeout.stirred()
+        for run in offer.candidates.runs():
+            assignment = self.assignments.get(run.sequence_id)
+            if assignment is None or assignment.attachment is not attachment:
+                attachment.counters.num_stale_candidates += len(run.places)
+            elif run.is_conditional:
+                self._take_conditional(assignment, offer, run)
+            else:
+                for place in run.places:
+                    _take(assignment, offer.candidates, run, place, offer.arrived_s)
+
+    def _wait_no_more(self, attachment: Attachment, now_s: float) -> None:
+        """A draft says that its trees will be late."""
+        for assignment in self.assignments:
+            if assignment.attachment is attachment and assignment.candidate is None:
+                assignment.go_without(now_s)
+
+    def _take_conditional(self, assignment: Assignment, offer: Offer, run: Run) -> None:
+        """Keeps candidates for the verdicts that they name, unless one has fallen: then they are
+        the current round's or nobody's."""
+        attachment, columns = assignment.attachment, offer.candidates
+        if assignment.fences(run):
+            assignment.push(columns, run.places)
+            return
+        awaited = assignment.awaited(columns, run) if assignment.candidate is None else None
+        attachment.counters.num_stale_candidates += len(run.places) - (awaited is not None)
+        if awaited is not None:
+            assignment.receive(columns.candidate(awaited), offer.arrived_s)
+            attachment.timeout.heard(assignment.response_s(offer.arrived_s))
+            self.outcomes.count_late_hit(attachment.outcomes)
 
     def attach(self, attachment: Attachment, sequences: Iterable[Sequence], now_s: float) -> None:
         """Adds a draft and hands it the running sequences that have none."""

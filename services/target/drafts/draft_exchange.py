@@ -259,7 +259,7 @@ class DraftExchange:
         """Takes candidates that drafts pushed. Called before a step, and once more before its
         verdicts, so that what arrived during the forward is selected from."""
         while self.offers:
-            self.attachments.intake.offer(self.offers.popleft())
+            self.attachments.offer(self.offers.popleft())
 
     def release(self, attachment_id: str, sequence_ids: SequenceOf[int]) -> None:
         """Takes sequences back from a draft."""

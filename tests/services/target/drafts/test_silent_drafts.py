@@ -72,9 +72,7 @@ class _Pool:
         if name not in self.awake or assignment.asked.is_paused:
             return False
         candidate = make_candidate(sequence)
-        self.attachments.intake.offer(
-            Offer(name, CandidateColumns.of([candidate]), NO_REPORT, self.now_s)
-        )
+        self.attachments.offer(Offer(name, CandidateColumns.of([candidate]), NO_REPORT, self.now_s))
         return assignment.candidate is not None
 
 
