@@ -38,71 +38,55 @@ from shared.speculation.verify import (
 from shared.tokens import TokenLogprobs, TokenTree
 
 
-class PathRule(Protocol):
-    """Decides the trees of a step."""
+class FreshRule:
+    """Decides the trees of a step with fresh randomness.
+
+    A tree that came without the distributions of its tokens is decided by the point-mass rule,
+    whatever drew it: that rule takes a child with the target's probability of it, so any tree is
+    good for it that does not know the target's coins.
+
+    Args:
+        generator: on the host; the source of fresh randomness.
+        chains: decides drawn chains by their distributions; None has none.
+        thresholds: of the point-mass rule; below 1 they are lossy.
+    """
+
+    def __init__(
+        self,
+        generator: torch.Generator,
+        chains: ChainRule | None = None,
+        thresholds: Thresholds = EXACT,
+    ) -> None:
+        self._generator = generator
+        self._chains = chains
+        self._thresholds = thresholds
 
     def __call__(self, log_probs: Tensor, trees: Sequence[TokenTree]) -> list[AcceptedPath]:
-        """Returns one path for each tree. Waits for the device.
+        """Returns one path for each tree. Waits for the device, twice where trees of both kinds
+        come together.
 
         Args:
             log_probs: `[R, V]` float32, the target's distributions; for each tree the row of its
                 root, then the rows of its nodes.
         """
-
-
-class PointMassRule:
-    """Args:
-    generator: on the host; the source of fresh randomness.
-    thresholds: below 1 they are lossy.
-
-    A tree that came without the distributions of its tokens is decided by the point-mass rule,
-    whatever drew it: that rule takes a child with the target's probability of it, so any tree is
-    good for it that does not know the target's coins.
-    """
-
-    def __init__(self, generator: torch.Generator, thresholds: Thresholds = EXACT) -> None:
-        self._generator = generator
-        self._thresholds = thresholds
-
-    def __call__(self, log_probs: Tensor, trees: Sequence[TokenTree]) -> list[AcceptedPath]:
-        """See `PathRule`."""
-        draws = point_mass_draws(log_probs, trees, self._generator)
-        return [
-            accept_point_mass(tree, each, self._thresholds)
-            for tree, each in zip(trees, draws, strict=True)
-        ]
-
-
-class DrawnChainRule:
-    """Decides drawn chains by their distributions, and all other trees as point masses.
-
-    Args:
-        generator: on the host; the source of fresh randomness.
-    """
-
-    def __init__(self, rule: ChainRule, generator: torch.Generator) -> None:
-        self._rule = rule
-        self._generator = generator
-        self._point_mass = PointMassRule(generator)
-
-    def __call__(self, log_probs: Tensor, trees: Sequence[TokenTree]) -> list[AcceptedPath]:
-        """See `PathRule`. Waits twice where trees of both kinds come together."""
         rows = torch.split(log_probs, [1 + len(tree) for tree in trees])
         chains = {
             place: tree
             for place, tree in enumerate(trees)
-            if isinstance(tree, DrawnChain) and tree.token_ids
+            if self._chains and isinstance(tree, DrawnChain) and tree.token_ids
         }
-        others = [place for place in range(len(trees)) if place not in chains]
+        others = {place: tree for place, tree in enumerate(trees) if place not in chains}
         paths: dict[int, AcceptedPath] = {}
-        if chains:
+        if self._chains and chains:
             distributions = torch.cat([rows[place] for place in chains])
-            found = accept_chains(distributions, list(chains.values()), self._rule, self._generator)
+            own = list(chains.values())
+            found = accept_chains(distributions, own, self._chains, self._generator)
             paths.update(zip(chains, found, strict=True))
         if others:
             distributions = torch.cat([rows[place] for place in others])
-            found = self._point_mass(distributions, [trees[place] for place in others])
-            paths.update(zip(others, found, strict=True))
+            draws = point_mass_draws(distributions, list(others.values()), self._generator)
+            for (place, tree), draw in zip(others.items(), draws, strict=True):
+                paths[place] = accept_point_mass(tree, draw, self._thresholds)
         return [paths[place] for place in range(len(trees))]
 
 
@@ -222,7 +206,7 @@ class FreshDraw:
 
     token_ids = None
 
-    def __init__(self, distributions: RowDistributions, rule: PathRule) -> None:
+    def __init__(self, distributions: RowDistributions, rule: FreshRule) -> None:
         self._distributions = distributions
         self._rule = rule
 

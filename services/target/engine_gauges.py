@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.target.drafts.attachments import Attachments
-from services.target.rounds.round_steps import RoundStanding
-from services.target.scheduler import Scheduler
-from shared.kv.leases import KvLeases
 from shared.tokens import Choice, TreeShape
 
 
@@ -37,36 +33,3 @@ class EngineGauges:
     speculates: bool
     round_shape: TreeShape | None
     round_s: Mapping[tuple[Choice, int], float]
-
-
-def engine_gauges(
-    scheduler: Scheduler,
-    leases: KvLeases,
-    attachments: Attachments,
-    standing: RoundStanding,
-    selected_shape: TreeShape | None,
-) -> EngineGauges:
-    """Returns the live figures.
-
-    Args:
-        standing: of rounds with an embedded head.
-        selected_shape: of the round under way whose trees the device selects; None without one.
-    """
-    assignments, policies = attachments.assignments, attachments.drafts.policies
-    return EngineGauges(
-        num_waiting=scheduler.num_waiting,
-        num_running=scheduler.num_running,
-        num_pages=leases.num_pages,
-        num_free_pages=leases.num_free_pages,
-        num_cached_pages=leases.num_cached_pages,
-        num_held_pages=leases.num_held_pages,
-        num_drafted_for=assignments.num_drafted_for + standing.num_drafted_for,
-        num_paused=assignments.num_paused + standing.num_paused,
-        probe_s=sum(each.trial_s for each in policies) + standing.probe_s,
-        speculates=attachments.pays is not False,
-        round_shape=standing.shape or selected_shape,
-        round_s={
-            **{key: s for each in policies for key, s in each.times.measured().items()},
-            **standing.round_s,
-        },
-    )

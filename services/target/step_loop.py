@@ -19,7 +19,7 @@ from services.target.drafts.attachments import Attachments
 from services.target.drafts.draft_exchange import DraftExchange
 from services.target.drafts.draft_policy import ALWAYS
 from services.target.drafts.feature_store import FeatureFeed, FeatureSpec
-from services.target.engine_gauges import EngineGauges, engine_gauges
+from services.target.engine_gauges import EngineGauges
 from services.target.fallback import NgramFallback, OwnTrees
 from services.target.launcher import LaunchedStep, Launcher
 from services.target.requests.event_stream import NewSequences, Subscriptions
@@ -354,12 +354,24 @@ class StepLoop:
 
     def gauges(self) -> EngineGauges:
         """Returns the live figures."""
-        return engine_gauges(
-            self._scheduler,
-            self.leases,
-            self.attachments,
-            self._rounds.standing,
-            self._selections.shape,
+        leases, standing = self.leases, self._rounds.standing
+        assignments, policies = self.attachments.assignments, self.attachments.drafts.policies
+        return EngineGauges(
+            num_waiting=self._scheduler.num_waiting,
+            num_running=self._scheduler.num_running,
+            num_pages=leases.num_pages,
+            num_free_pages=leases.num_free_pages,
+            num_cached_pages=leases.num_cached_pages,
+            num_held_pages=leases.num_held_pages,
+            num_drafted_for=assignments.num_drafted_for + standing.num_drafted_for,
+            num_paused=assignments.num_paused + standing.num_paused,
+            probe_s=sum(each.trial_s for each in policies) + standing.probe_s,
+            speculates=self.attachments.pays is not False,
+            round_shape=standing.shape or self._selections.shape,
+            round_s={
+                **{key: s for each in policies for key, s in each.times.measured().items()},
+                **standing.round_s,
+            },
         )
 
     def statuses(self) -> tuple[AttachmentStatus, ...]:

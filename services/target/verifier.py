@@ -11,10 +11,8 @@ from torch import Tensor
 from services.target.draw import (
     CoupledDraw,
     Draw,
-    DrawnChainRule,
     FreshDraw,
-    PathRule,
-    PointMassRule,
+    FreshRule,
     RowDistributions,
 )
 from services.target.settings import VerificationMode as VerificationMode
@@ -25,6 +23,8 @@ from shared.speculation.rejection import BLOCK, REJECTION
 from shared.speculation.row_sampling import RowSampling, TokenCounts, histogram, row_sampling
 from shared.speculation.tree import row_paths
 from shared.speculation.verify import EXACT, Thresholds
+
+_CHAIN_RULES = {VerificationMode.REJECTION: REJECTION, VerificationMode.BLOCK: BLOCK}
 
 
 class RunningCounts:
@@ -149,8 +149,11 @@ class Verifier:
         thresholds: Thresholds = EXACT,
     ) -> None:
         self.mode = mode
-        self._rule = _path_rule(mode, generator, thresholds)
-        self._sampling = _LastSampling()
+        self._rule: FreshRule | None = None
+        if mode is not VerificationMode.COUPLED:
+            self._rule = FreshRule(generator, _CHAIN_RULES.get(mode), thresholds)
+        self._num_rows: list[tuple[int, int]] = []
+        self._sampling: RowSampling | None = None
         self._counts = RunningCounts()
         self.masks = TokenMasks()
 
@@ -171,7 +174,7 @@ class Verifier:
         Args:
             input_ids: `[L]` int64, the token each row computes.
         """
-        sampling = self._sampling.of(drawn, logits.device)
+        sampling = self._sampling_of(drawn, logits.device)
         counts = None
         if sampling.penalties is not None:
             counts = self._counts.of(drawn, input_ids, logits.shape[-1])
@@ -184,31 +187,10 @@ class Verifier:
             else FreshDraw(distributions, self._rule)
         )
 
-
-def _path_rule(
-    mode: VerificationMode, generator: torch.Generator, thresholds: Thresholds
-) -> PathRule | None:
-    """Returns the rule of a mode that uses fresh randomness; None of the coupled one."""
-    match mode:
-        case VerificationMode.COUPLED:
-            return None
-        case VerificationMode.POINT_MASS:
-            return PointMassRule(generator, thresholds)
-        case VerificationMode.REJECTION:
-            return DrawnChainRule(REJECTION, generator)
-        case VerificationMode.BLOCK:
-            return DrawnChainRule(BLOCK, generator)
-
-
-class _LastSampling:
-    """Sampling parameters on the device, kept while the same sequences draw the same rows."""
-
-    def __init__(self) -> None:
-        self._num_rows: list[tuple[int, int]] = []
-        self._sampling: RowSampling | None = None
-
-    def of(self, drawn: SequenceOf[ScheduledSequence], device: torch.device) -> RowSampling:
-        """Returns the parameters of every row."""
+    def _sampling_of(
+        self, drawn: SequenceOf[ScheduledSequence], device: torch.device
+    ) -> RowSampling:
+        """Returns the parameters of every row, kept while the same sequences draw the same rows."""
         banned = _banned(drawn)
         num_rows = [(each.sequence.sequence_id, 1 + len(each.tree)) for each in drawn]
         if self._sampling is None or banned or num_rows != self._num_rows:
