@@ -6,8 +6,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from services.target.drafts.assignments import narrowed
 from services.target.sequence import Sequence
+from services.target.step_plan import narrowed
 from shared.ngram import Cursor, NgramIndex, NgramOptions
 from shared.tokens import EMPTY_TREE, TokenTree, TreeShape
 
@@ -101,8 +101,7 @@ class OwnTrees:
         tree = EMPTY_TREE if sequence.prediction is None else sequence.prediction.tree()
         if self._fallback is not None and not tree.token_ids:
             tree = self._fallback.tree(sequence)
-        allowed = narrowed(tree, sequence.request.num_draft_tokens)
-        return tree if allowed is None else allowed.tree
+        return narrowed(tree, sequence.request.num_draft_tokens)[0]
 
     def counted(self, num_committed: int) -> None:
         """A round that verified such a tree was committed."""

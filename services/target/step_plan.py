@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from services.target.sequence import Sequence
-from shared.tokens import TokenTree
+from shared.tokens import EMPTY_TREE, TokenTree
 
 MAX_SCORED_ROWS = 256
 """Rows of a step that score prompt tokens: their logits are kept over the whole vocabulary."""
@@ -100,12 +101,13 @@ def scored_rows(sequence: Sequence, start: int, num_rows: int) -> range:
     return range(max(sequence.next_scored - 1 - start, 0), max(end - start, 0))
 
 
-def pruned(tree: TokenTree, max_depth: int) -> tuple[TokenTree, tuple[int, ...]]:
-    """Cuts nodes deeper than `max_depth`: the output or the context ends before them.
+CutTree: TypeAlias = tuple[TokenTree, tuple[int, ...]]
+"""The tree that is left and, for each of its nodes, the index in the tree as drafted."""
+NO_CUT_TREE: CutTree = (EMPTY_TREE, ())
 
-    Returns:
-        The tree that is left and, for each of its nodes, the index in the tree as drafted.
-    """
+
+def pruned(tree: TokenTree, max_depth: int) -> CutTree:
+    """Cuts nodes deeper than `max_depth`: the output or the context ends before them."""
     if not tree.token_ids:
         return tree, ()
     if len(tree) <= max_depth:
@@ -115,3 +117,32 @@ def pruned(tree: TokenTree, max_depth: int) -> tuple[TokenTree, tuple[int, ...]]
     if len(kept) == len(depths):
         return tree, kept
     return tree.only(kept), kept
+
+
+def narrowed(tree: TokenTree, num_draft_tokens: int | None) -> CutTree:
+    """Cuts a tree to the nodes that its draft believes in most, if it may not stay whole.
+
+    The probability of a node's path decides, and between equals the depth: never what a token is,
+    so that nothing about the output changes. Without probabilities the depth decides alone, as it
+    must for drawn chains.
+
+    Args:
+        num_draft_tokens: rows of the tree at most, the root included; None is any number.
+
+    Source: nodes ranked by the probability of their path, Miao et al., arXiv 2305.09781.
+    """
+    if num_draft_tokens is None or len(tree) < num_draft_tokens:
+        return tree, tuple(range(len(tree)))
+    path_log_probs, depths = _path_log_probs(tree), tree.depths
+    ranked = sorted(range(len(tree)), key=lambda node: (-path_log_probs[node], depths[node]))
+    kept = tuple(sorted(ranked[: num_draft_tokens - 1]))
+    return tree.only(kept), kept
+
+
+def _path_log_probs(tree: TokenTree) -> list[float]:
+    """Returns what is never above the same of a node's parent, whatever the draft said."""
+    log_probs = tree.log_probs or [0.0] * len(tree)
+    found: list[float] = []
+    for parent, log_prob in zip(tree.parent_indices, log_probs, strict=True):
+        found.append((0.0 if parent is None else found[parent]) + min(log_prob, 0.0))
+    return found

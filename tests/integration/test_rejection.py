@@ -18,10 +18,10 @@ from services.draft.drafters.drafter import Drafter, Proposal
 from services.draft.drafters.eagle import EagleDrafter
 from services.draft.drafters.standalone import StandaloneDrafter
 from services.draft.sequence import DraftSequence
-from services.target.drafts.assignments import Kept
 from services.target.engine import Engine
 from services.target.grammars.matcher import CompiledGrammar, GrammarMatcher
 from services.target.requests.request import GenerationRequest
+from services.target.step_plan import NO_CUT_TREE, CutTree
 from services.target.verifier import VerificationMode
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
@@ -309,10 +309,10 @@ def test_chains_of_requests_that_narrow_them_keep_the_distribution(
     _assert_follows(found, distribution_of(asked))
 
 
-def _without_odd_tokens(tree: TokenTree, num_draft_tokens: int | None) -> Kept | None:
+def _without_odd_tokens(tree: TokenTree, num_draft_tokens: int | None) -> CutTree:
     """Verifies a chain only if its first token is even."""
     is_kept = num_draft_tokens is None or not tree.token_ids or tree.token_ids[0] % 2 == 0
-    return None if is_kept else Kept.of(tree, ())
+    return (tree, tuple(range(len(tree)))) if is_kept else NO_CUT_TREE
 
 
 def test_narrowing_by_what_was_drawn_is_noticed(

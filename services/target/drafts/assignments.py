@@ -11,6 +11,7 @@ from itertools import repeat
 
 from services.target.drafts.attachment import Attachment, DraftRegistry, OpenedSequence
 from services.target.sequence import Sequence
+from services.target.step_plan import NO_CUT_TREE, CutTree, narrowed
 from services.target.step_report import Foreseen
 from shared.candidate_columns import CandidateColumns, ConditionKey, Run
 from shared.sampling_defaults import OUTCOMES
@@ -31,47 +32,6 @@ from shared.tokens import (
 # A *pushed* candidate is for the round after the current one, should the current round end in the
 # verdict it names. The match is selected when the verdict falls, or when it arrives after that very
 # verdict, so that a block on its way is not drafted again.
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Part of a tree, and the index of each of its nodes in the whole."""
-
-    tree: TokenTree
-    nodes: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tree: TokenTree, nodes: SequenceOf[int]) -> Kept:
-        """Keeps some nodes, ascending; a node's parent must be among them."""
-        return cls(tree.only(nodes), tuple(nodes))
-
-
-def narrowed(tree: TokenTree, num_draft_tokens: int | None) -> Kept | None:
-    """Cuts a tree to the nodes that its draft believes in most; None where it may stay whole.
-
-    The probability of a node's path decides, and between equals the depth: never what a token is,
-    so that nothing about the output changes. Without probabilities the depth decides alone, as it
-    must for drawn chains.
-
-    Args:
-        num_draft_tokens: rows of the tree at most, the root included; None is any number.
-
-    Source: nodes ranked by the probability of their path, Miao et al., arXiv 2305.09781.
-    """
-    if num_draft_tokens is None or len(tree) < num_draft_tokens:
-        return None
-    path_log_probs, depths = _path_log_probs(tree), tree.depths
-    ranked = sorted(range(len(tree)), key=lambda node: (-path_log_probs[node], depths[node]))
-    return Kept.of(tree, sorted(ranked[: num_draft_tokens - 1]))
-
-
-def _path_log_probs(tree: TokenTree) -> list[float]:
-    """Returns what is never above the same of a node's parent, whatever the draft said."""
-    log_probs = tree.log_probs or [0.0] * len(tree)
-    found: list[float] = []
-    for parent, log_prob in zip(tree.parent_indices, log_probs, strict=True):
-        found.append((0.0 if parent is None else found[parent]) + min(log_prob, 0.0))
-    return found
 
 
 MAX_CONDITIONAL_CANDIDATES = OUTCOMES.highest
@@ -102,7 +62,7 @@ class Assignment:
         asked: the tree request of the current round.
         is_excused: the current round does not wait, because the draft reads a prompt, or has said
             that its tree will be late.
-        allowed: the part of its tree that the request allows; None is all of it.
+        allowed: the part of its tree that the request allows.
         is_stepping: a step is computing the current round, so its tree is chosen.
         stale_in_round: something for another state arrived since the last verdict.
         late: came for the current round while a step was computing it.
@@ -121,7 +81,7 @@ class Assignment:
     heard_s: float | None = None
     candidate: Candidate | None = None
     is_excused: bool = True
-    allowed: Kept | None = None
+    allowed: CutTree = NO_CUT_TREE
     is_stepping: bool = False
     stale_in_round: bool = False
     late: Candidate | None = None
@@ -140,9 +100,7 @@ class Assignment:
     @property
     def tree(self) -> TokenTree:
         """As much of the current round's tree as the request allows, perhaps empty."""
-        if self.candidate is None:
-            return EMPTY_TREE
-        return self.candidate.tree if self.allowed is None else self.allowed.tree
+        return self.allowed[0]
 
     @property
     def is_bound(self) -> bool:
@@ -181,8 +139,7 @@ class Assignment:
 
     def as_drafted(self, nodes: SequenceOf[int]) -> tuple[int, ...]:
         """Returns nodes of `tree` as indices into the tree that the draft sent."""
-        allowed = self.allowed
-        return tuple(nodes if allowed is None else (allowed.nodes[node] for node in nodes))
+        return tuple(self.allowed[1][node] for node in nodes)
 
     def receive(self, candidate: Candidate, now_s: float) -> None:
         """A candidate for the current round arrived."""
@@ -300,14 +257,13 @@ class Assignment:
         self._decided = _Decided(round_, num_tokens - len(committed_token_ids), key)
         self._pushed.clear()
         self._sealed.clear()
-        self.candidate = self.allowed = None
+        self.candidate, self.allowed = None, NO_CUT_TREE
         if selected is not None:
             self._take(selected)
         late, self.late, self.rest = self.late, None, EMPTY_TREE
         if late is not None:
             rest = late.tree.below(committed_token_ids)
-            allowed = narrowed(rest, self.sequence.request.num_draft_tokens)
-            self.rest = rest if allowed is None else allowed.tree
+            self.rest, _ = narrowed(rest, self.sequence.request.num_draft_tokens)
         self.is_stepping = False
         self.stale_in_round = False
         return verdict, foreseen

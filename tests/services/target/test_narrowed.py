@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from services.target.drafts.assignments import Kept, narrowed
+from services.target.step_plan import narrowed
 from shared.speculation.rejection import DrawnChain
 from shared.tokens import TokenTree
 
@@ -21,7 +21,7 @@ TREE = TokenTree((5, 6, 7, 8, 9, 4), (None, None, 0, 0, 1, 2), (-0.5, -1.0, -0.1
 
 @pytest.mark.parametrize("num_draft_tokens", [None, 7, 8, 257])
 def test_a_tree_that_is_small_enough_stays_whole(num_draft_tokens: int | None) -> None:
-    assert narrowed(TREE, num_draft_tokens) is None
+    assert narrowed(TREE, num_draft_tokens) == (TREE, tuple(range(6)))
 
 
 @pytest.mark.parametrize(
@@ -29,24 +29,23 @@ def test_a_tree_that_is_small_enough_stays_whole(num_draft_tokens: int | None) -
     [(1, ()), (2, (0,)), (3, (0, 2)), (4, (0, 2, 5)), (5, (0, 1, 2, 5)), (6, (0, 1, 2, 4, 5))],
 )
 def test_the_most_probable_paths_are_kept(num_draft_tokens: int, nodes: tuple[int, ...]) -> None:
-    assert narrowed(TREE, num_draft_tokens) == Kept(TREE.only(nodes), nodes)
+    assert narrowed(TREE, num_draft_tokens) == (TREE.only(nodes), nodes)
 
 
 def test_without_probabilities_the_upper_levels_are_kept() -> None:
     silent = TokenTree(TREE.token_ids, TREE.parent_indices)
     found = [narrowed(silent, count) for count in (2, 4, 6)]
-    assert [kept and kept.nodes for kept in found] == [(0,), (0, 1, 2), (0, 1, 2, 3, 4)]
+    assert [nodes for _, nodes in found] == [(0,), (0, 1, 2), (0, 1, 2, 3, 4)]
 
 
 def test_a_drawn_chain_is_cut_by_depth_with_its_distributions() -> None:
     """Its tokens must have no say: choosing among them would change what is drawn."""
     distributions = torch.randn(4, 9, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
     for tokens in itertools.permutations((1, 2, 3, 4)):
-        kept = narrowed(DrawnChain.of(tokens, distributions), 3)
-        assert kept is not None
-        assert isinstance(kept.tree, DrawnChain)
-        assert kept.tree.token_ids == tokens[:2]
-        assert torch.equal(kept.tree.draft_log_probs, distributions[:2])
+        kept, _ = narrowed(DrawnChain.of(tokens, distributions), 3)
+        assert isinstance(kept, DrawnChain)
+        assert kept.token_ids == tokens[:2]
+        assert torch.equal(kept.draft_log_probs, distributions[:2])
 
 
 def _random_tree(source: random.Random, log_probs: tuple[float, ...]) -> TokenTree:
@@ -65,15 +64,14 @@ def test_no_node_stays_without_its_parent_or_for_a_less_probable_one(
     for _ in range(300):
         tree = _random_tree(source, log_probs)
         num_draft_tokens = source.randint(1, len(tree))
-        kept = narrowed(tree, num_draft_tokens)
-        assert kept is not None
-        assert len(kept.tree) == len(kept.nodes) == num_draft_tokens - 1
-        parents = {tree.parent_indices[node] for node in kept.nodes}
-        assert parents <= {None, *kept.nodes}
+        kept, nodes = narrowed(tree, num_draft_tokens)
+        assert len(kept) == len(nodes) == num_draft_tokens - 1
+        parents = {tree.parent_indices[node] for node in nodes}
+        assert parents <= {None, *nodes}
         worth = [
             math.fsum(min(tree.log_probs[each], 0.0) for each in tree.path(node))
             for node in range(len(tree))
         ]
-        left_out = set(range(len(tree))) - set(kept.nodes)
-        least = min((worth[node] for node in kept.nodes), default=0.0)
+        left_out = set(range(len(tree))) - set(nodes)
+        least = min((worth[node] for node in nodes), default=0.0)
         assert all(worth[node] <= least + 1e-9 for node in left_out)
