@@ -56,6 +56,8 @@ class Committer:
         self._forget = forget
         self._release = release
         self._committed_s = 0.0
+        # Tokens of each round with a tree of the fallback, since the last report.
+        self._fallback_counts: list[int] = []
         self._reports: list[StepReport] = []
 
     def commit_step(
@@ -75,7 +77,7 @@ class Committer:
                 self._forget(entry.sequence)
         for sequence in step.retired:
             self._release(sequence)
-        own = self._own_trees.take()
+        fallback_counts, self._fallback_counts = self._fallback_counts, []
         self._reports.append(
             StepReport(
                 duration_s=now_s - start_s,
@@ -91,8 +93,8 @@ class Committer:
                 outcomes=self._attachments.outcomes.take(),
                 speculation=self._attachments.verdicts.take_counts(),
                 num_discarded=len(step.retired),
-                num_fallback_rounds=own.num_rounds,
-                num_fallback_committed=own.num_committed,
+                num_fallback_rounds=len(fallback_counts),
+                num_fallback_committed=sum(fallback_counts),
             )
         )
 
@@ -125,8 +127,8 @@ class Committer:
         sequence.num_computed += min(len(accepted), len(committed) - 1)
         sequence.stats.num_rounds += 1
         if has_tree:
-            if not (was_predicted or was_verified):
-                self._own_trees.counted(len(committed))
+            if self._own_trees.has_fallback and not (was_predicted or was_verified):
+                self._fallback_counts.append(len(committed))
             sequence.stats.add_verified(len(entry.tree), len(accepted))
         self._attachments.verdicts.count_round(
             sequence, len(accepted), was_verified=was_verified, now_s=now_s

@@ -66,18 +66,6 @@ class NgramFallback:
         return tree
 
 
-@dataclass(slots=True)
-class OwnRounds:
-    """Rounds that verified an n-gram tree of the target.
-
-    Attributes:
-        num_committed: tokens of these rounds, bonus included.
-    """
-
-    num_rounds: int = 0
-    num_committed: int = 0
-
-
 class OwnTrees:
     """The target's trees for rounds without a draft's: of the request's prediction, or of n-grams.
     Owned by the engine thread.
@@ -88,7 +76,6 @@ class OwnTrees:
 
     def __init__(self, fallback: NgramFallback | None = None) -> None:
         self._fallback = fallback
-        self._rounds = OwnRounds()
 
     @property
     def has_fallback(self) -> bool:
@@ -102,18 +89,6 @@ class OwnTrees:
         if self._fallback is not None and not tree.token_ids:
             tree = self._fallback.tree(sequence)
         return narrowed(tree, sequence.request.num_draft_tokens)[0]
-
-    def counted(self, num_committed: int) -> None:
-        """A round that verified such a tree was committed."""
-        # Without a fallback the tree is of a draft that has left since the step began.
-        if self.has_fallback:
-            self._rounds.num_rounds += 1
-            self._rounds.num_committed += num_committed
-
-    def take(self) -> OwnRounds:
-        """Returns what n-gram trees did since the last call."""
-        rounds, self._rounds = self._rounds, OwnRounds()
-        return rounds
 
     def forget(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.target.fallback import MAX_TOKENS_AT_ONCE, NgramFallback, OwnRounds, OwnTrees
+from services.target.fallback import MAX_TOKENS_AT_ONCE, NgramFallback, OwnTrees
 from services.target.requests.request import ModelLimits
 from services.target.sequence import Sequence
 from services.target.step_report import StepReport
@@ -111,17 +111,6 @@ def test_request_without_speculation_gets_none() -> None:
     own = OwnTrees(NgramFallback())
     assert own.tree(_sequence([1, 2, 1, 2, 1], disabled=True)) == EMPTY_TREE
     assert own.tree(_sequence([1, 2, 1, 2, 1, 2], 2)).token_ids
-
-
-def test_only_rounds_with_n_gram_trees_are_counted() -> None:
-    own = OwnTrees(NgramFallback())
-    own.counted(3)
-    own.counted(1)
-    assert own.take() == OwnRounds(num_rounds=2, num_committed=4)
-    assert own.take() == OwnRounds()
-    without = OwnTrees()
-    without.counted(3)  # with the tree of a draft that has left
-    assert without.take() == OwnRounds()
 
 
 def test_a_miss_delays_no_other_sequence(decoder: Decoder) -> None:
