@@ -36,11 +36,12 @@ from shared.errors import (
     OutriderError,
     PermissionDenied,
 )
-from shared.rpc.admin_client import GroupPlace, SentTensor, TargetAdmin, WeightSource
+from shared.rpc.admin_client import TargetAdmin, TensorToCome
 
 T = TypeVar("T")
 Reply = dict[str, Any]
 Work = Callable[[list[TargetAdmin]], Awaitable[Reply]]
+Update = Callable[[TargetAdmin], Awaitable[Reply]]
 _KEPT_TAG = "cuda_graph"
 
 
@@ -124,22 +125,31 @@ class RolloutRoutes:
 
     async def update_weights_from_disk(self, body: DiskUpdate, request: Request) -> Response:
         """Replaces weights by a checkpoint."""
-        source = WeightSource(folder=(body.model_path, body.load_format or ""))
+        version = body.weight_version or ""
 
         async def work(admins: list[TargetAdmin]) -> Reply:
             if body.abort_all_requests:
                 self._gateway.open_answers.abort(None)
-            update = _rolling if body.rolling else _at_once
-            return await update(admins, source, body.weight_version or "")
+
+            def update(admin: TargetAdmin) -> Awaitable[Reply]:
+                return admin.update_from_folder(body.model_path, body.load_format or "", version)
+
+            if body.rolling:
+                return await _rolling(admins, update)
+            return await _at_once(admins, update, version)
 
         return await self._answered(request, work)
 
     async def update_weights_from_tensor(self, body: TensorUpdate, request: Request) -> Response:
         """Replaces weights by those in the body."""
 
+        version = body.weight_version or ""
+
         async def work(admins: list[TargetAdmin]) -> Reply:
-            source = WeightSource(safetensors=_safetensors(body))
-            return await _at_once(admins, source, body.weight_version or "")
+            tensors = _safetensors(body)
+            return await _at_once(
+                admins, lambda admin: admin.update_from_tensors(tensors, version), version
+            )
 
         return await self._answered(request, work)
 
@@ -148,10 +158,15 @@ class RolloutRoutes:
     ) -> Response:
         """Replaces weights by those that a group sends."""
 
+        group, version = body.group_name, body.weight_version or ""
+
         async def work(admins: list[TargetAdmin]) -> Reply:
-            is_flat = _is_flat(body)
-            source = WeightSource(group=(body.group_name, _sent(body), is_flat))
-            return await _at_once(admins, source, body.weight_version or "")
+            is_flat, sent = _is_flat(body), _sent(body)
+            return await _at_once(
+                admins,
+                lambda admin: admin.update_from_group(group, sent, version, is_flat=is_flat),
+                version,
+            )
 
         return await self._answered(request, work)
 
@@ -184,14 +199,18 @@ class RolloutRoutes:
 
         async def work(admins: list[TargetAdmin]) -> Reply:
             statuses = await _each(admins, TargetAdmin.status)
-            places, rank = {}, body.rank_offset
+            ranks, rank = {}, body.rank_offset
             for admin, status in zip(admins, statuses, strict=True):
-                places[admin.address] = GroupPlace(
-                    body.group_name, body.master_address, body.master_port, rank,
-                    body.world_size, body.backend or "",
-                )  # fmt: skip
+                ranks[admin.address] = rank
                 rank += status.tp_size * status.pp_size
-            await _each(admins, lambda admin: admin.join(places[admin.address]))
+
+            def join(admin: TargetAdmin) -> Awaitable[None]:
+                return admin.join(
+                    *(body.group_name, body.master_address, body.master_port),
+                    *(ranks[admin.address], body.world_size, body.backend or ""),
+                )
+
+            await _each(admins, join)
             return {}
 
         return await self._answered(request, work)
@@ -309,27 +328,27 @@ async def _each(
     return found
 
 
-async def _at_once(admins: list[TargetAdmin], source: WeightSource, version: str) -> Reply:
+async def _at_once(admins: list[TargetAdmin], update: Update, version: str) -> Reply:
     """Updates all targets or none: they gather first, and then all of them apply."""
     if len(admins) == 1:
-        return await admins[0].update(source, version)
+        return await update(admins[0])
     begun = await _settled(admins, TargetAdmin.begin)
     refusals = [each for each in begun if isinstance(each, OutriderError)]
     if len(refusals) == len(admins) and all(r.reason == "WEIGHT_UPDATE_OPEN" for r in refusals):
         # The client has begun it, and ends it.
-        return _by_target(admins, await _each(admins, lambda admin: admin.update(source, version)))
+        return _by_target(admins, await _each(admins, update))
     own = [admin for admin, each in zip(admins, begun, strict=True) if each is None]
     try:
         if refusals:
             raise refusals[0]
-        await _each(admins, lambda admin: admin.update(source, version))
+        await _each(admins, update)
     except OutriderError:
         await _settled(own, lambda admin: admin.end("", drop=True))
         raise
     return _by_target(admins, await _each(admins, lambda admin: admin.end(version)))
 
 
-async def _rolling(admins: list[TargetAdmin], source: WeightSource, version: str) -> Reply:
+async def _rolling(admins: list[TargetAdmin], update: Update) -> Reply:
     """Updates one target after the other; the others serve meanwhile."""
     done: list[Reply] = []
     for admin in admins:
@@ -337,7 +356,7 @@ async def _rolling(admins: list[TargetAdmin], source: WeightSource, version: str
         if not was_paused:
             await admin.pause("retract")
         try:
-            done.append(await admin.update(source, version))
+            done.append(await update(admin))
         finally:
             if not was_paused:
                 await admin.resume()
@@ -372,7 +391,7 @@ def _safetensors(body: TensorUpdate) -> bytes:
         raise InvalidArgument.of("WEIGHTS_NOT_BASE64", field, message) from error
 
 
-def _sent(body: GroupUpdate) -> tuple[SentTensor, ...]:
+def _sent(body: GroupUpdate) -> list[TensorToCome]:
     counts = {len(body.names), len(body.dtypes), len(body.shapes)}
     if len(counts) != 1:
         message = (
@@ -380,10 +399,7 @@ def _sent(body: GroupUpdate) -> tuple[SentTensor, ...]:
             f"{len(body.shapes)} entries; each tensor needs one of each"
         )
         raise InvalidArgument.of("WEIGHT_LISTS_DIFFER", "names", message)
-    return tuple(
-        SentTensor(name, dtype, tuple(shape))
-        for name, dtype, shape in zip(body.names, body.dtypes, body.shapes, strict=True)
-    )
+    return list(zip(body.names, body.dtypes, body.shapes, strict=True))
 
 
 def _is_flat(body: GroupUpdate) -> bool:

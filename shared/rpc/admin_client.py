@@ -19,6 +19,10 @@ from shared.tls import ClientTls
 SHORT_CALL_S = 5.0
 LONG_CALL_S = 600.0
 """Of calls that move weights, or wait for other processes."""
+Update = dict[str, Any]
+"""What an update did."""
+TensorToCome = tuple[str, str, Sequence[int]]
+"""Name, dtype and shape."""
 PAUSE_MODES = {
     "abort": pb.PAUSE_MODE_ABORT,
     "retract": pb.PAUSE_MODE_RETRACT,
@@ -53,57 +57,6 @@ class TargetStatus:
     num_max_tokens: int
     num_used_tokens: int
     can_release: bool
-
-
-@dataclass(frozen=True, slots=True)
-class GroupPlace:
-    """A target's place in a group that sends weights; see `InitWeightUpdateGroupRequest`."""
-
-    name: str
-    address: str
-    port: int
-    rank_offset: int
-    world_size: int
-    backend: str
-
-
-@dataclass(frozen=True, slots=True)
-class SentTensor:
-    """A tensor that a group sends."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class WeightSource:
-    """The source of new weights; exactly one attribute is set.
-
-    Attributes:
-        folder: of a checkpoint, and the format of its files.
-        group: the name of a group, what it sends, and whether in one broadcast.
-        safetensors: the weights themselves.
-    """
-
-    folder: tuple[str, str] | None = None
-    group: tuple[str, tuple[SentTensor, ...], bool] | None = None
-    safetensors: bytes | None = None
-
-    def request(self, version: str) -> pb.UpdateWeightsRequest:
-        """Returns the message."""
-        request = pb.UpdateWeightsRequest(weight_version=version)
-        if self.folder is not None:
-            request.disk.model_path, request.disk.load_format = self.folder
-        elif self.group is not None:
-            name, tensors, is_flat = self.group
-            sent = request.distributed
-            sent.group_name, sent.is_flattened = name, is_flat
-            for each in tensors:
-                sent.tensors.add(name=each.name, dtype=each.dtype, shape=each.shape)
-        else:
-            request.safetensors = self.safetensors or b""
-        return request
 
 
 class TargetAdmin:
@@ -160,25 +113,46 @@ class TargetAdmin:
         """Has updates gathered."""
         await self._call("BeginWeightUpdate", pb.BeginWeightUpdateRequest())
 
-    async def update(self, source: WeightSource, version: str) -> dict[str, Any]:
-        """Replaces weights, or gathers them; returns what that did."""
-        found = await self._call("UpdateWeights", source.request(version), LONG_CALL_S)
-        return _update(found)
+    async def update_from_folder(self, folder: str, load_format: str, version: str) -> Update:
+        """Replaces weights by a checkpoint, or gathers them; returns what that did."""
+        disk = pb.UpdateWeightsRequest.Disk(model_path=folder, load_format=load_format)
+        return await self._update(pb.UpdateWeightsRequest(weight_version=version, disk=disk))
 
-    async def end(self, version: str, *, drop: bool = False) -> dict[str, Any]:
+    async def update_from_tensors(self, safetensors: bytes, version: str) -> Update:
+        """Likewise by tensors in the format of safetensors."""
+        request = pb.UpdateWeightsRequest(weight_version=version, safetensors=safetensors)
+        return await self._update(request)
+
+    async def update_from_group(
+        self, group: str, tensors: Sequence[TensorToCome], version: str, *, is_flat: bool
+    ) -> Update:
+        """Likewise by tensors that a group sends, in one broadcast or one each."""
+        request = pb.UpdateWeightsRequest(weight_version=version)
+        sent = request.distributed
+        sent.group_name, sent.is_flattened = group, is_flat
+        for name, dtype, shape in tensors:
+            sent.tensors.add(name=name, dtype=dtype, shape=shape)
+        return await self._update(request)
+
+    async def _update(self, request: pb.UpdateWeightsRequest) -> Update:
+        return _update(await self._call("UpdateWeights", request, LONG_CALL_S))
+
+    async def end(self, version: str, *, drop: bool = False) -> Update:
         """Applies the gathered tensors, or drops them; returns what that did."""
         request = pb.EndWeightUpdateRequest(weight_version=version, drop=drop)
         return _update(await self._call("EndWeightUpdate", request, LONG_CALL_S))
 
-    async def join(self, place: GroupPlace) -> None:
-        """Joins a group; waits for all of it."""
+    async def join(
+        self, group: str, address: str, port: int, rank_offset: int, world_size: int, backend: str
+    ) -> None:
+        """Joins a group, see `InitWeightUpdateGroupRequest`; waits for all of it."""
         request = pb.InitWeightUpdateGroupRequest(
-            master_address=place.address,
-            master_port=place.port,
-            rank_offset=place.rank_offset,
-            world_size=place.world_size,
-            group_name=place.name,
-            backend=place.backend,
+            master_address=address,
+            master_port=port,
+            rank_offset=rank_offset,
+            world_size=world_size,
+            group_name=group,
+            backend=backend,
         )
         await self._call("InitWeightUpdateGroup", request, LONG_CALL_S)
 
@@ -225,7 +199,7 @@ class TargetAdmin:
         return Unimplemented(message, reason=error.reason)
 
 
-def _update(response: Any) -> dict[str, Any]:
+def _update(response: Any) -> Update:
     """Returns what an update did; nothing where it was gathered only."""
     if not response.HasField("update"):
         return {}
