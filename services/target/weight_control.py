@@ -66,7 +66,6 @@ class WeightStatus:
 
     Attributes:
         pause: None while it does.
-        is_torn: tensors are missing, so that generation waits for a whole update.
         released: tags of memory that is given back.
         num_max_tokens: that the KV cache holds.
         num_used_tokens: of pages that sequences hold.
@@ -76,7 +75,6 @@ class WeightStatus:
     version: str
     num_updates: int
     pause: PauseMode | None
-    is_torn: bool
     released: tuple[str, ...]
     num_waiting: int
     num_running: int
@@ -223,7 +221,6 @@ class WeightControl:
             version.name,
             version.num_updates,
             self._pause,
-            self._is_torn,
             tuple(sorted(tag.value for tag in self._released)),
             scheduler.num_waiting,
             scheduler.num_running,

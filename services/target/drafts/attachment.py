@@ -51,7 +51,6 @@ class AttachmentTerms:
         max_nodes: largest tree accepted, in nodes.
         max_sequences: most sequences assigned to one draft.
         longest_wait_s: upper bound of the wait for candidates.
-        max_queued_messages: a draft that lets more messages pile up is detached.
         feature_ring_rows: rows of memory shared with a draft of this host; 0 shares none.
     """
 
@@ -59,7 +58,6 @@ class AttachmentTerms:
     max_nodes: int
     max_sequences: int
     longest_wait_s: float
-    max_queued_messages: int = 256
     feature_ring_rows: int = 0
 
 

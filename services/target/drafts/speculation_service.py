@@ -58,6 +58,8 @@ from shared.telemetry.wire_meter import StreamMeter, WireMeter
 
 logger = logging.getLogger(__name__)
 _LONGEST_NAME = 256
+_MAX_QUEUED = 256
+"""Messages on their way to one draft; where more pile up it is detached."""
 _MODES = {
     VerificationMode.COUPLED: pb.VERIFICATION_MODE_COUPLED,
     VerificationMode.POINT_MASS: pb.VERIFICATION_MODE_POINT_MASS,
@@ -112,7 +114,7 @@ class Handshake:
             self._rings.close(draft.attachment.ring)
 
     def _attachment(self, attach: pb.Attach) -> tuple[Attachment, DraftStream]:
-        most_queued = MAX_UNSENT if attach.learns else self._terms.max_queued_messages
+        most_queued = MAX_UNSENT if attach.learns else _MAX_QUEUED
         stream = DraftStream(asyncio.get_running_loop(), most_queued)
         identity = DraftIdentity(
             attachment_id=f"attachment-{next(self._ids)}",
