@@ -32,7 +32,7 @@ from shared.runtime.round_runner import RoundLimits, RoundRunner
 from shared.runtime.round_selection import PreparedBlock, PreparedTree
 from shared.runtime.round_state import RoundSampling, RoundState
 from shared.runtime.round_verification import RoundVerification
-from shared.runtime.tree_model import SelectionParts
+from shared.runtime.tree_model import selection_for, verification_for
 from shared.tokens import TokenTree, TreeShape
 
 _ROWS = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -120,7 +120,7 @@ class PushedTrees:
 
     def verification(self, shape: RoundShape) -> Callable[..., RoundVerification]:
         """See `TreePlace.verification`."""
-        return SelectionParts.of(self.block.device).verification
+        return verification_for(shape, self.block.device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,7 +140,7 @@ class _PushedRounds:
     def trees(self, number: int, sized: SizedShape) -> TreeSource:
         """See `RoundHead.trees`."""
         batches = RoundBatches(sized.shape, self.page_size)
-        return SelectionParts.of(self.block.device).selection(self.block, batches)
+        return selection_for(self.block.device)(self.block, batches)
 
     def catch_up(self, backlogs: Iterable[HeadBacklog]) -> None:
         """There is no model."""

@@ -47,23 +47,14 @@ class RoundParts:
         return cls(FusedRoundDraft if is_split else RoundDraft, verification_for(shape, device))
 
 
-@dataclass(frozen=True, slots=True)
-class SelectionParts:
-    """Makers of the parts of rounds without a head, called with the fields of `RoundSelection` and
-    `RoundVerification`."""
+def selection_for(device: torch.device) -> type[RoundSelection]:
+    """Returns the fastest choice among trees that were prepared."""
+    if not has_triton(device):
+        return RoundSelection
+    # Triton is not installed where there is no CUDA.
+    from shared.runtime.round_fused import FusedRoundSelection
 
-    selection: Callable[..., RoundSelection]
-    verification: Callable[..., RoundVerification]
-
-    @classmethod
-    def of(cls, device: torch.device) -> SelectionParts:
-        """Returns the fastest parts on a device."""
-        if not has_triton(device):
-            return cls(RoundSelection, RoundVerification)
-        # Triton is not installed where there is no CUDA.
-        from shared.runtime.round_fused import FusedRoundSelection, FusedRoundVerification
-
-        return cls(FusedRoundSelection, FusedRoundVerification)
+    return FusedRoundSelection
 
 
 def verification_for(shape: RoundShape, device: torch.device) -> type[RoundVerification]:

@@ -220,13 +220,12 @@ class RoundShapes:
         return sorted({min(size, most) for size in sizes}) if most else []
 
     def _round_s(self, shape: TreeShape, count: int) -> float:
-        runner = self.runner
         self.turn_to(shape)
         num_rounds = _NUM_ROUNDS_AHEAD if shape.is_ahead else 1
 
         def run() -> None:
             for _ in range(num_rounds):
-                runner.run_empty(count, RoundSampling.DRAWN, is_ahead=shape.is_ahead)
+                self.runner.run_empty(count, RoundSampling.DRAWN, is_ahead=shape.is_ahead)
 
         return self._timed(run) / num_rounds
 
