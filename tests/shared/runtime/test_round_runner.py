@@ -156,6 +156,26 @@ def test_first_round_may_read_the_end_of_a_prompt(
     check_reading(pairs[name], shape, is_recorded=True)
 
 
+def test_sequences_that_come_behind_a_reading_one_leave_it_its_slots(
+    pairs: dict[str, Pair],
+) -> None:
+    short, _, _, even = prompts(4)
+    together = DeviceRounds(pairs["eagle3"], TREE, PAGE_SIZE, max_sequences=40)
+    apart = DeviceRounds(pairs["eagle3"], TREE, PAGE_SIZE, max_sequences=40)
+    for rounds, turns in ((together, ((0, 1),)), (apart, ((0,), (1,)))):
+        new_lanes = [
+            rounds.new_lane(0, even, GREEDY, num_computed=1),
+            rounds.new_lane(1, short, GREEDY, num_computed=1),
+        ]
+        for turn in turns:
+            rounds.runner.place([new_lanes[number] for number in turn])
+    assert apart.runner.num_taken == together.runner.num_taken > 2
+    for _ in range(3):
+        together.launch()
+        apart.launch()
+        assert together.runner.result() == apart.runner.result()
+
+
 def test_end_of_a_prompt_is_forgotten_with_its_sequence(pairs: dict[str, Pair]) -> None:
     rounds = DeviceRounds(pairs["eagle3"], TREE, PAGE_SIZE, max_sequences=20)
     text = prompts(1)[0]
