@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 class SharesHead(Protocol):
     """A drafter whose head rounds of a target can use."""
 
-    def share_head(self) -> SharedHead: ...
+    def share_head(self) -> SharedHead | None: ...
 
 
 @dataclass(slots=True)
@@ -131,6 +131,7 @@ class MappedHeads:
             return None
         if self._shared is None:
             self._shared = self._drafter.share_head()
+            assert self._shared is not None, "targets take heads that are offered"
             pages, count = self._shared.pages, len(self._shared.pages) // self._most
             starts = (number * count for number in range(self._most))
             self._shares = [_Share(pages[start : start + count]) for start in starts]

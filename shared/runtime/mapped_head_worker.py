@@ -36,7 +36,7 @@ from shared.runtime.round_graphs import num_computed
 from shared.runtime.round_head import CatchUp, HeadBacklog
 from shared.runtime.round_state import RoundSampling, RoundState
 from shared.runtime.tree_draft import DraftCode, grown
-from shared.runtime.tree_model import TreeModel
+from shared.runtime.tree_model import RoundModel
 
 logger = logging.getLogger(__name__)
 LONGEST_WAIT_US = 10_000_000
@@ -152,7 +152,7 @@ class MappedHeadWorker:
     """
 
     def __init__(
-        self, model: TreeModel, command: OpenMapped, stream: torch.cuda.Stream | None = None
+        self, model: RoundModel, command: OpenMapped, stream: torch.cuda.Stream | None = None
     ) -> None:
         device = model.pool.device
         self._device, self._is_cuda = device, device.type == "cuda"
@@ -163,7 +163,7 @@ class MappedHeadWorker:
         with self._on_stream():
             self._open(model, command)
 
-    def _open(self, model: TreeModel, command: OpenMapped) -> None:
+    def _open(self, model: RoundModel, command: OpenMapped) -> None:
         pool, spec, device = model.pool, model.feature_spec, self._device
         self._page_size = pool.page_size
         self._layout = MappedLayout.of(command.shapes, pool.page_size)
@@ -180,7 +180,7 @@ class MappedHeadWorker:
         # Those whose last round has prepared chains for the next one.
         self._prepared: _Rounds | None = None
 
-    def _made(self, model: TreeModel, shape: SizedShape) -> _Rounds:
+    def _made(self, model: RoundModel, shape: SizedShape) -> _Rounds:
         pool, spec = model.pool, model.feature_spec
         features = None
         if spec is not None:
