@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tests.bench.passes import Case, Mode, Pass
+from tests.bench.passes import CHOSEN, Case, Mode, Pass
 from tests.bench.scrape import Lookahead
 from tests.load.figures import table
 
@@ -49,13 +49,24 @@ class Compared:
 
     @property
     def best_synchronous(self) -> Mode:
-        fixed = (each for each in self.modes if each.shape and not each.is_chosen)
-        return max((each for each in fixed if not each.budget), key=self.speed)
+        return max((each for each in self.modes if each.shape and not each.budget), key=self.speed)
 
     @property
     def best_ahead(self) -> Mode:
-        fixed = (each for each in self.modes if each.shape and not each.is_chosen)
-        return max((each for each in fixed if each.budget), key=self.speed)
+        """What drafts ahead best; what the target chooses where there is no other mode."""
+        if self.is_chosen:
+            return CHOSEN
+        return max((each for each in self.modes if each.budget), key=self.speed)
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether the target chooses in all modes but plain decoding."""
+        return CHOSEN in self.modes
+
+    @property
+    def best_modes(self) -> Sequence[Mode]:
+        """The best synchronous and the best ahead mode, or what the target chooses."""
+        return (CHOSEN,) if self.is_chosen else (self.best_synchronous, self.best_ahead)
 
 
 def speeds(compared: Compared) -> str:
@@ -64,18 +75,19 @@ def speeds(compared: Compared) -> str:
         *("mode", "tok/s", "vs plain", "lowest", "highest", "tokens a round"),
         *("in time", "late", "missed", "gap us", "down", "up", "same answers"),
     )
-    plain, synchronous, ahead = (
-        compared.speed(mode)
-        for mode in (compared.modes[0], compared.best_synchronous, compared.best_ahead)
-    )
-    return "\n".join(
-        [
-            compared.case.name,
-            table(header, [_speed_row(compared, mode) for mode in compared.modes]),
+    parts = [
+        compared.case.name,
+        table(header, [_speed_row(compared, mode) for mode in compared.modes]),
+    ]
+    if not compared.is_chosen:
+        plain, synchronous, ahead = (
+            compared.speed(mode) for mode in (compared.modes[0], *compared.best_modes)
+        )
+        parts.append(
             f"best synchronous split: {synchronous / plain:.2f} times plain; best ahead: "
-            f"{ahead / plain:.2f} times plain, {ahead / synchronous:.2f} times that split",
-        ]
-    )
+            f"{ahead / plain:.2f} times plain, {ahead / synchronous:.2f} times that split"
+        )
+    return "\n".join(parts)
 
 
 SPEED_NOTES = (
@@ -97,9 +109,9 @@ def _speed_row(compared: Compared, mode: Mode) -> tuple[str, ...]:
         f"{found[0]:.1f}",
         f"{found[-1]:.1f}",
         f"{middle.round_tokens:.2f}",
-        *(f"{share:.0%}" if mode.budget else "-" for share in hit_shares(middle)),
+        *(f"{share:.0%}" if mode.is_ahead else "-" for share in hit_shares(middle)),
         _gap(middle),
-        *(f"{_bytes(middle, way):.0f}" if mode.shape else "-" for way in ("sent", "received")),
+        *("-" if mode.is_plain else f"{_bytes(middle, way):.0f}" for way in ("sent", "received")),
         f"{num_same}/{len(middle.answers)}",
     )
 
