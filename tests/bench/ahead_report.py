@@ -109,7 +109,7 @@ def _speed_row(compared: Compared, mode: Mode) -> tuple[str, ...]:
         f"{found[0]:.1f}",
         f"{found[-1]:.1f}",
         f"{middle.round_tokens:.2f}",
-        *(f"{share:.0%}" if mode.is_ahead else "-" for share in hit_shares(middle)),
+        *hit_cells(mode, middle),
         _gap(middle),
         *("-" if mode.is_plain else f"{_bytes(middle, way):.0f}" for way in ("sent", "received")),
         f"{num_same}/{len(middle.answers)}",
@@ -122,6 +122,13 @@ def hit_shares(one: Pass) -> tuple[float, float, float]:
         one.per_round(_VERDICTS.format(name)) for name in ("hits", "late", "misses", "absent")
     )
     return hits, late, max(misses + absent - late, 0.0)
+
+
+def hit_cells(mode: Mode, one: Pass) -> list[str]:
+    """Returns these shares as cells; rounds on the device count none."""
+    shares = hit_shares(one)
+    is_counted = mode.is_ahead and any(shares)
+    return [f"{share:.0%}" if is_counted else "-" for share in shares]
 
 
 def _gap(one: Pass) -> str:
@@ -169,7 +176,7 @@ def foreseen(compared: Compared, mode: Mode) -> str:
     found = Lookahead.of(sums)
     total = sum(found.hits.values()) + sum(found.misses.values())
     if not total:
-        return f"{mode.name}: nothing was there in time for any verdict"
+        return f"{mode.name}: of no verdict is it counted whether anything was there in time"
     header = ("nodes accepted", "verdicts", *(f"rank {rank}" for rank in found.ranks), "missed")
     rows = []
     for position in found.positions:

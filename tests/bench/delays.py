@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tests.bench.ahead_report import Compared, hit_shares
+from tests.bench.ahead_report import Compared, hit_cells
 from tests.bench.pair import Pair
 from tests.bench.passes import Load, Mode, Pass, measure
 from tests.bench.wire_process import WireProcess
@@ -86,6 +86,6 @@ def _row(
         f"{1 - speed / relayed.speed(mode):.1%}",
         f"{middle.round_tokens:.2f}",
         f"{left_alone(middle):.0%}",
-        *(f"{share:.0%}" if mode.is_ahead else "-" for share in hit_shares(middle)),
+        *hit_cells(mode, middle),
         f"{middle.num_same(direct.plain)}/{len(middle.answers)}",
     )
