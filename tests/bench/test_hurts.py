@@ -9,10 +9,14 @@ import pytest
 
 from services.draft import __main__ as draft_entry
 from services.draft import attach_client
+from services.draft.drafter_factory import _sharing
 from services.draft.events import CandidatesReady
 from services.draft.link_codec import request_from_output
+from services.draft.settings import DraftSettings
+from services.draft.worker import WorkerIdentity
 from services.target import __main__ as target_entry
 from shared.candidate_columns import CandidateColumns
+from shared.runtime import ring_memory
 from shared.telemetry.start_up import open_round_log
 from shared.tokens import Candidate, DraftReport, TokenTree
 from tests.bench.disorder import Disorder
@@ -59,6 +63,12 @@ def test_what_the_bench_replaces_in_the_services_is_there() -> None:
     assert attach_client.request_from_output is request_from_output
     for entry in (target_entry, draft_entry):
         assert entry.open_round_log is open_round_log
+
+
+def test_a_distant_draft_offers_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_memory, "host_id", lambda: "")
+    near = WorkerIdentity("draft", "model", "STANDALONE", None, 8, 100, None)
+    assert not _sharing(near, DraftSettings(device="cpu")).host_id
 
 
 async def test_a_trigger_acts_once_after_enough_tokens() -> None:
