@@ -20,7 +20,6 @@ from shared.model_files import has_tokenizer, num_ids, tokenizer_sha256
 from shared.settings import load_settings
 from shared.settings_field import declared_fields
 
-HEADS = "a STANDALONE model, or an EAGLE, EAGLE3, DFLASH or one-layer MTP head"
 _PREFIX = "--draft-"
 _WITHOUT_DISTRIBUTIONS = {
     Algorithm.NGRAM: "repeats tokens and draws none",
@@ -152,7 +151,8 @@ def _round_problems(settings: TargetSettings, draft: DraftSettings) -> list[str]
     problems = []
     if not draft.algorithm.has_model:
         problems.append(
-            f"--device-rounds on needs {HEADS}; --speculative-algorithm is {draft.algorithm.value}"
+            "--device-rounds on needs a draft with a model; --speculative-algorithm is "
+            f"{draft.algorithm.value}"
         )
     elif draft.page_size != settings.page_size:
         problems.append(

@@ -355,7 +355,8 @@ class MappedHeadWorker:
         num_slots = self._num_computed(rounds, num_slots)
         self._copy_state(num_slots)
         seen = rounds.code.seen(rounds.state.first(num_slots))
-        rounds.code.forwards(*self._open_rows(rounds, seen), keeps_states=False).first()
+        batch, sources = self._open_rows(rounds, seen)
+        rounds.code.forwards(seen, batch, sources, keeps_states=False).read_open()
 
     def _copy_state(self, num_slots: int) -> None:
         """Copies the target's state of the first slots."""

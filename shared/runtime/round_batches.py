@@ -143,7 +143,7 @@ class StateSizes:
         )
 
     def empty_state(self, device: torch.device) -> RoundState:
-        """Returns a state without sequences."""
+        """Returns a state without sequences, for a head of one layer."""
         return RoundState.empty(
             self.num_slots,
             max_open_rows=self.max_open_rows,
@@ -198,14 +198,14 @@ class RoundBatches:
         batch = self.fixed(
             token_ids=torch.where(is_open, state.open_tokens, 0),
             positions=indices,
-            slots=torch.where(is_open, self._slots(state.head_page_table, indices), 0),
+            slots=torch.where(is_open, self.slots(state.head_page_table, indices), 0),
             kv_lengths=(starts + num_rows).int(),
             prefix_lengths=starts.int(),
             page_table=state.head_page_table,
             tail_mask=None,
             logit_rows=first_rows + state.num_open - 1,
         )
-        return batch, torch.where(is_open, self._slots(state.page_table, indices), 0).flatten()
+        return batch, torch.where(is_open, self.slots(state.page_table, indices), 0).flatten()
 
     def of_beam(self, state: RoundState, beam: Beam, level: int) -> ForwardBatch:
         """Returns the head's rows of one level of the tree, behind those of the levels before.
@@ -220,7 +220,7 @@ class RoundBatches:
         return self.fixed(
             token_ids=beam.token_ids,
             positions=(bases + level).unsqueeze(1).expand_as(indices),
-            slots=self._slots(state.head_page_table, indices),
+            slots=self.slots(state.head_page_table, indices),
             kv_lengths=(starts + num_rows).int(),
             prefix_lengths=bases.int(),
             page_table=state.head_page_table,
@@ -253,12 +253,32 @@ class RoundBatches:
         return self.fixed(
             token_ids=torch.where(rows == 0, roots.unsqueeze(1), mask_token_id),
             positions=indices,
-            slots=self._slots(page_table, indices),
+            slots=self.slots(page_table, indices),
             kv_lengths=(positions + block_size).int(),
             prefix_lengths=positions.int(),
             page_table=page_table,
             tail_mask=visible,
             logit_rows=(first_rows + rows[1 : num_levels + 1].unsqueeze(1)).flatten(),
+        )
+
+    def of_runs(self, token_ids: Tensor, starts: Tensor, page_table: Tensor) -> ForwardBatch:
+        """Returns rows of the draft that follow one another.
+
+        Args:
+            token_ids: `[S, R]` int64.
+            starts: `[S]` int64, the first row of each; rows before the first of all are nobody's.
+        """
+        num_rows = token_ids.shape[1]
+        indices = starts.unsqueeze(1) + torch.arange(num_rows, device=starts.device)
+        places = indices.clamp_min(0)
+        return self.fixed(
+            token_ids=token_ids,
+            positions=places,
+            slots=torch.where(indices >= 0, self.slots(page_table, places), 0),
+            kv_lengths=(starts + num_rows).int(),
+            prefix_lengths=starts.clamp_min(0).int(),
+            page_table=page_table,
+            tail_mask=None,
         )
 
     def of_branches(
@@ -285,7 +305,7 @@ class RoundBatches:
         return self.fixed(
             token_ids=token_ids,
             positions=bases.unsqueeze(1) + depths + level,
-            slots=self._slots(state.head_page_table, indices),
+            slots=self.slots(state.head_page_table, indices),
             kv_lengths=(starts + count).int(),
             prefix_lengths=bases.int(),
             page_table=state.head_page_table,
@@ -307,7 +327,7 @@ class RoundBatches:
         bases = state.lengths - 1
         nodes = walks.view(*size, width).transpose(0, 1)
         token_ids = nodes[..., WALK_TOKEN].contiguous()
-        slots = self._slots(state.head_page_table, bases.unsqueeze(1) + rows)
+        slots = self.slots(state.head_page_table, bases.unsqueeze(1) + rows)
         slots = slots.view(size).transpose(0, 1).contiguous()
         positions = (bases + levels.unsqueeze(1)).unsqueeze(2).expand_as(slots).contiguous()
         kv_lengths = (bases + (levels.unsqueeze(1) + 1) * size[2]).int()
@@ -343,7 +363,7 @@ class RoundBatches:
         batch = self.fixed(
             token_ids=tree.token_ids.clamp_min(0),
             positions=bases + tree.depths,
-            slots=self._slots(state.page_table, indices),
+            slots=self.slots(state.page_table, indices),
             kv_lengths=(bases.squeeze(1) + num_rows).int(),
             prefix_lengths=bases.squeeze(1).int(),
             page_table=state.page_table,
@@ -389,7 +409,7 @@ class RoundBatches:
             )
         return self._fixed[key]
 
-    def _slots(self, page_table: Tensor, indices: Tensor) -> Tensor:
+    def slots(self, page_table: Tensor, indices: Tensor) -> Tensor:
         """Returns the pool slots `[B, R]` of logical indices `[B, R]`; those past the table are in
         its last page."""
         pages = (indices // self.page_size).clamp_max(page_table.shape[1] - 1)

@@ -53,6 +53,7 @@ from shared.runtime.tree_draft import (
     BlockDraft,
     DecoderDraft,
     Growth,
+    LayeredDraft,
     RoundDraft,
     ScoredRows,
     Scores,
@@ -567,6 +568,18 @@ class FusedBlockDraft(FusedCode, BlockDraft):
     @property
     def _token_map(self) -> None:
         return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FusedLayeredDraft(FusedCode, LayeredDraft):
+    def logits(self, states: Tensor, layer: int) -> Tensor:
+        """See `LayeredDraft.logits`; over the head's own vocabulary."""
+        vocabulary = self.head.vocabulary
+        return vocabulary.lm_head(vocabulary.normed(states, layer))
+
+    @property
+    def _token_map(self) -> Tensor | None:
+        return self.head.vocabulary.token_ids
 
 
 @dataclass(frozen=True, slots=True, eq=False)

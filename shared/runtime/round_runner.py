@@ -573,9 +573,9 @@ class RoundRunner:
         tokens, size = new_lane.token_ids, self.shape.max_committed
         num_open = len(cut(new_lane.uncomputed_token_ids, size)[-1])
         end = len(tokens) - (num_open if new_lane.reads_prompt else 2)
-        return HeadBacklog(
-            tuple(tokens), new_lane.num_head_rows, end, new_lane.pages, new_lane.head_pages
-        )
+        slot = self._slots.placed[new_lane.sequence_id].slot
+        pages = new_lane.pages, new_lane.head_pages
+        return HeadBacklog(tuple(tokens), new_lane.num_head_rows, end, *pages, slot)
 
     def set_pages(self, sequence_id: int, pages: Sequence[int], head_pages: Sequence[int]) -> None:
         """Gives a placed sequence its pages; those it has had already must be the same."""

@@ -95,6 +95,9 @@ class Forwards(Protocol):
     def first(self) -> Tensor:
         """Computes the open rows; returns the logits of the last one of each slot."""
 
+    def read_open(self) -> None:
+        """Computes the open rows alone; the last one of each slot will be computed again."""
+
     def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor:
         """Computes a level; returns its logits. See `Growth.beam`."""
 
@@ -118,10 +121,13 @@ class DraftCode(Protocol):
     def open_rows(self, state: RoundState) -> tuple[ForwardBatch, Tensor]:
         """See `RoundBatches.of_open_rows`."""
 
-    def forwards(self, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool) -> Forwards:
+    def forwards(
+        self, state: RoundState, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool
+    ) -> Forwards:
         """Returns what computes open rows and levels.
 
         Args:
+            batch: the open rows of `state`.
             sources: the row of what is read beside tokens that each open row reads.
         """
 
@@ -182,7 +188,7 @@ class TreeDraft:
 
     def _forwards(self, state: RoundState, sources: Tensor) -> Forwards:
         batch, _ = self.code.open_rows(state)
-        return self.code.forwards(batch, sources, keeps_states=bool(self.num_choices))
+        return self.code.forwards(state, batch, sources, keeps_states=bool(self.num_choices))
 
 
 def grow(growth: Growth, forwards: Forwards, num_steps: int) -> Iterator[None]:
@@ -207,7 +213,7 @@ def grown(
         sources: see `DraftCode.forwards`.
     """
     growth = code.growth(state, sampling, 0)
-    forwards = code.forwards(batch, sources, keeps_states=False)
+    forwards = code.forwards(state, batch, sources, keeps_states=False)
     for _ in grow(growth, forwards, code.batches.shape.tree.num_steps):
         pass
     return growth.finish()
@@ -373,6 +379,10 @@ class DecoderForwards:
         """See `Forwards.first`."""
         return self._logits(self._batch)
 
+    def read_open(self) -> None:
+        """See `Forwards.read_open`."""
+        self.first()
+
     def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor:
         """See `Forwards.next`."""
         return self._logits(batch)
@@ -407,7 +417,7 @@ class DecoderDraft(PlainCode):
         return replace(state, numbers=numbers)
 
     def forwards(
-        self, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool
+        self, state: RoundState, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool
     ) -> DecoderForwards:
         """See `DraftCode.forwards`."""
         return DecoderForwards(self.logits, batch)
@@ -426,15 +436,17 @@ class BlockForwards:
     nodes of a level have the scores of its position.
 
     Args:
-        scored: computes open rows and the block; returns the logits `[L, S, V]` of L levels.
+        read: computes the open rows.
+        scored: computes the block behind them; returns the logits `[L, S, V]` of L levels.
     """
 
-    def __init__(self, scored: Callable[[], Tensor]) -> None:
-        self._scored = scored
+    def __init__(self, read: Callable[[], None], scored: Callable[[], Tensor]) -> None:
+        self.read_open, self._scored = read, scored
         self._levels: Iterator[Tensor] = iter(())
 
     def first(self) -> Tensor:
         """See `Forwards.first`."""
+        self.read_open()
         self._levels = iter(self._scored())
         return next(self._levels)
 
@@ -477,18 +489,20 @@ class BlockDraft(PlainCode):
         return state
 
     def forwards(
-        self, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool
+        self, state: RoundState, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool
     ) -> BlockForwards:
         """See `DraftCode.forwards`."""
-        return BlockForwards(partial(self._scored, batch, sources))
+        return BlockForwards(partial(self._read, batch, sources), partial(self._scored, batch))
 
     def logits(self, states: Tensor) -> Tensor:
         """Returns logits `[R, V]` of states `[R, H]`."""
         return self.head.logits(states)
 
-    def _scored(self, batch: ForwardBatch, sources: Tensor) -> Tensor:
+    def _read(self, batch: ForwardBatch, sources: Tensor) -> None:
         features = self.source_rows.index_select(0, sources)
         self.head.write_context(features, batch.positions, batch.slots, self.pool)
+
+    def _scored(self, batch: ForwardBatch) -> Tensor:
         last = batch.logit_rows
         block = self.batches.of_blocks(
             batch.token_ids[last],
@@ -536,6 +550,10 @@ class HeadForwards:
     def first(self) -> Tensor:
         """See `Forwards.first`."""
         return self._logits(self._open())
+
+    def read_open(self) -> None:
+        """See `Forwards.read_open`."""
+        self._open()
 
     def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor:
         """See `Forwards.next`."""
@@ -590,7 +608,9 @@ class RoundDraft(PlainCode):
         """See `DraftCode.seen`."""
         return state
 
-    def forwards(self, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool) -> HeadForwards:
+    def forwards(
+        self, state: RoundState, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool
+    ) -> HeadForwards:
         """See `DraftCode.forwards`."""
         rows = self.source_rows
         if rows.is_contiguous() and (self.reads_states or self.head.reads_rows(rows)):
@@ -622,3 +642,153 @@ class RoundDraft(PlainCode):
         return HeadForwards(
             self.level, self.logits, batch, hidden, sources, keeps_states=keeps_states
         )
+
+
+# A head of several next-token layers, whose chains have a layer a level.
+
+
+class LayeredForwards:
+    """See `Forwards`; of chains.
+
+    Layer k computes row i when token i + 1 + k is known, from the state that layer k - 1 left on
+    row i. So the open tokens are read k rows earlier than by layer 0, behind the row that
+    `RoundState.last_states` has. The node of level j is scored by layer min(j, n - 1), which has to
+    read those above it first.
+
+    Args:
+        state: `last_states` is written.
+        hidden: `[S * W, H]`, what the open rows read.
+    """
+
+    def __init__(
+        self, draft: LayeredDraft, state: RoundState, batch: ForwardBatch, hidden: Tensor
+    ) -> None:
+        assert state.last_states is not None, "a layer reads what the one before left"
+        self._draft, self._batch, self._hidden = draft, batch, hidden
+        self._last_states, self._num_open = state.last_states, state.num_open
+        self._page_table, self._roots = state.head_page_table, state.lengths - 1
+        self._num_slots = len(batch.logit_rows)
+        # What each layer left on the last open row, then on the nodes of the last level.
+        self._ends: list[Tensor] = []
+        self._nodes: Tensor | None = None
+        self._tokens: list[Tensor] = []
+
+    def first(self) -> Tensor:
+        """See `Forwards.first`."""
+        self._read(num_kept=0)
+        return self._draft.logits(self._ends[0], 0)
+
+    def read_open(self) -> None:
+        """See `Forwards.read_open`."""
+        self._read(num_kept=1)
+
+    def _read(self, *, num_kept: int) -> None:
+        """Computes the open rows in all layers.
+
+        Args:
+            num_kept: rows at the end that stay open.
+        """
+        hidden, num_slots = self._hidden, self._num_slots
+        index = (self._num_open - num_kept).view(-1, 1, 1).expand(-1, 1, hidden.shape[1])
+        last = list[Tensor]()
+        for layer in range(self._draft.num_layers):
+            states = self._draft.states(self._shifted(layer), hidden, layer)
+            self._ends.append(states.index_select(0, self._batch.logit_rows))
+            if layer == self._draft.num_layers - 1:
+                break
+            rows = torch.cat(
+                (
+                    self._last_states[:, layer : layer + 1],
+                    states.view(num_slots, -1, hidden.shape[1]),
+                ),
+                dim=1,
+            )
+            hidden = rows[:, :-1].flatten(0, 1)
+            last.append(rows.gather(1, index))
+        self._last_states.copy_(torch.cat(last, dim=1))
+
+    def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor:
+        """See `Forwards.next`; of the level only its tokens count."""
+        assert len(batch.token_ids) == self._num_slots, "layers draft chains"
+        self._tokens.append(batch.token_ids)
+        level, num_layers = len(self._tokens), self._draft.num_layers
+        layer = min(level, num_layers - 1)
+        if level == layer:
+            above = [self._ends[layer - 1].unsqueeze(1)]
+            if self._nodes is not None:
+                above.append(self._nodes)
+            tokens, hidden = torch.stack(self._tokens, dim=1), torch.cat(above, dim=1)
+        else:
+            assert self._nodes is not None
+            tokens, hidden = self._tokens[-1].unsqueeze(1), self._nodes[:, -1:]
+        num_rows = tokens.shape[1]
+        # The root stands on row `roots`, which layer 0 computes when the token after it is known.
+        starts = self._roots - layer + level - num_rows
+        rows = self._draft.batches.of_runs(tokens, starts, self._page_table)
+        states = self._draft.states(rows, hidden.flatten(0, 1), layer)
+        self._nodes = states.view(self._num_slots, num_rows, -1)
+        return self._draft.logits(self._nodes[:, -1], layer)
+
+    def walk(self, levels: Iterable[KnownLevel]) -> Iterator[Tensor]:
+        """See `Forwards.walk`."""
+        yield self.first()
+        for level in levels:
+            yield self.next(*level)
+
+    def states(self) -> None:
+        """None are kept for others."""
+
+    def _shifted(self, layer: int) -> ForwardBatch:
+        """Returns the open rows as a layer computes them; before the first row there is nothing."""
+        if not layer:
+            return self._batch
+        batch = self._batch
+        positions = batch.positions - layer
+        own = (positions >= 0) & (batch.slots >= self._draft.pool.page_size)
+        places = positions.view(self._num_slots, -1)
+        slots = self._draft.batches.slots(self._page_table, places.clamp_min(0)).flatten()
+        return replace(
+            batch,
+            positions=positions.clamp_min(0),
+            slots=torch.where(own, slots, 0),
+            kv_lengths=batch.kv_lengths - layer,
+            prefix_lengths=(batch.prefix_lengths - layer).clamp_min(0),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayeredDraft(PlainCode):
+    """Drafts chains in plain torch. See `DraftCode`.
+
+    Attributes:
+        source_rows: see `RoundDraft`.
+    """
+
+    head: DraftHead
+    pool: KvPool
+    batches: RoundBatches
+    source_rows: Tensor
+
+    @property
+    def num_layers(self) -> int:
+        """n."""
+        return len(self.head.layers)
+
+    def seen(self, state: RoundState) -> RoundState:
+        """See `DraftCode.seen`."""
+        return state
+
+    def forwards(
+        self, state: RoundState, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool
+    ) -> LayeredForwards:
+        """See `DraftCode.forwards`."""
+        hidden = self.head.fuse(self.source_rows.index_select(0, sources))
+        return LayeredForwards(self, state, batch, hidden)
+
+    def states(self, batch: ForwardBatch, hidden: Tensor, layer: int) -> Tensor:
+        """Returns what a layer leaves on rows, `[R, H]`."""
+        return self.head.forward(batch, hidden, self.pool, layer=layer)
+
+    def logits(self, states: Tensor, layer: int) -> Tensor:
+        """Returns logits `[R, any]` of a layer's states `[R, H]`."""
+        return self.head.logits(states, layer)

@@ -4,13 +4,14 @@ head that drafts blocks."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shared.kernels.kernel_settings import has_triton
+from shared.kernels.split_plan import sequence_of_rows
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.layers.tensor_group import TensorGroup
@@ -21,7 +22,14 @@ from shared.models.heads.head import DraftHead, SplitHeadLayer
 from shared.runtime.round_batches import RoundBatches, RoundShape
 from shared.runtime.round_selection import RoundSelection
 from shared.runtime.round_verification import RoundVerification
-from shared.runtime.tree_draft import BlockDraft, DecoderDraft, DraftCode, RoundDraft, TreeDraft
+from shared.runtime.tree_draft import (
+    BlockDraft,
+    DecoderDraft,
+    DraftCode,
+    LayeredDraft,
+    RoundDraft,
+    TreeDraft,
+)
 
 # Chooses the code that runs each of the two parts of a round.
 
@@ -119,8 +127,15 @@ class RoundModel(Protocol):
     def token_lead(self) -> int:
         """By how many tokens a row reads ahead of its position."""
 
-    def compute(self, batch: ForwardBatch, features: Tensor | None) -> None:
-        """Computes rows for the cache, with the features `[R, W]` that they read."""
+    def lane_states(self, num_slots: int) -> Tensor | None:
+        """Returns room for `RoundState.last_states`; None where there is none of them."""
+
+    def compute(self, batch: ForwardBatch, features: Tensor | None) -> Tensor | None:
+        """Computes rows for the cache, with the features `[R, W]` that they read.
+
+        Returns:
+            What each layer but the last left on them, `[N, R, H]`; None where nobody reads it.
+        """
 
     def code(self, batches: RoundBatches, source_rows: Tensor | None) -> DraftCode:
         """Returns what drafts in the shape of `batches` for rounds, by the fastest code for it.
@@ -153,8 +168,17 @@ class TreeModel(RoundModel, Protocol):
         """
 
 
+class _OneLayer:
+    """A model that keeps nothing of lanes but its cache."""
+
+    __slots__ = ()
+
+    def lane_states(self, num_slots: int) -> None:
+        """See `RoundModel.lane_states`."""
+
+
 @dataclass(frozen=True, slots=True)
-class HeadModel:
+class HeadModel(_OneLayer):
     """See `TreeModel`."""
 
     head: DraftHead
@@ -206,7 +230,7 @@ class HeadModel:
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderModel:
+class DecoderModel(_OneLayer):
     """See `TreeModel`."""
 
     decoder: Decoder
@@ -256,7 +280,7 @@ class DecoderModel:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockModel:
+class BlockModel(_OneLayer):
     """A head that drafts blocks; see `RoundModel`."""
 
     head: DflashHead
@@ -291,3 +315,55 @@ class BlockModel:
         from shared.runtime.round_fused import FusedBlockDraft
 
         return FusedBlockDraft(self.head, self.pool, batches, source_rows, self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class LayeredModel:
+    """A head of several next-token layers, which drafts chains; see `RoundModel`."""
+
+    head: DraftHead
+    pool: KvPool
+    block_size: int = 0
+
+    @property
+    def vocab_size(self) -> int:
+        return self.head.vocabulary.size
+
+    @property
+    def id_limit(self) -> int:
+        return self.head.config.vocab_size
+
+    @property
+    def feature_spec(self) -> FeatureSpec:
+        return self.head.feature_spec
+
+    @property
+    def token_lead(self) -> int:
+        return 1
+
+    def lane_states(self, num_slots: int) -> Tensor:
+        size = (num_slots, len(self.head.layers) - 1, self.head.embedding.shape[1])
+        return torch.zeros(size, dtype=self.head.dtype, device=self.pool.device)
+
+    def compute(self, batch: ForwardBatch, features: Tensor | None) -> Tensor:
+        assert features is not None, "a head reads features"
+        hidden, left = self.head.fuse(features), list[Tensor]()
+        rows = torch.arange(len(batch.token_ids), device=hidden.device)
+        ends = batch.query_starts[1:].index_select(0, sequence_of_rows(batch))
+        for layer in range(len(self.head.layers)):
+            # A layer reads tokens as many rows further on; behind the last one it has no row.
+            is_own = rows + layer < ends
+            tokens = batch.token_ids.index_select(0, torch.where(is_own, rows + layer, rows))
+            own = replace(batch, token_ids=tokens, slots=torch.where(is_own, batch.slots, 0))
+            hidden = self.head.forward(own, hidden, self.pool, layer=layer)
+            left.append(hidden)
+        return torch.stack(left[:-1])
+
+    def code(self, batches: RoundBatches, source_rows: Tensor | None) -> LayeredDraft:
+        assert source_rows is not None, "a head reads features"
+        if not (has_triton(self.pool.device) and fits_kernels(batches.shape)):
+            return LayeredDraft(self.head, self.pool, batches, source_rows)
+        # Triton is not installed where there is no CUDA.
+        from shared.runtime.round_fused import FusedLayeredDraft
+
+        return FusedLayeredDraft(self.head, self.pool, batches, source_rows)

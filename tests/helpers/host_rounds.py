@@ -11,6 +11,7 @@ from torch import Tensor
 
 from services.draft.drafters.dflash import DflashDrafter
 from services.draft.drafters.eagle import EagleDrafter
+from services.draft.drafters.multi_layer import MultiLayerDrafter
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.batch import SequenceRows, build_batch
@@ -45,9 +46,10 @@ def _drafter(head: DraftHead | DflashHead, pool: KvPool) -> EagleDrafter | Dflas
             block_size=head.config.block_size,
             window_tokens=head.config.layers.max_position_embeddings,
         )
-    return EagleDrafter(
+    has_layers = len(head.layers) > 1
+    return (MultiLayerDrafter if has_layers else EagleDrafter)(
         HeadRunner(head, pool),
-        KvLeases(NUM_PAGES, pool.page_size),
+        KvLeases(NUM_PAGES, pool.page_size, prefix_cache=not has_layers),
         max_context_tokens=head.config.max_position_embeddings,
         keeps_features=False,
     )

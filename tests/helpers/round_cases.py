@@ -15,12 +15,14 @@ from tests.helpers.device_rounds import (
     DeviceRounds,
     Pair,
     load_block_pair,
+    load_layered_pair,
     load_pair,
     token_tree,
 )
 from tests.helpers.dflash_heads import TinyDflash
 from tests.helpers.draft_heads import TinyHead
 from tests.helpers.host_rounds import HostRound, HostRounds
+from tests.helpers.mtp_heads import TinyMtp
 
 VOCAB_SIZE = 10
 DRAFT_VOCAB_SIZE = 8
@@ -43,6 +45,12 @@ HEADS = {
     ),
 }
 BLOCKS = TinyDflash(vocab_size=VOCAB_SIZE, mask_token_id=VOCAB_SIZE - 1)
+_LAYERED_TARGET = TinyShape(vocab_size=VOCAB_SIZE, num_layers=4)
+LAYERED = {
+    "mtp 2": TinyMtp(num_layers=2, shape=_LAYERED_TARGET),
+    "mtp 3": TinyMtp("mimo", num_layers=3, shape=_LAYERED_TARGET),
+}
+"""Heads of several layers, which draft chains in rounds."""
 TREE = TreeShape(3, 3, 9)
 SHAPES = [
     TreeShape(1, 1, 2),
@@ -79,7 +87,10 @@ def load_pairs(factory: pytest.TempPathFactory, device: torch.device) -> dict[st
     recurrent = write_checkpoint(factory.mktemp("recurrent"), "qwen3_5", shape)
     pair = load_pair(recurrent, factory.mktemp("head"), HEADS["eagle3"], device)
     blocks = load_block_pair(folder, factory.mktemp("head"), BLOCKS, device)
-    return pairs | {"recurrent": pair, "dflash": blocks}
+    layered = {
+        name: load_layered_pair(factory.mktemp(name), mtp, device) for name, mtp in LAYERED.items()
+    }
+    return pairs | layered | {"recurrent": pair, "dflash": blocks}
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -87,6 +98,11 @@ def prompts(count: int) -> list[list[int]]:
     source = random.Random(count)
     lengths = [PAGE_SIZE * 2 - 1, 1, PAGE_SIZE * 4 + 1, PAGE_SIZE * 3][:count]
     return [[source.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
+
+
+def texts_for(name: str) -> list[list[int]]:
+    """Returns the prompts that the host has trees for, by the name of a pair."""
+    return [text for text in prompts(4) if name not in LAYERED or len(text) > 1]
 
 
 def host_rounds(
@@ -114,12 +130,17 @@ none."""
 
 
 def check_changing(
-    pair: Pair, *, is_recorded: bool, changing: Sequence[TreeShape] = CHANGING
+    pair: Pair,
+    *,
+    is_recorded: bool,
+    changing: Sequence[TreeShape] = CHANGING,
+    name: str = "",
 ) -> None:
     """Holds rounds whose shape changes each time, while one is unread, to those of the host.
 
     Args:
         is_recorded: see `DeviceRounds`; then trees are compared, too.
+        name: see `texts_for`.
     """
     samplings = [*SAMPLINGS["greedy"], *SAMPLINGS["sampled"]]
     shapes = changing[: 3 if IS_INTERPRETING else 5]
@@ -127,7 +148,7 @@ def check_changing(
         pair, shapes[0], PAGE_SIZE, is_recorded=is_recorded, other_shapes=shapes[1:]
     )
     hosts: list[HostRounds] = []
-    for number, prompt in enumerate(prompts(2 if IS_INTERPRETING else 4)):
+    for number, prompt in enumerate(texts_for(name)[: 2 if IS_INTERPRETING else 4]):
         sampling = samplings[number % len(samplings)]
         host = HostRounds(pair.decoder, pair.head, prompt, sampling, PAGE_SIZE)
         hosts.append(host)

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from services.draft.draft_scores import DraftScores
 from services.draft.drafters.contexts import SequenceKv
-from services.draft.drafters.drafter import Proposal
+from services.draft.drafters.drafter import Proposal, SharedHead
 from services.draft.drafters.eagle import EagleDrafter
 from services.draft.sequence import DraftSequence
 from services.draft.worker import MappedHeadLimits
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.upload import uploaded_numbers
+from shared.runtime.tree_model import LayeredModel
 from shared.speculation.tree import Beam, BeamRows, TreeGrowth, parent_states
 from shared.tokens import TreeShape
 
@@ -129,6 +130,13 @@ class MultiLayerDrafter(EagleDrafter):
     @property
     def _mapped_head(self) -> MappedHeadLimits | None:
         return None
+
+    def share_head(self) -> SharedHead:
+        """Lends the head and most of the free pages, for good, to rounds of the target of this
+        process."""
+        contexts = self._contexts
+        model = LayeredModel(self._runner.head, self._runner.pool)
+        return SharedHead.of_most(model, contexts.leases, max_context_tokens=contexts.longest)
 
     @property
     def _num_layers(self) -> int:
