@@ -124,7 +124,6 @@ class StepLoop:
             attachments=self.attachments,
             committer=self._committer,
             clock=clock,
-            on_step=on_step,
             make_rounds=factory.rounds_of,
             forget=self._forget,
             runs_ahead=overlaps,
@@ -141,9 +140,7 @@ class StepLoop:
             scheduler=scheduler,
             attachments=self.attachments,
             features=self._features,
-            commits=SelectionCommits(
-                self._committer, self.attachments, self._committer.report, self._forget
-            ),
+            commits=SelectionCommits(self._committer, self.attachments, self._forget),
             clock=clock,
             host_gap=self._host_gap,
             take_offers=lambda: self.drafts.take_offers(),

@@ -11,7 +11,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
 from services.target.adaptive_config import ALWAYS_TREES, AdaptiveConfig
-from services.target.committer import Committer
+from services.target.committer import Committed, Committer
 from services.target.drafts.attachment import Attachment, AttachmentStatus
 from services.target.drafts.attachments import Attachments
 from services.target.launcher import LaunchedStep
@@ -19,7 +19,7 @@ from services.target.rounds.device_rounds import DeviceRounds
 from services.target.rounds.policy import LanePolicy
 from services.target.scheduler import Scheduler
 from services.target.sequence import Sequence
-from services.target.step_report import Clock, StepReport
+from services.target.step_report import Clock
 from shared.tokens import Choice, TreeShape
 
 logger = logging.getLogger(__name__)
@@ -214,7 +214,6 @@ class RoundSteps:
         attachments: Attachments,
         committer: Committer,
         clock: Clock,
-        on_step: Callable[[StepReport], None],
         make_rounds: Callable[[Attachment], DeviceRounds | None],
         forget: Callable[[Sequence], None],
         runs_ahead: bool,
@@ -228,7 +227,6 @@ class RoundSteps:
         self._attachments = attachments
         self._committer = committer
         self._clock = clock
-        self._on_step = on_step
         self._make_rounds = make_rounds
         self._forget = forget
         self._max_unread = int(runs_ahead)
@@ -577,34 +575,24 @@ class RoundSteps:
                     if sequence.sampling.is_greedy is is_greedy and not _num_read(sequence)
                 ]
                 self._policy.observe(launch.shape, is_greedy=is_greedy, accepted=accepted)
-        num_committed = num_accepted = num_prompt_rows = 0
+        parts: list[Committed] = []
+        num_prompt_rows = 0
         for sequence, each in decided:
             num_prompt_rows += _num_read(sequence)
-            count = self._committer.commit_round(sequence, each, now_s)
-            num_committed += count
-            num_accepted += min(len(each.token_ids) - 1, count)
+            parts.append(self._committer.commit_round(sequence, each, now_s))
             if sequence.finish_reason is not None:
                 self._forget(sequence)
         assert self._attachment is not None
-        self._attachment.counters.num_verified_rounds += len(decided)
-        self._attachment.counters.num_accepted += num_accepted
-        self._on_step(
-            StepReport(
-                duration_s=now_s - start_s,
-                end_s=now_s,
-                host_gap_s=0.0,
-                num_rows=launch.num_tree_rows * num_lanes,
-                num_prompt_rows=num_prompt_rows,
-                num_rounds=len(decided),
-                num_committed=num_committed,
-                num_drafted=sum(each.num_drafted for _, each in decided),
-                num_accepted=num_accepted,
-                num_preempted=0,
-                outcomes=self._attachments.outcomes.take(),
-                speculation=self._attachments.verdicts.take_counts(),
-                num_discarded=num_lanes - len(decided),
-                round_shape=launch.shape,
-            )
+        self._attachment.counters.num_verified_rounds += len(parts)
+        self._attachment.counters.num_accepted += sum(each.num_accepted for each in parts)
+        self._committer.report(
+            parts,
+            start_s,
+            now_s,
+            num_rows=launch.num_tree_rows * num_lanes,
+            num_prompt_rows=num_prompt_rows,
+            num_discarded=num_lanes - len(parts),
+            round_shape=launch.shape,
         )
 
 

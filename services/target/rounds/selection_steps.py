@@ -15,7 +15,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
 
-from services.target.committer import Committer
+from services.target.committer import Committed, Committer
 from services.target.drafts.attachment import Attachment
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.feature_store import FeatureFeed, FeatureSpec
@@ -32,7 +32,7 @@ from services.target.rounds.selected_rounds import (
 from services.target.scheduler import Scheduler
 from services.target.sequence import Sequence
 from services.target.step_plan import ScheduledSequence
-from services.target.step_report import Clock, HostGap, StepReport
+from services.target.step_report import Clock, HostGap
 from shared.runtime.round_state import SequenceRound
 from shared.tokens import TreeShape
 
@@ -82,7 +82,6 @@ class SelectionCommits:
     """Owned by the engine thread.
 
     Args:
-        report: keeps the report of a step.
         forget: lets go of a sequence that has ended.
     """
 
@@ -90,12 +89,10 @@ class SelectionCommits:
         self,
         committer: Committer,
         attachments: Attachments,
-        report: Callable[[StepReport], None],
         forget: Callable[[Sequence], None],
     ) -> None:
         self._committer = committer
         self._attachments = attachments
-        self._report = report
         self._forget = forget
         self._committed_s = 0.0
 
@@ -113,7 +110,8 @@ class SelectionCommits:
             next_round: launched already, with trees that were prepared for the end of this one.
         """
         start_s, self._committed_s = max(round_.start_s, self._committed_s), now_s
-        num_rounds = num_committed = num_drafted = num_accepted = num_gone = 0
+        parts: list[Committed] = []
+        num_gone = 0
         for sequence, result in results:
             if sequence is None:
                 num_gone += bool(result.token_ids)
@@ -123,42 +121,31 @@ class SelectionCommits:
             assert took_part == (tree is not None), "device and host differ on who took part"
             if tree is not None:
                 entry, decision = as_step(sequence, tree, result)
-                num_rounds += 1
-                num_committed += self._commit(entry, decision, start_s, now_s)
-                num_drafted += len(entry.tree)
-                num_accepted += len(decision.accepted_nodes)
+                parts.append(self._commit(entry, decision, start_s, now_s))
                 if sequence.finish_reason is None and next_round is not None:
                     self._follow(sequence, next_round)
-        self._report(
-            StepReport(
-                duration_s=now_s - start_s,
-                end_s=now_s,
-                host_gap_s=round_.host_gap_s,
-                num_rows=round_.shape.num_draft_tokens * len(results),
-                num_prompt_rows=0,
-                num_rounds=num_rounds,
-                num_committed=num_committed,
-                num_drafted=num_drafted,
-                num_accepted=num_accepted,
-                num_preempted=0,
-                outcomes=self._attachments.outcomes.take(),
-                speculation=self._attachments.verdicts.take_counts(),
-                num_discarded=num_gone,
-                round_shape=round_.shape,
-            )
+        self._committer.report(
+            parts,
+            start_s,
+            now_s,
+            num_rows=round_.shape.num_draft_tokens * len(results),
+            num_prompt_rows=0,
+            num_discarded=num_gone,
+            host_gap_s=round_.host_gap_s,
+            round_shape=round_.shape,
         )
         return now_s - start_s
 
     def _commit(
         self, entry: ScheduledSequence, decision: Decision, start_s: float, now_s: float
-    ) -> int:
-        """Commits a sequence's part of a round; returns how many tokens that were."""
+    ) -> Committed:
+        """Commits a sequence's part of a round."""
         sequence = entry.sequence
         sequence.num_computed += 1
-        num_committed = self._committer.commit(entry, decision, start_s, now_s, is_lane=True)
+        part = self._committer.commit(entry, decision, start_s, now_s, is_lane=True)
         if sequence.finish_reason is not None:
             self._forget(sequence)
-        return num_committed
+        return part
 
     def _follow(self, sequence: Sequence, next_round: SelectedRound) -> None:
         """Notes which of the prepared trees the device has taken for the next round: the one that

@@ -57,7 +57,6 @@ def _steps(
         ),
         committer=unused,
         clock=unused,
-        on_step=unused,
         make_rounds=unused,
         forget=unused,
         runs_ahead=True,
