@@ -24,10 +24,10 @@ from services.target.fallback import NgramFallback, OwnTrees
 from services.target.launcher import LaunchedStep, Launcher
 from services.target.requests.event_stream import NewSequences, Subscriptions
 from services.target.requests.request import EventSink, ModelLimits
-from services.target.rounds.device_rounds import MappedHeads
-from services.target.rounds.round_factory import RoundFactory
-from services.target.rounds.round_steps import RoundSteps
-from services.target.rounds.selection_steps import SelectionCommits, SelectionSteps, Turn
+from services.target.rounds.head_rounds import HeadSteps
+from services.target.rounds.pushed_rounds import PushedSteps, Turn
+from services.target.rounds.round_factory import MappedHeads, RoundFactory
+from services.target.rounds.round_steps import StepParts
 from services.target.scheduler import AllLanes, Scheduler
 from services.target.sequence import Sequence as TargetSequence
 from services.target.speculation_state import SpeculationState
@@ -119,32 +119,26 @@ class StepLoop:
             self._features,
             MappedHeads(runner, selection, adaptive or DEFAULT_CONFIG),
         )
-        self._rounds = RoundSteps(
-            scheduler=scheduler,
-            attachments=self.attachments,
-            committer=self._committer,
-            clock=clock,
-            make_rounds=factory.rounds_of,
-            forget=self._forget,
-            runs_ahead=overlaps,
+        parts = StepParts(
+            scheduler, self.attachments, self._committer, clock, self._forget, overlaps
+        )
+        self._rounds = HeadSteps(
+            parts,
+            factory.head_lanes,
+            adaptive or DEFAULT_CONFIG,
             launches_late=runner.computes_aside,
-            config=adaptive or DEFAULT_CONFIG,
         )
         self.speculation = SpeculationState(self.attachments, self._rounds)
         self._host_gap = HostGap()
         # A target with trees of its own decides between two steps which to verify.
         has_trees = self._own_trees.has_fallback
-        self._selections = SelectionSteps(
-            rounds=None if selection is None or has_trees else factory.selected_rounds(selection),
+        self._selections = PushedSteps(
+            None if selection is None or has_trees else factory.pushed_lanes(selection),
+            parts,
             is_elsewhere=self._rounds.takes,
-            scheduler=scheduler,
-            attachments=self.attachments,
             features=self._features,
-            commits=SelectionCommits(self._committer, self.attachments, self._forget),
-            clock=clock,
             host_gap=self._host_gap,
             take_offers=lambda: self.drafts.take_offers(),
-            runs_ahead=overlaps,
         )
         self.drafts = DraftExchange(
             self.attachments,
@@ -321,7 +315,7 @@ class StepLoop:
         could have taken them all.
 
         Args:
-            is_alone: see `RoundSteps.launch`.
+            is_alone: see `HeadSteps.launch`.
         """
         step, num_before, self._num_put_off = self._in_flight, self._num_put_off, 0
         if step is not None and step.num_prompt_rows and self._runs_ahead():

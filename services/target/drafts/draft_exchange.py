@@ -12,9 +12,9 @@ from services.target.drafts.attachment import Attachment, DraftMessage, Offer, O
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.feature_rows import FeatureRows
 from services.target.drafts.feature_store import FeatureFeed
+from services.target.rounds.head_rounds import HeadSteps
+from services.target.rounds.pushed_rounds import PushedSteps
 from services.target.rounds.round_factory import RoundFactory
-from services.target.rounds.round_steps import RoundSteps
-from services.target.rounds.selection_steps import SelectionSteps
 from services.target.sequence import Sequence
 from services.target.step_report import Clock
 from services.target.weight_control import WeightVersion
@@ -138,8 +138,8 @@ class DraftExchange:
         self,
         attachments: Attachments,
         features: FeatureFeed,
-        rounds: RoundSteps,
-        selections: SelectionSteps,
+        rounds: HeadSteps,
+        selections: PushedSteps,
         clock: Clock,
         cache: CacheSize,
         version: WeightVersion,
