@@ -362,14 +362,11 @@ def _rounds(
         return None
     shared, trees = drafter.share_head(), _round_trees(settings, chosen)
     _log_capacities(settings, trees)
-    (tree, max_sequences), *others = trees.items()
     return RoundSource(
         head=OwnHead(shared.model),
         pages=shared.pages,
-        tree=tree,
+        trees=trees,
         max_context_tokens=min(shared.max_context_tokens, target.limits.max_sequence_tokens),
-        max_sequences=max_sequences,
-        other_trees=dict(others),
         is_pinned=chosen.is_shape_pinned,
     )
 

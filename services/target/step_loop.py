@@ -132,7 +132,7 @@ class StepLoop:
         self._host_gap = HostGap()
         # A target with trees of its own decides between two steps which to verify.
         has_trees = self._own_trees.has_fallback
-        self._selections = PushedSteps(
+        self._pushed = PushedSteps(
             None if selection is None or has_trees else factory.pushed_lanes(selection),
             parts,
             is_elsewhere=self._rounds.takes,
@@ -144,13 +144,13 @@ class StepLoop:
             self.attachments,
             self._features,
             self._rounds,
-            self._selections,
+            self._pushed,
             clock,
             runner.cache,
             version,
             factory,
         )
-        scheduler.lanes = AllLanes(self._rounds, self._selections)
+        scheduler.lanes = AllLanes(self._rounds, self._pushed)
         self._in_flight: LaunchedStep | None = None
         # Rows of prompts that were planned since the last round, while the next one is put off.
         self._num_put_off = 0
@@ -184,10 +184,10 @@ class StepLoop:
             self._subscriptions.deliver()  # what commands have left
             return False
         self._rounds.choose(self._settle)
-        self._selections.choose()
+        self._pushed.choose()
         now_s = self.clock()
         self.speculation.update(now_s)
-        turn = self._selections.step()
+        turn = self._pushed.step()
         if turn is Turn.DONE or self._committer.has_reports:
             self._tell()
             self._report()
@@ -273,9 +273,7 @@ class StepLoop:
     def _idle_s(self) -> float:
         """Seconds for which every sequence awaits a draft; 0 if there is anything to do."""
         is_computing = (
-            self._in_flight is not None
-            or self._selections.is_under_way
-            or self._rounds.is_under_way
+            self._in_flight is not None or self._pushed.is_under_way or self._rounds.is_under_way
         )
         is_news = self._scheduler.may_admit or bool(self.drafts.offers)
         if is_computing or is_news or not self._scheduler.num_running:
@@ -284,7 +282,7 @@ class StepLoop:
 
     def patience_s(self) -> float | None:
         """Seconds that an engine with nothing ready may sleep; None for until a command comes."""
-        round_s = self._selections.patience_s()
+        round_s = self._pushed.patience_s()
         if round_s is not None:
             return round_s
         until_launch_s = self._until_launch_s()
@@ -358,7 +356,7 @@ class StepLoop:
             num_paused=assignments.num_paused + standing.num_paused,
             probe_s=sum(each.trial_s for each in policies) + standing.probe_s,
             speculates=self.attachments.pays is not False,
-            round_shape=standing.shape or self._selections.shape,
+            round_shape=standing.shape or self._pushed.shape,
             round_s={
                 **{key: s for each in policies for key, s in each.times.measured().items()},
                 **standing.round_s,
@@ -395,14 +393,14 @@ class StepLoop:
         """Reads and commits everything that is launched, and tells what it has brought."""
         self._settle()
         self._rounds.settle()
-        self._selections.settle()
+        self._pushed.settle()
         self._tell()
 
     def _unplace(self, sequence: TargetSequence) -> None:
         """Takes a running sequence from its draft and from lanes, which know features and keys of
         other weights; a draft begins with it anew."""
         self._rounds.forget(sequence)
-        self._selections.forget(sequence)
+        self._pushed.forget(sequence)
         if self.attachments.assignments.get(sequence.sequence_id) is not None:
             self.attachments.assignments.close(sequence)
             self.attachments.assignments.assign(sequence, self.clock())
@@ -443,7 +441,7 @@ class StepLoop:
         self.drafts.learners.ended(sequence)
         self._subscriptions.remove(sequence)
         self._rounds.forget(sequence)
-        self._selections.forget(sequence)
+        self._pushed.forget(sequence)
         self._scheduler.finish(sequence)
         self.attachments.assignments.close(sequence)
         self._own_trees.forget(sequence)

@@ -208,10 +208,8 @@ def _lent(drafter: Drafter, drafting: Drafting, target: Engine, num_sequences: i
     return RoundSource(
         head=OwnHead(shared.model),
         pages=shared.pages,
-        tree=shape,
+        trees=trees,
         max_context_tokens=min(shared.max_context_tokens, target.limits.max_sequence_tokens),
-        max_sequences=trees.pop(shape),
-        other_trees=trees,
         is_pinned=not drafting.is_chosen,
     )
 

@@ -52,18 +52,13 @@ class MappedRounds:
 
     Attributes:
         store: the features that the head reads; None where it reads none.
-        trees: most sequences of a round by shape, the draft's own shape first.
-        is_pinned: an operator fixed the shape.
-        place: see `RoundSource`.
+        source: without the pages of a draft that is ready.
         shapes: made, and measured, when a draft was ready for the first time.
     """
 
     head: MappedHead
     store: FeatureStore | None
-    trees: dict[TreeShape, int]
-    max_context_tokens: int
-    is_pinned: bool
-    place: int
+    source: RoundSource
     shapes: RoundShapes | None = None
 
     def open(self, attachment: Attachment) -> None:
@@ -74,29 +69,11 @@ class MappedRounds:
 
         sizes = [
             (number, count, kind)
-            for number, most in enumerate(self.trees.values())
+            for number, most in enumerate(self.source.trees.values())
             for count in reversed(round_sizes(most))
             for kind in prepared_kinds()
         ]
         self.head.open(send, [PrepareMapped(*each, each is sizes[-1]) for each in sizes])
-
-    def source(self, pages: SequenceOf[int]) -> RoundSource:
-        """Returns what rounds use of a draft that is ready.
-
-        Args:
-            pages: of the head's KV cache, for the rounds alone.
-        """
-        (tree, max_sequences), *others = self.trees.items()
-        return RoundSource(
-            head=self.head,
-            pages=pages,
-            tree=tree,
-            max_context_tokens=self.max_context_tokens,
-            max_sequences=max_sequences,
-            other_trees=dict(others),
-            is_pinned=self.is_pinned,
-            place=self.place,
-        )
 
 
 @dataclass(slots=True)
@@ -139,11 +116,14 @@ class MappedHeads:
             )
             for tree, most in trees.items()
         )
-        source = MappedSource(offer.vocab_size, mapped)
+        kind = MappedSource(offer.vocab_size, mapped)
         try:
-            rounds = self._kept(source, store)
+            rounds = self._kept(kind, store)
             if rounds is None and len(self._rounds) < _MOST_KINDS:
-                rounds = self._made(source, store, trees, context, is_pinned=offer.is_pinned)
+                head, place = self._head(kind, store), 1 + len(self._rounds)  # an own one's is 0
+                source = RoundSource(head, (), trees, context, offer.is_pinned, place)
+                rounds = MappedRounds(head, store, source)
+                self._rounds.append(rounds)
         except RingUnavailable as error:
             logger.warning("%s pushes its trees: %s", attachment.identity.worker_id, error)
             return None
@@ -151,32 +131,21 @@ class MappedHeads:
             rounds.open(attachment)
         return rounds
 
-    def _kept(self, source: MappedSource, store: FeatureStore | None) -> MappedRounds | None:
+    def _kept(self, kind: MappedSource, store: FeatureStore | None) -> MappedRounds | None:
         for each in self._rounds:
-            if each.head.source == source and each.store is store and not each.head.is_open:
+            if each.head.source == kind and each.store is store and not each.head.is_open:
                 return each
         return None
 
-    def _made(
-        self,
-        source: MappedSource,
-        store: FeatureStore | None,
-        trees: dict[TreeShape, int],
-        context: int,
-        *,
-        is_pinned: bool,
-    ) -> MappedRounds:
-        head = MappedHead(
-            source,
+    def _head(self, kind: MappedSource, store: FeatureStore | None) -> MappedHead:
+        return MappedHead(
+            kind,
             None if store is None else store.computed,
             None if store is None else store.address,
             device=self.runner.device,
             page_size=self.runner.page_size,
             target_vocab_size=self.runner.decoder.config.vocab_size,
         )
-        place = 1 + len(self._rounds)  # an embedded draft's is 0
-        self._rounds.append(MappedRounds(head, store, trees, context, is_pinned, place))
-        return self._rounds[-1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -36,20 +36,17 @@ class RoundSource:
 
     Attributes:
         pages: those of its KV pages that are the rounds' alone.
-        tree: the draft's own shape.
+        trees: shapes that may be chosen, each with the most sequences of a round; the draft's own
+            first.
         max_context_tokens: longest sequence that the head can look back on.
-        max_sequences: of a round with the draft's own shape.
-        other_trees: further shapes that may be chosen, each with the most sequences of a round.
         is_pinned: an operator fixed the shape: at most it is chosen whether trees grow ahead.
         place: of the head among those that the target keeps rounds for.
     """
 
     head: HeadPlace
     pages: Sequence[int]
-    tree: TreeShape
+    trees: Mapping[TreeShape, int]
     max_context_tokens: int
-    max_sequences: int
-    other_trees: Mapping[TreeShape, int] = field(default_factory=dict)
     is_pinned: bool = False
     place: int = 0
 
@@ -141,7 +138,7 @@ class RoundShapes:
         self._target, self._device, self._cache = runner, runner.device, runner.cache
         self.head, self.is_pinned = source.head, source.is_pinned
         self._costs: CostTable | None = None
-        self._capacities = {source.tree: source.max_sequences, **source.other_trees}
+        self._capacities = dict(source.trees)
         self.runner = RoundRunner(
             decoder=runner.decoder,
             pool=runner.pool,
@@ -152,7 +149,7 @@ class RoundShapes:
             leader=runner.leader,
             place=source.place,
         )
-        self.shape = source.tree
+        self.shape = next(iter(source.trees))
         self._capture_all()
         # The same graphs serve trees that grow ahead.
         for shape in tuple(self._capacities):

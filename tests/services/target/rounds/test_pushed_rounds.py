@@ -398,7 +398,7 @@ def test_a_draft_that_dies_in_a_round_costs_no_token(decoder: Decoder, step: int
 
     def each_step(now: int) -> None:
         if now == step:
-            assert setup.engine._loop._selections.is_under_way
+            assert setup.engine._loop._pushed.is_under_way
             setup.engine.detach("ahead")
 
     setup.check(run(setup.engine, setup.requests(40), each_step=each_step), 40)
