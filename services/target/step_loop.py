@@ -343,7 +343,7 @@ class StepLoop:
 
     def gauges(self) -> EngineGauges:
         """Returns the live figures."""
-        leases, standing = self.leases, self._rounds.standing
+        leases, rounds, policy = self.leases, self._rounds, self._rounds.policy
         assignments, policies = self.attachments.assignments, self.attachments.drafts.policies
         return EngineGauges(
             num_waiting=self._scheduler.num_waiting,
@@ -352,14 +352,14 @@ class StepLoop:
             num_free_pages=leases.num_free_pages,
             num_cached_pages=leases.num_cached_pages,
             num_held_pages=leases.num_held_pages,
-            num_drafted_for=assignments.num_drafted_for + standing.num_drafted_for,
-            num_paused=assignments.num_paused + standing.num_paused,
-            probe_s=sum(each.trial_s for each in policies) + standing.probe_s,
+            num_drafted_for=assignments.num_drafted_for + rounds.num_lanes,
+            num_paused=assignments.num_paused + rounds.num_paused,
+            probe_s=sum(each.trial_s for each in policies) + (policy.probe_s if policy else 0.0),
             speculates=self.attachments.pays is not False,
-            round_shape=standing.shape or self._pushed.shape,
+            round_shape=rounds.shape or self._pushed.shape,
             round_s={
                 **{key: s for each in policies for key, s in each.times.measured().items()},
-                **standing.round_s,
+                **({} if policy is None else policy.costs.measured()),
             },
         )
 

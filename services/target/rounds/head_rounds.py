@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from services.target.adaptive_config import ALWAYS_TREES, AdaptiveConfig
 from services.target.committer import Committed
@@ -215,25 +215,6 @@ class HeadLanes(RoundLanes):
         self._refused[sequence.sequence_id] = self._leases.num_returns
 
 
-@dataclass(frozen=True, slots=True)
-class RoundStanding:
-    """The choice in force, with its measurements.
-
-    Attributes:
-        shape: of the rounds under way; None while there are none.
-        num_drafted_for: sequences that take part.
-        num_paused: sequences that step plainly because that pays more.
-        probe_s: time that probes have cost.
-        round_s: usual time of a step, by choice and sequences.
-    """
-
-    shape: TreeShape | None
-    num_drafted_for: int
-    num_paused: int
-    probe_s: float
-    round_s: Mapping[tuple[Choice, int], float]
-
-
 FIRST_LATE_PAUSE_S, LAST_LATE_PAUSE_S = 0.1, 1.0
 """Time without trees after some that did not come; doubles while none come between."""
 MAX_READING_SLOTS = 16
@@ -247,6 +228,9 @@ class HeadSteps(RoundSteps[HeadLanes]):
         make_lanes: returns lanes of an embedded draft's head; None where it shares none.
         launches_late: whether a launch is put off until the last one is about to end.
         config: what may be chosen where no shape is pinned.
+
+    Attributes:
+        policy: chooses; None where nothing is chosen.
     """
 
     def __init__(
@@ -262,7 +246,7 @@ class HeadSteps(RoundSteps[HeadLanes]):
         self._launches_late = launches_late
         self._make_lanes = make_lanes
         self._attachment: Attachment | None = None
-        self._policy: LanePolicy | None = None
+        self.policy: LanePolicy | None = None
         self._last_shape: Choice = None
         self._resumes_s, self._pause_s = -math.inf, FIRST_LATE_PAUSE_S
 
@@ -271,11 +255,11 @@ class HeadSteps(RoundSteps[HeadLanes]):
         lanes = self._make_lanes(attachment)
         if lanes is None:
             return
-        self._attachment, self._lanes, self._policy = attachment, lanes, None
+        self._attachment, self._lanes, self.policy = attachment, lanes, None
         shapes = lanes.shapes
         if not shapes.is_pinned or len(shapes.shapes) > 1:
             config = ALWAYS_TREES if shapes.is_pinned else self._config
-            self._policy = LanePolicy(shapes.shapes, shapes.measured(), config)
+            self.policy = LanePolicy(shapes.shapes, shapes.measured(), config)
         shapes.head.warmed_up()
 
     @property
@@ -288,8 +272,8 @@ class HeadSteps(RoundSteps[HeadLanes]):
         if self._lanes is not None and attachment is self._attachment:
             self.settle()
             self._lanes.shapes.head.close()
-            self._attachment = self._lanes = self._policy = None
-            self._is_open = True
+            self._attachment = self._lanes = self.policy = None
+            self._draws = True
 
     def choose(self, settle: Callable[[], None]) -> None:
         """A turn of the loop begins: decides whether lanes draw in it, and trees of which shape.
@@ -297,7 +281,7 @@ class HeadSteps(RoundSteps[HeadLanes]):
         Args:
             settle: reads and commits the planned step in flight.
         """
-        lanes, self._is_open, self._reading = self._lanes, True, {}
+        lanes, self._draws, self._reading = self._lanes, True, {}
         if lanes is None:
             return
         running = self._scheduler.running
@@ -306,7 +290,7 @@ class HeadSteps(RoundSteps[HeadLanes]):
             return
         shape = None if self._is_head_late(lanes) else self._choose(lanes, suited)
         if shape is None:
-            self._is_open = False
+            self._draws = False
             self.settle()
             self._close_assignments(suited)
             return
@@ -361,8 +345,8 @@ class HeadSteps(RoundSteps[HeadLanes]):
         now_s = self._clock()
         if self._is_plain_decode(step):
             seconds = now_s - self._times.began_s(step.start_s)
-            assert self._policy is not None
-            self._policy.observe_time(None, step.num_rows, seconds)
+            assert self.policy is not None
+            self.policy.observe_time(None, step.num_rows, seconds)
         took_s = self._times.read(step.start_s, now_s, is_awaited=is_awaited)
         if took_s is not None:
             self._wait.planned_timed(step.num_rows, took_s)
@@ -371,7 +355,7 @@ class HeadSteps(RoundSteps[HeadLanes]):
         """Whether a planned step, which is about to be read, is what the policy calls a plain step:
         a token for everybody, and nothing else."""
         lanes, is_behind = self._lanes, self._times.is_behind(step.start_s)
-        if self._policy is None or lanes is None or lanes.runner.num_placed or not is_behind:
+        if self.policy is None or lanes is None or lanes.runner.num_placed or not is_behind:
             return False
         return step.num_rows == len(step.drawn) == self._scheduler.num_running
 
@@ -458,7 +442,7 @@ class HeadSteps(RoundSteps[HeadLanes]):
 
     def _choose(self, lanes: HeadLanes, suited: SequenceOf[Sequence]) -> TreeShape | None:
         """Returns the shape of the next round; None to step plainly instead."""
-        shapes, policy = lanes.shapes.shapes_for(len(suited)), self._policy
+        shapes, policy = lanes.shapes.shapes_for(len(suited)), self.policy
         if policy is None:
             return shapes[0] if shapes else lanes.shapes.shape
         num_greedy = sum(each.sampling.is_greedy for each in suited)
@@ -474,34 +458,36 @@ class HeadSteps(RoundSteps[HeadLanes]):
             self._attachments.assignments.close(sequence)
 
     @property
-    def standing(self) -> RoundStanding:
-        """The choice in force now, with its measurements."""
-        policy, lanes = self._policy, self._lanes
-        is_running = lanes is not None and lanes.is_running
-        return RoundStanding(
-            lanes.shapes.shape if lanes is not None and is_running else None,
-            0 if lanes is None else lanes.runner.num_placed,
-            0 if self._is_open else self._scheduler.num_running,
-            0.0 if policy is None else policy.probe_s,
-            {} if policy is None else policy.costs.measured(),
-        )
+    def shape(self) -> TreeShape | None:
+        """Shape of the trees of rounds now; None while nobody takes part."""
+        lanes = self._lanes
+        return lanes.shapes.shape if lanes is not None and lanes.is_running else None
+
+    @property
+    def num_lanes(self) -> int:
+        """Sequences that have a lane."""
+        return 0 if self._lanes is None else self._lanes.runner.num_placed
+
+    @property
+    def num_paused(self) -> int:
+        """Sequences that step plainly because that pays more."""
+        return 0 if self._draws else self._scheduler.num_running
 
     @property
     def pays(self) -> bool | None:
         """Whether rounds with trees are faster than plain steps; None while nothing is chosen."""
-        return None if self._policy is None else self._policy.pays
+        return None if self.policy is None else self.policy.pays
 
     def comparison(self) -> str:
         """Returns the figures behind `pays`."""
-        return "" if self._policy is None else self._policy.comparison()
+        return "" if self.policy is None else self.policy.comparison()
 
     def told(self, status: AttachmentStatus) -> AttachmentStatus:
         """Returns what is told of a draft, with what rounds do in its place."""
-        standing = self.standing
-        is_idle = not standing.num_drafted_for + standing.num_paused
+        is_idle = not self.num_lanes + self.num_paused
         if status.attachment is not self._attachment or is_idle:
             return status
-        return replace(status, shape=standing.shape, num_paused=standing.num_paused)
+        return replace(status, shape=self.shape, num_paused=self.num_paused)
 
     def assign(self, admitted: Iterable[Sequence], now_s: float) -> None:
         """Hands new sequences to drafts; where there are lanes, all those that no lane can have."""
@@ -529,7 +515,7 @@ class HeadSteps(RoundSteps[HeadLanes]):
         """See `RoundSteps._observe`."""
         if took_s is not None:
             self._wait.timed(took_s)
-        policy, lanes = self._policy, self._lanes
+        policy, lanes = self.policy, self._lanes
         if policy is None or lanes is None:
             return
         # What trees that came too late cost says nothing of the shape. Where all have ended before

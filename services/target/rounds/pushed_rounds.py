@@ -231,7 +231,7 @@ class PushedSteps(RoundSteps[PushedLanes]):
         self._host_gap = host_gap
         self._take_offers = take_offers
         self._forecast = TreeForecast(parts.attachments, parts.clock)
-        self._is_open = False  # until the first turn
+        self._draws = False  # until the first turn
         self._early = EarlyLaunch()
 
     @property
@@ -261,12 +261,12 @@ class PushedSteps(RoundSteps[PushedLanes]):
         lanes = self._lanes
         if lanes is None:
             return
-        self._is_open = lanes.capacity > 0 and self._are_terms_met
-        if self._is_open:
+        self._draws = lanes.capacity > 0 and self._are_terms_met
+        if self._draws:
             self._turn_to_store(lanes)
         own = lanes.sequences
         stay = all(map(lanes.fits, own)) and not any(map(self._is_elsewhere, own))
-        if not self._is_open or lanes.is_sparse or not stay:
+        if not self._draws or lanes.is_sparse or not stay:
             self.settle()
 
     def num_taken(self, sequence: Sequence) -> int:
@@ -322,7 +322,7 @@ class PushedSteps(RoundSteps[PushedLanes]):
         shape = self._prepare(lanes, trees)
         if shape is None:
             # Planned steps need fewer pages, and may preempt.
-            self._is_open = False
+            self._draws = False
             self.settle()
             return Turn.ELSEWHERE
         self._attachments.readiness.begin_rounds(trees.sure)
@@ -340,17 +340,15 @@ class PushedSteps(RoundSteps[PushedLanes]):
             return Turn.WAITING
         self._commit(lanes)
         self._attachments.readiness.weigh(self._scheduler.running, self._clock())
-        if not self._launched:
-            self._launch_next(lanes)
-        return Turn.DONE
-
-    def _launch_next(self, lanes: PushedLanes) -> None:
-        """Launches a round behind one that was read, if it can be. Mostly all sequences wait for
-        their drafts, which are yet to be told: nobody gives up waiting before that."""
+        if self._launched:
+            return Turn.DONE
+        # Mostly all sequences wait for their drafts, which are yet to be told: nobody gives up
+        # waiting before that.
         if self._forecast.is_any_here(self._part(lanes)):
             self._launch_ready(lanes)
         else:
             self._host_gap.wait()
+        return Turn.DONE
 
     def _launch_ahead(self, lanes: PushedLanes, trees: NextTrees) -> None:
         """Has trees chosen for the end of the round under way, and launches the next one: at once,

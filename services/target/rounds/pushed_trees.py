@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.target.drafts.assignments import Assignment
 from services.target.drafts.attachments import Attachments
@@ -77,14 +77,10 @@ class NextTrees:
         hit_rates: how likely each sequence takes part.
     """
 
-    prepared: dict[Sequence, tuple[PreparedTree, ...]]
-    trees: dict[int, TokenTree]
-    offered: dict[int, tuple[Candidate, ...]]
-    hit_rates: list[float]
-
-    @classmethod
-    def none(cls) -> NextTrees:
-        return cls({}, {}, {}, [])
+    prepared: dict[Sequence, tuple[PreparedTree, ...]] = field(default_factory=dict)
+    trees: dict[int, TokenTree] = field(default_factory=dict)
+    offered: dict[int, tuple[Candidate, ...]] = field(default_factory=dict)
+    hit_rates: list[float] = field(default_factory=list)
 
     def add(self, sequence: Sequence, tree: TokenTree, *, num_tokens: int) -> None:
         """Prepares a tree that is verified whatever the round under way ends in."""
@@ -118,7 +114,7 @@ class TreeForecast:
         Of many only half are returned: the other half follows in a round behind theirs, and from
         then on drafts work for one half while the other is verified.
         """
-        trees, now_s = NextTrees.none(), self._clock()
+        trees, now_s = NextTrees(), self._clock()
         if self._readiness.gather(lanes, now_s):
             return trees
         for sequence in self._half_of(lanes, lanes, now_s):
@@ -149,7 +145,7 @@ class TreeForecast:
     def after(self, lanes: SequenceOf[Sequence], under_way: LaunchedRound) -> NextTrees:
         """Returns what is prepared for the end of a round, and hands it to the device: it stays as
         it is until the verdict. Sequences that are not in that round join as in `of_ready`."""
-        trees, now_s = NextTrees.none(), self._clock()
+        trees, now_s = NextTrees(), self._clock()
         others = [each for each in lanes if each.sequence_id not in under_way.trees]
         if not self._readiness.gather(others, now_s):
             for sequence in self._half_of(lanes, others, now_s):

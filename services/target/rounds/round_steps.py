@@ -187,7 +187,7 @@ class RoundSteps(ABC, Generic[L]):
         self._wait, self._times = RoundWait(), DeviceTimes()
         self._launched: deque[LaunchedRound] = deque()
         # Whether lanes draw in this turn of the loop.
-        self._is_open = True
+        self._draws = True
         # Slots of this turn's round that read the end of a prompt, by sequence.
         self._reading: dict[int, int] = {}
 
@@ -214,7 +214,7 @@ class RoundSteps(ABC, Generic[L]):
     @property
     def _drawing(self) -> L | None:
         """The lanes where they draw in this turn; None where everybody steps beside them."""
-        return self._lanes if self._is_open else None
+        return self._lanes if self._draws else None
 
     @property
     def is_under_way(self) -> bool:
