@@ -184,11 +184,19 @@ class HeadLanes(RoundLanes):
         return self.fits(sequence) and self._has_room(sequence)
 
     def _has_room(self, sequence: Sequence) -> bool:
-        """Makes room for a sequence's part of the next round; False when that cannot be."""
-        lane, num_rows = self._lane(sequence), self.runner.shape.num_tree_rows
-        is_able = self.holds(sequence) or self._has_features(lane)
-        if is_able and self._has_pages(sequence, num_rows) and self._has_head_pages(lane):
-            return True
+        """Makes the pages of target and head cover a sequence's part of the next round; False when
+        that cannot be. Nobody is preempted for it."""
+        lane, shape, length = self._lane(sequence), self.runner.shape, self._length(sequence)
+        try:
+            if self.holds(sequence) or self._has_features(lane):
+                self._leases.grow(sequence.open_lease, shape.num_kv_tokens(length))
+                num_pages = -(-shape.num_head_kv_tokens(length) // self._leases.page_size)
+                if num_pages > len(lane.head_pages):
+                    num_missing = num_pages - len(lane.head_pages)
+                    lane.head_pages += self._head_pages.allocate(num_missing)
+                return True
+        except OutOfPages:
+            pass
         self._refuse(sequence)
         return False
 
@@ -200,16 +208,6 @@ class HeadLanes(RoundLanes):
         start = max(min(lane.num_head_rows, end - 1), 0)
         slots = lane.sequence.open_lease.slots(start, end, self._leases.page_size)
         return self.store.first_known(slots) == 0
-
-    def _has_head_pages(self, lane: Lane) -> bool:
-        """Makes the head's pages cover its part of the next round."""
-        num_tokens = self.runner.shape.num_head_kv_tokens(self._length(lane.sequence))
-        num_missing = -(-num_tokens // self._leases.page_size) - len(lane.head_pages)
-        try:
-            lane.head_pages += self._head_pages.allocate(max(num_missing, 0))
-        except OutOfPages:
-            return False
-        return True
 
     def _refuse(self, sequence: Sequence) -> None:
         self._refused[sequence.sequence_id] = self._leases.num_returns

@@ -184,13 +184,14 @@ class RoundLanes(ABC):
         that have ended since. Features that it did not keep have holes from now on."""
         found: list[tuple[Sequence | None, SequenceRound]] = []
         slots: list[int] = []
-        for each in self.runner.result():
+        results, is_late = self.runner.result(), self.runner.is_late
+        for each in results:
             lane = self._lanes.get(each.sequence_id)
             found.append((None if lane is None else lane.sequence, each))
             if lane is None:
                 continue
             start, num_tokens = lane.sequence.num_computed, len(lane.sequence.token_ids)
-            if start == num_tokens - 1 and not self.runner.is_late:
+            if start == num_tokens - 1 and not is_late:
                 # The round began with computing every row that was open.
                 lane.num_head_rows = start
             end = num_tokens - 1 + len(each.token_ids)
@@ -225,18 +226,16 @@ class RoundLanes(ABC):
             self.runner.place([self._lane(each).new_lane for each in sequences])
 
     def _lane(self, sequence: Sequence) -> Lane:
-        return self._lanes.setdefault(sequence.sequence_id, Lane(sequence))
+        lane = self._lanes.get(sequence.sequence_id)
+        if lane is None:
+            lane = self._lanes[sequence.sequence_id] = Lane(sequence)
+        return lane
 
     def _length(self, sequence: Sequence) -> int:
         """Returns the most tokens of a sequence once all rounds are read."""
         if self.holds(sequence):
             return self.runner.longest(sequence.sequence_id)
         return len(sequence.token_ids)
-
-    def _has_pages(self, sequence: Sequence, num_tree_rows: int) -> bool:
-        """Makes a sequence's pages cover its part of a round; nobody is preempted for it."""
-        num_tokens = self._length(sequence) - 1 + num_tree_rows
-        return self._leases.try_grow(sequence.open_lease, num_tokens)
 
     def _tree_masks(self) -> dict[int, MaskedRows]:
         """Returns the masks by sequence for the trees of the round whose draws wait for them."""

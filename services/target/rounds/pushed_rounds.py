@@ -155,11 +155,12 @@ class PushedLanes(RoundLanes):
         )
 
     def _has_room(self, sequences: Iterable[Sequence], num_new: int, shape: TreeShape) -> bool:
-        """Whether so many rows are worth it, and the pages of sequences cover them."""
+        """Whether so many rows are worth it, and the pages of sequences, which grow, cover them;
+        nobody is preempted for it."""
         num_slots = self._runner.num_computed(self._runner.num_slots + num_new)
-        num_rows = shape.num_draft_tokens
+        num_rows, grow = shape.num_draft_tokens, self._leases.try_grow
         return num_slots * num_rows <= MAX_ROWS and all(
-            self._has_pages(each, num_rows) for each in sequences
+            grow(each.open_lease, self._length(each) - 1 + num_rows) for each in sequences
         )
 
 
@@ -293,8 +294,9 @@ class PushedSteps(RoundSteps[PushedLanes]):
 
     def _part(self, lanes: PushedLanes) -> list[Sequence]:
         """Returns who has a lane, and who can get one now."""
-        joining = set(self._joining(lanes))
-        return [e for e in self._scheduler.running if lanes.holds(e) or e in joining]
+        placed, joining = lanes.runner.sequence_ids, set(self._joining(lanes))
+        running = self._scheduler.running
+        return [each for each in running if each.sequence_id in placed or each in joining]
 
     def aside(self) -> AbstractContextManager[None]:
         """Returns a context in which what earlier rounds left is read beside the one under way."""
