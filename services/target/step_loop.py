@@ -26,7 +26,7 @@ from services.target.requests.event_stream import NewSequences, Subscriptions
 from services.target.requests.request import EventSink, ModelLimits
 from services.target.rounds.head_rounds import HeadSteps
 from services.target.rounds.pushed_rounds import PushedSteps, Turn
-from services.target.rounds.round_factory import MappedHeads, RoundFactory
+from services.target.rounds.round_factory import RoundFactory
 from services.target.rounds.round_steps import StepParts
 from services.target.scheduler import AllLanes, Scheduler
 from services.target.sequence import Sequence as TargetSequence
@@ -117,7 +117,8 @@ class StepLoop:
             verifier,
             leases,
             self._features,
-            MappedHeads(runner, selection, adaptive or DEFAULT_CONFIG),
+            selection,
+            adaptive or DEFAULT_CONFIG,
         )
         parts = StepParts(
             scheduler, self.attachments, self._committer, clock, self._forget, overlaps
@@ -125,7 +126,7 @@ class StepLoop:
         self._rounds = HeadSteps(
             parts,
             factory.head_lanes,
-            adaptive or DEFAULT_CONFIG,
+            factory.config,
             launches_late=runner.computes_aside,
         )
         self.speculation = SpeculationState(self.attachments, self._rounds)
@@ -133,7 +134,7 @@ class StepLoop:
         # A target with trees of its own decides between two steps which to verify.
         has_trees = self._own_trees.has_fallback
         self._pushed = PushedSteps(
-            None if selection is None or has_trees else factory.pushed_lanes(selection),
+            None if has_trees else factory.pushed_lanes(),
             parts,
             is_elsewhere=self._rounds.takes,
             features=self._features,

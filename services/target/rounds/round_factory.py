@@ -77,34 +77,34 @@ class MappedRounds:
 
 
 @dataclass(slots=True)
-class MappedHeads:
-    """The mapped rounds of one engine, by the kind of their heads. Owned by the engine thread.
+class RoundFactory:
+    """Builds rounds on the device from the target's parts. Owned by the engine thread.
 
     Attributes:
-        limits: None where no round stays on the device.
+        limits: None where no round but those of a head in this process stays on the device.
+        config: the shapes that rounds with a mapped head may have.
     """
 
     runner: ModelRunner
+    verifier: Verifier
+    leases: KvLeases
+    features: FeatureFeed
     limits: RoundLimits | None
     config: AdaptiveConfig
-    _rounds: list[MappedRounds] = field(default_factory=list)
+    _mapped: list[MappedRounds] = field(default_factory=list)
 
-    def open(self, attachment: Attachment, store: FeatureStore | None) -> MappedRounds | None:
-        """Begins to open rounds with the head of a draft that attached; None where there can be
-        none."""
-        offer, limits = attachment.mapped_offer, self.limits
-        if offer is None or limits is None:
-            return None
-        if not _is_small(attachment.base_shape):
-            return None
+    def map_head(self, attachment: Attachment) -> None:
+        """Begins to open rounds with the head of a draft on this host; they are there once it is
+        ready, see `DraftExchange.map_head`."""
+        offer, limits, base = attachment.mapped_offer, self.limits, attachment.base_shape
+        if offer is None or limits is None or not self._is_coupled or not _is_small(base):
+            return
         context = min(offer.max_context_tokens, limits.max_context_tokens)
-        base = attachment.base_shape
         shapes: tuple[TreeShape, ...] = (base,)
         if not offer.is_pinned:
-            is_ahead = offer.num_outcomes > 0
-            shapes = self.config.round_shapes(base, drafts_ahead=is_ahead)
+            shapes = self.config.round_shapes(base, drafts_ahead=offer.num_outcomes > 0)
         trees = capacities(shapes, limits.max_sequences)
-        mapped = tuple(
+        sized = tuple(
             SizedShape(
                 RoundShape.of(
                     tree,
@@ -116,54 +116,20 @@ class MappedHeads:
             )
             for tree, most in trees.items()
         )
-        kind = MappedSource(offer.vocab_size, mapped)
+        kind, store = MappedSource(offer.vocab_size, sized), self._store(attachment)
         try:
             rounds = self._kept(kind, store)
-            if rounds is None and len(self._rounds) < _MOST_KINDS:
-                head, place = self._head(kind, store), 1 + len(self._rounds)  # an own one's is 0
+            if rounds is None and len(self._mapped) < _MOST_KINDS:
+                head, place = self._head(kind, store), 1 + len(self._mapped)  # an own one's is 0
                 source = RoundSource(head, (), trees, context, offer.is_pinned, place)
                 rounds = MappedRounds(head, store, source)
-                self._rounds.append(rounds)
+                self._mapped.append(rounds)
         except RingUnavailable as error:
             logger.warning("%s pushes its trees: %s", attachment.identity.worker_id, error)
-            return None
+            return
         if rounds is not None:
             rounds.open(attachment)
-        return rounds
-
-    def _kept(self, kind: MappedSource, store: FeatureStore | None) -> MappedRounds | None:
-        for each in self._rounds:
-            if each.head.source == kind and each.store is store and not each.head.is_open:
-                return each
-        return None
-
-    def _head(self, kind: MappedSource, store: FeatureStore | None) -> MappedHead:
-        return MappedHead(
-            kind,
-            None if store is None else store.computed,
-            None if store is None else store.address,
-            device=self.runner.device,
-            page_size=self.runner.page_size,
-            target_vocab_size=self.runner.decoder.config.vocab_size,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class RoundFactory:
-    """Builds rounds on the device from the target's parts."""
-
-    runner: ModelRunner
-    verifier: Verifier
-    leases: KvLeases
-    features: FeatureFeed
-    mapped_heads: MappedHeads
-
-    def map_head(self, attachment: Attachment) -> None:
-        """Begins to open rounds with the head of a draft on this host; they are there once it is
-        ready, see `DraftExchange.map_head`."""
-        if self._is_coupled:
-            store = self._store(attachment)
-            attachment.mapped = self.mapped_heads.open(attachment, store)
+        attachment.mapped = rounds
 
     def head_lanes(self, attachment: Attachment) -> HeadLanes | None:
         """Returns lanes of the head of a draft; None where it shares none, or where they cannot
@@ -190,13 +156,30 @@ class RoundFactory:
             reads_prompts=self.runner.pool.states is None,
         )
 
-    def pushed_lanes(self, limits: RoundLimits) -> PushedLanes | None:
+    def pushed_lanes(self) -> PushedLanes | None:
         """Returns lanes whose trees remote drafts push; None where they cannot be: as above, and
         the model has to be whole on one device."""
-        if not self._is_coupled or self.runner.decoder.group is not None:
+        is_whole = self.runner.decoder.group is None
+        if self.limits is None or not (self._is_coupled and is_whole):
             return None
         masks = self.verifier.masks
-        return PushedLanes(self.runner, limits, self.leases, self.features, masks)
+        return PushedLanes(self.runner, self.limits, self.leases, self.features, masks)
+
+    def _kept(self, kind: MappedSource, store: FeatureStore | None) -> MappedRounds | None:
+        for each in self._mapped:
+            if each.head.source == kind and each.store is store and not each.head.is_open:
+                return each
+        return None
+
+    def _head(self, kind: MappedSource, store: FeatureStore | None) -> MappedHead:
+        return MappedHead(
+            kind,
+            None if store is None else store.computed,
+            None if store is None else store.address,
+            device=self.runner.device,
+            page_size=self.runner.page_size,
+            target_vocab_size=self.runner.decoder.config.vocab_size,
+        )
 
     def _store(self, attachment: Attachment) -> FeatureStore | None:
         """Returns the features that a draft reads; None where it reads none."""
