@@ -72,9 +72,11 @@ class TreeDrafter(ContextDrafter):
     def _tree_model(self) -> TreeModel:
         """Returns the model as rounds use it."""
 
-    def share_head(self) -> SharedHead:
-        """Lends the model and most of the free pages, for good."""
+    def share_head(self) -> SharedHead | None:
+        """Lends the model and most of the free pages, for good; None where no round takes it."""
         contexts = self._contexts
+        if self._mapped_head is None:
+            return None
         return SharedHead.of_most(
             self._tree_model(), contexts.leases, max_context_tokens=contexts.longest
         )

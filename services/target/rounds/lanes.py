@@ -144,8 +144,8 @@ class RoundLanes(ABC):
 
     @property
     def num_free(self) -> int:
-        """Lanes that nobody has."""
-        return self.capacity - self.runner.num_placed
+        """Lanes that nobody has, and in which the next round reads no prompt."""
+        return self.capacity - self.runner.num_taken
 
     def fits(self, sequence: Sequence) -> bool:
         """Whether a sequence is not too long."""
