@@ -368,14 +368,11 @@ def _rounds(
     if shared is None:
         return None
     _log_capacities(settings, trees)
-    (tree, max_sequences), *others = trees.items()
     return RoundSource(
         head=OwnHead(shared.model),
         pages=shared.pages,
-        tree=tree,
+        trees=trees,
         max_context_tokens=min(shared.max_context_tokens, target.limits.max_sequence_tokens),
-        max_sequences=max_sequences,
-        other_trees=dict(others),
         is_pinned=chosen.is_shape_pinned,
     )
 

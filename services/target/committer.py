@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.feature_store import FeatureFeed, FeatureSpec
@@ -20,6 +21,15 @@ from shared.generation import Delta, Failed, RoundTrace
 from shared.kv.leases import KvLeases
 from shared.runtime.host_copy import HostCopy
 from shared.runtime.round_state import SequenceRound
+from shared.tokens import TokenLogprobs, TreeShape
+
+
+class Committed(NamedTuple):
+    """One sequence's part of a step: draft nodes that were verified and accepted, and tokens."""
+
+    num_drafted: int
+    num_accepted: int
+    num_tokens: int
 
 
 class Committer:
@@ -70,29 +80,59 @@ class Committer:
         """
         now_s = self._clock()
         start_s, self._committed_s = max(step.start_s, self._committed_s), now_s
-        num_committed = 0
+        parts: list[Committed] = []
         for entry, decision in decided:
-            num_committed += self.commit(entry, decision, start_s, now_s)
+            parts.append(self.commit(entry, decision, start_s, now_s))
             if entry.sequence.finish_reason is not None:
                 self._forget(entry.sequence)
         for sequence in step.retired:
             self._release(sequence)
+        self.report(
+            parts,
+            start_s,
+            now_s,
+            num_rows=step.num_rows,
+            num_prompt_rows=step.num_prompt_rows,
+            num_discarded=len(step.retired),
+            num_preempted=len(step.plan.preempted),
+            host_gap_s=step.host_gap_s,
+        )
+
+    def report(
+        self,
+        parts: SequenceOf[Committed],
+        start_s: float,
+        end_s: float,
+        *,
+        num_rows: int,
+        num_prompt_rows: int,
+        num_discarded: int,
+        num_preempted: int = 0,
+        host_gap_s: float = 0.0,
+        round_shape: TreeShape | None = None,
+    ) -> None:
+        """Keeps the report of a step that was committed; see `StepReport`.
+
+        Args:
+            parts: of the sequences that drew tokens.
+        """
         fallback_counts, self._fallback_counts = self._fallback_counts, []
         self._reports.append(
             StepReport(
-                duration_s=now_s - start_s,
-                end_s=now_s,
-                host_gap_s=step.host_gap_s,
-                num_rows=step.num_rows,
-                num_prompt_rows=step.num_prompt_rows,
-                num_rounds=len(decided),
-                num_committed=num_committed,
-                num_drafted=sum(len(entry.tree) for entry, _ in decided),
-                num_accepted=sum(len(decision.accepted_nodes) for _, decision in decided),
-                num_preempted=len(step.plan.preempted),
+                duration_s=end_s - start_s,
+                end_s=end_s,
+                host_gap_s=host_gap_s,
+                num_rows=num_rows,
+                num_prompt_rows=num_prompt_rows,
+                num_rounds=len(parts),
+                num_committed=sum(each.num_tokens for each in parts),
+                num_drafted=sum(each.num_drafted for each in parts),
+                num_accepted=sum(each.num_accepted for each in parts),
+                num_preempted=num_preempted,
                 outcomes=self._attachments.outcomes.take(),
                 speculation=self._attachments.verdicts.take_counts(),
-                num_discarded=len(step.retired),
+                num_discarded=num_discarded,
+                round_shape=round_shape,
                 num_fallback_rounds=len(fallback_counts),
                 num_fallback_committed=sum(fallback_counts),
             )
@@ -106,8 +146,8 @@ class Committer:
         now_s: float,
         *,
         is_lane: bool = False,
-    ) -> int:
-        """Commits one decision and returns how many tokens that were.
+    ) -> Committed:
+        """Commits one decision.
 
         The sequence may have ended by it: its `finish_reason` says so, and its last event is out.
 
@@ -133,19 +173,15 @@ class Committer:
         self._attachments.verdicts.count_round(
             sequence, len(accepted), was_verified=was_verified, now_s=now_s
         )
-        logprobs = decision.logprobs[: len(committed)]
-        delta = Delta(
-            committed, logprobs, len(accepted), len(entry.tree), trace, self._told(sequence)
-        )
-        self._subscriptions.emit(sequence, delta)
+        part = Committed(len(entry.tree), len(decision.accepted_nodes), len(committed))
+        self._emit(sequence, committed, decision.logprobs, len(accepted), len(entry.tree), trace)
         if sequence.finish_reason is not None:
-            self._subscriptions.emit(sequence, self._last_event(sequence))
-            return len(committed)
+            return part
         if was_prompt and not is_lane:
             self._publish(sequence)
         if was_predicted and sequence.prediction is None:
             self._attachments.assignments.assign(sequence, now_s)
-            return len(committed)
+            return part
         self._attachments.verdicts.decided(
             sequence,
             committed,
@@ -154,28 +190,35 @@ class Committer:
             since_s=since_s,
             now_s=now_s,
         )
-        return len(committed)
+        return part
 
-    def commit_round(self, sequence: Sequence, round_: SequenceRound, now_s: float) -> int:
-        """Commits what a round on the device did to a sequence, as `commit` does."""
+    def commit_round(self, sequence: Sequence, round_: SequenceRound, now_s: float) -> Committed:
+        """Commits what a round did to a sequence that no draft has, as `commit` does."""
         committed = sequence.commit(round_.token_ids)
         num_accepted = min(len(round_.token_ids) - 1, len(committed))
         sequence.decided_s = now_s
         sequence.num_computed = len(sequence.token_ids) - 1
         sequence.stats.num_rounds += 1
         sequence.stats.add_verified(round_.num_drafted, num_accepted)
-        logprobs = round_.logprobs[: len(committed)]
-        delta = Delta(
-            committed,
-            logprobs,
-            num_accepted,
-            round_.num_drafted,
-            weight_version=self._told(sequence),
-        )
+        self._emit(sequence, committed, round_.logprobs, num_accepted, round_.num_drafted)
+        return Committed(round_.num_drafted, num_accepted, len(committed))
+
+    def _emit(
+        self,
+        sequence: Sequence,
+        committed: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...],
+        num_accepted: int,
+        num_drafted: int,
+        trace: RoundTrace | None = None,
+    ) -> None:
+        """Tells of committed tokens, and of the end that they may have brought."""
+        own = logprobs[: len(committed)]
+        version = self._told(sequence)
+        delta = Delta(committed, own, num_accepted, num_drafted, trace, version)
         self._subscriptions.emit(sequence, delta)
         if sequence.finish_reason is not None:
             self._subscriptions.emit(sequence, self._last_event(sequence))
-        return len(committed)
 
     def _told(self, sequence: Sequence) -> str | None:
         """Returns the version of the weights where it is news to whoever waits for the sequence."""
@@ -233,10 +276,6 @@ class Committer:
         start, rows = self._features.known_rows(self._routes, sequence.open_lease, 0, end)
         assert start == 0, f"the experts of {start} tokens were not recorded"
         return HostCopy(rows)
-
-    def report(self, report: StepReport) -> None:
-        """Keeps the report of a step that was committed elsewhere."""
-        self._reports.append(report)
 
     @property
     def has_reports(self) -> bool:

@@ -203,11 +203,6 @@ class Sequence:
         return len(self.token_ids) + self.num_pending - self.num_computed
 
     @property
-    def can_join_lane(self) -> bool:
-        """Whether the last token is read, and the only one that is not computed."""
-        return self.num_pending == 0 and self.num_uncomputed == 1 and self.num_computed > 0
-
-    @property
     def has_output(self) -> bool:
         return len(self.token_ids) > self.num_prompt_tokens
 

@@ -202,16 +202,15 @@ def _lent(drafter: Drafter, drafting: Drafting, target: Engine, num_sequences: i
     """Returns what rounds on the device need of the drafter."""
     assert isinstance(drafter, EagleDrafter), "only EAGLE heads are lent"
     shared, shape = drafter.share_head(), drafting.shape
+    assert shared is not None, "its head can be lent"
     trees = {shape: num_sequences}
     if drafting.is_chosen:
         trees = capacities(DEFAULT_CONFIG.round_shapes(shape), num_sequences)
     return RoundSource(
         head=OwnHead(shared.model),
         pages=shared.pages,
-        tree=shape,
+        trees=trees,
         max_context_tokens=min(shared.max_context_tokens, target.limits.max_sequence_tokens),
-        max_sequences=trees.pop(shape),
-        other_trees=trees,
         is_pinned=not drafting.is_chosen,
     )
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from services.target.engine import Engine
-from services.target.rounds.device_rounds import DeviceRounds
 from services.target.rounds.policy import CostTable, LanePolicy
+from services.target.rounds.round_shapes import RoundShapes
 from services.target.step_report import StepReport
 from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
@@ -226,10 +226,10 @@ TARGET_SEED = 3
 def always_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds whose trees grow ahead are measured as the fastest of all."""
 
-    def measured(rounds: DeviceRounds) -> CostTable:
+    def measured(rounds: RoundShapes) -> CostTable:
         return CostTable({1: 1.0}, {each: {1: 0.5 - 0.4 * each.is_ahead} for each in rounds.shapes})
 
-    monkeypatch.setattr(DeviceRounds, "measured", measured)
+    monkeypatch.setattr(RoundShapes, "measured", measured)
 
 
 def _model(folder: Path, seed: int) -> Decoder:
