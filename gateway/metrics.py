@@ -26,7 +26,7 @@ from gateway.pool import TargetPool
 from shared.errors import OutriderError
 from shared.generation import Delta, SpeculationStats
 from shared.rpc.admin_client import TargetStatus
-from shared.telemetry.tracing import NO_TRACER, Span, Tracer, current_traceparent
+from shared.telemetry.tracing import Span, Tracer, current_traceparent
 from shared.telemetry.vllm_metrics import RequestFigures, VllmMetrics
 
 INTERVAL_S = 15
@@ -247,30 +247,24 @@ class RequestRecord:
     Attributes:
         begin_s, first_token_s: of the monotonic clock.
         num_first_tokens: tokens of the first step.
+        traceparent: parent of the target's span, once begun.
     """
 
-    def __init__(
-        self, endpoint: str, plan: Plan, metrics: GatewayMetrics, tracer: Tracer = NO_TRACER
-    ) -> None:
+    def __init__(self, endpoint: str, plan: Plan, metrics: GatewayMetrics) -> None:
         self.endpoint = endpoint
         self.plan = plan
         self.begin_s = time.perf_counter()
         self.first_token_s: float | None = None
         self.num_first_tokens = 0
+        self.traceparent: str | None = None
         self._metrics = metrics
-        self._tracer = tracer
         self._figures: list[RequestFigures] = []
         self._span: Span | None = None
 
-    @property
-    def traceparent(self) -> str | None:
-        """Parent of the target's span."""
-        return None if self._span is None else self._span.traceparent
-
-    def begin(self) -> None:
+    def begin(self, tracer: Tracer) -> None:
         """Called before the request is sent to its targets."""
         plan = self.plan
-        self._span = self._tracer.begin(
+        self._span = tracer.begin(
             f"gateway.{self.endpoint}",
             current_traceparent.get(),
             {
@@ -279,16 +273,15 @@ class RequestRecord:
                 "gen_ai.usage.input_tokens": plan.num_prompt_tokens,
             },
         )
+        self.traceparent = self._span.traceparent
         vllm, now_s = self._metrics.vllm, self.begin_s
         self._figures = [vllm.begin(plan.model, now_s) for _ in plan.generations]
 
-    def started(self, choice: Choice) -> None:
-        """Called when a choice left the target's queue."""
-        self._metrics.vllm.start(
-            self._figures[choice.index],
-            choice.num_cached_tokens,
-            time.perf_counter(),
-        )
+    def started(self, choice: Choice) -> float:
+        """Called when a choice left the target's queue; returns when that is."""
+        now_s, figures = time.perf_counter(), self._figures[choice.index]
+        self._metrics.vllm.start(figures, choice.num_cached_tokens, now_s)
+        return now_s
 
     def tokens(self, choice: Choice, delta: Delta) -> None:
         """Called when tokens of a choice arrived."""
