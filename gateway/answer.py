@@ -166,17 +166,16 @@ class Answer:
         """
         gateway.lifecycle.check_open()
         self.plan = plan
+        self._texts = plan.texts or (plan.text,) * len(plan.generations)
         self.choices = tuple(
-            Choice(index, gateway.text.tokenizer, plan.text_of(index))
-            for index in range(len(plan.generations))
+            Choice(index, gateway.text.tokenizer, text) for index, text in enumerate(self._texts)
         )
         self.num_open = len(self.choices)
         self._gateway = gateway
         self._record = RequestRecord(endpoint, plan, gateway.metrics)
         self._inbox = Inbox(gateway.limits.max_unread_tokens, self.cancel)
         self._routed: list[RoutedGeneration] = []
-        texts = plan.texts or (plan.text,)
-        self._is_checked = any(text.schemas is not None for text in texts)
+        self._is_checked = any(text.schemas is not None for text in self._texts)
         self._quota = current_quota.get()
         self.owner = "" if self._quota is None else self._quota.name
 
@@ -296,7 +295,7 @@ class Answer:
             routed.cancel()
 
     async def _check(self, choice: Choice) -> None:
-        schemas = self.plan.text_of(choice.index).schemas
+        schemas = self._texts[choice.index].schemas
         if schemas is not None and choice.finish_reason is not None:
             choice.schema_check = await self._gateway.schema_checks.run(schemas, choice)
 
