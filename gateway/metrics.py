@@ -300,7 +300,9 @@ class RequestRecord:
         self._metrics.end(self, choices, outcome)
         for choice, figures in zip(choices, self._figures, strict=True):
             num_prompt = len(plan.generations[choice.index].prompt_token_ids)
-            reason = _vllm_reason(choice, outcome)
+            reason = "error" if outcome == "failed" else "abort"
+            if choice.finish_reason is not None:
+                reason = choice.finish_reason.value
             self._metrics.vllm.end(figures, num_prompt, reason)
         num_output = sum(choice.num_output_tokens for choice in choices)
         facts: dict[str, str | int | float] = {
@@ -339,9 +341,3 @@ def _reason(error: BaseException | None, outcome: str) -> str:
     told = (each.reason for each in (error, getattr(error, "__cause__", None))
             if isinstance(each, OutriderError))  # fmt: skip
     return next(told, outcome)
-
-
-def _vllm_reason(choice: Choice, outcome: str) -> str:
-    if choice.finish_reason is not None:
-        return choice.finish_reason.value
-    return "error" if outcome == "failed" else "abort"

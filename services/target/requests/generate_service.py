@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from grpc import aio
@@ -63,8 +63,10 @@ async def _submit(
     admission.lifecycle.check_open()
     engine = admission.engine
     request = generation_request(message, record, engine.limits, admission.recorder.clock())
-    grammar = grammar_from_message(message.grammar) if message.HasField("grammar") else None
-    engine.submit(await admission.with_grammar(request, grammar), stream, key)
+    if message.HasField("grammar"):
+        compiled = await admission.grammars.compile(grammar_from_message(message.grammar))
+        request = replace(request, grammar=compiled)
+    engine.submit(request, stream, key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +79,6 @@ class _OpenRequest:
 
     record: RequestRecord
     timer: asyncio.TimerHandle | None
-
-    def end(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-        self.record.end()
 
 
 class OpenSession:
@@ -144,23 +141,34 @@ class OpenSession:
             raise InvalidArgument.of(
                 "REQUEST_ID_DUPLICATE", "request_id", f"request {key} is open on this session"
             )
-        record = self._admission.recorder.begin(
+        record = RequestRecord(
+            self._admission.recorder,
             submit.trace_request_id or new_request_id(),
             len(submit.request.prompt_token_ids),
             submit.traceparent or None,
         )
-        self._open[key] = _OpenRequest(record, self._timer(submit))
+        timeout_s, timer = None, None
+        if submit.HasField("timeout_duration"):
+            timeout_s = submit.timeout_duration.ToNanoseconds() / 1e9
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(timeout_s, self._expire, key, timeout_s)
+        self._open[key] = _OpenRequest(record, timer)
         self._admission.open_requests.add()
+        submitting = self._submit(submit, record, timeout_s)
         if not submit.request.HasField("grammar"):
-            await self._submit(submit, record)
+            await submitting
             return
-        task = asyncio.create_task(self._submit(submit, record))
+        task = asyncio.create_task(submitting)
         self._compiling[key] = task
         task.add_done_callback(lambda _: self._compiling.pop(key, None))
 
-    async def _submit(self, submit: pb.Submit, record: RequestRecord) -> None:
+    async def _submit(
+        self, submit: pb.Submit, record: RequestRecord, timeout_s: float | None
+    ) -> None:
         try:
-            _check_timeout(submit)
+            if timeout_s is not None and timeout_s <= 0.0:
+                message = f"timeout_duration is {timeout_s:g} s; it must be above 0"
+                raise InvalidArgument.of("TIMEOUT_OUT_OF_RANGE", "timeout_duration", message)
             self._stream.check_room()
             await _submit(self._admission, submit.request, record, self._stream, submit.request_id)
         except OutriderError as error:
@@ -182,13 +190,6 @@ class OpenSession:
             self._close(key)
         return True
 
-    def _timer(self, submit: pb.Submit) -> asyncio.TimerHandle | None:
-        timeout_s = _timeout_s(submit)
-        if timeout_s is None:
-            return None
-        loop = asyncio.get_running_loop()
-        return loop.call_later(timeout_s, self._expire, submit.request_id, timeout_s)
-
     def _expire(self, key: int, timeout_s: float) -> None:
         """Ends a request whose time is over, wherever it is: queued, computing, or unread."""
         self._cancel(key)
@@ -201,21 +202,10 @@ class OpenSession:
     def _close(self, key: int) -> None:
         request = self._open.pop(key, None)
         if request is not None:
-            request.end()
+            if request.timer is not None:
+                request.timer.cancel()
+            request.record.end()
             self._admission.open_requests.remove()
-
-
-def _timeout_s(submit: pb.Submit) -> float | None:
-    if not submit.HasField("timeout_duration"):
-        return None
-    return submit.timeout_duration.ToNanoseconds() / 1e9
-
-
-def _check_timeout(submit: pb.Submit) -> None:
-    timeout_s = _timeout_s(submit)
-    if timeout_s is not None and timeout_s <= 0.0:
-        message = f"timeout_duration is {timeout_s:g} s; it must be above 0"
-        raise InvalidArgument.of("TIMEOUT_OUT_OF_RANGE", "timeout_duration", message)
 
 
 Context = aio.ServicerContext[Any, Any]
@@ -251,7 +241,7 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
     ) -> AsyncIterator[pb.GenerateResponse]:
         admission, stream = self._admission, EventStream(asyncio.get_running_loop())
         num_prompt, parent = len(request.prompt_token_ids), current_traceparent.get()
-        record = admission.recorder.begin(current_request_id.get(), num_prompt, parent)
+        record = RequestRecord(admission.recorder, current_request_id.get(), num_prompt, parent)
         admission.open_requests.add()
         try:
             await _submit(admission, request, record, stream, key=0)

@@ -162,7 +162,7 @@ class OpenChoices:
 
     def record(self, request_id: str, num_prompt: int, parent: str | None) -> RequestRecord:
         """Begins the record of the next output; what fails from here on is counted."""
-        record = self._recorder.begin(request_id, num_prompt, parent)
+        record = RequestRecord(self._recorder, request_id, num_prompt, parent)
         self._records.append(record)
         return record
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Generic, TypeVar
 
@@ -250,9 +251,11 @@ class VllmEngineServicer(_Servicer):  # type: ignore[misc]
         prompt = messages.prompt_within(await self._prompt(message), params, self._engine.limits)
         parent = current_traceparent.get()
         opened.record(log_id, len(prompt), parent)
-        template = await self._admission.with_grammar(
-            self._template(log_id, prompt, params), messages.grammar_from_message(params)
-        )
+        template = self._template(log_id, prompt, params)
+        grammar = messages.grammar_from_message(params)
+        if grammar is not None:
+            compiled = await self._admission.grammars.compile(grammar)
+            template = replace(template, grammar=compiled)
         requests = messages.choice_requests(template, params)
         stops = [await self._text_stop(params, each) for each in requests]
         for _ in requests[1:]:
