@@ -95,7 +95,7 @@ class Inbox:
             raise self._closed
         events, self._events = self._events, []
         self._num_unread_tokens = 0
-        self._nodes.reset()
+        self._nodes.num_nodes = 0
         return events
 
     def wake(self) -> None:
@@ -172,7 +172,8 @@ class Answer:
         )
         self.num_open = len(self.choices)
         self._gateway = gateway
-        self._record = RequestRecord(endpoint, plan, gateway.metrics)
+        self._endpoint = endpoint
+        self._record: RequestRecord
         self._inbox = Inbox(gateway.limits.max_unread_tokens, self.cancel)
         self._routed: list[RoutedGeneration] = []
         self._is_checked = any(text.schemas is not None for text in self._texts)
@@ -181,7 +182,8 @@ class Answer:
 
     def __enter__(self) -> Self:
         self._gateway.open_answers.open(self)
-        self._record.begin(self._gateway.tracer)
+        metrics, tracer = self._gateway.metrics, self._gateway.tracer
+        self._record = RequestRecord(self._endpoint, self.plan, metrics, tracer)
         return self
 
     def __exit__(

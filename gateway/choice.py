@@ -215,7 +215,7 @@ class Choice:
         self._token_ids = []
         if self._is_token_wise:
             self._scores, self._rounds = [], []
-            self._nodes.reset()
+            self._nodes.num_nodes = 0
         if self._options.keeps_output:
             self._kept.append(piece)
         return piece

@@ -26,8 +26,8 @@ from gateway.pool import TargetPool
 from shared.errors import OutriderError
 from shared.generation import Delta, SpeculationStats
 from shared.rpc.admin_client import TargetStatus
-from shared.telemetry.tracing import Span, Tracer, current_traceparent
-from shared.telemetry.vllm_metrics import RequestFigures, VllmMetrics
+from shared.telemetry.tracing import Tracer, current_traceparent
+from shared.telemetry.vllm_metrics import VllmMetrics
 
 INTERVAL_S = 15
 NUM_INTERVALS = 120
@@ -247,25 +247,19 @@ class RequestRecord:
     Attributes:
         begin_s, first_token_s: of the monotonic clock.
         num_first_tokens: tokens of the first step.
-        traceparent: parent of the target's span, once begun.
+        traceparent: parent of the target's span.
     """
 
-    def __init__(self, endpoint: str, plan: Plan, metrics: GatewayMetrics) -> None:
+    def __init__(self, endpoint: str, plan: Plan, metrics: GatewayMetrics, tracer: Tracer) -> None:
         self.endpoint = endpoint
         self.plan = plan
         self.begin_s = time.perf_counter()
         self.first_token_s: float | None = None
         self.num_first_tokens = 0
-        self.traceparent: str | None = None
         self._metrics = metrics
-        self._figures: list[RequestFigures] = []
-        self._span: Span | None = None
-
-    def begin(self, tracer: Tracer) -> None:
-        """Called before the request is sent to its targets."""
-        plan = self.plan
+        self._figures = [metrics.vllm.begin(plan.model, self.begin_s) for _ in plan.generations]
         self._span = tracer.begin(
-            f"gateway.{self.endpoint}",
+            f"gateway.{endpoint}",
             current_traceparent.get(),
             {
                 "outrider.request_id": plan.generations[0].trace_id,
@@ -274,8 +268,6 @@ class RequestRecord:
             },
         )
         self.traceparent = self._span.traceparent
-        vllm, now_s = self._metrics.vllm, self.begin_s
-        self._figures = [vllm.begin(plan.model, now_s) for _ in plan.generations]
 
     def started(self, choice: Choice) -> float:
         """Called when a choice left the target's queue; returns when that is."""
@@ -289,7 +281,6 @@ class RequestRecord:
         if self.first_token_s is None:
             self.first_token_s = now_s
             self.num_first_tokens = num_tokens
-            assert self._span is not None, "begun before its first token"
             self._span.event("first_token")
         figures = self._figures[choice.index]
         self._metrics.vllm.tokens(figures, num_tokens, now_s, delta.num_drafted, delta.num_accepted)
@@ -318,10 +309,9 @@ class RequestRecord:
         if (quota := current_quota.get()) is not None:
             facts["client"] = quota.name
         _log.info("request ended", extra=facts)
-        if self._span is not None:
-            attributes = {f"outrider.{name}": value for name, value in facts.items()}
-            attributes["gen_ai.usage.output_tokens"] = num_output
-            self._span.end(attributes, None if outcome == "finished" else _reason(error, outcome))
+        attributes = {f"outrider.{name}": value for name, value in facts.items()}
+        attributes["gen_ai.usage.output_tokens"] = num_output
+        self._span.end(attributes, None if outcome == "finished" else _reason(error, outcome))
 
 
 def _outcome(error: BaseException | None) -> str:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.api_keys import LimitExceeded, Quotas, current_quota
 from gateway.failures import Problem, error_response
 from gateway.limits import RequestLimits
-from gateway.notices import NOTICE_HEADER, collect_notices, header_value
+from gateway.notices import NOTICE_HEADER, current_notices, header_value
 from gateway.playground.routes import FILES_PREFIX
 from shared.telemetry.tracing import (
     REQUEST_ID_KEY,
@@ -48,7 +48,8 @@ class RequestId:
         request_id = given if _SAFE_REQUEST_ID.fullmatch(given) else new_request_id()
         current_request_id.set(request_id)
         current_traceparent.set(headers.get(TRACEPARENT_KEY))
-        notices = collect_notices()
+        notices: list[str] = []
+        current_notices.set(notices)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -502,8 +502,10 @@ class Planner:
             message = "prompt_logprobs is set; it needs stream to be false"
             raise InvalidArgument.of("STREAM_ON", "prompt_logprobs", message)
         self.limits.check_choices(wanted.num_choices, len(prompts))
-        self.limits.check_stops("stop", wanted.stop_strings)
-        self.limits.check_stops("stop_regex", wanted.stop_regexes)
+        if wanted.stop_strings:
+            self.limits.check_stops("stop", wanted.stop_strings)
+        if wanted.stop_regexes:
+            self.limits.check_stops("stop_regex", wanted.stop_regexes)
         if options is not None and not body.stream:
             message = "stream_options is set; it needs stream to be true"
             raise InvalidArgument.of("STREAM_OFF", "stream_options", message)

@@ -184,6 +184,19 @@ _STRUCTURED_FIELDS = KnownFields(
     ),
 )
 
+_CONSTRAINT_FIELDS = (
+    # vLLM's older names, then SGLang's and llama.cpp's.
+    ("guided_json", GrammarKind.JSON_SCHEMA),
+    ("guided_regex", GrammarKind.REGEX),
+    ("guided_grammar", GrammarKind.EBNF),
+    ("guided_choice", GrammarKind.CHOICES),
+    ("regex", GrammarKind.REGEX),
+    ("ebnf", GrammarKind.EBNF),
+    ("grammar", GrammarKind.EBNF),
+    ("json_schema", GrammarKind.JSON_SCHEMA),
+    ("structural_tag", GrammarKind.STRUCTURAL_TAG),
+)
+
 _Given = tuple[str, GrammarKind, Any]
 
 
@@ -293,33 +306,21 @@ def constraint_of(body: GenerationBody) -> Constraint | None:
     Raises:
         InvalidArgument: there are several, or one is malformed.
     """
+    given: list[_Given] = []
+    if body.response_format is not None:
+        given.append(_of_format(body.response_format))
+    if body.structured_outputs is not None:
+        given += _of_structured(body.structured_outputs)
+    given += [(field, kind, getattr(body, field)) for field, kind in _CONSTRAINT_FIELDS]
     found = [
-        Constraint(_grammar(kind, given), field)
-        for field, kind, given in _given(body)
-        if given is not None
+        Constraint(_grammar(kind, value), field)
+        for field, kind, value in given
+        if value is not None
     ]
     if len(found) > 1:
         message = f"{found[1].field} is set beside {found[0].field}; only one may be"
         raise InvalidArgument.of("CONSTRAINT_AMBIGUOUS", found[1].field, message)
     return found[0] if found else None
-
-
-def _given(body: GenerationBody) -> Iterator[_Given]:
-    """Yields every field that may hold a constraint, with its kind and what it holds."""
-    if body.response_format is not None:
-        yield _of_format(body.response_format)
-    if body.structured_outputs is not None:
-        yield from _of_structured(body.structured_outputs)
-    # vLLM's older names, then SGLang's and llama.cpp's.
-    yield "guided_json", GrammarKind.JSON_SCHEMA, body.guided_json
-    yield "guided_regex", GrammarKind.REGEX, body.guided_regex
-    yield "guided_grammar", GrammarKind.EBNF, body.guided_grammar
-    yield "guided_choice", GrammarKind.CHOICES, body.guided_choice
-    yield "regex", GrammarKind.REGEX, body.regex
-    yield "ebnf", GrammarKind.EBNF, body.ebnf
-    yield "grammar", GrammarKind.EBNF, body.grammar
-    yield "json_schema", GrammarKind.JSON_SCHEMA, body.json_schema
-    yield "structural_tag", GrammarKind.STRUCTURAL_TAG, body.structural_tag
 
 
 def _of_format(given: ResponseFormat) -> _Given:

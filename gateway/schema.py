@@ -586,8 +586,9 @@ def refuse_unimplemented(body: GenerationBody) -> None:
     Raises:
         InvalidArgument: a field asks for something the gateway cannot do; names it.
     """
-    known = CHAT_FIELDS if isinstance(body, ChatCompletionRequest) else COMPLETION_FIELDS
-    known.refuse(body.unknown_fields)
+    if body.unknown_fields:
+        is_chat = isinstance(body, ChatCompletionRequest)
+        (CHAT_FIELDS if is_chat else COMPLETION_FIELDS).refuse(body.unknown_fields)
     if body.prediction is not None:
         check_texts("prediction.content", body.prediction.content)
     if body.speculation is not None:

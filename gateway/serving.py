@@ -23,9 +23,9 @@ from shared.telemetry.tracing import NO_TRACER, Tracer
 from shared.tls import ClientTls
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Gateway:
-    """The objects that the routes share.
+    """The objects that the routes share. None of them is replaced.
 
     Attributes:
         start_time_s: seconds since the epoch.
@@ -55,9 +55,10 @@ class Gateway:
     tracer: Tracer = NO_TRACER
     schema_checks: SchemaChecks = field(default_factory=SchemaChecks)
 
-    @property
-    def planner(self) -> Planner:
-        return Planner(self.text, self.limits)
+    planner: Planner = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.planner = Planner(self.text, self.limits)
 
     def target_admins(self) -> list[TargetAdmin]:
         """Returns the targets' maintenance ports.

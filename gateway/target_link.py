@@ -138,7 +138,9 @@ class TargetLink:
             # A value that no check has named is too large, or no Unicode. Nothing is counted yet.
             told = f"the request cannot be sent to a target: {error}"
             raise InvalidArgument(told, reason="REQUEST_UNENCODABLE") from error
-        live = _Live(receive, take or receive, generation.num_reserved_tokens)
+        # The most that the sequence can grow to.
+        num_reserved = len(generation.prompt_token_ids) + generation.stop.max_output_tokens
+        live = _Live(receive, take or receive, num_reserved)
         self._live[request_id] = live
         self.num_reserved_tokens += live.num_reserved_tokens
         self._unsent.put_nowait(message)
