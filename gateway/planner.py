@@ -264,8 +264,12 @@ class WantedOutput:
             raise InvalidArgument.out_of_range(
                 "prompt_logprob_start", scoring.start, f"[0, {len(prompt) - 1}]"
             )
-        seeds = (choice_seed(sampling.seed, choice) for choice in range(self.num_choices))
-        return [replace(generation, sampling=replace(sampling, seed=seed)) for seed in seeds]
+        # The first choice has the request's own seed.
+        others = (choice_seed(sampling.seed, choice) for choice in range(1, self.num_choices))
+        return [
+            generation,
+            *(replace(generation, sampling=replace(sampling, seed=seed)) for seed in others),
+        ]
 
     def _named(self) -> Sequence[int]:
         """Returns the tokens whose log probabilities are wanted, each once.
