@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -23,7 +23,12 @@ from shared.rpc.requests import sampling_from_message, stop_from_message, tree_m
 from shared.sampling_defaults import OUTCOMES, TREE_STEPS, TREE_TOKENS, IntegerLimit, drawn_seed
 from shared.tokens import FinishReason, TokenLogprobs
 
-LimitedField = Literal["step_count", "draft_token_count", "outcome_budget"]
+_SpeculationField = Literal["step_count", "draft_token_count", "outcome_budget"]
+_SPECULATION_LIMITS: tuple[tuple[_SpeculationField, str, IntegerLimit], ...] = (
+    ("step_count", "num_draft_steps", TREE_STEPS),
+    ("draft_token_count", "num_draft_tokens", TREE_TOKENS),
+    ("outcome_budget", "num_outcomes", OUTCOMES),
+)
 
 
 def generation_request(
@@ -37,6 +42,11 @@ def generation_request(
     limits.check_prompt(message.prompt_token_ids)
     wants_logprobs, params = message.HasField("top_logprob_count"), message.speculation_params
     scoring = message.prompt_logprob_params
+    speculation: dict[str, Any] = {
+        name: limit.checked(getattr(params, field))
+        for field, name, limit in _SPECULATION_LIMITS
+        if params.HasField(field)
+    }
     return GenerationRequest(
         request_id=record.request_id,
         traceparent=record.traceparent,
@@ -51,9 +61,7 @@ def generation_request(
         # A tree of one row is only its root.
         speculation_disabled=params.disabled or params.draft_token_count == 1,
         draft_algorithm=params.algorithm or None,
-        num_draft_steps=_limited(params, "step_count", TREE_STEPS),
-        num_draft_tokens=_limited(params, "draft_token_count", TREE_TOKENS),
-        num_outcomes=_limited(params, "outcome_budget", OUTCOMES),
+        **speculation,
         wants_trace=params.trace,
         never_learnt=params.never_learnt,
         priority=message.priority,
@@ -66,10 +74,6 @@ def generation_request(
         predicted_token_ids=tuple(message.predicted_token_ids),
         wants_routes=message.return_routed_experts,
     )
-
-
-def _limited(params: pb.SpeculationParams, field: LimitedField, limit: IntegerLimit) -> int | None:
-    return limit.checked(getattr(params, field)) if params.HasField(field) else None
 
 
 _FINISH_REASONS = {
