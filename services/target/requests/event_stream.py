@@ -153,7 +153,7 @@ class NewSequences:
 
     def queue(self, request: GenerationRequest, sink: EventSink, key: int) -> None:
         """Queues a request, or fails it: the queue is full, or it names an unknown algorithm."""
-        sequence = Sequence.of(next(self._ids), request, self._limits)
+        sequence = Sequence(next(self._ids), request, self._limits)
         try:
             self._drafts.check_algorithm(request.draft_algorithm)
             self._scheduler.submit(sequence)
