@@ -23,7 +23,7 @@ from services.target.drafts.attachment import AttachmentTerms
 from services.target.drafts.speculation_service import SpeculationServicer
 from services.target.engine import Engine
 from services.target.grammars.compiler import GrammarCompiler, GrammarLimits
-from services.target.requests.admission import Admission, RequestRecorder
+from services.target.requests.admission import Admission, RequestTelemetry
 from services.target.requests.generate_service import ServedModel, TargetServicer
 from services.target.settings import TargetSettings
 from services.target.vllm.vllm_engine_messages import ModelFacts
@@ -163,11 +163,11 @@ class TargetProcess:
         if settings.grpc_vllm_engine:
             self._services.append(_VLLM_ENGINE)
         self._lifecycle = Lifecycle([service.full_name for service in self._services])
-        recorder = RequestRecorder(
+        telemetry = RequestTelemetry(
             settings.model_id, metrics or VllmMetrics(), time.monotonic, tracer
         )
         self._grammars = grammar_compiler(engine, settings)
-        self._admission = Admission(engine, self._grammars, self._lifecycle, recorder)
+        self._admission = Admission(engine, self._grammars, self._lifecycle, telemetry)
         self._target = TargetServicer(self._admission, model)
         self._vllm_engine: VllmEngineServicer | None = None
         if settings.grpc_vllm_engine:

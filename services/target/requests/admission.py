@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class RequestRecorder:
+class RequestTelemetry:
     """What the records of a target's requests share. On the event loop."""
 
     model_id: str
@@ -42,19 +42,19 @@ class RequestRecord:
     """
 
     def __init__(
-        self, recorder: RequestRecorder, request_id: str, num_prompt: int, parent: str | None
+        self, telemetry: RequestTelemetry, request_id: str, num_prompt: int, parent: str | None
     ) -> None:
-        self._recorder = recorder
+        self._telemetry = telemetry
         self.request_id = request_id
         self._num_prompt = num_prompt
         attributes: dict[str, str | int] = {
             "outrider.request_id": request_id,
-            "gen_ai.request.model": recorder.model_id,
+            "gen_ai.request.model": telemetry.model_id,
             "gen_ai.usage.input_tokens": num_prompt,
         }
-        self._span = recorder.tracer.begin("target.generate", parent, attributes)
+        self._span = telemetry.tracer.begin("target.generate", parent, attributes)
         self.traceparent = self._span.traceparent
-        self._figures = recorder.metrics.begin(recorder.model_id, recorder.clock())
+        self._figures = telemetry.metrics.begin(telemetry.model_id, telemetry.clock())
         self._num_cached = 0
         self._num_drafted = 0
         self._num_accepted = 0
@@ -63,8 +63,8 @@ class RequestRecord:
 
     def observe(self, event: Event) -> None:
         """Takes an event of the request, as it goes out."""
-        recorder = self._recorder
-        metrics, now_s = recorder.metrics, recorder.clock()
+        telemetry = self._telemetry
+        metrics, now_s = telemetry.metrics, telemetry.clock()
         if isinstance(event, Delta):
             if self._figures.first_s is None:
                 self._span.event("first_token")
@@ -89,7 +89,7 @@ class RequestRecord:
     def end(self) -> None:
         """Nothing more comes; called once."""
         figures = self._figures
-        self._recorder.metrics.end(figures, self._num_prompt, self._reason)
+        self._telemetry.metrics.end(figures, self._num_prompt, self._reason)
         facts: dict[str, str | int | float] = {
             "outcome": self._error or self._reason,
             "num_prompt": self._num_prompt,
@@ -144,5 +144,5 @@ class Admission:
     engine: Engine
     grammars: GrammarCompiler
     lifecycle: Lifecycle
-    recorder: RequestRecorder
+    telemetry: RequestTelemetry
     open_requests: OpenRequests = field(default_factory=OpenRequests)

@@ -130,7 +130,7 @@ class OpenSession:
                 "REQUEST_ID_DUPLICATE", "request_id", f"request {key} is open on this session"
             )
         record = RequestRecord(
-            self._admission.recorder,
+            self._admission.telemetry,
             submit.trace_request_id or new_request_id(),
             len(submit.request.prompt_token_ids),
             submit.traceparent or None,
@@ -154,7 +154,7 @@ class OpenSession:
             self._stream.check_room()
             admission, asked = self._admission, submit.request
             admission.lifecycle.check_open()
-            limits, now_s = admission.engine.limits, admission.recorder.clock()
+            limits, now_s = admission.engine.limits, admission.telemetry.clock()
             request = generation_request(asked, record, limits, now_s)
             if asked.HasField("grammar"):
                 compiled = await admission.grammars.compile(grammar_from_message(asked.grammar))

@@ -105,26 +105,38 @@ def session_responses(batch: Iterable[tuple[int, Event]]) -> Iterator[pb.Session
     own costs twenty times as much. Columns come before the events of their message, so a delta
     that follows an event of its request begins another message.
     """
-    response, with_event = pb.SessionResponse(), set[int]()
+    events, deltas, with_event = list[pb.SessionEvent](), list[tuple[int, Delta]](), set[int]()
     for key, event in batch:
-        if not (isinstance(event, Delta) and event.is_plain):
-            with_event.add(key)
-            if isinstance(event, Failed):
-                response.events.add(request_id=key, failure=_failure(event.error))
-            else:
-                response.events.add(request_id=key, response=response_message(event))
+        if isinstance(event, Delta) and event.is_plain:
+            if key in with_event:
+                yield _session_response(events, deltas)
+                events, deltas, with_event = [], [], set()
+            deltas.append((key, event))
             continue
-        if key in with_event:
-            yield response
-            response, with_event = pb.SessionResponse(), set()
-        deltas = response.deltas
-        deltas.request_ids.append(key)
-        deltas.token_counts.append(len(event.token_ids))
-        deltas.token_ids.extend(event.token_ids)
-        deltas.accepted_token_counts.append(event.num_accepted)
-        deltas.drafted_token_counts.append(event.num_drafted)
-    if response.events or response.HasField("deltas"):
-        yield response
+        with_event.add(key)
+        if isinstance(event, Failed):
+            events.append(pb.SessionEvent(request_id=key, failure=_failure(event.error)))
+        else:
+            events.append(pb.SessionEvent(request_id=key, response=response_message(event)))
+    if events or deltas:
+        yield _session_response(events, deltas)
+
+
+def _session_response(
+    events: list[pb.SessionEvent], deltas: list[tuple[int, Delta]]
+) -> pb.SessionResponse:
+    """Returns a message of plain deltas and the events behind them. A column is written at once:
+    number by number it would cost four times as much."""
+    if not deltas:
+        return pb.SessionResponse(events=events)
+    columns = pb.TokenDeltas(
+        request_ids=[key for key, _ in deltas],
+        token_counts=[len(delta.token_ids) for _, delta in deltas],
+        token_ids=[token_id for _, delta in deltas for token_id in delta.token_ids],
+        accepted_token_counts=[delta.num_accepted for _, delta in deltas],
+        drafted_token_counts=[delta.num_drafted for _, delta in deltas],
+    )
+    return pb.SessionResponse(events=events, deltas=columns)
 
 
 def _delta(delta: Delta) -> pb.TokenDelta:
