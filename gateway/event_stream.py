@@ -67,10 +67,17 @@ def event(body: dict[str, Any]) -> bytes:
 
 
 class _OpenAiChunks:
-    """What OpenAI's two streams share: the fields of a chunk around its choice, and their end."""
+    """What OpenAI's two streams share: the fields of a chunk around its choice, and their end.
 
-    def __init__(self, plan: Plan, tokenizer: Tokenizer, kind: str) -> None:
+    Args:
+        on_end: is given the choices when all have ended.
+    """
+
+    def __init__(
+        self, plan: Plan, tokenizer: Tokenizer, kind: str, on_end: OnEnd | None = None
+    ) -> None:
         self._plan = plan
+        self._on_end = on_end
         self._tokenizer = tokenizer
         self._head = {
             "id": plan.request_id,
@@ -95,6 +102,8 @@ class _OpenAiChunks:
         return ids | rounds_field(piece, self._tokenizer)
 
     def closing(self, choices: tuple[Choice, ...]) -> bytes:
+        if self._on_end is not None:
+            self._on_end(choices)
         if not self._plan.include_usage:
             return DONE
         last = {
@@ -111,15 +120,10 @@ class _OpenAiChunks:
 
 
 class ChatChunks(_OpenAiChunks):
-    """`/v1/chat/completions`: role, deltas, one finish chunk for each choice, usage, `[DONE]`.
-
-    Args:
-        on_end: is given the choices when all have ended.
-    """
+    """`/v1/chat/completions`: role, deltas, one finish chunk for each choice, usage, `[DONE]`."""
 
     def __init__(self, plan: Plan, tokenizer: Tokenizer, on_end: OnEnd | None = None) -> None:
-        super().__init__(plan, tokenizer, "chat.completion.chunk")
-        self._on_end = on_end
+        super().__init__(plan, tokenizer, "chat.completion.chunk", on_end)
         self._is_text_only = not (
             plan.text.with_logprobs
             or plan.text.with_rounds
@@ -168,11 +172,6 @@ class ChatChunks(_OpenAiChunks):
     ) -> bytes:
         fields = {"delta": delta, "logprobs": scores, "finish_reason": None, **extras}
         return self._chunk(choice, fields, usage_so_far)
-
-    def closing(self, choices: tuple[Choice, ...]) -> bytes:
-        if self._on_end is not None:
-            self._on_end(choices)
-        return super().closing(choices)
 
     def _is_worth_a_chunk(self, piece: Piece) -> bool:
         """An end token alone has no text; sent only to clients that asked for tokens or scores."""
