@@ -126,6 +126,7 @@ class Engine:
         decoder: the model; a draft in this process may borrow its tensors.
         cache: what its KV cache takes of the device.
         num_kv_tokens: that the KV cache holds, on all ranks.
+        death: done when the engine thread died of an error.
     """
 
     def __init__(self, loop: StepLoop, inbox: Inbox) -> None:
@@ -138,7 +139,7 @@ class Engine:
         self._flush = leases.flush
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        self._failed = threading.Event()
+        self.death: Future[None] = Future()
 
     # From any thread: requests.
 
@@ -229,7 +230,7 @@ class Engine:
     @property
     def has_failed(self) -> bool:
         """Whether the engine thread died; nothing will be served any more."""
-        return self._failed.is_set()
+        return self.death.done()
 
     @property
     def draft_algorithms(self) -> tuple[str, ...]:
@@ -334,7 +335,7 @@ class Engine:
                 advice = self.cache.advice(Shortage.of(error))
                 logger.critical("no memory for a step: %s; or --chunked-prefill-size", advice)
             logger.exception("the engine failed")
-            self._failed.set()
+            self.death.set_result(None)
             self._inbox.close(EngineFailed.of)
             while not self._runs_rest():
                 pass

@@ -89,7 +89,6 @@ _TARGET = target_service_pb2.DESCRIPTOR.services_by_name["TargetService"]
 _SPECULATION = speculation_service_pb2.DESCRIPTOR.services_by_name["SpeculationService"]
 _VLLM_ENGINE = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"]
 _ADMIN = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
-_ENGINE_WATCH_S = 0.5
 
 
 class EmbeddedPort(Protocol):
@@ -229,14 +228,12 @@ class TargetProcess:
         Raises:
             EngineFailed: the engine died; the process is of no more use.
         """
-        while not stop.is_set():
-            if self._engine.has_failed:
-                await self._lifecycle.drain()
-                raise EngineFailed.of()
-            try:
-                await asyncio.wait_for(stop.wait(), _ENGINE_WATCH_S)
-            except TimeoutError:
-                continue
+        stopped, died = asyncio.create_task(stop.wait()), asyncio.wrap_future(self._engine.death)
+        await asyncio.wait((stopped, died), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not stop.is_set():
+            await self._lifecycle.drain()
+            raise EngineFailed.of()
 
     async def stop(self, grace_s: float) -> None:
         """Says NOT_SERVING, refuses new work, lets running work finish, then stops."""
