@@ -9,7 +9,6 @@ from typing import NamedTuple
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.feature_store import FeatureFeed, FeatureSpec
 from services.target.draw import Decision
-from services.target.fallback import OwnTrees
 from services.target.launcher import LaunchedStep
 from services.target.requests.event_stream import Subscriptions
 from services.target.requests.request import Finished
@@ -33,13 +32,16 @@ class Committed(NamedTuple):
 
 
 class Committer:
-    """Commits what sequences drew, and keeps the reports of steps until they are taken. Owned by
-    the engine thread.
+    """Commits what sequences drew. Owned by the engine thread.
 
     Args:
+        has_fallback: whether the target has n-gram trees of its own.
         routes: of the experts that tokens took, which are kept; None where they are not.
         forget: lets go of a sequence that has ended.
         release: frees the pages of one whose rows were in flight when it ended.
+
+    Attributes:
+        reports: of the steps that were committed, until the loop hands them out.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class Committer:
         leases: KvLeases,
         subscriptions: Subscriptions,
         attachments: Attachments,
-        own_trees: OwnTrees,
+        has_fallback: bool,
         version: WeightVersion,
         features: FeatureFeed,
         routes: FeatureSpec | None,
@@ -61,14 +63,14 @@ class Committer:
         self._leases = leases
         self._subscriptions = subscriptions
         self._attachments = attachments
-        self._own_trees = own_trees
+        self._has_fallback = has_fallback
         self._clock = clock
         self._forget = forget
         self._release = release
         self._committed_s = 0.0
         # Tokens of each round with a tree of the fallback, since the last report.
         self._fallback_counts: list[int] = []
-        self._reports: list[StepReport] = []
+        self.reports: list[StepReport] = []
 
     def commit_step(
         self, step: LaunchedStep, decided: SequenceOf[tuple[ScheduledSequence, Decision]]
@@ -117,7 +119,7 @@ class Committer:
             parts: of the sequences that drew tokens.
         """
         fallback_counts, self._fallback_counts = self._fallback_counts, []
-        self._reports.append(
+        self.reports.append(
             StepReport(
                 duration_s=end_s - start_s,
                 end_s=end_s,
@@ -161,13 +163,15 @@ class Committer:
         since_s = None if was_prompt else sequence.decided_s
         committed = sequence.commit(decision.token_ids)
         accepted = decision.accepted_nodes[: len(committed)]
-        trace = self._trace(entry, accepted, start_s, now_s)
+        trace = None
+        if sequence.request.wants_trace:  # before the verdict is sent to the draft
+            trace = self._trace(entry, accepted, start_s, now_s)
         sequence.decided_s = now_s
         # The last committed token is always left to compute.
         sequence.num_computed += min(len(accepted), len(committed) - 1)
         sequence.stats.num_rounds += 1
         if has_tree:
-            if self._own_trees.has_fallback and not (was_predicted or was_verified):
+            if self._has_fallback and not (was_predicted or was_verified):
                 self._fallback_counts.append(len(committed))
             sequence.stats.add_verified(len(entry.tree), len(accepted))
         self._attachments.verdicts.count_round(
@@ -230,11 +234,9 @@ class Committer:
 
     def _trace(
         self, entry: ScheduledSequence, accepted: tuple[int, ...], start_s: float, now_s: float
-    ) -> RoundTrace | None:
-        """Reports the round of a commit, before its verdict is sent to the draft."""
+    ) -> RoundTrace:
+        """Reports the round of a commit."""
         sequence = entry.sequence
-        if not sequence.request.wants_trace:
-            return None
         # A step launched ahead may have begun before the host had read the one before it.
         begin_s = max(start_s, sequence.decided_s)
         return RoundTrace(
@@ -256,8 +258,9 @@ class Committer:
 
     def _last_event(self, sequence: Sequence) -> Finished | Failed:
         assert sequence.finish_reason is not None
-        if sequence.failure is not None:
-            return Failed(sequence.failure)
+        if sequence.matcher is not None and sequence.matcher.failure is not None:
+            return Failed(sequence.matcher.failure)
+        routes = self._routes if sequence.request.wants_routes else None
         return Finished(
             sequence.finish_reason,
             sequence.num_prompt_tokens,
@@ -265,24 +268,12 @@ class Committer:
             sequence.num_cached_tokens,
             sequence.stop_token_id,
             sequence.stats,
-            self._routes_of(sequence),
+            None if routes is None else self._routes_of(sequence, routes),
         )
 
-    def _routes_of(self, sequence: Sequence) -> HostCopy | None:
+    def _routes_of(self, sequence: Sequence, routes: FeatureSpec) -> HostCopy:
         """Returns the experts of all tokens but the last, on their way."""
-        if self._routes is None or not sequence.request.wants_routes:
-            return None
         end = len(sequence.token_ids) - 1
-        start, rows = self._features.known_rows(self._routes, sequence.open_lease, 0, end)
+        start, rows = self._features.known_rows(routes, sequence.open_lease, 0, end)
         assert start == 0, f"the experts of {start} tokens were not recorded"
         return HostCopy(rows)
-
-    @property
-    def has_reports(self) -> bool:
-        """Whether steps were committed since reports were last taken."""
-        return bool(self._reports)
-
-    def take_reports(self) -> list[StepReport]:
-        """Returns the reports since the last call."""
-        reports, self._reports = self._reports, []
-        return reports

@@ -51,8 +51,6 @@ class Inbox:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._refusal: Callable[[], OutriderError] | None = None
         self._closing = threading.Lock()
-        # What `await_command` has found.
-        self._next: Command | None = None
 
     def post(self, command: Command) -> None:
         """Queues a command.
@@ -105,25 +103,14 @@ class Inbox:
 
     def run_all(self, *, wait_s: float | None = 0.0) -> None:
         """Runs every queued command; waits up to `wait_s` for the first, for ever on None."""
-        self.await_command(wait_s)
-        while (command := self._next) is not None:
-            self._next = None
+        is_waiting = wait_s is None or wait_s > 0.0
+        while True:
+            try:
+                command = self._commands.get(is_waiting, wait_s if is_waiting else None)
+            except queue.Empty:
+                return
+            is_waiting = False
             command()
-            self.await_command(0.0)
-
-    def await_command(self, wait_s: float | None) -> None:
-        """Waits up to `wait_s` for a command, for ever on None, and runs none. Only for the thread
-        that runs them."""
-        if self._next is None:
-            self._next = self._taken(wait_s)
-
-    def _taken(self, wait_s: float | None) -> Command | None:
-        try:
-            if wait_s is not None and wait_s <= 0.0:
-                return self._commands.get_nowait()
-            return self._commands.get(timeout=wait_s)
-        except queue.Empty:
-            return None
 
 
 class Engine:
@@ -139,6 +126,7 @@ class Engine:
         decoder: the model; a draft in this process may borrow its tensors.
         cache: what its KV cache takes of the device.
         num_kv_tokens: that the KV cache holds, on all ranks.
+        death: done when the engine thread died of an error.
     """
 
     def __init__(self, loop: StepLoop, inbox: Inbox) -> None:
@@ -151,7 +139,7 @@ class Engine:
         self._flush = leases.flush
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        self._failed = threading.Event()
+        self.death: Future[None] = Future()
 
     # From any thread: requests.
 
@@ -242,7 +230,7 @@ class Engine:
     @property
     def has_failed(self) -> bool:
         """Whether the engine thread died; nothing will be served any more."""
-        return self._failed.is_set()
+        return self.death.done()
 
     @property
     def draft_algorithms(self) -> tuple[str, ...]:
@@ -347,7 +335,7 @@ class Engine:
                 advice = self.cache.advice(Shortage.of(error))
                 logger.critical("no memory for a step: %s; or --chunked-prefill-size", advice)
             logger.exception("the engine failed")
-            self._failed.set()
+            self.death.set_result(None)
             self._inbox.close(EngineFailed.of)
             while not self._runs_rest():
                 pass
@@ -366,5 +354,6 @@ class Engine:
     def _wait(self) -> None:
         """Runs the next commands, or prepares for later steps while there are none."""
         patience_s = self._loop.patience_s()
-        is_idle = patience_s is None
-        self._inbox.run_all(wait_s=0.0 if is_idle and self._loop.prepare_next() else patience_s)
+        if patience_s is None and self._loop.runner.prepare_next():
+            patience_s = 0.0
+        self._inbox.run_all(wait_s=patience_s)

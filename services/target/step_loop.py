@@ -20,7 +20,7 @@ from services.target.drafts.draft_exchange import DraftExchange
 from services.target.drafts.draft_policy import ALWAYS
 from services.target.drafts.feature_store import FeatureFeed, FeatureSpec
 from services.target.engine_gauges import EngineGauges
-from services.target.fallback import NgramFallback, OwnTrees
+from services.target.fallback import NgramFallback, own_tree
 from services.target.launcher import LaunchedStep, Launcher
 from services.target.requests.event_stream import NewSequences, Subscriptions
 from services.target.requests.request import EventSink, ModelLimits
@@ -80,7 +80,7 @@ class StepLoop:
         self._on_step = on_step
         self._overlaps = overlaps
         config = runner.decoder.config
-        self._own_trees = OwnTrees(fallback)
+        self._fallback = fallback
         self.attachments = Attachments(adaptive, always_up_to=always_up_to)
         self._features = FeatureFeed(
             self.attachments.assignments,
@@ -104,7 +104,7 @@ class StepLoop:
             leases=leases,
             subscriptions=self._subscriptions,
             attachments=self.attachments,
-            own_trees=self._own_trees,
+            has_fallback=fallback is not None,
             version=version,
             features=self._features,
             routes=routes,
@@ -132,9 +132,8 @@ class StepLoop:
         self.speculation = SpeculationState(self.attachments, self._rounds)
         self._host_gap = HostGap()
         # A target with trees of its own decides between two steps which to verify.
-        has_trees = self._own_trees.has_fallback
         self._pushed = PushedSteps(
-            None if has_trees else factory.pushed_lanes(),
+            None if fallback else factory.pushed_lanes(),
             parts,
             is_elsewhere=self._rounds.takes,
             features=self._features,
@@ -189,7 +188,7 @@ class StepLoop:
         now_s = self.clock()
         self.speculation.update(now_s)
         turn = self._pushed.step()
-        if turn is Turn.DONE or self._committer.has_reports:
+        if turn is Turn.DONE or self._committer.reports:
             self._tell()
             self._report()
             now_s = self.clock()  # a planned step begins behind that
@@ -223,7 +222,8 @@ class StepLoop:
         if not self._runs_ahead():  # a draft has attached since the launch, or is asked again
             self._settle()
         if not is_aside or others:
-            self.attachments.readiness.gather(filter(_decodes, others), now_s)
+            decoding = [each for each in others if each.num_uncomputed == 1]
+            self.attachments.readiness.gather(decoding, now_s)
         plan = self._scheduler.plan(
             lambda sequence: self.attachments.readiness.is_ready(sequence, now_s),
             self._tree,
@@ -264,12 +264,15 @@ class StepLoop:
     def _tree(self, sequence: TargetSequence) -> TokenTree:
         """The tree for a sequence's current round: its draft's, else the target's own."""
         tree = self.attachments.assignments.tree(sequence)
-        return tree if tree.token_ids else self._own_trees.tree(sequence)
+        if tree.token_ids or (self._fallback is None and sequence.prediction is None):
+            return tree
+        return own_tree(sequence, self._fallback)
 
     def _report(self) -> None:
         """Hands out the reports of the steps that were committed."""
-        for report in self._committer.take_reports():
+        for report in self._committer.reports:
             self._on_step(report)
+        self._committer.reports.clear()
 
     def _idle_s(self) -> float:
         """Seconds for which every sequence awaits a draft; 0 if there is anything to do."""
@@ -325,11 +328,6 @@ class StepLoop:
                 return False
         return self._rounds.launch(is_alone=is_alone)
 
-    def prepare_next(self) -> bool:
-        """Makes something that a later step would have to wait for; returns whether there was
-        anything to make."""
-        return self.runner.prepare_next()
-
     def cancel(self, sink: EventSink, key: int) -> None:
         """Ends a request without a further event."""
         sequence = self._subscriptions.find(sink, key)
@@ -383,10 +381,9 @@ class StepLoop:
         """Whether the step in flight may be left unread while the next one is launched."""
         if self._in_flight is None:
             return True
-        depends_on_drafts = (
-            self.attachments.assignments.needs_every_step or self._own_trees.has_fallback
-        )
-        if not self._overlaps or depends_on_drafts:
+        if not self._overlaps or self._fallback is not None:
+            return False
+        if self.attachments.assignments.needs_every_step:
             return False
         return self._in_flight.allows_run_ahead
 
@@ -417,20 +414,16 @@ class StepLoop:
         is_awaited = not step.mark.is_passed
         decided = step.read()
         self._rounds.planned_read(step, is_awaited=is_awaited)
-        self._tell_scores(step)
+        if step.scores is not None:
+            for sequence, event in step.scores.read():
+                if sequence.finish_reason is None:
+                    self._subscriptions.emit(sequence, event)
         if self._in_flight is None:
             self._host_gap.read(self.clock())
         live = [each for each in decided if each[0].sequence.finish_reason is None]
         self._launcher.keep_accepted(live)
         self.drafts.take_offers()
         self._committer.commit_step(step, live)
-
-    def _tell_scores(self, step: LaunchedStep) -> None:
-        """Tells what a step says of prompt tokens, to those who have not left meanwhile."""
-        if step.scores is not None:
-            for sequence, event in step.scores.read():
-                if sequence.finish_reason is None:
-                    self._subscriptions.emit(sequence, event)
 
     def _tell(self) -> None:
         """Sends one message to each draft and one batch to each sink."""
@@ -445,13 +438,9 @@ class StepLoop:
         self._pushed.forget(sequence)
         self._scheduler.finish(sequence)
         self.attachments.assignments.close(sequence)
-        self._own_trees.forget(sequence)
+        if self._fallback is not None:
+            self._fallback.forget(sequence)
         if self._in_flight is not None and self._in_flight.computes(sequence):
             self._in_flight.retired.append(sequence)
         else:
             self._scheduler.release(sequence)
-
-
-def _decodes(sequence: TargetSequence) -> bool:
-    """Whether the prompt is read."""
-    return sequence.num_uncomputed == 1

@@ -62,18 +62,6 @@ def test_a_waiting_engine_is_woken_by_a_command() -> None:
     assert ran == [1]
 
 
-def test_a_command_that_was_awaited_runs_before_later_ones() -> None:
-    inbox, ran = Inbox(2), []
-    inbox.await_command(0.0)
-    inbox.post(lambda: ran.append(1))
-    inbox.await_command(None)
-    inbox.await_command(None)  # that one is still there
-    inbox.post(lambda: ran.append(2))
-    assert not ran
-    inbox.run_all()
-    assert ran == [1, 2]
-
-
 def test_closed_inbox_refuses_work_and_still_runs_what_came_before() -> None:
     inbox, ran = Inbox(2), []
     inbox.post(lambda: ran.append(1))
