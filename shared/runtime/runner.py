@@ -133,19 +133,6 @@ class ModelRunner:
         return self._graphs is not None and self._graphs.capture_next()
 
 
-@dataclass(frozen=True, slots=True)
-class HeadOutput:
-    """Result of one forward, for its L logit rows, in the order of `batch.logit_rows`.
-
-    Attributes:
-        logits: `[L, V]` float32 over the target's vocabulary; -inf where the head has no token.
-        states: `[L, H]`, the hidden states that the rows below them in a tree read.
-    """
-
-    logits: Tensor
-    states: Tensor
-
-
 AnyHead = TypeVar("AnyHead", DraftHead, DflashHead)
 
 
@@ -177,20 +164,16 @@ class HeadRunner(_PooledHead[DraftHead]):
         return self.head.fuse(rows)
 
     @torch.inference_mode()
-    def states(self, batch: ForwardBatch, hidden: Tensor, *, layer: int) -> Tensor:
-        """Returns the states `[T, H]` of every row of `batch`, computed by one layer."""
+    def states(self, batch: ForwardBatch, hidden: Tensor, *, layer: int = 0) -> Tensor:
+        """Returns the states `[T, H]` of every row of `batch`, computed by one layer from `hidden`
+        `[T, H]`."""
         return self.head.forward(batch, hidden, self.pool, layer=layer)
 
     @torch.inference_mode()
     def logits(self, states: Tensor, layer: int = 0) -> Tensor:
-        """Returns `[L, V]` float32 for `states` `[L, H]` of one layer."""
+        """Returns `[L, V]` float32 for `states` `[L, H]` of one layer; -inf where the head has no
+        token."""
         return self.head.logits(states, layer)
-
-    @torch.inference_mode()
-    def run(self, batch: ForwardBatch, hidden: Tensor) -> HeadOutput:
-        """Computes `batch` from `hidden` `[T, H]`, one hidden state a row."""
-        states = self.head.forward(batch, hidden, self.pool).index_select(0, batch.logit_rows)
-        return HeadOutput(self.head.logits(states), states)
 
 
 class BlockRunner(_PooledHead[DflashHead]):

@@ -66,6 +66,18 @@ class Scores(Protocol):
         """Returns what may follow each row so far, see `ComputedRows`."""
 
 
+class RequestScores(Protocol):
+    """Scores by all that the requests of S sequences ask for; it can be sent to a process."""
+
+    def confidence(self, logits: Tensor, paths: Tensor) -> Tensor:
+        """Returns log probabilities of acceptance `[S, N, V]` float32.
+
+        Args:
+            logits: `[S * N, V]`, over the target's tokens.
+            paths: `[S, N, D]` int64, the tree tokens on the way to each row, its own included.
+        """
+
+
 class Growth(Protocol):
     """`TreeGrowth` of S slots: `add` a level's logits, compute the rows of `beam`."""
 
@@ -140,11 +152,13 @@ class TreeDraft:
     Attributes:
         num_choices: W, tokens to find after the root and each computed node, at least as many as
             children; the best leaves are computed for it when the trees are there. 0 for none.
+        scores: of requests that the kinds of `RoundSampling` do not cover; `code` is plain then.
     """
 
     code: DraftCode
     batches: RoundBatches
     num_choices: int = 0
+    scores: RequestScores | None = None
 
     def grow_levels(
         self, state: RoundState, sampling: RoundSampling, sources: Tensor
@@ -156,7 +170,12 @@ class TreeDraft:
             sources: `[S * W]` int64, see `DraftCode.forwards`.
         """
         forwards = self._forwards(state, sources)
-        growth = self.code.growth(state, sampling, self.num_choices)
+        growth: Growth
+        if self.scores is None:
+            growth = self.code.growth(state, sampling, self.num_choices)
+        else:
+            scores = plain_scores(state, self.batches, self.scores, self.num_choices)
+            growth = PlainGrowth(state, self.batches, scores)
         yield from grow(growth, forwards, self.batches.shape.tree.num_steps)
         leaves = growth.beam() if self.num_choices else None
         yield growth.scored()
@@ -266,15 +285,21 @@ class PlainScores:
         width: tokens to find after each row.
     """
 
-    def __init__(self, state: RoundState, sampling: RoundSampling, width: int) -> None:
+    def __init__(
+        self, state: RoundState, sampling: RoundSampling | RequestScores, width: int
+    ) -> None:
         self._state, self._sampling, self._width = state, sampling, width
         self._levels: list[Children] = []
 
-    def best(self, logits: Tensor) -> Children:
-        """Returns the best tokens after each row of the next level."""
-        scores = self._sampling.confidence(logits, self._state, len(self._levels))
-        rows = scores.view(self._state.num_slots, -1, logits.shape[1])
-        self._levels.append(choose_children(rows, self._width))
+    def best(self, logits: Tensor, paths: Tensor | None = None) -> Children:
+        """Returns the best tokens after each row of the next level; `paths` see `RequestScores`."""
+        if isinstance(self._sampling, RoundSampling):
+            scores = self._sampling.confidence(logits, self._state, len(self._levels))
+            scores = scores.view(self._state.num_slots, -1, logits.shape[1])
+        else:
+            assert paths is not None, "only growing trees have paths"
+            scores = self._sampling.confidence(logits, paths)
+        self._levels.append(choose_children(scores, self._width))
         return self._levels[-1]
 
     def look(self, logits: Tensor) -> None:
@@ -295,15 +320,19 @@ class PlainGrowth:
     def __init__(self, state: RoundState, batches: RoundBatches, scores: PlainScores) -> None:
         self._state, self._batches, self.scores = state, batches, scores
         self._growth, self._beams = TreeGrowth(batches.shape.tree), list[Beam]()
+        self._paths = state.numbers.new_empty((state.num_slots, 1, 0))
 
     def add(self, logits: Tensor) -> None:
         """See `Growth.add`."""
-        self._growth.add(self.scores.best(logits).best(self._batches.shape.tree.topk))
+        children = self.scores.best(logits, self._paths)
+        self._growth.add(children.best(self._batches.shape.tree.topk))
 
     def beam(self) -> tuple[ForwardBatch, Tensor]:
         """See `Growth.beam`."""
         beam, level = self._growth.select_beam(), len(self._beams)
         self._beams.append(beam)
+        above = self._paths.gather(1, beam.parents.unsqueeze(2).expand(-1, -1, level))
+        self._paths = torch.cat((above, beam.token_ids.unsqueeze(2)), dim=2)
         num_before = self._batches.shape.tree.topk if level else 1
         first_rows = torch.arange(self._state.num_slots, device=beam.parents.device) * num_before
         parents = first_rows.unsqueeze(1) + beam.parents
@@ -328,7 +357,10 @@ class PlainGrowth:
 
 
 def plain_scores(
-    state: RoundState, batches: RoundBatches, sampling: RoundSampling, num_choices: int
+    state: RoundState,
+    batches: RoundBatches,
+    sampling: RoundSampling | RequestScores,
+    num_choices: int,
 ) -> PlainScores:
     """Returns what finds the children that trees need, or as many tokens as are asked for."""
     return PlainScores(state, sampling, num_choices or batches.shape.tree.topk)

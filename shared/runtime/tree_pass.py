@@ -24,7 +24,7 @@ from shared.kv.leases import PADDING_PAGE
 from shared.kv.upload import Array, UploadBlock, uploaded, uploaded_numbers
 from shared.models.heads.head import DraftHead
 from shared.runtime.graphs import capturing
-from shared.runtime.host_copy import HostCopy, write_rows
+from shared.runtime.host_copy import HostCopy, joined_rows, write_rows
 from shared.runtime.round_batches import (
     WALK_LINE,
     WALK_PARENT,
@@ -43,7 +43,15 @@ from shared.runtime.round_state import (
     RoundState,
     empty_number_row,
 )
-from shared.runtime.tree_draft import PackedRows, PackedTrees, Part, Parts, TreeDraft, packed
+from shared.runtime.tree_draft import (
+    PackedRows,
+    PackedTrees,
+    Part,
+    Parts,
+    RequestScores,
+    TreeDraft,
+    packed,
+)
 from shared.runtime.tree_model import PassKind, TreeModel
 from shared.speculation.row_sampling import sampling_columns, signed_seed
 from shared.tokens import SamplingParams, TokenTree, TreeShape
@@ -306,39 +314,49 @@ class TreePass:
         self.shape, self.kind = shape, kind
         self._limits, self._memory = limits, memory
         self.max_open_rows = 1 if kind.is_split else shape.max_committed
+        self._has_graphs = limits.has_graphs and not kind.is_plain
         # Graphs read the inputs, and what is beside them, at addresses that never change.
+        num_rows = limits.max_sequences * self.max_open_rows if self._has_graphs else 0
         self._sources = torch.zeros(
-            (limits.max_sequences * self.max_open_rows, model.source_width(kind)),
-            dtype=model.dtype,
-            device=self._pool.device,
+            (num_rows, model.source_width(kind)), dtype=model.dtype, device=self._pool.device
         )
         self._slots: dict[int, OpenSlots] = {}
         # Graphs read what its batches hold, too.
-        self._captured_draft = self._draft(shape)
+        self._captured_draft = self._draft(shape, self._sources)
         self._captured: dict[tuple[int, RoundSampling], _Captured | None] = {}
         self._buckets = slot_buckets(limits.max_sequences)
 
     @torch.inference_mode()
-    def begin(self, sequences: Sequence[OpenSequence], sources: Sequence[Tensor]) -> Parts:
+    def begin(
+        self,
+        sequences: Sequence[OpenSequence],
+        sources: Sequence[Tensor],
+        scores: RequestScores | None = None,
+    ) -> Parts:
         """Begins a pass and gives up the one before, unless it has ended.
 
         Args:
             sequences: at most `max_sequences`, with `max_open_rows` open rows at most.
             sources: what the open rows read beside tokens, end to end, in any pieces
                 `[any, width]` on any devices; none for a model that reads tokens alone.
+            scores: of a plain pass.
         """
-        self._take_sources(sources)
         sampling = RoundSampling.of(each.sampling for each in sequences)
         bucket = self._bucket_for(len(sequences), sampling)
-        captured = self._graph_of(bucket, sampling) if self._limits.has_graphs else None
+        captured = self._graph_of(bucket, sampling) if self._has_graphs else None
         longest = max(each.length for each in sequences)
         assert longest <= self._limits.max_context_tokens, f"{longest} tokens"
         reach = longest + self._spare
         if captured is None:
             widest = max(each.num_open for each in sequences)
             arrays = self._arrays(sequences, len(sequences), widest, reach)
-            shape = replace(self.shape, max_kv_length=reach)
-            return self._parts(self._draft(shape), arrays.upload(self._pool.device), sampling)
+            device, read = self._pool.device, self._sources
+            if sources:
+                read = joined_rows(sources, device).to(self._model.dtype)
+            draft = self._draft(replace(self.shape, max_kv_length=reach), read)
+            return self._parts(replace(draft, scores=scores), arrays.upload(device), sampling)
+        if sources:
+            write_rows(sources, self._sources[: sum(map(len, sources))])
         self._slots[bucket].fill(self._arrays(sequences, bucket, self.max_open_rows, reach))
         return _replayed(captured)
 
@@ -420,13 +438,6 @@ class TreePass:
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.page_size)
 
-    def _take_sources(self, pieces: Sequence[Tensor]) -> None:
-        if not pieces:
-            return
-        num_rows = sum(map(len, pieces))
-        assert num_rows <= len(self._sources), f"{num_rows} open rows"
-        write_rows(pieces, self._sources[:num_rows])
-
     def _arrays(
         self, sequences: Sequence[OpenSequence], num_slots: int, max_open_rows: int, reach: int
     ) -> OpenArrays:
@@ -439,9 +450,9 @@ class TreePass:
             walk_size=self._walk_size,
         )
 
-    def _draft(self, shape: RoundShape) -> TreeDraft:
+    def _draft(self, shape: RoundShape, sources: Tensor) -> TreeDraft:
         batches = RoundBatches(shape, self._pool.page_size)
-        return self._model.draft(batches, self._sources, self.kind)
+        return self._model.draft(batches, sources, self.kind)
 
     def _parts(self, draft: TreeDraft, inputs: OpenInputs, sampling: RoundSampling) -> Parts:
         kind, sources = draft.code.kind_of(sampling), inputs.sources.flatten()

@@ -125,8 +125,8 @@ class DraftBench:
         drafter = StandaloneDrafter(
             runner,
             KvLeases(runner.pool.num_pages, runner.page_size, prefix_cache=False),
+            built.grower,
             max_context_tokens=built.max_context_tokens,
-            grower=built.grower,
         )
         batch = [self._sequence(number, text, built) for number, text in enumerate(texts)]
         for sequence in batch:

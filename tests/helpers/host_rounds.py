@@ -18,10 +18,12 @@ from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
 from shared.models.heads.head import DraftHead
 from shared.runtime.runner import HeadRunner, ModelRunner, RunnerOutput
+from shared.runtime.tree_model import HeadModel
 from shared.speculation.row_sampling import row_sampling
 from shared.speculation.tree import row_parents
 from shared.speculation.verify import AcceptedPath, accept_path, draw_tokens
 from shared.tokens import EMPTY_TREE, Outcome, SamplingParams, TokenTree, TreeShape, Verdict
+from tests.helpers.drafting import plain_grower
 
 NUM_PAGES = 80
 
@@ -56,6 +58,7 @@ class HostRounds:
             KvLeases(NUM_PAGES, page_size),
             max_context_tokens=head.config.max_position_embeddings,
             keeps_features=False,
+            grower=plain_grower(HeadModel(head, head_pool), head.config.max_position_embeddings),
         )
         self.sampling = sampling
         self.sequence = DraftSequence(

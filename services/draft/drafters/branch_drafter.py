@@ -36,7 +36,7 @@ from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.pass_trees import PassTrees
 from services.draft.drafters.standalone_contexts import StandaloneContexts
 from services.draft.drafters.tails import Path
-from services.draft.drafters.whole_trees import PassGraphs, grown_shape
+from services.draft.drafters.whole_trees import PassGraphs, grown_shape, split
 from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.runtime.tree_pass import GrowingTrees
@@ -66,7 +66,7 @@ class BranchPasses:
     """Takes on verdicts that are wanted, as many as a pass grows trees for.
 
     Args:
-        num_choices: how many tokens to find after each row of a tree, see `TreeGrower.launch`.
+        num_choices: how many tokens to find after each row of a tree, see `TreeGrower.begin`.
         make_room: frees pages of branches that are wanted less; returns whether there were any.
 
     Attributes:
@@ -186,7 +186,7 @@ class BranchPasses:
 
 
 class BranchLookahead(ABC):
-    """See `Lookahead`. For sequences that `grows_whole`.
+    """See `Lookahead`. Those that do not `grows_whole` get no trees for verdicts to come.
 
     Args:
         vocab_size: tokens that the model can propose.
@@ -227,12 +227,13 @@ class BranchLookahead(ABC):
             sequences: that are complete.
             shape: see `grown_shape`.
         """
-        for sequence in sequences:
+        whole, rest = split(sequences)
+        for sequence in whole:
             self.drop(sequence)
-        grown = self._trees.grow(sequences, shape, num_choices(shape, self.budget))
-        pairs = list(zip(sequences, grown, strict=True))
-        self._rows.update((sequence.key, rows) for sequence, rows in pairs)
-        return [Proposal(sequence, rows.tree) for sequence, rows in pairs]
+        grown = self._trees.grow(whole, shape, num_choices(shape, self.budget))
+        self._rows.update(zip((each.key for each in whole), grown, strict=True))
+        trees = [*(rows.tree for rows in grown), *self._trees.grow_scored(rest, shape)]
+        return list(map(Proposal, (*whole, *rest), trees))
 
     @abstractmethod
     def begin(
@@ -283,7 +284,7 @@ class BranchLookahead(ABC):
         return self._rows.get(key) is wanted.rows or self._fallen.get(key) is growing
 
     def _num_followed(self, shape: TreeShape) -> int:
-        """Returns how many tokens to find after each row of a branch, see `TreeGrower.launch`."""
+        """Returns how many tokens to find after each row of a branch, see `TreeGrower.begin`."""
         return 0
 
     def _drop_followers(self) -> bool:

@@ -15,7 +15,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from services.draft.drafters.drafter import Drafter, Proposal
-from services.draft.drafters.tails import TailRows, TreeTail
+from services.draft.drafters.tails import TailRows
 from services.draft.drafters.whole_trees import pass_sampling
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.batch import SequenceRows
@@ -143,11 +143,6 @@ class Contexts(ABC):
     def take_in(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
         """Computes the next committed rows of each sequence, as many as are counted."""
 
-    def tree_tail(self, sequence: DraftSequence) -> TreeTail:
-        """Returns where the rows of a growing tree go."""
-        kv = self.kv_of(sequence)
-        return TreeTail(kv.num_computed, kv.lease.pages)
-
     def open_pass(
         self, sequences: Sequence[DraftSequence], most: int
     ) -> tuple[list[OpenSequence], list[Tensor]]:
@@ -264,21 +259,14 @@ class Contexts(ABC):
             pages=kv.lease.pages,
         )
 
-    def _next_rows(self, sequence: DraftSequence, count: int, *, with_logits: bool) -> SequenceRows:
-        """Lays out the next `count` rows and counts them as computed.
-
-        Args:
-            with_logits: of the last one.
-        """
+    def _next_rows(self, sequence: DraftSequence, count: int) -> SequenceRows:
+        """Lays out the next `count` rows and counts them as computed."""
         kv = self.kv_of(sequence)
-        start = kv.num_computed
+        start, kv.tail = kv.num_computed, None
         first_token = kv.window_start + start + self.reads_ahead
         kv.num_computed += count
         return SequenceRows.causal(
-            sequence.token_ids[first_token : first_token + count],
-            start,
-            kv.lease.pages,
-            (count - 1,) if with_logits else (),
+            sequence.token_ids[first_token : first_token + count], start, kv.lease.pages
         )
 
     @abstractmethod

@@ -393,7 +393,7 @@ class BlockLookahead(OneStepLookahead):
         logits = self._contexts.run([each.rows.lay_out() for each in work])
         for each in work:
             self._contexts.trim(each.verified.sequence, self._block_size)
-        scores = DraftScores(sequences, logits.device).of_blocks(
+        scores = DraftScores(sequences).of_blocks(
             logits, [each.paths for each in work], self._block_size - 1
         )
         width = max(each.verified.shape.topk for each in work) + self.budget
@@ -490,9 +490,7 @@ class DflashDrafter(ContextDrafter):
         depth = min(shape.num_steps, shape.max_node_count) + bool(budget)
         num_scored = min(self._block_size - 1, depth)
         logits = contexts.run([self._block_rows(sequence, num_scored) for sequence in sequences])
-        scores = DraftScores(sequences, self._runner.device).of_blocks(
-            logits, [[()]] * len(sequences), num_scored
-        )
+        scores = DraftScores(sequences).of_blocks(logits, [[()]] * len(sequences), num_scored)
         proposals = []
         for sequence, choices in zip(
             sequences, best_choices(scores, shape.topk + budget), strict=True

@@ -1,8 +1,6 @@
 """Drafts with a one-layer head that continues the target's hidden states: EAGLE-2 and EAGLE-3.
 
-The first level takes in the rows whose features the last verdict brought; on each further level a
-node reads the state its parent's row left. Sequences whose features have not arrived get an empty
-tree: their target need not wait.
+Sequences whose features have not arrived get an empty tree: their target need not wait.
 
 Drafting ahead, the states of the verified tree's nodes stand in for the features that its verdict
 will bring. They are computed again from the features of each verdict, so that errors do not grow
@@ -10,26 +8,21 @@ from round to round, see `head_branches`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor
 
 from services.draft.drafters.drafter import DrafterLimits
 from services.draft.drafters.head_branches import HeadBranches
 from services.draft.drafters.head_contexts import HeadContexts
 from services.draft.drafters.pass_trees import PassTrees
-from services.draft.drafters.tree_drafter import NextLevel, TreeDrafter
+from services.draft.drafters.tree_drafter import TreeDrafter
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence
 from services.draft.worker import MappedHeadLimits
-from shared.kv.batch import SequenceRows
 from shared.kv.leases import KvLeases
 from shared.models.heads.head import DraftHead
 from shared.runtime.runner import HeadRunner
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import HeadModel
-from shared.speculation.tree import parent_states
 from shared.tokens import Verdict
 
 
@@ -50,7 +43,8 @@ class EagleDrafter(TreeDrafter):
     ) -> None:
         """Args:
         keeps_features: see `HeadContexts`.
-        grower: of the runner's head and pool; None grows all trees level by level.
+        grower: of the runner's head and pool; None for heads of several layers.
+        generator: see `PassTrees`.
         """
         self._runner = runner
         contexts = HeadContexts(
@@ -62,15 +56,10 @@ class EagleDrafter(TreeDrafter):
         )
         branches, vocab_size = None, runner.head.vocabulary.size
         if grower is not None:
-            trees = PassTrees(grower, contexts)
+            trees = PassTrees(grower, contexts, generator)
             branches = HeadBranches(trees, contexts, vocab_size=vocab_size)
         super().__init__(
-            contexts,
-            branches,
-            device=runner.device,
-            vocab_size=vocab_size,
-            max_context_tokens=max_context_tokens,
-            generator=generator,
+            contexts, branches, vocab_size=vocab_size, max_context_tokens=max_context_tokens
         )
 
     @property
@@ -96,11 +85,10 @@ class EagleDrafter(TreeDrafter):
     def commit(
         self, sequence: DraftSequence, verdict: Verdict, features: FeatureRows | None
     ) -> None:
-        branches = self._grows_whole(sequence)
         if features is not None:
             self.add_features(sequence, features)
-        if branches is not None:
-            branches.commit(sequence, verdict.committed_token_ids)
+        if self._branches is not None:
+            self._branches.commit(sequence, verdict.committed_token_ids)
         if self._contexts.slide(sequence):
             # A pass under way reads pages of the old window, which others may have from now on.
             self._drop_ahead(sequence)
@@ -112,15 +100,3 @@ class EagleDrafter(TreeDrafter):
 
     def _tree_model(self) -> HeadModel:
         return HeadModel(self._runner.head, self._runner.pool)
-
-    def _begin_levels(self, sequences: Sequence[DraftSequence]) -> tuple[Tensor, NextLevel]:
-        contexts = self._contexts
-        counts = [(sequence, contexts.backlog(sequence)) for sequence in sequences]
-        output = contexts.compute(counts, with_logits=True)
-
-        def next_level(rows: Sequence[SequenceRows], parents: Tensor) -> Tensor:
-            nonlocal output
-            output = contexts.run(rows, parent_states(output.states, parents))
-            return output.logits
-
-        return output.logits, next_level

@@ -13,11 +13,11 @@ from torch import Tensor
 from services.draft.drafters.contexts import CONTEXT_MARGIN, BranchKv, Contexts
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence, SequenceKey
-from shared.kv.batch import SequenceRows, build_batch
+from shared.kv.batch import build_batch
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.runtime.host_copy import joined_rows
-from shared.runtime.runner import HeadOutput, HeadRunner
+from shared.runtime.runner import HeadRunner
 
 
 class FeatureBuffer:
@@ -189,22 +189,12 @@ class HeadContexts(FeatureContexts):
         return is_due and self.num_window_rows(sequence) >= self._min_rows
 
     def take_in(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
-        self.compute(counts, with_logits=False)
-
-    def compute(
-        self, counts: Sequence[tuple[DraftSequence, int]], *, with_logits: bool
-    ) -> HeadOutput:
-        """Computes the next rows of each sequence.
-
-        Args:
-            with_logits: of the last row of each.
-        """
-        hidden = self.hidden(counts)
-        rows = [self._next_rows(*each, with_logits=with_logits) for each in counts]
-        output = self.run(rows, hidden)
+        runner, hidden = self._runner, self.hidden(counts)
+        rows = [self._next_rows(*each) for each in counts]
+        batch = build_batch(rows, page_size=runner.page_size, device=runner.device)
+        runner.states(batch, hidden)
         for sequence, _ in counts:
             self.drop_features(sequence)
-        return output
 
     def hidden(self, counts: Sequence[tuple[DraftSequence, int]]) -> Tensor:
         """Returns the fused features of the next rows of each sequence, end to end."""
@@ -219,12 +209,6 @@ class HeadContexts(FeatureContexts):
     ) -> BranchKv | None:
         assert behind is None, "a head goes on from features, never from a branch"
         return super().branch(sequence, behind, path, num_rows)
-
-    def run(self, rows: Sequence[SequenceRows], hidden: Tensor) -> HeadOutput:
-        """Computes rows of any kind from the hidden states they read."""
-        runner = self._runner
-        batch = build_batch(rows, page_size=runner.page_size, device=runner.device)
-        return runner.run(batch, hidden)
 
     def drop_features(self, sequence: DraftSequence) -> None:
         """Frees the features that neither the next rows nor a window to come needs."""

@@ -23,7 +23,7 @@ from services.draft.sequence import DraftSequence
 from services.draft.worker import MappedHeadLimits
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.upload import uploaded_numbers
-from shared.speculation.tree import Beam, BeamRows, TreeGrowth, parent_states
+from shared.speculation.tree import Beam, BeamRows, TreeGrowth, choose_children, parent_states
 from shared.tokens import TreeShape
 
 
@@ -146,9 +146,10 @@ class MultiLayerDrafter(EagleDrafter):
             states = self._run(rows, states, layer)
         self._settle(counts)
 
-    def _grow(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
+    def _propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
+        shape = self._grown_shape(shape)
         self._settle_far(sequences, shape)
-        growth, scores = TreeGrowth(shape), DraftScores(sequences, self._device)
+        growth, scores = TreeGrowth(shape), DraftScores(sequences)
         own = [LayerRows(self._contexts.kv_of(s), s.token_ids) for s in sequences]
         counts = [(sequence, self.backlog(sequence)) for sequence in sequences]
         rows, hidden = [each.all_rows(0) for each in own], self._contexts.hidden(counts)
@@ -157,7 +158,7 @@ class MultiLayerDrafter(EagleDrafter):
 
         def add(layer: int) -> None:
             logits = self._runner.logits(frontier, layer)
-            growth.add(self._children(scores, logits, [each.paths for each in own], shape))
+            growth.add(choose_children(scores(logits, [each.paths for each in own]), shape.topk))
 
         add(0)
         # A layer without a level to score still has committed rows to settle.
@@ -224,7 +225,7 @@ class MultiLayerDrafter(EagleDrafter):
 
     def _pick(self, states: Tensor, rows: Sequence[int]) -> Tensor:
         """Returns the states of some rows, counted over all sequences."""
-        return states.index_select(0, uploaded_numbers(rows, self._device))
+        return states.index_select(0, uploaded_numbers(rows, self._runner.device))
 
     def _settle(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
         """Counts rows that all layers have computed for good."""

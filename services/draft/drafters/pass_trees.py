@@ -1,27 +1,36 @@
-"""Grows trees in passes of the device, with one copy to the host: what drafters grow level by level
-otherwise."""
+"""Grows trees in passes of the device, with one copy to the host."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
+from services.draft.draft_scores import DraftScores, request_scores
 from services.draft.drafters.branches import GrownRows, Wanted, num_choices
 from services.draft.drafters.contexts import Contexts
 from services.draft.drafters.whole_trees import PassUse, batches
 from services.draft.sequence import DraftSequence
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_pass import GrowingTrees, OpenSequence, PassRows
+from shared.speculation.noise import fresh_generator
 from shared.tokens import TokenTree, TreeShape
 
 
 class PassTrees:
-    """Grows trees behind committed rows and in branches."""
+    """Grows trees behind committed rows and in branches.
 
-    def __init__(self, grower: TreeGrower, contexts: Contexts) -> None:
+    Args:
+        generator: of the host; the source of what is drawn for targets that verify by the draft's
+            distributions. Seeded by the system when left out.
+    """
+
+    def __init__(
+        self, grower: TreeGrower, contexts: Contexts, generator: torch.Generator | None = None
+    ) -> None:
         self._grower, self._split = grower, grower.split()
-        self._contexts = contexts
+        self._contexts, self._generator = contexts, generator or fresh_generator()
 
     @property
     def max_sequences(self) -> int:
@@ -46,13 +55,23 @@ class PassTrees:
 
         Args:
             sequences: that `grows_whole`, complete, with room for both.
-            num_choices: see `TreeGrower.launch`.
+            num_choices: see `TreeGrower.begin`.
         """
         return [
             each
             for batch in batches(sequences, self.max_sequences)
             for each in self._grow(batch, shape, num_choices)
         ]
+
+    def grow_scored(
+        self, sequences: Sequence[DraftSequence], shape: TreeShape
+    ) -> Iterator[TokenTree]:
+        """Yields a tree for each sequence that does not grow whole, by all that its request asks
+        for; see `grow`."""
+        for batch in batches(sequences, self.max_sequences):
+            scores = request_scores(batch, shape, self._generator)
+            grown = self._grow(batch, shape, 0, scores)
+            yield from scores.finished([each.tree for each in grown])
 
     def can_walk(self, shape: TreeShape, num_sequences: int, num_choices: int) -> bool:
         """Whether a `walk` of so many trees waits for no graph."""
@@ -96,10 +115,15 @@ class PassTrees:
         return self._split.begin(rows, states, wanted[0].plan.shape, num_choices=num_choices)
 
     def _grow(
-        self, sequences: Sequence[DraftSequence], shape: TreeShape, num_choices: int
+        self,
+        sequences: Sequence[DraftSequence],
+        shape: TreeShape,
+        num_choices: int,
+        scores: DraftScores | None = None,
     ) -> list[GrownRows]:
         rows, sources = self._open(sequences, shape)
-        growing = self._grower.launch(rows, sources, shape, num_choices=num_choices)
+        growing = self._grower.begin(rows, sources, shape, num_choices=num_choices, scores=scores)
+        growing.queue()
         # The device computes meanwhile.
         self._settle(sequences)
         grown = list(map(GrownRows, growing.read()))

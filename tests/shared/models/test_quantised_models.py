@@ -74,7 +74,7 @@ def _head_logits(head: DraftHead) -> Tensor:
     runner = HeadRunner(head, KvPool(head.kv_layout(PAGE_SIZE), 4, CPU))
     hidden = torch.randn(len(TOKENS), 32, generator=torch.Generator().manual_seed(4))
     batch = build_batch([_rows()], page_size=PAGE_SIZE, device=CPU)
-    logits = runner.run(batch, hidden).logits
+    logits = runner.logits(runner.states(batch, hidden))
     return logits[:, torch.isfinite(logits[0])]
 
 

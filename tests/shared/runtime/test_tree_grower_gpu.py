@@ -172,7 +172,7 @@ def test_trees_for_verdicts_are_those_grown_after_them(decoder: Decoder, shape: 
         for place, sequence in enumerate(batch):
             fallen = draw.choice([each for each in prepared if each.sequence is sequence])
             twins.commit(sequence, foreseen_tokens(trees[place], fallen), is_late=False)
-            [expected] = propose(twins.levels, shape, sequence)
+            [expected] = propose(twins.scored, shape, sequence)
             assert path_values(fallen.tree) == pytest.approx(path_values(expected), abs=1e-3)
             trees[place] = fallen.tree
 
@@ -246,7 +246,8 @@ def test_a_launch_waits_for_nothing(heads: dict[str, DraftHead]) -> None:
     rows, features = twins.whole._contexts.open_pass(batch, most)
     try:
         torch.cuda.set_sync_debug_mode("error")
-        growing = twins.grower.launch(rows, features, shape)
+        growing = twins.grower.begin(rows, features, shape)
+        growing.queue()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(each.tree.token_ids for each in growing.read())

@@ -350,7 +350,7 @@ def test_branches_make_room_for_the_trees_of_current_rounds(heads: dict[str, Dra
     twins.open(newcomer)
     twins.send_all(newcomer)
     [found], [expected] = (
-        propose(drafter, TREE, newcomer) for drafter in (twins.whole, twins.levels)
+        propose(drafter, TREE, newcomer) for drafter in (twins.whole, twins.scored)
     )
     assert path_values(found) == pytest.approx(path_values(expected), abs=1e-3)
     assert _under_way(twins) is None

@@ -154,7 +154,7 @@ def cut(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CutDraft]:
         followers.stop()
 
 
-@pytest.mark.parametrize("grows_whole", [True, False], ids=["pass", "levels"])
+@pytest.mark.parametrize("grows_whole", [True, False], ids=["kinds", "requests"])
 def test_two_processes_grow_the_trees_of_one(cut: CutDraft, *, grows_whole: bool) -> None:
     assert cut.cut.runner.decoder.num_proposed == 120
     check_trees(cut.twins(grows_whole=grows_whole), SHAPES[1])

@@ -1,4 +1,4 @@
-"""A language model's trees grown in one pass against those grown level by level."""
+"""A language model's trees scored as kinds of sampling against those scored as requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_whole_trees_are_those_grown_level_by_level(decoder: Decoder, shape: TreeShape) -> None:
+def test_kinds_of_sampling_score_as_requests_do(decoder: Decoder, shape: TreeShape) -> None:
     """Accepted rows stay where a pass left them, or move to the front."""
     draw, twins = random.Random(str(shape)), TwinDrafters.of_decoder(decoder)
     batch = [
