@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from services.draft.candidates import Answers
-from services.draft.drafters.drafter import Drafter, Lookahead, Proposal
+from services.draft.drafters.drafter import Drafter, Lookahead, Proposal, VerifiedTree
 from services.draft.drafters.whole_trees import grows_whole
 from services.draft.events import Output
 from services.draft.likely_verdicts import SYNCHRONOUS, FanOut
@@ -199,13 +199,13 @@ class Preparation:
     def advance(self) -> None:
         """Makes one graph of the shape requested last; only if `is_due`."""
         shape, num_sequences = next(iter(self._wanted.items()))
-        self._warm(lambda: self._drafter.prepare_for(shape, num_sequences))
+        self._warm(lambda: self._drafter.prepare(shape, num_sequences))
 
     def ensure(self, shape: TreeShape, num_sequences: int) -> None:
         """Makes all missing graphs of a shape that is used now."""
 
         def prepare() -> None:
-            while self._drafter.prepare_for(shape, num_sequences):
+            while self._drafter.prepare(shape, num_sequences):
                 pass
 
         if not self._drafter.is_prepared(shape, num_sequences):
@@ -214,14 +214,15 @@ class Preparation:
     def prepare_next(self, shape: TreeShape) -> bool:
         """Makes one graph while the draft is idle; returns whether one was missing. Only the
         drafter knows, so targets are told from the second graph on."""
-        if not self._is_idling:
-            self._is_idling = self._drafter.prepare_next(shape)
-        else:
-            self._warm(lambda: self._idle(shape))
-        return self._is_idling
 
-    def _idle(self, shape: TreeShape) -> None:
-        self._is_idling = self._drafter.prepare_next(shape)
+        def prepare() -> None:
+            self._is_idling = self._drafter.prepare(shape, None)
+
+        if self._is_idling:
+            self._warm(prepare)
+        else:
+            prepare()
+        return self._is_idling
 
     def _choose(self, requested: TreeShape, own: TreeShape, num_sequences: int) -> TreeShape:
         for shape in filter(None, (requested, self._last, own)):
@@ -405,7 +406,8 @@ class Rounds:
         fan_out = replace(self._fan_out, budget=budget).shared_by(len(self._table))
         fan_out = replace(fan_out, budget=min(fan_out.budget, sequence.max_conditional))
         if fan_out.budget:
-            lookahead.begin(sequence, sequence.in_flight.tree, self._shape_for(sequence), fan_out)
+            tree, shape = sequence.in_flight.tree, self._shape_for(sequence)
+            lookahead.begin(VerifiedTree(sequence, tree, shape, fan_out))
 
     def _budget(self, sequence: DraftSequence) -> int:
         """Returns how many verdicts a sequence's tree is prepared for at most: what is set here, or

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from services.draft.drafters.drafter import VerifiedTree
 from services.draft.drafters.eagle import EagleDrafter
 from services.draft.events import FeatureRows
 from services.draft.likely_verdicts import FanOut
@@ -151,7 +152,7 @@ class _Rounds:
         """
         lookahead, start_s, found_s = self._drafter.lookahead, time.perf_counter(), []
         for sequence, tree in zip(batch, trees, strict=True):
-            lookahead.begin(sequence, tree, self._shape, self._fan_out)
+            lookahead.begin(VerifiedTree(sequence, tree, self._shape, self._fan_out))
         proposals = []
         while lookahead.has_work:
             proposals += lookahead.advance()

@@ -101,7 +101,7 @@ def warm_up(runner: ModelRunner, prompts: Sequence[Sequence[int]], drafting: Dra
     _served(runner, prompts, _WARM_UP_TOKENS, drafting)
     # All drafters of a mode share their graphs. Without a thread nothing is captured when idle.
     drafter = drafting.build()
-    while drafter.prepare_next(drafting.shape) or runner.prepare_next():
+    while drafter.prepare(drafting.shape, None) or runner.prepare_next():
         pass
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from services.draft.drafters.drafter import Drafter, Proposal
+from services.draft.drafters.drafter import Drafter, Proposal, VerifiedTree
 from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.runtime.tree_grower import TreeGrower
@@ -70,7 +70,7 @@ def prepare_ahead(
 ) -> list[Proposal]:
     """Returns what a drafter prepares, each time `FAN_OUT`, while these trees are verified."""
     for sequence, tree in verified:
-        drafter.lookahead.begin(sequence, tree, shape, FAN_OUT)
+        drafter.lookahead.begin(VerifiedTree(sequence, tree, shape, FAN_OUT))
     proposals: list[Proposal] = []
     while drafter.lookahead.has_work:
         proposals += drafter.lookahead.advance()

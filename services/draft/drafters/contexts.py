@@ -15,7 +15,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from services.draft.drafters.drafter import Drafter, Proposal
-from services.draft.drafters.tails import TailRows
+from services.draft.drafters.tails import GrownRows
 from services.draft.drafters.whole_trees import pass_sampling
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.batch import SequenceRows
@@ -42,7 +42,7 @@ class SequenceKv:
     lease: KvLease
     window_start: int
     num_computed: int
-    tail: TailRows | None = None
+    tail: GrownRows | None = None
     is_published: bool = False
 
 
@@ -169,7 +169,7 @@ class Contexts(ABC):
         """All committed rows are computed, or about to be."""
         self.publish(sequence)
 
-    def plant(self, sequence: DraftSequence, rows: TailRows) -> None:
+    def plant(self, sequence: DraftSequence, rows: GrownRows) -> None:
         """Takes in what is computed behind the last committed token."""
         if self.keeps_tree_rows:
             self.kv_of(sequence).tail = rows

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from services.draft.draft_scores import DraftScores
-from services.draft.drafters.branches import paths_of
 from services.draft.drafters.contexts import ContextDrafter, SequenceKv
 from services.draft.drafters.drafter import (
     DrafterLimits,
@@ -39,7 +38,6 @@ from services.draft.drafters.tails import Path
 from services.draft.events import FeatureRows
 from services.draft.likely_verdicts import (
     Continuation,
-    FanOut,
     LikelyVerdict,
     likely_verdicts,
     rank_of,
@@ -58,6 +56,7 @@ from shared.runtime.host_copy import joined_rows
 from shared.runtime.runner import BlockRunner
 from shared.speculation.block_tree import grow_block_tree
 from shared.speculation.distributions import stable_topk
+from shared.speculation.tree import row_paths
 from shared.tokens import TokenTree, TreeShape, Verdict
 
 log = logging.getLogger(__name__)
@@ -304,11 +303,9 @@ class BlockLookahead(OneStepLookahead):
         """Takes what the tree for the current round was made of."""
         self._choices[sequence.key] = choices
 
-    def begin(
-        self, sequence: DraftSequence, tree: TokenTree, shape: TreeShape, fan_out: FanOut
-    ) -> None:
-        if sequence.key in self._choices:
-            super().begin(sequence, tree, shape, fan_out)
+    def begin(self, verified: VerifiedTree) -> None:
+        if verified.sequence.key in self._choices:
+            super().begin(verified)
 
     def observe(self, sequence: DraftSequence, token_ids: Sequence[int]) -> None:
         """Learns which of its choices the target took, and moves on to what was prepared for it.
@@ -379,7 +376,7 @@ class BlockLookahead(OneStepLookahead):
         )
         # By place: 0 is the last committed token, then come the nodes, parents first.
         above = [0, *(0 if parent is None else parent + 1 for parent in tree.parent_indices)]
-        paths = list(paths_of(tree))
+        paths = row_paths(tree)
         known = {0: rows.add_known(None, sequence.token_ids[-1])}
         for place in _through(above, [verdict.place for verdict in verdicts]):
             known[place] = rows.add_known(known[above[place]], tree.token_ids[place - 1])

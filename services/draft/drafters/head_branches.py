@@ -14,19 +14,18 @@ are here as soon as that tree would be, and make a better one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from services.draft.drafters.branch_drafter import BranchLookahead
-from services.draft.drafters.branches import GrowingBranch, GrownRows, Plan, num_choices
-from services.draft.drafters.drafter import Proposal
+from services.draft.drafters.branch_drafter import BranchLookahead, branch_proposal
+from services.draft.drafters.branches import Branch, num_choices
+from services.draft.drafters.drafter import Proposal, VerifiedTree
 from services.draft.drafters.head_contexts import HeadContexts
 from services.draft.drafters.pass_trees import PassTrees
-from services.draft.drafters.tails import Path
-from services.draft.drafters.whole_trees import grown_shape, grows_whole
-from services.draft.likely_verdicts import FanOut
+from services.draft.drafters.tails import GrownRows
+from services.draft.drafters.whole_trees import grows_whole
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.runtime.tree_pass import walked_shape
-from shared.tokens import TokenTree, TreeShape
+from shared.tokens import TreeShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +36,7 @@ class _Walk:
         shape: see `walked_shape`.
     """
 
-    plan: Plan
-    tree: TokenTree
+    verified: VerifiedTree
     shape: TreeShape
 
 
@@ -55,25 +53,25 @@ class HeadBranches(BranchLookahead):
     def has_work(self) -> bool:
         return bool(self._walks) or not self._passes.is_idle
 
-    def begin(
-        self, sequence: DraftSequence, tree: TokenTree, shape: TreeShape, fan_out: FanOut
-    ) -> None:
-        if not grows_whole(sequence):
+    def begin(self, verified: VerifiedTree) -> None:
+        if not grows_whole(verified.sequence):
             return
-        key = sequence.key
-        plan = Plan(sequence, grown_shape(shape, self._vocab_size), fan_out)
-        rows = self._rows.get(key)
+        key, shape = verified.sequence.key, self.grown_shape(verified.shape)
+        verified, rows = replace(verified, shape=shape), self._rows.get(key)
         if rows is not None:
-            self._want(plan, tree, rows)
+            self._want(verified, rows)
         else:
-            self._walks[key] = _Walk(plan, tree, walked_shape(tree, plan.shape))
+            self._walks[key] = _Walk(verified, walked_shape(verified.tree, shape))
 
     def commit(self, sequence: DraftSequence, token_ids: Sequence[int]) -> None:
         key, path = sequence.key, tuple(token_ids)
-        growing = self._growing(key, path)
+        rows, under_way = self._rows.get(key), self._passes.under_way
+        growing = None
+        if rows is not None and under_way is not None and under_way.trees.is_half_done:
+            growing = self._passes.growing(rows, path)
         # Without a budget no pass finds what may follow a node, so there is nothing to learn from.
-        if self._budget and key in self._rows:
-            self._likely.observe(self._rows[key], path)
+        if self._budget and rows is not None:
+            self._observe(rows, path)
         self.drop(sequence)
         if growing is not None:
             self._fallen[key] = growing
@@ -107,47 +105,37 @@ class HeadBranches(BranchLookahead):
         due = [each for each in self._walks.values() if each.shape == shape]
         due = due[: self._trees.max_sequences]
         for each in due:
-            del self._walks[each.plan.sequence.key]
+            del self._walks[each.verified.sequence.key]
         choices = num_choices(shape, self.budget)
         # A tree larger than those wanted now may call for a shape that nobody has prepared for: its
         # graph takes longer to capture than the round that the walk is for.
         is_quick = self._trees.can_walk(shape, len(due), choices)
-        due = [each for each in due if is_quick or each.shape == each.plan.shape]
-        walks = [each for each in due if self._can_walk(each)]
+        due = [each for each in due if is_quick or each.shape == each.verified.shape]
+        walks = [each.verified for each in due if self._can_walk(each)]
         if not walks:
             return
-        sequences, trees = [each.plan.sequence for each in walks], [each.tree for each in walks]
+        sequences, trees = [each.sequence for each in walks], [each.tree for each in walks]
         walked = self._trees.walk(sequences, trees, shape, choices)
-        for each, rows in zip(walks, walked, strict=True):
-            self._rows[each.plan.sequence.key] = rows
-            self._want(each.plan, each.tree, rows)
+        for verified, rows in zip(walks, walked, strict=True):
+            self._rows[verified.sequence.key] = rows
+            self._want(verified, rows)
 
     def _can_walk(self, walk: _Walk) -> bool:
         """Whether the features are here, and there is memory."""
-        sequence, num_rows = walk.plan.sequence, walk.shape.num_steps * walk.shape.topk
+        sequence, num_rows = walk.verified.sequence, walk.shape.num_steps * walk.shape.topk
         contexts = self._contexts
         return contexts.is_complete(sequence) and contexts.reserve(sequence, num_rows)
 
-    def _want(self, plan: Plan, tree: TokenTree, rows: GrownRows) -> None:
-        wanted = self._likely.wanted(plan, tree, rows, None)
+    def _want(self, verified: VerifiedTree, rows: GrownRows) -> None:
+        wanted = self._likely(verified, rows)
         if wanted:
-            self._passes.wanted.want(plan.sequence.key, wanted)
+            self._passes.wanted.want(verified.sequence.key, wanted)
 
-    def _growing(self, key: SequenceKey, path: Path) -> GrowingBranch | None:
-        """Returns the branch of a verdict if its tree is about to be there."""
-        rows, under_way = self._rows.get(key), self._passes.under_way
-        if rows is None or under_way is None or not under_way.trees.is_half_done:
-            return None
-        behind = self._passes.growing_behind(rows)
-        return next((each for each in behind if each.wanted.path == path), None)
-
-    def _take(self, growing: GrowingBranch, rows: GrownRows) -> Proposal | None:
-        wanted, shape = growing.wanted, growing.wanted.plan.shape
-        sequence, key = wanted.plan.sequence, wanted.plan.sequence.key
-        self._passes.free(growing.kv, rows)
-        if self._fallen.get(key) is growing:
+    def _take(self, branch: Branch) -> Proposal | None:
+        key = branch.wanted.key
+        self._passes.free(branch)
+        if self._fallen.get(key) is branch:
             del self._fallen[key]
-            return Proposal(sequence, rows.tree, shape=shape)
-        if self._rows.get(key) is wanted.rows:
-            return Proposal(sequence, rows.tree, wanted.verdict.condition, shape)
-        return None
+            return branch_proposal(branch, is_current=True)
+        is_next = self._rows.get(key) is branch.wanted.rows
+        return branch_proposal(branch, is_current=False) if is_next else None

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from services.draft.draft_scores import DraftScores, request_scores
-from services.draft.drafters.branches import GrownRows, Wanted, num_choices
+from services.draft.drafters.branches import Wanted, num_choices
 from services.draft.drafters.contexts import Contexts
-from services.draft.drafters.whole_trees import PassUse, batches
+from services.draft.drafters.tails import GrownRows
+from services.draft.drafters.whole_trees import batches
 from services.draft.sequence import DraftSequence
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_pass import GrowingTrees, OpenSequence, PassRows
@@ -37,16 +38,26 @@ class PassTrees:
         """Trees of one pass."""
         return self._grower.limits.max_sequences
 
-    def uses(self, shape: TreeShape, num_sequences: int, budget: int) -> list[PassUse]:
-        """See `PassGraphs`."""
-        choices, num_branches = num_choices(shape, budget), num_sequences * budget
-        grown = PassUse(self._grower, num_sequences, choices)
-        if not budget:
-            return [grown]
-        if self._contexts.keeps_tree_rows:
-            return [grown, PassUse(self._split, num_branches, choices)]
-        walked = PassUse(self._grower, num_sequences, choices, is_walk=True)
-        return [grown, walked, PassUse(self._split, num_branches, 0)]
+    def is_prepared(self, shape: TreeShape, num_sequences: int, budget: int) -> bool:
+        """Whether all graphs are there for trees of a shape, of so many sequences that prepare for
+        so many verdicts each."""
+        return all(
+            grower.is_ready(shape, count, num_choices=choices, is_walk=is_walk)
+            for grower, count, choices, is_walk in self._uses(shape, num_sequences, budget)
+        )
+
+    def prepare(self, shape: TreeShape, num_sequences: int | None, budget: int) -> bool:
+        """Captures one of them, or one for any number of sequences; returns whether one was
+        left."""
+        return any(
+            grower.capture_next(
+                shape,
+                num_choices=choices,
+                is_walk=is_walk,
+                num_sequences=None if num_sequences is None else count,
+            )
+            for grower, count, choices, is_walk in self._uses(shape, num_sequences or 1, budget)
+        )
 
     def grow(
         self, sequences: Sequence[DraftSequence], shape: TreeShape, num_choices: int
@@ -75,7 +86,7 @@ class PassTrees:
 
     def can_walk(self, shape: TreeShape, num_sequences: int, num_choices: int) -> bool:
         """Whether a `walk` of so many trees waits for no graph."""
-        return PassUse(self._grower, num_sequences, num_choices, is_walk=True).is_ready(shape)
+        return self._grower.is_ready(shape, num_sequences, num_choices=num_choices, is_walk=True)
 
     def walk(
         self,
@@ -112,7 +123,21 @@ class PassTrees:
         if not self._contexts.keeps_tree_rows:
             # The states of accepted nodes stand in for features.
             states = PassRows.states(each.rows.row(each.accepted) for each in wanted)
-        return self._split.begin(rows, states, wanted[0].plan.shape, num_choices=num_choices)
+        return self._split.begin(rows, states, wanted[0].verified.shape, num_choices=num_choices)
+
+    def _uses(
+        self, shape: TreeShape, num_sequences: int, budget: int
+    ) -> list[tuple[TreeGrower, int, int, bool]]:
+        """Returns what passes are used for: the trees at a time, the tokens to find after each row,
+        and whether trees are walked."""
+        choices, num_branches = num_choices(shape, budget), num_sequences * budget
+        grown = self._grower, num_sequences, choices, False
+        if not budget:
+            return [grown]
+        if self._contexts.keeps_tree_rows:
+            return [grown, (self._split, num_branches, choices, False)]
+        walked = self._grower, num_sequences, choices, True
+        return [grown, walked, (self._split, num_branches, 0, False)]
 
     def _grow(
         self,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.draft.drafters.branches import GrownRows
 from services.draft.drafters.contexts import BranchKv, Contexts
+from services.draft.drafters.tails import GrownRows
 from services.draft.sequence import DraftSequence
 from shared.kv.batch import build_batch
 from shared.kv.leases import KvLeases

@@ -9,20 +9,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
+from services.draft.likely_verdicts import Continuation
+from shared.runtime.tree_pass import PassRows, PassTree
+
 Path = tuple[int, ...]
 """Tokens behind the last committed one."""
 
 
-class TailRows:
-    """Rows by the tokens on the way to them.
+class GrownRows:
+    """What a pass has computed, by the tokens on the way to each row.
 
-    Args:
-        levels: for each level the tokens of its rows, and the place of each one's parent in the
-            level before.
+    Attributes:
+        tree: the best nodes, whose rows are here but for the less likely leaves.
     """
 
-    def __init__(self, levels: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
-        self._levels = levels
+    def __init__(self, grown: PassTree) -> None:
+        self.tree = grown.tree
+        self._levels, self._rows = grown.levels, grown.rows
 
     def line(self, path: Path) -> tuple[int, ...]:
         """Returns the rows on the way to a computed node, its own last."""
@@ -34,6 +37,16 @@ class TailRows:
         while path not in self._lines:
             path = path[:-1]
         return self._lines[path]
+
+    def after(self, path: Path) -> Sequence[Continuation]:
+        """Returns the best tokens after a node, best first; none after one that is not computed."""
+        line = self._lines.get(path)
+        return () if line is None else self._rows.after(line[-1] + 1 if line else 0)
+
+    def row(self, path: Path) -> tuple[PassRows, int]:
+        """Returns the row of a computed node among all that its pass computed."""
+        line = self._lines[path]
+        return self._rows, line[-1] + 1 if line else 0
 
     @cached_property
     def _lines(self) -> dict[Path, tuple[int, ...]]:

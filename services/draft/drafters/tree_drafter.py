@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from services.draft.drafters.branch_drafter import BranchLookahead
 from services.draft.drafters.contexts import ContextDrafter, Contexts
 from services.draft.drafters.drafter import Proposal, SharedHead
-from services.draft.drafters.whole_trees import PassGraphs, grown_shape
+from services.draft.drafters.whole_trees import grown_shape
 from services.draft.sequence import DraftSequence
 from services.draft.worker import MappedHeadLimits
 from shared.runtime.tree_model import TreeModel
@@ -72,19 +72,11 @@ class TreeDrafter(ContextDrafter):
         self._contexts.close(sequence)
 
     def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
-        return self._graphs is None or self._graphs.is_prepared(shape, num_sequences)
+        return self._branches is None or self._branches.is_prepared(shape, num_sequences)
 
-    def prepare_for(self, shape: TreeShape, num_sequences: int) -> bool:
-        """Captures a graph of trees that are grown in one pass."""
-        return self._graphs is not None and self._graphs.prepare_for(shape, num_sequences)
-
-    def prepare_next(self, shape: TreeShape) -> bool:
-        """Captures a graph of trees that are grown in one pass."""
-        return self._graphs is not None and self._graphs.prepare_next(shape)
-
-    @property
-    def _graphs(self) -> PassGraphs | None:
-        return None if self._branches is None else self._branches.graphs
+    def prepare(self, shape: TreeShape, num_sequences: int | None) -> bool:
+        """Captures a graph."""
+        return self._branches is not None and self._branches.prepare(shape, num_sequences)
 
     def _drop_ahead(self, sequence: DraftSequence) -> None:
         if self._branches is not None:
@@ -92,7 +84,7 @@ class TreeDrafter(ContextDrafter):
 
     def _propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
         assert self._branches is not None
-        return self._branches.propose(sequences, self._grown_shape(shape))
+        return self._branches.propose(sequences, shape)
 
     def _grown_shape(self, shape: TreeShape) -> TreeShape:
         return grown_shape(shape, self._vocab_size)

@@ -9,7 +9,7 @@ import torch
 
 from services.draft.candidates import drop_unknown_tokens
 from services.draft.drafters import branch_drafter
-from services.draft.drafters.drafter import Proposal
+from services.draft.drafters.drafter import Proposal, VerifiedTree
 from services.draft.drafters.standalone import StandaloneDrafter
 from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence, SequenceKey
@@ -67,7 +67,7 @@ class Bench:
         return [each.tree for each in self.drafter.propose(sequences, self.shape)]
 
     def begin(self, sequence: DraftSequence, tree: TokenTree) -> None:
-        self.drafter.lookahead.begin(sequence, tree, self.shape, self.fan_out)
+        self.drafter.lookahead.begin(VerifiedTree(sequence, tree, self.shape, self.fan_out))
 
     def advance_all(self) -> list[Proposal]:
         proposals: list[Proposal] = []
@@ -430,9 +430,9 @@ def test_graphs_of_passes_that_can_stop_are_made_where_verdicts_are_prepared_for
 
     monkeypatch.setattr(TreeGrower, "capture_next", capture_next)
     bench = Bench(decoder, TreeShape(3, 2, 8))
-    assert not bench.drafter.prepare_next(bench.shape)
+    assert not bench.drafter.prepare(bench.shape, None)
     bench.drafter.lookahead.budget = 0
-    assert not bench.drafter.prepare_next(bench.shape)
+    assert not bench.drafter.prepare(bench.shape, None)
     assert asked == [False, True, False]
 
 
