@@ -29,7 +29,6 @@ from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
-from shared.runtime.runner import HeadRunner
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import HeadModel
 from shared.runtime.tree_pass import PassLimits
@@ -83,7 +82,7 @@ class HeadBench:
         has_graphs, most = plan.device.type == "cuda", max(plan.batches) * plan.budget
         limits = PassLimits(most, plan.max_context_tokens, has_graphs)
         drafter = EagleDrafter(
-            HeadRunner(head, pool),
+            HeadModel(head, pool),
             KvLeases(num_pages, PAGE_SIZE, prefix_cache=False),
             max_context_tokens=plan.max_context_tokens,
             keeps_features=False,

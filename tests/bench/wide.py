@@ -31,7 +31,7 @@ from shared.models.heads.head import DraftHead
 from shared.models.kv_scales import kv_scales
 from shared.models.loader import load_decoder
 from shared.runtime.graphs import ForwardGraphs, GraphLimits
-from shared.runtime.runner import HeadRunner, ModelRunner
+from shared.runtime.runner import ModelRunner
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import DecoderModel, HeadModel
 from shared.runtime.tree_pass import PassLimits
@@ -190,14 +190,14 @@ class WideBench:
         """Returns how the head drafts apart from its target, as a draft in another process does."""
         num_pages = 2 + max(self.plan.batches) * (MAX_CONTEXT // PAGE_SIZE)
         pool = KvPool(head.kv_layout(PAGE_SIZE), num_pages, self.plan.device)
-        runner = HeadRunner(head, pool)
+        model = HeadModel(head, pool)
         # One for all runs: each captures its graphs once.
-        grower = TreeGrower(HeadModel(head, pool), self._passes)
+        grower = TreeGrower(model, self._passes)
 
         def build() -> Drafter:
             leases = KvLeases(num_pages, PAGE_SIZE, prefix_cache=False)
             return EagleDrafter(
-                runner,
+                model,
                 leases,
                 max_context_tokens=MAX_CONTEXT,
                 keeps_features=False,

@@ -17,7 +17,7 @@ from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
 from shared.models.heads.head import DraftHead
-from shared.runtime.runner import HeadRunner, ModelRunner, RunnerOutput
+from shared.runtime.runner import ModelRunner, RunnerOutput
 from shared.runtime.tree_model import HeadModel
 from shared.speculation.row_sampling import row_sampling
 from shared.speculation.tree import row_parents
@@ -54,7 +54,7 @@ class HostRounds:
         self._pages = range(1, NUM_PAGES)
         head_pool = KvPool(head.kv_layout(page_size), NUM_PAGES, head.device)
         self._drafter = EagleDrafter(
-            HeadRunner(head, head_pool),
+            HeadModel(head, head_pool),
             KvLeases(NUM_PAGES, page_size),
             max_context_tokens=head.config.max_position_embeddings,
             keeps_features=False,

@@ -18,7 +18,6 @@ from shared.kv.pool import KvPool
 from shared.models.heads.head import DraftHead
 from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import TargetFolder
-from shared.runtime.runner import HeadRunner
 from shared.runtime.tree_model import HeadModel
 from tests.helpers.drafting import committed, plain_grower
 from tests.helpers.mtp_heads import MtpOracle, TinyMtp, write_mtp
@@ -52,7 +51,7 @@ class MtpSetup:
         kind = EagleDrafter if has_one_layer else MultiLayerDrafter
         pool = KvPool(self.head.kv_layout(PAGE_SIZE), num_pages, CPU)
         return kind(
-            HeadRunner(self.head, pool),
+            HeadModel(self.head, pool),
             KvLeases(num_pages, PAGE_SIZE, prefix_cache=has_one_layer),
             max_context_tokens=context,
             keeps_features=keeps_features,

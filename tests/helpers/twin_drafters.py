@@ -23,7 +23,7 @@ from shared.models.heads.config import HeadKind
 from shared.models.heads.head import DraftHead
 from shared.models.heads.loader import load_head
 from shared.models.heads.target_tensors import TargetFolder
-from shared.runtime.runner import HeadRunner, ModelRunner
+from shared.runtime.runner import ModelRunner
 from shared.runtime.tree_draft import RequestScores
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import DecoderModel, HeadModel
@@ -170,7 +170,7 @@ class TwinDrafters:
         plain = plain_grower(HeadModel(head, pools[1]), CONTEXT)
         drafters = [
             EagleDrafter(
-                HeadRunner(head, pool),
+                HeadModel(head, pool),
                 KvLeases(num_pages, PAGE_SIZE),
                 max_context_tokens=CONTEXT,
                 keeps_features=True,

@@ -24,7 +24,6 @@ from shared.models.heads.config import HeadKind
 from shared.models.heads.head import DraftHead
 from shared.models.heads.loader import load_head
 from shared.models.heads.target_tensors import TargetFolder
-from shared.runtime.runner import HeadRunner
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import HeadModel
 from shared.runtime.tree_pass import PassLimits
@@ -88,7 +87,7 @@ def _drafter(folder: Path, target: Path, tiny: TinyHead) -> RecordingDrafter:
     pool = KvPool(head.kv_layout(PAGE_SIZE), 200, CPU)
     limits = PassLimits(8, 128, has_graphs=False)
     drafter = RecordingDrafter(
-        HeadRunner(head, pool),
+        HeadModel(head, pool),
         KvLeases(200, PAGE_SIZE),
         max_context_tokens=128,
         keeps_features=False,

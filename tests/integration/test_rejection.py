@@ -30,7 +30,6 @@ from shared.models.heads.config import HeadKind
 from shared.models.heads.loader import load_head
 from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
-from shared.runtime.runner import HeadRunner
 from shared.runtime.tree_model import HeadModel
 from shared.speculation.rejection import DrawnChain
 from shared.tokens import EMPTY_TREE, SamplingParams, StopParams, TokenTree, TreeShape
@@ -129,7 +128,7 @@ def _eagle3(folder: Path, target: Path) -> EagleDrafter:
     )
     pool = KvPool(head.kv_layout(PAGE_SIZE), 600, CPU)
     return EagleDrafter(
-        HeadRunner(head, pool),
+        HeadModel(head, pool),
         KvLeases(600, PAGE_SIZE),
         max_context_tokens=128,
         keeps_features=False,

@@ -48,12 +48,13 @@ from services.draft.settings_problems import block_problems
 from shared.errors import SettingsError
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.leases import KvLeases
+from shared.kv.pool import KvPool
+from shared.kv.upload import uploaded_numbers
 from shared.models.config import ModelConfig
 from shared.models.heads.dflash import DflashConfig, DflashHead, load_dflash
 from shared.models.heads.target_tensors import target_tensors
 from shared.runtime.device import dtype_named
 from shared.runtime.host_copy import joined_rows
-from shared.runtime.runner import BlockRunner
 from shared.speculation.block_tree import grow_block_tree
 from shared.speculation.distributions import stable_topk
 from shared.speculation.tree import row_paths
@@ -144,20 +145,22 @@ class BlockContexts(FeatureContexts):
     nothing is shared: features come for every sequence.
 
     Args:
-        leases: of the runner's pool, without a prefix cache.
+        leases: of the pool, without a prefix cache.
         window_tokens: positions before a block that it sees, to the page.
     """
 
     def __init__(
-        self, runner: BlockRunner, leases: KvLeases, *, window_tokens: int, block_size: int
+        self,
+        head: DflashHead,
+        pool: KvPool,
+        leases: KvLeases,
+        *,
+        window_tokens: int,
+        block_size: int,
     ) -> None:
-        super().__init__(
-            runner.pool,
-            leases,
-            max_context_tokens=window_tokens + block_size,
-            margin_tokens=block_size,
-        )
-        self._runner = runner
+        context = window_tokens + block_size
+        super().__init__(pool, leases, max_context_tokens=context, margin_tokens=block_size)
+        self._head = head
 
     @property
     def num_kept_rows(self) -> int:
@@ -182,6 +185,7 @@ class BlockContexts(FeatureContexts):
         num_kept = self.num_window_rows(sequence) + num_rows
         self.leases.shrink(self.kv_of(sequence).lease, num_kept)
 
+    @torch.inference_mode()
     def take_in(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
         """Turns the features of the next positions of each sequence into keys and values."""
         counts = [(sequence, count) for sequence, count in counts if count]
@@ -194,12 +198,17 @@ class BlockContexts(FeatureContexts):
             positions += range(kv.window_start + start, kv.window_start + kv.num_computed)
             slots += kv.lease.slots(start, kv.num_computed, self.leases.page_size)
             self.drop_features(sequence)
-        self._runner.write_context(joined_rows(pieces, self._runner.device), positions, slots)
+        index = uploaded_numbers([positions, slots], self._pool.device)
+        features = joined_rows(pieces, self._pool.device)
+        self._head.write_context(features, index[0], index[1], self._pool)
 
+    @torch.inference_mode()
     def run(self, rows: Sequence[SequenceRows]) -> Tensor:
-        """Returns the logits `[L, V]` of the rows that ask for them."""
-        runner = self._runner
-        return runner.run(build_batch(rows, page_size=runner.page_size, device=runner.device))
+        """Returns the logits `[L, V]` float32 of the rows that ask for them."""
+        pool = self._pool
+        batch = build_batch(rows, page_size=pool.page_size, device=pool.device)
+        states = self._head.forward(batch, pool)
+        return self._head.logits(states.index_select(0, batch.logit_rows))
 
     def _keys(self, sequence: DraftSequence, window_start: int, count: int) -> Sequence[int]:
         return ()
@@ -421,29 +430,32 @@ def _through(above: Sequence[int], places: Sequence[int]) -> list[int]:
 
 
 class DflashDrafter(ContextDrafter):
-    """State per sequence is the keys and values of its context."""
+    """State per sequence is the keys and values of its context.
+
+    Attributes:
+        head: the weights.
+    """
 
     _contexts: BlockContexts
 
     def __init__(
-        self, runner: BlockRunner, leases: KvLeases, *, block_size: int, window_tokens: int
+        self,
+        head: DflashHead,
+        pool: KvPool,
+        leases: KvLeases,
+        *,
+        block_size: int,
+        window_tokens: int,
     ) -> None:
         """Args:
         leases, window_tokens: see `BlockContexts`.
         block_size: rows of a block, the last committed token included; at least 2.
         """
-        self._runner = runner
-        self._block_size = block_size
-        self._window_tokens = window_tokens
+        self.head, self._block_size, self._window_tokens = head, block_size, window_tokens
         self._contexts = BlockContexts(
-            runner, leases, window_tokens=window_tokens, block_size=block_size
+            head, pool, leases, window_tokens=window_tokens, block_size=block_size
         )
-        self._lookahead = BlockLookahead(runner.head, self._contexts, block_size=block_size)
-
-    @property
-    def head(self) -> DflashHead:
-        """The weights."""
-        return self._runner.head
+        self._lookahead = BlockLookahead(head, self._contexts, block_size=block_size)
 
     @property
     def lookahead(self) -> BlockLookahead:
@@ -451,11 +463,10 @@ class DflashDrafter(ContextDrafter):
 
     @property
     def limits(self) -> DrafterLimits:
-        head = self._runner.head
         return DrafterLimits(
-            vocab_size=head.vocab_size,
+            vocab_size=self.head.vocab_size,
             max_context_tokens=self._window_tokens + self._block_size,
-            feature_spec=head.feature_spec,
+            feature_spec=self.head.feature_spec,
         )
 
     def commit(
@@ -501,7 +512,7 @@ class DflashDrafter(ContextDrafter):
         rows = BlockRows(
             self._contexts.kv_of(sequence),
             block_size=self._block_size,
-            mask_token_id=self._runner.head.config.mask_token_id,
+            mask_token_id=self.head.config.mask_token_id,
         )
         rows.add_block(None, sequence.token_ids[-1], num_scored)
         return rows.lay_out()
@@ -550,8 +561,7 @@ def build_dflash(settings: DraftSettings, host: Host | None = None) -> DflashDra
             "the draft looks back on %d tokens; the target's context is %d",
             *(window, target_config.max_position_embeddings),
         )
-    runner = BlockRunner(head, pool)
-    return DflashDrafter(runner, leases, block_size=block_size, window_tokens=window)
+    return DflashDrafter(head, pool, leases, block_size=block_size, window_tokens=window)
 
 
 def _window(settings: DraftSettings, context: int, block_size: int, num_pages: int) -> int:

@@ -20,7 +20,6 @@ from services.draft.sequence import DraftSequence
 from services.draft.worker import MappedHeadLimits
 from shared.kv.leases import KvLeases
 from shared.models.heads.head import DraftHead
-from shared.runtime.runner import HeadRunner
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import HeadModel
 from shared.tokens import Verdict
@@ -33,7 +32,7 @@ class EagleDrafter(TreeDrafter):
 
     def __init__(
         self,
-        runner: HeadRunner,
+        model: HeadModel,
         leases: KvLeases,
         *,
         max_context_tokens: int,
@@ -43,18 +42,18 @@ class EagleDrafter(TreeDrafter):
     ) -> None:
         """Args:
         keeps_features: see `HeadContexts`.
-        grower: of the runner's head and pool; None for heads of several layers.
+        grower: of the model; None for heads of several layers.
         generator: see `PassTrees`.
         """
-        self._runner = runner
+        self._model = model
         contexts = HeadContexts(
-            runner,
+            model,
             leases,
             max_context_tokens=max_context_tokens,
             keeps_features=keeps_features,
             min_rows=self._num_open_rows,
         )
-        branches, vocab_size = None, runner.head.vocabulary.size
+        branches, vocab_size = None, model.vocab_size
         if grower is not None:
             trees = PassTrees(grower, contexts, generator)
             branches = HeadBranches(trees, contexts, vocab_size=vocab_size)
@@ -64,7 +63,7 @@ class EagleDrafter(TreeDrafter):
 
     @property
     def limits(self) -> DrafterLimits:
-        head = self._runner.head
+        head = self.head
         return DrafterLimits(
             vocab_size=head.config.vocab_size,
             max_context_tokens=self._max_context_tokens,
@@ -74,13 +73,13 @@ class EagleDrafter(TreeDrafter):
 
     @property
     def _mapped_head(self) -> MappedHeadLimits | None:
-        page_size = self._runner.pool.page_size
+        page_size = self._model.pool.page_size
         return MappedHeadLimits(page_size, self._vocab_size, self._contexts.longest)
 
     @property
     def head(self) -> DraftHead:
         """The weights, which others may copy into between two forwards."""
-        return self._runner.head
+        return self._model.head
 
     def commit(
         self, sequence: DraftSequence, verdict: Verdict, features: FeatureRows | None
@@ -99,4 +98,4 @@ class EagleDrafter(TreeDrafter):
             self._drop_ahead(sequence)
 
     def _tree_model(self) -> HeadModel:
-        return HeadModel(self._runner.head, self._runner.pool)
+        return self._model

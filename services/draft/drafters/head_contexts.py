@@ -8,6 +8,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from services.draft.drafters.contexts import CONTEXT_MARGIN, BranchKv, Contexts
@@ -17,7 +18,7 @@ from shared.kv.batch import build_batch
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.runtime.host_copy import joined_rows
-from shared.runtime.runner import HeadRunner
+from shared.runtime.tree_model import HeadModel
 
 
 class FeatureBuffer:
@@ -157,7 +158,7 @@ class HeadContexts(FeatureContexts):
 
     def __init__(
         self,
-        runner: HeadRunner,
+        model: HeadModel,
         leases: KvLeases,
         *,
         max_context_tokens: int,
@@ -165,12 +166,12 @@ class HeadContexts(FeatureContexts):
         min_rows: int,
     ) -> None:
         super().__init__(
-            runner.pool,
+            model.pool,
             leases,
             max_context_tokens=max_context_tokens,
             margin_tokens=CONTEXT_MARGIN,
         )
-        self._runner = runner
+        self._head = model.head
         self._keeps_features = keeps_features
         self._min_rows = min_rows
 
@@ -188,17 +189,18 @@ class HeadContexts(FeatureContexts):
         is_due = self.backlog(sequence) > 0 and super().is_complete(sequence)
         return is_due and self.num_window_rows(sequence) >= self._min_rows
 
+    @torch.inference_mode()
     def take_in(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
-        runner, hidden = self._runner, self.hidden(counts)
+        hidden, pool = self.hidden(counts), self._pool
         rows = [self._next_rows(*each) for each in counts]
-        batch = build_batch(rows, page_size=runner.page_size, device=runner.device)
-        runner.states(batch, hidden)
+        batch = build_batch(rows, page_size=pool.page_size, device=pool.device)
+        self._head.forward(batch, hidden, pool)
         for sequence, _ in counts:
             self.drop_features(sequence)
 
     def hidden(self, counts: Sequence[tuple[DraftSequence, int]]) -> Tensor:
         """Returns the fused features of the next rows of each sequence, end to end."""
-        return self._runner.fuse(joined_rows(self.sources(counts), self._runner.device))
+        return self._head.fuse(joined_rows(self.sources(counts), self._pool.device))
 
     def settle(self, sequence: DraftSequence) -> None:
         super().settle(sequence)

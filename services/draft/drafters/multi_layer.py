@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from services.draft.draft_scores import DraftScores
@@ -132,13 +133,14 @@ class MultiLayerDrafter(EagleDrafter):
 
     @property
     def _num_layers(self) -> int:
-        return len(self._runner.head.layers)
+        return len(self.head.layers)
 
     @property
     def _num_open_rows(self) -> int:
         """Every layer needs a committed row."""
         return self._num_layers
 
+    @torch.inference_mode()
     def _take_in(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
         states = self._contexts.hidden(counts)
         for layer in range(self._num_layers):
@@ -146,6 +148,7 @@ class MultiLayerDrafter(EagleDrafter):
             states = self._run(rows, states, layer)
         self._settle(counts)
 
+    @torch.inference_mode()
     def _propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
         shape = self._grown_shape(shape)
         self._settle_far(sequences, shape)
@@ -157,7 +160,7 @@ class MultiLayerDrafter(EagleDrafter):
         frontier = self._root_states(own, states, rows)
 
         def add(layer: int) -> None:
-            logits = self._runner.logits(frontier, layer)
+            logits = self.head.logits(frontier, layer)
             growth.add(choose_children(scores(logits, [each.paths for each in own]), shape.topk))
 
         add(0)
@@ -181,9 +184,9 @@ class MultiLayerDrafter(EagleDrafter):
 
     def _run(self, rows: Sequence[SequenceRows], hidden: Tensor, layer: int) -> Tensor:
         """Returns the states `[T, H]` of all rows."""
-        runner = self._runner
-        batch = build_batch(rows, page_size=runner.page_size, device=runner.device)
-        return runner.states(batch, hidden, layer=layer)
+        pool = self._model.pool
+        batch = build_batch(rows, page_size=pool.page_size, device=pool.device)
+        return self.head.forward(batch, hidden, pool, layer=layer)
 
     def _take_over(
         self,
@@ -225,7 +228,7 @@ class MultiLayerDrafter(EagleDrafter):
 
     def _pick(self, states: Tensor, rows: Sequence[int]) -> Tensor:
         """Returns the states of some rows, counted over all sequences."""
-        return states.index_select(0, uploaded_numbers(rows, self._runner.device))
+        return states.index_select(0, uploaded_numbers(rows, states.device))
 
     def _settle(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
         """Counts rows that all layers have computed for good."""
@@ -236,7 +239,7 @@ class MultiLayerDrafter(EagleDrafter):
     def _settle_far(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> None:
         """Takes in open rows that lie behind a sliding window: those beside a tree are one block
         with it, which attention takes to be within the window."""
-        window = self._runner.head.layers[0].attention.shape.sliding_window
+        window = self.head.layers[0].attention.shape.sliding_window
         if window is not None:
             far = [s for s in sequences if self.backlog(s) + shape.num_steps > window]
             self.catch_up(far, sum(map(self.backlog, far)))

@@ -21,7 +21,6 @@ from shared.models.heads.config import HeadKind
 from shared.models.heads.head import DraftHead
 from shared.models.heads.loader import load_head
 from shared.models.heads.target_tensors import TargetFolder
-from shared.runtime.runner import HeadRunner
 from shared.runtime.tree_model import HeadModel
 from shared.tokens import Outcome, SamplingParams, TokenTree, TreeShape, Verdict
 from tests.helpers.checkpoints import TinyShape, build_model, write_checkpoint
@@ -74,7 +73,7 @@ class Setup:
     ) -> EagleDrafter:
         pool = KvPool(self.head.kv_layout(PAGE_SIZE), num_pages, CPU)
         return EagleDrafter(
-            HeadRunner(self.head, pool),
+            HeadModel(self.head, pool),
             KvLeases(num_pages, PAGE_SIZE),
             max_context_tokens=context,
             keeps_features=keeps_features,

@@ -25,7 +25,6 @@ from shared.models.heads.head import DraftHead
 from shared.models.heads.loader import load_head
 from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import TargetFolder
-from shared.runtime.runner import BlockRunner, HeadRunner
 from shared.runtime.tree_model import HeadModel
 from shared.tokens import SamplingParams, TreeShape
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
@@ -53,7 +52,7 @@ def _eagle(kind: HeadKind) -> Callable[[Path, TargetFolder], Drafter]:
 def _drafter(head: DraftHead) -> EagleDrafter:
     pool = KvPool(head.kv_layout(4), 40, CPU)
     return EagleDrafter(
-        HeadRunner(head, pool),
+        HeadModel(head, pool),
         KvLeases(40, 4),
         max_context_tokens=128,
         keeps_features=False,
@@ -63,10 +62,10 @@ def _drafter(head: DraftHead) -> EagleDrafter:
 
 def _dflash(folder: Path, target: TargetFolder) -> Drafter:
     head = load_dflash(folder, target, dtype=torch.float32, device=CPU)
-    runner = BlockRunner(head, KvPool(head.kv_layout(4), 40, CPU))
     return DflashDrafter(
-        runner,
-        KvLeases(40, runner.page_size, prefix_cache=False),
+        head,
+        KvPool(head.kv_layout(4), 40, CPU),
+        KvLeases(40, 4, prefix_cache=False),
         block_size=head.config.block_size,
         window_tokens=100,
     )

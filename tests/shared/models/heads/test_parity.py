@@ -18,10 +18,10 @@ from shared.models.heads.config import HeadKind
 from shared.models.heads.head import DraftHead
 from shared.models.heads.loader import load_head, read_token_map
 from shared.models.heads.target_tensors import TargetFolder
-from shared.runtime.runner import HeadRunner
 from tests.helpers.checkpoints import TinyShape, build_model, write_checkpoint
 from tests.helpers.draft_heads import TinyHead, head_config, head_tensors, save_head, write_head
 from tests.helpers.head_oracle import HeadOracle
+from tests.helpers.pooled_heads import HeadRunner
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4
