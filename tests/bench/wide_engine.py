@@ -17,12 +17,13 @@ from services.draft.worker import WorkerIdentity
 from services.embedded import EmbeddedDraft
 from services.target.adaptive_config import DEFAULT_CONFIG
 from services.target.drafts.attachment import AttachmentTerms
-from services.target.engine import Engine, Inbox
+from services.target.engine import Engine
 from services.target.requests.request import GenerationRequest, ModelLimits
 from services.target.rounds.round_shapes import RoundSource, capacities
 from services.target.scheduler import Scheduler, SchedulerLimits
 from services.target.step_loop import StepLoop
 from services.target.verifier import VerificationMode, Verifier
+from shared.inbox import Inbox
 from shared.kv.leases import KvLeases
 from shared.runtime.round_head import OwnHead
 from shared.runtime.runner import ModelRunner
