@@ -19,7 +19,6 @@ from dataclasses import replace
 
 from services.draft.candidates import Answers
 from services.draft.drafters.drafter import Drafter, Lookahead, Proposal, VerifiedTree
-from services.draft.drafters.whole_trees import grows_whole
 from services.draft.events import Output
 from services.draft.likely_verdicts import SYNCHRONOUS, FanOut
 from services.draft.sequence import DraftSequence
@@ -59,8 +58,6 @@ class DeficitRoundRobin:
         """
         queues = _by_link(sequences)
         self._deficits = {link: self._deficits.get(link, 0) for link in queues}
-        if len(queues) == 1:
-            return _until(next(iter(queues.values())), cost, budget)
         picked: list[DraftSequence] = []
         while queues and budget > 0:
             link = self._next(queues)
@@ -100,18 +97,6 @@ def _by_link(sequences: Iterable[DraftSequence]) -> dict[int, list[DraftSequence
     for sequence in sequences:
         queues.setdefault(sequence.key.link, []).append(sequence)
     return queues
-
-
-def _until(
-    queue: list[DraftSequence], cost: Callable[[DraftSequence], int], budget: int
-) -> list[DraftSequence]:
-    picked: list[DraftSequence] = []
-    for sequence in queue:
-        if budget <= 0:
-            break
-        budget -= cost(sequence)
-        picked.append(sequence)
-    return picked
 
 
 # Warm-up of tree shapes while the draft serves, and the shape of trees until then.
@@ -506,7 +491,7 @@ class Rounds:
     @staticmethod
     def _needs_graphs(sequence: DraftSequence) -> bool:
         """Whether its trees are grown by what a drafter prepares. A probe waits in any case."""
-        return not sequence.is_probe and grows_whole(sequence)
+        return not sequence.is_probe and sequence.grows_whole
 
     def _report(self, draft_s: float | None) -> DraftReport:
         pinned_shape = self.shape if self.is_pinned else None

@@ -303,11 +303,9 @@ class PlainScores:
         return self._levels[-1]
 
     def look(self, logits: Tensor) -> None:
-        """See `Scores.look`."""
         self.best(logits)
 
     def choices(self) -> Children:
-        """See `Scores.choices`."""
         return Children(
             torch.cat([each.token_ids for each in self._levels], dim=1),
             torch.cat([each.log_probs for each in self._levels], dim=1),
@@ -323,12 +321,10 @@ class PlainGrowth:
         self._paths = state.numbers.new_empty((state.num_slots, 1, 0))
 
     def add(self, logits: Tensor) -> None:
-        """See `Growth.add`."""
         children = self.scores.best(logits, self._paths)
         self._growth.add(children.best(self._batches.shape.tree.topk))
 
     def beam(self) -> tuple[ForwardBatch, Tensor]:
-        """See `Growth.beam`."""
         beam, level = self._growth.select_beam(), len(self._beams)
         self._beams.append(beam)
         above = self._paths.gather(1, beam.parents.unsqueeze(2).expand(-1, -1, level))
@@ -339,7 +335,6 @@ class PlainGrowth:
         return self._batches.of_beam(self._state, beam, level), parents.flatten()
 
     def scored(self) -> ScoredRows:
-        """See `Growth.scored`."""
         tree, roots = self._batches.shape.tree, self._state.roots
         nodes = self._growth.select()
         # A tree may have no level that is computed.
@@ -352,7 +347,6 @@ class PlainGrowth:
         )
 
     def finish(self) -> RoundTree:
-        """See `Growth.finish`."""
         return self._batches.of_trees(self._state, self.scored().rows)
 
 
@@ -373,20 +367,16 @@ class PlainCode:
     batches: RoundBatches
 
     def open_rows(self, state: RoundState) -> tuple[ForwardBatch, Tensor]:
-        """See `DraftCode.open_rows`."""
         return self.batches.of_open_rows(state)
 
     def scores(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> Scores:
-        """See `DraftCode.scores`."""
         return plain_scores(state, self.batches, sampling, num_choices)
 
     def growth(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> Growth:
-        """See `DraftCode.growth`."""
         scores = plain_scores(state, self.batches, sampling, num_choices)
         return PlainGrowth(state, self.batches, scores)
 
     def kind_of(self, sampling: RoundSampling) -> RoundSampling:
-        """See `DraftCode.kind_of`."""
         return sampling
 
 
@@ -400,15 +390,12 @@ class DecoderForwards:
         self._logits, self._batch = logits, batch
 
     def first(self) -> Tensor:
-        """See `Forwards.first`."""
         return self._logits(self._batch)
 
     def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor:
-        """See `Forwards.next`."""
         return self._logits(batch)
 
     def walk(self, levels: Iterable[KnownLevel]) -> Iterator[Tensor]:
-        """See `Forwards.walk`."""
         yield self.first()
         for level in levels:
             yield self.next(*level)
@@ -430,7 +417,6 @@ class DecoderDraft(PlainCode):
     batches: RoundBatches
 
     def seen(self, state: RoundState) -> RoundState:
-        """See `DraftCode.seen`."""
         numbers = state.numbers.clone()
         numbers[:, LENGTH] += 1
         numbers[:, OFFSET] -= 1
@@ -439,7 +425,6 @@ class DecoderDraft(PlainCode):
     def forwards(
         self, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool
     ) -> DecoderForwards:
-        """See `DraftCode.forwards`."""
         return DecoderForwards(self.logits, batch)
 
     def logits(self, batch: ForwardBatch) -> Tensor:
@@ -480,11 +465,9 @@ class HeadForwards:
         self._num_slots = len(batch.logit_rows)
 
     def first(self) -> Tensor:
-        """See `Forwards.first`."""
         return self._logits(self._open())
 
     def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor:
-        """See `Forwards.next`."""
         return self._logits(self._advance(batch, parents, None))
 
     def walk(self, levels: Iterable[KnownLevel]) -> Sequence[Tensor]:
@@ -493,7 +476,6 @@ class HeadForwards:
         return torch.split(self._logits(torch.cat(read)), [len(rows) for rows in read])
 
     def states(self) -> Tensor:
-        """See `Forwards.states`."""
         levels = [each.view(self._num_slots, -1, each.shape[1]) for each in self._kept]
         return torch.cat(levels, dim=1)
 
@@ -533,11 +515,9 @@ class RoundDraft(PlainCode):
         return grown(self, state, sampling, batch, feature_slots)
 
     def seen(self, state: RoundState) -> RoundState:
-        """See `DraftCode.seen`."""
         return state
 
     def forwards(self, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool) -> HeadForwards:
-        """See `DraftCode.forwards`."""
         rows = self.source_rows
         if rows.is_contiguous() and (self.reads_states or self.head.reads_rows(rows)):
             return self._forwards(batch, rows, sources, keeps_states=keeps_states)

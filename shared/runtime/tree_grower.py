@@ -53,7 +53,7 @@ class TreeGrower:
         leader: TreeLeader | None = None,
     ) -> None:
         assert model.pool.device.type == "cuda" or not limits.has_graphs, "graphs need CUDA"
-        self._model, self.limits, self._is_split = model, limits, is_split
+        self.model, self.limits, self._is_split = model, limits, is_split
         self._leader = leader
         self._kinds: dict[RoundSampling, None] = {}
         self._memory = torch.cuda.graph_pool_handle() if limits.has_graphs else None
@@ -67,7 +67,7 @@ class TreeGrower:
         """Returns a grower of the same trees behind one open row, whose passes can stop. It has
         memory of its own, so that passes of this one can be run meanwhile."""
         leader = None if self._leader is None else self._leader.split()
-        other = TreeGrower(self._model, self.limits, is_split=True, leader=leader)
+        other = TreeGrower(self.model, self.limits, is_split=True, leader=leader)
         other._kinds = self._kinds
         return other
 
@@ -212,17 +212,17 @@ class TreeGrower:
             return 0
         wanted = max(num_choices, tree.topk)
         sizes = (size for size in _CHOICE_BUCKETS if size >= wanted)
-        return min(next(sizes, wanted), self._model.vocab_size)
+        return min(next(sizes, wanted), self.model.vocab_size)
 
     def _new_pass(self, tree: TreeShape, kind: PassKind) -> TreePass:
         # Leaves are computed where choices are wanted.
         num_leaves = tree.topk if kind.num_choices else 0
         shape = RoundShape.of(
             tree,
-            draft_vocab_size=self._model.vocab_size,
+            draft_vocab_size=self.model.vocab_size,
             max_context_tokens=self.limits.max_context_tokens + num_leaves,
         )
-        return TreePass(self._model, shape, self.limits, kind, memory=self._memory)
+        return TreePass(self.model, shape, self.limits, kind, memory=self._memory)
 
 
 def _common_shape(tree: TreeShape) -> TreeShape:

@@ -119,7 +119,7 @@ class CountingGrower(TreeGrower):
 
     @property
     def device(self) -> torch.device:
-        return self._model.pool.device
+        return self.model.pool.device
 
     def begin(
         self,

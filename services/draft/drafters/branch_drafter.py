@@ -26,7 +26,6 @@ from services.draft.drafters.drafter import Lookahead, Proposal, VerifiedTree
 from services.draft.drafters.pass_trees import PassTrees
 from services.draft.drafters.standalone_contexts import StandaloneContexts
 from services.draft.drafters.tails import GrownRows, Path
-from services.draft.drafters.whole_trees import grown_shape, grows_whole
 from services.draft.likely_verdicts import RankShares, likely_verdicts, rank_of
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.runtime.tree_pass import GrowingTrees
@@ -181,17 +180,13 @@ class BranchPasses:
 
 
 class BranchLookahead(Lookahead, ABC):
-    """See `Lookahead`. Those that do not `grows_whole` get no trees for verdicts to come.
-
-    Args:
-        vocab_size: tokens that the model can propose.
-    """
+    """See `Lookahead`. Those that do not `grows_whole` get no trees for verdicts to come."""
 
     _contexts: Contexts
 
-    def __init__(self, trees: PassTrees, contexts: Contexts, *, vocab_size: int) -> None:
+    def __init__(self, trees: PassTrees, contexts: Contexts) -> None:
         self._budget = 0
-        self._trees, self._contexts, self._vocab_size = trees, contexts, vocab_size
+        self._trees, self._contexts = trees, contexts
         self._shares = RankShares()
         self._passes = BranchPasses(
             trees, contexts, num_choices=self._num_followed, make_room=self._drop_followers
@@ -212,27 +207,23 @@ class BranchLookahead(Lookahead, ABC):
 
     def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
         """See `Drafter.is_prepared`."""
-        return self._trees.is_prepared(self.grown_shape(shape), num_sequences, self.budget)
+        return self._trees.is_prepared(self._trees.shape(shape), num_sequences, self.budget)
 
     def prepare(self, shape: TreeShape, num_sequences: int | None) -> bool:
         """See `Drafter.prepare`."""
-        return self._trees.prepare(self.grown_shape(shape), num_sequences, self.budget)
+        return self._trees.prepare(self._trees.shape(shape), num_sequences, self.budget)
 
     def propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
         """Grows trees for the current round behind reserved sequences that are complete."""
-        shape = self.grown_shape(shape)
-        whole = [each for each in sequences if grows_whole(each)]
-        rest = [each for each in sequences if not grows_whole(each)]
+        shape = self._trees.shape(shape)
+        whole = [each for each in sequences if each.grows_whole]
+        rest = [each for each in sequences if not each.grows_whole]
         for sequence in whole:
             self.drop(sequence)
         grown = self._trees.grow(whole, shape, num_choices(shape, self.budget))
         self._rows.update(zip((each.key for each in whole), grown, strict=True))
         trees = [*(rows.tree for rows in grown), *self._trees.grow_scored(rest, shape)]
         return list(map(Proposal, (*whole, *rest), trees))
-
-    def grown_shape(self, shape: TreeShape) -> TreeShape:
-        """See `whole_trees.grown_shape`."""
-        return grown_shape(shape, self._vocab_size)
 
     def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
         """The tree may be among those that grow; there is nothing else to go on from."""
@@ -325,8 +316,8 @@ class BranchDrafter(BranchLookahead):
 
     _contexts: StandaloneContexts
 
-    def __init__(self, trees: PassTrees, contexts: StandaloneContexts, *, vocab_size: int) -> None:
-        super().__init__(trees, contexts, vocab_size=vocab_size)
+    def __init__(self, trees: PassTrees, contexts: StandaloneContexts) -> None:
+        super().__init__(trees, contexts)
         self._branches: dict[SequenceKey, dict[Path, Branch]] = {}
         # Whose likeliest branch may be followed, and trees that are there before their round.
         self._to_follow: dict[SequenceKey, VerifiedTree] = {}
@@ -341,7 +332,7 @@ class BranchDrafter(BranchLookahead):
         rows = self._rows.get(key)
         if rows is None:
             return
-        verified = replace(verified, shape=self.grown_shape(verified.shape))
+        verified = replace(verified, shape=self._trees.shape(verified.shape))
         followers = self._branches.get(key, {})
         if followers:
             self._ready += [branch_proposal(each, is_current=False) for each in followers.values()]

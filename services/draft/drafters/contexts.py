@@ -16,7 +16,6 @@ from torch import Tensor
 
 from services.draft.drafters.drafter import Drafter, Proposal
 from services.draft.drafters.tails import GrownRows
-from services.draft.drafters.whole_trees import pass_sampling
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.batch import SequenceRows
 from shared.kv.leases import KvBranch, KvLease, KvLeases
@@ -211,7 +210,7 @@ class Contexts(ABC):
             token_ids=(token_id,),
             num_computed=branch.num_computed - 1,
             num_before=self.kv_of(sequence).window_start + self.reads_ahead - 1,
-            sampling=pass_sampling(sequence),
+            sampling=sequence.pass_sampling,
             pages=branch.pages,
         )
 
@@ -255,7 +254,7 @@ class Contexts(ABC):
             token_ids=sequence.token_ids[kv.window_start + start + self.reads_ahead :],
             num_computed=start,
             num_before=kv.window_start + self.reads_ahead - 1,
-            sampling=pass_sampling(sequence),
+            sampling=sequence.pass_sampling,
             pages=kv.lease.pages,
         )
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import torch
 
-from services.draft.drafters.drafter import DrafterLimits
 from services.draft.drafters.head_branches import HeadBranches
 from services.draft.drafters.head_contexts import HeadContexts
 from services.draft.drafters.pass_trees import PassTrees
 from services.draft.drafters.tree_drafter import TreeDrafter
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence
-from services.draft.worker import MappedHeadLimits
 from shared.kv.leases import KvLeases
 from shared.models.heads.head import DraftHead
 from shared.runtime.tree_grower import TreeGrower
@@ -29,6 +27,7 @@ class EagleDrafter(TreeDrafter):
     """See `TreeDrafter`. Whatever sets the heads apart is in `DraftHead`."""
 
     _contexts: HeadContexts
+    _model: HeadModel
 
     def __init__(
         self,
@@ -45,36 +44,17 @@ class EagleDrafter(TreeDrafter):
         grower: of the model; None for heads of several layers.
         generator: see `PassTrees`.
         """
-        self._model = model
         contexts = HeadContexts(
             model,
             leases,
             max_context_tokens=max_context_tokens,
             keeps_features=keeps_features,
-            min_rows=self._num_open_rows,
+            min_rows=len(model.head.layers),
         )
-        branches, vocab_size = None, model.vocab_size
+        branches = None
         if grower is not None:
-            trees = PassTrees(grower, contexts, generator)
-            branches = HeadBranches(trees, contexts, vocab_size=vocab_size)
-        super().__init__(
-            contexts, branches, vocab_size=vocab_size, max_context_tokens=max_context_tokens
-        )
-
-    @property
-    def limits(self) -> DrafterLimits:
-        head = self.head
-        return DrafterLimits(
-            vocab_size=head.config.vocab_size,
-            max_context_tokens=self._max_context_tokens,
-            feature_spec=head.feature_spec,
-            mapped_head=self._mapped_head,
-        )
-
-    @property
-    def _mapped_head(self) -> MappedHeadLimits | None:
-        page_size = self._model.pool.page_size
-        return MappedHeadLimits(page_size, self._vocab_size, self._contexts.longest)
+            branches = HeadBranches(PassTrees(grower, contexts, generator), contexts)
+        super().__init__(model, contexts, branches, max_context_tokens=max_context_tokens)
 
     @property
     def head(self) -> DraftHead:
@@ -96,6 +76,3 @@ class EagleDrafter(TreeDrafter):
         has_started_over = self._contexts.add_features(sequence, rows)
         if has_started_over:
             self._drop_ahead(sequence)
-
-    def _tree_model(self) -> HeadModel:
-        return self._model

@@ -22,7 +22,6 @@ from services.draft.drafters.drafter import Proposal, VerifiedTree
 from services.draft.drafters.head_contexts import HeadContexts
 from services.draft.drafters.pass_trees import PassTrees
 from services.draft.drafters.tails import GrownRows
-from services.draft.drafters.whole_trees import grows_whole
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.runtime.tree_pass import walked_shape
 from shared.tokens import TreeShape
@@ -45,8 +44,8 @@ class HeadBranches(BranchLookahead):
 
     _contexts: HeadContexts
 
-    def __init__(self, trees: PassTrees, contexts: HeadContexts, *, vocab_size: int) -> None:
-        super().__init__(trees, contexts, vocab_size=vocab_size)
+    def __init__(self, trees: PassTrees, contexts: HeadContexts) -> None:
+        super().__init__(trees, contexts)
         self._walks: dict[SequenceKey, _Walk] = {}
 
     @property
@@ -54,9 +53,9 @@ class HeadBranches(BranchLookahead):
         return bool(self._walks) or not self._passes.is_idle
 
     def begin(self, verified: VerifiedTree) -> None:
-        if not grows_whole(verified.sequence):
+        if not verified.sequence.grows_whole:
             return
-        key, shape = verified.sequence.key, self.grown_shape(verified.shape)
+        key, shape = verified.sequence.key, self._trees.shape(verified.shape)
         verified, rows = replace(verified, shape=shape), self._rows.get(key)
         if rows is not None:
             self._want(verified, rows)

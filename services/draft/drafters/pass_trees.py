@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,12 +12,20 @@ from services.draft.draft_scores import DraftScores, request_scores
 from services.draft.drafters.branches import Wanted, num_choices
 from services.draft.drafters.contexts import Contexts
 from services.draft.drafters.tails import GrownRows
-from services.draft.drafters.whole_trees import batches
 from services.draft.sequence import DraftSequence
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_pass import GrowingTrees, OpenSequence, PassRows
 from shared.speculation.noise import fresh_generator
 from shared.tokens import TokenTree, TreeShape
+
+
+def grown_shape(shape: TreeShape, vocab_size: int) -> TreeShape:
+    """Returns a shape without useless parts: levels beyond the last kept node of a
+    chain, and children beyond the vocabulary."""
+    num_steps, topk = min(shape.num_steps, shape.max_node_count), min(shape.topk, vocab_size)
+    if (num_steps, topk) == (shape.num_steps, shape.topk):
+        return shape
+    return replace(shape, num_steps=num_steps, topk=topk)
 
 
 class PassTrees:
@@ -37,6 +46,10 @@ class PassTrees:
     def max_sequences(self) -> int:
         """Trees of one pass."""
         return self._grower.limits.max_sequences
+
+    def shape(self, shape: TreeShape) -> TreeShape:
+        """See `grown_shape`."""
+        return grown_shape(shape, self._grower.model.vocab_size)
 
     def is_prepared(self, shape: TreeShape, num_sequences: int, budget: int) -> bool:
         """Whether all graphs are there for trees of a shape, of so many sequences that prepare for
@@ -70,7 +83,7 @@ class PassTrees:
         """
         return [
             each
-            for batch in batches(sequences, self.max_sequences)
+            for batch in self._batches(sequences)
             for each in self._grow(batch, shape, num_choices)
         ]
 
@@ -79,7 +92,7 @@ class PassTrees:
     ) -> Iterator[TokenTree]:
         """Yields a tree for each sequence that does not grow whole, by all that its request asks
         for; see `grow`."""
-        for batch in batches(sequences, self.max_sequences):
+        for batch in self._batches(sequences):
             scores = request_scores(batch, shape, self._generator)
             grown = self._grow(batch, shape, 0, scores)
             yield from scores.finished([each.tree for each in grown])
@@ -124,6 +137,11 @@ class PassTrees:
             # The states of accepted nodes stand in for features.
             states = PassRows.states(each.rows.row(each.accepted) for each in wanted)
         return self._split.begin(rows, states, wanted[0].verified.shape, num_choices=num_choices)
+
+    def _batches(self, sequences: Sequence[DraftSequence]) -> Iterator[Sequence[DraftSequence]]:
+        """Yields the sequences, as many at a time as a pass takes."""
+        for start in range(0, len(sequences), self.max_sequences):
+            yield sequences[start : start + self.max_sequences]
 
     def _uses(
         self, shape: TreeShape, num_sequences: int, budget: int

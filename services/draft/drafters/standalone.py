@@ -13,7 +13,6 @@ import torch
 
 from services.draft.drafters.branch_drafter import BranchDrafter
 from services.draft.drafters.contexts import CONTEXT_MARGIN
-from services.draft.drafters.drafter import DrafterLimits
 from services.draft.drafters.pass_trees import PassTrees
 from services.draft.drafters.placement import (
     Host,
@@ -30,7 +29,6 @@ from services.draft.events import FeatureRows
 from services.draft.model_folder import check_no_states, target_vocabulary
 from services.draft.sequence import DraftSequence
 from services.draft.settings import DraftSettings
-from services.draft.worker import MappedHeadLimits
 from services.followers import Followers
 from shared.kv.leases import KvLeases
 from shared.layers.tensor_group import TensorGroup
@@ -39,7 +37,6 @@ from shared.models.config import ModelConfig
 from shared.models.loader import load_decoder
 from shared.runtime.device import dtype_named
 from shared.runtime.lockstep import Leader, TreeLeader
-from shared.runtime.outcome_chains import MAX_OUTCOMES
 from shared.runtime.runner import ModelRunner
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import DecoderModel
@@ -71,41 +68,16 @@ class StandaloneDrafter(TreeDrafter):
         grower: of the runner's model and pool.
         generator: see `PassTrees`.
         """
-        self.decoder, self._pool = runner.decoder, runner.pool
+        self.decoder = runner.decoder
+        model = DecoderModel(runner.decoder, runner.pool)
         contexts = StandaloneContexts(runner, leases, max_context_tokens=max_context_tokens)
-        vocab_size = runner.decoder.num_proposed
-        trees = PassTrees(grower, contexts, generator)
-        branches = BranchDrafter(trees, contexts, vocab_size=vocab_size)
-        super().__init__(
-            contexts, branches, vocab_size=vocab_size, max_context_tokens=max_context_tokens
-        )
-
-    @property
-    def limits(self) -> DrafterLimits:
-        return DrafterLimits(
-            vocab_size=self.decoder.config.vocab_size,
-            max_context_tokens=self._max_context_tokens,
-            mapped_head=self._mapped_head,
-        )
-
-    @property
-    def _mapped_head(self) -> MappedHeadLimits | None:
-        if self.decoder.group is not None:  # several processes hold it
-            return None
-        return MappedHeadLimits(
-            self._pool.page_size,
-            self._vocab_size,
-            self._contexts.longest,
-            num_outcomes=MAX_OUTCOMES,
-        )
+        branches = BranchDrafter(PassTrees(grower, contexts, generator), contexts)
+        super().__init__(model, contexts, branches, max_context_tokens=max_context_tokens)
 
     def commit(
         self, sequence: DraftSequence, verdict: Verdict, features: FeatureRows | None
     ) -> None:
         self._branches.commit(sequence, verdict.committed_token_ids)
-
-    def _tree_model(self) -> DecoderModel:
-        return DecoderModel(self.decoder, self._pool)
 
 
 # Loads the draft model and its KV pool.

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 
 from services.draft.drafters.branch_drafter import BranchLookahead
 from services.draft.drafters.contexts import ContextDrafter, Contexts
-from services.draft.drafters.drafter import Proposal, SharedHead
-from services.draft.drafters.whole_trees import grown_shape
+from services.draft.drafters.drafter import DrafterLimits, Proposal, SharedHead
+from services.draft.drafters.pass_trees import grown_shape
 from services.draft.sequence import DraftSequence
 from services.draft.worker import MappedHeadLimits
+from shared.runtime.outcome_chains import MAX_OUTCOMES
 from shared.runtime.tree_model import TreeModel
 from shared.tokens import TreeShape
 
@@ -19,7 +19,6 @@ class TreeDrafter(ContextDrafter):
     """See `Drafter`.
 
     Args:
-        vocab_size: tokens that the model can propose.
         branches: grows trees, and drafts ahead; None where the drafter has a way of its own.
     """
 
@@ -27,34 +26,42 @@ class TreeDrafter(ContextDrafter):
 
     def __init__(
         self,
+        model: TreeModel,
         contexts: Contexts,
         branches: BranchLookahead | None,
         *,
-        vocab_size: int,
         max_context_tokens: int,
     ) -> None:
-        self._contexts, self._branches = contexts, branches
-        self._vocab_size, self._max_context_tokens = vocab_size, max_context_tokens
+        self._model, self._contexts, self._branches = model, contexts, branches
+        self._max_context_tokens = max_context_tokens
+
+    @property
+    def limits(self) -> DrafterLimits:
+        return DrafterLimits(
+            vocab_size=self._model.id_limit,
+            max_context_tokens=self._max_context_tokens,
+            feature_spec=self._model.feature_spec,
+            mapped_head=self._mapped_head,
+        )
 
     @property
     def lookahead(self) -> BranchLookahead | None:
         return self._branches
 
     @property
-    @abstractmethod
     def _mapped_head(self) -> MappedHeadLimits | None:
         """Sizes of the model in rounds of a target; None where it takes part in none."""
-
-    @abstractmethod
-    def _tree_model(self) -> TreeModel:
-        """Returns the model as rounds use it."""
+        model = self._model
+        if model.group is not None:  # several processes hold it
+            return None
+        outcomes = MAX_OUTCOMES if model.feature_spec is None else 0
+        longest = self._contexts.longest
+        return MappedHeadLimits(model.pool.page_size, model.vocab_size, longest, outcomes)
 
     def share_head(self) -> SharedHead:
         """Lends the model and most of the free pages, for good."""
         contexts = self._contexts
-        return SharedHead.of_most(
-            self._tree_model(), contexts.leases, max_context_tokens=contexts.longest
-        )
+        return SharedHead.of_most(self._model, contexts.leases, max_context_tokens=contexts.longest)
 
     def reserve(self, sequence: DraftSequence, shape: TreeShape) -> bool:
         shape = self._grown_shape(shape)
@@ -87,4 +94,4 @@ class TreeDrafter(ContextDrafter):
         return self._branches.propose(sequences, shape)
 
     def _grown_shape(self, shape: TreeShape) -> TreeShape:
-        return grown_shape(shape, self._vocab_size)
+        return grown_shape(shape, self._model.vocab_size)
