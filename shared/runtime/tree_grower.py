@@ -165,8 +165,8 @@ class TreeGrower:
             self._leader.capture_next(tree, num_choices, num_sequences, is_walk=is_walk)
         chosen = self._pass_of(tree, num_choices, is_walk=is_walk)
         if num_sequences is None:
-            return chosen.capture_next(self._kinds)
-        return chosen.capture_for(num_sequences, self._last_kind)
+            return chosen.capture_first(chosen.left_of(self._kinds))
+        return chosen.capture_first(chosen.left_for(num_sequences, self._last_kind))
 
     def is_ready(
         self, tree: TreeShape, num_sequences: int, *, num_choices: int = 0, is_walk: bool = False

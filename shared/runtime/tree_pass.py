@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import logging
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -54,6 +53,7 @@ from shared.runtime.tree_draft import (
 )
 from shared.runtime.tree_model import PassKind, TreeModel
 from shared.speculation.row_sampling import sampling_columns, signed_seed
+from shared.speculation.tree import best_tree
 from shared.tokens import SamplingParams, TokenTree, TreeShape
 
 logger = logging.getLogger(__name__)
@@ -285,6 +285,8 @@ class PassLimits:
     has_graphs: bool
 
 
+GraphKey: TypeAlias = tuple[int, RoundSampling]
+"""Slots and kind."""
 _Captured: TypeAlias = Sequence[tuple[torch.cuda.CUDAGraph, Part]]
 """Graphs that follow one another, each with what it makes."""
 
@@ -360,35 +362,29 @@ class TreePass:
         self._slots[bucket].fill(self._arrays(sequences, bucket, self.max_open_rows, reach))
         return _replayed(captured)
 
-    @torch.inference_mode()
-    def capture_next(self, kinds: Iterable[RoundSampling]) -> bool:
-        """Captures a graph that some kinds of sampling may want: those of the most slots first,
-        whose memory the others reuse, then the smallest. Returns whether one was left."""
+    def left_of(self, kinds: Iterable[RoundSampling]) -> list[GraphKey]:
+        """Returns the graphs that some kinds of sampling may want: those of the most slots first,
+        whose memory the others reuse, then the smallest."""
         kinds = dict.fromkeys(map(self._captured_draft.code.kind_of, kinds))
-        for num_slots in (self._buckets[-1], *self._buckets):
-            for kind in kinds:
-                if (num_slots, kind) not in self._captured:
-                    self._graph_of(num_slots, kind)
-                    return True
-        return False
+        keys = [(size, kind) for size in (self._buckets[-1], *self._buckets) for kind in kinds]
+        return [key for key in keys if key not in self._captured]
 
-    def left_for(self, num_sequences: int, sampling: RoundSampling) -> list[int]:
-        """Returns the slots of the graphs that passes of so many sequences, or fewer, would have to
+    def left_for(self, num_sequences: int, sampling: RoundSampling) -> list[GraphKey]:
+        """Returns the graphs that passes of so many sequences, or fewer, would have to
         capture, the most first. There is one that is not much too large for any number."""
         kind, left = self._captured_draft.code.kind_of(sampling), []
         while num_sequences > 0:
             size = self._bucket_for(num_sequences, sampling)
             if (size, kind) not in self._captured:
-                left.append(size)
+                left.append((size, kind))
             num_sequences = (size - 1) // _MOST_SPARE if size > _FEW_SLOTS else 0
         return left
 
     @torch.inference_mode()
-    def capture_for(self, num_sequences: int, sampling: RoundSampling) -> bool:
-        """Captures a graph of `left_for`; returns whether one was left."""
-        left = self.left_for(num_sequences, sampling)
+    def capture_first(self, left: Sequence[GraphKey]) -> bool:
+        """Captures one of the graphs that are left; returns whether one was."""
         if left:
-            self._graph_of(left[0], sampling)
+            self._graph_of(*left[0])
         return bool(left)
 
     def release(self) -> None:
@@ -698,33 +694,3 @@ class GrowingTrees:
         )
         tree = best_tree(tokens, parents, paths, self._max_nodes)
         return PassTree(tree, levels, PassRows(self, place))
-
-
-def best_tree(
-    token_ids: Sequence[int], parents: Sequence[int], paths: Sequence[float], max_nodes: int
-) -> TokenTree:
-    """Returns the tree of the best nodes.
-
-    Args:
-        token_ids: of T rows, the root first; -1 where there is no node.
-        parents: row of each row's parent.
-        paths: score of the path to each row.
-    """
-    if len(token_ids) <= max_nodes + 1 and min(paths) > -math.inf:
-        above = parents[1:]
-        return TokenTree(
-            tuple(token_ids[1:]),
-            tuple([row - 1 if row else None for row in above]),
-            tuple([path - paths[row] for path, row in zip(paths[1:], above, strict=True)]),
-        )
-    kept = [row for row in range(1, len(token_ids)) if paths[row] > -math.inf]
-    if len(kept) > max_nodes:
-        # A child's score is at most its parent's and its row comes later, so parents stay.
-        kept = sorted(sorted(kept, key=lambda row: (-paths[row], row))[:max_nodes])
-    nodes: dict[int, int | None] = {0: None}
-    nodes.update({row: node for node, row in enumerate(kept)})
-    return TokenTree(
-        token_ids=tuple(token_ids[row] for row in kept),
-        parent_indices=tuple(nodes[parents[row]] for row in kept),
-        log_probs=tuple(paths[row] - paths[parents[row]] for row in kept),
-    )

@@ -160,7 +160,7 @@ class BlockContexts(FeatureContexts):
     ) -> None:
         context = window_tokens + block_size
         super().__init__(pool, leases, max_context_tokens=context, margin_tokens=block_size)
-        self._head = head
+        self._head, self._block_size = head, block_size
 
     @property
     def num_kept_rows(self) -> int:
@@ -179,6 +179,11 @@ class BlockContexts(FeatureContexts):
             kv.window_start += num_dropped * page_size
             kv.num_computed -= num_dropped * page_size
         self.drop_features(sequence)
+
+    def block_rows(self, sequence: DraftSequence) -> BlockRows:
+        """Returns rows behind the context, none yet."""
+        mask = self._head.config.mask_token_id
+        return BlockRows(self.kv_of(sequence), block_size=self._block_size, mask_token_id=mask)
 
     def trim(self, sequence: DraftSequence, num_rows: int) -> None:
         """Frees the pages reserved beyond that many rows behind the context."""
@@ -300,9 +305,8 @@ class BlockLookahead(OneStepLookahead):
         block_size: rows of a block, the token that opens it included.
     """
 
-    def __init__(self, head: DflashHead, contexts: BlockContexts, *, block_size: int) -> None:
+    def __init__(self, contexts: BlockContexts, *, block_size: int) -> None:
         super().__init__()
-        self._head = head
         self._contexts = contexts
         self._block_size = block_size
         self._choices: dict[SequenceKey, BlockChoices] = {}
@@ -378,11 +382,7 @@ class BlockLookahead(OneStepLookahead):
 
     def _work(self, verified: VerifiedTree, verdicts: Sequence[LikelyVerdict]) -> _Work:
         sequence, tree = verified.sequence, verified.tree
-        rows = BlockRows(
-            self._contexts.kv_of(sequence),
-            block_size=self._block_size,
-            mask_token_id=self._head.config.mask_token_id,
-        )
+        rows = self._contexts.block_rows(sequence)
         # By place: 0 is the last committed token, then come the nodes, parents first.
         above = [0, *(0 if parent is None else parent + 1 for parent in tree.parent_indices)]
         paths = row_paths(tree)
@@ -455,7 +455,7 @@ class DflashDrafter(ContextDrafter):
         self._contexts = BlockContexts(
             head, pool, leases, window_tokens=window_tokens, block_size=block_size
         )
-        self._lookahead = BlockLookahead(head, self._contexts, block_size=block_size)
+        self._lookahead = BlockLookahead(self._contexts, block_size=block_size)
 
     @property
     def lookahead(self) -> BlockLookahead:
@@ -509,11 +509,7 @@ class DflashDrafter(ContextDrafter):
         return proposals
 
     def _block_rows(self, sequence: DraftSequence, num_scored: int) -> SequenceRows:
-        rows = BlockRows(
-            self._contexts.kv_of(sequence),
-            block_size=self._block_size,
-            mask_token_id=self.head.config.mask_token_id,
-        )
+        rows = self._contexts.block_rows(sequence)
         rows.add_block(None, sequence.token_ids[-1], num_scored)
         return rows.lay_out()
 

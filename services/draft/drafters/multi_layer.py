@@ -157,7 +157,7 @@ class MultiLayerDrafter(EagleDrafter):
         counts = [(sequence, self.backlog(sequence)) for sequence in sequences]
         rows, hidden = [each.all_rows(0) for each in own], self._contexts.hidden(counts)
         states = self._run(rows, hidden, 0)
-        frontier = self._root_states(own, states, rows)
+        frontier = _picked(states, rows, [[each.num_committed(0) - 1] for each in own])
 
         def add(layer: int) -> None:
             logits = self.head.logits(frontier, layer)
@@ -169,7 +169,7 @@ class MultiLayerDrafter(EagleDrafter):
             layer = min(level, self._num_layers - 1)
             beam = None if growth.is_complete else _next_beam(growth, own)
             if level == layer:
-                hidden = self._take_over(own, states, rows, layer)
+                hidden = _picked(states, rows, [each.sources(layer) for each in own])
                 rows = [each.all_rows(layer) for each in own]
             else:
                 assert beam is not None
@@ -177,7 +177,8 @@ class MultiLayerDrafter(EagleDrafter):
                 rows = [each.beam_rows(layer) for each in own]
             states = self._run(rows, hidden, layer)
             if beam is not None:
-                frontier = self._beam_states(own, states, rows)
+                # The last beam's rows come last.
+                frontier = _picked(states, rows, [range(-len(each.paths), 0) for each in own])
                 add(layer)
         self._settle([(each, count - (self._num_layers - 1)) for each, count in counts])
         return list(map(Proposal, sequences, growth.finish()))
@@ -187,48 +188,6 @@ class MultiLayerDrafter(EagleDrafter):
         pool = self._model.pool
         batch = build_batch(rows, page_size=pool.page_size, device=pool.device)
         return self.head.forward(batch, hidden, pool, layer=layer)
-
-    def _take_over(
-        self,
-        sequences: Sequence[LayerRows],
-        states: Tensor,
-        before: Sequence[SequenceRows],
-        layer: int,
-    ) -> Tensor:
-        """Returns what each of the rows of `layer` reads.
-
-        Args:
-            states: `[T, H]` that the layer before left on its rows, `before`.
-        """
-        index, start = list[int](), 0
-        for own, rows in zip(sequences, before, strict=True):
-            index += [start + row for row in own.sources(layer)]
-            start += len(rows.token_ids)
-        return self._pick(states, index)
-
-    def _root_states(
-        self, sequences: Sequence[LayerRows], states: Tensor, rows: Sequence[SequenceRows]
-    ) -> Tensor:
-        """Returns the states `[S, H]` of the last committed rows, `rows` being all of layer 0."""
-        index, start = list[int](), 0
-        for own, each in zip(sequences, rows, strict=True):
-            index.append(start + own.num_committed(0) - 1)
-            start += len(each.token_ids)
-        return self._pick(states, index)
-
-    def _beam_states(
-        self, sequences: Sequence[LayerRows], states: Tensor, rows: Sequence[SequenceRows]
-    ) -> Tensor:
-        """Returns the states `[S * K, H]` of the last beam's rows, which come last."""
-        index, end = list[int](), 0
-        for own, each in zip(sequences, rows, strict=True):
-            end += len(each.token_ids)
-            index += range(end - len(own.paths), end)
-        return self._pick(states, index)
-
-    def _pick(self, states: Tensor, rows: Sequence[int]) -> Tensor:
-        """Returns the states of some rows, counted over all sequences."""
-        return states.index_select(0, uploaded_numbers(rows, states.device))
 
     def _settle(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
         """Counts rows that all layers have computed for good."""
@@ -251,6 +210,23 @@ class MultiLayerDrafter(EagleDrafter):
         return SequenceRows.causal(
             sequence.token_ids[first_token : first_token + count], start, kv.lease.pages
         )
+
+
+def _picked(
+    states: Tensor, rows: Sequence[SequenceRows], wanted: Sequence[Sequence[int]]
+) -> Tensor:
+    """Returns the states of some rows of each sequence.
+
+    Args:
+        states: `[T, H]` that a layer left on `rows`.
+        wanted: by sequence; negative ones count from its end.
+    """
+    index, start = list[int](), 0
+    for each, own in zip(rows, wanted, strict=True):
+        count = len(each.token_ids)
+        index += [start + row % count for row in own]
+        start += count
+    return states.index_select(0, uploaded_numbers(index, states.device))
 
 
 def _next_beam(growth: TreeGrowth, tails: Sequence[LayerRows]) -> Beam:
