@@ -20,10 +20,14 @@ from pathlib import Path
 
 import torch
 
-from services.draft.drafters.standalone import BuiltModel, StandaloneDrafter, build_model
+from services.draft.drafters.standalone import (
+    BuiltModel,
+    StandaloneDrafter,
+    build_model,
+    start_followers,
+)
 from services.draft.sequence import DraftSequence, SequenceKey
 from services.draft.settings import DraftSettings
-from services.draft.tensor_parallel import start_followers
 from shared.kv.leases import KvLeases
 from shared.layers.linear import linears
 from shared.model_options import Dtype

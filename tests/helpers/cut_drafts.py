@@ -10,9 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from services.draft.drafters.standalone import BuiltModel, StandaloneDrafter, build_model
+from services.draft.drafters.standalone import (
+    BuiltModel,
+    StandaloneDrafter,
+    build_model,
+    start_followers,
+)
 from services.draft.settings import DraftSettings
-from services.draft.tensor_parallel import start_followers
 from services.followers import Followers
 from shared.kv.leases import KvLeases
 from shared.model_options import Dtype

@@ -7,7 +7,9 @@ its tail. What is drafted ahead is in pages of its own, see `branch_drafter`.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import Connection
 
 import torch
 
@@ -29,14 +31,17 @@ from services.draft.events import FeatureRows
 from services.draft.model_folder import check_no_states, target_vocabulary
 from services.draft.sequence import DraftSequence
 from services.draft.settings import DraftSettings
-from services.followers import Followers
+from services.followers import Followers, Seat, check_shard, rank_devices
+from services.ranks import Ranks
 from shared.kv.leases import KvLeases
 from shared.layers.tensor_group import TensorGroup
 from shared.model_files import num_ids
 from shared.models.config import ModelConfig
 from shared.models.loader import load_decoder
+from shared.models.shard import Shard
 from shared.runtime.device import dtype_named
-from shared.runtime.lockstep import Leader, TreeLeader
+from shared.runtime.followers import TreeFollower
+from shared.runtime.lockstep import Leader, TreeLeader, follow
 from shared.runtime.runner import ModelRunner
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import DecoderModel
@@ -178,3 +183,25 @@ def build_model(
     tree_leader = None if leader is None else TreeLeader(leader)
     grower = TreeGrower(DecoderModel(decoder, pool), passes, leader=tree_leader)
     return BuiltModel(runner, grower, leases, context)
+
+
+# The processes that share the model.
+
+
+def start_followers(settings: DraftSettings) -> Followers:
+    """Starts them and returns once all have joined; they load their weights meanwhile.
+
+    Raises:
+        CheckpointError: the model folder has no usable config.
+        SettingsError: the model cannot be cut so, or there are not as many GPUs.
+    """
+    check_shard(Shard(0, settings.tp_size), ModelConfig.from_folder(settings.model_folder))
+    ranks = Ranks(settings.tp_size)
+    devices = rank_devices(settings.device, ranks)
+    return Followers(partial(_follow, settings), ranks, devices, service="draft")
+
+
+def _follow(settings: DraftSettings, seat: Seat, pipe: Connection) -> None:
+    group = seat.join(settings)
+    built = build_model(replace(settings, device=str(seat.device)), group)
+    follow(built.runner, group, pipe, TreeFollower(built.grower).take)

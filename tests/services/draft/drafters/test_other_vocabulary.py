@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.draft.drafters.standalone import build_model
+from services.draft.drafters.standalone import build_model, start_followers
 from services.draft.sequence import DraftSequence, SequenceKey
-from services.draft.tensor_parallel import start_followers
 from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
 from shared.tokens import SamplingParams, TokenTree, TreeShape
