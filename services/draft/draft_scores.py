@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,9 +42,6 @@ class DraftScores:
         # By the size of the vocabulary; all levels of a tree have the same.
         self._committed: dict[int, TokenCounts] = {}
         self._num_coupled = sum(s.mirrors_noise for s in sequences)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (list(map(_sendable, self._sequences)),)
 
     def __call__(self, logits: Tensor, paths: Sequence[Sequence[Path]]) -> Tensor:
         """Returns log probabilities of acceptance `[S, N, V]` float32, -inf for removed tokens.
@@ -155,12 +150,6 @@ class DraftScores:
             vocab_size=vocab_size,
             device=device,
         )
-
-
-def _sendable(sequence: DraftSequence) -> DraftSequence:
-    """Returns a copy without the read-only map of biases, which no pipe takes."""
-    sampling = replace(sequence.sampling, logit_bias=dict(sequence.sampling.logit_bias))
-    return replace(sequence, sampling=sampling, in_flight=None)
 
 
 class ChainDraws(DraftScores):

@@ -232,7 +232,7 @@ class TreeLeader:
         scores: RequestScores | None = None,
     ) -> None:
         self._num_begun += 1
-        sent = tuple(map(_sendable, sequences))
+        sent = tuple(sequences)
         self._leader.tell(BeginTrees(self._is_split, sent, tree, num_choices, is_walk, scores))
 
     def capture_next(
@@ -251,12 +251,6 @@ class TreeLeader:
             except StopIteration:
                 return
             yield part
-
-
-def _sendable(sequence: OpenSequence) -> OpenSequence:
-    """Returns the same for a pass, without the read-only map of biases, which no pipe takes; those
-    of requests are in their `RequestScores`."""
-    return replace(sequence, sampling=replace(sequence.sampling, logit_bias={}))
 
 
 # Keeps rounds on the device in step in the processes of a tensor group.
