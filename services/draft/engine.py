@@ -44,6 +44,7 @@ T = TypeVar("T")
 Deliver = Callable[[Output], None]
 
 MAX_WAITING_EVENTS = 4096
+_UNLIMITED_VOCAB = 2**31
 
 
 class DraftEngine:
@@ -159,8 +160,8 @@ class DraftEngine:
         *,
         features: FeatureRows | None = None,
     ) -> Future[ProbeDone]:
-        """Proposes one tree for a prompt, in a batch with whatever else is due. Cancelling the
-        future gives the work up.
+        """Proposes one tree for a prompt, in a batch with whatever else is due: over a link of its
+        own with a single sequence. Cancelling the future gives the work up.
 
         Args:
             features: of every position but the last; without them a drafter that reads features
@@ -172,11 +173,15 @@ class DraftEngine:
         future: Future[ProbeDone] = Future()
         self._probes.add(future)
         future.add_done_callback(self._probes.discard)
-        terms = _probe_terms(self._drafter.limits.vocab_size)
+        size = self._drafter.limits.vocab_size or _UNLIMITED_VOCAB
+        terms = LinkTerms(size, MAX_TREE_NODES, max_sequences=1, mirrors_noise=True)
+        opening = Opening(
+            0, token_ids, len(token_ids), sampling, 0, shape, is_probe=True, features=features
+        )
         try:
             link = self.open_link(terms, lambda output: _resolve_probe(future, output))
             future.add_done_callback(lambda _: self.close_link(link))
-            self.submit(_probe_opening(link, token_ids, sampling, shape, features))
+            self.submit(SequencesOpened(link, (opening,)))
         except OutriderError:
             future.cancel()
             raise
@@ -223,20 +228,15 @@ class DraftEngine:
             lambda: {
                 "sequence_count": float(len(self._table)),
                 "unprepared_shape_count": float(self._rounds.num_unprepared),
-                **self._config_gauges(),
+                # What is in force, which an operator may have changed since the start.
+                "tree_step_count": float(self.shape.num_steps),
+                "tree_topk": float(self.shape.topk),
+                "tree_draft_token_count": float(self.shape.num_draft_tokens),
+                "shape_is_pinned": float(self.is_pinned),
+                "outcome_budget": float(self.fan_out.budget),
                 **self._drafter.gauges(),
             }
         )
-
-    def _config_gauges(self) -> dict[str, float]:
-        """The settings in force, which an operator may have changed since the start."""
-        return {
-            "tree_step_count": float(self.shape.num_steps),
-            "tree_topk": float(self.shape.topk),
-            "tree_draft_token_count": float(self.shape.num_draft_tokens),
-            "shape_is_pinned": float(self.is_pinned),
-            "outcome_budget": float(self.fan_out.budget),
-        }
 
     def between_rounds(self, function: Callable[[], T]) -> Future[T]:
         """Calls a function on the engine thread when no forward is under way.
@@ -268,7 +268,9 @@ class DraftEngine:
                     return
                 has_work = self._rounds.step()
                 has_work = self._rounds.prepare() or has_work
-                wait_s = 0.0 if has_work else self._prepare_next()
+                wait_s = 0.0
+                if not has_work:
+                    wait_s = self._rounds.prepare_next() if self._prepares else None
         except BaseException:
             # Losing the draft costs its targets speed, never a token; going on with state of
             # unknown soundness could cost more.
@@ -281,10 +283,6 @@ class DraftEngine:
             for future in list(self._probes):
                 if future.set_running_or_notify_cancel():
                     future.set_exception(EngineFailed.of())
-
-    def _prepare_next(self) -> float | None:
-        """Prepares one thing for later proposals, if it is time; see `Rounds.prepare_next`."""
-        return self._rounds.prepare_next() if self._prepares else None
 
     def _apply(self, event: Event) -> None:
         if self._has_ended:
@@ -304,35 +302,6 @@ class DraftEngine:
         deliver = self._outlets.get(output.link)
         if deliver is not None:
             deliver(output)
-
-
-# One tree for a prompt, asked for by `ProposeTree`: a link of its own with a single sequence.
-
-_UNLIMITED_VOCAB = 2**31
-
-
-def _probe_terms(vocab_size: int | None) -> LinkTerms:
-    """Returns the terms of a probe's link.
-
-    Args:
-        vocab_size: of the drafter; None takes any token.
-    """
-    size = vocab_size or _UNLIMITED_VOCAB
-    return LinkTerms(size, MAX_TREE_NODES, max_sequences=1, mirrors_noise=True)
-
-
-def _probe_opening(
-    link: int,
-    token_ids: Sequence[int],
-    sampling: SamplingParams,
-    shape: TreeShape | None,
-    features: FeatureRows | None,
-) -> SequencesOpened:
-    """Returns the event that makes the tree due. See `DraftEngine.propose_once`."""
-    opening = Opening(
-        0, token_ids, len(token_ids), sampling, 0, shape, is_probe=True, features=features
-    )
-    return SequencesOpened(link, (opening,))
 
 
 def _resolve_probe(future: Future[ProbeDone], output: Output) -> None:

@@ -173,13 +173,10 @@ class Preparation:
         while self._wanted:
             shape, num_sequences = next(iter(self._wanted.items()))
             if not self._drafter.is_prepared(shape, num_sequences):
-                return is_idle or self._clock() >= self._begins_s(is_owed=is_owed)
+                put_off_s = self._put_off_s if is_owed else -math.inf
+                return is_idle or self._clock() >= max(self._not_before_s, put_off_s)
             del self._wanted[shape]
         return False
-
-    def _begins_s(self, *, is_owed: bool) -> float:
-        """Returns when the next warm-up may begin."""
-        return max(self._not_before_s, self._put_off_s) if is_owed else self._not_before_s
 
     def advance(self) -> None:
         """Makes one graph of the shape requested last; only if `is_due`."""
