@@ -192,6 +192,8 @@ class TreeGrower:
         self, tree: TreeShape, num_choices: int, *, is_walk: bool = False, is_plain: bool = False
     ) -> TreePass:
         key = self._key(tree, num_choices, is_walk=is_walk, is_plain=is_plain)
+        if is_plain:  # it holds nothing that others would have to make way for
+            return self._new_pass(*key)
         if key not in self._passes:
             self._passes[key] = self._new_pass(*key)
         self._passes.move_to_end(key)

@@ -86,7 +86,7 @@ def _twins(head: DraftHead) -> TwinDrafters:
     ],
     ids=str,
 )
-def test_whole_trees_are_those_grown_level_by_level(
+def test_kinds_of_sampling_score_as_requests_do(
     heads: dict[str, DraftHead], name: str, shape: TreeShape
 ) -> None:
     draw, twins = random.Random(f"{name} {shape}"), _twins(heads[name])
@@ -109,7 +109,7 @@ def test_whole_trees_are_those_grown_level_by_level(
     ],
     ids=str,
 )
-def test_a_language_models_trees_are_those_grown_level_by_level(
+def test_a_language_models_trees_score_as_requests_do(
     decoder: Decoder, shape: TreeShape
 ) -> None:
     draw = random.Random(str(shape))

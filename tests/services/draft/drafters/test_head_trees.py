@@ -159,3 +159,4 @@ def test_a_tree_of_a_probes_own_shape_needs_no_graph(heads: dict[str, DraftHead]
     twins.send_all(probe)
     assert all(twins.trees(TREE, probe))
     assert twins.grower.num_sequences == 0
+    assert not twins.grower._passes
