@@ -109,9 +109,7 @@ def test_kinds_of_sampling_score_as_requests_do(
     ],
     ids=str,
 )
-def test_a_language_models_trees_score_as_requests_do(
-    decoder: Decoder, shape: TreeShape
-) -> None:
+def test_a_language_models_trees_score_as_requests_do(decoder: Decoder, shape: TreeShape) -> None:
     draw = random.Random(str(shape))
     twins = TwinDrafters.of_decoder(decoder, has_graphs=not IS_INTERPRETING)
     batch = [
