@@ -351,9 +351,8 @@ def _rounds(
     """Returns the drafter's head and pages for rounds on the device; None where it has none."""
     is_wanted = settings.has_device_rounds(is_cuda=target.device.type == "cuda")
     is_coupled = settings.verification is VerificationMode.COUPLED
-    if not (is_wanted and is_coupled) or drafter.limits.mapped_head is None:
+    if not (is_wanted and is_coupled and isinstance(drafter, SharesHead)):
         return None
-    assert isinstance(drafter, SharesHead)
     if chosen.page_size != settings.page_size:
         logger.warning(
             "no rounds on the device: the draft's pages hold %d tokens, the target's %d",
@@ -361,6 +360,8 @@ def _rounds(
         )
         return None
     shared, trees = drafter.share_head(), _round_trees(settings, chosen)
+    if shared is None:
+        return None
     _log_capacities(settings, trees)
     (tree, max_sequences), *others = trees.items()
     return RoundSource(

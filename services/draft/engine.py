@@ -85,7 +85,9 @@ class DraftEngine:
         )
         if fan_out.budget and drafter.lookahead is None:
             log.warning("this drafter cannot draft ahead: every tree follows its verdict")
-        self._mapped = MappedHeads(drafter, self._deliver, most=num_targets)
+        self._mapped = MappedHeads(
+            drafter, self._deliver, most=num_targets, on_span=self.recorder.on_span
+        )
         self._inbox = Inbox(max_waiting_events)
         self._probes: set[Future[ProbeDone]] = set()
         self._stop = threading.Event()

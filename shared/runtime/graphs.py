@@ -36,6 +36,9 @@ _FEWEST_ROWS, _MOST_ROWS, _ROWS_A_SEQUENCE = 64, 512, 4
 MAX_PROMPT_ROWS = 2048
 """Above, the device takes longer for the arithmetic than the host for the launches."""
 _PROMPT_SEQUENCES = 64
+_MANY_SEQUENCES_ROWS = 1280
+"""Rows up to which a forward with prompts may have more sequences: attention over rows of decoding
+sequences holds partial results for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +76,6 @@ class GraphLimits:
             max_context_tokens=max_context_tokens,
             max_prompt_rows=max_prompt_rows,
         )
-
-    @property
-    def max_prompt_sequences(self) -> int:
-        """Sequences of a forward with prompts."""
-        return min(_PROMPT_SEQUENCES, self.max_sequences)
 
 
 class GraphInputs:
@@ -267,6 +265,13 @@ def sequence_buckets(num_rows: int, max_sequences: int, *, has_tail: bool) -> tu
     return (few, most) if has_trees and few < most else (most,)
 
 
+def prompt_sequence_buckets(num_rows: int, max_sequences: int) -> tuple[int, ...]:
+    """Returns the same for forwards with prompts."""
+    most = min(num_rows, max_sequences)
+    few = min(most, _PROMPT_SEQUENCES)
+    return (few, most) if few < most and num_rows <= _MANY_SEQUENCES_ROWS else (few,)
+
+
 def row_buckets(max_rows: int, sizes: Sequence[int] = _ROW_BUCKETS) -> tuple[int, ...]:
     """Returns the numbers of rows that graphs are captured for, ascending, `max_rows` last."""
     return (*(rows for rows in sizes if rows < max_rows), max_rows)
@@ -280,41 +285,47 @@ def prompt_row_buckets(limits: GraphLimits) -> tuple[int, ...]:
 
 def keys_of(limits: GraphLimits, capture_layers: tuple[int, ...]) -> list[GraphKey]:
     """Returns all graphs for one kind of features, ascending; those of prompts come last."""
-    most_plain = _bucket_of(limits.max_sequences, row_buckets(limits.max_rows))
+    sizes = row_buckets(limits.max_rows)
+    most_plain = _bucket_of(limits.max_sequences, sizes) or sizes[-1]
     return [
         *(
             GraphKey(num_rows, num_sequences, has_tail, capture_layers)
-            for num_rows in row_buckets(limits.max_rows)
+            for num_rows in sizes
             for has_tail in (False, True)
             if has_tail or num_rows <= most_plain
             for num_sequences in sequence_buckets(num_rows, limits.max_sequences, has_tail=has_tail)
         ),
-        *(_prompt_key(num_rows, limits, capture_layers) for num_rows in prompt_row_buckets(limits)),
+        *(
+            GraphKey(num_rows, num_sequences, False, capture_layers, has_prompts=True)
+            for num_rows in prompt_row_buckets(limits)
+            for num_sequences in prompt_sequence_buckets(num_rows, limits.max_sequences)
+        ),
     ]
 
 
-def key_of(batch: ForwardBatch, limits: GraphLimits, capture_layers: tuple[int, ...]) -> GraphKey:
-    """Returns the smallest graph for a batch within the limits."""
-    num_rows, has_tail = len(batch.token_ids), batch.tail_mask is not None
-    if limits.max_prompt_rows and _has_prompts(batch):
-        return _prompt_key(_bucket_of(num_rows, prompt_row_buckets(limits)), limits, capture_layers)
-    num_rows = _bucket_of(num_rows, row_buckets(limits.max_rows))
-    buckets = sequence_buckets(num_rows, limits.max_sequences, has_tail=has_tail)
-    num_sequences = next(count for count in buckets if count >= len(batch.kv_lengths))
-    return GraphKey(num_rows, num_sequences, has_tail, capture_layers)
+def key_of(
+    batch: ForwardBatch, limits: GraphLimits, capture_layers: tuple[int, ...]
+) -> GraphKey | None:
+    """Returns the smallest graph for the rows and sequences of a batch; None where they are more
+    than graphs have."""
+    has_tail, most = batch.tail_mask is not None, limits.max_sequences
+    has_prompts = not has_tail and batch.max_query_length > MAX_PLAIN_ROWS
+    rows = prompt_row_buckets(limits) if has_prompts else row_buckets(limits.max_rows)
+    num_rows = _bucket_of(len(batch.token_ids), rows)
+    if num_rows is None:
+        return None
+    if has_prompts:
+        sequences = prompt_sequence_buckets(num_rows, most)
+    else:
+        sequences = sequence_buckets(num_rows, most, has_tail=has_tail)
+    num_sequences = _bucket_of(len(batch.kv_lengths), sequences)
+    if num_sequences is None:
+        return None
+    return GraphKey(num_rows, num_sequences, has_tail, capture_layers, has_prompts=has_prompts)
 
 
-def _has_prompts(batch: ForwardBatch) -> bool:
-    return batch.tail_mask is None and batch.max_query_length > MAX_PLAIN_ROWS
-
-
-def _prompt_key(num_rows: int, limits: GraphLimits, capture_layers: tuple[int, ...]) -> GraphKey:
-    num_sequences = min(num_rows, limits.max_prompt_sequences)
-    return GraphKey(num_rows, num_sequences, False, capture_layers, has_prompts=True)
-
-
-def _bucket_of(num_rows: int, buckets: Sequence[int]) -> int:
-    return next(rows for rows in buckets if rows >= num_rows)
+def _bucket_of(count: int, buckets: Sequence[int]) -> int | None:
+    return next((size for size in buckets if size >= count), None)
 
 
 Key = TypeVar("Key", bound=Hashable)
@@ -502,13 +513,9 @@ class ForwardGraphs:
         self, batch: ForwardBatch, capture_layers: Sequence[int], plan: StatePlan | None = None
     ) -> bool:
         """Whether a graph can compute `batch`, with what is planned of it for states."""
-        limits, has_prompts = self.limits, _has_prompts(batch)
-        kinds = {key.capture_layers for key in self._graphs}
-        most_rows = limits.max_prompt_rows if has_prompts else limits.max_rows
-        most_sequences = limits.max_prompt_sequences if has_prompts else limits.max_sequences
+        limits, kinds = self.limits, {key.capture_layers for key in self._graphs}
         return (
-            len(batch.token_ids) <= most_rows
-            and len(batch.kv_lengths) <= most_sequences
+            key_of(batch, limits, tuple(capture_layers)) is not None
             and batch.max_kv_length <= limits.max_context_tokens
             and batch.page_table.shape[1] <= self._inputs.num_pages
             and (batch.tail_mask is None or batch.tail_mask.shape[1] <= limits.max_tail_width)
@@ -525,7 +532,9 @@ class ForwardGraphs:
         The first run of a size, or with other captured layers, captures it, which takes about as
         long as a hundred steps.
         """
-        captured = self._graph_of(key_of(batch, self.limits, capture_layers))
+        key = key_of(batch, self.limits, capture_layers)
+        assert key is not None, "the batch fits no graph"
+        captured = self._graph_of(key)
         if captured is not None:
             self._inputs.fill(captured.bucket, batch)
             self._inputs.fill_states(plan)
@@ -606,7 +615,8 @@ def graph_memory_bytes(config: ModelConfig, limits: GraphLimits, dtype: torch.dt
     rows, prompt_rows = limits.max_rows, limits.max_prompt_rows
     groups = config.num_heads // config.num_kv_heads
     partial = num_splits(limits.max_context_tokens) * (config.head_dim + 2)
-    part_rows = num_part_rows(rows, limits.max_sequences, groups)
+    many_rows = min(max(rows, prompt_rows), _MANY_SEQUENCES_ROWS)
+    part_rows = num_part_rows(many_rows, limits.max_sequences, groups)
     attention = part_rows * config.num_heads * partial * 4
     logits = rows * config.vocab_size * (4 + dtype.itemsize)
     wide = 8 * config.hidden_size + 3 * config.intermediate_size

@@ -35,12 +35,15 @@ class RoundShape:
         num_tree_rows: T, the root and the nodes.
         max_kv_length: longest sequence, the rows of a round included.
         num_outcomes: B, verdicts of a lane that the draft may prepare chains for; 0 for none.
+        block_size: rows that the draft computes at once, from the root on; 0 where it grows trees
+            level by level.
     """
 
     tree: TreeShape
     num_tree_rows: int
     max_kv_length: int
     num_outcomes: int = 0
+    block_size: int = 0
 
     @classmethod
     def of(
@@ -50,6 +53,7 @@ class RoundShape:
         draft_vocab_size: int,
         max_context_tokens: int,
         num_outcomes: int = 0,
+        block_size: int = 0,
     ) -> RoundShape:
         """Returns the sizes of rounds over sequences of up to `max_context_tokens`.
 
@@ -63,10 +67,10 @@ class RoundShape:
         # What is committed and what is verified are computed as one run of rows.
         is_short = topk == 1 and 2 * steps + 1 <= MAX_PLAIN_ROWS
         outcomes = num_outcomes if is_short else 0
-        spare = max(num_rows, (steps - 1) * topk + 1, steps * (1 + outcomes))
+        spare = max(num_rows, (steps - 1) * topk + 1, steps * (1 + outcomes), block_size)
         # Rounds may be under way when the host learns that a sequence has ended.
         spare += MAX_PENDING_ROUNDS * (steps + 1)
-        return cls(grown, num_rows, max_context_tokens + spare, outcomes)
+        return cls(grown, num_rows, max_context_tokens + spare, outcomes, block_size)
 
     @property
     def num_candidates(self) -> int:
@@ -91,7 +95,7 @@ class RoundShape:
         model has a row more than a head."""
         steps, outcomes = self.tree.num_steps, self.num_outcomes
         num_ahead = steps * (1 + outcomes) if outcomes else 0
-        return length + max((steps - 1) * self.tree.topk, num_ahead)
+        return length + max((steps - 1) * self.tree.topk, num_ahead, self.block_size - 1)
 
     @property
     def is_chain(self) -> bool:
@@ -222,6 +226,39 @@ class RoundBatches:
             page_table=state.head_page_table,
             # A chain is causal.
             tail_mask=None if num_rows == 1 else beam.visible.flatten(0, 1),
+        )
+
+    def of_blocks(
+        self,
+        roots: Tensor,
+        positions: Tensor,
+        page_table: Tensor,
+        mask_token_id: int,
+        block_size: int,
+    ) -> ForwardBatch:
+        """Returns blocks of rows that all see each other, and what comes before them. Those that
+        score the levels of a tree have logits, level by level.
+
+        Args:
+            roots, positions: `[S]` int64, of the last committed tokens, which open the blocks.
+            page_table: of the draft.
+        """
+        num_slots, num_levels = len(roots), self.shape.tree.num_steps
+        rows = torch.arange(block_size, device=roots.device)
+        indices = positions.unsqueeze(1) + rows
+        first_rows = torch.arange(num_slots, device=roots.device) * block_size
+        visible = torch.ones(
+            (num_slots * block_size, block_size), dtype=torch.bool, device=roots.device
+        )
+        return self.fixed(
+            token_ids=torch.where(rows == 0, roots.unsqueeze(1), mask_token_id),
+            positions=indices,
+            slots=self._slots(page_table, indices),
+            kv_lengths=(positions + block_size).int(),
+            prefix_lengths=positions.int(),
+            page_table=page_table,
+            tail_mask=visible,
+            logit_rows=(first_rows + rows[1 : num_levels + 1].unsqueeze(1)).flatten(),
         )
 
     def of_branches(

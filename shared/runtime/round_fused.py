@@ -49,7 +49,14 @@ from shared.runtime.round_verification import (
     CommittedRound,
     RoundVerification,
 )
-from shared.runtime.tree_draft import DecoderDraft, Growth, RoundDraft, ScoredRows, Scores
+from shared.runtime.tree_draft import (
+    BlockDraft,
+    DecoderDraft,
+    Growth,
+    RoundDraft,
+    ScoredRows,
+    Scores,
+)
 from shared.speculation.draw_triton import fused_draw
 from shared.speculation.tree import NO_TOKEN, Children, TreeRows
 from shared.tokens import TreeShape
@@ -549,6 +556,17 @@ class FusedDecoderDraft(FusedCode, DecoderDraft):
     @property
     def _token_map(self) -> Tensor | None:
         return self.decoder.token_map
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FusedBlockDraft(FusedCode, BlockDraft):
+    def logits(self, states: Tensor) -> Tensor:
+        """See `BlockDraft.logits`. The kernels read any float type."""
+        return self.head.lm_head(states)
+
+    @property
+    def _token_map(self) -> None:
+        return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

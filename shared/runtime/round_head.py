@@ -27,7 +27,7 @@ from shared.runtime.round_graphs import TreeSource, num_computed
 from shared.runtime.round_state import RoundSampling, RoundState
 from shared.runtime.round_verification import RoundVerification
 from shared.runtime.tree_draft import DraftCode, grown
-from shared.runtime.tree_model import TreeModel, fits_kernels, verification_for
+from shared.runtime.tree_model import RoundModel, fits_kernels, verification_for
 from shared.speculation.tree import NO_TOKEN, TreeRows, rows_of_parents
 from shared.tokens import TreeShape
 
@@ -119,7 +119,7 @@ class CatchUp:
             that reads none.
     """
 
-    def __init__(self, model: TreeModel, features: Callable[[Tensor], Tensor] | None) -> None:
+    def __init__(self, model: RoundModel, features: Callable[[Tensor], Tensor] | None) -> None:
         self._model, self._pool = model, model.pool
         self._features = features
 
@@ -246,13 +246,16 @@ class OwnHead:
         code: what verifies its trees; None takes the fastest.
     """
 
-    model: TreeModel
+    model: RoundModel
     code: Callable[..., RoundVerification] | None = None
 
     def shape(self, tree: TreeShape, max_context_tokens: int) -> RoundShape:
         """See `TreePlace.shape`. Nothing is prepared: target and draft take turns on one device."""
         return RoundShape.of(
-            tree, draft_vocab_size=self.model.vocab_size, max_context_tokens=max_context_tokens
+            tree,
+            draft_vocab_size=self.model.vocab_size,
+            max_context_tokens=max_context_tokens,
+            block_size=self.model.block_size,
         )
 
     def verification(self, shape: RoundShape) -> Callable[..., RoundVerification]:
@@ -279,7 +282,9 @@ class OwnHead:
 class _OwnRounds:
     """See `RoundHead`."""
 
-    def __init__(self, model: TreeModel, shapes: Sequence[SizedShape], rows: Tensor | None) -> None:
+    def __init__(
+        self, model: RoundModel, shapes: Sequence[SizedShape], rows: Tensor | None
+    ) -> None:
         pool = model.pool
         self.feature_spec = model.feature_spec
         self.state = StateSizes.of(shapes, pool.page_size).empty_state(pool.device)

@@ -109,6 +109,7 @@ class RoundSlots:
 
     Attributes:
         placed: by the sequence's number.
+        taken: slots that they have, those included where the next round reads their prompts.
         num_used: slots up to the last one that is taken; those of sequences that left stay
             empty.
         sampling: what a round of all that are placed needs, beside what `lanes` does.
@@ -120,6 +121,7 @@ class RoundSlots:
         self.state = state
         self.states = None if pool.states is None else LaneStates(decoder, pool, state)
         self.placed: dict[int, PlacedSequence] = {}
+        self.taken: set[int] = set()
         self.num_used, self.sampling = 0, RoundSampling.GREEDY
         self.lanes = LaneSampling(state.numbers.device)
         self._new_pages: list[NewPage] = []
@@ -155,8 +157,8 @@ class RoundSlots:
         Args:
             chunk_size: tokens that a round commits in a slot.
         """
-        used = {placed.slot for placed in self.placed.values()}
-        free = (slot for slot in range(self.state.num_slots) if slot not in used)
+        taken, num_slots = self.taken, self.state.num_slots
+        free = (slot for slot in range(num_slots) if slot not in taken)
         slots = {slot: each for each, slot in zip(new_lanes, free, strict=False)}
         assert len(slots) == len(new_lanes), f"{len(new_lanes)} sequences for {len(slots)} slots"
         for slot, each in slots.items():
@@ -277,8 +279,8 @@ class RoundSlots:
     def _look(self) -> None:
         """Somebody came or left."""
         placed = self.placed.values()
-        used = [*(each.slot for each in placed), *self.prompt_chunks]
-        self.num_used = 1 + max(used, default=-1)
+        self.taken = {each.slot for each in placed} | self.prompt_chunks.keys()
+        self.num_used = 1 + max(self.taken, default=-1)
         self.sampling = RoundSampling.of(
             (each.sampling for each in placed if not each.is_shaped),
             (each.sampling for each in placed if each.is_shaped),
@@ -472,6 +474,11 @@ class RoundRunner:
     def num_placed(self) -> int:
         """Number of sequences that take part in the next round."""
         return len(self._slots.placed)
+
+    @property
+    def num_taken(self) -> int:
+        """Slots of the next round that somebody has."""
+        return len(self._slots.taken)
 
     @property
     def num_slots(self) -> int:

@@ -1,10 +1,11 @@
-"""Whole trees of one shape, grown or walked level by level: by a draft head, or by a language
-model; in plain torch, or by kernels that are handed in."""
+"""Whole trees of one shape, grown or walked level by level: by a draft head, a language model, or a
+head that scores all levels at once; in plain torch, or by kernels that are handed in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
+from shared.models.heads.dflash import DflashHead
 from shared.models.heads.head import DraftHead
 from shared.runtime.round_batches import RoundBatches, RoundTree
 from shared.runtime.round_state import LENGTH, OFFSET, RoundSampling, RoundState
@@ -431,6 +433,90 @@ class DecoderDraft(PlainCode):
         """Computes rows; returns the logits of those that ask for them."""
         hidden = self.decoder.forward(batch, self.pool).hidden
         return self.decoder.logits(hidden.index_select(0, batch.logit_rows))
+
+
+# A head that drafts a whole block in one forward, from the target's features: DFlash.
+
+
+class BlockForwards:
+    """See `Forwards`. The first one computes the block, whose rows score the levels in turn: all
+    nodes of a level have the scores of its position.
+
+    Args:
+        scored: computes open rows and the block; returns the logits `[L, S, V]` of L levels.
+    """
+
+    def __init__(self, scored: Callable[[], Tensor]) -> None:
+        self._scored = scored
+        self._levels: Iterator[Tensor] = iter(())
+
+    def first(self) -> Tensor:
+        """See `Forwards.first`."""
+        self._levels = iter(self._scored())
+        return next(self._levels)
+
+    def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor:
+        """See `Forwards.next`; of the level only its size counts."""
+        logits = next(self._levels)
+        num_nodes = len(parents) // len(logits)
+        return logits if num_nodes == 1 else logits.repeat_interleave(num_nodes, dim=0)
+
+    def walk(self, levels: Iterable[KnownLevel]) -> Iterator[Tensor]:
+        """See `Forwards.walk`."""
+        yield self.first()
+        for level in levels:
+            yield self.next(*level)
+
+    def states(self) -> None:
+        """A row reads none."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockDraft(PlainCode):
+    """Drafts in plain torch. See `DraftCode`.
+
+    An open row turns the features of its position into keys and values; its token is the next one,
+    so that of the last open row opens the block.
+
+    Attributes:
+        source_rows: `[num_slots, W]`, the target's features of each slot of its pool.
+        block_size: rows of a block.
+    """
+
+    head: DflashHead
+    pool: KvPool
+    batches: RoundBatches
+    source_rows: Tensor
+    block_size: int
+
+    def seen(self, state: RoundState) -> RoundState:
+        """See `DraftCode.seen`."""
+        return state
+
+    def forwards(
+        self, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool
+    ) -> BlockForwards:
+        """See `DraftCode.forwards`."""
+        return BlockForwards(partial(self._scored, batch, sources))
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Returns logits `[R, V]` of states `[R, H]`."""
+        return self.head.logits(states)
+
+    def _scored(self, batch: ForwardBatch, sources: Tensor) -> Tensor:
+        features = self.source_rows.index_select(0, sources)
+        self.head.write_context(features, batch.positions, batch.slots, self.pool)
+        last = batch.logit_rows
+        block = self.batches.of_blocks(
+            batch.token_ids[last],
+            batch.positions[last] + 1,
+            batch.page_table,
+            self.head.config.mask_token_id,
+            self.block_size,
+        )
+        read = self.head.forward(block, self.pool).index_select(0, block.logit_rows)
+        logits = self.logits(read)
+        return logits.view(-1, len(last), logits.shape[1])
 
 
 # First part of a speculative round: the head takes in what was committed and grows the trees.

@@ -1,4 +1,5 @@
-"""The models that grow whole trees in one pass: a draft head, or a language model of its own."""
+"""The models that grow whole trees in one pass: a draft head, a language model of its own, or a
+head that drafts blocks."""
 
 from __future__ import annotations
 
@@ -14,12 +15,13 @@ from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.layers.tensor_group import TensorGroup
 from shared.models.decoder import Decoder
+from shared.models.heads.dflash import DflashHead
 from shared.models.heads.feature_spec import FeatureSpec
 from shared.models.heads.head import DraftHead, SplitHeadLayer
 from shared.runtime.round_batches import RoundBatches, RoundShape
 from shared.runtime.round_selection import RoundSelection
 from shared.runtime.round_verification import RoundVerification
-from shared.runtime.tree_draft import DecoderDraft, DraftCode, RoundDraft, TreeDraft
+from shared.runtime.tree_draft import BlockDraft, DecoderDraft, DraftCode, RoundDraft, TreeDraft
 
 # Chooses the code that runs each of the two parts of a round.
 
@@ -93,14 +95,15 @@ class PassKind:
     is_plain: bool = False
 
 
-class TreeModel(Protocol):
-    """A model with its cache."""
+class RoundModel(Protocol):
+    """A model with its cache, as rounds use it."""
 
     @property
     def pool(self) -> KvPool: ...
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def block_size(self) -> int:
+        """See `RoundShape`."""
 
     @property
     def vocab_size(self) -> int:
@@ -109,10 +112,6 @@ class TreeModel(Protocol):
     @property
     def id_limit(self) -> int:
         """Their ids are below it."""
-
-    @property
-    def group(self) -> TensorGroup | None:
-        """Processes that share the model and grow the same trees."""
 
     @property
     def feature_spec(self) -> FeatureSpec | None:
@@ -125,9 +124,6 @@ class TreeModel(Protocol):
     def compute(self, batch: ForwardBatch, features: Tensor | None) -> None:
         """Computes rows for the cache, with the features `[R, W]` that they read."""
 
-    def source_width(self, kind: PassKind) -> int:
-        """Returns the width of what open rows read beside tokens; 0 when it is nothing."""
-
     def code(self, batches: RoundBatches, source_rows: Tensor | None) -> DraftCode:
         """Returns what drafts in the shape of `batches` for rounds, by the fastest code for it.
 
@@ -135,6 +131,20 @@ class TreeModel(Protocol):
             source_rows: `[any, source_width]`, the features of open rows; None where they read
                 none.
         """
+
+
+class TreeModel(RoundModel, Protocol):
+    """A model that also grows trees in passes."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def group(self) -> TensorGroup | None:
+        """Processes that share the model and grow the same trees."""
+
+    def source_width(self, kind: PassKind) -> int:
+        """Returns the width of what open rows read beside tokens; 0 when it is nothing."""
 
     def draft(self, batches: RoundBatches, source_rows: Tensor, kind: PassKind) -> TreeDraft:
         """Returns what drafts in the shape of `batches`, by the fastest code for it.
@@ -151,6 +161,7 @@ class HeadModel:
 
     head: DraftHead
     pool: KvPool
+    block_size: int = 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -202,6 +213,7 @@ class DecoderModel:
 
     decoder: Decoder
     pool: KvPool
+    block_size: int = 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -247,3 +259,41 @@ class DecoderModel:
         from shared.runtime.round_fused import FusedDecoderDraft
 
         return FusedDecoderDraft(self.decoder, self.pool, batches)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockModel:
+    """A head that drafts blocks; see `RoundModel`."""
+
+    head: DflashHead
+    pool: KvPool
+    block_size: int
+
+    @property
+    def vocab_size(self) -> int:
+        return self.head.vocab_size
+
+    @property
+    def id_limit(self) -> int:
+        return self.head.vocab_size
+
+    @property
+    def feature_spec(self) -> FeatureSpec:
+        return self.head.feature_spec
+
+    @property
+    def token_lead(self) -> int:
+        return 1
+
+    def compute(self, batch: ForwardBatch, features: Tensor | None) -> None:
+        assert features is not None, "a head reads features"
+        self.head.write_context(features, batch.positions, batch.slots, self.pool)
+
+    def code(self, batches: RoundBatches, source_rows: Tensor | None) -> BlockDraft:
+        assert source_rows is not None, "a head reads features"
+        if not (has_triton(self.pool.device) and fits_kernels(batches.shape)):
+            return BlockDraft(self.head, self.pool, batches, source_rows, self.block_size)
+        # Triton is not installed where there is no CUDA.
+        from shared.runtime.round_fused import FusedBlockDraft
+
+        return FusedBlockDraft(self.head, self.pool, batches, source_rows, self.block_size)

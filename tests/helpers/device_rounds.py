@@ -15,6 +15,7 @@ from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
 from shared.models.heads.config import HeadKind
+from shared.models.heads.dflash import DflashHead, load_dflash
 from shared.models.heads.head import DraftHead
 from shared.models.heads.loader import load_head
 from shared.models.heads.target_tensors import TargetFolder
@@ -25,10 +26,11 @@ from shared.runtime.round_runner import RoundRunner
 from shared.runtime.round_state import NewLane
 from shared.runtime.round_verification import RoundVerification, VerifiedTrees
 from shared.runtime.runner import ModelRunner
-from shared.runtime.tree_draft import RoundDraft
-from shared.runtime.tree_model import HeadModel
+from shared.runtime.tree_draft import BlockDraft, RoundDraft
+from shared.runtime.tree_model import BlockModel, HeadModel, RoundModel
 from shared.speculation.tree import TreeRows
 from shared.tokens import SamplingParams, TokenTree, TreeShape
+from tests.helpers.dflash_heads import TinyDflash, write_dflash
 from tests.helpers.draft_heads import TinyHead, write_head
 from tests.helpers.poisoned import POISON, poison_padding
 
@@ -41,7 +43,7 @@ class Pair:
     """A target and a head of it."""
 
     decoder: Decoder
-    head: DraftHead
+    head: DraftHead | DflashHead
 
 
 def load_pair(target: Path, folder: Path, head: TinyHead, device: torch.device) -> Pair:
@@ -56,6 +58,31 @@ def load_pair(target: Path, folder: Path, head: TinyHead, device: torch.device) 
             device=device,
         ),
     )
+
+
+def load_block_pair(target: Path, folder: Path, head: TinyDflash, device: torch.device) -> Pair:
+    """Does the same for a head that drafts blocks."""
+    tensors = TargetFolder(target, dtype=torch.float32, device=device)
+    written = write_dflash(folder, head)
+    return Pair(
+        load_decoder(target, dtype=torch.float32, device=device),
+        load_dflash(written, tensors, dtype=torch.float32, device=device),
+    )
+
+
+class _PlainBlocks(BlockModel):
+    """Drafts in plain torch, as the host does, wherever that is."""
+
+    def code(self, batches: RoundBatches, source_rows: Tensor | None) -> BlockDraft:
+        assert source_rows is not None
+        return BlockDraft(self.head, self.pool, batches, source_rows, self.block_size)
+
+
+def _model(head: DraftHead | DflashHead, pool: KvPool, *, is_plain: bool) -> RoundModel:
+    if isinstance(head, DflashHead):
+        size = head.config.block_size
+        return (_PlainBlocks if is_plain else BlockModel)(head, pool, size)
+    return (_PlainHead if is_plain else HeadModel)(head, pool)
 
 
 class _PlainHead(HeadModel):
@@ -111,10 +138,9 @@ class DeviceRounds:
         self.runner = RoundRunner(
             decoder=pair.decoder,
             pool=self._pool,
-            head=(
-                OwnHead(_PlainHead(pair.head, head_pool), self._recorded())
-                if is_recorded
-                else OwnHead(HeadModel(pair.head, head_pool))
+            head=OwnHead(
+                _model(pair.head, head_pool, is_plain=is_recorded),
+                self._recorded() if is_recorded else None,
             ),
             feature_rows=self._rows,
             shapes=dict.fromkeys((shape, *other_shapes), max_sequences),

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from services.draft.drafters.dflash import DflashDrafter
 from services.draft.drafters.eagle import EagleDrafter
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence, SequenceKey
@@ -16,6 +17,7 @@ from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
+from shared.models.heads.dflash import DflashHead
 from shared.models.heads.head import DraftHead
 from shared.runtime.runner import ModelRunner, RunnerOutput
 from shared.runtime.tree_model import HeadModel
@@ -37,13 +39,31 @@ class HostRound:
     token_ids: tuple[int, ...]
 
 
+def _drafter(head: DraftHead | DflashHead, pool: KvPool) -> EagleDrafter | DflashDrafter:
+    if isinstance(head, DflashHead):
+        return DflashDrafter(
+            head,
+            pool,
+            KvLeases(NUM_PAGES, pool.page_size, prefix_cache=False),
+            block_size=head.config.block_size,
+            window_tokens=head.config.layers.max_position_embeddings,
+        )
+    return EagleDrafter(
+        HeadModel(head, pool),
+        KvLeases(NUM_PAGES, pool.page_size),
+        max_context_tokens=head.config.max_position_embeddings,
+        keeps_features=False,
+        grower=plain_grower(HeadModel(head, pool), head.config.max_position_embeddings),
+    )
+
+
 class HostRounds:
     """One sequence with pools of its own."""
 
     def __init__(
         self,
         decoder: Decoder,
-        head: DraftHead,
+        head: DraftHead | DflashHead,
         prompt: Sequence[int],
         sampling: SamplingParams,
         page_size: int,
@@ -53,13 +73,7 @@ class HostRounds:
         self._spec = head.feature_spec
         self._pages = range(1, NUM_PAGES)
         head_pool = KvPool(head.kv_layout(page_size), NUM_PAGES, head.device)
-        self._drafter = EagleDrafter(
-            HeadModel(head, head_pool),
-            KvLeases(NUM_PAGES, page_size),
-            max_context_tokens=head.config.max_position_embeddings,
-            keeps_features=False,
-            grower=plain_grower(HeadModel(head, head_pool), head.config.max_position_embeddings),
-        )
+        self._drafter = _drafter(head, head_pool)
         self.sampling = sampling
         self.sequence = DraftSequence(
             SequenceKey(1, 1), list(prompt), len(prompt), sampling, 0, True, 10**6, 256

@@ -11,7 +11,14 @@ import torch
 from shared.kernels.kernel_settings import IS_INTERPRETING
 from shared.tokens import SamplingParams, TreeShape
 from tests.helpers.checkpoints import DELTA, TinyShape, write_checkpoint
-from tests.helpers.device_rounds import DeviceRounds, Pair, load_pair, token_tree
+from tests.helpers.device_rounds import (
+    DeviceRounds,
+    Pair,
+    load_block_pair,
+    load_pair,
+    token_tree,
+)
+from tests.helpers.dflash_heads import TinyDflash
 from tests.helpers.draft_heads import TinyHead
 from tests.helpers.host_rounds import HostRound, HostRounds
 
@@ -35,6 +42,7 @@ HEADS = {
         config={"norm_output": True},
     ),
 }
+BLOCKS = TinyDflash(vocab_size=VOCAB_SIZE, mask_token_id=VOCAB_SIZE - 1)
 TREE = TreeShape(3, 3, 9)
 SHAPES = [
     TreeShape(1, 1, 2),
@@ -57,8 +65,8 @@ SAMPLINGS = {
 
 
 def load_pairs(factory: pytest.TempPathFactory, device: torch.device) -> dict[str, Pair]:
-    """Returns one small target with each of `HEADS`, by its name, and one with linear attention,
-    "recurrent"."""
+    """Returns one small target with each of `HEADS`, by its name, and with a head that drafts
+    blocks, "dflash", and one with linear attention, "recurrent"."""
     shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6)
     folder = write_checkpoint(factory.mktemp("target"), shape=shape)
     pairs = {
@@ -70,7 +78,8 @@ def load_pairs(factory: pytest.TempPathFactory, device: torch.device) -> dict[st
     shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6, head_dim=16, overrides=overrides)
     recurrent = write_checkpoint(factory.mktemp("recurrent"), "qwen3_5", shape)
     pair = load_pair(recurrent, factory.mktemp("head"), HEADS["eagle3"], device)
-    return pairs | {"recurrent": pair}
+    blocks = load_block_pair(folder, factory.mktemp("head"), BLOCKS, device)
+    return pairs | {"recurrent": pair, "dflash": blocks}
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -97,19 +106,23 @@ def host_rounds(
     return starts, rounds
 
 
+CHAINS = (TreeShape(4, 1, 5), TreeShape(2, 1, 3), TreeShape(1, 1, 2))
+"""Of blocks; a tree over the scores of their positions is not grown as the host grows it."""
 CHANGING = (TreeShape(5, 1, 6), TREE, TreeShape(1, 1, 2), TREE, TreeShape(2, 2, 30))
 """Shapes of rounds one after the other: with fewer and with more open rows, in one kernel and in
 none."""
 
 
-def check_changing(pair: Pair, *, is_recorded: bool) -> None:
+def check_changing(
+    pair: Pair, *, is_recorded: bool, changing: Sequence[TreeShape] = CHANGING
+) -> None:
     """Holds rounds whose shape changes each time, while one is unread, to those of the host.
 
     Args:
         is_recorded: see `DeviceRounds`; then trees are compared, too.
     """
     samplings = [*SAMPLINGS["greedy"], *SAMPLINGS["sampled"]]
-    shapes = CHANGING[: 3 if IS_INTERPRETING else 5]
+    shapes = changing[: 3 if IS_INTERPRETING else 5]
     rounds = DeviceRounds(
         pair, shapes[0], PAGE_SIZE, is_recorded=is_recorded, other_shapes=shapes[1:]
     )

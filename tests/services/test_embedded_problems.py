@@ -81,7 +81,6 @@ def test_what_would_not_be_exact_is_refused(
         (("--speculative-fallback", "ngram"), "needs --speculative-fallback none; it is ngram"),
         ((*EMBEDDED, "--verification-mode", "point-mass"), "--verification-mode is point-mass"),
         ((*EMBEDDED, "--speculative-algorithm", "NGRAM"), "--speculative-algorithm is NGRAM"),
-        ((*EMBEDDED, "--speculative-algorithm", "DFLASH"), "--speculative-algorithm is DFLASH"),
         ((*EMBEDDED, "--disable-cuda-graph"), "CUDA graphs; leave --disable-cuda-graph out"),
         (
             (*EMBEDDED, "--speculative-algorithm", "EAGLE3", "--page-size", "512"),

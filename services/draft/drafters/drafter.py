@@ -23,7 +23,7 @@ from shared.tokens import Condition, TokenTree, TreeShape, Verdict
 
 if TYPE_CHECKING:
     from shared.models.heads.feature_spec import FeatureSpec
-    from shared.runtime.tree_model import TreeModel
+    from shared.runtime.tree_model import RoundModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,12 +226,12 @@ class SharedHead:
         max_context_tokens: longest sequence that needs no window.
     """
 
-    model: TreeModel
+    model: RoundModel
     pages: tuple[int, ...]
     max_context_tokens: int
 
     @classmethod
-    def of_most(cls, model: TreeModel, leases: KvLeases, *, max_context_tokens: int) -> SharedHead:
+    def of_most(cls, model: RoundModel, leases: KvLeases, *, max_context_tokens: int) -> SharedHead:
         """Takes most of the free pages; the drafter keeps some for requests that have no lane."""
         lease = leases.open(())
         num_shared = leases.num_free_pages * _SHARED_EIGHTHS // 8

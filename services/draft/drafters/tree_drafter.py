@@ -58,9 +58,11 @@ class TreeDrafter(ContextDrafter):
         longest = self._contexts.longest
         return MappedHeadLimits(model.pool.page_size, model.vocab_size, longest, outcomes)
 
-    def share_head(self) -> SharedHead:
-        """Lends the model and most of the free pages, for good."""
+    def share_head(self) -> SharedHead | None:
+        """Lends the model and most of the free pages, for good; None where no round takes it."""
         contexts = self._contexts
+        if self._mapped_head is None:
+            return None
         return SharedHead.of_most(self._model, contexts.leases, max_context_tokens=contexts.longest)
 
     def reserve(self, sequence: DraftSequence, shape: TreeShape) -> bool:

@@ -452,8 +452,8 @@ class DeviceRounds:
 
     @property
     def num_free(self) -> int:
-        """Lanes that nobody has."""
-        return self._shapes.capacity - self._runner.num_placed
+        """Lanes that nobody has, and in which the next round reads no prompt."""
+        return self._shapes.capacity - self._runner.num_taken
 
     def num_slots_to_read(self, sequence: Sequence) -> int:
         """Returns how many slots of a round compute what is left of a sequence's prompt, up to its

@@ -22,12 +22,15 @@ from tests.helpers.attention_batches import chunk, tree, with_pages
 
 LIMITS = GraphLimits(max_rows=256, max_sequences=48, max_tail_width=80, max_context_tokens=512)
 WITH_PROMPTS = replace(LIMITS, max_prompt_rows=400)
+WITH_MANY = replace(LIMITS, max_sequences=200, max_prompt_rows=2048)
 
 
 def _key(sequences: list[SequenceRows], limits: GraphLimits = LIMITS) -> GraphKey:
     placed, _ = with_pages(random.Random(0), sequences, 4)
     batch = build_batch(placed, page_size=4, device=torch.device("cpu"))
-    return key_of(batch, limits, (1,))
+    key = key_of(batch, limits, (1,))
+    assert key is not None
+    return key
 
 
 def test_buckets_end_at_the_limit() -> None:
@@ -90,6 +93,17 @@ def test_a_forward_with_a_prompt_takes_a_graph_of_prompts(
     key = _key(sequences, WITH_PROMPTS)
     assert (key.num_rows, key.num_sequences, key.has_prompts) == (*expected, True)
     assert key in keys_of(WITH_PROMPTS, (1,))
+
+
+def test_a_prompt_beside_many_decoding_sequences_has_a_graph() -> None:
+    decoding = [chunk(5, 1)] * 120
+    key = _key([chunk(0, 400), *decoding], WITH_MANY)
+    assert (key.num_rows, key.num_sequences, key.has_prompts) == (576, 200, True)
+    assert key in keys_of(WITH_MANY, (1,))
+    assert _key([chunk(0, 400), *decoding[:60]], WITH_MANY).num_sequences == 64
+    placed, _ = with_pages(random.Random(0), [chunk(0, 1200), *decoding], 4)
+    batch = build_batch(placed, page_size=4, device=torch.device("cpu"))
+    assert key_of(batch, WITH_MANY, (1,)) is None
 
 
 def test_trees_and_few_rows_take_the_graphs_that_they_take_without_prompts() -> None:

@@ -56,7 +56,7 @@ def batch_of(sequences: list[SequenceRows], seed: int) -> ForwardBatch:
     return build_batch(filled, page_size=PAGE_SIZE, device=CUDA)
 
 
-PROMPT_LIMITS = replace(LIMITS, max_prompt_rows=200)
+PROMPT_LIMITS = replace(LIMITS, max_prompt_rows=200, max_sequences=80)
 
 
 def prompt_batches() -> list[ForwardBatch]:
@@ -68,6 +68,7 @@ def prompt_batches() -> list[ForwardBatch]:
         [chunk(0, 60), chunk(33, 40), chunk(100, 1), chunk(7, 16)],
         [chunk(300, 200)],
         [chunk(0, 20), chunk(0, 21), chunk(0, 22), *(chunk(40 + i, 1) for i in range(5))],
+        [chunk(0, 100), *(chunk(i % 15, 1) for i in range(70))],
     ]
     return [batch_of(sequences, seed) for seed, sequences in enumerate(makers)]
 

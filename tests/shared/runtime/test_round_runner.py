@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from shared.tokens import TreeShape
 from tests.helpers.device_rounds import DeviceRounds, Pair, token_tree
 from tests.helpers.host_rounds import HostRound
 from tests.helpers.round_cases import (
+    CHAINS,
     GREEDY,
     HEADS,
     NUM_ROUNDS,
@@ -53,6 +55,7 @@ CASES = [
     *((head, TreeShape(5, 1, 6), "greedy") for head in ("eagle", "eagle3.1")),
     *((head, TREE, "mixed") for head in ("eagle", "eagle3.1", "recurrent")),
     *(("recurrent", shape, "sampled") for shape in (SMALL, TreeShape(5, 1, 6))),
+    *(("dflash", shape, kind) for shape in CHAINS for kind in ("greedy", "sampled")),
 ]
 
 
@@ -61,6 +64,7 @@ INTERPRETED = [
     ("eagle3", TreeShape(1, 1, 2), "cut"),
     ("eagle3", SMALL, "mixed"),
     ("recurrent", SMALL, "sampled"),
+    ("dflash", CHAINS[1], "sampled"),
 ]
 
 
@@ -96,6 +100,31 @@ def test_rounds_equal_those_of_the_host(
 @pytest.mark.parametrize("name", [*HEADS, "recurrent"])
 def test_lanes_stay_when_the_shape_changes(pairs: dict[str, Pair], name: str) -> None:
     check_changing(pairs[name], is_recorded=not IS_INTERPRETING)
+
+
+@pytest.mark.interpreter
+def test_lanes_of_blocks_stay_when_the_shape_changes(pairs: dict[str, Pair]) -> None:
+    check_changing(pairs["dflash"], is_recorded=not IS_INTERPRETING, changing=CHAINS)
+
+
+def test_blocks_have_trees_over_the_scores_of_their_positions(pairs: dict[str, Pair]) -> None:
+    """They commit what the target draws, and siblings are nodes of one position."""
+    pair, shape = pairs["dflash"], TreeShape(3, 3, 9)
+    starts, expected = host_rounds(pair, shape, prompts(4), SAMPLINGS["mixed"], num_rounds=8)
+    rounds = DeviceRounds(pair, shape, PAGE_SIZE)
+    samplings = SAMPLINGS["mixed"]
+    for number, token_ids in enumerate(starts):
+        rounds.add(number, token_ids, samplings[number % len(samplings)])
+    tokens: list[list[int]] = [[] for _ in starts]
+    for _ in range(NUM_ROUNDS):
+        rounds.launch()
+        for found in rounds.runner.result():
+            tokens[found.sequence_id] += found.token_ids
+    for own, host in zip(tokens, expected, strict=True):
+        committed = [token for each in host for token in each.token_ids]
+        shortest = min(len(committed), len(own))
+        assert own[:shortest] == committed[:shortest]
+    assert (rounds.trees[-1].parents == 0).sum(dim=1).min() > 2
 
 
 def test_paths_of_several_nodes_move(pairs: dict[str, Pair]) -> None:
@@ -147,13 +176,39 @@ def test_sequences_that_come_together_are_drafted_for_as_alone(
             _assert_same(found, expected[number][index])
 
 
-@pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("shape", [TreeShape(5, 1, 6), TreeShape(1, 1, 2), TREE], ids=str)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        *itertools.product(HEADS, [TreeShape(5, 1, 6), TreeShape(1, 1, 2), TREE]),
+        *itertools.product(["dflash"], [*CHAINS, TREE]),
+    ],
+    ids=str,
+)
 def test_first_round_may_read_the_end_of_a_prompt(
     pairs: dict[str, Pair], name: str, shape: TreeShape
 ) -> None:
     """It draws what comes next, and the rounds behind it are those of a prompt read before."""
     check_reading(pairs[name], shape, is_recorded=True)
+
+
+def test_sequences_that_come_behind_a_reading_one_leave_it_its_slots(
+    pairs: dict[str, Pair],
+) -> None:
+    short, _, _, even = prompts(4)
+    together = DeviceRounds(pairs["eagle3"], TREE, PAGE_SIZE, max_sequences=40)
+    apart = DeviceRounds(pairs["eagle3"], TREE, PAGE_SIZE, max_sequences=40)
+    for rounds, turns in ((together, ((0, 1),)), (apart, ((0,), (1,)))):
+        new_lanes = [
+            rounds.new_lane(0, even, GREEDY, num_computed=1),
+            rounds.new_lane(1, short, GREEDY, num_computed=1),
+        ]
+        for turn in turns:
+            rounds.runner.place([new_lanes[number] for number in turn])
+    assert apart.runner.num_taken == together.runner.num_taken > 2
+    for _ in range(3):
+        together.launch()
+        apart.launch()
+        assert together.runner.result() == apart.runner.result()
 
 
 def test_end_of_a_prompt_is_forgotten_with_its_sequence(pairs: dict[str, Pair]) -> None:

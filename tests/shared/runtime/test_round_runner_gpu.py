@@ -11,6 +11,7 @@ from shared.runtime.round_state import RoundSampling
 from shared.tokens import TreeShape
 from tests.helpers.device_rounds import DeviceRounds, Pair
 from tests.helpers.round_cases import (
+    CHAINS,
     GREEDY,
     HEADS,
     NUM_ROUNDS,
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 CASES = [
     *itertools.product(["eagle3"], SHAPES, ["greedy", "sampled", "mixed"]),
+    *itertools.product(["dflash"], CHAINS, ["greedy", "sampled", "mixed"]),
     *itertools.product(["eagle", "eagle3.1", "recurrent"], [TreeShape(5, 1, 6), TREE], ["mixed"]),
 ]
 
@@ -73,7 +75,7 @@ def test_first_round_may_read_the_end_of_a_prompt(pairs: dict[str, Pair], shape:
 
 # torch says of the mode itself that it is a prototype.
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@pytest.mark.parametrize("name", ["eagle3", "recurrent"])
+@pytest.mark.parametrize("name", ["eagle3", "recurrent", "dflash"])
 def test_a_launch_waits_for_nothing(pairs: dict[str, Pair], name: str) -> None:
     rounds = DeviceRounds(pairs[name], TREE, PAGE_SIZE, is_recorded=False)
     for number, token_ids in enumerate(prompts(3)):
@@ -90,3 +92,7 @@ def test_a_launch_waits_for_nothing(pairs: dict[str, Pair], name: str) -> None:
 @pytest.mark.parametrize("name", [*HEADS, "recurrent"])
 def test_lanes_stay_when_the_shape_changes(pairs: dict[str, Pair], name: str) -> None:
     check_changing(pairs[name], is_recorded=False)
+
+
+def test_lanes_of_blocks_stay_when_the_shape_changes(pairs: dict[str, Pair]) -> None:
+    check_changing(pairs["dflash"], is_recorded=False, changing=CHAINS)
