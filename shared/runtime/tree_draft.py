@@ -68,6 +68,18 @@ class Scores(Protocol):
         """Returns what may follow each row so far, see `ComputedRows`."""
 
 
+class RequestScores(Protocol):
+    """Scores by all that the requests of S sequences ask for; it can be sent to a process."""
+
+    def confidence(self, logits: Tensor, paths: Tensor) -> Tensor:
+        """Returns log probabilities of acceptance `[S, N, V]` float32.
+
+        Args:
+            logits: `[S * N, V]`, over the target's tokens.
+            paths: `[S, N, D]` int64, the tree tokens on the way to each row, its own included.
+        """
+
+
 class Growth(Protocol):
     """`TreeGrowth` of S slots: `add` a level's logits, compute the rows of `beam`."""
 
@@ -148,11 +160,13 @@ class TreeDraft:
     Attributes:
         num_choices: W, tokens to find after the root and each computed node, at least as many as
             children; the best leaves are computed for it when the trees are there. 0 for none.
+        scores: of requests that the kinds of `RoundSampling` do not cover; `code` is plain then.
     """
 
     code: DraftCode
     batches: RoundBatches
     num_choices: int = 0
+    scores: RequestScores | None = None
 
     def grow_levels(
         self, state: RoundState, sampling: RoundSampling, sources: Tensor
@@ -164,7 +178,12 @@ class TreeDraft:
             sources: `[S * W]` int64, see `DraftCode.forwards`.
         """
         forwards = self._forwards(state, sources)
-        growth = self.code.growth(state, sampling, self.num_choices)
+        growth: Growth
+        if self.scores is None:
+            growth = self.code.growth(state, sampling, self.num_choices)
+        else:
+            scores = plain_scores(state, self.batches, self.scores, self.num_choices)
+            growth = PlainGrowth(state, self.batches, scores)
         yield from grow(growth, forwards, self.batches.shape.tree.num_steps)
         leaves = growth.beam() if self.num_choices else None
         yield growth.scored()
@@ -274,23 +293,27 @@ class PlainScores:
         width: tokens to find after each row.
     """
 
-    def __init__(self, state: RoundState, sampling: RoundSampling, width: int) -> None:
+    def __init__(
+        self, state: RoundState, sampling: RoundSampling | RequestScores, width: int
+    ) -> None:
         self._state, self._sampling, self._width = state, sampling, width
         self._levels: list[Children] = []
 
-    def best(self, logits: Tensor) -> Children:
-        """Returns the best tokens after each row of the next level."""
-        scores = self._sampling.confidence(logits, self._state, len(self._levels))
-        rows = scores.view(self._state.num_slots, -1, logits.shape[1])
-        self._levels.append(choose_children(rows, self._width))
+    def best(self, logits: Tensor, paths: Tensor | None = None) -> Children:
+        """Returns the best tokens after each row of the next level; `paths` see `RequestScores`."""
+        if isinstance(self._sampling, RoundSampling):
+            scores = self._sampling.confidence(logits, self._state, len(self._levels))
+            scores = scores.view(self._state.num_slots, -1, logits.shape[1])
+        else:
+            assert paths is not None, "only growing trees have paths"
+            scores = self._sampling.confidence(logits, paths)
+        self._levels.append(choose_children(scores, self._width))
         return self._levels[-1]
 
     def look(self, logits: Tensor) -> None:
-        """See `Scores.look`."""
         self.best(logits)
 
     def choices(self) -> Children:
-        """See `Scores.choices`."""
         return Children(
             torch.cat([each.token_ids for each in self._levels], dim=1),
             torch.cat([each.log_probs for each in self._levels], dim=1),
@@ -303,22 +326,23 @@ class PlainGrowth:
     def __init__(self, state: RoundState, batches: RoundBatches, scores: PlainScores) -> None:
         self._state, self._batches, self.scores = state, batches, scores
         self._growth, self._beams = TreeGrowth(batches.shape.tree), list[Beam]()
+        self._paths = state.numbers.new_empty((state.num_slots, 1, 0))
 
     def add(self, logits: Tensor) -> None:
-        """See `Growth.add`."""
-        self._growth.add(self.scores.best(logits).best(self._batches.shape.tree.topk))
+        children = self.scores.best(logits, self._paths)
+        self._growth.add(children.best(self._batches.shape.tree.topk))
 
     def beam(self) -> tuple[ForwardBatch, Tensor]:
-        """See `Growth.beam`."""
         beam, level = self._growth.select_beam(), len(self._beams)
         self._beams.append(beam)
+        above = self._paths.gather(1, beam.parents.unsqueeze(2).expand(-1, -1, level))
+        self._paths = torch.cat((above, beam.token_ids.unsqueeze(2)), dim=2)
         num_before = self._batches.shape.tree.topk if level else 1
         first_rows = torch.arange(self._state.num_slots, device=beam.parents.device) * num_before
         parents = first_rows.unsqueeze(1) + beam.parents
         return self._batches.of_beam(self._state, beam, level), parents.flatten()
 
     def scored(self) -> ScoredRows:
-        """See `Growth.scored`."""
         tree, roots = self._batches.shape.tree, self._state.roots
         nodes = self._growth.select()
         # A tree may have no level that is computed.
@@ -331,12 +355,14 @@ class PlainGrowth:
         )
 
     def finish(self) -> RoundTree:
-        """See `Growth.finish`."""
         return self._batches.of_trees(self._state, self.scored().rows)
 
 
 def plain_scores(
-    state: RoundState, batches: RoundBatches, sampling: RoundSampling, num_choices: int
+    state: RoundState,
+    batches: RoundBatches,
+    sampling: RoundSampling | RequestScores,
+    num_choices: int,
 ) -> PlainScores:
     """Returns what finds the children that trees need, or as many tokens as are asked for."""
     return PlainScores(state, sampling, num_choices or batches.shape.tree.topk)
@@ -349,20 +375,16 @@ class PlainCode:
     batches: RoundBatches
 
     def open_rows(self, state: RoundState) -> tuple[ForwardBatch, Tensor]:
-        """See `DraftCode.open_rows`."""
         return self.batches.of_open_rows(state)
 
     def scores(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> Scores:
-        """See `DraftCode.scores`."""
         return plain_scores(state, self.batches, sampling, num_choices)
 
     def growth(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> Growth:
-        """See `DraftCode.growth`."""
         scores = plain_scores(state, self.batches, sampling, num_choices)
         return PlainGrowth(state, self.batches, scores)
 
     def kind_of(self, sampling: RoundSampling) -> RoundSampling:
-        """See `DraftCode.kind_of`."""
         return sampling
 
 
@@ -376,7 +398,6 @@ class DecoderForwards:
         self._logits, self._batch = logits, batch
 
     def first(self) -> Tensor:
-        """See `Forwards.first`."""
         return self._logits(self._batch)
 
     def read_open(self) -> None:
@@ -384,11 +405,9 @@ class DecoderForwards:
         self.first()
 
     def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor:
-        """See `Forwards.next`."""
         return self._logits(batch)
 
     def walk(self, levels: Iterable[KnownLevel]) -> Iterator[Tensor]:
-        """See `Forwards.walk`."""
         yield self.first()
         for level in levels:
             yield self.next(*level)
@@ -410,7 +429,6 @@ class DecoderDraft(PlainCode):
     batches: RoundBatches
 
     def seen(self, state: RoundState) -> RoundState:
-        """See `DraftCode.seen`."""
         numbers = state.numbers.clone()
         numbers[:, LENGTH] += 1
         numbers[:, OFFSET] -= 1
@@ -419,7 +437,6 @@ class DecoderDraft(PlainCode):
     def forwards(
         self, state: RoundState, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool
     ) -> DecoderForwards:
-        """See `DraftCode.forwards`."""
         return DecoderForwards(self.logits, batch)
 
     def logits(self, batch: ForwardBatch) -> Tensor:
@@ -548,7 +565,6 @@ class HeadForwards:
         self._num_slots = len(batch.logit_rows)
 
     def first(self) -> Tensor:
-        """See `Forwards.first`."""
         return self._logits(self._open())
 
     def read_open(self) -> None:
@@ -556,7 +572,6 @@ class HeadForwards:
         self._open()
 
     def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor:
-        """See `Forwards.next`."""
         return self._logits(self._advance(batch, parents, None))
 
     def walk(self, levels: Iterable[KnownLevel]) -> Sequence[Tensor]:
@@ -565,7 +580,6 @@ class HeadForwards:
         return torch.split(self._logits(torch.cat(read)), [len(rows) for rows in read])
 
     def states(self) -> Tensor:
-        """See `Forwards.states`."""
         levels = [each.view(self._num_slots, -1, each.shape[1]) for each in self._kept]
         return torch.cat(levels, dim=1)
 
@@ -605,13 +619,11 @@ class RoundDraft(PlainCode):
         return grown(self, state, sampling, batch, feature_slots)
 
     def seen(self, state: RoundState) -> RoundState:
-        """See `DraftCode.seen`."""
         return state
 
     def forwards(
         self, state: RoundState, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool
     ) -> HeadForwards:
-        """See `DraftCode.forwards`."""
         rows = self.source_rows
         if rows.is_contiguous() and (self.reads_states or self.head.reads_rows(rows)):
             return self._forwards(batch, rows, sources, keeps_states=keeps_states)

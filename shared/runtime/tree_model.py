@@ -94,11 +94,13 @@ class PassKind:
         is_split: it can stop after each forward. Each sequence has one open row, which comes
             behind one that a pass computed: where rows read states, it reads that one's.
         is_walk: it computes trees that are given instead of growing them.
+        is_plain: it scores by `RequestScores`, in plain torch and without graphs.
     """
 
     num_choices: int = 0
     is_split: bool = False
     is_walk: bool = False
+    is_plain: bool = False
 
 
 class RoundModel(Protocol):
@@ -217,16 +219,16 @@ class HeadModel(_OneLayer):
         return self.head.embedding.shape[1] if kind.is_split else self.head.feature_spec.width
 
     def draft(self, batches: RoundBatches, source_rows: Tensor, kind: PassKind) -> TreeDraft:
-        code = self._code(batches, source_rows, reads_states=kind.is_split)
+        parts = PLAIN if kind.is_plain else self._parts(batches)
+        code = parts.draft(self.head, self.pool, batches, source_rows, kind.is_split)
         return TreeDraft(code, batches, kind.num_choices)
 
     def code(self, batches: RoundBatches, source_rows: Tensor | None) -> DraftCode:
         assert source_rows is not None, "a head reads features"
-        return self._code(batches, source_rows, reads_states=False)
+        return self._parts(batches).draft(self.head, self.pool, batches, source_rows)
 
-    def _code(self, batches: RoundBatches, source_rows: Tensor, *, reads_states: bool) -> DraftCode:
-        parts = RoundParts.of(self.head, batches.shape, self.pool.device)
-        return parts.draft(self.head, self.pool, batches, source_rows, reads_states)
+    def _parts(self, batches: RoundBatches) -> RoundParts:
+        return RoundParts.of(self.head, batches.shape, self.pool.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +270,11 @@ class DecoderModel(_OneLayer):
         return 0
 
     def draft(self, batches: RoundBatches, source_rows: Tensor, kind: PassKind) -> TreeDraft:
-        return TreeDraft(self.code(batches, None), batches, kind.num_choices)
+        is_plain = kind.is_plain
+        code = (
+            DecoderDraft(self.decoder, self.pool, batches) if is_plain else self.code(batches, None)
+        )
+        return TreeDraft(code, batches, kind.num_choices)
 
     def code(self, batches: RoundBatches, source_rows: Tensor | None) -> DecoderDraft:
         if not (has_triton(self.pool.device) and fits_kernels(batches.shape)):

@@ -17,12 +17,13 @@ from services.draft.worker import WorkerIdentity
 from services.embedded import EmbeddedDraft
 from services.target.adaptive_config import DEFAULT_CONFIG
 from services.target.drafts.attachment import AttachmentTerms
-from services.target.engine import Engine, Inbox
+from services.target.engine import Engine
 from services.target.requests.request import GenerationRequest, ModelLimits
 from services.target.rounds.round_shapes import RoundSource, capacities
 from services.target.scheduler import Scheduler, SchedulerLimits
 from services.target.step_loop import StepLoop
 from services.target.verifier import VerificationMode, Verifier
+from shared.inbox import Inbox
 from shared.kv.leases import KvLeases
 from shared.runtime.round_head import OwnHead
 from shared.runtime.runner import ModelRunner
@@ -101,7 +102,7 @@ def warm_up(runner: ModelRunner, prompts: Sequence[Sequence[int]], drafting: Dra
     _served(runner, prompts, _WARM_UP_TOKENS, drafting)
     # All drafters of a mode share their graphs. Without a thread nothing is captured when idle.
     drafter = drafting.build()
-    while drafter.prepare_next(drafting.shape) or runner.prepare_next():
+    while drafter.prepare(drafting.shape, None) or runner.prepare_next():
         pass
 
 

@@ -20,11 +20,13 @@ from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
 from shared.models.heads.dflash import DflashHead
 from shared.models.heads.head import DraftHead
-from shared.runtime.runner import BlockRunner, HeadRunner, ModelRunner, RunnerOutput
+from shared.runtime.runner import ModelRunner, RunnerOutput
+from shared.runtime.tree_model import HeadModel
 from shared.speculation.row_sampling import row_sampling
 from shared.speculation.tree import row_parents
 from shared.speculation.verify import AcceptedPath, accept_path, draw_tokens
 from shared.tokens import EMPTY_TREE, Outcome, SamplingParams, TokenTree, TreeShape, Verdict
+from tests.helpers.drafting import plain_grower
 
 NUM_PAGES = 80
 
@@ -41,17 +43,21 @@ class HostRound:
 def _drafter(head: DraftHead | DflashHead, pool: KvPool) -> EagleDrafter | DflashDrafter:
     if isinstance(head, DflashHead):
         return DflashDrafter(
-            BlockRunner(head, pool),
+            head,
+            pool,
             KvLeases(NUM_PAGES, pool.page_size, prefix_cache=False),
             block_size=head.config.block_size,
             window_tokens=head.config.layers.max_position_embeddings,
         )
     has_layers = len(head.layers) > 1
     return (MultiLayerDrafter if has_layers else EagleDrafter)(
-        HeadRunner(head, pool),
+        HeadModel(head, pool),
         KvLeases(NUM_PAGES, pool.page_size, prefix_cache=not has_layers),
         max_context_tokens=head.config.max_position_embeddings,
         keeps_features=False,
+        grower=None
+        if has_layers
+        else plain_grower(HeadModel(head, pool), head.config.max_position_embeddings),
     )
 
 
