@@ -326,10 +326,10 @@ class RoundBatches:
         rows = torch.arange(num_rows, device=walks.device)
         bases = state.lengths - 1
         nodes = walks.view(*size, width).transpose(0, 1)
-        token_ids = nodes[..., WALK_TOKEN].contiguous()
+        token_ids = nodes[..., WALK_TOKEN]
         slots = self.slots(state.head_page_table, bases.unsqueeze(1) + rows)
-        slots = slots.view(size).transpose(0, 1).contiguous()
-        positions = (bases + levels.unsqueeze(1)).unsqueeze(2).expand_as(slots).contiguous()
+        slots = slots.view(size).transpose(0, 1)
+        positions = (bases + levels.unsqueeze(1)).unsqueeze(2).expand_as(slots)
         kv_lengths = (bases + (levels.unsqueeze(1) + 1) * size[2]).int()
         prefix_lengths = bases.int()
         # Of the root there is one row a slot, of a level K.
@@ -367,7 +367,7 @@ class RoundBatches:
             kv_lengths=(bases.squeeze(1) + num_rows).int(),
             prefix_lengths=bases.squeeze(1).int(),
             page_table=state.page_table,
-            tail_mask=None if self.shape.is_chain else tree.visible.flatten(0, 1).contiguous(),
+            tail_mask=None if self.shape.is_chain else tree.visible.flatten(0, 1),
         )
         return RoundTree(tree, batch)
 
@@ -379,15 +379,19 @@ class RoundBatches:
         """Packs B sequences of R rows each: `token_ids`, `positions` and `slots` are `[B, R]`."""
         batch_size, num_rows = token_ids.shape
         rows = self._fixed_rows(batch_size, num_rows, tail_mask is None, token_ids.device)
+        # Kernels read neighbours, and of one sequence there would be a view of any strides.
+        token_ids, positions, slots = (
+            each.flatten().contiguous() for each in (token_ids, positions, slots)
+        )
         return ForwardBatch(
-            token_ids=token_ids.flatten(),
-            positions=positions.flatten(),
-            slots=slots.flatten(),
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
             query_starts=rows.query_starts,
             kv_lengths=kv_lengths,
             prefix_lengths=prefix_lengths,
             page_table=page_table,
-            tail_mask=tail_mask,
+            tail_mask=None if tail_mask is None else tail_mask.contiguous(),
             is_causal=rows.is_causal,
             logit_rows=rows.logit_rows if logit_rows is None else logit_rows,
             # Runs of causal rows as long as a chunk take the kernel for chunks; trees never do.
