@@ -15,20 +15,20 @@ from shared.models.decoder import Decoder
 from shared.models.decoder_weights import decoder_parts
 from shared.models.loader import build_decoder
 from shared.models.shard import shard_of
-from shared.models.weights import WeightPart, empty_targets
+from shared.models.weights import WeightPart, WeightTensors, empty_targets
 
 # Keeps activations in range.
 _DEVIATION = 0.02
 
 
-class RandomWeights(dict[str, Tensor]):
+class RandomWeights(WeightTensors):
     """Weights that are drawn when they are taken out, so that no more of them than one are held
     beside what a loader has made of the others."""
 
     def __init__(
         self, parts: Sequence[WeightPart], dtype: torch.dtype, device: torch.device
     ) -> None:
-        super().__init__(empty_targets(parts, dtype, torch.device("meta")))
+        super().__init__(empty_targets(parts, dtype, torch.device("meta")), dtype, {})
         self._device = device
         self._generator = torch.Generator(device)
 
