@@ -30,7 +30,7 @@ from shared.kernels.quantised import StoredMatrix
 from shared.layers.linear import STORED_DTYPES
 from shared.model_options import Quantisation
 from shared.models.checkpoint import Checkpoint, Cut, ScaledFile
-from shared.models.scaled_weights import StoredLayout, block_held
+from shared.models.scaled_weights import ScaleBlock, StoredLayout, block_held
 
 # How many names a message lists before it only counts.
 _MAX_NAMES = 5
@@ -351,16 +351,21 @@ def _stored_layouts(
             continue
         dtypes = {files[checkpoint.files[part.key]].stored_dtype(part.key) for part in own}
         dtype = dtypes.pop()
-        layout = None if dtypes or dtype is None else _layout(checkpoint, own, dtype)
+        layout = None if dtypes or dtype is None else layout_of(own, dtype, checkpoint.block)
         if layout is not None:
             found[target] = layout
     return found
 
 
-def _layout(
-    checkpoint: Checkpoint, parts: Sequence[WeightPart], dtype: torch.dtype
+def layout_of(
+    parts: Sequence[WeightPart], dtype: torch.dtype, block: ScaleBlock | None
 ) -> StoredLayout | None:
-    depth, block = parts[0].read_shape[1], checkpoint.block
+    """Returns how a target is held whose parts a checkpoint has in 8 bits; None if it is not.
+
+    Args:
+        block: see `Checkpoint`.
+    """
+    depth = parts[0].read_shape[1]
     if block is None:
         return StoredLayout(dtype, depth, None)
     # Also the last process's, so that all of a group hold a matrix alike.

@@ -143,7 +143,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str, Pack, Quantisation]] = {
 KINDS = tuple(LAYOUTS)
 
 
-def _pack(folder: Path, layout: str) -> Path:
+def pack_folder(folder: Path, layout: str) -> Path:
     """Brings the matrices to 8 bits that published checkpoints have so."""
     config, suffix, pack, _ = LAYOUTS[layout]
     tensors = load_file(folder / "model.safetensors")
@@ -155,9 +155,10 @@ def _pack(folder: Path, layout: str) -> Path:
     return folder
 
 
-def _folder(path: Path, family: str, layout: str, seed: int = 0) -> Path:
+def packed_folder(path: Path, family: str, layout: str, seed: int = 0) -> Path:
+    """Writes a checkpoint of one of `FAMILIES` or `STRANGE` in one of `LAYOUTS`."""
     shape = (FAMILIES | STRANGE)[family]
-    return _pack(write_checkpoint(path, family, shape, seed=seed), layout)
+    return pack_folder(write_checkpoint(path, family, shape, seed=seed), layout)
 
 
 def _load(folder: Path, quantisation: Quantisation, group: TensorGroup | None = None) -> Decoder:
@@ -182,7 +183,7 @@ def _wide_matrices(decoder: Decoder) -> set[str]:
 @pytest.mark.parametrize("layout", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_the_widened_model(family: str, layout: str, tmp_path: Path) -> None:
-    folder, quantisation = _folder(tmp_path, family, layout), LAYOUTS[layout][3]
+    folder, quantisation = packed_folder(tmp_path, family, layout), LAYOUTS[layout][3]
     wide, kept = _load(folder, Quantisation.UNQUANT), _load(folder, quantisation)
     assert num_saved_bytes(wide) == 0
     assert num_saved_bytes(kept) > 0
@@ -196,7 +197,7 @@ def test_matrices_of_any_size_and_order_of_rows_stay(
     family: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also beside stacks of experts, which are wide."""
-    folder = _folder(tmp_path, family, layout)
+    folder = packed_folder(tmp_path, family, layout)
     wide = _load(folder, Quantisation.UNQUANT)
     monkeypatch.setattr("shared.models.loader.stays_stored", lambda *_: lambda *_: True)
     kept = _load(folder, Quantisation.UNQUANT)
@@ -216,7 +217,7 @@ def test_matrices_of_any_size_and_order_of_rows_stay(
 def test_parts_add_up_to_the_widened_model(
     family: str, layout: str, cut: str, tmp_path: Path
 ) -> None:
-    folder, quantisation = _folder(tmp_path, family, layout), LAYOUTS[layout][3]
+    folder, quantisation = packed_folder(tmp_path, family, layout), LAYOUTS[layout][3]
     groups = thread_groups(*((1, 2) if cut == "pp 2" else (2, 1)))
     groups = [each.spreading(experts=cut == "ep 2", sequences=False) for each in groups]
     with ThreadPoolExecutor(2) as threads:
@@ -229,7 +230,7 @@ def test_parts_add_up_to_the_widened_model(
 
 
 def test_values_and_scales_are_the_files(tmp_path: Path) -> None:
-    folder = _folder(tmp_path, "qwen3_moe", "block FP8")
+    folder = packed_folder(tmp_path, "qwen3_moe", "block FP8")
     file, decoder = load_file(folder / "model.safetensors"), _load(folder, Quantisation.FP8)
     layer = decoder.layers[0]
     assert isinstance(layer.mlp, Experts)
@@ -258,7 +259,7 @@ def _tensors(folder: Path, quantisation: Quantisation, shard: Shard = WHOLE) -> 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_wide_is_read_of_what_stays(family: str, tmp_path: Path) -> None:
-    folder = _folder(tmp_path, family, "block FP8")
+    folder = packed_folder(tmp_path, family, "block FP8")
     tensors = _tensors(folder, Quantisation.FP8)
     wide = {name for name, each in tensors.items() if each.ndim == 2 and each.itemsize == 2}
     inner = {name.split(".", 2)[-1] for name in wide}
@@ -272,14 +273,14 @@ def test_nothing_wide_is_read_of_what_stays(family: str, tmp_path: Path) -> None
 
 
 def test_a_device_without_such_products_gets_wide_matrices(tmp_path: Path) -> None:
-    folder = _folder(tmp_path, "qwen3", "block FP8")
+    folder = packed_folder(tmp_path, "qwen3", "block FP8")
     assert {each.dtype for each in _tensors(folder, Quantisation.UNQUANT).values()} == {
         torch.bfloat16
     }
 
 
 def test_other_8_bits_than_those_asked_for_are_rounded_anew(tmp_path: Path) -> None:
-    folder = _folder(tmp_path, "qwen3", "block FP8")
+    folder = packed_folder(tmp_path, "qwen3", "block FP8")
     decoder = _load(folder, Quantisation.INT8)
     assert not decoder.layouts
     weight = decoder.layers[0].attention.output.weight  # type: ignore[attr-defined]
@@ -291,7 +292,7 @@ def test_a_device_with_such_products_keeps_depths_that_they_take(
 ) -> None:
     monkeypatch.setattr("shared.kernels.linear.is_hopper", lambda device: True)
     shape = replace(WIDE, intermediate_size=200)
-    folder = _pack(write_checkpoint(tmp_path, "qwen3", shape), "block FP8")
+    folder = pack_folder(write_checkpoint(tmp_path, "qwen3", shape), "block FP8")
     tensors = _tensors(folder, Quantisation.UNQUANT)
     assert tensors[QKV].dtype is torch.float8_e4m3fn
     assert tensors[DOWN].dtype is torch.bfloat16, "200 columns"
@@ -309,7 +310,7 @@ def test_a_device_with_such_products_keeps_depths_that_they_take(
 
 def test_columns_that_are_cut_within_a_block_are_widened(tmp_path: Path) -> None:
     shape = replace(WIDE, intermediate_size=384)
-    folder = _pack(write_checkpoint(tmp_path, "qwen3", shape), "block FP8")
+    folder = pack_folder(write_checkpoint(tmp_path, "qwen3", shape), "block FP8")
     for rank in (0, 1):
         tensors = _tensors(folder, Quantisation.FP8, Shard(rank, 2))
         assert tensors[DOWN].dtype is torch.bfloat16, "192 columns"
@@ -317,7 +318,7 @@ def test_columns_that_are_cut_within_a_block_are_widened(tmp_path: Path) -> None
 
 
 def test_matrices_that_are_only_partly_in_8_bits_are_widened_whole(tmp_path: Path) -> None:
-    folder = _folder(tmp_path, "qwen3", "block FP8")
+    folder = packed_folder(tmp_path, "qwen3", "block FP8")
     path = folder / "model.safetensors"
     file = load_file(path)
     key = f"{SELF_ATTENTION}k_proj.weight"
@@ -343,7 +344,7 @@ def test_blocks_that_no_product_takes_are_widened(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quantisation", [Quantisation.UNQUANT, Quantisation.FP8])
 def test_scales_of_a_wrong_shape_are_named(quantisation: Quantisation, tmp_path: Path) -> None:
-    folder = _folder(tmp_path, "qwen3", "block FP8")
+    folder = packed_folder(tmp_path, "qwen3", "block FP8")
     path = folder / "model.safetensors"
     key = f"{SELF_ATTENTION}o_proj.weight_scale_inv"
     save_file(load_file(path) | {key: torch.ones(3, 1)}, path)
@@ -355,7 +356,7 @@ def test_scales_of_a_wrong_shape_are_named(quantisation: Quantisation, tmp_path:
 
 def test_one_scale_serves_all_blocks_and_channels(tmp_path: Path) -> None:
     for layout, name in (("block FP8", "_scale_inv"), ("FP8 channels", "_scale")):
-        folder = _folder(tmp_path / name, "qwen3", layout)
+        folder = packed_folder(tmp_path / name, "qwen3", layout)
         path = folder / "model.safetensors"
         key = f"{SELF_ATTENTION}q_proj.weight{name}"
         save_file(load_file(path) | {key: torch.tensor(0.5)}, path)
@@ -378,7 +379,7 @@ def test_a_checkpoint_read_in_place_is_the_one_a_start_loads(
     family: str, layout: str, tmp_path: Path
 ) -> None:
     quantisation = LAYOUTS[layout][3]
-    old, new = (_folder(tmp_path / str(seed), family, layout, seed) for seed in (1, 2))
+    old, new = (packed_folder(tmp_path / str(seed), family, layout, seed) for seed in (1, 2))
     decoder = _load(old, quantisation)
     stage = _stage(decoder, old, quantisation)
     stage.read(new, LoadFormat.AUTO)
@@ -395,7 +396,7 @@ def test_a_wide_update_is_rounded_to_the_8_bits_that_are_served(
     family: str, layout: str, by_name: bool, tmp_path: Path
 ) -> None:
     quantisation = LAYOUTS[layout][3]
-    decoder = _load(_folder(tmp_path / "old", family, layout), quantisation)
+    decoder = _load(packed_folder(tmp_path / "old", family, layout), quantisation)
     new = write_checkpoint(tmp_path / "new", family, FAMILIES[family], seed=2)
     stage = _stage(decoder, new, quantisation)
     if by_name:
