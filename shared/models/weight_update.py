@@ -359,7 +359,7 @@ def _check(name: str, place: Tensor, source: Tensor) -> None:
             f"{name} differs from that of the model that runs, which a target has"
         )
     plain = source.to_dense() if source.is_mkldnn else source
-    # Four numbers in 8 bits may be in one word, which is none.
+    # Bytes of words that hold e4m3 numbers are none themselves.
     if plain.is_floating_point() and plain.itemsize > 1 and not _is_finite(plain):
         raise CheckpointError(f"{name} holds numbers that are not finite")
 

@@ -368,9 +368,9 @@ def layout_of(
     depth = parts[0].read_shape[1]
     if block is None:
         return StoredLayout(dtype, depth, None)
-    # Also the last process's, so that all of a group hold a matrix alike.
-    cuts = (part.columns for part in parts)
-    if any(cut is not None and (cut.start | cut.length) % block.columns for cut in cuts):
+    # Equal cuts of a group all begin with a block where one is whole blocks long.
+    cuts = [part.columns for part in parts if part.columns is not None]
+    if any(cut.start % block.columns or cut.length % block.columns for cut in cuts):
         return None
     is_aligned = all(_is_aligned(part, block.rows, is_last=part is parts[-1]) for part in parts)
     held = block_held(block, is_aligned=is_aligned)

@@ -3,6 +3,7 @@ widened."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -28,9 +29,10 @@ from shared.models.decoder_weights import DecoderKeys
 from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder, read_decoder
+from shared.models.scaled_weights import ScaleBlock
 from shared.models.shard import WHOLE, Shard
 from shared.models.weight_update import WeightStage, checksums
-from shared.models.weights import scales_of, stays_stored
+from shared.models.weights import WeightPart, read_weights, scales_of, stays_stored
 from tests.helpers.checkpoints import DELTA, TinyShape, write_checkpoint
 from tests.helpers.mtp_heads import TinyMtp, write_mtp
 from tests.helpers.plain_forward import plain_forward
@@ -328,6 +330,39 @@ def test_matrices_that_are_only_partly_in_8_bits_are_widened_whole(tmp_path: Pat
     tensors = _tensors(folder, Quantisation.FP8)
     assert tensors[QKV].dtype is torch.bfloat16
     assert tensors["layers.1.qkv.weight"].dtype is torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_rows_that_change_places_take_their_scales_along(is_whole: bool, tmp_path: Path) -> None:
+    """Blocks as a whole, as in fused projections of linear attention, or rows of two of them."""
+    order = (
+        (*range(128, 256), *range(128)) if is_whole else (128, *range(1, 128), 0, *range(129, 256))
+    )
+    values = torch.randn(512, 128).to(torch.float8_e4m3fn)
+    scales = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+    save_file({"m.weight": values, "m.weight_scale_inv": scales}, tmp_path / "model.safetensors")
+    config = {"quantization_config": LAYOUTS["block FP8"][0]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = read_weights(
+        Checkpoint.open(tmp_path),
+        [WeightPart("m.weight", (512, 128), "m", row_order=order, may_stay=True)],
+        dtype=torch.float32,
+        device=CPU,
+        stays=lambda *_: True,
+    )
+    rows = torch.tensor([*order, *(256 + row for row in order)])
+    assert torch.equal(tensors["m"].view(torch.uint8), values.view(torch.uint8)[rows])
+    wanted = torch.tensor([[2.0], [1.0], [4.0], [3.0]]) if is_whole else scales[rows // 128]
+    assert torch.equal(tensors[scales_of("m")], wanted)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_matrices_that_begin_with_a_block_keep_the_scales_of_blocks(
+    family: str, tmp_path: Path
+) -> None:
+    folder = packed_folder(tmp_path, family, "block FP8")
+    blocks = {layout.block for layout in _load(folder, Quantisation.FP8).layouts.values()}
+    assert blocks == {ScaleBlock(128, 128)}
 
 
 def test_blocks_that_no_product_takes_are_widened(tmp_path: Path) -> None:
