@@ -145,3 +145,27 @@ def test_products_of_experts_equal_plain_torch(
     torch.testing.assert_close(wide, expected, rtol=1e-4, atol=1e-2)
     gated = gated_product(inputs, experts, weight, tiles, Activation.SILU)
     torch.testing.assert_close(gated, gate_mul(found, Activation.SILU), rtol=2e-2, atol=0.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("rows", ROWS)
+def test_bits_of_pairs_depend_neither_on_tiles_nor_on_company(
+    rows: int, stored: torch.dtype
+) -> None:
+    matrix = _matrix(1536, 2048, stored, rows, torch.bfloat16, NUM_EXPERTS)
+    weight = ExpertWeight.kept(matrix, NUM_EXPERTS)
+    assert weight.is_packed
+    inputs = _random(300, 2048, seed=1).bfloat16()
+    experts = _random(300, NUM_EXPERTS, seed=2).topk(NUM_CHOSEN, dim=-1).indices
+
+    def product(count: int, num_rows: int) -> Tensor:
+        some = experts[:count]
+        return expert_product(
+            inputs[:count], some, weight, tiles_of(some.flatten(), NUM_EXPERTS, num_rows)
+        )
+
+    whole = product(300, 16)
+    for num_rows in (16, 32, 64, 128):
+        for count in (1, 7, 64, 300):
+            assert torch.equal(product(count, num_rows), whole[: count * NUM_CHOSEN]), num_rows

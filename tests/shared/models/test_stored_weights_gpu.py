@@ -3,6 +3,7 @@ update puts in place."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,15 @@ from shared.kv.pool import KvPool
 from shared.layers.linear import num_saved_bytes
 from shared.model_options import LoadFormat, ModelOptions, Quantisation
 from shared.models.checkpoint import Checkpoint
+from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder
 from shared.models.decoder_weights import DecoderKeys
-from shared.models.loader import load_decoder
+from shared.models.loader import load_decoder, read_decoder
+from shared.models.shard import WHOLE
 from shared.models.weight_update import WeightStage, checksums
+from shared.models.weights import stays_stored
 from shared.runtime.runner import ModelRunner
-from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.checkpoints import write_checkpoint
 from tests.shared.models.test_stored_weights import FAMILIES, KINDS, pack_folder, packed_folder
 
 pytestmark = pytest.mark.gpu
@@ -43,18 +47,24 @@ def _logits(decoder: Decoder, num_tokens: int) -> Tensor:
 
 
 @pytest.mark.parametrize("num_tokens", [4, 100])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_the_widened_model(
-    family: str, layout: str, num_tokens: int, tmp_path: Path
+    family: str, layout: str, dtype: torch.dtype, num_tokens: int, tmp_path: Path
 ) -> None:
     folder = packed_folder(tmp_path, family, layout)
-    kept = _load(folder, CUDA)
+    kept = _load(folder, CUDA, dtype)
     assert kept.layouts
     assert num_saved_bytes(kept) > 0
-    exact = _logits(_load(folder, CPU, torch.float32), num_tokens)
-    error = (_logits(kept, num_tokens) - exact).norm() / exact.norm()
-    assert float(error) < 0.03
+    exact, found = _logits(_load(folder, CPU, torch.float32), num_tokens), _logits(kept, num_tokens)
+    # Of most rows: rounding sends a few to other experts.
+    assert _error(found, exact) < (0.1 if dtype is torch.bfloat16 else 0.02)
+    assert _error(exact.roll(1, 0), exact) > 0.5
+
+
+def _error(found: Tensor, exact: Tensor) -> float:
+    return float(((found - exact).norm(dim=1) / exact.norm(dim=1)).median())
 
 
 def test_numbers_are_the_files_in_the_order_of_words(tmp_path: Path) -> None:
@@ -69,19 +79,23 @@ def test_numbers_are_the_files_in_the_order_of_words(tmp_path: Path) -> None:
     assert torch.equal(weight.scales.cpu(), file[f"{key}_scale_inv"])
 
 
-def test_loading_takes_little_more_than_the_files(tmp_path: Path) -> None:
-    shape = TinyShape(
-        vocab_size=64, hidden_size=1024, num_layers=8, head_dim=128, intermediate_size=4096
-    )
+def test_reading_takes_no_more_memory_than_the_file(tmp_path: Path) -> None:
+    shape = replace(FAMILIES["qwen3"], hidden_size=1024, num_layers=4, intermediate_size=2048)
     folder = pack_folder(write_checkpoint(tmp_path, "qwen3", shape), "block FP8")
     file_bytes = (folder / "model.safetensors").stat().st_size
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    _load(folder, CUDA)
-    # A matrix and its words, and steps in between in 16 bits.
-    room = 6 * 2 * shape.hidden_size * shape.intermediate_size
-    assert torch.cuda.max_memory_allocated() - before < file_bytes + room
+    tensors = read_decoder(
+        Checkpoint.open(folder),
+        ModelConfig.from_folder(folder),
+        WHOLE,
+        dtype=torch.bfloat16,
+        device=CUDA,
+        stays=stays_stored(Quantisation.UNQUANT, torch.bfloat16, CUDA),
+    )
+    assert tensors.layouts
+    assert torch.cuda.max_memory_allocated() - before < 1.02 * file_bytes
 
 
 @pytest.mark.parametrize("family", FAMILIES)
