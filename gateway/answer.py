@@ -10,14 +10,14 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from gateway.api_keys import current_quota, owner_of_request
+from gateway.api_keys import current_quota
 from gateway.choice import Choice
 from gateway.failures import Aborted, ClientGone, ClientTooSlow, client_names
 from gateway.generation import Event, Finished, NodeBudget
 from gateway.metrics import RequestRecord
 from gateway.planner import Plan
 from gateway.pool import RoutedGeneration
-from shared.generation import Delta, Failed, PromptScored, Started
+from shared.generation import Delta, PromptScored, Started
 
 if TYPE_CHECKING:
     from gateway.serving import Gateway
@@ -95,7 +95,7 @@ class Inbox:
             raise self._closed
         events, self._events = self._events, []
         self._num_unread_tokens = 0
-        self._nodes.reset()
+        self._nodes.num_nodes = 0
         return events
 
     def wake(self) -> None:
@@ -154,26 +154,36 @@ class Answer:
 
     Leaving the context cancels what still runs, whatever the reason: an error, a client that
     went away, or choices that a stop string ended.
+
+    Attributes:
+        num_open: choices that have not ended.
+        owner: name of the client's key.
     """
 
-    def __init__(self, plan: Plan, gateway: Gateway, record: RequestRecord) -> None:
+    def __init__(self, plan: Plan, gateway: Gateway, endpoint: str) -> None:
+        """Raises:
+        Unavailable: the gateway is stopping.
+        """
+        gateway.lifecycle.check_open()
         self.plan = plan
+        self._texts = plan.texts or (plan.text,) * len(plan.generations)
         self.choices = tuple(
-            Choice(index, gateway.text.tokenizer, plan.text_of(index))
-            for index in range(len(plan.generations))
+            Choice(index, gateway.text.tokenizer, text) for index, text in enumerate(self._texts)
         )
+        self.num_open = len(self.choices)
         self._gateway = gateway
-        self._record = record
+        self._endpoint = endpoint
+        self._record: RequestRecord
         self._inbox = Inbox(gateway.limits.max_unread_tokens, self.cancel)
         self._routed: list[RoutedGeneration] = []
-        self._num_open = len(self.choices)
-        texts = plan.texts or (plan.text,)
-        self._is_checked = any(text.schemas is not None for text in texts)
-        self.owner = owner_of_request()
+        self._is_checked = any(text.schemas is not None for text in self._texts)
+        self._quota = current_quota.get()
+        self.owner = "" if self._quota is None else self._quota.name
 
     def __enter__(self) -> Self:
         self._gateway.open_answers.open(self)
-        self._record.begin()
+        metrics, tracer = self._gateway.metrics, self._gateway.tracer
+        self._record = RequestRecord(self._endpoint, self.plan, metrics, tracer)
         return self
 
     def __exit__(
@@ -186,9 +196,8 @@ class Answer:
         self._gateway.open_answers.close(self)
         self._record.end(self.choices, error)
         num_output = sum(choice.num_output_tokens for choice in self.choices)
-        quota = current_quota.get()
-        if quota is not None and num_output:  # what no target took costs nothing
-            quota.charge(self.plan.num_prompt_tokens + num_output)
+        if self._quota is not None and num_output:  # what no target took costs nothing
+            self._quota.charge(self.plan.num_prompt_tokens + num_output)
 
     @property
     def request_id(self) -> str:
@@ -198,24 +207,19 @@ class Answer:
     def trace_id(self) -> str:
         return self.plan.generations[0].trace_id
 
-    @property
-    def is_complete(self) -> bool:
-        return self._num_open == 0
-
     async def begin(self) -> None:
         """Submits everything and waits until the target starts on the first choice.
 
         Raises:
             OutriderError: no target took the request. Nothing has been sent to the client yet.
         """
-        quota = current_quota.get()
         for index, generation in enumerate(self.plan.generations):
             deliver = partial(self._inbox.put, index)
             generation = replace(
                 generation,
                 traceparent=self._record.traceparent,
                 timeout_s=self._gateway.limits.request_timeout_s,
-                never_learnt=quota is not None and quota.never_learnt,
+                never_learnt=self._quota is not None and self._quota.never_learnt,
             )
             self._routed.append(self._gateway.pool.submit(generation, self.plan.model, deliver))
         await self.step()
@@ -231,12 +235,22 @@ class Answer:
         touched: dict[int, Choice] = {}
         for index, event in await self._inbox.take():
             choice = self.choices[index]
-            if (
-                choice.finish_reason is not None
-            ):  # a step that was under way when a stop string ended it
+            if choice.finish_reason is not None:  # a stop string did, while a step was under way
                 continue
-            self._apply(choice, event)
             touched[index] = choice
+            if isinstance(event, Delta):
+                self._push(choice, event)
+            elif isinstance(event, Started):
+                choice.num_cached_tokens = event.num_cached_tokens
+                choice.started_s = self._record.started(choice)
+            elif isinstance(event, PromptScored):
+                choice.prompt_scores.extend(event.logprobs)
+            elif isinstance(event, Finished):
+                choice.finish(event)
+                self.num_open -= 1
+            else:
+                with client_names({"grammar": self.plan.grammar_field}):
+                    raise event.error
         if self._is_checked:
             for choice in touched.values():
                 await self._check(choice)
@@ -283,28 +297,13 @@ class Answer:
             routed.cancel()
 
     async def _check(self, choice: Choice) -> None:
-        schemas = self.plan.text_of(choice.index).schemas
-        if schemas is not None and choice.is_finished:
+        schemas = self._texts[choice.index].schemas
+        if schemas is not None and choice.finish_reason is not None:
             choice.schema_check = await self._gateway.schema_checks.run(schemas, choice)
-
-    def _apply(self, choice: Choice, event: Event) -> None:
-        if isinstance(event, Delta):
-            self._push(choice, event)
-        elif isinstance(event, Started):
-            choice.start(event)
-            self._record.started(choice)
-        elif isinstance(event, PromptScored):
-            choice.prompt_scores.extend(event.logprobs)
-        elif isinstance(event, Finished):
-            choice.finish(event)
-            self._num_open -= 1
-        elif isinstance(event, Failed):
-            with client_names({"grammar": self.plan.grammar_field}):
-                raise event.error
 
     def _push(self, choice: Choice, delta: Delta) -> None:
         self._record.tokens(choice, delta)
         choice.push(delta)
         if choice.finish_reason is not None:  # a stop string, of which the target knows nothing
             self._routed[choice.index].cancel()
-            self._num_open -= 1
+            self.num_open -= 1

@@ -238,23 +238,27 @@ class Quota:
         self._requests = _allowance(limits.requests_per_minute, clock)
         self._tokens = _allowance(limits.tokens_per_minute, clock)
 
-    @contextmanager
-    def request(self) -> Iterator[None]:
-        """Holds a place while a request is answered.
+    def admit(self) -> None:
+        """Counts a request that is about to take its place.
 
         Raises:
             LimitExceeded: says which limit, and when to come back. Nothing is counted then.
         """
-        self._check()
+        limits = self._limits
+        if limits.max_concurrent is not None and self.num_open >= limits.max_concurrent:
+            used = f"{self.num_open} requests are open; key {self.name!r} may have"
+            raise self._refusal("concurrency", f"{used} {limits.max_concurrent}", _BUSY_RETRY_S)
+        for what, allowance in (("requests", self._requests), ("tokens", self._tokens)):
+            if allowance is not None and (wait_s := allowance.wait_s(1.0)) > 0.0:
+                used = f"key {self.name!r} has used its {allowance.per_minute:,} {what} a minute"
+                raise self._refusal(what, used, wait_s)
         if self._requests is not None:
             self._requests.take(1.0)
         self.num_requests += 1
-        with self.place():
-            yield
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """Holds a concurrency slot for work that continues after the response."""
+        """Holds a concurrency slot while a request is answered, or works on after its response."""
         self.num_open += 1
         try:
             yield
@@ -266,16 +270,6 @@ class Quota:
         self.num_tokens += num_tokens
         if self._tokens is not None:
             self._tokens.take(num_tokens)
-
-    def _check(self) -> None:
-        limits = self._limits
-        if limits.max_concurrent is not None and self.num_open >= limits.max_concurrent:
-            used = f"{self.num_open} requests are open; key {self.name!r} may have"
-            raise self._refusal("concurrency", f"{used} {limits.max_concurrent}", _BUSY_RETRY_S)
-        for what, allowance in (("requests", self._requests), ("tokens", self._tokens)):
-            if allowance is not None and (wait_s := allowance.wait_s(1.0)) > 0.0:
-                used = f"key {self.name!r} has used its {allowance.per_minute:,} {what} a minute"
-                raise self._refusal(what, used, wait_s)
 
     def _refusal(self, what: str, message: str, wait_s: float) -> LimitExceeded:
         self.refusals[what] += 1

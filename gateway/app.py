@@ -14,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 from gateway import bodies, failures
+from gateway.answer import Answer
 from gateway.event_stream import ChatChunks, CompletionChunks, EventStream, whole_answer
 from gateway.failures import ClientGone
 from gateway.json_body import JsonRoute, MalformedBody
@@ -90,8 +91,10 @@ def _add_openai_routes(app: FastAPI, gateway: Gateway) -> None:
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         name, model = gateway.pool.model(body.model)
         plan = await gateway.planner.chat(body, name, model, current_request_id.get())
-        plan, keep = kept_chat(gateway.response_store, body, plan, tokenizer)
-        answer = gateway.answer(plan, "chat_completions")
+        keep = None
+        if body.store:
+            plan, keep = kept_chat(gateway.response_store, body, plan, tokenizer)
+        answer = Answer(plan, gateway, "chat_completions")
         if plan.is_stream:
             return EventStream(answer, ChatChunks(plan, tokenizer, keep))
         final_choices = await whole_answer(answer, request.receive)
@@ -104,7 +107,7 @@ def _add_openai_routes(app: FastAPI, gateway: Gateway) -> None:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         name, model = gateway.pool.model(body.model)
         plan = await gateway.planner.completion(body, name, model, current_request_id.get())
-        answer = gateway.answer(plan, "completions")
+        answer = Answer(plan, gateway, "completions")
         if plan.is_stream:
             return EventStream(answer, CompletionChunks(plan, tokenizer))
         final_choices = await whole_answer(answer, request.receive)

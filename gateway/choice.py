@@ -12,7 +12,7 @@ from gateway.output.parser import Content, OutputParser, Part, Reasoning
 from gateway.planner import Plan, TextOptions
 from gateway.schema_trial import Verdict
 from gateway.stop_patterns import StopPatterns
-from shared.generation import Delta, SpeculationStats, Started
+from shared.generation import Delta, SpeculationStats
 from shared.text import Detokenizer, StopStrings, Tokenizer
 from shared.tokens import FinishReason, TokenLogprobs
 
@@ -58,6 +58,7 @@ class Choice:
         num_accepted: how many of them are accepted draft tokens.
         prompt_scores: log probabilities of the prompt's tokens, from where they were asked for; all
             of them are there before the first token of output.
+        stops: finds stop strings and patterns; the one that `matched` ended it.
         stop_token_id: the token that ended it, where one did and no stop string.
         begun_s, started_s, first_s, ended_s: when it was asked for, left the target's queue, and
             had its first and its last token; of `time.perf_counter`.
@@ -91,10 +92,10 @@ class Choice:
         )
         keeps_stop = options.include_stop
         strings = StopStrings(options.stop_strings, include_in_output=keeps_stop)
-        self._stops: StopStrings | StopPatterns = strings
+        self.stops: StopStrings | StopPatterns = strings
         if options.stop_patterns:
             patterns = options.stop_patterns
-            self._stops = StopPatterns(strings, patterns, include_in_output=keeps_stop)
+            self.stops = StopPatterns(strings, patterns, include_in_output=keeps_stop)
         self._is_token_wise = (
             bool(options.stop_strings or options.stop_patterns)
             or options.with_logprobs
@@ -113,34 +114,17 @@ class Choice:
         self.schema_check: Verdict | None = None
 
     @property
-    def is_finished(self) -> bool:
-        return self.finish_reason is not None
-
-    @property
     def num_reasoning_tokens(self) -> int:
         """The number of reasoning tokens among the tokens taken so far."""
         return 0 if self._parser is None else self._parser.num_reasoning_tokens
 
     @property
-    def has_calls(self) -> bool:
-        """Whether calls of tools were among what has been taken."""
-        return self._parser is not None and self._parser.has_calls
-
-    @property
     def finish_name(self) -> str | None:
         """OpenAI's name of the reason; None while it runs. For after the last `take`."""
-        if self.finish_reason is FinishReason.STOP and self.has_calls:
+        has_calls = self._parser is not None and self._parser.has_calls
+        if self.finish_reason is FinishReason.STOP and has_calls:
             return "tool_calls"
         return None if self.finish_reason is None else self.finish_reason.value
-
-    @property
-    def matched_stop(self) -> str | None:
-        """The stop string that ended it, or the pattern."""
-        return self._stops.matched
-
-    def start(self, event: Started) -> None:
-        self.num_cached_tokens = event.num_cached_tokens
-        self.started_s = time.perf_counter()
 
     def push(self, delta: Delta) -> None:
         """Adds the tokens of one engine step."""
@@ -168,11 +152,11 @@ class Choice:
         """Ends the choice; text that was held back becomes output."""
         tail = self._detokenizer.flush()
         if tail:
-            self._texts.append(self._stops.push(tail))
-        if self._stops.matched is None:
-            self._texts.append(self._stops.flush())
+            self._texts.append(self.stops.push(tail))
+        if self.stops.matched is None:
+            self._texts.append(self.stops.flush())
         self.ended_s = time.perf_counter()
-        stopped = self._stops.matched is not None
+        stopped = self.stops.matched is not None
         self.finish_reason = FinishReason.STOP if stopped else event.reason
         if self._options.hides_output:
             self.finish_reason = FinishReason.LENGTH
@@ -182,7 +166,7 @@ class Choice:
 
     def cut(self) -> Piece:
         """Returns the new output of an aborted choice, held-back text included."""
-        text = "".join([*self._texts, self._stops.flush(), self._detokenizer.flush()])
+        text = "".join([*self._texts, self.stops.flush(), self._detokenizer.flush()])
         return Piece(text, self._token_ids, self._scores, self._rounds)
 
     def take(self) -> Piece | None:
@@ -224,14 +208,14 @@ class Choice:
             parts = self._parsed(self._parser)
             text = _content(parts)
         self._texts.clear()
-        is_news = text or parts or self._rounds or (self.is_finished and self._token_ids)
+        is_news = text or parts or self._rounds or (self.finish_reason and self._token_ids)
         if not is_news:
             return None
         piece = Piece(text, self._token_ids, self._scores, self._rounds, parts)
         self._token_ids = []
         if self._is_token_wise:
             self._scores, self._rounds = [], []
-            self._nodes.reset()
+            self._nodes.num_nodes = 0
         if self._options.keeps_output:
             self._kept.append(piece)
         return piece
@@ -239,7 +223,7 @@ class Choice:
     def _parsed(self, parser: OutputParser) -> list[Part]:
         """Returns the parts of the new text."""
         found = parser.push_tokens(self._texts)
-        if self.is_finished:
+        if self.finish_reason is not None:
             found += parser.flush()
         if self._options.include_reasoning:
             return found
@@ -263,8 +247,8 @@ class Choice:
                 score = TokenScore(token_id, self._num_characters, delta.logprobs[number])
                 self._scores.append(score)
             self._num_characters += len(text)
-            self._texts.append(self._stops.push(text))
-            if self._stops.matched is not None:
+            self._texts.append(self.stops.push(text))
+            if self.stops.matched is not None:
                 self.finish_reason = FinishReason.STOP
                 self.ended_s = time.perf_counter()
                 return number + 1
@@ -320,7 +304,7 @@ def stop_fields(plan: Plan, choice: Choice) -> dict[str, Any]:
     token_id = choice.stop_token_id
     asked = plan.generations[choice.index].stop.stop_token_ids
     reason = token_id if token_id in asked else None
-    matched = choice.matched_stop
+    matched = choice.stops.matched
     if matched is not None:
         return {"stop_reason": matched, "matched_stop": matched} | check_field(choice)
     return {"stop_reason": reason, "matched_stop": token_id} | check_field(choice)

@@ -6,8 +6,7 @@ change within a stream is encoded once, and only the text goes through the JSON 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -68,10 +67,17 @@ def event(body: dict[str, Any]) -> bytes:
 
 
 class _OpenAiChunks:
-    """What OpenAI's two streams share: the fields of a chunk around its choice, and their end."""
+    """What OpenAI's two streams share: the fields of a chunk around its choice, and their end.
 
-    def __init__(self, plan: Plan, tokenizer: Tokenizer, kind: str) -> None:
+    Args:
+        on_end: is given the choices when all have ended.
+    """
+
+    def __init__(
+        self, plan: Plan, tokenizer: Tokenizer, kind: str, on_end: OnEnd | None = None
+    ) -> None:
         self._plan = plan
+        self._on_end = on_end
         self._tokenizer = tokenizer
         self._head = {
             "id": plan.request_id,
@@ -82,17 +88,13 @@ class _OpenAiChunks:
             **({} if plan.service_tier is None else {"service_tier": plan.service_tier}),
         }
         self._before = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":[{"index":'
+        # With usage asked for, chunks before the last carry null.
+        self._after = b'}],"usage":null}\n\n' if plan.include_usage else b"}]}\n\n"
 
     def _chunk(self, choice: Choice, fields: dict[str, Any], usage_so_far: bytes) -> bytes:
         """Returns a chunk with these fields of a choice."""
-        before, after = self._before, self._after(usage_so_far)
-        return b"%b%d,%b%b" % (before, choice.index, orjson.dumps(fields)[1:-1], after)
-
-    def _after(self, usage_so_far: bytes) -> bytes:
-        """Returns the end of a chunk. With usage asked for, chunks before the last carry null."""
-        if usage_so_far:
-            return b'}],"usage":' + usage_so_far + b"}\n\n"
-        return b'}],"usage":null}\n\n' if self._plan.include_usage else b"}]}\n\n"
+        after = b'}],"usage":%b}\n\n' % usage_so_far if usage_so_far else self._after
+        return b"%b%d,%b%b" % (self._before, choice.index, orjson.dumps(fields)[1:-1], after)
 
     def _extras(self, piece: Piece) -> dict[str, Any]:
         """Returns the fields of a choice that only some requests ask for."""
@@ -100,6 +102,8 @@ class _OpenAiChunks:
         return ids | rounds_field(piece, self._tokenizer)
 
     def closing(self, choices: tuple[Choice, ...]) -> bytes:
+        if self._on_end is not None:
+            self._on_end(choices)
         if not self._plan.include_usage:
             return DONE
         last = {
@@ -116,15 +120,10 @@ class _OpenAiChunks:
 
 
 class ChatChunks(_OpenAiChunks):
-    """`/v1/chat/completions`: role, deltas, one finish chunk for each choice, usage, `[DONE]`.
-
-    Args:
-        on_end: is given the choices when all have ended.
-    """
+    """`/v1/chat/completions`: role, deltas, one finish chunk for each choice, usage, `[DONE]`."""
 
     def __init__(self, plan: Plan, tokenizer: Tokenizer, on_end: OnEnd | None = None) -> None:
-        super().__init__(plan, tokenizer, "chat.completion.chunk")
-        self._on_end = on_end
+        super().__init__(plan, tokenizer, "chat.completion.chunk", on_end)
         self._is_text_only = not (
             plan.text.with_logprobs
             or plan.text.with_rounds
@@ -133,7 +132,7 @@ class ChatChunks(_OpenAiChunks):
             or plan.return_token_ids
             or plan.continuous_usage
         )
-        self._after_text = b'},"logprobs":null,"finish_reason":null' + self._after(b"")
+        self._after_text = b'},"logprobs":null,"finish_reason":null' + self._after
 
     def opening(self, choice: Choice, usage_so_far: bytes) -> bytes:
         chunk = self._delta(choice, {"role": "assistant", "content": ""}, usage_so_far)
@@ -145,23 +144,21 @@ class ChatChunks(_OpenAiChunks):
         return chunk
 
     def news(self, choice: Choice, usage_so_far: bytes) -> bytes:
-        if not self._is_text_only or choice.finish_reason is not None:
-            return self._full_news(choice, choice.take(), usage_so_far)
-        text = choice.take_text()
-        if not text:
-            return b""
-        # Nearly all streams consist of such chunks.
-        before, after = self._before, self._after_text
-        return b'%b%d,"delta":{"content":%b%b' % (before, choice.index, orjson.dumps(text), after)
-
-    def _full_news(self, choice: Choice, piece: Piece | None, usage_so_far: bytes) -> bytes:
-        chunks = b""
+        if self._is_text_only and choice.finish_reason is None:
+            text = choice.take_text()
+            if not text:
+                return b""
+            # Nearly all streams consist of such chunks.
+            before, content, after = self._before, orjson.dumps(text), self._after_text
+            return b'%b%d,"delta":{"content":%b%b' % (before, choice.index, content, after)
+        piece, chunks = choice.take(), b""
         if piece is not None and self._is_worth_a_chunk(piece):
             delta = delta_fields(piece) if piece.parts else {"content": piece.text}
             scores = chat_scores(self._plan, piece, self._tokenizer)
             chunks += self._delta(choice, delta, usage_so_far, scores, **self._extras(piece))
-        if choice.finish_name is not None:
-            ending = {"finish_reason": choice.finish_name, **stop_fields(self._plan, choice)}
+        finish_name = choice.finish_name
+        if finish_name is not None:
+            ending = {"finish_reason": finish_name, **stop_fields(self._plan, choice)}
             chunks += self._delta(choice, {}, usage_so_far, **ending)
         return chunks
 
@@ -175,11 +172,6 @@ class ChatChunks(_OpenAiChunks):
     ) -> bytes:
         fields = {"delta": delta, "logprobs": scores, "finish_reason": None, **extras}
         return self._chunk(choice, fields, usage_so_far)
-
-    def closing(self, choices: tuple[Choice, ...]) -> bytes:
-        if self._on_end is not None:
-            self._on_end(choices)
-        return super().closing(choices)
 
     def _is_worth_a_chunk(self, piece: Piece) -> bool:
         """An end token alone has no text; sent only to clients that asked for tokens or scores."""
@@ -246,20 +238,21 @@ class EventStream(Response):
         super().__init__()
         self._answer = answer
         self._chunks = chunks
-        self._tells_usage = answer.plan.continuous_usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watch = asyncio.create_task(_watch_disconnect(self._answer, receive))
         try:
             with self._answer as answer:
-                async with _abandon_on_disconnect(answer, receive):
-                    await answer.begin()
-                    await send(_START)
-                    # A task of its own, with a short stack: waking this one walks through the
-                    # frame of every middleware, and a stream is woken once a step.
-                    writer = scope.get("extensions", {}).get(BODY_WRITER)
-                    await asyncio.create_task(self._send_choices(answer, send, writer))
+                await answer.begin()
+                await send(_START)
+                # A task of its own, with a short stack: waking this one walks through the frame of
+                # every middleware, and a stream is woken once a step.
+                writer = scope.get("extensions", {}).get(BODY_WRITER)
+                await asyncio.create_task(self._send_choices(answer, send, writer))
         except (ClientGone, _Reported):
             return
+        finally:
+            watch.cancel()
 
     async def _send_choices(self, answer: Answer, send: Send, writer: BodyWriter | None) -> None:
         chunks = self._chunks
@@ -271,7 +264,7 @@ class EventStream(Response):
             body += self._news(answer.choices)
             if writer is not None and len(answer.choices) == 1:  # several share a write
                 answer.send_at_once(writer.is_ready, partial(self._write_news, writer))
-            while not answer.is_complete:
+            while answer.num_open:
                 if body:
                     await send({"type": _BODY, "body": body, "more_body": True})
                 body = self._news(await answer.step())
@@ -282,19 +275,16 @@ class EventStream(Response):
             raise _Reported from error
 
     def _write_news(self, writer: BodyWriter, choice: Choice) -> None:
-        news = self._chunks.news(choice, self._usage_so_far())
+        news = self._news((choice,))
         if news:
             writer.write(news)
 
     def _news(self, choices: Collection[Choice]) -> bytes:
-        usage_so_far = self._usage_so_far()
+        """Returns the chunks of choices, with the usage so far where somebody asks for it."""
+        answer, usage_so_far = self._answer, b""
+        if answer.plan.continuous_usage:
+            usage_so_far = orjson.dumps(usage(answer.plan, answer.choices))
         return b"".join([self._chunks.news(choice, usage_so_far) for choice in choices])
-
-    def _usage_so_far(self) -> bytes:
-        """Returns what chunks carry of it; nothing where nobody asks."""
-        if not self._tells_usage:
-            return b""
-        return orjson.dumps(usage(self._answer.plan, self._answer.choices))
 
 
 async def whole_answer(answer: Answer, receive: Receive) -> list[FinalChoice]:
@@ -304,26 +294,21 @@ async def whole_answer(answer: Answer, receive: Receive) -> list[FinalChoice]:
         OutriderError: a generation failed.
         ClientGone: nobody is left to answer.
     """
-    with answer:
-        async with _abandon_on_disconnect(answer, receive):
+    watch = asyncio.create_task(_watch_disconnect(answer, receive))
+    try:
+        with answer:
             await answer.begin()
-            while not answer.is_complete:
+            while answer.num_open:
                 await answer.step()
+    finally:
+        watch.cancel()
     return [
         FinalChoice(choice, choice.take() or Piece(""), choice.index) for choice in answer.choices
     ]
 
 
-@asynccontextmanager
-async def _abandon_on_disconnect(answer: Answer, receive: Receive) -> AsyncIterator[None]:
-    watch = asyncio.create_task(_watch_disconnect(answer, receive))
-    try:
-        yield
-    finally:
-        watch.cancel()
-
-
 async def _watch_disconnect(answer: Answer, receive: Receive) -> None:
+    """Abandons an answer when its client goes away."""
     while (await receive())["type"] != "http.disconnect":
         pass
     answer.abandon()

@@ -81,11 +81,6 @@ class Generation:
     wants_routes: bool = False
     logprobs_after_temperature: bool = False
 
-    @property
-    def num_reserved_tokens(self) -> int:
-        """Most tokens the sequence can grow to: its weight when a target is picked."""
-        return len(self.prompt_token_ids) + self.stop.max_output_tokens
-
 
 @dataclass(frozen=True, slots=True)
 class TargetModel:
@@ -178,23 +173,23 @@ class TokenRound:
         return cls(round_, tuple(tokens))
 
 
+@dataclass(slots=True)
 class NodeBudget:
-    """Bounds what rounds may keep in memory: past it they go on without their trees."""
+    """Bounds what rounds may keep in memory: past it they go on without their trees.
 
-    def __init__(self, max_nodes: int = MAX_UNSENT_NODES) -> None:
-        self._max_nodes = max_nodes
-        self._num_nodes = 0
+    Attributes:
+        num_nodes: of the rounds that have not been taken.
+    """
+
+    max_nodes: int = MAX_UNSENT_NODES
+    num_nodes: int = 0
 
     def admit(self, round_: RoundTrace) -> RoundTrace:
         """Returns the round, with its tree if there is room for it."""
-        self._num_nodes += len(round_.tree)
-        if self._num_nodes <= self._max_nodes:
+        self.num_nodes += len(round_.tree)
+        if self.num_nodes <= self.max_nodes:
             return round_
         return replace(round_, tree=EMPTY_TREE, accepted_nodes=())
-
-    def reset(self) -> None:
-        """Everything so far has been taken."""
-        self._num_nodes = 0
 
 
 def round_fields(rounds: Sequence[TokenRound], tokenizer: Tokenizer) -> list[dict[str, Any]]:

@@ -67,17 +67,16 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_header_bytes = 0
         self._is_in_headers = False
         self._is_refused = False
-        self._deadline: asyncio.TimerHandle | None = None
+        self._deadline: asyncio.TimerHandle
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._expect_headers()
         if len(self.connections) > self.limits.max_connections:
             self._refuse(_TOO_MANY)
-            return
-        self._expect_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._forget_deadline()
+        self._deadline.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -96,7 +95,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._is_in_headers = False
-        self._forget_deadline()
+        self._deadline.cancel()
         num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if num_bytes > self.limits.max_header_bytes:
             self._refuse(_TOO_LARGE)
@@ -122,14 +121,9 @@ class BoundedProtocol(HttpToolsProtocol):
         loop = asyncio.get_running_loop()
         self._deadline = loop.call_later(self.limits.header_timeout_s, self._refuse, _TOO_SLOW)
 
-    def _forget_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
     def _refuse(self, status: bytes) -> None:
         """Answers and closes; while another answer is on its way it only closes."""
-        self._forget_deadline()
+        self._deadline.cancel()
         self._is_refused = True
         if self.transport.is_closing():
             return

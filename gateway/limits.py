@@ -84,7 +84,7 @@ class RequestLimits:
             )
             raise InvalidArgument.of("CHOICES_OUT_OF_RANGE", "n", message)
 
-    def check_stop_strings(self, stops: Sequence[str], field: str = "stop") -> None:
+    def check_stops(self, field: str, stops: Sequence[str]) -> None:
         """Raises:
         InvalidArgument: there are too many, or one is empty or too long.
         """

@@ -26,8 +26,8 @@ from gateway.pool import TargetPool
 from shared.errors import OutriderError
 from shared.generation import Delta, SpeculationStats
 from shared.rpc.admin_client import TargetStatus
-from shared.telemetry.tracing import NO_TRACER, Span, Tracer, current_traceparent
-from shared.telemetry.vllm_metrics import RequestFigures, VllmMetrics
+from shared.telemetry.tracing import Tracer, current_traceparent
+from shared.telemetry.vllm_metrics import VllmMetrics
 
 INTERVAL_S = 15
 NUM_INTERVALS = 120
@@ -247,31 +247,19 @@ class RequestRecord:
     Attributes:
         begin_s, first_token_s: of the monotonic clock.
         num_first_tokens: tokens of the first step.
+        traceparent: parent of the target's span.
     """
 
-    def __init__(
-        self, endpoint: str, plan: Plan, metrics: GatewayMetrics, tracer: Tracer = NO_TRACER
-    ) -> None:
+    def __init__(self, endpoint: str, plan: Plan, metrics: GatewayMetrics, tracer: Tracer) -> None:
         self.endpoint = endpoint
         self.plan = plan
         self.begin_s = time.perf_counter()
         self.first_token_s: float | None = None
         self.num_first_tokens = 0
         self._metrics = metrics
-        self._tracer = tracer
-        self._figures: list[RequestFigures] = []
-        self._span: Span | None = None
-
-    @property
-    def traceparent(self) -> str | None:
-        """Parent of the target's span."""
-        return None if self._span is None else self._span.traceparent
-
-    def begin(self) -> None:
-        """Called before the request is sent to its targets."""
-        plan = self.plan
-        self._span = self._tracer.begin(
-            f"gateway.{self.endpoint}",
+        self._figures = [metrics.vllm.begin(plan.model, self.begin_s) for _ in plan.generations]
+        self._span = tracer.begin(
+            f"gateway.{endpoint}",
             current_traceparent.get(),
             {
                 "outrider.request_id": plan.generations[0].trace_id,
@@ -279,16 +267,13 @@ class RequestRecord:
                 "gen_ai.usage.input_tokens": plan.num_prompt_tokens,
             },
         )
-        vllm, now_s = self._metrics.vllm, self.begin_s
-        self._figures = [vllm.begin(plan.model, now_s) for _ in plan.generations]
+        self.traceparent = self._span.traceparent
 
-    def started(self, choice: Choice) -> None:
-        """Called when a choice left the target's queue."""
-        self._metrics.vllm.start(
-            self._figures[choice.index],
-            choice.num_cached_tokens,
-            time.perf_counter(),
-        )
+    def started(self, choice: Choice) -> float:
+        """Called when a choice left the target's queue; returns when that is."""
+        now_s, figures = time.perf_counter(), self._figures[choice.index]
+        self._metrics.vllm.start(figures, choice.num_cached_tokens, now_s)
+        return now_s
 
     def tokens(self, choice: Choice, delta: Delta) -> None:
         """Called when tokens of a choice arrived."""
@@ -296,7 +281,6 @@ class RequestRecord:
         if self.first_token_s is None:
             self.first_token_s = now_s
             self.num_first_tokens = num_tokens
-            assert self._span is not None, "begun before its first token"
             self._span.event("first_token")
         figures = self._figures[choice.index]
         self._metrics.vllm.tokens(figures, num_tokens, now_s, delta.num_drafted, delta.num_accepted)
@@ -307,7 +291,9 @@ class RequestRecord:
         self._metrics.end(self, choices, outcome)
         for choice, figures in zip(choices, self._figures, strict=True):
             num_prompt = len(plan.generations[choice.index].prompt_token_ids)
-            reason = _vllm_reason(choice, outcome)
+            reason = "error" if outcome == "failed" else "abort"
+            if choice.finish_reason is not None:
+                reason = choice.finish_reason.value
             self._metrics.vllm.end(figures, num_prompt, reason)
         num_output = sum(choice.num_output_tokens for choice in choices)
         facts: dict[str, str | int | float] = {
@@ -323,10 +309,9 @@ class RequestRecord:
         if (quota := current_quota.get()) is not None:
             facts["client"] = quota.name
         _log.info("request ended", extra=facts)
-        if self._span is not None:
-            attributes = {f"outrider.{name}": value for name, value in facts.items()}
-            attributes["gen_ai.usage.output_tokens"] = num_output
-            self._span.end(attributes, None if outcome == "finished" else _reason(error, outcome))
+        attributes = {f"outrider.{name}": value for name, value in facts.items()}
+        attributes["gen_ai.usage.output_tokens"] = num_output
+        self._span.end(attributes, None if outcome == "finished" else _reason(error, outcome))
 
 
 def _outcome(error: BaseException | None) -> str:
@@ -346,9 +331,3 @@ def _reason(error: BaseException | None, outcome: str) -> str:
     told = (each.reason for each in (error, getattr(error, "__cause__", None))
             if isinstance(each, OutriderError))  # fmt: skip
     return next(told, outcome)
-
-
-def _vllm_reason(choice: Choice, outcome: str) -> str:
-    if choice.finish_reason is not None:
-        return choice.finish_reason.value
-    return "error" if outcome == "failed" else "abort"

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import re
-from contextlib import ExitStack
 from http import HTTPStatus
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.api_keys import LimitExceeded, Quota, Quotas, current_quota
+from gateway.api_keys import LimitExceeded, Quotas, current_quota
 from gateway.failures import Problem, error_response
 from gateway.limits import RequestLimits
-from gateway.notices import NOTICE_HEADER, collect_notices, header_value
+from gateway.notices import NOTICE_HEADER, current_notices, header_value
 from gateway.playground.routes import FILES_PREFIX
 from shared.telemetry.tracing import (
     REQUEST_ID_KEY,
@@ -49,7 +48,8 @@ class RequestId:
         request_id = given if _SAFE_REQUEST_ID.fullmatch(given) else new_request_id()
         current_request_id.set(request_id)
         current_traceparent.set(headers.get(TRACEPARENT_KEY))
-        notices = collect_notices()
+        notices: list[str] = []
+        current_notices.set(notices)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -75,38 +75,31 @@ class Access:
         self._quotas = quotas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _is_open(scope["path"]):
+        path = scope.get("path", "")
+        if scope["type"] != "http" or path in _OPEN_PATHS or path.startswith(FILES_PREFIX):
             await self._app(scope, receive, send)
             return
-        quota = self._quotas.of(_given_key(Headers(scope=scope)))
+        headers = Headers(scope=scope)
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        quota = self._quotas.of(
+            token if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        )
         if quota is None:
             message = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
             problem = Problem(HTTPStatus.UNAUTHORIZED, message, "invalid_api_key")
-            await problem.response(scope["path"])(scope, receive, send)
+            await problem.response(path)(scope, receive, send)
             return
         current_quota.set(quota)
-        if scope["method"] == "POST" and scope["path"] not in _FREE_PATHS:
-            await self._count(quota, scope, receive, send)
-        else:
+        if scope["method"] != "POST" or path in _FREE_PATHS:
             await self._app(scope, receive, send)
-
-    async def _count(self, quota: Quota, scope: Scope, receive: Receive, send: Send) -> None:
-        with ExitStack() as place:
-            try:
-                place.enter_context(quota.request())
-            except LimitExceeded as error:
-                await error_response(error, scope["path"])(scope, receive, send)
-                return
+            return
+        try:
+            quota.admit()
+        except LimitExceeded as error:
+            await error_response(error, path)(scope, receive, send)
+            return
+        with quota.place():
             await self._app(scope, receive, send)
-
-
-def _is_open(path: str) -> bool:
-    return path in _OPEN_PATHS or path.startswith(FILES_PREFIX)
-
-
-def _given_key(headers: Headers) -> str:
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    return token if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 
 
 class BodyLimit:
@@ -135,7 +128,11 @@ class BodyLimit:
             nonlocal num_bytes, is_complete
             if is_complete:  # it waits for the client to leave
                 return await receive()
-            message = await self._in_time(receive, deadline_s - loop.time())
+            try:
+                message = await asyncio.wait_for(receive(), deadline_s - loop.time())
+            except TimeoutError as error:
+                limit = f"the body did not arrive within {self._limits.body_timeout_s:g} s"
+                raise HTTPException(_TOO_SLOW, limit, {"connection": "close"}) from error
             num_new = len(message.get("body", b""))
             num_bytes += num_new
             self._num_buffered += num_new
@@ -155,13 +152,6 @@ class BodyLimit:
         finally:
             if not is_complete:
                 self._num_buffered -= num_bytes
-
-    async def _in_time(self, receive: Receive, left_s: float) -> Message:
-        try:
-            return await asyncio.wait_for(receive(), left_s)
-        except TimeoutError as error:
-            limit = f"the body did not arrive within {self._limits.body_timeout_s:g} s"
-            raise HTTPException(_TOO_SLOW, limit, {"connection": "close"}) from error
 
     def _message(self, num_bytes: int) -> str:
         """Args:

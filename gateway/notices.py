@@ -9,20 +9,14 @@ from contextvars import ContextVar
 NOTICE_HEADER = "x-outrider-notice"
 _MAX_CHARACTERS = 1024
 _log = logging.getLogger(__name__)
-_notices: ContextVar[list[str] | None] = ContextVar("notices", default=None)
-
-
-def collect_notices() -> list[str]:
-    """Returns the list that notices of this request go to from now on."""
-    notices: list[str] = []
-    _notices.set(notices)
-    return notices
+current_notices: ContextVar[list[str] | None] = ContextVar("notices", default=None)
+"""Where the notices of the request that is served go to."""
 
 
 def give_notice(text: str) -> None:
     """Tells the client, if its headers are not out yet."""
     _log.warning("%s", text[:_MAX_CHARACTERS])
-    notices = _notices.get()
+    notices = current_notices.get()
     if notices is not None:
         notices.append(text)
 

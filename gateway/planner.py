@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from gateway.failures import client_names
@@ -28,21 +28,21 @@ from gateway.prompts import (
     truncated,
 )
 from gateway.sampling import (
+    Constraint,
     HeldOutput,
-    check_algorithm,
-    check_named,
     check_priority,
     check_salt,
     constraint_of,
     held_output,
     sampling_params,
     stop_params,
+    with_speculation,
 )
 from gateway.schema import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationBody,
-    Speculation,
+    Prediction,
     Thinking,
     refuse_unimplemented,
     unimplemented,
@@ -51,8 +51,8 @@ from gateway.stop_patterns import StopPattern
 from shared.errors import InvalidArgument
 from shared.generation import PromptScoring, check_num_top, check_token_ids
 from shared.grammar import Grammar
-from shared.sampling_defaults import OUTCOMES, TREE_STEPS, TREE_TOKENS, choice_seed
-from shared.tokens import StopParams, ThinkingBudget
+from shared.sampling_defaults import choice_seed
+from shared.tokens import MAX_NAMED_LOGPROBS, StopParams, ThinkingBudget
 
 # The plan of one HTTP request: checked and tokenized. Made by `planner.py`.
 
@@ -132,10 +132,6 @@ class Plan:
         """Whether the request named the tokens whose log probabilities it wants."""
         return bool(self.generations[0].logprob_token_ids)
 
-    def text_of(self, index: int) -> TextOptions:
-        """Returns how the output of a choice becomes text."""
-        return self.texts[index] if self.texts else self.text
-
     def echoed_text_of(self, index: int) -> str:
         """Returns what goes before the output of a choice; empty without echo."""
         return self.echoed_texts[index // self.num_choices] if self.echoed_texts else ""
@@ -180,7 +176,7 @@ class OutputLength:
         give_notice(f"{field} is {max_tokens:,}; the context leaves {num_left:,}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WantedOutput:
     """The two kinds of body reduced to what they share, before prompts and choices multiply it.
 
@@ -194,6 +190,10 @@ class WantedOutput:
         predicted: tokens of `prediction`.
         keeps_likeliest: the likeliest tokens have log probabilities beside those that the request
             names.
+        num_shown, num_choices: of the answer, and drawn; for each prompt.
+        prompt_scoring: for `prompt_logprobs`, or for an echo with log probabilities.
+        hides_output: no output is asked for, but what the target says of the prompt.
+        num_asked: tokens asked of the target, which draws one at least.
     """
 
     body: GenerationBody
@@ -207,49 +207,28 @@ class WantedOutput:
     thinking: ThinkingBudget | None = None
     predicted: Sequence[int] = ()
     keeps_likeliest: bool = False
+    num_shown: int = field(init=False)
+    num_choices: int = field(init=False)
+    prompt_scoring: PromptScoring | None = field(init=False)
+    hides_output: bool = field(init=False)
+    num_asked: int | None = field(init=False)
+    stop_strings: tuple[str, ...] = field(init=False)
+    stop_regexes: tuple[str, ...] = field(init=False)
 
-    @property
-    def num_shown(self) -> int:
-        """Choices of the answer, for each prompt."""
-        return 1 if self.body.n is None else self.body.n
-
-    @property
-    def num_choices(self) -> int:
-        """Choices drawn for each prompt."""
-        return self.num_shown if self.num_drawn is None else self.num_drawn
-
-    @property
-    def prompt_scoring(self) -> PromptScoring | None:
-        """Prompt scoring for `prompt_logprobs`, or for an echo with log probabilities."""
-        num_top = self.body.prompt_logprobs
-        if num_top is None:
-            return self.echo_scoring
-        return PromptScoring(0, check_num_top("prompt_logprobs", num_top))
-
-    @property
-    def logprob_token_ids(self) -> Sequence[int]:
-        """Raises:
-        InvalidArgument: there are too many, one is no token, or log probabilities are off.
-        """
-        asked = self.body.logprob_token_ids or ()
-        if asked and self.top_logprobs is None:
-            message = "logprob_token_ids is set; it needs logprobs"
-            raise InvalidArgument.of("LOGPROBS_OFF", "logprob_token_ids", message)
-        if asked and self.hides_output and not self.keeps_likeliest:
-            message = "logprob_token_ids applies to output tokens, and max_tokens is 0"
-            raise InvalidArgument.of("OUTPUT_EMPTY", "logprob_token_ids", message)
-        return check_named(asked, self.model)
-
-    @property
-    def hides_output(self) -> bool:
-        """Whether no output is asked for, but what the target says of the prompt."""
-        is_echo = isinstance(self.body, CompletionRequest) and self.body.echo
-        return self.length.max_tokens == 0 and (is_echo or self.prompt_scoring is not None)
-
-    @property
-    def num_asked(self) -> int | None:
-        """Tokens asked of the target, which draws one at least."""
-        return 1 if self.hides_output else self.length.max_tokens
+    def __post_init__(self) -> None:
+        body = self.body
+        self.num_shown = 1 if body.n is None else body.n
+        self.num_choices = self.num_shown if self.num_drawn is None else self.num_drawn
+        self.prompt_scoring = self.echo_scoring
+        if body.prompt_logprobs is not None:
+            num_top = check_num_top("prompt_logprobs", body.prompt_logprobs)
+            self.prompt_scoring = PromptScoring(0, num_top)
+        is_echo = isinstance(body, CompletionRequest) and body.echo
+        is_scored = is_echo or self.prompt_scoring is not None
+        self.hides_output = self.length.max_tokens == 0 and is_scored
+        self.num_asked = 1 if self.hides_output else self.length.max_tokens
+        self.stop_strings = _listed(body.stop)
+        self.stop_regexes = _listed(body.stop_regex)
 
     def generations(
         self, prompt: list[int], grammar: Grammar | None, text: ModelText
@@ -259,7 +238,7 @@ class WantedOutput:
         Raises:
             InvalidArgument: a value is out of its range; names the field.
         """
-        body, speculation = self.body, self.body.speculation or Speculation()
+        body, salt = self.body, self.body.salt
         sampling = sampling_params(body, text.defaults, self.model, text.tokenizer, self.thinking)
         self.length.check(len(prompt), self.model)
         names_others = body.logprob_token_ids and not self.keeps_likeliest
@@ -270,27 +249,46 @@ class WantedOutput:
             has_seed=body.seed is not None,
             # None of the likeliest where the request names others, unless it wants both.
             top_logprobs=0 if names_others else self.top_logprobs,
-            is_speculation_disabled=speculation.disable,
-            draft_algorithm=check_algorithm(speculation),
-            num_draft_steps=TREE_STEPS.checked(speculation.num_steps),
-            num_draft_tokens=TREE_TOKENS.checked(speculation.num_draft_tokens),
-            num_outcomes=OUTCOMES.checked(speculation.outcome_budget),
-            wants_rounds=speculation.trace,
             grammar=grammar,
-            priority=check_priority(body.priority),
-            cache_salt=check_salt(body.salt),
+            priority=0 if body.priority is None else check_priority(body.priority),
+            cache_salt="" if salt is None else check_salt(salt),
             predicted=self.predicted,
-            logprob_token_ids=self.logprob_token_ids,
+            logprob_token_ids=self._named() if body.logprob_token_ids else (),
             prompt_scoring=self.prompt_scoring,
             trace_id=self.trace_id,
         )
-        scoring = generation.prompt_scoring
+        if body.speculation is not None:
+            generation = with_speculation(generation, body.speculation)
+        scoring = self.prompt_scoring
         if scoring is not None and not 0 <= scoring.start < len(prompt):
             raise InvalidArgument.out_of_range(
                 "prompt_logprob_start", scoring.start, f"[0, {len(prompt) - 1}]"
             )
-        seeds = (choice_seed(sampling.seed, choice) for choice in range(self.num_choices))
-        return [replace(generation, sampling=replace(sampling, seed=seed)) for seed in seeds]
+        # The first choice has the request's own seed.
+        others = (choice_seed(sampling.seed, choice) for choice in range(1, self.num_choices))
+        return [
+            generation,
+            *(replace(generation, sampling=replace(sampling, seed=seed)) for seed in others),
+        ]
+
+    def _named(self) -> Sequence[int]:
+        """Returns the tokens whose log probabilities are wanted, each once.
+
+        Raises:
+            InvalidArgument: there are too many, one is no token, or log probabilities are off.
+        """
+        if self.top_logprobs is None:
+            message = "logprob_token_ids is set; it needs logprobs"
+            raise InvalidArgument.of("LOGPROBS_OFF", "logprob_token_ids", message)
+        if self.hides_output and not self.keeps_likeliest:
+            message = "logprob_token_ids applies to output tokens, and max_tokens is 0"
+            raise InvalidArgument.of("OUTPUT_EMPTY", "logprob_token_ids", message)
+        named = tuple(dict.fromkeys(self.body.logprob_token_ids or ()))
+        if len(named) > MAX_NAMED_LOGPROBS:
+            limit = f"at most {MAX_NAMED_LOGPROBS}"
+            raise InvalidArgument.wrong_count("logprob_token_ids", len(named), "tokens", limit)
+        check_token_ids("logprob_token_ids", named, self.model.vocab_size)
+        return named
 
     def text_options(self, stop: StopParams, schemas: AnswerSchemas | None) -> TextOptions:
         body = self.body
@@ -301,8 +299,8 @@ class WantedOutput:
             body.include_reasoning is False
         )
         return TextOptions(
-            stop_strings=body.stop_strings,
-            stop_patterns=tuple(map(StopPattern.of, body.stop_regexes)),
+            stop_strings=self.stop_strings,
+            stop_patterns=tuple(map(StopPattern.of, self.stop_regexes)),
             include_stop=body.keeps_stop,
             skip_special_tokens=body.skip_special_tokens is not False,
             hidden_token_ids=hidden,
@@ -316,7 +314,6 @@ class WantedOutput:
         )
 
 
-_PROMPT_IN_CHAT = {"prompt": "messages"}  # what a client knows its prompt by
 _INLINE_GRAMMAR_BYTES = 1 << 16  # a walk through a schema of that length takes a millisecond
 _INLINE_MESSAGES = 64  # a template writes that many in about a millisecond
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
@@ -352,53 +349,44 @@ class Planner:
         top_logprobs = (
             check_num_top("top_logprobs", body.top_logprobs or 0) if body.logprobs else None
         )
-        toolbox = toolbox_of(body)
-        style = self._style(body, toolbox)
+        tokenizer, toolbox, style = self.text.tokenizer, toolbox_of(body), self.text.style
+        if body.separate_reasoning is False and style.reasoning is not ReasoningParser.NONE:
+            style = _unseparated(style, body, toolbox)
         if body.input_ids is None:
             text = await self._chat_text(body, toolbox)
         else:
             check_token_ids(
                 "input_ids", body.input_ids, model.vocab_size, reason="TOKEN_OUT_OF_RANGE"
             )
-            text = self.text.tokenizer.decode(body.input_ids, skip_special_tokens=False)
-        output = style.output(text, toolbox)
+            text = tokenizer.decode(body.input_ids, skip_special_tokens=False)
+        if length is None and body.max_completion_tokens is not None:
+            length = OutputLength(body.max_completion_tokens, "max_completion_tokens")
         wanted = WantedOutput(
             body,
             model,
             trace_id,
             top_logprobs,
-            length or _chat_length(body),
-            output,
-            thinking=self._thinking(body, text, model),
-            predicted=await self._predicted(body, model),
+            length or OutputLength(body.max_tokens, "max_tokens"),
+            style.output(text, toolbox),
+            predicted=await self._predicted(body.prediction, model) if body.prediction else (),
         )
-        request_id = body.rid or f"chatcmpl-{uuid.uuid4().hex}"
-        prompt, names = body.input_ids, {"prompt": "input_ids"}
-        if prompt is None:
-            prompt, names = await self._encode(text, longest_prompt(body, model)), _PROMPT_IN_CHAT
-        with client_names({**names, "max_tokens": wanted.length.field or "max_tokens"}):
+        if body.thinking_token_budget is not None or body.thinking is not None:
+            wanted.thinking = self._thinking(body, text, model)
+        prompt_field = "messages" if body.input_ids is None else "input_ids"
+        length_field = wanted.length.field or "max_tokens"
+        with client_names({"prompt": prompt_field, "max_tokens": length_field}):
+            prompt = body.input_ids
+            if prompt is None:  # whose special tokens the template writes itself
+                longest = longest_prompt(body, model)
+                prompt = await tokenizer.encode(text, add_special_tokens=False, max_tokens=longest)
+            request_id = body.rid or f"chatcmpl-{uuid.uuid4().hex}"
             plan = await self._plan(wanted, request_id, name, [prompt])
-        echoed = echoed_text(body)
-        return replace(plan, echoed_texts=(echoed,)) if echoed else plan
+        return replace(plan, echoed_texts=echoed_text(body)) if body.echo else plan
 
-    def _style(self, body: ChatCompletionRequest, toolbox: Toolbox | None) -> OutputStyle:
-        """Returns how the output is read; thoughts that are not set apart are text like any."""
-        style = self.text.style
-        if body.separate_reasoning is not False or style.reasoning is ReasoningParser.NONE:
-            return style
-        if toolbox is not None or constraint_of(body) is not None:
-            what = "separate_reasoning: false beside tools or a grammar"
-            raise unimplemented("separate_reasoning", what)
-        return replace(style, reasoning=ReasoningParser.NONE)
-
-    async def _predicted(self, body: GenerationBody, model: TargetModel) -> Sequence[int]:
+    async def _predicted(self, prediction: Prediction, model: TargetModel) -> Sequence[int]:
         """Returns the tokens that the output may hold in long runs; no more than can come."""
-        if body.prediction is None:
-            return ()
         with client_names({"prompt": "prediction"}):
-            token_ids = await self.text.tokenizer.encode(
-                body.prediction.text, add_special_tokens=False
-            )
+            token_ids = await self.text.tokenizer.encode(prediction.text, add_special_tokens=False)
         return token_ids[: model.max_context_tokens]
 
     def thinking_budget(self, asked: int | None, thinking: Thinking | None) -> int | None:
@@ -431,20 +419,15 @@ class Planner:
 
     async def chat_prompt(self, body: ChatCompletionRequest) -> list[int]:
         """Returns the token ids of a chat."""
-        return await self._encode(await self._chat_text(body, toolbox_of(body)))
+        text = await self._chat_text(body, toolbox_of(body))
+        with client_names({"prompt": "messages"}):
+            return await self.text.tokenizer.encode(text, add_special_tokens=False)
 
     async def _chat_text(self, body: ChatCompletionRequest, toolbox: Toolbox | None) -> str:
         render = partial(chat_text, body, toolbox, self.text, self.limits)
         if len(body.messages) <= _INLINE_MESSAGES and body.chat_template is None:
             return render()
         return await off_loop("messages", render)
-
-    async def _encode(self, text: str, max_tokens: int | None = None) -> list[int]:
-        with client_names(_PROMPT_IN_CHAT):
-            # The template writes the special tokens itself.
-            return await self.text.tokenizer.encode(
-                text, add_special_tokens=False, max_tokens=max_tokens
-            )
 
     async def completion(
         self,
@@ -489,7 +472,7 @@ class Planner:
             None,
             scoring,
             num_drawn,
-            predicted=await self._predicted(body, model),
+            predicted=await self._predicted(body.prediction, model) if body.prediction else (),
             keeps_likeliest=keeps_likeliest,
         )
         request_id = body.rid or f"cmpl-{uuid.uuid4().hex}"
@@ -523,17 +506,22 @@ class Planner:
             message = "prompt_logprobs is set; it needs stream to be false"
             raise InvalidArgument.of("STREAM_ON", "prompt_logprobs", message)
         self.limits.check_choices(wanted.num_choices, len(prompts))
-        self.limits.check_stop_strings(body.stop_strings)
-        self.limits.check_stop_strings(body.stop_regexes, "stop_regex")
+        if wanted.stop_strings:
+            self.limits.check_stops("stop", wanted.stop_strings)
+        if wanted.stop_regexes:
+            self.limits.check_stops("stop_regex", wanted.stop_regexes)
         if options is not None and not body.stream:
             message = "stream_options is set; it needs stream to be true"
             raise InvalidArgument.of("STREAM_OFF", "stream_options", message)
-        held = await _held(body, wanted.output)
+        constraint, held = constraint_of(body), HeldOutput()
+        if constraint is not None or wanted.output is not None:
+            held = await _held(constraint, wanted.output)
+        if body.truncate_prompt_tokens is not None:
+            limits = body, wanted.model, wanted.num_asked
+            prompts = [truncated(prompt, *limits) for prompt in prompts]
         generations = [
             generation
-            for prompt in (
-                truncated(each, body, wanted.model, wanted.num_asked) for each in prompts
-            )
+            for prompt in prompts
             for generation in wanted.generations(prompt, held.grammar, self.text)
         ]
         return Plan(
@@ -556,8 +544,7 @@ class Planner:
         )
 
 
-async def _held(body: GenerationBody, output: ChatOutput | None) -> HeldOutput:
-    constraint = constraint_of(body)
+async def _held(constraint: Constraint | None, output: ChatOutput | None) -> HeldOutput:
     hold = partial(held_output, constraint, output)
     size = 0 if constraint is None else constraint.grammar.size_bytes
     if output is not None and output.holds_calls(is_asked=constraint is not None):
@@ -568,10 +555,19 @@ async def _held(body: GenerationBody, output: ChatOutput | None) -> HeldOutput:
     return held
 
 
-def _chat_length(body: ChatCompletionRequest) -> OutputLength:
-    if body.max_completion_tokens is not None:
-        return OutputLength(body.max_completion_tokens, "max_completion_tokens")
-    return OutputLength(body.max_tokens, "max_tokens")
+def _listed(texts: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Returns the texts of a field that takes one or several."""
+    return (texts,) if isinstance(texts, str) else tuple(texts or ())
+
+
+def _unseparated(
+    style: OutputStyle, body: ChatCompletionRequest, toolbox: Toolbox | None
+) -> OutputStyle:
+    """Returns how output is read whose thoughts are text like any."""
+    if toolbox is not None or constraint_of(body) is not None:
+        what = "separate_reasoning: false beside tools or a grammar"
+        raise unimplemented("separate_reasoning", what)
+    return replace(style, reasoning=ReasoningParser.NONE)
 
 
 def _scoring(

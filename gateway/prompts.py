@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from pydantic_core import from_json
@@ -21,13 +21,15 @@ from gateway.schema import (
     GenerationBody,
     NamedTool,
     ToolCall,
-    refuse_unimplemented_message,
+    check_texts,
+    unimplemented,
 )
 from shared.errors import InvalidArgument
 from shared.generation import check_token_ids
 from shared.text import Tokenizer
 
 _ROLES = frozenset({"system", "user", "assistant", "tool"})
+_UNIMPLEMENTED = ("function_call", "audio", "prefix", "partial")  # of a message
 _MAX_CUSTOM_ROLES = 8  # a template is rendered for each
 
 
@@ -102,7 +104,9 @@ def chat_text(
         variables["tools"] = [tool.definition for tool in toolbox.tools]
         if not template.reads_tools:
             messages = _with_tools_prompt(messages, toolbox)
-    _check_roles(template, messages)
+    custom = {message["role"] for message in messages} - _ROLES
+    if custom:
+        _check_roles(template, messages, custom)
     begins_answer = body.add_generation_prompt is not False and not body.continue_final_message
     rendered = template.render(messages, add_generation_prompt=begins_answer, variables=variables)
     if not body.continue_final_message:
@@ -125,12 +129,13 @@ def _variables(body: ChatCompletionRequest) -> dict[str, Any]:
     return given | (body.chat_template_kwargs or {})
 
 
-def _check_roles(template: ChatTemplate, messages: Sequence[dict[str, Any]]) -> None:
+def _check_roles(
+    template: ChatTemplate, messages: Sequence[dict[str, Any]], custom: Collection[str]
+) -> None:
     """Raises:
     InvalidArgument: a message is of a role that the template ignores, or there are too many.
     """
     roles = [message["role"] for message in messages]
-    custom = set(roles) - _ROLES
     if len(custom) > _MAX_CUSTOM_ROLES:
         message = f"messages have {len(custom)} roles of their own; at most {_MAX_CUSTOM_ROLES} fit"
         raise InvalidArgument.of("ROLES_OUT_OF_RANGE", "messages", message)
@@ -138,14 +143,14 @@ def _check_roles(template: ChatTemplate, messages: Sequence[dict[str, Any]]) -> 
         template.check_role(messages, roles.index(role))
 
 
-def echoed_text(body: ChatCompletionRequest) -> str:
+def echoed_text(body: ChatCompletionRequest) -> tuple[str, ...]:
     """Returns what `echo` puts before the answer: the last message, where the answer continues it
-    or is of the same role."""
+    or is of the same role. Empty where it is neither."""
     last = body.messages[-1] if body.messages else None
-    if not body.echo or last is None:
-        return ""
-    is_same = last.role == "assistant" or body.add_generation_prompt is False
-    return _text_of(last) if is_same else ""
+    if last is None or not (last.role == "assistant" or body.add_generation_prompt is False):
+        return ()
+    echoed = _text_of(last)
+    return (echoed,) if echoed else ()
 
 
 def _text_of(message: ChatMessage) -> str:
@@ -181,8 +186,16 @@ def _with_tools_prompt(messages: list[dict[str, Any]], toolbox: Toolbox) -> list
 
 
 def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
-    """Returns the message as templates read it; `developer` is a newer name for `system`."""
-    refuse_unimplemented_message(index, message)
+    """Returns the message as templates read it; `developer` is a newer name for `system`.
+
+    Raises:
+        InvalidArgument: the message needs media, or an interface of calls that is no more.
+    """
+    for name in _UNIMPLEMENTED:
+        if message.unknown_fields.get(name):
+            raise unimplemented(f"messages[{index}].{name}")
+    if isinstance(message.content, list):
+        check_texts(f"messages[{index}].content", message.content)
     role = "system" if message.role == "developer" else message.role
     result: dict[str, Any] = {"role": role, "content": _text_of(message)}
     if message.name is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from gateway.failures import client_names
-from gateway.generation import TargetModel
+from gateway.generation import Generation, TargetModel
 from gateway.notices import give_notice
 from gateway.output.held_schema import AnswerSchemas, check_schema, held_schema
 from gateway.output.style import ChatOutput
@@ -27,11 +27,10 @@ from gateway.schema import (
 from shared.errors import InvalidArgument
 from shared.generation import check_token_ids
 from shared.grammar import Grammar, GrammarKind, JsonSchema
-from shared.sampling_defaults import SamplingDefaults
+from shared.sampling_defaults import OUTCOMES, TREE_STEPS, TREE_TOKENS, SamplingDefaults
 from shared.text import Tokenizer
 from shared.tokens import (
     MAX_BAD_WORDS,
-    MAX_NAMED_LOGPROBS,
     MAX_SALT_CHARACTERS,
     SamplingParams,
     StopParams,
@@ -117,79 +116,62 @@ def stop_params(
         raise InvalidArgument.prompt_empty()
     if num_prompt_tokens >= model.max_context_tokens:
         raise InvalidArgument.prompt_too_long(num_prompt_tokens, model.max_context_tokens - 1)
-    stop_token_ids = _drawable(body.stop_token_ids or (), model)
+    given = body.stop_token_ids or ()
+    stop_token_ids = frozenset(each for each in given if 0 <= each < model.vocab_size)
+    if len(stop_token_ids) < len(set(given)):  # others, perhaps of another model, end nothing
+        give_notice(f"ids of stop_token_ids outside [0, {model.vocab_size}) have no effect")
     num_left = model.max_context_tokens - num_prompt_tokens
     asked = StopParams(
         max_output_tokens=num_left if max_tokens is None else max_tokens,
         min_output_tokens=body.min_tokens or 0,
-        stop_token_ids=frozenset(stop_token_ids),
+        stop_token_ids=stop_token_ids,
         ignore_eos=body.ignore_eos,
     )
     return asked.within(num_left)
 
 
-def _drawable(stop_token_ids: Sequence[int], model: TargetModel) -> Sequence[int]:
-    """Returns those that are tokens; others, perhaps of another model, end nothing."""
-    tokens = [token_id for token_id in stop_token_ids if 0 <= token_id < model.vocab_size]
-    if len(tokens) < len(stop_token_ids):
-        give_notice(f"ids of stop_token_ids outside [0, {model.vocab_size}) have no effect")
-    return tokens
-
-
-def check_named(token_ids: Sequence[int], model: TargetModel) -> tuple[int, ...]:
-    """Returns tokens whose log probabilities are wanted, each once.
+def with_speculation(generation: Generation, asked: Speculation) -> Generation:
+    """Returns a generation with what its request says of speculation. Whether there is a draft of
+    that algorithm is the target's to say.
 
     Raises:
-        InvalidArgument: there are too many, or one is none.
+        InvalidArgument: a value is out of its range; names the field.
     """
-    named = tuple(dict.fromkeys(token_ids))
-    if len(named) > MAX_NAMED_LOGPROBS:
-        limit = f"at most {MAX_NAMED_LOGPROBS}"
-        raise InvalidArgument.wrong_count("logprob_token_ids", len(named), "tokens", limit)
-    check_token_ids("logprob_token_ids", named, model.vocab_size)
-    return named
-
-
-def check_algorithm(speculation: Speculation) -> str | None:
-    """Returns the algorithm as drafts spell it; whether there is one is the target's to say.
-
-    Raises:
-        InvalidArgument: it cannot be the name of one.
-    """
-    name = speculation.algorithm
-    if name is None:
-        return None
-    if not 1 <= len(name) <= _MAX_ALGORITHM_CHARACTERS:
+    name = asked.algorithm
+    if name is not None and not 1 <= len(name) <= _MAX_ALGORITHM_CHARACTERS:
         message = (
             f"speculation.algorithm has {len(name)} characters; "
             f"it must have [1, {_MAX_ALGORITHM_CHARACTERS}]"
         )
         raise InvalidArgument.of("ALGORITHM_UNKNOWN", "speculation.algorithm", message)
-    return name.upper()
+    return replace(
+        generation,
+        is_speculation_disabled=asked.disable,
+        draft_algorithm=None if name is None else name.upper(),
+        num_draft_steps=TREE_STEPS.checked(asked.num_steps),
+        num_draft_tokens=TREE_TOKENS.checked(asked.num_draft_tokens),
+        num_outcomes=OUTCOMES.checked(asked.outcome_budget),
+        wants_rounds=asked.trace,
+    )
 
 
-def check_priority(priority: int | None) -> int:
-    """Returns whose turn it is; 0 where nothing is said.
-
-    Raises:
-        InvalidArgument: it does not fit the wire.
+def check_priority(priority: int) -> int:
+    """Raises:
+    InvalidArgument: it does not fit the wire.
     """
-    priority = priority or 0
     if not -_INT32_LIMIT <= priority < _INT32_LIMIT:
         raise InvalidArgument.out_of_range("priority", priority, "[-2^31, 2^31)")
     return priority
 
 
-def check_salt(salt: str | None) -> str:
-    """Returns the salt; empty where there is none.
-
-    Raises:
-        InvalidArgument: it is empty or too long.
+def check_salt(salt: str) -> str:
+    """Raises:
+    InvalidArgument: it is empty or too long.
     """
-    if salt is not None and not 1 <= len(salt) <= MAX_SALT_CHARACTERS:
+    if not 1 <= len(salt) <= MAX_SALT_CHARACTERS:
         limit = f"[1, {MAX_SALT_CHARACTERS}]"
         raise InvalidArgument.wrong_count("cache_salt", len(salt), "characters", limit)
-    return salt or ""
+    return salt
 
 
 # Constraints on the output, read from the request fields of each interface.
@@ -200,6 +182,19 @@ _STRUCTURED_FIELDS = KnownFields(
     unimplemented=frozenset(
         {"disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"}
     ),
+)
+
+_CONSTRAINT_FIELDS = (
+    # vLLM's older names, then SGLang's and llama.cpp's.
+    ("guided_json", GrammarKind.JSON_SCHEMA),
+    ("guided_regex", GrammarKind.REGEX),
+    ("guided_grammar", GrammarKind.EBNF),
+    ("guided_choice", GrammarKind.CHOICES),
+    ("regex", GrammarKind.REGEX),
+    ("ebnf", GrammarKind.EBNF),
+    ("grammar", GrammarKind.EBNF),
+    ("json_schema", GrammarKind.JSON_SCHEMA),
+    ("structural_tag", GrammarKind.STRUCTURAL_TAG),
 )
 
 _Given = tuple[str, GrammarKind, Any]
@@ -228,10 +223,10 @@ class HeldOutput:
         notices: which keywords are only checked.
     """
 
-    grammar: Grammar | None
-    field: str
-    schemas: AnswerSchemas | None
-    notices: Sequence[str]
+    grammar: Grammar | None = None
+    field: str = "tools"
+    schemas: AnswerSchemas | None = None
+    notices: Sequence[str] = ()
 
 
 def held_output(constraint: Constraint | None, output: ChatOutput | None) -> HeldOutput:
@@ -311,33 +306,21 @@ def constraint_of(body: GenerationBody) -> Constraint | None:
     Raises:
         InvalidArgument: there are several, or one is malformed.
     """
+    given: list[_Given] = []
+    if body.response_format is not None:
+        given.append(_of_format(body.response_format))
+    if body.structured_outputs is not None:
+        given += _of_structured(body.structured_outputs)
+    given += [(field, kind, getattr(body, field)) for field, kind in _CONSTRAINT_FIELDS]
     found = [
-        Constraint(_grammar(kind, given), field)
-        for field, kind, given in _given(body)
-        if given is not None
+        Constraint(_grammar(kind, value), field)
+        for field, kind, value in given
+        if value is not None
     ]
     if len(found) > 1:
         message = f"{found[1].field} is set beside {found[0].field}; only one may be"
         raise InvalidArgument.of("CONSTRAINT_AMBIGUOUS", found[1].field, message)
     return found[0] if found else None
-
-
-def _given(body: GenerationBody) -> Iterator[_Given]:
-    """Yields every field that may hold a constraint, with its kind and what it holds."""
-    if body.response_format is not None:
-        yield _of_format(body.response_format)
-    if body.structured_outputs is not None:
-        yield from _of_structured(body.structured_outputs)
-    # vLLM's older names, then SGLang's and llama.cpp's.
-    yield "guided_json", GrammarKind.JSON_SCHEMA, body.guided_json
-    yield "guided_regex", GrammarKind.REGEX, body.guided_regex
-    yield "guided_grammar", GrammarKind.EBNF, body.guided_grammar
-    yield "guided_choice", GrammarKind.CHOICES, body.guided_choice
-    yield "regex", GrammarKind.REGEX, body.regex
-    yield "ebnf", GrammarKind.EBNF, body.ebnf
-    yield "grammar", GrammarKind.EBNF, body.grammar
-    yield "json_schema", GrammarKind.JSON_SCHEMA, body.json_schema
-    yield "structural_tag", GrammarKind.STRUCTURAL_TAG, body.structural_tag
 
 
 def _of_format(given: ResponseFormat) -> _Given:

@@ -255,18 +255,6 @@ class GenerationBody(SharedFields):
     json_schema: dict[str, Any] | str | None = None
     structural_tag: dict[str, Any] | str | None = None
 
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        if self.stop is None:
-            return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    @property
-    def stop_regexes(self) -> tuple[str, ...]:
-        if self.stop_regex is None:
-            return ()
-        return (self.stop_regex,) if isinstance(self.stop_regex, str) else tuple(self.stop_regex)
-
 
 class CompletionRequest(GenerationBody):
     """Body of `/v1/completions`."""
@@ -598,9 +586,11 @@ def refuse_unimplemented(body: GenerationBody) -> None:
     Raises:
         InvalidArgument: a field asks for something the gateway cannot do; names it.
     """
-    known = CHAT_FIELDS if isinstance(body, ChatCompletionRequest) else COMPLETION_FIELDS
-    known.refuse(body.unknown_fields)
-    check_texts("prediction.content", None if body.prediction is None else body.prediction.content)
+    if body.unknown_fields:
+        is_chat = isinstance(body, ChatCompletionRequest)
+        (CHAT_FIELDS if is_chat else COMPLETION_FIELDS).refuse(body.unknown_fields)
+    if body.prediction is not None:
+        check_texts("prediction.content", body.prediction.content)
     if body.speculation is not None:
         for name in body.speculation.unknown_fields:
             raise unimplemented(f"speculation.{name}")
@@ -618,16 +608,6 @@ def refuse_rounds(speculation: Speculation | None) -> None:
     """
     if speculation is not None and speculation.trace:
         raise unimplemented("speculation.trace", "speculation.trace in this interface")
-
-
-def refuse_unimplemented_message(index: int, message: ChatMessage) -> None:
-    """Raises:
-    InvalidArgument: the message needs media, or an interface of calls that is no more.
-    """
-    for name in ("function_call", "audio", "prefix", "partial"):
-        if message.unknown_fields.get(name):
-            raise unimplemented(f"messages[{index}].{name}")
-    check_texts(f"messages[{index}].content", message.content)
 
 
 def check_texts(field: str, content: str | Sequence[ContentPart] | None) -> None:

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
-from gateway.answer import Answer, OpenAnswers
+from gateway.answer import OpenAnswers
 from gateway.api_keys import Quotas
 from gateway.limits import RequestLimits
-from gateway.metrics import GatewayMetrics, RequestRecord
+from gateway.metrics import GatewayMetrics
 from gateway.model_text import ModelText
-from gateway.planner import Plan, Planner
+from gateway.planner import Planner
 from gateway.pool import TargetPool
 from gateway.responses.store import ResponseStore
 from gateway.schema_check import SchemaChecks
@@ -23,9 +23,9 @@ from shared.telemetry.tracing import NO_TRACER, Tracer
 from shared.tls import ClientTls
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Gateway:
-    """The objects that the routes share.
+    """The objects that the routes share. None of them is replaced.
 
     Attributes:
         start_time_s: seconds since the epoch.
@@ -55,9 +55,10 @@ class Gateway:
     tracer: Tracer = NO_TRACER
     schema_checks: SchemaChecks = field(default_factory=SchemaChecks)
 
-    @property
-    def planner(self) -> Planner:
-        return Planner(self.text, self.limits)
+    planner: Planner = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.planner = Planner(self.text, self.limits)
 
     def target_admins(self) -> list[TargetAdmin]:
         """Returns the targets' maintenance ports.
@@ -69,16 +70,6 @@ class Gateway:
             message = "the targets' maintenance ports are not known; set target_maintenance"
             raise FailedPrecondition(message, reason="TARGET_MAINTENANCE_UNSET")
         return [TargetAdmin(address, self.target_tls) for address in self.target_maintenance]
-
-    def answer(self, plan: Plan, endpoint: str) -> Answer:
-        """Returns the answer to a plan, not begun.
-
-        Raises:
-            Unavailable: the gateway is stopping.
-        """
-        self.lifecycle.check_open()
-        record = RequestRecord(endpoint, plan, self.metrics, self.tracer)
-        return Answer(plan, self, record)
 
     def health(self) -> tuple[HTTPStatus, dict[str, Any]]:
         """Returns 200 when requests would be answered, else 503, with the reasons."""

@@ -35,9 +35,8 @@ class ChatUpdate(Body):
 def kept_chat(
     store: ResponseStore | None, body: ChatCompletionRequest, plan: Plan, tokenizer: Tokenizer
 ) -> tuple[Plan, OnEnd | None]:
-    """Returns a plan that is kept as far as the body asks for it, and what keeps it at its end."""
-    if not body.store:
-        return plan, None
+    """Returns a plan whose output is kept, and what keeps it at its end; the same plan, and None,
+    without a store."""
     if store is None:
         give_notice("store has no effect: nothing is kept without --response-store")
         return plan, None

@@ -138,7 +138,9 @@ class TargetLink:
             # A value that no check has named is too large, or no Unicode. Nothing is counted yet.
             told = f"the request cannot be sent to a target: {error}"
             raise InvalidArgument(told, reason="REQUEST_UNENCODABLE") from error
-        live = _Live(receive, take or receive, generation.num_reserved_tokens)
+        # The most that the sequence can grow to.
+        num_reserved = len(generation.prompt_token_ids) + generation.stop.max_output_tokens
+        live = _Live(receive, take or receive, num_reserved)
         self._live[request_id] = live
         self.num_reserved_tokens += live.num_reserved_tokens
         self._unsent.put_nowait(message)
@@ -239,7 +241,17 @@ class TargetLink:
             SessionEnded, grpc.aio.AioRpcError: how it did.
         """
         async for response in call:
-            self._dispatch(response)
+            for request_id, event in events_from_response(response):
+                live = self._live.get(request_id)
+                if live is None:  # cancelled while the event travelled
+                    continue
+                if isinstance(event, Delta):
+                    self.num_tokens += len(event.token_ids)
+                    live.take(event)
+                    continue
+                if not isinstance(event, (Started, PromptScored)):
+                    self._end(request_id)
+                live.receive(event)
         raise SessionEnded
 
     async def _write(self, call: SessionCall) -> None:
@@ -266,20 +278,6 @@ class TargetLink:
             self._enter(TargetState.SERVING, "")
             await asyncio.Event().wait()  # the session tells when the target is gone
         raise SessionEnded
-
-    def _dispatch(self, response: pb.SessionResponse) -> None:
-        find = self._live.get
-        for request_id, event in events_from_response(response):
-            live = find(request_id)
-            if live is None:  # cancelled while the event travelled
-                continue
-            if isinstance(event, Delta):
-                self.num_tokens += len(event.token_ids)
-                live.take(event)
-                continue
-            if not isinstance(event, (Started, PromptScored)):
-                self._end(request_id)
-            live.receive(event)
 
     def _end(self, request_id: int) -> bool:
         """Forgets a request; returns whether it was live."""

@@ -43,7 +43,6 @@ from services.draft.recorder import DraftRecorder
 from services.draft.settings import DraftSettings
 from services.draft.warm_up import warm_up
 from services.draft.worker import MAX_TREE_NODES, WorkerIdentity
-from services.embedded_settings import HEADS
 from services.target.adaptive_config import DEFAULT_CONFIG
 from services.target.drafts.assignments import MAX_CONDITIONAL_CANDIDATES
 from services.target.drafts.attachment import (
@@ -272,7 +271,7 @@ def build_embedded_draft(
     """
     with start_phase("load"):
         drafter = build_drafter(chosen, _host(target, settings, chosen))
-    check_drafter(settings, drafter)
+    check_drafter(settings, chosen, drafter)
     shape = chosen.shape.as_chain if settings.verification.draws_chains else chosen.shape
     # Before the draft's thread has the drafter.
     rounds = _rounds(target, settings, chosen, drafter)
@@ -351,25 +350,29 @@ def _rounds(
     """Returns the drafter's head and pages for rounds on the device; None where it has none."""
     is_wanted = settings.has_device_rounds(is_cuda=target.device.type == "cuda")
     is_coupled = settings.verification is VerificationMode.COUPLED
-    if not (is_wanted and is_coupled) or drafter.limits.mapped_head is None:
+    if not (is_wanted and is_coupled and isinstance(drafter, SharesHead)):
         return None
-    assert isinstance(drafter, SharesHead)
     if chosen.page_size != settings.page_size:
         logger.warning(
             "no rounds on the device: the draft's pages hold %d tokens, the target's %d",
             *(chosen.page_size, settings.page_size),
         )
         return None
-    shared, trees = drafter.share_head(), _round_trees(settings, chosen)
+    trees = _round_trees(settings, chosen)
+    if isinstance(drafter, MultiLayerDrafter):
+        trees = {tree: most for tree, most in trees.items() if tree.topk == 1}
+        if not trees:
+            logger.warning("no rounds on the device: a head of several layers drafts chains there")
+            return None
+    shared = drafter.share_head()
+    if shared is None:
+        return None
     _log_capacities(settings, trees)
-    (tree, max_sequences), *others = trees.items()
     return RoundSource(
         head=OwnHead(shared.model),
         pages=shared.pages,
-        tree=tree,
+        trees=trees,
         max_context_tokens=min(shared.max_context_tokens, target.limits.max_sequence_tokens),
-        max_sequences=max_sequences,
-        other_trees=dict(others),
         is_pinned=chosen.is_shape_pinned,
     )
 
@@ -400,7 +403,7 @@ def _log_capacities(settings: TargetSettings, trees: Mapping[TreeShape, int]) ->
         )
 
 
-def check_drafter(settings: TargetSettings, drafter: Drafter) -> None:
+def check_drafter(settings: TargetSettings, chosen: DraftSettings, drafter: Drafter) -> None:
     """Raises:
     SettingsError: the loaded drafter does not fit the target's verification rule or its rounds.
     """
@@ -410,5 +413,11 @@ def check_drafter(settings: TargetSettings, drafter: Drafter) -> None:
         raise SettingsError(
             (f"{rejection_flag(settings)} needs a head of one layer; this one has several",)
         )
-    if settings.device_rounds is DeviceRoundsChoice.ON:
-        raise SettingsError((f"--device-rounds on needs {HEADS}; this one has several layers",))
+    is_wanted = settings.device_rounds is DeviceRoundsChoice.ON
+    if is_wanted and chosen.is_shape_pinned and chosen.shape.topk > 1:
+        raise SettingsError(
+            (
+                f"--device-rounds on needs --speculative-eagle-topk 1 of a head of several layers; "
+                f"it is {chosen.shape.topk}",
+            )
+        )

@@ -20,7 +20,6 @@ from shared.model_files import has_tokenizer, num_ids, tokenizer_sha256
 from shared.settings import load_settings
 from shared.settings_field import declared_fields
 
-HEADS = "a STANDALONE model, or an EAGLE, EAGLE3 or one-layer MTP head"
 _PREFIX = "--draft-"
 _WITHOUT_DISTRIBUTIONS = {
     Algorithm.NGRAM: "repeats tokens and draws none",
@@ -69,7 +68,7 @@ def draft_needs(settings: TargetSettings, draft: DraftSettings | None) -> DraftN
     if draft is None:
         return NO_DRAFT
     return DraftNeeds(
-        feature_layers(draft), draft.algorithm.joins_rounds, _weight_bytes(settings, draft)
+        feature_layers(draft), draft.algorithm.has_model, _weight_bytes(settings, draft)
     )
 
 
@@ -150,9 +149,10 @@ def _round_problems(settings: TargetSettings, draft: DraftSettings) -> list[str]
     if settings.device_rounds is not DeviceRoundsChoice.ON:
         return []
     problems = []
-    if not draft.algorithm.joins_rounds:
+    if not draft.algorithm.has_model:
         problems.append(
-            f"--device-rounds on needs {HEADS}; --speculative-algorithm is {draft.algorithm.value}"
+            "--device-rounds on needs a draft with a model; --speculative-algorithm is "
+            f"{draft.algorithm.value}"
         )
     elif draft.page_size != settings.page_size:
         problems.append(

@@ -294,7 +294,7 @@ class _Making:
             return Placement.REMOTE
         words = self.line.services[DRAFT]
         is_apart = any(self._is_given(words, DRAFT, flag) for flag in _APART)
-        is_head = Algorithm(algorithms[0]).shares_head and not is_apart
+        is_head = Algorithm(algorithms[0]).reads_features and not is_apart
         shares_gpus = self.num_gpus <= self.target.ranks.num_here
         return Placement.EMBEDDED if shares_gpus or is_head else Placement.REMOTE
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 
 from shared.errors import InvalidArgument
@@ -91,6 +91,11 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             _check_range(f"logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
         self._check_words()
+
+    def __getstate__(self) -> list[object]:
+        # No pipe takes a read-only map.
+        values = (getattr(self, each.name) for each in fields(self))
+        return [dict(each) if isinstance(each, MappingProxyType) else each for each in values]
 
     def _check_words(self) -> None:
         if len(self.bad_words) > MAX_BAD_WORDS:

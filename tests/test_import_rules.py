@@ -27,6 +27,7 @@ TORCH_FREE = (
     "gateway",
     "shared.errors",
     "shared.hub",
+    "shared.inbox",
     "shared.model_options",
     "shared.settings",
     "shared.settings_field",

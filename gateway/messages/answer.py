@@ -195,9 +195,9 @@ def _head(plan: Plan) -> dict[str, Any]:
 def _stop(choice: Choice) -> dict[str, Any]:
     if choice.finish_reason is FinishReason.LENGTH:
         return {"stop_reason": "max_tokens", "stop_sequence": None}
-    if choice.has_calls:
+    if choice.finish_name == "tool_calls":
         return {"stop_reason": "tool_use", "stop_sequence": None}
-    matched = choice.matched_stop
+    matched = choice.stops.matched
     reason = "end_turn" if matched is None else "stop_sequence"
     return {"stop_reason": reason, "stop_sequence": matched}
 

@@ -6,6 +6,7 @@ import orjson
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from gateway.answer import Answer
 from gateway.event_stream import EventStream, whole_answer
 from gateway.messages.answer import MessageChunks, message
 from gateway.messages.chat import messages_plan, prompt_chat
@@ -22,7 +23,7 @@ def add_message_routes(app: FastAPI, gateway: Gateway) -> None:
         name, model = gateway.pool.model(body.model)
         trace_id = current_request_id.get()
         plan = await messages_plan(body, gateway.planner, name, model, trace_id)
-        answer = gateway.answer(plan, "messages")
+        answer = Answer(plan, gateway, "messages")
         if plan.is_stream:
             return EventStream(answer, MessageChunks(plan))
         (final_choice,) = await whole_answer(answer, request.receive)

@@ -391,7 +391,7 @@ class GenerateChunks:
 
     def news(self, choice: Choice, usage_so_far: bytes) -> bytes:
         piece = choice.take()
-        if piece is None and not choice.is_finished:
+        if piece is None and choice.finish_reason is None:
             return b""
         text = self._texts[choice.index]
         text.add(piece or Piece(""))
@@ -403,7 +403,7 @@ class GenerateChunks:
     def failure(self, error: OutriderError) -> bytes:
         if not isinstance(error, Aborted):
             return event(error_body(error))
-        running = [text for text in self._texts.values() if not text.choice.is_finished]
+        running = [text for text in self._texts.values() if text.choice.finish_reason is None]
         for text in running:
             text.add(text.choice.cut())
         return b"".join([event(text.body(error)) for text in running]) + DONE
@@ -440,7 +440,7 @@ def _finish_reason(choice: Choice, aborted: Aborted | None) -> dict[str, Any] | 
         return None
     if choice.finish_reason is FinishReason.LENGTH:
         return {"type": "length", "length": choice.num_output_tokens}
-    matched = choice.matched_stop
+    matched = choice.stops.matched
     return {"type": "stop", "matched": choice.stop_token_id if matched is None else matched}
 
 
@@ -454,7 +454,7 @@ def add_generate_routes(app: FastAPI, gateway: Gateway) -> None:
         name, model = gateway.pool.model(body.model)
         trace_id = current_request_id.get()
         asked = await generate_plan(body, gateway.planner, name, model, trace_id)
-        answer = gateway.answer(asked.plan, "generate")
+        answer = Answer(asked.plan, gateway, "generate")
         if asked.plan.is_stream:
             return EventStream(answer, GenerateChunks(asked, tokenizer))
         texts = [GeneratedText(asked, choice, tokenizer) for choice in answer.choices]
@@ -472,7 +472,7 @@ async def _bodies(
     except Aborted as error:
         for text in texts:
             text.add(text.choice.cut())
-        return [text.body(None if text.choice.is_finished else error) for text in texts]
+        return [text.body(None if text.choice.finish_reason else error) for text in texts]
     for text, final_choice in zip(texts, final_choices, strict=True):
         text.add(final_choice.piece)
     return [text.body() for text in texts]

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
+from gateway.answer import Answer
 from gateway.api_keys import check_may_operate, current_quota
 from gateway.event_stream import whole_answer
 from gateway.failures import Problem
@@ -143,7 +144,7 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
         name, model = gateway.pool.model(None)
         body = CompletionRequest(prompt=[0], max_tokens=1, ignore_eos=True)
         plan = await gateway.planner.completion(body, name, model, current_request_id.get())
-        await whole_answer(gateway.answer(plan, "health_generate"), request.receive)
+        await whole_answer(Answer(plan, gateway, "health_generate"), request.receive)
         return {"status": "generating"}
 
     @app.get("/flush_cache", tags=["server"])

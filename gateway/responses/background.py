@@ -151,7 +151,7 @@ class BackgroundResponses:
             (choice,) = answer.choices
             yield chunks.opening(choice, b"")
             yield chunks.news(choice, b"")
-            while not answer.is_complete:
+            while answer.num_open:
                 await answer.step()
                 yield chunks.news(choice, b"")
             yield chunks.closing(answer.choices)

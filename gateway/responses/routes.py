@@ -12,6 +12,7 @@ import orjson
 from fastapi import FastAPI, Query, Request
 from starlette.responses import Response, StreamingResponse
 
+from gateway.answer import Answer
 from gateway.api_keys import owner_of_request
 from gateway.event_stream import EventStream, whole_answer
 from gateway.responses.answer import ResponseChunks, ResponseText
@@ -175,7 +176,7 @@ def _add_generation(
     @app.post("/v1/responses", tags=["openai"], responses={200: {"model": ResponseAnswer}})
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         asked = await _planned(gateway, body)
-        answer = gateway.answer(asked.plan, "responses")
+        answer = Answer(asked.plan, gateway, "responses")
         owner = owner_of_request()
 
         def ended(response: dict[str, Any]) -> None:
@@ -210,7 +211,7 @@ def _add_counting(app: FastAPI, gateway: Gateway) -> None:
         plain = body.model_copy(update={"tools": None, "tool_choice": None, "text": None})
         asked = await _planned(gateway, plain, whole)
         (final_choice,) = await whole_answer(
-            gateway.answer(asked.plan, "responses"), request.receive
+            Answer(asked.plan, gateway, "responses"), request.receive
         )
         text = ResponseText(asked, gateway.text.tokenizer)
         text.add(final_choice.piece)

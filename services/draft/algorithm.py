@@ -35,13 +35,3 @@ class Algorithm(enum.Enum):
     def takes_cuda_graphs(self) -> bool:
         """Whether its forwards can be CUDA graphs."""
         return self not in (Algorithm.NGRAM, Algorithm.DFLASH)
-
-    @property
-    def joins_rounds(self) -> bool:
-        """Whether rounds on the device can take its model, if a head has one layer."""
-        return self.shares_head or self is Algorithm.STANDALONE
-
-    @property
-    def shares_head(self) -> bool:
-        """Whether rounds on the device can take its head, if that has one layer."""
-        return self.reads_features and self is not Algorithm.DFLASH

@@ -9,40 +9,7 @@ from services.draft.events import CandidatesReady, Output, ProbeDone
 from services.draft.sequence import DraftSequence, InFlightTree
 from services.draft.sequence_table import SequenceTable
 from shared.candidate_columns import UNCONDITIONAL, CandidateColumns, CandidateRow, condition_key
-from shared.tokens import Condition, DraftReport, TokenTree, TreeShape
-
-
-def current_row(sequence: DraftSequence, tree: TokenTree, shape: TreeShape | None) -> CandidateRow:
-    """Returns the tree for the sequence's current round."""
-    return *_fence(sequence), 0, *UNCONDITIONAL, shape, tree
-
-
-def launched_row(sequence: DraftSequence, tree: TokenTree, shape: TreeShape | None) -> CandidateRow:
-    """Returns the tree for the current round, with an id that conditions can name, and makes it the
-    in-flight tree."""
-    candidate_id = sequence.new_candidate_id()
-    sequence.in_flight = InFlightTree(candidate_id, tree)
-    return *_fence(sequence), candidate_id, *UNCONDITIONAL, shape, tree
-
-
-def conditional_row(
-    sequence: DraftSequence, tree: TokenTree, condition: Condition, shape: TreeShape | None
-) -> CandidateRow | None:
-    """Returns the tree for a verdict on the in-flight tree; None when it can be of no use.
-
-    Args:
-        condition: names no candidate yet.
-    """
-    is_known = condition.bonus_token_id < sequence.vocab_size
-    if sequence.in_flight is None or not is_known or not tree.token_ids:
-        return None
-    candidate_id = sequence.new_candidate_id()
-    key = sequence.in_flight.push(condition_key(condition), candidate_id, tree)
-    return *_fence(sequence), candidate_id, *key, shape, tree
-
-
-def _fence(sequence: DraftSequence) -> tuple[int, int, int]:
-    return sequence.key.sequence_id, sequence.round, len(sequence.token_ids)
+from shared.tokens import DraftReport, TokenTree
 
 
 def drop_unknown_tokens(tree: TokenTree, vocab_size: int) -> TokenTree:
@@ -106,10 +73,18 @@ class Answers:
     def _row(self, proposal: Proposal, tree: TokenTree) -> CandidateRow | None:
         """Returns the candidate; None when no verdict can make use of it."""
         sequence, condition = proposal.sequence, proposal.condition
-        shape = None if sequence.tree_request.shape is None else proposal.shape
+        candidate_id, key = 0, UNCONDITIONAL
         if condition is not None:
-            return conditional_row(sequence, tree, condition, shape)
-        if not self._is_launched(sequence) or not tree.token_ids:
-            return current_row(sequence, tree, shape)
-        self._table.unprepared[sequence.key] = sequence
-        return launched_row(sequence, tree, shape)
+            is_known = condition.bonus_token_id < sequence.vocab_size
+            if sequence.in_flight is None or not is_known or not tree.token_ids:
+                return None
+            candidate_id = sequence.new_candidate_id()
+            key = sequence.in_flight.push(condition_key(condition), candidate_id, tree)
+        elif self._is_launched(sequence) and tree.token_ids:
+            # Conditions can name it: it is the in-flight tree from now on.
+            candidate_id = sequence.new_candidate_id()
+            sequence.in_flight = InFlightTree(candidate_id, tree)
+            self._table.unprepared[sequence.key] = sequence
+        shape = None if sequence.tree_request.shape is None else proposal.shape
+        fence = sequence.key.sequence_id, sequence.round, len(sequence.token_ids)
+        return *fence, candidate_id, *key, shape, tree

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,15 +28,16 @@ Path = tuple[int, ...]
 
 
 class DraftScores:
-    """Scores the rows of S sequences while their trees grow, N rows of each at a time.
+    """Scores the rows of S sequences while their trees grow, N rows of each at a time. See
+    `RequestScores`.
 
     The draft mirrors each sequence's sampling transform and, where its target draws with noise
     keyed by (seed, position, token), that noise.
     """
 
-    def __init__(self, sequences: Sequence[DraftSequence], device: torch.device) -> None:
+    def __init__(self, sequences: Sequence[DraftSequence]) -> None:
         self._sequences = sequences
-        self._device = device
+        self._has_penalties = any(each.sampling.has_penalties for each in sequences)
         self._samplings: dict[tuple[int, ...], RowSampling] = {}
         # By the size of the vocabulary; all levels of a tree have the same.
         self._committed: dict[int, TokenCounts] = {}
@@ -51,11 +51,16 @@ class DraftScores:
             paths: `[S][N]`, tree tokens on each row's path, its own included; all of one length.
         """
         depths = [[len(path) for path in own] for own in paths]
-        scores = self._score(logits, paths, depths)
-        return scores.view(len(self._sequences), -1, logits.shape[1])
+        return self._score(logits, paths, depths).view(len(self._sequences), -1, logits.shape[1])
+
+    def confidence(self, logits: Tensor, paths: Tensor) -> Tensor:
+        """See `RequestScores`. Waits for the device where a request has penalties."""
+        # Without penalties it only matters how long they are.
+        own = paths if self._has_penalties else torch.zeros(paths.shape)
+        return self(logits, own.tolist())
 
     def finished(self, trees: Sequence[TokenTree]) -> Sequence[TokenTree]:
-        """Returns trees grown by these scores: there is nothing to add."""
+        """Returns the trees that these scores grew, with all that their target needs."""
         return trees
 
     def of_blocks(self, logits: Tensor, known: Sequence[Sequence[Path]], size: int) -> Tensor:
@@ -77,8 +82,8 @@ class DraftScores:
     ) -> Tensor:
         """Scores rows that each draw the token that many after the committed ones."""
         row_counts = [len(each) for each in paths]
-        sampling = self._sampling(row_counts)
-        counts = self._counts(paths, logits.shape[1])
+        sampling = self._sampling(row_counts, logits.device)
+        counts = self._counts(paths, logits) if self._has_penalties else None
         if self._num_coupled == 0:
             return point_mass_confidence(logits, sampling, counts)
         noise = (
@@ -87,23 +92,23 @@ class DraftScores:
         coupled = coupled_confidence(logits, sampling, noise, counts)
         if self._num_coupled == len(self._sequences):
             return coupled
-        is_coupled = self._is_coupled(row_counts).unsqueeze(1)
+        is_coupled = self._is_coupled(row_counts, logits.device).unsqueeze(1)
         return torch.where(is_coupled, coupled, point_mass_confidence(logits, sampling, counts))
 
-    def _is_coupled(self, row_counts: Sequence[int]) -> Tensor:
+    def _is_coupled(self, row_counts: Sequence[int], device: torch.device) -> Tensor:
         """Returns for each row whether its sequence's target draws with shared noise."""
         flags = [
             sequence.mirrors_noise
             for sequence, count in zip(self._sequences, row_counts, strict=True)
             for _ in range(count)
         ]
-        return uploaded_numbers(flags, self._device) > 0
+        return uploaded_numbers(flags, device) > 0
 
-    def _sampling(self, row_counts: Sequence[int]) -> RowSampling:
+    def _sampling(self, row_counts: Sequence[int], device: torch.device) -> RowSampling:
         key = tuple(row_counts)
         if key not in self._samplings:
             params = [sequence.sampling for sequence in self._sequences]
-            self._samplings[key] = row_sampling(params, row_counts, device=self._device)
+            self._samplings[key] = row_sampling(params, row_counts, device=device)
         return self._samplings[key]
 
     def _noise(self, seeds: Tensor, depths: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
@@ -116,17 +121,16 @@ class DraftScores:
         ]
         first_rows = {key: row for row, key in reversed(list(enumerate(positions)))}
         ranks = {key: rank for rank, key in enumerate(first_rows)}
-        first = uploaded_numbers(list(first_rows.values()), self._device)
-        drawn = uploaded_numbers([position for _, position in first_rows], self._device)
+        first = uploaded_numbers(list(first_rows.values()), seeds.device)
+        drawn = uploaded_numbers([position for _, position in first_rows], seeds.device)
         noise = gumbel_noise(seeds.index_select(0, first), drawn, vocab_size)
-        chosen = uploaded_numbers([ranks[key] for key in positions], self._device)
+        chosen = uploaded_numbers([ranks[key] for key in positions], seeds.device)
         return noise.index_select(0, chosen)
 
-    def _counts(self, paths: Sequence[Sequence[Path]], vocab_size: int) -> TokenCounts | None:
-        if not any(sequence.sampling.has_penalties for sequence in self._sequences):
-            return None
+    def _counts(self, paths: Sequence[Sequence[Path]], logits: Tensor) -> TokenCounts:
+        vocab_size = logits.shape[1]
         if vocab_size not in self._committed:
-            self._committed[vocab_size] = self._count_committed(vocab_size)
+            self._committed[vocab_size] = self._count_committed(vocab_size, logits.device)
         owners = [place for place, own in enumerate(paths) for _ in own]
         counted = [
             path if sequence.sampling.has_penalties else ()
@@ -135,7 +139,7 @@ class DraftScores:
         ]
         return self._committed[vocab_size].with_paths(owners, counted)
 
-    def _count_committed(self, vocab_size: int) -> TokenCounts:
+    def _count_committed(self, vocab_size: int, device: torch.device) -> TokenCounts:
         tokens = [
             (each.token_ids, each.num_prompt_tokens) if each.sampling.has_penalties else ((), 0)
             for each in self._sequences
@@ -144,44 +148,13 @@ class DraftScores:
             [token_ids[:num_prompt] for token_ids, num_prompt in tokens],
             [token_ids[num_prompt:] for token_ids, num_prompt in tokens],
             vocab_size=vocab_size,
-            device=self._device,
+            device=device,
         )
 
 
-# Chains that a draft draws from its own distributions, for a target that verifies by those
-# distributions.
-
-
-class LevelScores(Protocol):
-    """The scores from which the children of a level are chosen."""
-
-    def __call__(self, logits: Tensor, paths: Sequence[Sequence[Path]]) -> Tensor:
-        """See `DraftScores`."""
-
-    def finished(self, trees: Sequence[TokenTree]) -> Sequence[TokenTree]:
-        """Returns the grown trees with all that their target needs, one for each sequence."""
-
-
-def level_scores(
-    sequences: Sequence[DraftSequence],
-    shape: TreeShape,
-    device: torch.device,
-    generator: torch.Generator,
-) -> LevelScores:
-    """Returns how the trees of a batch grow.
-
-    Args:
-        sequences: either all or none of them `draws_chains`.
-        shape: of the trees; those that are no chains are never drawn, and verified otherwise.
-        generator: of the host; see `ChainDraws`.
-    """
-    if sequences[0].draws_chains and shape.topk == 1:
-        return ChainDraws(sequences, device, generator)
-    return DraftScores(sequences, device)
-
-
-class ChainDraws:
-    """Draws one chain for each of S sequences, and keeps the distributions.
+class ChainDraws(DraftScores):
+    """Draws one chain for each of S sequences from the draft's own distributions, and keeps these,
+    for a target that verifies by them.
 
     The distribution of a row is the draft's own after the request's penalties, bias, temperature
     and truncation, over the tokens of the target: tokens it does not know cannot be drawn, so that
@@ -192,23 +165,15 @@ class ChainDraws:
             with an earlier round would depend on what became of that round.
     """
 
-    def __init__(
-        self,
-        sequences: Sequence[DraftSequence],
-        device: torch.device,
-        generator: torch.Generator,
-    ) -> None:
-        self._distribution = DraftScores(sequences, device)
+    def __init__(self, sequences: Sequence[DraftSequence], generator: torch.Generator) -> None:
+        super().__init__(sequences)
         self._generator = generator
         self._levels: list[Tensor] = []
         [self._vocab_size] = {sequence.vocab_size for sequence in sequences}
 
-    def __call__(self, logits: Tensor, paths: Sequence[Sequence[Path]]) -> Tensor:
-        """Returns scores `[S, 1, V]` of the target's V tokens: 0 for the drawn one, else -inf.
-
-        Arguments are those of `DraftScores`, with one row a sequence.
-        """
-        log_probs = self._distribution(_over_tokens(logits, self._vocab_size), paths)
+    def confidence(self, logits: Tensor, paths: Tensor) -> Tensor:
+        """Returns scores `[S, 1, V]` of the target's V tokens: 0 for the drawn one, else -inf."""
+        log_probs = super().confidence(_over_tokens(logits, self._vocab_size), paths)
         assert log_probs.shape[1] == 1, "only chains are drawn"
         level = log_probs.squeeze(1)
         seeds = uploaded_tensor(fresh_seeds(len(level), self._generator), level.device)
@@ -224,6 +189,21 @@ class ChainDraws:
             DrawnChain.of(tree.token_ids, own[: len(tree)])
             for tree, own in zip(trees, distributions, strict=True)
         ]
+
+
+def request_scores(
+    sequences: Sequence[DraftSequence], shape: TreeShape, generator: torch.Generator
+) -> DraftScores:
+    """Returns how the trees of a batch grow.
+
+    Args:
+        sequences: either all or none of them `draws_chains`.
+        shape: of the trees; those that are no chains are never drawn, and verified otherwise.
+        generator: of the host; see `ChainDraws`.
+    """
+    if sequences[0].draws_chains and shape.topk == 1:
+        return ChainDraws(sequences, generator)
+    return DraftScores(sequences)
 
 
 def _over_tokens(logits: Tensor, vocab_size: int) -> Tensor:

@@ -10,11 +10,9 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from services.draft.drafters.drafter import Drafter
 from services.draft.events import (
@@ -36,124 +34,17 @@ from services.draft.recorder import DraftRecorder
 from services.draft.rounds import Rounds
 from services.draft.sequence_table import SequenceTable
 from services.draft.worker import MAX_TREE_NODES
-from shared.errors import EngineFailed, OutriderError, QueueFull
+from shared.errors import EngineFailed, OutriderError
+from shared.inbox import Inbox
 from shared.tokens import SamplingParams, TreeShape
 
 log = logging.getLogger(__name__)
 
-# The draft engine's bounded queue: events of targets and calls of operators.
-
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Mail:
-    """The queued events and calls, in order of arrival."""
-
-    events: deque[Event]
-    calls: deque[Callable[[], None]]
-
-
-class Inbox:
-    """Filled by any thread without blocking, emptied by the engine's."""
-
-    def __init__(self, max_waiting_events: int) -> None:
-        self._max_waiting_events = max_waiting_events
-        self._wakeup = threading.Condition()
-        self._mail = Mail(deque(), deque())
-        self._promises: set[Future[Any]] = set()
-        self._is_closed = False
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether nothing more is taken."""
-        return self._is_closed
-
-    def put(self, event: Event) -> None:
-        """Queues an event.
-
-        Raises:
-            QueueFull: too many wait; this one is lost.
-            EngineFailed: nobody empties the inbox any more.
-        """
-        with self._wakeup:
-            self._check_open()
-            num_waiting = len(self._mail.events)
-            if num_waiting >= self._max_waiting_events:
-                raise QueueFull.of(num_waiting, self._max_waiting_events)
-            self._mail.events.append(event)
-            self._wakeup.notify()
-
-    def put_regardless(self, event: Event) -> None:
-        """Queues an event that is never refused."""
-        with self._wakeup:
-            self._mail.events.append(event)
-            self._wakeup.notify()
-
-    def call(self, function: Callable[[], T]) -> Future[T]:
-        """Queues a call; the future gets what it returns or raises.
-
-        Raises:
-            EngineFailed: nobody empties the inbox any more.
-        """
-        with self._wakeup:
-            self._check_open()
-            promise: Future[T] = self.promise()
-            self._mail.calls.append(lambda: _fulfil(promise, function))
-            self._wakeup.notify()
-        return promise
-
-    def promise(self) -> Future[T]:
-        """Returns a future that fails when the engine ends before anyone resolves it."""
-        future: Future[T] = Future()
-        self._promises.add(future)
-        future.add_done_callback(self._promises.discard)
-        return future
-
-    def take(self, *, wait_s: float | None) -> Mail:
-        """Empties the inbox.
-
-        Args:
-            wait_s: how long to wait until there is something, or the inbox is closed; None is for
-                as long as it takes.
-        """
-        with self._wakeup:
-            self._wakeup.wait_for(self._is_worth_waking, wait_s)
-            mail, self._mail = self._mail, Mail(deque(), deque())
-        return mail
-
-    def close(self) -> None:
-        """Refuses everything from now on, and wakes whoever waits in `take`."""
-        with self._wakeup:
-            self._is_closed = True
-            self._wakeup.notify()
-
-    def break_promises(self) -> None:
-        """Fails every future that is still open."""
-        for future in list(self._promises):
-            if future.set_running_or_notify_cancel():
-                future.set_exception(EngineFailed.of())
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise EngineFailed.of()
-
-    def _is_worth_waking(self) -> bool:
-        return bool(self._mail.events) or bool(self._mail.calls) or self._is_closed
-
-
-def _fulfil(future: Future[T], function: Callable[[], T]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        future.set_result(function())
-    except Exception as error:
-        future.set_exception(error)
-
-
 Deliver = Callable[[Output], None]
 
 MAX_WAITING_EVENTS = 4096
+_UNLIMITED_VOCAB = 2**31
 
 
 class DraftEngine:
@@ -194,11 +85,15 @@ class DraftEngine:
         )
         if fan_out.budget and drafter.lookahead is None:
             log.warning("this drafter cannot draft ahead: every tree follows its verdict")
-        self._mapped = MappedHeads(drafter, self._deliver, most=num_targets)
+        self._mapped = MappedHeads(
+            drafter, self._deliver, most=num_targets, on_span=self.recorder.on_span
+        )
         self._inbox = Inbox(max_waiting_events)
+        self._probes: set[Future[ProbeDone]] = set()
+        self._stop = threading.Event()
         self._outlets: dict[int, Deliver] = {}
         self._link_numbers = itertools.count(1)
-        self._has_failed = False
+        self._has_failed = self._has_ended = False
         self._prepares = False
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
 
@@ -224,7 +119,9 @@ class DraftEngine:
 
     def stop(self) -> None:
         """Ends the thread after the step in progress; waits for it."""
-        self._inbox.close()
+        self._stop.set()
+        self._inbox.close(EngineFailed.of)
+        self._inbox.post_end(lambda: None)  # wakes it
         self._thread.join()
 
     def open_link(self, terms: LinkTerms, deliver: Deliver) -> int:
@@ -245,7 +142,7 @@ class DraftEngine:
     def close_link(self, link: int) -> None:
         """Ends a link with its sequences; nothing is delivered from then on. Never refused."""
         if self._outlets.pop(link, None) is not None:
-            self._inbox.put_regardless(LinkClosed(link))
+            self._inbox.post_end(lambda: self._apply(LinkClosed(link)))
 
     def submit(self, event: Event) -> None:
         """Queues an event.
@@ -255,7 +152,7 @@ class DraftEngine:
                 lost.
             EngineFailed: the engine has died, or is stopping.
         """
-        self._inbox.put(event)
+        self._inbox.post(lambda: self._apply(event))
 
     def propose_once(
         self,
@@ -265,8 +162,8 @@ class DraftEngine:
         *,
         features: FeatureRows | None = None,
     ) -> Future[ProbeDone]:
-        """Proposes one tree for a prompt, in a batch with whatever else is due. Cancelling the
-        future gives the work up.
+        """Proposes one tree for a prompt, in a batch with whatever else is due: over a link of its
+        own with a single sequence. Cancelling the future gives the work up.
 
         Args:
             features: of every position but the last; without them a drafter that reads features
@@ -275,12 +172,18 @@ class DraftEngine:
         Raises:
             QueueFull, EngineFailed: see `submit`.
         """
-        future: Future[ProbeDone] = self._inbox.promise()
-        terms = _probe_terms(self._drafter.limits.vocab_size)
+        future: Future[ProbeDone] = Future()
+        self._probes.add(future)
+        future.add_done_callback(self._probes.discard)
+        size = self._drafter.limits.vocab_size or _UNLIMITED_VOCAB
+        terms = LinkTerms(size, MAX_TREE_NODES, max_sequences=1, mirrors_noise=True)
+        opening = Opening(
+            0, token_ids, len(token_ids), sampling, 0, shape, is_probe=True, features=features
+        )
         try:
             link = self.open_link(terms, lambda output: _resolve_probe(future, output))
             future.add_done_callback(lambda _: self.close_link(link))
-            self.submit(_probe_opening(link, token_ids, sampling, shape, features))
+            self.submit(SequencesOpened(link, (opening,)))
         except OutriderError:
             future.cancel()
             raise
@@ -298,7 +201,7 @@ class DraftEngine:
             for link in self._table.links:
                 self._rounds.announce(link)
 
-        return self._inbox.call(replace)
+        return self.between_rounds(replace)
 
     @property
     def fan_out(self) -> FanOut:
@@ -307,7 +210,7 @@ class DraftEngine:
 
     def set_fan_out(self, fan_out: FanOut) -> Future[None]:
         """Replaces which verdicts are prepared for, between two forwards."""
-        return self._inbox.call(lambda: setattr(self._rounds, "fan_out", fan_out))
+        return self.between_rounds(lambda: setattr(self._rounds, "fan_out", fan_out))
 
     def prepare_when_idle(self) -> Future[None]:
         """From now on prepares for trees of `shape` while no sequence is open."""
@@ -315,120 +218,92 @@ class DraftEngine:
         def begin() -> None:
             self._prepares = True
 
-        return self._inbox.call(begin)
+        return self.between_rounds(begin)
 
     def flush_prefix_cache(self) -> Future[int]:
         """Drops unused cached state; resolves to the pages freed."""
-        return self._inbox.call(self._drafter.flush_prefix_cache)
+        return self.between_rounds(self._drafter.flush_prefix_cache)
 
     def gauges(self) -> Future[dict[str, float]]:
         """Resolves to live figures for operators."""
-        return self._inbox.call(
+        return self.between_rounds(
             lambda: {
                 "sequence_count": float(len(self._table)),
                 "unprepared_shape_count": float(self._rounds.num_unprepared),
-                **self._config_gauges(),
+                # What is in force, which an operator may have changed since the start.
+                "tree_step_count": float(self.shape.num_steps),
+                "tree_topk": float(self.shape.topk),
+                "tree_draft_token_count": float(self.shape.num_draft_tokens),
+                "shape_is_pinned": float(self.is_pinned),
+                "outcome_budget": float(self.fan_out.budget),
                 **self._drafter.gauges(),
             }
         )
-
-    def _config_gauges(self) -> dict[str, float]:
-        """The settings in force, which an operator may have changed since the start."""
-        return {
-            "tree_step_count": float(self.shape.num_steps),
-            "tree_topk": float(self.shape.topk),
-            "tree_draft_token_count": float(self.shape.num_draft_tokens),
-            "shape_is_pinned": float(self.is_pinned),
-            "outcome_budget": float(self.fan_out.budget),
-        }
 
     def between_rounds(self, function: Callable[[], T]) -> Future[T]:
         """Calls a function on the engine thread when no forward is under way.
 
         Raises:
-            EngineFailed: the engine has died, or is stopping.
+            QueueFull, EngineFailed: see `submit`.
         """
-        return self._inbox.call(function)
+
+        def call() -> T:
+            if self._has_ended:
+                raise EngineFailed.of()
+            with self._mapped.between_rounds():
+                return function()
+
+        return self._inbox.call(call)
 
     def check(self) -> Future[None]:
         """Asserts the drafter's invariants on the engine thread."""
-        return self._inbox.call(self._drafter.check)
+        return self.between_rounds(self._drafter.check)
 
     def _run(self) -> None:
         try:
             if self._enter_thread is not None:
                 self._enter_thread()
             wait_s: float | None = None
-            while self._take_in(wait_s):
+            while True:
+                self._inbox.run_all(wait_s=wait_s)
+                if self._stop.is_set():
+                    return
                 has_work = self._rounds.step()
                 has_work = self._rounds.prepare() or has_work
-                wait_s = 0.0 if has_work else self._prepare_next()
+                wait_s = 0.0
+                if not has_work:
+                    wait_s = self._rounds.prepare_next() if self._prepares else None
         except BaseException:
             # Losing the draft costs its targets speed, never a token; going on with state of
             # unknown soundness could cost more.
             log.exception("the draft engine failed")
             self._has_failed = True
         finally:
-            self._inbox.close()
-            self._inbox.break_promises()
+            self._has_ended = True
+            self._inbox.close(EngineFailed.of)
+            self._inbox.run_all()
+            for future in list(self._probes):
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(EngineFailed.of())
 
-    def _prepare_next(self) -> float | None:
-        """Prepares one thing for later proposals, if it is time; see `Rounds.prepare_next`."""
-        return self._rounds.prepare_next() if self._prepares else None
-
-    def _take_in(self, wait_s: float | None) -> bool:
-        """Applies every queued event and call. False when the engine is to stop."""
-        mail = self._inbox.take(wait_s=wait_s)
-        for event in mail.events:
-            if isinstance(event, MappedCommandArrived):
-                terms = self._table.terms(event.link)
-                if terms is not None:
-                    self._mapped.take(event, terms.vocab_size)
-                continue
-            if isinstance(event, LinkClosed):
-                self._mapped.close(event.link)
-            self._table.apply(event)
-            if isinstance(event, LinkOpened) and self._rounds.is_pinned:
-                self._rounds.announce(event.link)
-        if mail.calls:
-            with self._mapped.between_rounds():
-                for call in mail.calls:
-                    call()
-        return not self._inbox.is_closed
+    def _apply(self, event: Event) -> None:
+        if self._has_ended:
+            return
+        if isinstance(event, MappedCommandArrived):
+            terms = self._table.terms(event.link)
+            if terms is not None:
+                self._mapped.take(event, terms.vocab_size)
+            return
+        if isinstance(event, LinkClosed):
+            self._mapped.close(event.link)
+        self._table.apply(event)
+        if isinstance(event, LinkOpened) and self._rounds.is_pinned:
+            self._rounds.announce(event.link)
 
     def _deliver(self, output: Output) -> None:
         deliver = self._outlets.get(output.link)
         if deliver is not None:
             deliver(output)
-
-
-# One tree for a prompt, asked for by `ProposeTree`: a link of its own with a single sequence.
-
-_UNLIMITED_VOCAB = 2**31
-
-
-def _probe_terms(vocab_size: int | None) -> LinkTerms:
-    """Returns the terms of a probe's link.
-
-    Args:
-        vocab_size: of the drafter; None takes any token.
-    """
-    size = vocab_size or _UNLIMITED_VOCAB
-    return LinkTerms(size, MAX_TREE_NODES, max_sequences=1, mirrors_noise=True)
-
-
-def _probe_opening(
-    link: int,
-    token_ids: Sequence[int],
-    sampling: SamplingParams,
-    shape: TreeShape | None,
-    features: FeatureRows | None,
-) -> SequencesOpened:
-    """Returns the event that makes the tree due. See `DraftEngine.propose_once`."""
-    opening = Opening(
-        0, token_ids, len(token_ids), sampling, 0, shape, is_probe=True, features=features
-    )
-    return SequencesOpened(link, (opening,))
 
 
 def _resolve_probe(future: Future[ProbeDone], output: Output) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from services.draft.drafters.drafter import SharedHead
     from shared.runtime.mapped_head_worker import MappedHeadWorker
     from shared.runtime.mapped_rounds import OpenMapped
+    from shared.runtime.stream_times import OnSpan
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 class SharesHead(Protocol):
     """A drafter whose head rounds of a target can use."""
 
-    def share_head(self) -> SharedHead: ...
+    def share_head(self) -> SharedHead | None: ...
 
 
 @dataclass(slots=True)
@@ -51,13 +52,19 @@ class MappedHeads:
     Args:
         deliver: says that the head is ready.
         most: targets that take part.
+        on_span: hears when the head's parts of rounds began and ended.
     """
 
     def __init__(
-        self, drafter: object, deliver: Callable[[Output], None], *, most: int = 1
+        self,
+        drafter: object,
+        deliver: Callable[[Output], None],
+        *,
+        most: int = 1,
+        on_span: OnSpan | None = None,
     ) -> None:
         self._drafter = drafter if isinstance(drafter, SharesHead) else None
-        self._deliver, self._most = deliver, most
+        self._deliver, self._most, self._on_span = deliver, most, on_span
         self._shared: SharedHead | None = None
         self._shares: list[_Share] = []
 
@@ -119,7 +126,7 @@ class MappedHeads:
             return
         try:
             # Its rounds come behind those of the target that had the pages before.
-            worker = MappedHeadWorker(self._shared.model, command, share.stream)
+            worker = MappedHeadWorker(self._shared.model, command, share.stream, self._on_span)
         except (RingUnavailable, RuntimeError) as error:
             self._decline(link, str(error))
             return
@@ -131,6 +138,7 @@ class MappedHeads:
             return None
         if self._shared is None:
             self._shared = self._drafter.share_head()
+            assert self._shared is not None, "targets take heads that are offered"
             pages, count = self._shared.pages, len(self._shared.pages) // self._most
             starts = (number * count for number in range(self._most))
             self._shares = [_Share(pages[start : start + count]) for start in starts]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from services.draft.drafters.drafter import Proposal
@@ -78,6 +78,16 @@ class DraftRecorder:
         self._tracer = tracer
         self._log = log
         self._records: dict[SequenceKey, _Record] = {}
+
+    @property
+    def on_span(self) -> Callable[[str, float, float], None] | None:
+        """Takes a name, start and end of what the drafter's model did in rounds of a target; None
+        where nobody wants to know."""
+        return None if self._log is None else self._span
+
+    def _span(self, name: str, start_s: float, end_s: float) -> None:
+        assert self._log is not None
+        self._log.span(name, end_s - start_s, end_s=end_s)
 
     def opened(self, key: SequenceKey, opening: Opening) -> None:
         """A target handed a sequence over. Probes are no target's."""

@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from services.draft.candidates import Answers
-from services.draft.drafters.drafter import Drafter, Lookahead, Proposal
-from services.draft.drafters.whole_trees import grows_whole
+from services.draft.drafters.drafter import Drafter, Lookahead, Proposal, VerifiedTree
 from services.draft.events import Output
 from services.draft.likely_verdicts import SYNCHRONOUS, FanOut
 from services.draft.sequence import DraftSequence
@@ -59,8 +58,6 @@ class DeficitRoundRobin:
         """
         queues = _by_link(sequences)
         self._deficits = {link: self._deficits.get(link, 0) for link in queues}
-        if len(queues) == 1:
-            return _until(next(iter(queues.values())), cost, budget)
         picked: list[DraftSequence] = []
         while queues and budget > 0:
             link = self._next(queues)
@@ -100,18 +97,6 @@ def _by_link(sequences: Iterable[DraftSequence]) -> dict[int, list[DraftSequence
     for sequence in sequences:
         queues.setdefault(sequence.key.link, []).append(sequence)
     return queues
-
-
-def _until(
-    queue: list[DraftSequence], cost: Callable[[DraftSequence], int], budget: int
-) -> list[DraftSequence]:
-    picked: list[DraftSequence] = []
-    for sequence in queue:
-        if budget <= 0:
-            break
-        budget -= cost(sequence)
-        picked.append(sequence)
-    return picked
 
 
 # Warm-up of tree shapes while the draft serves, and the shape of trees until then.
@@ -188,24 +173,21 @@ class Preparation:
         while self._wanted:
             shape, num_sequences = next(iter(self._wanted.items()))
             if not self._drafter.is_prepared(shape, num_sequences):
-                return is_idle or self._clock() >= self._begins_s(is_owed=is_owed)
+                put_off_s = self._put_off_s if is_owed else -math.inf
+                return is_idle or self._clock() >= max(self._not_before_s, put_off_s)
             del self._wanted[shape]
         return False
-
-    def _begins_s(self, *, is_owed: bool) -> float:
-        """Returns when the next warm-up may begin."""
-        return max(self._not_before_s, self._put_off_s) if is_owed else self._not_before_s
 
     def advance(self) -> None:
         """Makes one graph of the shape requested last; only if `is_due`."""
         shape, num_sequences = next(iter(self._wanted.items()))
-        self._warm(lambda: self._drafter.prepare_for(shape, num_sequences))
+        self._warm(lambda: self._drafter.prepare(shape, num_sequences))
 
     def ensure(self, shape: TreeShape, num_sequences: int) -> None:
         """Makes all missing graphs of a shape that is used now."""
 
         def prepare() -> None:
-            while self._drafter.prepare_for(shape, num_sequences):
+            while self._drafter.prepare(shape, num_sequences):
                 pass
 
         if not self._drafter.is_prepared(shape, num_sequences):
@@ -214,14 +196,15 @@ class Preparation:
     def prepare_next(self, shape: TreeShape) -> bool:
         """Makes one graph while the draft is idle; returns whether one was missing. Only the
         drafter knows, so targets are told from the second graph on."""
-        if not self._is_idling:
-            self._is_idling = self._drafter.prepare_next(shape)
-        else:
-            self._warm(lambda: self._idle(shape))
-        return self._is_idling
 
-    def _idle(self, shape: TreeShape) -> None:
-        self._is_idling = self._drafter.prepare_next(shape)
+        def prepare() -> None:
+            self._is_idling = self._drafter.prepare(shape, None)
+
+        if self._is_idling:
+            self._warm(prepare)
+        else:
+            prepare()
+        return self._is_idling
 
     def _choose(self, requested: TreeShape, own: TreeShape, num_sequences: int) -> TreeShape:
         for shape in filter(None, (requested, self._last, own)):
@@ -405,7 +388,8 @@ class Rounds:
         fan_out = replace(self._fan_out, budget=budget).shared_by(len(self._table))
         fan_out = replace(fan_out, budget=min(fan_out.budget, sequence.max_conditional))
         if fan_out.budget:
-            lookahead.begin(sequence, sequence.in_flight.tree, self._shape_for(sequence), fan_out)
+            tree, shape = sequence.in_flight.tree, self._shape_for(sequence)
+            lookahead.begin(VerifiedTree(sequence, tree, shape, fan_out))
 
     def _budget(self, sequence: DraftSequence) -> int:
         """Returns how many verdicts a sequence's tree is prepared for at most: what is set here, or
@@ -504,7 +488,7 @@ class Rounds:
     @staticmethod
     def _needs_graphs(sequence: DraftSequence) -> bool:
         """Whether its trees are grown by what a drafter prepares. A probe waits in any case."""
-        return not sequence.is_probe and grows_whole(sequence)
+        return not sequence.is_probe and sequence.grows_whole
 
     def _report(self, draft_s: float | None) -> DraftReport:
         pinned_shape = self.shape if self.is_pinned else None

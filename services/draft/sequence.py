@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from shared.candidate_columns import ConditionKey, condition_key
 from shared.tokens import ANY_TREE, SamplingParams, TokenTree, TreeRequest, TreeShape, Verdict
+
+# What is cut away beyond these is drawn too often by a pass that leaves cuts out.
+_FEWEST_TOP_K = 4
+_LEAST_TOP_P = 0.5
+_MOST_MIN_P = 0.5
 
 
 @dataclass(slots=True)
@@ -92,6 +97,29 @@ class DraftSequence:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def pass_sampling(self) -> SamplingParams:
+        """What a pass on the device scores its tokens by: the request's own sampling, or greedy
+        where that leaves the target one token, whatever the noise is."""
+        sampling = self.sampling
+        return replace(sampling, temperature=0.0) if sampling.top_k == 1 else sampling
+
+    @property
+    def grows_whole(self) -> bool:
+        """Whether the kind of its sampling is all that a pass needs to score what the request asks
+        for: greedily, or by the coupled rule without penalties and bias, and without cuts that
+        leave a few tokens to draw from."""
+        sampling = self.pass_sampling
+        cuts_deep = (
+            0 < sampling.top_k < _FEWEST_TOP_K
+            or sampling.top_p < _LEAST_TOP_P
+            or sampling.min_p > _MOST_MIN_P
+        )
+        is_coupled = self.mirrors_noise and not cuts_deep
+        is_of_a_kind = not sampling.shapes_logits and (sampling.is_greedy or is_coupled)
+        # One tree of a shape that somebody has made up is not worth a graph.
+        return is_of_a_kind and not self.draws_chains and self.shape is None
 
     def new_candidate_id(self) -> int:
         """Returns an id that no candidate of the sequence had before."""

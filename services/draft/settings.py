@@ -105,8 +105,7 @@ class DraftSettings(DialingSettings):
     )
     enable_cuda_graph: bool | None = setting(
         None,
-        "capture drafting as CUDA graphs; needs CUDA. true: trees and a STANDALONE draft's other "
-        "small forwards; unset: trees only, if there is CUDA",
+        "capture drafting as CUDA graphs; needs CUDA; unset: if there is CUDA",
     )
     target_model_path: Path | None = setting(
         None,

@@ -26,14 +26,6 @@ class _Level:
     trials: float = 0.0
     hits: float = 0.0
 
-    def add(self, num_trials: int, num_hits: int) -> None:
-        """A round tried the level so many times, perhaps none."""
-        memory = MEMORY
-        if not num_trials:
-            memory = UNTRIED_MEMORY if self.trials > LEAST_TRIALS else 1.0
-        self.trials = memory * self.trials + num_trials
-        self.hits = memory * self.hits + num_hits
-
 
 _Kind: TypeAlias = tuple[int, bool, bool]
 """Breadth of the trees, whether they grow ahead, and whether their lanes are greedy."""
@@ -66,7 +58,11 @@ class Acceptance:
                 if levels is own and index < depth:
                     num_trials = sum(count >= index for count in accepted)
                     num_hits = sum(count > index for count in accepted)
-                level.add(num_trials, num_hits)
+                memory = MEMORY
+                if not num_trials:
+                    memory = UNTRIED_MEMORY if level.trials > LEAST_TRIALS else 1.0
+                level.trials = memory * level.trials + num_trials
+                level.hits = memory * level.hits + num_hits
 
     def tokens(self, shape: TreeShape, *, is_greedy: bool, hope: float = 0.0) -> float:
         """Returns the tokens that a round is expected to commit, bonus included.

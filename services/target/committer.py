@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.feature_store import FeatureFeed, FeatureSpec
 from services.target.draw import Decision
-from services.target.fallback import OwnTrees
 from services.target.launcher import LaunchedStep
 from services.target.requests.event_stream import Subscriptions
 from services.target.requests.request import Finished
@@ -20,16 +20,28 @@ from shared.generation import Delta, Failed, RoundTrace
 from shared.kv.leases import KvLeases
 from shared.runtime.host_copy import HostCopy
 from shared.runtime.round_state import SequenceRound
+from shared.tokens import TokenLogprobs, TreeShape
+
+
+class Committed(NamedTuple):
+    """One sequence's part of a step: draft nodes that were verified and accepted, and tokens."""
+
+    num_drafted: int
+    num_accepted: int
+    num_tokens: int
 
 
 class Committer:
-    """Commits what sequences drew, and keeps the reports of steps until they are taken. Owned by
-    the engine thread.
+    """Commits what sequences drew. Owned by the engine thread.
 
     Args:
+        has_fallback: whether the target has n-gram trees of its own.
         routes: of the experts that tokens took, which are kept; None where they are not.
         forget: lets go of a sequence that has ended.
         release: frees the pages of one whose rows were in flight when it ended.
+
+    Attributes:
+        reports: of the steps that were committed, until the loop hands them out.
     """
 
     def __init__(
@@ -38,7 +50,7 @@ class Committer:
         leases: KvLeases,
         subscriptions: Subscriptions,
         attachments: Attachments,
-        own_trees: OwnTrees,
+        has_fallback: bool,
         version: WeightVersion,
         features: FeatureFeed,
         routes: FeatureSpec | None,
@@ -51,14 +63,14 @@ class Committer:
         self._leases = leases
         self._subscriptions = subscriptions
         self._attachments = attachments
-        self._own_trees = own_trees
+        self._has_fallback = has_fallback
         self._clock = clock
         self._forget = forget
         self._release = release
         self._committed_s = 0.0
         # Tokens of each round with a tree of the fallback, since the last report.
         self._fallback_counts: list[int] = []
-        self._reports: list[StepReport] = []
+        self.reports: list[StepReport] = []
 
     def commit_step(
         self, step: LaunchedStep, decided: SequenceOf[tuple[ScheduledSequence, Decision]]
@@ -70,29 +82,59 @@ class Committer:
         """
         now_s = self._clock()
         start_s, self._committed_s = max(step.start_s, self._committed_s), now_s
-        num_committed = 0
+        parts: list[Committed] = []
         for entry, decision in decided:
-            num_committed += self.commit(entry, decision, start_s, now_s)
+            parts.append(self.commit(entry, decision, start_s, now_s))
             if entry.sequence.finish_reason is not None:
                 self._forget(entry.sequence)
         for sequence in step.retired:
             self._release(sequence)
+        self.report(
+            parts,
+            start_s,
+            now_s,
+            num_rows=step.num_rows,
+            num_prompt_rows=step.num_prompt_rows,
+            num_discarded=len(step.retired),
+            num_preempted=len(step.plan.preempted),
+            host_gap_s=step.host_gap_s,
+        )
+
+    def report(
+        self,
+        parts: SequenceOf[Committed],
+        start_s: float,
+        end_s: float,
+        *,
+        num_rows: int,
+        num_prompt_rows: int,
+        num_discarded: int,
+        num_preempted: int = 0,
+        host_gap_s: float = 0.0,
+        round_shape: TreeShape | None = None,
+    ) -> None:
+        """Keeps the report of a step that was committed; see `StepReport`.
+
+        Args:
+            parts: of the sequences that drew tokens.
+        """
         fallback_counts, self._fallback_counts = self._fallback_counts, []
-        self._reports.append(
+        self.reports.append(
             StepReport(
-                duration_s=now_s - start_s,
-                end_s=now_s,
-                host_gap_s=step.host_gap_s,
-                num_rows=step.num_rows,
-                num_prompt_rows=step.num_prompt_rows,
-                num_rounds=len(decided),
-                num_committed=num_committed,
-                num_drafted=sum(len(entry.tree) for entry, _ in decided),
-                num_accepted=sum(len(decision.accepted_nodes) for _, decision in decided),
-                num_preempted=len(step.plan.preempted),
+                duration_s=end_s - start_s,
+                end_s=end_s,
+                host_gap_s=host_gap_s,
+                num_rows=num_rows,
+                num_prompt_rows=num_prompt_rows,
+                num_rounds=len(parts),
+                num_committed=sum(each.num_tokens for each in parts),
+                num_drafted=sum(each.num_drafted for each in parts),
+                num_accepted=sum(each.num_accepted for each in parts),
+                num_preempted=num_preempted,
                 outcomes=self._attachments.outcomes.take(),
                 speculation=self._attachments.verdicts.take_counts(),
-                num_discarded=len(step.retired),
+                num_discarded=num_discarded,
+                round_shape=round_shape,
                 num_fallback_rounds=len(fallback_counts),
                 num_fallback_committed=sum(fallback_counts),
             )
@@ -106,8 +148,8 @@ class Committer:
         now_s: float,
         *,
         is_lane: bool = False,
-    ) -> int:
-        """Commits one decision and returns how many tokens that were.
+    ) -> Committed:
+        """Commits one decision.
 
         The sequence may have ended by it: its `finish_reason` says so, and its last event is out.
 
@@ -121,31 +163,29 @@ class Committer:
         since_s = None if was_prompt else sequence.decided_s
         committed = sequence.commit(decision.token_ids)
         accepted = decision.accepted_nodes[: len(committed)]
-        trace = self._trace(entry, accepted, start_s, now_s)
+        trace = None
+        if sequence.request.wants_trace:  # before the verdict is sent to the draft
+            trace = self._trace(entry, accepted, start_s, now_s)
         sequence.decided_s = now_s
         # The last committed token is always left to compute.
         sequence.num_computed += min(len(accepted), len(committed) - 1)
         sequence.stats.num_rounds += 1
         if has_tree:
-            if self._own_trees.has_fallback and not (was_predicted or was_verified):
+            if self._has_fallback and not (was_predicted or was_verified):
                 self._fallback_counts.append(len(committed))
             sequence.stats.add_verified(len(entry.tree), len(accepted))
         self._attachments.verdicts.count_round(
             sequence, len(accepted), was_verified=was_verified, now_s=now_s
         )
-        logprobs = decision.logprobs[: len(committed)]
-        delta = Delta(
-            committed, logprobs, len(accepted), len(entry.tree), trace, self._told(sequence)
-        )
-        self._subscriptions.emit(sequence, delta)
+        part = Committed(len(entry.tree), len(decision.accepted_nodes), len(committed))
+        self._emit(sequence, committed, decision.logprobs, len(accepted), len(entry.tree), trace)
         if sequence.finish_reason is not None:
-            self._subscriptions.emit(sequence, self._last_event(sequence))
-            return len(committed)
+            return part
         if was_prompt and not is_lane:
             self._publish(sequence)
         if was_predicted and sequence.prediction is None:
             self._attachments.assignments.assign(sequence, now_s)
-            return len(committed)
+            return part
         self._attachments.verdicts.decided(
             sequence,
             committed,
@@ -154,28 +194,35 @@ class Committer:
             since_s=since_s,
             now_s=now_s,
         )
-        return len(committed)
+        return part
 
-    def commit_round(self, sequence: Sequence, round_: SequenceRound, now_s: float) -> int:
-        """Commits what a round on the device did to a sequence, as `commit` does."""
+    def commit_round(self, sequence: Sequence, round_: SequenceRound, now_s: float) -> Committed:
+        """Commits what a round did to a sequence that no draft has, as `commit` does."""
         committed = sequence.commit(round_.token_ids)
         num_accepted = min(len(round_.token_ids) - 1, len(committed))
         sequence.decided_s = now_s
         sequence.num_computed = len(sequence.token_ids) - 1
         sequence.stats.num_rounds += 1
         sequence.stats.add_verified(round_.num_drafted, num_accepted)
-        logprobs = round_.logprobs[: len(committed)]
-        delta = Delta(
-            committed,
-            logprobs,
-            num_accepted,
-            round_.num_drafted,
-            weight_version=self._told(sequence),
-        )
+        self._emit(sequence, committed, round_.logprobs, num_accepted, round_.num_drafted)
+        return Committed(round_.num_drafted, num_accepted, len(committed))
+
+    def _emit(
+        self,
+        sequence: Sequence,
+        committed: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...],
+        num_accepted: int,
+        num_drafted: int,
+        trace: RoundTrace | None = None,
+    ) -> None:
+        """Tells of committed tokens, and of the end that they may have brought."""
+        own = logprobs[: len(committed)]
+        version = self._told(sequence)
+        delta = Delta(committed, own, num_accepted, num_drafted, trace, version)
         self._subscriptions.emit(sequence, delta)
         if sequence.finish_reason is not None:
             self._subscriptions.emit(sequence, self._last_event(sequence))
-        return len(committed)
 
     def _told(self, sequence: Sequence) -> str | None:
         """Returns the version of the weights where it is news to whoever waits for the sequence."""
@@ -187,11 +234,9 @@ class Committer:
 
     def _trace(
         self, entry: ScheduledSequence, accepted: tuple[int, ...], start_s: float, now_s: float
-    ) -> RoundTrace | None:
-        """Reports the round of a commit, before its verdict is sent to the draft."""
+    ) -> RoundTrace:
+        """Reports the round of a commit."""
         sequence = entry.sequence
-        if not sequence.request.wants_trace:
-            return None
         # A step launched ahead may have begun before the host had read the one before it.
         begin_s = max(start_s, sequence.decided_s)
         return RoundTrace(
@@ -213,8 +258,9 @@ class Committer:
 
     def _last_event(self, sequence: Sequence) -> Finished | Failed:
         assert sequence.finish_reason is not None
-        if sequence.failure is not None:
-            return Failed(sequence.failure)
+        if sequence.matcher is not None and sequence.matcher.failure is not None:
+            return Failed(sequence.matcher.failure)
+        routes = self._routes if sequence.request.wants_routes else None
         return Finished(
             sequence.finish_reason,
             sequence.num_prompt_tokens,
@@ -222,28 +268,12 @@ class Committer:
             sequence.num_cached_tokens,
             sequence.stop_token_id,
             sequence.stats,
-            self._routes_of(sequence),
+            None if routes is None else self._routes_of(sequence, routes),
         )
 
-    def _routes_of(self, sequence: Sequence) -> HostCopy | None:
+    def _routes_of(self, sequence: Sequence, routes: FeatureSpec) -> HostCopy:
         """Returns the experts of all tokens but the last, on their way."""
-        if self._routes is None or not sequence.request.wants_routes:
-            return None
         end = len(sequence.token_ids) - 1
-        start, rows = self._features.known_rows(self._routes, sequence.open_lease, 0, end)
+        start, rows = self._features.known_rows(routes, sequence.open_lease, 0, end)
         assert start == 0, f"the experts of {start} tokens were not recorded"
         return HostCopy(rows)
-
-    def report(self, report: StepReport) -> None:
-        """Keeps the report of a step that was committed elsewhere."""
-        self._reports.append(report)
-
-    @property
-    def has_reports(self) -> bool:
-        """Whether steps were committed since reports were last taken."""
-        return bool(self._reports)
-
-    def take_reports(self) -> list[StepReport]:
-        """Returns the reports since the last call."""
-        reports, self._reports = self._reports, []
-        return reports

@@ -111,6 +111,7 @@ class RowDistributions:
 
     Attributes:
         drawn: scheduled sequences whose last token the step computes.
+        rows: of each of them.
         logits: `[L, V]` as the model gives them; for each of them the row of the root, then the
             rows of its nodes.
         positions: `[L]` int64, each row's position; it draws the token after it.
@@ -120,6 +121,7 @@ class RowDistributions:
     """
 
     drawn: Sequence[ScheduledSequence]
+    rows: Sequence[slice]
     logits: Tensor
     positions: Tensor
     sampling: RowSampling
@@ -148,16 +150,6 @@ class RowDistributions:
         is_wanted = uploaded_tensor(torch.tensor(wanted), cooled.device).unsqueeze(1)
         return torch.where(is_wanted, cooled, self.logits.to(cooled.dtype))
 
-    def row_slices(self) -> list[slice]:
-        """Returns the rows of each sequence."""
-        slices: list[slice] = []
-        start = 0
-        for entry in self.drawn:
-            end = start + 1 + len(entry.tree)
-            slices.append(slice(start, end))
-            start = end
-        return slices
-
 
 class Draw(Protocol):
     """The draw of one step."""
@@ -176,7 +168,7 @@ class CoupledDraw:
     def __init__(self, distributions: RowDistributions) -> None:
         self._drawn = distributions.drawn
         self._masks = distributions.masks
-        self._slices = distributions.row_slices()
+        self._slices = distributions.rows
         self.token_ids = draw_tokens(
             distributions.allowed_logits,
             distributions.sampling,
@@ -192,13 +184,13 @@ class CoupledDraw:
         if self._logprobs is None and len(tokens) == len(self._drawn):
             return [Decision((), (token,), ()) for token in tokens]  # no tree anywhere
         logprobs = None if self._logprobs is None else self._logprobs.read()
-        return [
-            _decision(
-                _within(self._masks, accept_path(entry.tree, tokens[rows]), entry.tree, rows),
-                *(entry, rows, logprobs),
-            )
-            for entry, rows in zip(self._drawn, self._slices, strict=True)
-        ]
+        decisions: list[Decision] = []
+        for entry, rows in zip(self._drawn, self._slices, strict=True):
+            path = accept_path(entry.tree, tokens[rows])
+            if self._masks is not None:
+                path = self._masks.cut(path, entry.tree, rows.start)
+            decisions.append(_decision(path, entry, rows, logprobs))
+        return decisions
 
 
 class FreshDraw:
@@ -217,12 +209,11 @@ class FreshDraw:
         log_probs = target_log_probs(
             distributions.allowed_logits, distributions.sampling, distributions.counts
         )
-        drawn, slices = distributions.drawn, distributions.row_slices()
-        found = self._rule(log_probs, [entry.tree for entry in drawn])
-        paths = [
-            _within(distributions.masks, path, entry.tree, rows)
-            for path, entry, rows in zip(found, drawn, slices, strict=True)
-        ]
+        drawn, slices = distributions.drawn, distributions.rows
+        paths = self._rule(log_probs, [entry.tree for entry in drawn])
+        if distributions.masks is not None:
+            cut, trees = distributions.masks.cut, [entry.tree for entry in drawn]
+            paths = list(map(cut, paths, trees, [rows.start for rows in slices]))
         token_ids = [0] * len(log_probs)
         for path, entry, rows in zip(paths, drawn, slices, strict=True):
             for row, token_id in zip(
@@ -232,17 +223,6 @@ class FreshDraw:
         scores = _RowLogprobs.of(distributions, uploaded_numbers(token_ids, log_probs.device))
         logprobs = None if scores is None else scores.read()
         return list(map(_decision, paths, drawn, slices, itertools.repeat(logprobs)))
-
-
-def _within(
-    masks: RowMasks | None, path: AcceptedPath, tree: TokenTree, rows: slice
-) -> AcceptedPath:
-    """Returns what of a path its grammar could follow.
-
-    Rows that may not draw have a distribution all the same, that without the grammar, so what is
-    decided above them is right whatever the rule.
-    """
-    return path if masks is None else masks.cut(path, tree, rows.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +276,7 @@ class _RowLogprobs:
         rows: list[int] = []
         num_top: list[int] = []
         named: list[Sequence[int]] = []
-        for entry, own in zip(distributions.drawn, distributions.row_slices(), strict=True):
+        for entry, own in zip(distributions.drawn, distributions.rows, strict=True):
             request = entry.sequence.request
             if request.top_logprobs is not None:
                 rows += range(own.start, own.stop)

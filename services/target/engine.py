@@ -7,7 +7,6 @@ draft calls, which post commands and never block; events go back through sinks t
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -24,7 +23,8 @@ from services.target.step_loop import StepLoop
 from services.target.weight_control import WeightControl
 from services.target.weight_stager import RankStages
 from shared.candidate_columns import CandidateColumns
-from shared.errors import EngineFailed, OutriderError, QueueFull, Unavailable
+from shared.errors import EngineFailed, Unavailable
+from shared.inbox import Inbox
 from shared.models.heads.target_tensors import Table
 from shared.runtime.device import launch_on
 from shared.runtime.memory import Shortage, is_shortage
@@ -32,98 +32,7 @@ from shared.tokens import NO_REPORT, Candidate, DraftReport
 
 logger = logging.getLogger(__name__)
 
-# The bounded queue from the event loop to the engine thread.
-
 T = TypeVar("T")
-Command = Callable[[], None]
-
-
-class Inbox:
-    """Commands for the engine thread, run in order at the start of a step.
-
-    Posting never waits for the engine and drops nothing. What asks for work is refused when the
-    inbox is full or closed; what ends work never is, or the engine would go on with what nobody
-    waits for.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._refusal: Callable[[], OutriderError] | None = None
-        self._closing = threading.Lock()
-        # What `await_command` has found.
-        self._next: Command | None = None
-
-    def post(self, command: Command) -> None:
-        """Queues a command.
-
-        Raises:
-            QueueFull: the engine is that far behind.
-            OutriderError: the inbox is closed; see `close`.
-        """
-        with self._closing:
-            if self._refusal is not None:
-                raise self._refusal()
-            num_waiting = self._commands.qsize()
-            if num_waiting >= self._capacity:
-                raise QueueFull.of(num_waiting, self._capacity)
-            self._commands.put(command)
-
-    def post_end(self, command: Command) -> None:
-        """Queues a command that ends what an earlier one began; no more of them come than of
-        those, so they need no bound."""
-        self._commands.put(command)
-
-    def close(self, refusal: Callable[[], OutriderError]) -> None:
-        """Refuses work from now on. Whatever was taken before is in the queue once this returns, so
-        that a last `run_all` leaves nobody without an answer.
-
-        Args:
-            refusal: the error for later submissions; that of the first `close` counts.
-        """
-        with self._closing:
-            self._refusal = self._refusal or refusal
-
-    def call(self, function: Callable[[], T]) -> Future[T]:
-        """Queues a function and returns the future of its result.
-
-        Raises:
-            OutriderError: see `post`.
-        """
-        future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(function())
-            except Exception as error:  # handed to the caller, who waits for it
-                future.set_exception(error)
-
-        self.post(run)
-        return future
-
-    def run_all(self, *, wait_s: float | None = 0.0) -> None:
-        """Runs every queued command; waits up to `wait_s` for the first, for ever on None."""
-        self.await_command(wait_s)
-        while (command := self._next) is not None:
-            self._next = None
-            command()
-            self.await_command(0.0)
-
-    def await_command(self, wait_s: float | None) -> None:
-        """Waits up to `wait_s` for a command, for ever on None, and runs none. Only for the thread
-        that runs them."""
-        if self._next is None:
-            self._next = self._taken(wait_s)
-
-    def _taken(self, wait_s: float | None) -> Command | None:
-        try:
-            if wait_s is not None and wait_s <= 0.0:
-                return self._commands.get_nowait()
-            return self._commands.get(timeout=wait_s)
-        except queue.Empty:
-            return None
 
 
 class Engine:
@@ -139,6 +48,7 @@ class Engine:
         decoder: the model; a draft in this process may borrow its tensors.
         cache: what its KV cache takes of the device.
         num_kv_tokens: that the KV cache holds, on all ranks.
+        death: done when the engine thread died of an error.
     """
 
     def __init__(self, loop: StepLoop, inbox: Inbox) -> None:
@@ -151,7 +61,7 @@ class Engine:
         self._flush = leases.flush
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        self._failed = threading.Event()
+        self.death: Future[None] = Future()
 
     # From any thread: requests.
 
@@ -242,7 +152,7 @@ class Engine:
     @property
     def has_failed(self) -> bool:
         """Whether the engine thread died; nothing will be served any more."""
-        return self._failed.is_set()
+        return self.death.done()
 
     @property
     def draft_algorithms(self) -> tuple[str, ...]:
@@ -347,7 +257,7 @@ class Engine:
                 advice = self.cache.advice(Shortage.of(error))
                 logger.critical("no memory for a step: %s; or --chunked-prefill-size", advice)
             logger.exception("the engine failed")
-            self._failed.set()
+            self.death.set_result(None)
             self._inbox.close(EngineFailed.of)
             while not self._runs_rest():
                 pass
@@ -366,5 +276,6 @@ class Engine:
     def _wait(self) -> None:
         """Runs the next commands, or prepares for later steps while there are none."""
         patience_s = self._loop.patience_s()
-        is_idle = patience_s is None
-        self._inbox.run_all(wait_s=0.0 if is_idle and self._loop.prepare_next() else patience_s)
+        if patience_s is None and self._loop.runner.prepare_next():
+            patience_s = 0.0
+        self._inbox.run_all(wait_s=patience_s)

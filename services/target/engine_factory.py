@@ -14,7 +14,7 @@ from services.target.adaptive_config import (
     AdaptiveConfig,
     read_adaptive_config,
 )
-from services.target.engine import Engine, Inbox
+from services.target.engine import Engine
 from services.target.fallback import Fallback, NgramFallback
 from services.target.requests.request import ModelLimits
 from services.target.runner_factory import BuiltRunner, build_runner, num_routes
@@ -24,6 +24,7 @@ from services.target.step_loop import StepLoop
 from services.target.step_report import StepReport
 from services.target.verifier import Verifier
 from services.target.weight_stager import RankStages
+from shared.inbox import Inbox
 from shared.kv.leases import KvLeases
 from shared.runtime.round_runner import RoundLimits
 from shared.speculation.verify import Thresholds

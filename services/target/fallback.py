@@ -66,31 +66,12 @@ class NgramFallback:
         return tree
 
 
-class OwnTrees:
-    """The target's trees for rounds without a draft's: of the request's prediction, or of n-grams.
-    Owned by the engine thread.
-
-    Args:
-        fallback: the source of n-gram trees; None without.
-    """
-
-    def __init__(self, fallback: NgramFallback | None = None) -> None:
-        self._fallback = fallback
-
-    @property
-    def has_fallback(self) -> bool:
-        return self._fallback is not None
-
-    def tree(self, sequence: Sequence) -> TokenTree:
-        """Returns the tree for the current round, cut to what the request allows, perhaps empty."""
-        if sequence.request.speculation_disabled:
-            return EMPTY_TREE
-        tree = EMPTY_TREE if sequence.prediction is None else sequence.prediction.tree()
-        if self._fallback is not None and not tree.token_ids:
-            tree = self._fallback.tree(sequence)
-        return narrowed(tree, sequence.request.num_draft_tokens)[0]
-
-    def forget(self, sequence: Sequence) -> None:
-        """Forgets a sequence that has ended."""
-        if self._fallback is not None:
-            self._fallback.forget(sequence)
+def own_tree(sequence: Sequence, fallback: NgramFallback | None) -> TokenTree:
+    """Returns the target's tree for a round without a draft's: of the request's prediction, or of
+    n-grams. Cut to what the request allows, perhaps empty."""
+    if sequence.request.speculation_disabled:
+        return EMPTY_TREE
+    tree = EMPTY_TREE if sequence.prediction is None else sequence.prediction.tree()
+    if fallback is not None and not tree.token_ids:
+        tree = fallback.tree(sequence)
+    return narrowed(tree, sequence.request.num_draft_tokens)[0]

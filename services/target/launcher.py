@@ -104,16 +104,13 @@ class SplitLogits:
     """The logits of a step, those that score apart from those that draw.
 
     Attributes:
-        drawing: `[L]` int64, the rows of `logits` that draw; None when all of them do.
+        logits: of the drawing rows.
+        drawing: `[L]` int64, these among all rows with logits.
     """
 
     logits: Tensor
-    drawing: Tensor | None
-    scores: PromptScores | None
-
-    def drawn_of(self, values: Tensor) -> Tensor:
-        """Returns those of the values of all rows `[L]` that belong to drawing rows."""
-        return values if self.drawing is None else values.index_select(0, self.drawing)
+    drawing: Tensor
+    scores: PromptScores
 
     @classmethod
     def of(cls, scheduled: SequenceOf[ScheduledSequence], logits: Tensor) -> SplitLogits:
@@ -122,8 +119,6 @@ class SplitLogits:
         Args:
             logits: `[L, V]`; of each sequence the scoring rows, then the drawing ones.
         """
-        if not any(entry.scored for entry in scheduled):
-            return cls(logits, None, None)
         scoring: list[int] = []
         drawing: list[int] = []
         token_ids: list[int] = []
@@ -171,6 +166,7 @@ class LaunchedStep:
         draw: None when none does.
         scores: log probabilities of prompt tokens; None when no sequence wants any.
         num_rows: rows of the forward.
+        num_prompt_rows: those of sequences that had more than one token to compute.
         mark: behind its work on the device.
         start_s: when it was planned.
         allows_run_ahead: whether the next step can be launched before this one's tokens are read.
@@ -184,16 +180,12 @@ class LaunchedStep:
     draw: Draw | None
     scores: PromptScores | None
     num_rows: int
+    num_prompt_rows: int
     mark: DeviceMark
     start_s: float
     allows_run_ahead: bool
     host_gap_s: float = 0.0
     retired: list[Sequence] = field(default_factory=list)
-
-    @property
-    def num_prompt_rows(self) -> int:
-        """Rows of sequences that had more than one token to compute."""
-        return sum(entry.num_rows for entry in self.plan.scheduled if entry.num_rows > 1)
 
     def computes(self, sequence: Sequence) -> bool:
         """Whether rows of `sequence` are in flight."""
@@ -229,15 +221,17 @@ class Launcher:
         output = self._runner.run(batch, capture_layers=self._features.captured_layers)
         self._features.store(plan, batch.slots, output)
         drawn = plan.drawn
-        draw = None
-        split = SplitLogits.of(plan.scheduled, output.logits)
+        draw, scores = None, None
+        logits, positions, input_ids = output.logits, batch.positions, batch.token_ids
+        if len(batch.logit_rows) < len(positions):  # they ascend, so as many as rows are all
+            positions = positions.index_select(0, batch.logit_rows)
+            input_ids = input_ids.index_select(0, batch.logit_rows)
+        if any(entry.scored for entry in plan.scheduled):
+            split = SplitLogits.of(plan.scheduled, logits)
+            logits, scores = split.logits, split.scores
+            positions, input_ids = positions[split.drawing], input_ids[split.drawing]
         if drawn:
-            draw = self._verifier.draw(
-                drawn,
-                split.logits,
-                positions=split.drawn_of(_of_logit_rows(batch, batch.positions)),
-                input_ids=split.drawn_of(_of_logit_rows(batch, batch.token_ids)),
-            )
+            draw = self._verifier.draw(drawn, logits, positions=positions, input_ids=input_ids)
         for entry in plan.scheduled:
             entry.sequence.num_computed += entry.num_rows
             entry.sequence.num_pending += entry.is_complete
@@ -247,15 +241,19 @@ class Launcher:
             plan,
             drawn,
             draw,
-            split.scores,
+            scores,
             len(batch.token_ids),
+            sum(entry.num_rows for entry in plan.scheduled if entry.num_rows > 1),
             mark,
             start_s,
             _allows_run_ahead(drawn, draw),
         )
 
     def _packed(self, scheduled: SequenceOf[ScheduledSequence]) -> ForwardBatch:
-        if all(entry.is_plain for entry in scheduled):
+        if all(
+            each.num_rows == 1 and each.is_complete and not each.node_indices for each in scheduled
+        ):
+            # Plain decode: one row each, which draws.
             sequences = [entry.sequence for entry in scheduled]
             return self._decode_batches.build(
                 [UNREAD if each.num_pending else each.token_ids[-1] for each in sequences],
@@ -282,7 +280,10 @@ def _allows_run_ahead(drawn: SequenceOf[ScheduledSequence], draw: Draw | None) -
         return True
     if draw.token_ids is None or any(each.node_indices for each in drawn):
         return False  # the host decides how much of a tree is accepted
-    return not any(each.sequence.needs_host_before_next_step for each in drawn)
+    # The next distribution, or tree, may depend on tokens in a way only the host computes.
+    return not any(
+        each.sequence.is_masked or each.sequence.prediction is not None for each in drawn
+    )
 
 
 def _with_drawn_tokens(batch: ForwardBatch, plan: StepPlan, last: LaunchedStep) -> ForwardBatch:
@@ -307,10 +308,3 @@ def _with_drawn_tokens(batch: ForwardBatch, plan: StepPlan, last: LaunchedStep) 
     rows, sources = uploaded_pairs(filled, batch.token_ids.device)
     token_ids = batch.token_ids.index_copy(0, rows, drawn_token_ids.index_select(0, sources))
     return replace(batch, token_ids=token_ids)
-
-
-def _of_logit_rows(batch: ForwardBatch, values: Tensor) -> Tensor:
-    """Returns the values of the rows with logits; they ascend, so as many as rows are all."""
-    if len(batch.logit_rows) == len(values):
-        return values
-    return values.index_select(0, batch.logit_rows)

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from services.target.drafts.attachment import AttachmentStatus
 from services.target.engine import Engine
 from services.target.settings import TargetSettings
-from services.target.step_report import OutcomeTally, SpeculationCounts, StepReport, shape_name
+from services.target.step_report import OutcomeTally, StepReport, shape_name
 from shared.errors import OutriderError
 from shared.telemetry.start_up import RoundLog
 from shared.telemetry.vllm_metrics import EngineFigures
@@ -196,7 +196,8 @@ class TargetMetrics:
         if report.round_shape is not None:
             self._device_rounds.labels(shape_name(report.round_shape)).inc(report.num_rounds)
         self._observe_outcomes(report.outcomes)
-        self._observe_speculation(report.speculation)
+        self._paused.inc(report.speculation.num_paused_rounds)
+        self._probes.inc(report.speculation.num_probe_rounds)
         self._busy.inc(report.duration_s)
         self._discarded.inc(report.num_discarded)
         self._fallback_rounds.inc(report.num_fallback_rounds)
@@ -209,7 +210,10 @@ class TargetMetrics:
                 report.duration_s,
                 end_s=report.end_s,
                 rows=report.num_rows,
+                sequences=report.num_rounds,
+                drafted=report.num_drafted,
                 committed=report.num_committed,
+                ahead=report.round_shape is not None and report.round_shape.is_ahead,
                 hits=report.outcomes.num_hits,
                 late=report.outcomes.num_late_hits,
                 misses=report.outcomes.num_misses + report.outcomes.num_unprepared,
@@ -224,10 +228,6 @@ class TargetMetrics:
         if self._follows_hits and is_known:
             self._hit_gaps.observe(report.host_gap_s)
         self._follows_hits = report.outcomes.is_all_hits
-
-    def _observe_speculation(self, counts: SpeculationCounts) -> None:
-        self._paused.inc(counts.num_paused_rounds)
-        self._probes.inc(counts.num_probe_rounds)
 
     def _observe_outcomes(self, outcomes: OutcomeTally) -> None:
         for (position, rank), count in outcomes.hits.items():

@@ -23,7 +23,7 @@ from services.target.drafts.attachment import AttachmentTerms
 from services.target.drafts.speculation_service import SpeculationServicer
 from services.target.engine import Engine
 from services.target.grammars.compiler import GrammarCompiler, GrammarLimits
-from services.target.requests.admission import Admission, RequestRecorder
+from services.target.requests.admission import Admission, RequestTelemetry
 from services.target.requests.generate_service import ServedModel, TargetServicer
 from services.target.settings import TargetSettings
 from services.target.vllm.vllm_engine_messages import ModelFacts
@@ -89,7 +89,6 @@ _TARGET = target_service_pb2.DESCRIPTOR.services_by_name["TargetService"]
 _SPECULATION = speculation_service_pb2.DESCRIPTOR.services_by_name["SpeculationService"]
 _VLLM_ENGINE = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"]
 _ADMIN = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
-_ENGINE_WATCH_S = 0.5
 
 
 class EmbeddedPort(Protocol):
@@ -163,11 +162,11 @@ class TargetProcess:
         if settings.grpc_vllm_engine:
             self._services.append(_VLLM_ENGINE)
         self._lifecycle = Lifecycle([service.full_name for service in self._services])
-        recorder = RequestRecorder(
+        telemetry = RequestTelemetry(
             settings.model_id, metrics or VllmMetrics(), time.monotonic, tracer
         )
         self._grammars = grammar_compiler(engine, settings)
-        self._admission = Admission(engine, self._grammars, self._lifecycle, recorder)
+        self._admission = Admission(engine, self._grammars, self._lifecycle, telemetry)
         self._target = TargetServicer(self._admission, model)
         self._vllm_engine: VllmEngineServicer | None = None
         if settings.grpc_vllm_engine:
@@ -229,14 +228,12 @@ class TargetProcess:
         Raises:
             EngineFailed: the engine died; the process is of no more use.
         """
-        while not stop.is_set():
-            if self._engine.has_failed:
-                await self._lifecycle.drain()
-                raise EngineFailed.of()
-            try:
-                await asyncio.wait_for(stop.wait(), _ENGINE_WATCH_S)
-            except TimeoutError:
-                continue
+        stopped, died = asyncio.create_task(stop.wait()), asyncio.wrap_future(self._engine.death)
+        await asyncio.wait((stopped, died), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not stop.is_set():
+            await self._lifecycle.drain()
+            raise EngineFailed.of()
 
     async def stop(self, grace_s: float) -> None:
         """Says NOT_SERVING, refuses new work, lets running work finish, then stops."""

@@ -134,7 +134,7 @@ class Scheduler:
         if len(self._waiting) >= self._limits.max_waiting:
             raise QueueFull.of(len(self._waiting), self._limits.max_waiting)
         # Behind those of its own priority.
-        self._waiting.insert(_num_up_to(self._waiting, _priority(sequence)), sequence)
+        self._waiting.insert(_num_up_to(self._waiting, sequence.request.priority), sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Takes a sequence out, whatever its state. Its pages stay until `release`."""
@@ -170,7 +170,8 @@ class Scheduler:
             self._schedule(sequence, candidate(sequence), step)
         if not step.preempted:
             self._admit(candidate, step)
-        return step.as_plan()
+        drawn = tuple(entry for entry in step.scheduled if entry.is_complete)
+        return StepPlan(tuple(step.scheduled), drawn, tuple(step.admitted), tuple(step.preempted))
 
     def _schedule(self, sequence: Sequence, tree: TokenTree, step: PlanInProgress) -> None:
         num_remaining = sequence.num_remaining
@@ -189,7 +190,7 @@ class Scheduler:
             tree, node_indices = EMPTY_TREE, ()
         if self._make_room(sequence, num_rows + len(tree), step):
             start = sequence.num_computed
-            scored = scored_rows(sequence, start, num_rows)
+            scored = scored_rows(sequence, start, num_rows) if sequence.is_scoring else range(0)
             step.scheduled.append(
                 ScheduledSequence(
                     sequence, start, num_rows, tree, node_indices, is_complete, scored
@@ -240,7 +241,7 @@ class Scheduler:
         self._running.remove(sequence)
         self._close_lease(sequence)
         # Before those of its own priority, which are younger.
-        self._waiting.insert(_num_up_to(self._waiting, _priority(sequence) - 1), sequence)
+        self._waiting.insert(_num_up_to(self._waiting, sequence.request.priority - 1), sequence)
 
     def _admit(self, candidate: Callable[[Sequence], TokenTree], step: PlanInProgress) -> None:
         while (
@@ -249,24 +250,21 @@ class Scheduler:
             and step.num_prompt_rows_left > 0
         ):
             sequence = self._waiting[0]
-            if not self._open_lease(sequence):
+            cacheable, salt = sequence.token_ids, sequence.request.prefix_salt
+            if sequence.is_scoring:
+                # What comes before the row that scores the next prompt token must be there, that
+                # row must be computed: for it, one token more.
+                cacheable = cacheable[: sequence.next_scored]
+            try:
+                lease = self._leases.open(cacheable, salt, len(sequence.token_ids))
+            except OutOfPages:
                 self._turned_away = (sequence, self._leases.num_returns)
                 return
+            sequence.lease, sequence.num_computed = lease, lease.num_cached_tokens
             self._waiting.popleft()
-            self._running.insert(_num_up_to(self._running, _priority(sequence)), sequence)
+            self._running.insert(_num_up_to(self._running, sequence.request.priority), sequence)
             step.admitted.append(sequence)
             self._schedule(sequence, candidate(sequence), step)
-
-    def _open_lease(self, sequence: Sequence) -> bool:
-        """Opens a lease with pages for every committed token, or leaves all as it was."""
-        cacheable, salt = sequence.cacheable_token_ids, sequence.request.prefix_salt
-        try:
-            lease = self._leases.open(cacheable, salt, len(sequence.token_ids))
-        except OutOfPages:
-            return False
-        sequence.lease = lease
-        sequence.num_computed = lease.num_cached_tokens
-        return True
 
     def _close_lease(self, sequence: Sequence) -> None:
         self._leases.close(sequence.open_lease, sequence.token_ids[: sequence.num_computed])
@@ -274,10 +272,6 @@ class Scheduler:
         sequence.num_computed = 0
 
 
-def _priority(sequence: Sequence) -> int:
-    return sequence.request.priority
-
-
 def _num_up_to(sequences: Iterable[Sequence], priority: int) -> int:
     """Returns how many have their turn no later than `priority` says."""
-    return sum(_priority(each) <= priority for each in sequences)
+    return sum(each.request.priority <= priority for each in sequences)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from services.target.grammars.matcher import GrammarMatcher
 from services.target.prediction import Prediction
 from services.target.requests.request import GenerationRequest, ModelLimits
-from shared.errors import OutriderError
 from shared.generation import SpeculationStats
 from shared.kv.leases import KvLease
 from shared.tokens import FinishReason, SamplingParams, ThinkingBudget
@@ -131,7 +130,7 @@ class Sequence:
     sequence_id: int
     request: GenerationRequest
     limits: ModelLimits
-    token_ids: list[int]
+    token_ids: list[int] = field(init=False)
     num_pending: int = 0
     num_computed: int = 0
     lease: KvLease | None = None
@@ -142,9 +141,9 @@ class Sequence:
     started: bool = False
     decided_s: float = 0.0
     weight_version: str | None = None
-    matcher: GrammarMatcher | None = None
-    rules: TokenRules | None = None
-    prediction: Prediction | None = None
+    matcher: GrammarMatcher | None = field(init=False)
+    rules: TokenRules | None = field(init=False)
+    prediction: Prediction | None = field(init=False)
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     num_prompt_tokens: int = field(init=False)
     next_scored: int = field(init=False)
@@ -152,33 +151,21 @@ class Sequence:
     stop_token_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        stop = self.request.stop
-        self.num_prompt_tokens = len(self.request.prompt_token_ids)
-        scoring = self.request.prompt_scoring
+        request, limits = self.request, self.limits
+        stop, sampling, scoring = request.stop, request.sampling, request.prompt_scoring
+        self.token_ids = list(request.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.matcher = None if request.grammar is None else request.grammar.matcher()
+        has_rules = sampling.bad_words or sampling.thinking is not None
+        self.rules = TokenRules.of(sampling) if has_rules else None
+        predicted = () if request.speculation_disabled else request.predicted_token_ids
+        self.prediction = Prediction(predicted) if predicted else None
         # Nothing predicts the first token.
         self.next_scored = self.num_prompt_tokens if scoring is None else max(scoring.start, 1)
-        room = self.limits.max_sequence_tokens - self.num_prompt_tokens
+        room = limits.max_sequence_tokens - self.num_prompt_tokens
         self.max_output_tokens = min(stop.max_output_tokens, room)
-        eos_token_ids = frozenset() if stop.ignore_eos else self.limits.eos_token_ids
+        eos_token_ids = frozenset() if stop.ignore_eos else limits.eos_token_ids
         self.stop_token_ids = stop.stop_token_ids | eos_token_ids
-
-    @classmethod
-    def of(cls, sequence_id: int, request: GenerationRequest, limits: ModelLimits) -> Sequence:
-        """Starts a sequence at its prompt."""
-        matcher = None if request.grammar is None else request.grammar.matcher()
-        rules = TokenRules.of(request.sampling)
-        prompt = list(request.prompt_token_ids)
-        predicted = () if request.speculation_disabled else request.predicted_token_ids
-        prediction = Prediction(predicted) if predicted else None
-        return cls(
-            sequence_id,
-            request,
-            limits,
-            prompt,
-            matcher=matcher,
-            rules=rules,
-            prediction=prediction,
-        )
 
     @property
     def sampling(self) -> SamplingParams:
@@ -203,11 +190,6 @@ class Sequence:
         return len(self.token_ids) + self.num_pending - self.num_computed
 
     @property
-    def can_join_lane(self) -> bool:
-        """Whether the last token is read, and the only one that is not computed."""
-        return self.num_pending == 0 and self.num_uncomputed == 1 and self.num_computed > 0
-
-    @property
     def has_output(self) -> bool:
         return len(self.token_ids) > self.num_prompt_tokens
 
@@ -222,29 +204,9 @@ class Sequence:
         return self.next_scored < self.num_prompt_tokens
 
     @property
-    def cacheable_token_ids(self) -> list[int]:
-        """The tokens whose KV may come from the prefix cache, and one more: those before the row
-        that scores the next prompt token must be there, that row must be computed."""
-        return self.token_ids[: self.next_scored] if self.is_scoring else self.token_ids
-
-    @property
-    def needs_host_before_next_step(self) -> bool:
-        """Whether the distribution of the next token, or its tree, depends on tokens in a way only
-        the host computes.
-
-        Then the next step is launched when this one's tokens are read, not before.
-        """
-        return self.is_masked or self.prediction is not None
-
-    @property
     def is_masked(self) -> bool:
         """Whether the host says which tokens may be drawn, after each path of a tree."""
         return self.matcher is not None or self.rules is not None
-
-    @property
-    def failure(self) -> OutriderError | None:
-        """The reason why the sequence cannot continue."""
-        return None if self.matcher is None else self.matcher.failure
 
     def banned_token_ids(self, depth: int) -> frozenset[int]:
         """Tokens that may not be drawn so far down a tree, which hangs off the committed and
@@ -270,13 +232,16 @@ class Sequence:
         for token_id in drawn_token_ids:
             committed.append(token_id)
             self.token_ids.append(token_id)
-            self._follow(token_id)
+            if self.prediction is not None or self.rules is not None:
+                self._follow(token_id)
             if token_id in stop_token_ids:
                 self.finish_reason, self.stop_token_id = FinishReason.STOP, token_id
                 break
-            if self._ends_grammar(token_id):
-                self.finish_reason = FinishReason.STOP
-                break
+            if self.matcher is not None:
+                self.matcher.advance(token_id)
+                if self.matcher.has_ended:
+                    self.finish_reason = FinishReason.STOP
+                    break
             if self.num_output_tokens == self.max_output_tokens:
                 self.finish_reason = FinishReason.LENGTH
                 break
@@ -293,10 +258,3 @@ class Sequence:
             self.rules.advance(token_id)
             if self.rules.is_idle:
                 self.rules = None
-
-    def _ends_grammar(self, token_id: int) -> bool:
-        """Follows the grammar by one committed token; returns whether nothing can come after."""
-        if self.matcher is None:
-            return False
-        self.matcher.advance(token_id)
-        return self.matcher.has_ended

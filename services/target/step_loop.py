@@ -20,14 +20,14 @@ from services.target.drafts.draft_exchange import DraftExchange
 from services.target.drafts.draft_policy import ALWAYS
 from services.target.drafts.feature_store import FeatureFeed, FeatureSpec
 from services.target.engine_gauges import EngineGauges
-from services.target.fallback import NgramFallback, OwnTrees
+from services.target.fallback import NgramFallback, own_tree
 from services.target.launcher import LaunchedStep, Launcher
 from services.target.requests.event_stream import NewSequences, Subscriptions
 from services.target.requests.request import EventSink, ModelLimits
-from services.target.rounds.device_rounds import MappedHeads
+from services.target.rounds.head_rounds import HeadSteps
+from services.target.rounds.pushed_rounds import PushedSteps, Turn
 from services.target.rounds.round_factory import RoundFactory
-from services.target.rounds.round_steps import RoundSteps
-from services.target.rounds.selection_steps import SelectionCommits, SelectionSteps, Turn
+from services.target.rounds.round_steps import StepParts
 from services.target.scheduler import AllLanes, Scheduler
 from services.target.sequence import Sequence as TargetSequence
 from services.target.speculation_state import SpeculationState
@@ -80,7 +80,7 @@ class StepLoop:
         self._on_step = on_step
         self._overlaps = overlaps
         config = runner.decoder.config
-        self._own_trees = OwnTrees(fallback)
+        self._fallback = fallback
         self.attachments = Attachments(adaptive, always_up_to=always_up_to)
         self._features = FeatureFeed(
             self.attachments.assignments,
@@ -104,7 +104,7 @@ class StepLoop:
             leases=leases,
             subscriptions=self._subscriptions,
             attachments=self.attachments,
-            own_trees=self._own_trees,
+            has_fallback=fallback is not None,
             version=version,
             features=self._features,
             routes=routes,
@@ -117,49 +117,40 @@ class StepLoop:
             verifier,
             leases,
             self._features,
-            MappedHeads(runner, selection, adaptive or DEFAULT_CONFIG),
+            selection,
+            adaptive or DEFAULT_CONFIG,
         )
-        self._rounds = RoundSteps(
-            scheduler=scheduler,
-            attachments=self.attachments,
-            committer=self._committer,
-            clock=clock,
-            on_step=on_step,
-            make_rounds=factory.rounds_of,
-            forget=self._forget,
-            runs_ahead=overlaps,
+        parts = StepParts(
+            scheduler, self.attachments, self._committer, clock, self._forget, overlaps
+        )
+        self._rounds = HeadSteps(
+            parts,
+            factory.head_lanes,
+            factory.config,
             launches_late=runner.computes_aside,
-            config=adaptive or DEFAULT_CONFIG,
         )
         self.speculation = SpeculationState(self.attachments, self._rounds)
         self._host_gap = HostGap()
         # A target with trees of its own decides between two steps which to verify.
-        has_trees = self._own_trees.has_fallback
-        self._selections = SelectionSteps(
-            rounds=None if selection is None or has_trees else factory.selected_rounds(selection),
+        self._pushed = PushedSteps(
+            None if fallback else factory.pushed_lanes(),
+            parts,
             is_elsewhere=self._rounds.takes,
-            scheduler=scheduler,
-            attachments=self.attachments,
             features=self._features,
-            commits=SelectionCommits(
-                self._committer, self.attachments, self._committer.report, self._forget
-            ),
-            clock=clock,
             host_gap=self._host_gap,
             take_offers=lambda: self.drafts.take_offers(),
-            runs_ahead=overlaps,
         )
         self.drafts = DraftExchange(
             self.attachments,
             self._features,
             self._rounds,
-            self._selections,
+            self._pushed,
             clock,
             runner.cache,
             version,
             factory,
         )
-        scheduler.lanes = AllLanes(self._rounds, self._selections)
+        scheduler.lanes = AllLanes(self._rounds, self._pushed)
         self._in_flight: LaunchedStep | None = None
         # Rows of prompts that were planned since the last round, while the next one is put off.
         self._num_put_off = 0
@@ -193,11 +184,11 @@ class StepLoop:
             self._subscriptions.deliver()  # what commands have left
             return False
         self._rounds.choose(self._settle)
-        self._selections.choose()
+        self._pushed.choose()
         now_s = self.clock()
         self.speculation.update(now_s)
-        turn = self._selections.step()
-        if turn is Turn.DONE or self._committer.has_reports:
+        turn = self._pushed.step()
+        if turn is Turn.DONE or self._committer.reports:
             self._tell()
             self._report()
             now_s = self.clock()  # a planned step begins behind that
@@ -231,7 +222,8 @@ class StepLoop:
         if not self._runs_ahead():  # a draft has attached since the launch, or is asked again
             self._settle()
         if not is_aside or others:
-            self.attachments.readiness.gather(filter(_decodes, others), now_s)
+            decoding = [each for each in others if each.num_uncomputed == 1]
+            self.attachments.readiness.gather(decoding, now_s)
         plan = self._scheduler.plan(
             lambda sequence: self.attachments.readiness.is_ready(sequence, now_s),
             self._tree,
@@ -272,19 +264,20 @@ class StepLoop:
     def _tree(self, sequence: TargetSequence) -> TokenTree:
         """The tree for a sequence's current round: its draft's, else the target's own."""
         tree = self.attachments.assignments.tree(sequence)
-        return tree if tree.token_ids else self._own_trees.tree(sequence)
+        if tree.token_ids or (self._fallback is None and sequence.prediction is None):
+            return tree
+        return own_tree(sequence, self._fallback)
 
     def _report(self) -> None:
         """Hands out the reports of the steps that were committed."""
-        for report in self._committer.take_reports():
+        for report in self._committer.reports:
             self._on_step(report)
+        self._committer.reports.clear()
 
     def _idle_s(self) -> float:
         """Seconds for which every sequence awaits a draft; 0 if there is anything to do."""
         is_computing = (
-            self._in_flight is not None
-            or self._selections.is_under_way
-            or self._rounds.is_under_way
+            self._in_flight is not None or self._pushed.is_under_way or self._rounds.is_under_way
         )
         is_news = self._scheduler.may_admit or bool(self.drafts.offers)
         if is_computing or is_news or not self._scheduler.num_running:
@@ -293,7 +286,7 @@ class StepLoop:
 
     def patience_s(self) -> float | None:
         """Seconds that an engine with nothing ready may sleep; None for until a command comes."""
-        round_s = self._selections.patience_s()
+        round_s = self._pushed.patience_s()
         if round_s is not None:
             return round_s
         until_launch_s = self._until_launch_s()
@@ -324,7 +317,7 @@ class StepLoop:
         could have taken them all.
 
         Args:
-            is_alone: see `RoundSteps.launch`.
+            is_alone: see `HeadSteps.launch`.
         """
         step, num_before, self._num_put_off = self._in_flight, self._num_put_off, 0
         if step is not None and step.num_prompt_rows and self._runs_ahead():
@@ -334,11 +327,6 @@ class StepLoop:
                 self._num_put_off = num_rows
                 return False
         return self._rounds.launch(is_alone=is_alone)
-
-    def prepare_next(self) -> bool:
-        """Makes something that a later step would have to wait for; returns whether there was
-        anything to make."""
-        return self.runner.prepare_next()
 
     def cancel(self, sink: EventSink, key: int) -> None:
         """Ends a request without a further event."""
@@ -354,7 +342,7 @@ class StepLoop:
 
     def gauges(self) -> EngineGauges:
         """Returns the live figures."""
-        leases, standing = self.leases, self._rounds.standing
+        leases, rounds, policy = self.leases, self._rounds, self._rounds.policy
         assignments, policies = self.attachments.assignments, self.attachments.drafts.policies
         return EngineGauges(
             num_waiting=self._scheduler.num_waiting,
@@ -363,14 +351,14 @@ class StepLoop:
             num_free_pages=leases.num_free_pages,
             num_cached_pages=leases.num_cached_pages,
             num_held_pages=leases.num_held_pages,
-            num_drafted_for=assignments.num_drafted_for + standing.num_drafted_for,
-            num_paused=assignments.num_paused + standing.num_paused,
-            probe_s=sum(each.trial_s for each in policies) + standing.probe_s,
+            num_drafted_for=assignments.num_drafted_for + rounds.num_lanes,
+            num_paused=assignments.num_paused + rounds.num_paused,
+            probe_s=sum(each.trial_s for each in policies) + (policy.probe_s if policy else 0.0),
             speculates=self.attachments.pays is not False,
-            round_shape=standing.shape or self._selections.shape,
+            round_shape=rounds.shape or self._pushed.shape,
             round_s={
                 **{key: s for each in policies for key, s in each.times.measured().items()},
-                **standing.round_s,
+                **({} if policy is None else policy.costs.measured()),
             },
         )
 
@@ -393,10 +381,9 @@ class StepLoop:
         """Whether the step in flight may be left unread while the next one is launched."""
         if self._in_flight is None:
             return True
-        depends_on_drafts = (
-            self.attachments.assignments.needs_every_step or self._own_trees.has_fallback
-        )
-        if not self._overlaps or depends_on_drafts:
+        if not self._overlaps or self._fallback is not None:
+            return False
+        if self.attachments.assignments.needs_every_step:
             return False
         return self._in_flight.allows_run_ahead
 
@@ -404,14 +391,14 @@ class StepLoop:
         """Reads and commits everything that is launched, and tells what it has brought."""
         self._settle()
         self._rounds.settle()
-        self._selections.settle()
+        self._pushed.settle()
         self._tell()
 
     def _unplace(self, sequence: TargetSequence) -> None:
         """Takes a running sequence from its draft and from lanes, which know features and keys of
         other weights; a draft begins with it anew."""
         self._rounds.forget(sequence)
-        self._selections.forget(sequence)
+        self._pushed.forget(sequence)
         if self.attachments.assignments.get(sequence.sequence_id) is not None:
             self.attachments.assignments.close(sequence)
             self.attachments.assignments.assign(sequence, self.clock())
@@ -427,20 +414,16 @@ class StepLoop:
         is_awaited = not step.mark.is_passed
         decided = step.read()
         self._rounds.planned_read(step, is_awaited=is_awaited)
-        self._tell_scores(step)
+        if step.scores is not None:
+            for sequence, event in step.scores.read():
+                if sequence.finish_reason is None:
+                    self._subscriptions.emit(sequence, event)
         if self._in_flight is None:
             self._host_gap.read(self.clock())
         live = [each for each in decided if each[0].sequence.finish_reason is None]
         self._launcher.keep_accepted(live)
         self.drafts.take_offers()
         self._committer.commit_step(step, live)
-
-    def _tell_scores(self, step: LaunchedStep) -> None:
-        """Tells what a step says of prompt tokens, to those who have not left meanwhile."""
-        if step.scores is not None:
-            for sequence, event in step.scores.read():
-                if sequence.finish_reason is None:
-                    self._subscriptions.emit(sequence, event)
 
     def _tell(self) -> None:
         """Sends one message to each draft and one batch to each sink."""
@@ -452,16 +435,12 @@ class StepLoop:
         self.drafts.learners.ended(sequence)
         self._subscriptions.remove(sequence)
         self._rounds.forget(sequence)
-        self._selections.forget(sequence)
+        self._pushed.forget(sequence)
         self._scheduler.finish(sequence)
         self.attachments.assignments.close(sequence)
-        self._own_trees.forget(sequence)
+        if self._fallback is not None:
+            self._fallback.forget(sequence)
         if self._in_flight is not None and self._in_flight.computes(sequence):
             self._in_flight.retired.append(sequence)
         else:
             self._scheduler.release(sequence)
-
-
-def _decodes(sequence: TargetSequence) -> bool:
-    """Whether the prompt is read."""
-    return sequence.num_uncomputed == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from services.target.sequence import Sequence
@@ -34,11 +34,6 @@ class ScheduledSequence:
     is_complete: bool
     scored: range = range(0)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is one row that draws: plain decode."""
-        return self.num_rows == 1 and self.is_complete and not self.node_indices
-
     def slots(self, page_size: int) -> list[int]:
         """Returns the KV slot of each row, committed tokens first. While it has its lease only."""
         lease = self.sequence.open_lease
@@ -47,31 +42,32 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The work of one step, and the sequences that lost their pages for it."""
+    """The work of one step, and the sequences that lost their pages for it.
+
+    Attributes:
+        drawn: those of `scheduled` that draw.
+    """
 
     scheduled: tuple[ScheduledSequence, ...]
+    drawn: tuple[ScheduledSequence, ...]
     admitted: tuple[Sequence, ...]
     preempted: tuple[Sequence, ...]
 
-    @property
-    def drawn(self) -> tuple[ScheduledSequence, ...]:
-        """The scheduled sequences that draw."""
-        return tuple(entry for entry in self.scheduled if entry.is_complete)
 
-
+@dataclass(slots=True)
 class PlanInProgress:
     """A plan in the making, and the rows that it may still compute.
 
     Attributes:
         num_prompt_rows_left: rows of prompt chunks that the step still has room for.
+        num_scored_rows_left: of these, rows that score prompt tokens.
     """
 
-    def __init__(self, max_prompt_rows: int) -> None:
-        self.num_prompt_rows_left = max_prompt_rows
-        self._num_scored_rows_left = MAX_SCORED_ROWS
-        self.scheduled: list[ScheduledSequence] = []
-        self.admitted: list[Sequence] = []
-        self.preempted: list[Sequence] = []
+    num_prompt_rows_left: int
+    num_scored_rows_left: int = MAX_SCORED_ROWS
+    scheduled: list[ScheduledSequence] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
 
     def take_rows(self, sequence: Sequence, num_left: int = 0) -> int:
         """Returns how many of its uncomputed tokens a sequence may compute; more than one is a
@@ -84,19 +80,14 @@ class PlanInProgress:
         if num_rows > 1:
             num_rows = min(num_rows, self.num_prompt_rows_left)
             if sequence.is_scoring:
-                num_rows = min(num_rows, self._num_scored_rows_left)
-                self._num_scored_rows_left -= num_rows
+                num_rows = min(num_rows, self.num_scored_rows_left)
+                self.num_scored_rows_left -= num_rows
             self.num_prompt_rows_left -= num_rows
         return num_rows
-
-    def as_plan(self) -> StepPlan:
-        return StepPlan(tuple(self.scheduled), tuple(self.admitted), tuple(self.preempted))
 
 
 def scored_rows(sequence: Sequence, start: int, num_rows: int) -> range:
     """Returns the rows whose next token is the next of the prompt to be scored, or after it."""
-    if not sequence.is_scoring:
-        return range(0)
     end = min(start + num_rows, sequence.num_prompt_tokens - 1)
     return range(max(sequence.next_scored - 1 - start, 0), max(end - start, 0))
 

@@ -58,7 +58,11 @@ class RowMasks:
         return masked
 
     def cut(self, path: AcceptedPath, tree: TokenTree, first_row: int) -> AcceptedPath:
-        """Ends a path at the first node whose row may not draw: the node is the bonus then."""
+        """Ends a path at the first node whose row may not draw: the node is the bonus then.
+
+        Rows that may not draw have a distribution all the same, that without the grammar, so what
+        is decided above them is right whatever the rule.
+        """
         for place, node in enumerate(path.node_indices):
             if not self.may_draw[first_row + 1 + node]:
                 return AcceptedPath(path.node_indices[:place], tree.token_ids[node])
@@ -71,8 +75,8 @@ class TokenMasks:
     def __init__(self) -> None:
         self._executor = MaskExecutor()
 
-    def of(self, drawn: SequenceOf[ScheduledSequence], logits: Tensor) -> RowMasks | None:
-        """Returns the masks of all rows of a planned step; None when no sequence has any."""
+    def of(self, drawn: SequenceOf[ScheduledSequence], logits: Tensor) -> RowMasks:
+        """Returns the masks of all rows of a planned step, where a sequence has any."""
         first_rows: list[int] = []
         masked: list[tuple[Sequence, TokenTree]] = []
         num_rows = 0
@@ -81,8 +85,6 @@ class TokenMasks:
                 first_rows.append(num_rows)
                 masked.append((entry.sequence, entry.tree))
             num_rows += 1 + len(entry.tree)
-        if not masked:
-            return None
         masks = [
             MaskedRows(range(len(words)), words).behind(first_row)
             for first_row, words in zip(

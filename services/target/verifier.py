@@ -179,8 +179,11 @@ class Verifier:
         if sampling.penalties is not None:
             counts = self._counts.of(drawn, input_ids, logits.shape[-1])
         # On a GPU the host does this while the forward, which is queued, runs.
-        masks = self.masks.of(drawn, logits)
-        distributions = RowDistributions(drawn, logits, positions, sampling, counts, masks)
+        is_masked = any(entry.sequence.is_masked for entry in drawn)
+        masks = self.masks.of(drawn, logits) if is_masked else None
+        ends = itertools.accumulate(1 + len(entry.tree) for entry in drawn)
+        rows = [slice(end - 1 - len(each.tree), end) for each, end in zip(drawn, ends, strict=True)]
+        distributions = RowDistributions(drawn, rows, logits, positions, sampling, counts, masks)
         return (
             CoupledDraw(distributions)
             if self._rule is None
@@ -191,7 +194,8 @@ class Verifier:
         self, drawn: SequenceOf[ScheduledSequence], device: torch.device
     ) -> RowSampling:
         """Returns the parameters of every row, kept while the same sequences draw the same rows."""
-        banned = _banned(drawn)
+        is_ruled = any(entry.sequence.request.stop.min_output_tokens for entry in drawn)
+        banned = _banned(drawn) if is_ruled else ()
         num_rows = [(each.sequence.sequence_id, 1 + len(each.tree)) for each in drawn]
         if self._sampling is None or banned or num_rows != self._num_rows:
             # What is banned changes with every token.

@@ -30,6 +30,8 @@ from shared.runtime.memory import Shortage, is_shortage
 # The version of the weights in force.
 
 FIRST_VERSION = "default"
+_WHOLE: frozenset[str] = frozenset()
+"""Names of tensors that are yet to come where all of the model is there."""
 """The version of the weights that a process has started with."""
 
 
@@ -195,7 +197,7 @@ class WeightControl:
         self._released: set[MemoryTag] = set()
         self._ranks: RankStages | None = None
         # Of what is no model: tensors that are yet to come; None where nobody knows which.
-        self._missing: frozenset[str] | None = frozenset()
+        self._missing: frozenset[str] | None = _WHOLE
         self._snapshot: dict[str, str] = {}
         self.followers: list[Callable[[], None]] = []
 
@@ -206,11 +208,7 @@ class WeightControl:
     @property
     def is_paused(self) -> bool:
         """Whether no step may be taken."""
-        return self._pause is not None or self._is_torn or bool(self._released)
-
-    @property
-    def _is_torn(self) -> bool:
-        return self._missing is None or bool(self._missing)
+        return self._pause is not None or self._missing != _WHOLE or bool(self._released)
 
     @property
     def status(self) -> WeightStatus:
@@ -246,7 +244,7 @@ class WeightControl:
         """
         if self._released:
             raise _released(self._released)
-        if self._is_torn:
+        if self._missing != _WHOLE:
             raise torn_weights()
         self._pause = None
 
@@ -330,7 +328,7 @@ class WeightControl:
         Raises:
             FailedPrecondition: there were not as many updates, or one broke off.
         """
-        if num_updates != self._version.num_updates or self._is_torn:
+        if num_updates != self._version.num_updates or self._missing != _WHOLE:
             raise FailedPrecondition(
                 f"the weights of update {num_updates} were asked for; {self._version.num_updates} "
                 f"is in force",

@@ -90,10 +90,6 @@ class ColumnReader:
                 raise self._refusal(f"{name} ends at {offsets[-1]}; {column} has {length} entries")
         return offsets
 
-    def array(self, name: str, dtype: type[Any]) -> NDArray[Any]:
-        """Returns a column of numbers without an object for each."""
-        return np.array(getattr(self._message, name), dtype)
-
     def shapes(self, numbers: str, shapes: str) -> list[TreeShape | None]:
         """Returns a column of shapes, each named by its number in another one.
 
@@ -194,7 +190,8 @@ def candidates_from_message(batch: pb.CandidateBatch, limits: TreeLimits) -> Can
             f"{len(batch.condition_bonus_token_ids)} bonus tokens of conditions, but "
             f"{len(batch.condition_node_indices)} nodes"
         )
-    log_probs = read.array("log_probs", np.float32)
+    # Without an object for each number.
+    log_probs = np.array(batch.log_probs, np.float32)
     columns = CandidateColumns(
         sequence_ids=read.required("sequence_ids"),
         rounds=read.required("rounds"),
@@ -205,8 +202,8 @@ def candidates_from_message(batch: pb.CandidateBatch, limits: TreeLimits) -> Can
         conditioned_ids=read.optional("condition_candidate_ids", 0),
         shapes=read.shapes("shape_numbers", "shapes"),
         node_offsets=read.offsets("node_offsets", "token_ids", "parent_indices"),
-        token_ids=read.array("token_ids", np.int32),
-        parent_indices=read.array("parent_indices", np.int32),
+        token_ids=np.array(batch.token_ids, np.int32),
+        parent_indices=np.array(batch.parent_indices, np.int32),
         log_probs=log_probs if len(log_probs) else np.full(num_nodes, np.nan, np.float32),
     )
     if num_nodes:
@@ -285,7 +282,11 @@ def add_verdicts(batch: pb.VerdictBatch, verdicts: Sequence[Verdict]) -> None:
     _add_ragged(batch.accepted_offsets, batch.accepted_node_indices, accepted)
     add_optional(batch.candidate_ids, [each.candidate_id or 0 for each in verdicts], 0)
     add_optional(batch.next_candidate_ids, [each.next_candidate_id or 0 for each in verdicts], 0)
-    _add_tree_requests(batch, [each.tree_request for each in verdicts])
+    wanted = [each.tree_request for each in verdicts]
+    add_shapes([each.shape for each in wanted], batch.wanted_shape_numbers, batch.wanted_shapes)
+    add_optional(batch.paused, [each.is_paused for each in wanted], absent=False)
+    counts = [-1 if each.num_outcomes is None else each.num_outcomes for each in wanted]
+    add_optional(batch.wanted_outcome_counts, counts, -1)
     if any(each.runner_ups for each in verdicts):
         runner_ups = [each.runner_ups for each in verdicts]
         tokens = [[token for token, _ in own] for own in runner_ups]
@@ -301,22 +302,35 @@ def verdicts_from_message(batch: pb.VerdictBatch) -> list[Verdict]:
             or a wanted shape or number of outcomes is out of range.
     """
     read = ColumnReader(batch, len(batch.sequence_ids), malformed_verdicts)
+    numbers: list[int] = read.required("outcomes")
+    for number in numbers:
+        if number not in _OUTCOME_OF:
+            raise InvalidArgument.of("OUTCOME_UNKNOWN", "outcomes", f"an outcome is {number}")
+    accepted = read.offsets("accepted_offsets", "accepted_node_indices")
+    offsets = read.offsets("committed_offsets", "committed_token_ids")
+    committed = _ragged(offsets, batch.committed_token_ids[:])
+    if not all(committed):
+        raise InvalidArgument.of(
+            "VERDICT_EMPTY", "committed_offsets", "a verdict commits at least 1 token; one has 0"
+        )
+    runner_ups: list[tuple[tuple[int, float], ...]] = [()] * len(numbers)
+    if batch.runner_up_offsets:
+        offsets = read.offsets("runner_up_offsets", "runner_up_token_ids", "runner_up_log_probs")
+        pairs = zip(batch.runner_up_token_ids, batch.runner_up_log_probs, strict=True)
+        runner_ups = _ragged(offsets, list(pairs))
     return list(
         map(
             Verdict,
             read.required("sequence_ids"),
             read.required("rounds"),
-            [_outcome(number) for number in read.required("outcomes")],
-            _ragged(
-                read.offsets("accepted_offsets", "accepted_node_indices"),
-                batch.accepted_node_indices[:],
-            ),
-            _committed(read, batch),
+            [_OUTCOME_OF[number] for number in numbers],
+            _ragged(accepted, batch.accepted_node_indices[:]),
+            committed,
             read.required("committed_token_counts"),
             _tree_requests(read),
             [each or None for each in read.optional("candidate_ids", 0)],
             [each or None for each in read.optional("next_candidate_ids", 0)],
-            _runner_ups(read, batch),
+            runner_ups,
         )
     )
 
@@ -339,15 +353,6 @@ def malformed_verdicts(message: str) -> InvalidArgument:
     return InvalidArgument.of("VERDICTS_MALFORMED", "verdicts", f"malformed verdicts: {message}")
 
 
-def _add_tree_requests(batch: pb.VerdictBatch, tree_requests: Sequence[TreeRequest]) -> None:
-    add_shapes(
-        [each.shape for each in tree_requests], batch.wanted_shape_numbers, batch.wanted_shapes
-    )
-    add_optional(batch.paused, [each.is_paused for each in tree_requests], absent=False)
-    counts = [-1 if each.num_outcomes is None else each.num_outcomes for each in tree_requests]
-    add_optional(batch.wanted_outcome_counts, counts, -1)
-
-
 def _tree_requests(read: ColumnReader) -> list[TreeRequest]:
     shapes = read.shapes("wanted_shape_numbers", "wanted_shapes")
     paused = read.optional("paused", absent=False)
@@ -366,31 +371,6 @@ def _tree_request(shape: TreeShape | None, num_outcomes: int, *, is_paused: bool
     if shape is None and num_outcomes < 0:
         return ANY_TREE
     return TreeRequest(shape, num_outcomes=None if num_outcomes < 0 else num_outcomes)
-
-
-def _outcome(number: int) -> Outcome:
-    outcome = _OUTCOME_OF.get(number)
-    if outcome is None:
-        raise InvalidArgument.of("OUTCOME_UNKNOWN", "outcomes", f"an outcome is {number}")
-    return outcome
-
-
-def _committed(read: ColumnReader, batch: pb.VerdictBatch) -> list[tuple[int, ...]]:
-    offsets = read.offsets("committed_offsets", "committed_token_ids")
-    committed = _ragged(offsets, batch.committed_token_ids[:])
-    if not all(committed):
-        raise InvalidArgument.of(
-            "VERDICT_EMPTY", "committed_offsets", "a verdict commits at least 1 token; one has 0"
-        )
-    return committed
-
-
-def _runner_ups(read: ColumnReader, batch: pb.VerdictBatch) -> list[tuple[tuple[int, float], ...]]:
-    if not batch.runner_up_offsets:
-        return [()] * len(batch.sequence_ids)
-    offsets = read.offsets("runner_up_offsets", "runner_up_token_ids", "runner_up_log_probs")
-    pairs = zip(batch.runner_up_token_ids, batch.runner_up_log_probs, strict=True)
-    return _ragged(offsets, list(pairs))
 
 
 def _add_ragged(offsets: Any, values: Any, rows: Sequence[Sequence[int]]) -> None:

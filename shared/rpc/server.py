@@ -84,48 +84,42 @@ def _deserialized(deserialize: Callable[[bytes], Any], content: bytes) -> Any:
         return _Undecodable(InvalidArgument(message, reason="MESSAGE_UNDECODABLE"))
 
 
-def _checked(request: Any) -> Any:
-    """Returns a request, or a stream of them that raises at the first that is none.
+async def _checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """Yields requests.
 
     Raises:
-        InvalidArgument: its bytes could not be decoded.
+        InvalidArgument: the bytes of one could not be decoded.
     """
-    if isinstance(request, _Undecodable):
-        raise request.error
-    return _checked_stream(request) if isinstance(request, AsyncIterator) else request
-
-
-async def _checked_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
     async for request in requests:
-        yield _checked(request)
+        if isinstance(request, _Undecodable):
+            raise request.error
+        yield request
 
 
 def _guarded(behaviour: Behaviour, method: str) -> Behaviour:
     """Returns the behaviour with its errors translated; both forms of streaming are coroutines."""
-    respond = _written if inspect.isasyncgenfunction(behaviour) else _awaited
+    is_stream = inspect.isasyncgenfunction(behaviour)
 
     async def guarded(request: Any, context: Context) -> Any:
         request_id = enter_request(cast("Metadata", context.invocation_metadata() or ()))
         try:
-            return await respond(behaviour, _checked(request), context)
+            if isinstance(request, _Undecodable):
+                raise request.error
+            if isinstance(request, AsyncIterator):
+                request = _checked(request)
+            if not is_stream:
+                return await behaviour(request, context)
+            # Closed at once when the call ends before it does, so that its `finally` does not wait
+            # for the garbage collector.
+            async with contextlib.aclosing(behaviour(request, context)) as responses:
+                async for response in responses:
+                    await context.write(response)
         except aio.AbortError:  # an Exception to Python, the wanted end of the call to gRPC
             raise
         except Exception as error:  # the last line: what gets past here kills the connection
             await _abort(context, error, method, request_id)
 
     return guarded
-
-
-async def _awaited(behaviour: Behaviour, request: Any, context: Context) -> Any:
-    return await behaviour(request, context)
-
-
-async def _written(behaviour: Behaviour, request: Any, context: Context) -> None:
-    """Writes what a generator yields. Closes it at once when the call ends before it does, so that
-    its `finally` does not wait for the garbage collector."""
-    async with contextlib.aclosing(behaviour(request, context)) as responses:
-        async for response in responses:
-            await context.write(response)
 
 
 async def _abort(context: Context, error: Exception, method: str, request_id: str) -> NoReturn:

@@ -48,6 +48,7 @@ class TreeFollower:
                 message.tree,
                 num_choices=message.num_choices,
                 is_walk=message.is_walk,
+                scores=message.scores,
             )
         elif isinstance(message, QueuePart):
             with suppress(StopIteration):

@@ -22,7 +22,7 @@ from shared.models.heads.feature_spec import FeatureSpec
 from shared.runtime.round_batches import PromptChunks, RoundBatches, RoundTree, SizedShape
 from shared.runtime.round_graphs import TreeSource
 from shared.runtime.round_state import RoundSampling, RoundState
-from shared.runtime.tree_draft import Parts
+from shared.runtime.tree_draft import Parts, RequestScores
 from shared.runtime.tree_pass import OpenSequence
 from shared.speculation.tree import TreeRows
 from shared.tokens import TreeShape
@@ -190,6 +190,7 @@ class BeginTrees:
     tree: TreeShape
     num_choices: int
     is_walk: bool
+    scores: RequestScores | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,10 +229,11 @@ class TreeLeader:
         num_choices: int,
         *,
         is_walk: bool = False,
+        scores: RequestScores | None = None,
     ) -> None:
         self._num_begun += 1
-        sent = tuple(map(_sendable, sequences))
-        self._leader.tell(BeginTrees(self._is_split, sent, tree, num_choices, is_walk))
+        sent = tuple(sequences)
+        self._leader.tell(BeginTrees(self._is_split, sent, tree, num_choices, is_walk, scores))
 
     def capture_next(
         self, tree: TreeShape, num_choices: int, num_sequences: int | None, *, is_walk: bool
@@ -249,12 +251,6 @@ class TreeLeader:
             except StopIteration:
                 return
             yield part
-
-
-def _sendable(sequence: OpenSequence) -> OpenSequence:
-    """Returns the same for a pass, without the read-only map of biases, which no pipe takes."""
-    assert not sequence.sampling.logit_bias, "a pass takes no bias"
-    return replace(sequence, sampling=replace(sequence.sampling, logit_bias={}))
 
 
 # Keeps rounds on the device in step in the processes of a tensor group.

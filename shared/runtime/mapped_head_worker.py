@@ -35,8 +35,9 @@ from shared.runtime.round_batches import RoundBatches, SizedShape, state_of_shap
 from shared.runtime.round_graphs import num_computed
 from shared.runtime.round_head import CatchUp, HeadBacklog
 from shared.runtime.round_state import RoundSampling, RoundState
+from shared.runtime.stream_times import OnSpan, StreamTimes
 from shared.runtime.tree_draft import DraftCode, grown
-from shared.runtime.tree_model import TreeModel
+from shared.runtime.tree_model import RoundModel
 
 logger = logging.getLogger(__name__)
 LONGEST_WAIT_US = 10_000_000
@@ -110,6 +111,7 @@ class _Part(enum.Enum):
     PREPARE = enum.auto()
 
 
+_SPANS = {_Part.GROW: "propose", _Part.SELECT: "select", _Part.PREPARE: "ahead"}
 _GraphKey: TypeAlias = tuple[int, RoundSampling, _Part]
 """Lanes that are computed, and kind of noise."""
 
@@ -143,6 +145,7 @@ class MappedHeadWorker:
     Args:
         model: with pages as large as the target's.
         stream: None makes one.
+        on_span: hears when its parts of rounds began and ended.
 
     Attributes:
         stream: of the GPU; None on a CPU.
@@ -152,10 +155,15 @@ class MappedHeadWorker:
     """
 
     def __init__(
-        self, model: TreeModel, command: OpenMapped, stream: torch.cuda.Stream | None = None
+        self,
+        model: RoundModel,
+        command: OpenMapped,
+        stream: torch.cuda.Stream | None = None,
+        on_span: OnSpan | None = None,
     ) -> None:
         device = model.pool.device
         self._device, self._is_cuda = device, device.type == "cuda"
+        self._times = None if on_span is None else StreamTimes(device, on_span)
         self.stream = stream
         if self._is_cuda and stream is None:
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -163,7 +171,7 @@ class MappedHeadWorker:
         with self._on_stream():
             self._open(model, command)
 
-    def _open(self, model: TreeModel, command: OpenMapped) -> None:
+    def _open(self, model: RoundModel, command: OpenMapped) -> None:
         pool, spec, device = model.pool, model.feature_spec, self._device
         self._page_size = pool.page_size
         self._layout = MappedLayout.of(command.shapes, pool.page_size)
@@ -180,7 +188,7 @@ class MappedHeadWorker:
         # Those whose last round has prepared chains for the next one.
         self._prepared: _Rounds | None = None
 
-    def _made(self, model: TreeModel, shape: SizedShape) -> _Rounds:
+    def _made(self, model: RoundModel, shape: SizedShape) -> _Rounds:
         pool, spec = model.pool, model.feature_spec
         features = None
         if spec is not None:
@@ -249,11 +257,11 @@ class MappedHeadWorker:
         self._round += 1
         if self._features is None:
             # It waits for nothing that the target has yet to compute.
-            self._catch_up.run(command.backlogs)
+            self._read(command.backlogs)
             self._await_go()
         else:
             self._await_go()
-            self._catch_up.run(command.backlogs)
+            self._read(command.backlogs)
         if command.reads_open is not None:
             self._read_open_rows(self._rounds[command.reads_open], command.num_slots)
         rounds, num_slots = self._rounds[command.number], command.num_slots
@@ -266,11 +274,20 @@ class MappedHeadWorker:
             self._run(rounds, num_slots, command.sampling, _Part.PREPARE)
         self._prepared = rounds if is_ahead else None
 
+    def _read(self, backlogs: Sequence[HeadBacklog]) -> None:
+        if backlogs:
+            with self._timed("read"):
+                self._catch_up.run(backlogs)
+
     def _run(self, rounds: _Rounds, num_slots: int, sampling: RoundSampling, part: _Part) -> None:
-        if self._is_cuda:
-            self._graph(rounds, num_slots, sampling, part).replay()
-        else:
-            self._queue(rounds, self._num_computed(rounds, num_slots), sampling, part)
+        with self._timed(_SPANS[part]):
+            if self._is_cuda:
+                self._graph(rounds, num_slots, sampling, part).replay()
+            else:
+                self._queue(rounds, self._num_computed(rounds, num_slots), sampling, part)
+
+    def _timed(self, name: str) -> AbstractContextManager[object]:
+        return nullcontext() if self._times is None else self._times.span(name)
 
     def _num_computed(self, rounds: _Rounds, num_slots: int) -> int:
         return num_computed(num_slots, rounds.shape.max_sequences)
@@ -338,7 +355,8 @@ class MappedHeadWorker:
         num_slots = self._num_computed(rounds, num_slots)
         self._copy_state(num_slots)
         seen = rounds.code.seen(rounds.state.first(num_slots))
-        rounds.code.forwards(*self._open_rows(rounds, seen), keeps_states=False).first()
+        batch, sources = self._open_rows(rounds, seen)
+        rounds.code.forwards(seen, batch, sources, keeps_states=False).read_open()
 
     def _copy_state(self, num_slots: int) -> None:
         """Copies the target's state of the first slots."""

@@ -109,7 +109,7 @@ class OutcomeChains:
         # The last committed token of each lane, then its nodes.
         rows = (batch.logit_rows - num_nodes).unsqueeze(1) + num_behind
         batch = replace(batch, logit_rows=rows.flatten())
-        forwards = code.forwards(batch, sources, keeps_states=False)
+        forwards = code.forwards(seen, batch, sources, keeps_states=False)
         scores = code.scores(_at(seen, num_behind.expand(num_slots, -1)), sampling, count)
         scores.look(forwards.first())
         found = scores.choices()

@@ -35,12 +35,15 @@ class RoundShape:
         num_tree_rows: T, the root and the nodes.
         max_kv_length: longest sequence, the rows of a round included.
         num_outcomes: B, verdicts of a lane that the draft may prepare chains for; 0 for none.
+        block_size: rows that the draft computes at once, from the root on; 0 where it grows trees
+            level by level.
     """
 
     tree: TreeShape
     num_tree_rows: int
     max_kv_length: int
     num_outcomes: int = 0
+    block_size: int = 0
 
     @classmethod
     def of(
@@ -50,6 +53,7 @@ class RoundShape:
         draft_vocab_size: int,
         max_context_tokens: int,
         num_outcomes: int = 0,
+        block_size: int = 0,
     ) -> RoundShape:
         """Returns the sizes of rounds over sequences of up to `max_context_tokens`.
 
@@ -63,10 +67,10 @@ class RoundShape:
         # What is committed and what is verified are computed as one run of rows.
         is_short = topk == 1 and 2 * steps + 1 <= MAX_PLAIN_ROWS
         outcomes = num_outcomes if is_short else 0
-        spare = max(num_rows, (steps - 1) * topk + 1, steps * (1 + outcomes))
+        spare = max(num_rows, (steps - 1) * topk + 1, steps * (1 + outcomes), block_size)
         # Rounds may be under way when the host learns that a sequence has ended.
         spare += MAX_PENDING_ROUNDS * (steps + 1)
-        return cls(grown, num_rows, max_context_tokens + spare, outcomes)
+        return cls(grown, num_rows, max_context_tokens + spare, outcomes, block_size)
 
     @property
     def num_candidates(self) -> int:
@@ -91,7 +95,7 @@ class RoundShape:
         model has a row more than a head."""
         steps, outcomes = self.tree.num_steps, self.num_outcomes
         num_ahead = steps * (1 + outcomes) if outcomes else 0
-        return length + max((steps - 1) * self.tree.topk, num_ahead)
+        return length + max((steps - 1) * self.tree.topk, num_ahead, self.block_size - 1)
 
     @property
     def is_chain(self) -> bool:
@@ -139,7 +143,7 @@ class StateSizes:
         )
 
     def empty_state(self, device: torch.device) -> RoundState:
-        """Returns a state without sequences."""
+        """Returns a state without sequences, for a head of one layer."""
         return RoundState.empty(
             self.num_slots,
             max_open_rows=self.max_open_rows,
@@ -194,14 +198,14 @@ class RoundBatches:
         batch = self.fixed(
             token_ids=torch.where(is_open, state.open_tokens, 0),
             positions=indices,
-            slots=torch.where(is_open, self._slots(state.head_page_table, indices), 0),
+            slots=torch.where(is_open, self.slots(state.head_page_table, indices), 0),
             kv_lengths=(starts + num_rows).int(),
             prefix_lengths=starts.int(),
             page_table=state.head_page_table,
             tail_mask=None,
             logit_rows=first_rows + state.num_open - 1,
         )
-        return batch, torch.where(is_open, self._slots(state.page_table, indices), 0).flatten()
+        return batch, torch.where(is_open, self.slots(state.page_table, indices), 0).flatten()
 
     def of_beam(self, state: RoundState, beam: Beam, level: int) -> ForwardBatch:
         """Returns the head's rows of one level of the tree, behind those of the levels before.
@@ -216,12 +220,65 @@ class RoundBatches:
         return self.fixed(
             token_ids=beam.token_ids,
             positions=(bases + level).unsqueeze(1).expand_as(indices),
-            slots=self._slots(state.head_page_table, indices),
+            slots=self.slots(state.head_page_table, indices),
             kv_lengths=(starts + num_rows).int(),
             prefix_lengths=bases.int(),
             page_table=state.head_page_table,
             # A chain is causal.
             tail_mask=None if num_rows == 1 else beam.visible.flatten(0, 1),
+        )
+
+    def of_blocks(
+        self,
+        roots: Tensor,
+        positions: Tensor,
+        page_table: Tensor,
+        mask_token_id: int,
+        block_size: int,
+    ) -> ForwardBatch:
+        """Returns blocks of rows that all see each other, and what comes before them. Those that
+        score the levels of a tree have logits, level by level.
+
+        Args:
+            roots, positions: `[S]` int64, of the last committed tokens, which open the blocks.
+            page_table: of the draft.
+        """
+        num_slots, num_levels = len(roots), self.shape.tree.num_steps
+        rows = torch.arange(block_size, device=roots.device)
+        indices = positions.unsqueeze(1) + rows
+        first_rows = torch.arange(num_slots, device=roots.device) * block_size
+        visible = torch.ones(
+            (num_slots * block_size, block_size), dtype=torch.bool, device=roots.device
+        )
+        return self.fixed(
+            token_ids=torch.where(rows == 0, roots.unsqueeze(1), mask_token_id),
+            positions=indices,
+            slots=self.slots(page_table, indices),
+            kv_lengths=(positions + block_size).int(),
+            prefix_lengths=positions.int(),
+            page_table=page_table,
+            tail_mask=visible,
+            logit_rows=(first_rows + rows[1 : num_levels + 1].unsqueeze(1)).flatten(),
+        )
+
+    def of_runs(self, token_ids: Tensor, starts: Tensor, page_table: Tensor) -> ForwardBatch:
+        """Returns rows of the draft that follow one another.
+
+        Args:
+            token_ids: `[S, R]` int64.
+            starts: `[S]` int64, the first row of each; rows before the first of all are nobody's.
+        """
+        num_rows = token_ids.shape[1]
+        indices = starts.unsqueeze(1) + torch.arange(num_rows, device=starts.device)
+        places = indices.clamp_min(0)
+        return self.fixed(
+            token_ids=token_ids,
+            positions=places,
+            slots=torch.where(indices >= 0, self.slots(page_table, places), 0),
+            kv_lengths=(starts + num_rows).int(),
+            prefix_lengths=starts.clamp_min(0).int(),
+            page_table=page_table,
+            tail_mask=None,
         )
 
     def of_branches(
@@ -248,7 +305,7 @@ class RoundBatches:
         return self.fixed(
             token_ids=token_ids,
             positions=bases.unsqueeze(1) + depths + level,
-            slots=self._slots(state.head_page_table, indices),
+            slots=self.slots(state.head_page_table, indices),
             kv_lengths=(starts + count).int(),
             prefix_lengths=bases.int(),
             page_table=state.head_page_table,
@@ -270,7 +327,7 @@ class RoundBatches:
         bases = state.lengths - 1
         nodes = walks.view(*size, width).transpose(0, 1)
         token_ids = nodes[..., WALK_TOKEN].contiguous()
-        slots = self._slots(state.head_page_table, bases.unsqueeze(1) + rows)
+        slots = self.slots(state.head_page_table, bases.unsqueeze(1) + rows)
         slots = slots.view(size).transpose(0, 1).contiguous()
         positions = (bases + levels.unsqueeze(1)).unsqueeze(2).expand_as(slots).contiguous()
         kv_lengths = (bases + (levels.unsqueeze(1) + 1) * size[2]).int()
@@ -306,7 +363,7 @@ class RoundBatches:
         batch = self.fixed(
             token_ids=tree.token_ids.clamp_min(0),
             positions=bases + tree.depths,
-            slots=self._slots(state.page_table, indices),
+            slots=self.slots(state.page_table, indices),
             kv_lengths=(bases.squeeze(1) + num_rows).int(),
             prefix_lengths=bases.squeeze(1).int(),
             page_table=state.page_table,
@@ -352,7 +409,7 @@ class RoundBatches:
             )
         return self._fixed[key]
 
-    def _slots(self, page_table: Tensor, indices: Tensor) -> Tensor:
+    def slots(self, page_table: Tensor, indices: Tensor) -> Tensor:
         """Returns the pool slots `[B, R]` of logical indices `[B, R]`; those past the table are in
         its last page."""
         pages = (indices // self.page_size).clamp_max(page_table.shape[1] - 1)

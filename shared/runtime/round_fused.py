@@ -49,7 +49,15 @@ from shared.runtime.round_verification import (
     CommittedRound,
     RoundVerification,
 )
-from shared.runtime.tree_draft import DecoderDraft, Growth, RoundDraft, ScoredRows, Scores
+from shared.runtime.tree_draft import (
+    BlockDraft,
+    DecoderDraft,
+    Growth,
+    LayeredDraft,
+    RoundDraft,
+    ScoredRows,
+    Scores,
+)
 from shared.speculation.draw_triton import fused_draw
 from shared.speculation.tree import NO_TOKEN, Children, TreeRows
 from shared.tokens import TreeShape
@@ -549,6 +557,29 @@ class FusedDecoderDraft(FusedCode, DecoderDraft):
     @property
     def _token_map(self) -> Tensor | None:
         return self.decoder.token_map
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FusedBlockDraft(FusedCode, BlockDraft):
+    def logits(self, states: Tensor) -> Tensor:
+        """See `BlockDraft.logits`. The kernels read any float type."""
+        return self.head.lm_head(states)
+
+    @property
+    def _token_map(self) -> None:
+        return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FusedLayeredDraft(FusedCode, LayeredDraft):
+    def logits(self, states: Tensor, layer: int) -> Tensor:
+        """See `LayeredDraft.logits`; over the head's own vocabulary."""
+        vocabulary = self.head.vocabulary
+        return vocabulary.lm_head(vocabulary.normed(states, layer))
+
+    @property
+    def _token_map(self) -> Tensor | None:
+        return self.head.vocabulary.token_ids
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,7 +4,7 @@ rows that its cache lacks."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from shared.kernels.kernel_settings import has_triton
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.pool import KvPool
-from shared.kv.upload import uploaded_numbers
+from shared.kv.upload import uploaded_numbers, uploaded_pairs
 from shared.models.heads.feature_spec import FeatureSpec
 from shared.runtime.round_batches import (
     RoundBatches,
@@ -27,7 +27,7 @@ from shared.runtime.round_graphs import TreeSource, num_computed
 from shared.runtime.round_state import RoundSampling, RoundState
 from shared.runtime.round_verification import RoundVerification
 from shared.runtime.tree_draft import DraftCode, grown
-from shared.runtime.tree_model import TreeModel, fits_kernels, verification_for
+from shared.runtime.tree_model import RoundModel, fits_kernels, verification_for
 from shared.speculation.tree import NO_TOKEN, TreeRows, rows_of_parents
 from shared.tokens import TreeShape
 
@@ -98,6 +98,7 @@ class HeadBacklog:
         end: the row behind the last one that is caught up with: a round computes the open ones.
         pages: the target's, where the features are.
         head_pages: the head's.
+        slot: of the sequence.
     """
 
     token_ids: Sequence[int]
@@ -105,6 +106,7 @@ class HeadBacklog:
     end: int
     pages: Sequence[int]
     head_pages: Sequence[int]
+    slot: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -117,45 +119,76 @@ class CatchUp:
     Args:
         features: returns the rows `[N, W]` at slots `[N]` of the target's pool; None for a model
             that reads none.
+        last_states: see `RoundState.last_states`. With several layers the last rows are computed
+            again, where the deeper ones lacked tokens.
     """
 
-    def __init__(self, model: TreeModel, features: Callable[[Tensor], Tensor] | None) -> None:
+    def __init__(
+        self,
+        model: RoundModel,
+        features: Callable[[Tensor], Tensor] | None,
+        last_states: Tensor | None = None,
+    ) -> None:
         self._model, self._pool = model, model.pool
-        self._features = features
+        self._features, self._last_states = features, last_states
+        self._num_again = 0 if last_states is None else last_states.shape[1]
 
     @torch.inference_mode()
     def run(self, backlogs: Iterable[HeadBacklog]) -> None:
         """Computes what is missing, in forwards of bounded size."""
-        chunk: list[SequenceRows] = []
-        slots: list[int] = []
-        lead = self._model.token_lead
+        chunk = _Chunk()
+        lead, num_again = self._model.token_lead, self._num_again
         for backlog in backlogs:
             # A row that reads its own token can be computed a token earlier.
-            first, end = backlog.start, backlog.end + 1 - lead
+            first, end = max(backlog.start - num_again, 0), backlog.end + 1 - lead
             while first < end:
-                count = min(end - first, _CHUNK_ROWS - len(slots))
+                count = min(end - first, _CHUNK_ROWS - len(chunk.slots))
                 tokens = backlog.token_ids[first + lead : first + lead + count]
-                chunk.append(SequenceRows.causal(tokens, first, backlog.head_pages))
-                slots += self._slots(backlog.pages, range(first, first + count))
+                chunk.rows.append(SequenceRows.causal(tokens, first, backlog.head_pages))
+                chunk.slots += self._slots(backlog.pages, range(first, first + count))
                 first += count
+                if first == end:
+                    chunk.ended.append((backlog.slot, len(chunk.slots)))
                 # Rows of a sequence read those before them from the cache: never in one forward.
-                if len(slots) == _CHUNK_ROWS:
-                    self._forward(chunk, slots)
-                    chunk, slots = [], []
-        if chunk:
-            self._forward(chunk, slots)
+                if len(chunk.slots) > _CHUNK_ROWS - 1 - num_again:
+                    self._forward(chunk)
+                    chunk = _Chunk()
+                    first -= num_again * (first < end)
+        if chunk.rows:
+            self._forward(chunk)
 
-    def _forward(self, chunk: Sequence[SequenceRows], slots: Sequence[int]) -> None:
+    def _forward(self, chunk: _Chunk) -> None:
         device = self._pool.device
-        batch = build_batch(chunk, page_size=self._pool.page_size, device=device)
+        batch = build_batch(chunk.rows, page_size=self._pool.page_size, device=device)
         features = None
         if self._features is not None:
-            features = self._features(uploaded_numbers(slots, device))
-        self._model.compute(batch, features)
+            features = self._features(uploaded_numbers(chunk.slots, device))
+        states = self._model.compute(batch, features)
+        if self._last_states is None or states is None or not chunk.ended:
+            return
+        slots, ends = uploaded_pairs(chunk.ended, device)
+        for layer, own in enumerate(states):
+            # Of a text that is too short for a layer nobody reads what it left.
+            rows = (ends - 1 - layer).clamp_min(0)
+            self._last_states[:, layer].index_copy_(0, slots, own.index_select(0, rows))
 
     def _slots(self, pages: Sequence[int], positions: range) -> list[int]:
         size = self._pool.page_size
         return [pages[position // size] * size + position % size for position in positions]
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Rows of one forward.
+
+    Attributes:
+        slots: of the target's pool, by row.
+        ended: slots of sequences that are caught up with, and the number of rows up to their end.
+    """
+
+    rows: list[SequenceRows] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    ended: list[tuple[int, int]] = field(default_factory=list)
 
 
 class RoundHead(Protocol):
@@ -246,13 +279,16 @@ class OwnHead:
         code: what verifies its trees; None takes the fastest.
     """
 
-    model: TreeModel
+    model: RoundModel
     code: Callable[..., RoundVerification] | None = None
 
     def shape(self, tree: TreeShape, max_context_tokens: int) -> RoundShape:
         """See `TreePlace.shape`. Nothing is prepared: target and draft take turns on one device."""
         return RoundShape.of(
-            tree, draft_vocab_size=self.model.vocab_size, max_context_tokens=max_context_tokens
+            tree,
+            draft_vocab_size=self.model.vocab_size,
+            max_context_tokens=max_context_tokens,
+            block_size=self.model.block_size,
         )
 
     def verification(self, shape: RoundShape) -> Callable[..., RoundVerification]:
@@ -279,17 +315,20 @@ class OwnHead:
 class _OwnRounds:
     """See `RoundHead`."""
 
-    def __init__(self, model: TreeModel, shapes: Sequence[SizedShape], rows: Tensor | None) -> None:
+    def __init__(
+        self, model: RoundModel, shapes: Sequence[SizedShape], rows: Tensor | None
+    ) -> None:
         pool = model.pool
         self.feature_spec = model.feature_spec
-        self.state = StateSizes.of(shapes, pool.page_size).empty_state(pool.device)
+        state = StateSizes.of(shapes, pool.page_size).empty_state(pool.device)
+        self.state = replace(state, last_states=model.lane_states(state.num_slots))
         self._shapes = shapes
         self._trees = [
             _OwnTrees(model.code(batches, rows), batches, model.id_limit)
             for batches in (RoundBatches(each.shape, pool.page_size) for each in shapes)
         ]
         features = None if rows is None else rows.__getitem__
-        self.catch_up = CatchUp(model, features).run
+        self.catch_up = CatchUp(model, features, self.state.last_states).run
         self.is_late = False
 
     def view(self, sized: SizedShape) -> RoundState:
@@ -304,20 +343,15 @@ class _OwnRounds:
         """See `RoundHead.read_open_rows`."""
         sized = self._shapes[number]
         # As many as a round computes: no kernel is new.
-        count = num_computed(num_slots, sized.max_sequences)
-        read_open_rows(self._trees[number].code, state_of_shape(self.state, sized).first(count))
+        count, code = num_computed(num_slots, sized.max_sequences), self._trees[number].code
+        seen = code.seen(state_of_shape(self.state, sized).first(count))
+        code.forwards(seen, *code.open_rows(seen), keeps_states=False).read_open()
         self.state.limit_open(1)
 
     def begin(
         self, number: int, num_slots: int, sampling: RoundSampling, *, is_ahead: bool
     ) -> None:
         """It runs on the same stream."""
-
-
-def read_open_rows(code: DraftCode, state: RoundState) -> None:
-    """Computes the open rows of a state in the cache of a draft model."""
-    batch, sources = code.open_rows(code.seen(state))
-    code.forwards(batch, sources, keeps_states=False).first()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -506,11 +506,6 @@ class RoundRunner:
         """Whether the oldest unread round can be read without waiting."""
         return self._slots.oldest.result.is_done
 
-    @property
-    def num_awaited(self) -> int:
-        """Sequences of the oldest unread round."""
-        return len(self._slots.oldest.sequences)
-
     def num_computed(self, num_sequences: int) -> int:
         """Returns how many slots a round of sequences computes that are placed together."""
         return num_computed(num_sequences, self._head.state.num_slots)
@@ -560,12 +555,12 @@ class RoundRunner:
                 to be removed.
         """
         slots = self._slots.take(new_lanes, self.shape.max_committed)
-        backlogs = {each.sequence_id: self._backlog(each) for each in new_lanes}
+        read = [each for each in new_lanes if not each.reads_prompt]
         for each in new_lanes:
             if each.reads_prompt:
-                self._reading[each.sequence_id] = backlogs.pop(each.sequence_id)
-        if backlogs:
-            self._head.catch_up(backlogs.values())
+                self._reading[each.sequence_id] = self._backlog(each)
+        if read:
+            self._head.catch_up(map(self._backlog, read))
         self._slots.fill(slots)
 
     def _backlog(self, new_lane: NewLane) -> HeadBacklog:
@@ -573,9 +568,9 @@ class RoundRunner:
         tokens, size = new_lane.token_ids, self.shape.max_committed
         num_open = len(cut(new_lane.uncomputed_token_ids, size)[-1])
         end = len(tokens) - (num_open if new_lane.reads_prompt else 2)
-        return HeadBacklog(
-            tuple(tokens), new_lane.num_head_rows, end, new_lane.pages, new_lane.head_pages
-        )
+        slot = self._slots.placed[new_lane.sequence_id].slot
+        pages = new_lane.pages, new_lane.head_pages
+        return HeadBacklog(tuple(tokens), new_lane.num_head_rows, end, *pages, slot)
 
     def set_pages(self, sequence_id: int, pages: Sequence[int], head_pages: Sequence[int]) -> None:
         """Gives a placed sequence its pages; those it has had already must be the same."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -44,12 +44,15 @@ class RoundState:
         sampling: `[S, 4]` float64, `sampling_columns` of each slot.
         page_table: `[S, P]` int32, the target's pages, padded with the padding page.
         head_page_table: `[S, P]` int32, the head's.
+        last_states: `[S, N, H]`, of a head of N + 1 layers: what each layer but the last left on
+            the last row before the open ones. None of others.
     """
 
     numbers: Tensor
     sampling: Tensor
     page_table: Tensor
     head_page_table: Tensor
+    last_states: Tensor | None = None
 
     @classmethod
     def empty(
@@ -128,19 +131,21 @@ class RoundState:
             self.sampling[slots],
             self.page_table[slots],
             self.head_page_table[slots],
+            None if self.last_states is None else self.last_states[slots],
         )
 
     def narrowed(self, max_open_rows: int) -> RoundState:
         """Returns a view for rounds that commit no more than `max_open_rows` tokens."""
-        numbers = self.numbers[:, : TAIL + max_open_rows]
-        return RoundState(numbers, self.sampling, self.page_table, self.head_page_table)
+        return replace(self, numbers=self.numbers[:, : TAIL + max_open_rows])
 
     def emptied(self) -> RoundState:
         """Returns a state of as many slots, without sequences."""
         num_open, num_pages = self.open_tokens.shape[1], self.page_table.shape[1]
-        return RoundState.empty(
+        empty = RoundState.empty(
             self.num_slots, max_open_rows=num_open, num_pages=num_pages, device=self.numbers.device
         )
+        states = self.last_states
+        return replace(empty, last_states=None if states is None else torch.zeros_like(states))
 
     def limit_open(self, most: int) -> None:
         """Keeps the last row alone open where more than `most` are: the head has read them."""

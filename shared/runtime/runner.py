@@ -1,20 +1,17 @@
-"""Runs forwards of one decoder, or of one draft head, over one KV pool."""
+"""Runs forwards of one decoder over one KV pool."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
-from shared.kv.upload import uploaded_numbers, uploaded_pairs
+from shared.kv.upload import uploaded_pairs
 from shared.models.decoder import Decoder
-from shared.models.heads.dflash import DflashHead
-from shared.models.heads.head import DraftHead
 from shared.runtime.graphs import CapturedForward, ForwardGraphs
 from shared.runtime.lockstep import Leader
 from shared.runtime.memory import CacheSize
@@ -131,79 +128,3 @@ class ModelRunner:
         """Makes something that a later forward would have to wait for, a graph; returns whether
         there was anything to make."""
         return self._graphs is not None and self._graphs.capture_next()
-
-
-@dataclass(frozen=True, slots=True)
-class HeadOutput:
-    """Result of one forward, for its L logit rows, in the order of `batch.logit_rows`.
-
-    Attributes:
-        logits: `[L, V]` float32 over the target's vocabulary; -inf where the head has no token.
-        states: `[L, H]`, the hidden states that the rows below them in a tree read.
-    """
-
-    logits: Tensor
-    states: Tensor
-
-
-AnyHead = TypeVar("AnyHead", DraftHead, DflashHead)
-
-
-class _PooledHead(Generic[AnyHead]):
-    """A head over the KV pool that its layers fit."""
-
-    def __init__(self, head: AnyHead, pool: KvPool) -> None:
-        assert pool.layout == head.kv_layout(pool.page_size, pool.layout.dtype), (
-            f"the pool's layout {pool.layout} does not fit the head"
-        )
-        self.head: AnyHead = head
-        self.pool = pool
-
-    @property
-    def device(self) -> torch.device:
-        return self.pool.device
-
-    @property
-    def page_size(self) -> int:
-        return self.pool.page_size
-
-
-class HeadRunner(_PooledHead[DraftHead]):
-    """`ModelRunner`'s counterpart for heads, whose rows also read a hidden state."""
-
-    @torch.inference_mode()
-    def fuse(self, rows: Tensor) -> Tensor:
-        """Returns hidden states `[R, H]` of feature rows `[R, W]` of any float dtype, anywhere."""
-        return self.head.fuse(rows)
-
-    @torch.inference_mode()
-    def states(self, batch: ForwardBatch, hidden: Tensor, *, layer: int) -> Tensor:
-        """Returns the states `[T, H]` of every row of `batch`, computed by one layer."""
-        return self.head.forward(batch, hidden, self.pool, layer=layer)
-
-    @torch.inference_mode()
-    def logits(self, states: Tensor, layer: int = 0) -> Tensor:
-        """Returns `[L, V]` float32 for `states` `[L, H]` of one layer."""
-        return self.head.logits(states, layer)
-
-    @torch.inference_mode()
-    def run(self, batch: ForwardBatch, hidden: Tensor) -> HeadOutput:
-        """Computes `batch` from `hidden` `[T, H]`, one hidden state a row."""
-        states = self.head.forward(batch, hidden, self.pool).index_select(0, batch.logit_rows)
-        return HeadOutput(self.head.logits(states), states)
-
-
-class BlockRunner(_PooledHead[DflashHead]):
-    """`HeadRunner`'s counterpart for heads that draft blocks."""
-
-    @torch.inference_mode()
-    def write_context(self, rows: Tensor, positions: Sequence[int], slots: Sequence[int]) -> None:
-        """Takes in the features `[R, W]` of R positions, each for the slot beside it."""
-        index = uploaded_numbers([positions, slots], self.device)
-        self.head.write_context(rows, index[0], index[1], self.pool)
-
-    @torch.inference_mode()
-    def run(self, batch: ForwardBatch) -> Tensor:
-        """Returns the logits `[L, V]` float32 of the rows of blocks that ask for them."""
-        states = self.head.forward(batch, self.pool)
-        return self.head.logits(states.index_select(0, batch.logit_rows))

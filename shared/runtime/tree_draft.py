@@ -1,10 +1,11 @@
-"""Whole trees of one shape, grown or walked level by level: by a draft head, or by a language
-model; in plain torch, or by kernels that are handed in."""
+"""Whole trees of one shape, grown or walked level by level: by a draft head, a language model, or a
+head that scores all levels at once; in plain torch, or by kernels that are handed in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
+from shared.models.heads.dflash import DflashHead
 from shared.models.heads.head import DraftHead
 from shared.runtime.round_batches import RoundBatches, RoundTree
 from shared.runtime.round_state import LENGTH, OFFSET, RoundSampling, RoundState
@@ -66,6 +68,18 @@ class Scores(Protocol):
         """Returns what may follow each row so far, see `ComputedRows`."""
 
 
+class RequestScores(Protocol):
+    """Scores by all that the requests of S sequences ask for; it can be sent to a process."""
+
+    def confidence(self, logits: Tensor, paths: Tensor) -> Tensor:
+        """Returns log probabilities of acceptance `[S, N, V]` float32.
+
+        Args:
+            logits: `[S * N, V]`, over the target's tokens.
+            paths: `[S, N, D]` int64, the tree tokens on the way to each row, its own included.
+        """
+
+
 class Growth(Protocol):
     """`TreeGrowth` of S slots: `add` a level's logits, compute the rows of `beam`."""
 
@@ -93,6 +107,9 @@ class Forwards(Protocol):
     def first(self) -> Tensor:
         """Computes the open rows; returns the logits of the last one of each slot."""
 
+    def read_open(self) -> None:
+        """Computes the open rows alone; the last one of each slot will be computed again."""
+
     def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor:
         """Computes a level; returns its logits. See `Growth.beam`."""
 
@@ -116,10 +133,13 @@ class DraftCode(Protocol):
     def open_rows(self, state: RoundState) -> tuple[ForwardBatch, Tensor]:
         """See `RoundBatches.of_open_rows`."""
 
-    def forwards(self, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool) -> Forwards:
+    def forwards(
+        self, state: RoundState, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool
+    ) -> Forwards:
         """Returns what computes open rows and levels.
 
         Args:
+            batch: the open rows of `state`.
             sources: the row of what is read beside tokens that each open row reads.
         """
 
@@ -140,11 +160,13 @@ class TreeDraft:
     Attributes:
         num_choices: W, tokens to find after the root and each computed node, at least as many as
             children; the best leaves are computed for it when the trees are there. 0 for none.
+        scores: of requests that the kinds of `RoundSampling` do not cover; `code` is plain then.
     """
 
     code: DraftCode
     batches: RoundBatches
     num_choices: int = 0
+    scores: RequestScores | None = None
 
     def grow_levels(
         self, state: RoundState, sampling: RoundSampling, sources: Tensor
@@ -156,7 +178,12 @@ class TreeDraft:
             sources: `[S * W]` int64, see `DraftCode.forwards`.
         """
         forwards = self._forwards(state, sources)
-        growth = self.code.growth(state, sampling, self.num_choices)
+        growth: Growth
+        if self.scores is None:
+            growth = self.code.growth(state, sampling, self.num_choices)
+        else:
+            scores = plain_scores(state, self.batches, self.scores, self.num_choices)
+            growth = PlainGrowth(state, self.batches, scores)
         yield from grow(growth, forwards, self.batches.shape.tree.num_steps)
         leaves = growth.beam() if self.num_choices else None
         yield growth.scored()
@@ -180,7 +207,7 @@ class TreeDraft:
 
     def _forwards(self, state: RoundState, sources: Tensor) -> Forwards:
         batch, _ = self.code.open_rows(state)
-        return self.code.forwards(batch, sources, keeps_states=bool(self.num_choices))
+        return self.code.forwards(state, batch, sources, keeps_states=bool(self.num_choices))
 
 
 def grow(growth: Growth, forwards: Forwards, num_steps: int) -> Iterator[None]:
@@ -205,7 +232,7 @@ def grown(
         sources: see `DraftCode.forwards`.
     """
     growth = code.growth(state, sampling, 0)
-    forwards = code.forwards(batch, sources, keeps_states=False)
+    forwards = code.forwards(state, batch, sources, keeps_states=False)
     for _ in grow(growth, forwards, code.batches.shape.tree.num_steps):
         pass
     return growth.finish()
@@ -266,23 +293,27 @@ class PlainScores:
         width: tokens to find after each row.
     """
 
-    def __init__(self, state: RoundState, sampling: RoundSampling, width: int) -> None:
+    def __init__(
+        self, state: RoundState, sampling: RoundSampling | RequestScores, width: int
+    ) -> None:
         self._state, self._sampling, self._width = state, sampling, width
         self._levels: list[Children] = []
 
-    def best(self, logits: Tensor) -> Children:
-        """Returns the best tokens after each row of the next level."""
-        scores = self._sampling.confidence(logits, self._state, len(self._levels))
-        rows = scores.view(self._state.num_slots, -1, logits.shape[1])
-        self._levels.append(choose_children(rows, self._width))
+    def best(self, logits: Tensor, paths: Tensor | None = None) -> Children:
+        """Returns the best tokens after each row of the next level; `paths` see `RequestScores`."""
+        if isinstance(self._sampling, RoundSampling):
+            scores = self._sampling.confidence(logits, self._state, len(self._levels))
+            scores = scores.view(self._state.num_slots, -1, logits.shape[1])
+        else:
+            assert paths is not None, "only growing trees have paths"
+            scores = self._sampling.confidence(logits, paths)
+        self._levels.append(choose_children(scores, self._width))
         return self._levels[-1]
 
     def look(self, logits: Tensor) -> None:
-        """See `Scores.look`."""
         self.best(logits)
 
     def choices(self) -> Children:
-        """See `Scores.choices`."""
         return Children(
             torch.cat([each.token_ids for each in self._levels], dim=1),
             torch.cat([each.log_probs for each in self._levels], dim=1),
@@ -295,22 +326,23 @@ class PlainGrowth:
     def __init__(self, state: RoundState, batches: RoundBatches, scores: PlainScores) -> None:
         self._state, self._batches, self.scores = state, batches, scores
         self._growth, self._beams = TreeGrowth(batches.shape.tree), list[Beam]()
+        self._paths = state.numbers.new_empty((state.num_slots, 1, 0))
 
     def add(self, logits: Tensor) -> None:
-        """See `Growth.add`."""
-        self._growth.add(self.scores.best(logits).best(self._batches.shape.tree.topk))
+        children = self.scores.best(logits, self._paths)
+        self._growth.add(children.best(self._batches.shape.tree.topk))
 
     def beam(self) -> tuple[ForwardBatch, Tensor]:
-        """See `Growth.beam`."""
         beam, level = self._growth.select_beam(), len(self._beams)
         self._beams.append(beam)
+        above = self._paths.gather(1, beam.parents.unsqueeze(2).expand(-1, -1, level))
+        self._paths = torch.cat((above, beam.token_ids.unsqueeze(2)), dim=2)
         num_before = self._batches.shape.tree.topk if level else 1
         first_rows = torch.arange(self._state.num_slots, device=beam.parents.device) * num_before
         parents = first_rows.unsqueeze(1) + beam.parents
         return self._batches.of_beam(self._state, beam, level), parents.flatten()
 
     def scored(self) -> ScoredRows:
-        """See `Growth.scored`."""
         tree, roots = self._batches.shape.tree, self._state.roots
         nodes = self._growth.select()
         # A tree may have no level that is computed.
@@ -323,12 +355,14 @@ class PlainGrowth:
         )
 
     def finish(self) -> RoundTree:
-        """See `Growth.finish`."""
         return self._batches.of_trees(self._state, self.scored().rows)
 
 
 def plain_scores(
-    state: RoundState, batches: RoundBatches, sampling: RoundSampling, num_choices: int
+    state: RoundState,
+    batches: RoundBatches,
+    sampling: RoundSampling | RequestScores,
+    num_choices: int,
 ) -> PlainScores:
     """Returns what finds the children that trees need, or as many tokens as are asked for."""
     return PlainScores(state, sampling, num_choices or batches.shape.tree.topk)
@@ -341,20 +375,16 @@ class PlainCode:
     batches: RoundBatches
 
     def open_rows(self, state: RoundState) -> tuple[ForwardBatch, Tensor]:
-        """See `DraftCode.open_rows`."""
         return self.batches.of_open_rows(state)
 
     def scores(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> Scores:
-        """See `DraftCode.scores`."""
         return plain_scores(state, self.batches, sampling, num_choices)
 
     def growth(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> Growth:
-        """See `DraftCode.growth`."""
         scores = plain_scores(state, self.batches, sampling, num_choices)
         return PlainGrowth(state, self.batches, scores)
 
     def kind_of(self, sampling: RoundSampling) -> RoundSampling:
-        """See `DraftCode.kind_of`."""
         return sampling
 
 
@@ -368,15 +398,16 @@ class DecoderForwards:
         self._logits, self._batch = logits, batch
 
     def first(self) -> Tensor:
-        """See `Forwards.first`."""
         return self._logits(self._batch)
 
+    def read_open(self) -> None:
+        """See `Forwards.read_open`."""
+        self.first()
+
     def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor:
-        """See `Forwards.next`."""
         return self._logits(batch)
 
     def walk(self, levels: Iterable[KnownLevel]) -> Iterator[Tensor]:
-        """See `Forwards.walk`."""
         yield self.first()
         for level in levels:
             yield self.next(*level)
@@ -398,22 +429,108 @@ class DecoderDraft(PlainCode):
     batches: RoundBatches
 
     def seen(self, state: RoundState) -> RoundState:
-        """See `DraftCode.seen`."""
         numbers = state.numbers.clone()
         numbers[:, LENGTH] += 1
         numbers[:, OFFSET] -= 1
         return replace(state, numbers=numbers)
 
     def forwards(
-        self, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool
+        self, state: RoundState, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool
     ) -> DecoderForwards:
-        """See `DraftCode.forwards`."""
         return DecoderForwards(self.logits, batch)
 
     def logits(self, batch: ForwardBatch) -> Tensor:
         """Computes rows; returns the logits of those that ask for them."""
         hidden = self.decoder.forward(batch, self.pool).hidden
         return self.decoder.logits(hidden.index_select(0, batch.logit_rows))
+
+
+# A head that drafts a whole block in one forward, from the target's features: DFlash.
+
+
+class BlockForwards:
+    """See `Forwards`. The first one computes the block, whose rows score the levels in turn: all
+    nodes of a level have the scores of its position.
+
+    Args:
+        read: computes the open rows.
+        scored: computes the block behind them; returns the logits `[L, S, V]` of L levels.
+    """
+
+    def __init__(self, read: Callable[[], None], scored: Callable[[], Tensor]) -> None:
+        self.read_open, self._scored = read, scored
+        self._levels: Iterator[Tensor] = iter(())
+
+    def first(self) -> Tensor:
+        """See `Forwards.first`."""
+        self.read_open()
+        self._levels = iter(self._scored())
+        return next(self._levels)
+
+    def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor:
+        """See `Forwards.next`; of the level only its size counts."""
+        logits = next(self._levels)
+        num_nodes = len(parents) // len(logits)
+        return logits if num_nodes == 1 else logits.repeat_interleave(num_nodes, dim=0)
+
+    def walk(self, levels: Iterable[KnownLevel]) -> Iterator[Tensor]:
+        """See `Forwards.walk`."""
+        yield self.first()
+        for level in levels:
+            yield self.next(*level)
+
+    def states(self) -> None:
+        """A row reads none."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockDraft(PlainCode):
+    """Drafts in plain torch. See `DraftCode`.
+
+    An open row turns the features of its position into keys and values; its token is the next one,
+    so that of the last open row opens the block.
+
+    Attributes:
+        source_rows: `[num_slots, W]`, the target's features of each slot of its pool.
+        block_size: rows of a block.
+    """
+
+    head: DflashHead
+    pool: KvPool
+    batches: RoundBatches
+    source_rows: Tensor
+    block_size: int
+
+    def seen(self, state: RoundState) -> RoundState:
+        """See `DraftCode.seen`."""
+        return state
+
+    def forwards(
+        self, state: RoundState, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool
+    ) -> BlockForwards:
+        """See `DraftCode.forwards`."""
+        return BlockForwards(partial(self._read, batch, sources), partial(self._scored, batch))
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Returns logits `[R, V]` of states `[R, H]`."""
+        return self.head.logits(states)
+
+    def _read(self, batch: ForwardBatch, sources: Tensor) -> None:
+        features = self.source_rows.index_select(0, sources)
+        self.head.write_context(features, batch.positions, batch.slots, self.pool)
+
+    def _scored(self, batch: ForwardBatch) -> Tensor:
+        last = batch.logit_rows
+        block = self.batches.of_blocks(
+            batch.token_ids[last],
+            batch.positions[last] + 1,
+            batch.page_table,
+            self.head.config.mask_token_id,
+            self.block_size,
+        )
+        read = self.head.forward(block, self.pool).index_select(0, block.logit_rows)
+        logits = self.logits(read)
+        return logits.view(-1, len(last), logits.shape[1])
 
 
 # First part of a speculative round: the head takes in what was committed and grows the trees.
@@ -448,11 +565,13 @@ class HeadForwards:
         self._num_slots = len(batch.logit_rows)
 
     def first(self) -> Tensor:
-        """See `Forwards.first`."""
         return self._logits(self._open())
 
+    def read_open(self) -> None:
+        """See `Forwards.read_open`."""
+        self._open()
+
     def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor:
-        """See `Forwards.next`."""
         return self._logits(self._advance(batch, parents, None))
 
     def walk(self, levels: Iterable[KnownLevel]) -> Sequence[Tensor]:
@@ -461,7 +580,6 @@ class HeadForwards:
         return torch.split(self._logits(torch.cat(read)), [len(rows) for rows in read])
 
     def states(self) -> Tensor:
-        """See `Forwards.states`."""
         levels = [each.view(self._num_slots, -1, each.shape[1]) for each in self._kept]
         return torch.cat(levels, dim=1)
 
@@ -501,11 +619,11 @@ class RoundDraft(PlainCode):
         return grown(self, state, sampling, batch, feature_slots)
 
     def seen(self, state: RoundState) -> RoundState:
-        """See `DraftCode.seen`."""
         return state
 
-    def forwards(self, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool) -> HeadForwards:
-        """See `DraftCode.forwards`."""
+    def forwards(
+        self, state: RoundState, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool
+    ) -> HeadForwards:
         rows = self.source_rows
         if rows.is_contiguous() and (self.reads_states or self.head.reads_rows(rows)):
             return self._forwards(batch, rows, sources, keeps_states=keeps_states)
@@ -536,3 +654,153 @@ class RoundDraft(PlainCode):
         return HeadForwards(
             self.level, self.logits, batch, hidden, sources, keeps_states=keeps_states
         )
+
+
+# A head of several next-token layers, whose chains have a layer a level.
+
+
+class LayeredForwards:
+    """See `Forwards`; of chains.
+
+    Layer k computes row i when token i + 1 + k is known, from the state that layer k - 1 left on
+    row i. So the open tokens are read k rows earlier than by layer 0, behind the row that
+    `RoundState.last_states` has. The node of level j is scored by layer min(j, n - 1), which has to
+    read those above it first.
+
+    Args:
+        state: `last_states` is written.
+        hidden: `[S * W, H]`, what the open rows read.
+    """
+
+    def __init__(
+        self, draft: LayeredDraft, state: RoundState, batch: ForwardBatch, hidden: Tensor
+    ) -> None:
+        assert state.last_states is not None, "a layer reads what the one before left"
+        self._draft, self._batch, self._hidden = draft, batch, hidden
+        self._last_states, self._num_open = state.last_states, state.num_open
+        self._page_table, self._roots = state.head_page_table, state.lengths - 1
+        self._num_slots = len(batch.logit_rows)
+        # What each layer left on the last open row, then on the nodes of the last level.
+        self._ends: list[Tensor] = []
+        self._nodes: Tensor | None = None
+        self._tokens: list[Tensor] = []
+
+    def first(self) -> Tensor:
+        """See `Forwards.first`."""
+        self._read(num_kept=0)
+        return self._draft.logits(self._ends[0], 0)
+
+    def read_open(self) -> None:
+        """See `Forwards.read_open`."""
+        self._read(num_kept=1)
+
+    def _read(self, *, num_kept: int) -> None:
+        """Computes the open rows in all layers.
+
+        Args:
+            num_kept: rows at the end that stay open.
+        """
+        hidden, num_slots = self._hidden, self._num_slots
+        index = (self._num_open - num_kept).view(-1, 1, 1).expand(-1, 1, hidden.shape[1])
+        last = list[Tensor]()
+        for layer in range(self._draft.num_layers):
+            states = self._draft.states(self._shifted(layer), hidden, layer)
+            self._ends.append(states.index_select(0, self._batch.logit_rows))
+            if layer == self._draft.num_layers - 1:
+                break
+            rows = torch.cat(
+                (
+                    self._last_states[:, layer : layer + 1],
+                    states.view(num_slots, -1, hidden.shape[1]),
+                ),
+                dim=1,
+            )
+            hidden = rows[:, :-1].flatten(0, 1)
+            last.append(rows.gather(1, index))
+        self._last_states.copy_(torch.cat(last, dim=1))
+
+    def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor:
+        """See `Forwards.next`; of the level only its tokens count."""
+        assert len(batch.token_ids) == self._num_slots, "layers draft chains"
+        self._tokens.append(batch.token_ids)
+        level, num_layers = len(self._tokens), self._draft.num_layers
+        layer = min(level, num_layers - 1)
+        if level == layer:
+            above = [self._ends[layer - 1].unsqueeze(1)]
+            if self._nodes is not None:
+                above.append(self._nodes)
+            tokens, hidden = torch.stack(self._tokens, dim=1), torch.cat(above, dim=1)
+        else:
+            assert self._nodes is not None
+            tokens, hidden = self._tokens[-1].unsqueeze(1), self._nodes[:, -1:]
+        num_rows = tokens.shape[1]
+        # The root stands on row `roots`, which layer 0 computes when the token after it is known.
+        starts = self._roots - layer + level - num_rows
+        rows = self._draft.batches.of_runs(tokens, starts, self._page_table)
+        states = self._draft.states(rows, hidden.flatten(0, 1), layer)
+        self._nodes = states.view(self._num_slots, num_rows, -1)
+        return self._draft.logits(self._nodes[:, -1], layer)
+
+    def walk(self, levels: Iterable[KnownLevel]) -> Iterator[Tensor]:
+        """See `Forwards.walk`."""
+        yield self.first()
+        for level in levels:
+            yield self.next(*level)
+
+    def states(self) -> None:
+        """None are kept for others."""
+
+    def _shifted(self, layer: int) -> ForwardBatch:
+        """Returns the open rows as a layer computes them; before the first row there is nothing."""
+        if not layer:
+            return self._batch
+        batch = self._batch
+        positions = batch.positions - layer
+        own = (positions >= 0) & (batch.slots >= self._draft.pool.page_size)
+        places = positions.view(self._num_slots, -1)
+        slots = self._draft.batches.slots(self._page_table, places.clamp_min(0)).flatten()
+        return replace(
+            batch,
+            positions=positions.clamp_min(0),
+            slots=torch.where(own, slots, 0),
+            kv_lengths=batch.kv_lengths - layer,
+            prefix_lengths=(batch.prefix_lengths - layer).clamp_min(0),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayeredDraft(PlainCode):
+    """Drafts chains in plain torch. See `DraftCode`.
+
+    Attributes:
+        source_rows: see `RoundDraft`.
+    """
+
+    head: DraftHead
+    pool: KvPool
+    batches: RoundBatches
+    source_rows: Tensor
+
+    @property
+    def num_layers(self) -> int:
+        """n."""
+        return len(self.head.layers)
+
+    def seen(self, state: RoundState) -> RoundState:
+        """See `DraftCode.seen`."""
+        return state
+
+    def forwards(
+        self, state: RoundState, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool
+    ) -> LayeredForwards:
+        """See `DraftCode.forwards`."""
+        hidden = self.head.fuse(self.source_rows.index_select(0, sources))
+        return LayeredForwards(self, state, batch, hidden)
+
+    def states(self, batch: ForwardBatch, hidden: Tensor, layer: int) -> Tensor:
+        """Returns what a layer leaves on rows, `[R, H]`."""
+        return self.head.forward(batch, hidden, self.pool, layer=layer)
+
+    def logits(self, states: Tensor, layer: int) -> Tensor:
+        """Returns logits `[R, any]` of a layer's states `[R, H]`."""
+        return self.head.logits(states, layer)

@@ -17,7 +17,7 @@ from torch import Tensor
 from shared.runtime.lockstep import TreeLeader
 from shared.runtime.round_batches import RoundShape
 from shared.runtime.round_state import RoundSampling
-from shared.runtime.tree_draft import Parts
+from shared.runtime.tree_draft import Parts, RequestScores
 from shared.runtime.tree_model import PassKind, TreeModel
 from shared.runtime.tree_pass import (
     GrowingTrees,
@@ -53,7 +53,7 @@ class TreeGrower:
         leader: TreeLeader | None = None,
     ) -> None:
         assert model.pool.device.type == "cuda" or not limits.has_graphs, "graphs need CUDA"
-        self._model, self.limits, self._is_split = model, limits, is_split
+        self.model, self.limits, self._is_split = model, limits, is_split
         self._leader = leader
         self._kinds: dict[RoundSampling, None] = {}
         self._memory = torch.cuda.graph_pool_handle() if limits.has_graphs else None
@@ -67,7 +67,7 @@ class TreeGrower:
         """Returns a grower of the same trees behind one open row, whose passes can stop. It has
         memory of its own, so that passes of this one can be run meanwhile."""
         leader = None if self._leader is None else self._leader.split()
-        other = TreeGrower(self._model, self.limits, is_split=True, leader=leader)
+        other = TreeGrower(self.model, self.limits, is_split=True, leader=leader)
         other._kinds = self._kinds
         return other
 
@@ -78,6 +78,8 @@ class TreeGrower:
         tree: TreeShape,
         *,
         num_choices: int = 0,
+        is_walk: bool = False,
+        scores: RequestScores | None = None,
     ) -> GrowingTrees:
         """Begins to grow a tree for each sequence; waits for nothing, unless the number of
         sequences, their kind of sampling or the shape is new to the device.
@@ -88,8 +90,19 @@ class TreeGrower:
             tree: without levels and children that could not be kept.
             num_choices: how many tokens to find after each computed row, see `TreeDraft`; a few
                 more may be found.
+            is_walk: the trees are those of the sequences; see `walk`.
+            scores: of requests that ask for more than `OpenSequence.sampling` says.
         """
-        return self._begin(sequences, sources, tree, num_choices)
+        if self._leader is not None:
+            assert not sources, "only what the host has is announced"
+            self._leader.begin(sequences, tree, num_choices, is_walk=is_walk, scores=scores)
+        parts = self.begin_parts(
+            sequences, sources, tree, num_choices=num_choices, is_walk=is_walk, scores=scores
+        )
+        if self._leader is not None:
+            parts = self._leader.announced(parts)
+        chosen = self._pass_of(tree, num_choices, is_walk=is_walk, is_plain=scores is not None)
+        return GrowingTrees(parts, len(sequences), chosen, tree.max_node_count)
 
     def begin_parts(
         self,
@@ -99,23 +112,13 @@ class TreeGrower:
         *,
         num_choices: int,
         is_walk: bool = False,
+        scores: RequestScores | None = None,
     ) -> Parts:
-        """Does what `begin` does, or `walk`, where nobody reads the trees."""
-        self._meet(RoundSampling.of(each.sampling for each in sequences))
-        return self._pass_of(tree, num_choices, is_walk=is_walk).begin(sequences, sources)
-
-    def launch(
-        self,
-        sequences: Sequence[OpenSequence],
-        sources: Sequence[Tensor],
-        tree: TreeShape,
-        *,
-        num_choices: int = 0,
-    ) -> GrowingTrees:
-        """Queues the whole growth of a tree for each sequence; see `begin`."""
-        growing = self.begin(sequences, sources, tree, num_choices=num_choices)
-        growing.queue()
-        return growing
+        """Does what `begin` does where nobody reads the trees."""
+        if scores is None:
+            self._meet(RoundSampling.of(each.sampling for each in sequences))
+        chosen = self._pass_of(tree, num_choices, is_walk=is_walk, is_plain=scores is not None)
+        return chosen.begin(sequences, sources, scores)
 
     def walk(
         self,
@@ -134,7 +137,7 @@ class TreeGrower:
         size = self._pass_of(shape, num_choices, is_walk=True).shape.tree
         walks = [WalkedTree.of(each, size.num_steps, size.topk) for each in trees]
         rows = [replace(each, walk=walk) for each, walk in zip(sequences, walks, strict=True)]
-        growing = self._begin(rows, sources, shape, num_choices, is_walk=True)
+        growing = self.begin(rows, sources, shape, num_choices=num_choices, is_walk=True)
         growing.queue()
         return [
             PassTree(walk.tree, walk.levels, PassRows(growing, place))
@@ -162,8 +165,8 @@ class TreeGrower:
             self._leader.capture_next(tree, num_choices, num_sequences, is_walk=is_walk)
         chosen = self._pass_of(tree, num_choices, is_walk=is_walk)
         if num_sequences is None:
-            return chosen.capture_next(self._kinds)
-        return chosen.capture_for(num_sequences, self._last_kind)
+            return chosen.capture_first(chosen.left_of(self._kinds))
+        return chosen.capture_first(chosen.left_for(num_sequences, self._last_kind))
 
     def is_ready(
         self, tree: TreeShape, num_sequences: int, *, num_choices: int = 0, is_walk: bool = False
@@ -185,26 +188,12 @@ class TreeGrower:
             self._kinds.pop(kind, None)
             self._kinds[kind] = None
 
-    def _begin(
-        self,
-        sequences: Sequence[OpenSequence],
-        sources: Sequence[Tensor],
-        tree: TreeShape,
-        num_choices: int,
-        *,
-        is_walk: bool = False,
-    ) -> GrowingTrees:
-        if self._leader is not None:
-            assert not sources, "only what the host has is announced"
-            self._leader.begin(sequences, tree, num_choices, is_walk=is_walk)
-        parts = self.begin_parts(sequences, sources, tree, num_choices=num_choices, is_walk=is_walk)
-        if self._leader is not None:
-            parts = self._leader.announced(parts)
-        chosen = self._pass_of(tree, num_choices, is_walk=is_walk)
-        return GrowingTrees(parts, len(sequences), chosen, tree.max_node_count)
-
-    def _pass_of(self, tree: TreeShape, num_choices: int, *, is_walk: bool = False) -> TreePass:
-        key = self._key(tree, num_choices, is_walk=is_walk)
+    def _pass_of(
+        self, tree: TreeShape, num_choices: int, *, is_walk: bool = False, is_plain: bool = False
+    ) -> TreePass:
+        key = self._key(tree, num_choices, is_walk=is_walk, is_plain=is_plain)
+        if is_plain:  # it holds nothing that others would have to make way for
+            return self._new_pass(*key)
         if key not in self._passes:
             self._passes[key] = self._new_pass(*key)
         self._passes.move_to_end(key)
@@ -214,10 +203,10 @@ class TreeGrower:
         return self._passes[key]
 
     def _key(
-        self, tree: TreeShape, num_choices: int, *, is_walk: bool
+        self, tree: TreeShape, num_choices: int, *, is_walk: bool, is_plain: bool = False
     ) -> tuple[TreeShape, PassKind]:
         num_found = self._num_found(tree, num_choices)
-        return _common_shape(tree), PassKind(num_found, self._is_split, is_walk)
+        return _common_shape(tree), PassKind(num_found, self._is_split, is_walk, is_plain)
 
     def _num_found(self, tree: TreeShape, num_choices: int) -> int:
         """Returns how many tokens a pass looks for: few graphs serve any number."""
@@ -225,17 +214,17 @@ class TreeGrower:
             return 0
         wanted = max(num_choices, tree.topk)
         sizes = (size for size in _CHOICE_BUCKETS if size >= wanted)
-        return min(next(sizes, wanted), self._model.vocab_size)
+        return min(next(sizes, wanted), self.model.vocab_size)
 
     def _new_pass(self, tree: TreeShape, kind: PassKind) -> TreePass:
         # Leaves are computed where choices are wanted.
         num_leaves = tree.topk if kind.num_choices else 0
         shape = RoundShape.of(
             tree,
-            draft_vocab_size=self._model.vocab_size,
+            draft_vocab_size=self.model.vocab_size,
             max_context_tokens=self.limits.max_context_tokens + num_leaves,
         )
-        return TreePass(self._model, shape, self.limits, kind, memory=self._memory)
+        return TreePass(self.model, shape, self.limits, kind, memory=self._memory)
 
 
 def _common_shape(tree: TreeShape) -> TreeShape:

@@ -1,25 +1,35 @@
-"""The models that grow whole trees in one pass: a draft head, or a language model of its own."""
+"""The models that grow whole trees in one pass: a draft head, a language model of its own, or a
+head that drafts blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shared.kernels.kernel_settings import has_triton
+from shared.kernels.split_plan import sequence_of_rows
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
 from shared.layers.tensor_group import TensorGroup
 from shared.models.decoder import Decoder
+from shared.models.heads.dflash import DflashHead
 from shared.models.heads.feature_spec import FeatureSpec
 from shared.models.heads.head import DraftHead, SplitHeadLayer
 from shared.runtime.round_batches import RoundBatches, RoundShape
 from shared.runtime.round_selection import RoundSelection
 from shared.runtime.round_verification import RoundVerification
-from shared.runtime.tree_draft import DecoderDraft, DraftCode, RoundDraft, TreeDraft
+from shared.runtime.tree_draft import (
+    BlockDraft,
+    DecoderDraft,
+    DraftCode,
+    LayeredDraft,
+    RoundDraft,
+    TreeDraft,
+)
 
 # Chooses the code that runs each of the two parts of a round.
 
@@ -84,21 +94,24 @@ class PassKind:
         is_split: it can stop after each forward. Each sequence has one open row, which comes
             behind one that a pass computed: where rows read states, it reads that one's.
         is_walk: it computes trees that are given instead of growing them.
+        is_plain: it scores by `RequestScores`, in plain torch and without graphs.
     """
 
     num_choices: int = 0
     is_split: bool = False
     is_walk: bool = False
+    is_plain: bool = False
 
 
-class TreeModel(Protocol):
-    """A model with its cache."""
+class RoundModel(Protocol):
+    """A model with its cache, as rounds use it."""
 
     @property
     def pool(self) -> KvPool: ...
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def block_size(self) -> int:
+        """See `RoundShape`."""
 
     @property
     def vocab_size(self) -> int:
@@ -109,10 +122,6 @@ class TreeModel(Protocol):
         """Their ids are below it."""
 
     @property
-    def group(self) -> TensorGroup | None:
-        """Processes that share the model and grow the same trees."""
-
-    @property
     def feature_spec(self) -> FeatureSpec | None:
         """The target's hidden states that rows read beside tokens; None for none."""
 
@@ -120,11 +129,15 @@ class TreeModel(Protocol):
     def token_lead(self) -> int:
         """By how many tokens a row reads ahead of its position."""
 
-    def compute(self, batch: ForwardBatch, features: Tensor | None) -> None:
-        """Computes rows for the cache, with the features `[R, W]` that they read."""
+    def lane_states(self, num_slots: int) -> Tensor | None:
+        """Returns room for `RoundState.last_states`; None where there is none of them."""
 
-    def source_width(self, kind: PassKind) -> int:
-        """Returns the width of what open rows read beside tokens; 0 when it is nothing."""
+    def compute(self, batch: ForwardBatch, features: Tensor | None) -> Tensor | None:
+        """Computes rows for the cache, with the features `[R, W]` that they read.
+
+        Returns:
+            What each layer but the last left on them, `[N, R, H]`; None where nobody reads it.
+        """
 
     def code(self, batches: RoundBatches, source_rows: Tensor | None) -> DraftCode:
         """Returns what drafts in the shape of `batches` for rounds, by the fastest code for it.
@@ -133,6 +146,20 @@ class TreeModel(Protocol):
             source_rows: `[any, source_width]`, the features of open rows; None where they read
                 none.
         """
+
+
+class TreeModel(RoundModel, Protocol):
+    """A model that also grows trees in passes."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def group(self) -> TensorGroup | None:
+        """Processes that share the model and grow the same trees."""
+
+    def source_width(self, kind: PassKind) -> int:
+        """Returns the width of what open rows read beside tokens; 0 when it is nothing."""
 
     def draft(self, batches: RoundBatches, source_rows: Tensor, kind: PassKind) -> TreeDraft:
         """Returns what drafts in the shape of `batches`, by the fastest code for it.
@@ -143,12 +170,22 @@ class TreeModel(Protocol):
         """
 
 
+class _OneLayer:
+    """A model that keeps nothing of lanes but its cache."""
+
+    __slots__ = ()
+
+    def lane_states(self, num_slots: int) -> None:
+        """See `RoundModel.lane_states`."""
+
+
 @dataclass(frozen=True, slots=True)
-class HeadModel:
+class HeadModel(_OneLayer):
     """See `TreeModel`."""
 
     head: DraftHead
     pool: KvPool
+    block_size: int = 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -182,24 +219,25 @@ class HeadModel:
         return self.head.embedding.shape[1] if kind.is_split else self.head.feature_spec.width
 
     def draft(self, batches: RoundBatches, source_rows: Tensor, kind: PassKind) -> TreeDraft:
-        code = self._code(batches, source_rows, reads_states=kind.is_split)
+        parts = PLAIN if kind.is_plain else self._parts(batches)
+        code = parts.draft(self.head, self.pool, batches, source_rows, kind.is_split)
         return TreeDraft(code, batches, kind.num_choices)
 
     def code(self, batches: RoundBatches, source_rows: Tensor | None) -> DraftCode:
         assert source_rows is not None, "a head reads features"
-        return self._code(batches, source_rows, reads_states=False)
+        return self._parts(batches).draft(self.head, self.pool, batches, source_rows)
 
-    def _code(self, batches: RoundBatches, source_rows: Tensor, *, reads_states: bool) -> DraftCode:
-        parts = RoundParts.of(self.head, batches.shape, self.pool.device)
-        return parts.draft(self.head, self.pool, batches, source_rows, reads_states)
+    def _parts(self, batches: RoundBatches) -> RoundParts:
+        return RoundParts.of(self.head, batches.shape, self.pool.device)
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderModel:
+class DecoderModel(_OneLayer):
     """See `TreeModel`."""
 
     decoder: Decoder
     pool: KvPool
+    block_size: int = 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -232,7 +270,11 @@ class DecoderModel:
         return 0
 
     def draft(self, batches: RoundBatches, source_rows: Tensor, kind: PassKind) -> TreeDraft:
-        return TreeDraft(self.code(batches, None), batches, kind.num_choices)
+        is_plain = kind.is_plain
+        code = (
+            DecoderDraft(self.decoder, self.pool, batches) if is_plain else self.code(batches, None)
+        )
+        return TreeDraft(code, batches, kind.num_choices)
 
     def code(self, batches: RoundBatches, source_rows: Tensor | None) -> DecoderDraft:
         if not (has_triton(self.pool.device) and fits_kernels(batches.shape)):
@@ -241,3 +283,93 @@ class DecoderModel:
         from shared.runtime.round_fused import FusedDecoderDraft
 
         return FusedDecoderDraft(self.decoder, self.pool, batches)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockModel(_OneLayer):
+    """A head that drafts blocks; see `RoundModel`."""
+
+    head: DflashHead
+    pool: KvPool
+    block_size: int
+
+    @property
+    def vocab_size(self) -> int:
+        return self.head.vocab_size
+
+    @property
+    def id_limit(self) -> int:
+        return self.head.vocab_size
+
+    @property
+    def feature_spec(self) -> FeatureSpec:
+        return self.head.feature_spec
+
+    @property
+    def token_lead(self) -> int:
+        return 1
+
+    def compute(self, batch: ForwardBatch, features: Tensor | None) -> None:
+        assert features is not None, "a head reads features"
+        self.head.write_context(features, batch.positions, batch.slots, self.pool)
+
+    def code(self, batches: RoundBatches, source_rows: Tensor | None) -> BlockDraft:
+        assert source_rows is not None, "a head reads features"
+        if not (has_triton(self.pool.device) and fits_kernels(batches.shape)):
+            return BlockDraft(self.head, self.pool, batches, source_rows, self.block_size)
+        # Triton is not installed where there is no CUDA.
+        from shared.runtime.round_fused import FusedBlockDraft
+
+        return FusedBlockDraft(self.head, self.pool, batches, source_rows, self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class LayeredModel:
+    """A head of several next-token layers, which drafts chains; see `RoundModel`."""
+
+    head: DraftHead
+    pool: KvPool
+    block_size: int = 0
+
+    @property
+    def vocab_size(self) -> int:
+        return self.head.vocabulary.size
+
+    @property
+    def id_limit(self) -> int:
+        return self.head.config.vocab_size
+
+    @property
+    def feature_spec(self) -> FeatureSpec:
+        return self.head.feature_spec
+
+    @property
+    def token_lead(self) -> int:
+        return 1
+
+    def lane_states(self, num_slots: int) -> Tensor:
+        size = (num_slots, len(self.head.layers) - 1, self.head.embedding.shape[1])
+        return torch.zeros(size, dtype=self.head.dtype, device=self.pool.device)
+
+    def compute(self, batch: ForwardBatch, features: Tensor | None) -> Tensor:
+        assert features is not None, "a head reads features"
+        hidden, left = self.head.fuse(features), list[Tensor]()
+        rows = torch.arange(len(batch.token_ids), device=hidden.device)
+        ends = batch.query_starts[1:].index_select(0, sequence_of_rows(batch))
+        for layer in range(len(self.head.layers)):
+            # A layer reads tokens as many rows further on; behind the last one it has no row.
+            is_own = rows + layer < ends
+            tokens = batch.token_ids.index_select(0, torch.where(is_own, rows + layer, rows))
+            own = replace(batch, token_ids=tokens, slots=torch.where(is_own, batch.slots, 0))
+            hidden = self.head.forward(own, hidden, self.pool, layer=layer)
+            left.append(hidden)
+        return torch.stack(left[:-1])
+
+    def code(self, batches: RoundBatches, source_rows: Tensor | None) -> LayeredDraft:
+        assert source_rows is not None, "a head reads features"
+        if not (has_triton(self.pool.device) and fits_kernels(batches.shape)):
+            return LayeredDraft(self.head, self.pool, batches, source_rows)
+        # Triton is not installed where there is no CUDA.
+        from shared.runtime.round_fused import FusedLayeredDraft
+
+        return FusedLayeredDraft(self.head, self.pool, batches, source_rows)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import logging
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from shared.kv.leases import PADDING_PAGE
 from shared.kv.upload import Array, UploadBlock, uploaded, uploaded_numbers
 from shared.models.heads.head import DraftHead
 from shared.runtime.graphs import capturing
-from shared.runtime.host_copy import HostCopy, write_rows
+from shared.runtime.host_copy import HostCopy, joined_rows, write_rows
 from shared.runtime.round_batches import (
     WALK_LINE,
     WALK_PARENT,
@@ -43,9 +42,18 @@ from shared.runtime.round_state import (
     RoundState,
     empty_number_row,
 )
-from shared.runtime.tree_draft import PackedRows, PackedTrees, Part, Parts, TreeDraft, packed
+from shared.runtime.tree_draft import (
+    PackedRows,
+    PackedTrees,
+    Part,
+    Parts,
+    RequestScores,
+    TreeDraft,
+    packed,
+)
 from shared.runtime.tree_model import PassKind, TreeModel
 from shared.speculation.row_sampling import sampling_columns, signed_seed
+from shared.speculation.tree import best_tree
 from shared.tokens import SamplingParams, TokenTree, TreeShape
 
 logger = logging.getLogger(__name__)
@@ -277,6 +285,8 @@ class PassLimits:
     has_graphs: bool
 
 
+GraphKey: TypeAlias = tuple[int, RoundSampling]
+"""Slots and kind."""
 _Captured: TypeAlias = Sequence[tuple[torch.cuda.CUDAGraph, Part]]
 """Graphs that follow one another, each with what it makes."""
 
@@ -306,71 +316,75 @@ class TreePass:
         self.shape, self.kind = shape, kind
         self._limits, self._memory = limits, memory
         self.max_open_rows = 1 if kind.is_split else shape.max_committed
+        self._has_graphs = limits.has_graphs and not kind.is_plain
         # Graphs read the inputs, and what is beside them, at addresses that never change.
+        num_rows = limits.max_sequences * self.max_open_rows if self._has_graphs else 0
         self._sources = torch.zeros(
-            (limits.max_sequences * self.max_open_rows, model.source_width(kind)),
-            dtype=model.dtype,
-            device=self._pool.device,
+            (num_rows, model.source_width(kind)), dtype=model.dtype, device=self._pool.device
         )
         self._slots: dict[int, OpenSlots] = {}
         # Graphs read what its batches hold, too.
-        self._captured_draft = self._draft(shape)
+        self._captured_draft = self._draft(shape, self._sources)
         self._captured: dict[tuple[int, RoundSampling], _Captured | None] = {}
         self._buckets = slot_buckets(limits.max_sequences)
 
     @torch.inference_mode()
-    def begin(self, sequences: Sequence[OpenSequence], sources: Sequence[Tensor]) -> Parts:
+    def begin(
+        self,
+        sequences: Sequence[OpenSequence],
+        sources: Sequence[Tensor],
+        scores: RequestScores | None = None,
+    ) -> Parts:
         """Begins a pass and gives up the one before, unless it has ended.
 
         Args:
             sequences: at most `max_sequences`, with `max_open_rows` open rows at most.
             sources: what the open rows read beside tokens, end to end, in any pieces
                 `[any, width]` on any devices; none for a model that reads tokens alone.
+            scores: of a plain pass.
         """
-        self._take_sources(sources)
         sampling = RoundSampling.of(each.sampling for each in sequences)
         bucket = self._bucket_for(len(sequences), sampling)
-        captured = self._graph_of(bucket, sampling) if self._limits.has_graphs else None
+        captured = self._graph_of(bucket, sampling) if self._has_graphs else None
         longest = max(each.length for each in sequences)
         assert longest <= self._limits.max_context_tokens, f"{longest} tokens"
         reach = longest + self._spare
         if captured is None:
             widest = max(each.num_open for each in sequences)
             arrays = self._arrays(sequences, len(sequences), widest, reach)
-            shape = replace(self.shape, max_kv_length=reach)
-            return self._parts(self._draft(shape), arrays.upload(self._pool.device), sampling)
+            device, read = self._pool.device, self._sources
+            if sources:
+                read = joined_rows(sources, device).to(self._model.dtype)
+            draft = self._draft(replace(self.shape, max_kv_length=reach), read)
+            return self._parts(replace(draft, scores=scores), arrays.upload(device), sampling)
+        if sources:
+            write_rows(sources, self._sources[: sum(map(len, sources))])
         self._slots[bucket].fill(self._arrays(sequences, bucket, self.max_open_rows, reach))
         return _replayed(captured)
 
-    @torch.inference_mode()
-    def capture_next(self, kinds: Iterable[RoundSampling]) -> bool:
-        """Captures a graph that some kinds of sampling may want: those of the most slots first,
-        whose memory the others reuse, then the smallest. Returns whether one was left."""
+    def left_of(self, kinds: Iterable[RoundSampling]) -> list[GraphKey]:
+        """Returns the graphs that some kinds of sampling may want: those of the most slots first,
+        whose memory the others reuse, then the smallest."""
         kinds = dict.fromkeys(map(self._captured_draft.code.kind_of, kinds))
-        for num_slots in (self._buckets[-1], *self._buckets):
-            for kind in kinds:
-                if (num_slots, kind) not in self._captured:
-                    self._graph_of(num_slots, kind)
-                    return True
-        return False
+        keys = [(size, kind) for size in (self._buckets[-1], *self._buckets) for kind in kinds]
+        return [key for key in keys if key not in self._captured]
 
-    def left_for(self, num_sequences: int, sampling: RoundSampling) -> list[int]:
-        """Returns the slots of the graphs that passes of so many sequences, or fewer, would have to
+    def left_for(self, num_sequences: int, sampling: RoundSampling) -> list[GraphKey]:
+        """Returns the graphs that passes of so many sequences, or fewer, would have to
         capture, the most first. There is one that is not much too large for any number."""
         kind, left = self._captured_draft.code.kind_of(sampling), []
         while num_sequences > 0:
             size = self._bucket_for(num_sequences, sampling)
             if (size, kind) not in self._captured:
-                left.append(size)
+                left.append((size, kind))
             num_sequences = (size - 1) // _MOST_SPARE if size > _FEW_SLOTS else 0
         return left
 
     @torch.inference_mode()
-    def capture_for(self, num_sequences: int, sampling: RoundSampling) -> bool:
-        """Captures a graph of `left_for`; returns whether one was left."""
-        left = self.left_for(num_sequences, sampling)
+    def capture_first(self, left: Sequence[GraphKey]) -> bool:
+        """Captures one of the graphs that are left; returns whether one was."""
         if left:
-            self._graph_of(left[0], sampling)
+            self._graph_of(*left[0])
         return bool(left)
 
     def release(self) -> None:
@@ -420,13 +434,6 @@ class TreePass:
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.page_size)
 
-    def _take_sources(self, pieces: Sequence[Tensor]) -> None:
-        if not pieces:
-            return
-        num_rows = sum(map(len, pieces))
-        assert num_rows <= len(self._sources), f"{num_rows} open rows"
-        write_rows(pieces, self._sources[:num_rows])
-
     def _arrays(
         self, sequences: Sequence[OpenSequence], num_slots: int, max_open_rows: int, reach: int
     ) -> OpenArrays:
@@ -439,9 +446,9 @@ class TreePass:
             walk_size=self._walk_size,
         )
 
-    def _draft(self, shape: RoundShape) -> TreeDraft:
+    def _draft(self, shape: RoundShape, sources: Tensor) -> TreeDraft:
         batches = RoundBatches(shape, self._pool.page_size)
-        return self._model.draft(batches, self._sources, self.kind)
+        return self._model.draft(batches, sources, self.kind)
 
     def _parts(self, draft: TreeDraft, inputs: OpenInputs, sampling: RoundSampling) -> Parts:
         kind, sources = draft.code.kind_of(sampling), inputs.sources.flatten()
@@ -687,33 +694,3 @@ class GrowingTrees:
         )
         tree = best_tree(tokens, parents, paths, self._max_nodes)
         return PassTree(tree, levels, PassRows(self, place))
-
-
-def best_tree(
-    token_ids: Sequence[int], parents: Sequence[int], paths: Sequence[float], max_nodes: int
-) -> TokenTree:
-    """Returns the tree of the best nodes.
-
-    Args:
-        token_ids: of T rows, the root first; -1 where there is no node.
-        parents: row of each row's parent.
-        paths: score of the path to each row.
-    """
-    if len(token_ids) <= max_nodes + 1 and min(paths) > -math.inf:
-        above = parents[1:]
-        return TokenTree(
-            tuple(token_ids[1:]),
-            tuple([row - 1 if row else None for row in above]),
-            tuple([path - paths[row] for path, row in zip(paths[1:], above, strict=True)]),
-        )
-    kept = [row for row in range(1, len(token_ids)) if paths[row] > -math.inf]
-    if len(kept) > max_nodes:
-        # A child's score is at most its parent's and its row comes later, so parents stay.
-        kept = sorted(sorted(kept, key=lambda row: (-paths[row], row))[:max_nodes])
-    nodes: dict[int, int | None] = {0: None}
-    nodes.update({row: node for node, row in enumerate(kept)})
-    return TokenTree(
-        token_ids=tuple(token_ids[row] for row in kept),
-        parent_indices=tuple(nodes[parents[row]] for row in kept),
-        log_probs=tuple(paths[row] - paths[parents[row]] for row in kept),
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -208,20 +208,15 @@ def row_sampling(
     numbers = torch.tensor([_numbers(p) for p in params], dtype=torch.float64)
     seeds = torch.tensor([signed_seed(p.seed) for p in params], dtype=torch.int64)
     columns = uploaded_tensor(numbers.repeat_interleave(counts, 0), device)
-    floats = columns.to(torch.float32)
+    row_seeds = uploaded_tensor(seeds.repeat_interleave(counts), device)
+    has_penalties = any(p.has_penalties for p in params)
     has_all_top_k = bool(drawing) and all(p.top_k for p in drawing)
-    return RowSampling(
-        temperatures=floats[:, 0:1].clamp_min(_MIN_TEMPERATURE),
-        greedy=columns[:, 0:1] == 0.0,
-        top_ks=columns[:, 1:2].to(torch.int64),
-        top_ps=columns[:, 2:3],
-        min_ps=floats[:, 3:4],
-        penalties=_penalties(floats) if any(p.has_penalties for p in params) else None,
-        seeds=uploaded_tensor(seeds.repeat_interleave(counts), device),
+    return replace(
+        sampling_of_columns(columns, row_seeds, has_draws=bool(drawing), has_cuts=False),
+        penalties=_penalties(columns.to(torch.float32)) if has_penalties else None,
         bias=_bias(params, row_counts, device),
         allowed=_allowed(params, row_counts, device),
         banned=_banned(_with_bad_words(params, row_counts, banned_token_ids), device),
-        all_greedy=not drawing,
         has_top_k=any(p.top_k for p in drawing),
         max_top_k=max(p.top_k for p in drawing) if has_all_top_k else None,
         has_top_p=any(p.top_p < 1.0 for p in drawing),
@@ -240,7 +235,7 @@ def sampling_of_columns(
     """Returns the parameters of rows whose numbers are on the device already.
 
     Args:
-        columns: `[R, 4]` float64, see `sampling_columns`.
+        columns: `[R, at least 4]` float64, see `sampling_columns`.
         seeds: `[R]` int64.
         has_draws: some row may draw; else all are greedy.
         has_cuts: some drawing row may have top-k, top-p or min-p.

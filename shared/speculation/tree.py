@@ -92,14 +92,12 @@ class SelectedNodes:
         candidates: `[B, N]` int64, ascending; counts candidates over all levels from 0.
         token_ids: `[B, N]` int64.
         parents: `[B, N]` int64, the parent's candidate plus 1; 0 is the root.
-        own: `[B, N]` float32, score given the parent.
         path: `[B, N]` float32, score of the path from the root; -inf where there is no node.
     """
 
     candidates: Tensor
     token_ids: Tensor
     parents: Tensor
-    own: Tensor
     path: Tensor
 
 
@@ -107,13 +105,12 @@ class SelectedNodes:
 class _Level:
     """All candidates of one level, M = N * topk of each tree, and the beam chosen from them.
 
-    `parents` counts candidates over all levels from 1, so that 0 is the root; `own` is the score
-    given the parent, `path` the score of the path.
+    `parents` counts candidates over all levels from 1, so that 0 is the root; `path` is the score
+    of the path.
     """
 
     token_ids: Tensor
     parents: Tensor
-    own: Tensor
     path: Tensor
     first_candidate: int
 
@@ -173,7 +170,6 @@ class TreeGrowth:
             _Level(
                 token_ids=children.token_ids.flatten(1),
                 parents=parents.flatten(1),
-                own=own.flatten(1),
                 path=path.flatten(1),
                 first_candidate=sum(level.path.shape[1] for level in self._levels),
             )
@@ -213,7 +209,6 @@ class TreeGrowth:
             candidates=kept,
             token_ids=torch.cat([each.token_ids for each in self._levels], dim=1).gather(1, kept),
             parents=torch.cat([each.parents for each in self._levels], dim=1).gather(1, kept),
-            own=torch.cat([each.own for each in self._levels], dim=1).gather(1, kept),
             path=path.gather(1, kept),
         )
 
@@ -224,10 +219,14 @@ class TreeGrowth:
         allows, or none.
         """
         nodes = self.select()
-        columns = [nodes.candidates, nodes.token_ids, nodes.parents, nodes.own, nodes.path]
+        rows = tree_rows(nodes, torch.zeros_like(nodes.parents[:, 0]), self._shape.num_steps)
+        paths = torch.cat((torch.zeros_like(nodes.path[:, :1]), nodes.path), dim=1)
         # Everything is exact in float64, so one transfer brings it all.
-        packed = torch.cat([column.to(torch.float64) for column in columns], dim=1).tolist()
-        return tuple(map(_grown_tree, packed))
+        columns = torch.stack((rows.token_ids.double(), rows.parents.double(), paths.double()), 1)
+        return tuple(
+            best_tree([*map(int, tokens)], [*map(int, parents)], path, self._shape.max_node_count)
+            for tokens, parents, path in columns.tolist()
+        )
 
     def _visible(self, parents: Tensor) -> Tensor:
         batch_size, topk = parents.shape
@@ -240,20 +239,33 @@ class TreeGrowth:
         return torch.cat((inherited, own), dim=2)
 
 
-def _grown_tree(packed: Sequence[float]) -> TokenTree:
-    """Rebuilds one tree from `[candidates | tokens | parents | own | path]`."""
-    num_kept = len(packed) // 5
-    candidates, token_ids, parents, own, path = (
-        packed[i * num_kept : (i + 1) * num_kept] for i in range(5)
-    )
-    kept = [i for i in range(num_kept) if path[i] > -math.inf]
-    # `parents` counts candidates from 1; node numbers follow the order of the kept candidates.
+def best_tree(
+    token_ids: Sequence[int], parents: Sequence[int], paths: Sequence[float], max_nodes: int
+) -> TokenTree:
+    """Returns the tree of the best nodes.
+
+    Args:
+        token_ids: of T rows, the root first; -1 where there is no node.
+        parents: row of each row's parent.
+        paths: score of the path to each row.
+    """
+    if len(token_ids) <= max_nodes + 1 and min(paths) > -math.inf:
+        above = parents[1:]
+        return TokenTree(
+            tuple(token_ids[1:]),
+            tuple([row - 1 if row else None for row in above]),
+            tuple([path - paths[row] for path, row in zip(paths[1:], above, strict=True)]),
+        )
+    kept = [row for row in range(1, len(token_ids)) if paths[row] > -math.inf]
+    if len(kept) > max_nodes:
+        # A child's score is at most its parent's and its row comes later, so parents stay.
+        kept = sorted(sorted(kept, key=lambda row: (-paths[row], row))[:max_nodes])
     nodes: dict[int, int | None] = {0: None}
-    nodes.update({int(candidates[i]) + 1: node for node, i in enumerate(kept)})
+    nodes.update({row: node for node, row in enumerate(kept)})
     return TokenTree(
-        token_ids=tuple(int(token_ids[i]) for i in kept),
-        parent_indices=tuple(nodes[int(parents[i])] for i in kept),
-        log_probs=tuple(own[i] for i in kept),
+        token_ids=tuple(token_ids[row] for row in kept),
+        parent_indices=tuple(nodes[parents[row]] for row in kept),
+        log_probs=tuple(paths[row] - paths[parents[row]] for row in kept),
     )
 
 

@@ -9,7 +9,7 @@ Source: vLLM, "Production Metrics"; Gateway API inference extension, "Model Serv
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -163,15 +163,15 @@ class VllmMetrics(Collector):
 
     def __init__(self, engine: Callable[[], EngineFigures | None] | None = None) -> None:
         self._engine = engine
-        self._models: dict[str, _Model] = {}
+        self._models: defaultdict[str, _Model] = defaultdict(_Model)
 
     def count(self, model: str, name: str) -> int:
         """Returns a counter of a model, by its name without `vllm:` and `_total`."""
-        return self._model(model).counts[name]
+        return self._models[model].counts[name]
 
     def begin(self, model: str, now_s: float) -> RequestFigures:
         """A request arrived."""
-        figures = self._model(model)
+        figures = self._models[model]
         figures.num_waiting += 1
         return RequestFigures(figures, now_s)
 
@@ -248,12 +248,6 @@ class VllmMetrics(Collector):
                 figures.histograms[source].add_to(histogram, (model, _ENGINE))
             yield histogram
         yield from _labelled(models)
-
-    def _model(self, name: str) -> _Model:
-        found = self._models.get(name)
-        if found is None:
-            found = self._models[name] = _Model()
-        return found
 
 
 def _load(models: Mapping[str, _Model], engine: EngineFigures | None) -> Iterator[Metric]:

@@ -19,10 +19,6 @@ class WireTotals:
     num_messages: int = 0
     num_bytes: int = 0
 
-    def add(self, num_bytes: int) -> None:
-        self.num_messages += 1
-        self.num_bytes += num_bytes
-
 
 class WireMeter:
     """Totals of one process.
@@ -54,15 +50,15 @@ class StreamMeter:
 
     def sent(self, num_bytes: int, kind: str) -> None:
         """A message is on its way; `kind` is its name in the contract."""
-        self._meter.sent.add(num_bytes)
-        self._note("sent", next(self._sent), num_bytes, kind)
+        self._count("sent", self._meter.sent, next(self._sent), num_bytes, kind)
 
     def received(self, num_bytes: int, kind: str) -> None:
         """A message is here."""
-        self._meter.received.add(num_bytes)
-        self._note("received", next(self._received), num_bytes, kind)
+        self._count("received", self._meter.received, next(self._received), num_bytes, kind)
 
-    def _note(self, name: str, number: int, num_bytes: int, kind: str) -> None:
+    def _count(self, name: str, totals: WireTotals, number: int, num_bytes: int, kind: str) -> None:
+        totals.num_messages += 1
+        totals.num_bytes += num_bytes
         if self._log is not None:
             self._log.instant(
                 name, stream=self._attachment_id, number=number, bytes=num_bytes, kind=kind

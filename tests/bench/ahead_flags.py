@@ -11,7 +11,7 @@ from services.target.settings import DEMO_MODEL
 from shared.errors import OutriderError
 from shared.tokens import TreeShape
 from tests.bench.pair import PairSettings
-from tests.bench.passes import PLAIN, Case, Mode
+from tests.bench.passes import CHOSEN, PLAIN, Case, Mode
 from tests.bench.wide_sizes import SIZES, wide_models
 
 SHAPES = (TreeShape(3, 1, 4), TreeShape(5, 1, 6), TreeShape(4, 4, 12))
@@ -36,8 +36,13 @@ def parse(arguments: list[str], description: str | None) -> argparse.Namespace:
         lowest = min(values) if isinstance(values, list) else values
         if lowest < 1:
             parser.error(f"--{name.replace('_', '-')} is {lowest}; it must be at least 1")
-    if flags.delay_ms is not None and not 0.0 < flags.delay_ms <= 1000.0:
-        parser.error(f"--delay-ms is {flags.delay_ms:g}; it must be in (0, 1000]")
+    for each in flags.delay_ms:
+        if not 0.0 < each <= 1000.0:
+            parser.error(f"--delay-ms is {each:g}; it must be in (0, 1000]")
+    if flags.adaptive and (flags.turnaround or flags.check_simulator):
+        parser.error(
+            "--turnaround and --check-simulator are about fixed modes, --adaptive has none"
+        )
     if flags.scenario is not None and not flags.check_simulator:
         parser.error("--scenario keeps what --check-simulator takes: give both")
     return flags
@@ -68,25 +73,29 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--num-prompts", type=int, default=6, help="more where more are at a time")
     load.add_argument("--num-tokens", type=int, default=128, help="of an answer")
     load.add_argument("--repeats", type=int, default=3)
+    load.add_argument(
+        "--adaptive",
+        action="store_true",
+        help="plain decoding and what the target chooses by itself, in place of fixed modes",
+    )
 
 
 def _add_sections(parser: argparse.ArgumentParser) -> None:
-    sections = parser.add_argument_group("further sections, in the first case")
+    sections = parser.add_argument_group("further sections")
     sections.add_argument(
-        "--delay-ms", type=float, help="the best modes with a wire so long, each way"
+        "--delay-ms",
+        type=float,
+        nargs="+",
+        default=[],
+        help="a draft as on another host, over a wire so long, each way",
     )
     sections.add_argument(
         "--hurt",
         action="store_true",
-        help="the best mode with a draft that is killed, slow, in disorder or frozen",
+        help="a draft that is killed or frozen; slow, in disorder or at half the bandwidth",
     )
     sections.add_argument(
-        "--adaptive",
-        action="store_true",
-        help="the target chooses in a mode of its own, and may pause a draft that is hurt",
-    )
-    sections.add_argument(
-        "--timeline", type=Path, metavar="SVG", help="picture of some rounds of the best mode"
+        "--timeline", type=Path, metavar="SVG", help="pictures of some rounds, one a case"
     )
     sections.add_argument(
         "--turnaround",
@@ -114,13 +123,14 @@ def _shape(text: str) -> TreeShape:
 
 
 def modes_of(flags: argparse.Namespace) -> list[Mode]:
-    """Returns plain decoding, every shape synchronously, and ahead with every budget."""
-    chosen = Mode(flags.shapes[0], max(flags.budgets), is_chosen=True)
+    """Returns plain decoding, every shape synchronously, and ahead with every budget; or plain
+    decoding and what the target chooses."""
+    if flags.adaptive:
+        return [PLAIN, CHOSEN]
     return [
         PLAIN,
         *(Mode(shape) for shape in flags.shapes),
         *(Mode(shape, budget) for shape in flags.shapes for budget in flags.budgets),
-        *([chosen] if flags.adaptive else ()),
     ]
 
 
@@ -152,20 +162,24 @@ def settings_of(flags: argparse.Namespace, folder: Path) -> PairSettings:
         folders += ["--speculative-draft-model-path", str(draft)]
     if algorithm.reads_features:
         folders += ["--target-model-path", str(model)]
-    # Without --adaptive nothing is chosen by the target; with it pinned shapes are left alone.
-    adaptive = "true" if flags.adaptive else "false"
+    budget = ("--speculative-outcome-budget", str(max(flags.budgets)))
+    choice: tuple[str, ...] = ("--speculative-adaptive=true",)
+    if not flags.adaptive:  # no plain steps in place of trees
+        choice = ("--candidate-wait-sequences", str(max(flags.concurrency)))
     return PairSettings(
         model=model,
         target_flags=(
-            *("--device", on_target, f"--speculative-adaptive={adaptive}"),
+            *("--device", on_target, *choice),
             *flags.target_flags.split(),
         ),
         draft_flags=(
             *("--speculative-algorithm", flags.algorithm, "--device", on_draft),
             *folders,
+            *(() if flags.adaptive else budget),
             *flags.draft_flags.split(),
         ),
         folder=folder,
+        distant_flags=("--distant", *budget),
         logs_rounds=flags.timeline is not None or flags.turnaround,
     )
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tests.bench.passes import Case, Mode, Pass
+from tests.bench.passes import CHOSEN, Case, Mode, Pass
 from tests.bench.scrape import Lookahead
 from tests.load.figures import table
 
@@ -49,13 +49,24 @@ class Compared:
 
     @property
     def best_synchronous(self) -> Mode:
-        fixed = (each for each in self.modes if each.shape and not each.is_chosen)
-        return max((each for each in fixed if not each.budget), key=self.speed)
+        return max((each for each in self.modes if each.shape and not each.budget), key=self.speed)
 
     @property
     def best_ahead(self) -> Mode:
-        fixed = (each for each in self.modes if each.shape and not each.is_chosen)
-        return max((each for each in fixed if each.budget), key=self.speed)
+        """What drafts ahead best; what the target chooses where there is no other mode."""
+        if self.is_chosen:
+            return CHOSEN
+        return max((each for each in self.modes if each.budget), key=self.speed)
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether the target chooses in all modes but plain decoding."""
+        return CHOSEN in self.modes
+
+    @property
+    def best_modes(self) -> Sequence[Mode]:
+        """The best synchronous and the best ahead mode, or what the target chooses."""
+        return (CHOSEN,) if self.is_chosen else (self.best_synchronous, self.best_ahead)
 
 
 def speeds(compared: Compared) -> str:
@@ -64,18 +75,19 @@ def speeds(compared: Compared) -> str:
         *("mode", "tok/s", "vs plain", "lowest", "highest", "tokens a round"),
         *("in time", "late", "missed", "gap us", "down", "up", "same answers"),
     )
-    plain, synchronous, ahead = (
-        compared.speed(mode)
-        for mode in (compared.modes[0], compared.best_synchronous, compared.best_ahead)
-    )
-    return "\n".join(
-        [
-            compared.case.name,
-            table(header, [_speed_row(compared, mode) for mode in compared.modes]),
+    parts = [
+        compared.case.name,
+        table(header, [_speed_row(compared, mode) for mode in compared.modes]),
+    ]
+    if not compared.is_chosen:
+        plain, synchronous, ahead = (
+            compared.speed(mode) for mode in (compared.modes[0], *compared.best_modes)
+        )
+        parts.append(
             f"best synchronous split: {synchronous / plain:.2f} times plain; best ahead: "
-            f"{ahead / plain:.2f} times plain, {ahead / synchronous:.2f} times that split",
-        ]
-    )
+            f"{ahead / plain:.2f} times plain, {ahead / synchronous:.2f} times that split"
+        )
+    return "\n".join(parts)
 
 
 SPEED_NOTES = (
@@ -97,9 +109,9 @@ def _speed_row(compared: Compared, mode: Mode) -> tuple[str, ...]:
         f"{found[0]:.1f}",
         f"{found[-1]:.1f}",
         f"{middle.round_tokens:.2f}",
-        *(f"{share:.0%}" if mode.budget else "-" for share in hit_shares(middle)),
+        *hit_cells(mode, middle),
         _gap(middle),
-        *(f"{_bytes(middle, way):.0f}" if mode.shape else "-" for way in ("sent", "received")),
+        *("-" if mode.is_plain else f"{_bytes(middle, way):.0f}" for way in ("sent", "received")),
         f"{num_same}/{len(middle.answers)}",
     )
 
@@ -110,6 +122,13 @@ def hit_shares(one: Pass) -> tuple[float, float, float]:
         one.per_round(_VERDICTS.format(name)) for name in ("hits", "late", "misses", "absent")
     )
     return hits, late, max(misses + absent - late, 0.0)
+
+
+def hit_cells(mode: Mode, one: Pass) -> list[str]:
+    """Returns these shares as cells; rounds on the device count none."""
+    shares = hit_shares(one)
+    is_counted = mode.is_ahead and any(shares)
+    return [f"{share:.0%}" if is_counted else "-" for share in shares]
 
 
 def _gap(one: Pass) -> str:
@@ -157,7 +176,7 @@ def foreseen(compared: Compared, mode: Mode) -> str:
     found = Lookahead.of(sums)
     total = sum(found.hits.values()) + sum(found.misses.values())
     if not total:
-        return f"{mode.name}: nothing was there in time for any verdict"
+        return f"{mode.name}: of no verdict is it counted whether anything was there in time"
     header = ("nodes accepted", "verdicts", *(f"rank {rank}" for rank in found.ranks), "missed")
     rows = []
     for position in found.positions:

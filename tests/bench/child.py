@@ -57,6 +57,11 @@ class Child:
         self._process.send_signal(signal.SIGSTOP)
         self._is_frozen = True
 
+    def thaw(self) -> None:
+        """Lets it go on."""
+        self._process.send_signal(signal.SIGCONT)
+        self._is_frozen = False
+
     def kill(self) -> None:
         """Ends it without a chance to say so."""
         with contextlib.suppress(ProcessLookupError):

@@ -20,10 +20,14 @@ from pathlib import Path
 
 import torch
 
-from services.draft.drafters.standalone import BuiltModel, StandaloneDrafter, build_model
+from services.draft.drafters.standalone import (
+    BuiltModel,
+    StandaloneDrafter,
+    build_model,
+    start_followers,
+)
 from services.draft.sequence import DraftSequence, SequenceKey
 from services.draft.settings import DraftSettings
-from services.draft.tensor_parallel import start_followers
 from shared.kv.leases import KvLeases
 from shared.layers.linear import linears
 from shared.model_options import Dtype
@@ -125,8 +129,8 @@ class DraftBench:
         drafter = StandaloneDrafter(
             runner,
             KvLeases(runner.pool.num_pages, runner.page_size, prefix_cache=False),
+            built.grower,
             max_context_tokens=built.max_context_tokens,
-            grower=built.grower,
         )
         batch = [self._sequence(number, text, built) for number, text in enumerate(texts)]
         for sequence in batch:

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 
 import torch
 
-from services.target.engine import Engine, Inbox
+from services.target.engine import Engine
 from services.target.requests.request import GenerationRequest, ModelLimits
 from services.target.scheduler import Scheduler, SchedulerLimits
 from services.target.step_loop import StepLoop
 from services.target.verifier import VerificationMode, Verifier
+from shared.inbox import Inbox
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder

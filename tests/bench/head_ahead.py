@@ -22,13 +22,13 @@ from pathlib import Path
 
 import torch
 
+from services.draft.drafters.drafter import VerifiedTree
 from services.draft.drafters.eagle import EagleDrafter
 from services.draft.events import FeatureRows
 from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
-from shared.runtime.runner import HeadRunner
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import HeadModel
 from shared.runtime.tree_pass import PassLimits
@@ -82,7 +82,7 @@ class HeadBench:
         has_graphs, most = plan.device.type == "cuda", max(plan.batches) * plan.budget
         limits = PassLimits(most, plan.max_context_tokens, has_graphs)
         drafter = EagleDrafter(
-            HeadRunner(head, pool),
+            HeadModel(head, pool),
             KvLeases(num_pages, PAGE_SIZE, prefix_cache=False),
             max_context_tokens=plan.max_context_tokens,
             keeps_features=False,
@@ -151,7 +151,7 @@ class _Rounds:
         """
         lookahead, start_s, found_s = self._drafter.lookahead, time.perf_counter(), []
         for sequence, tree in zip(batch, trees, strict=True):
-            lookahead.begin(sequence, tree, self._shape, self._fan_out)
+            lookahead.begin(VerifiedTree(sequence, tree, self._shape, self._fan_out))
         proposals = []
         while lookahead.has_work:
             proposals += lookahead.advance()

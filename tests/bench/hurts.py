@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tests.bench.pair import Pair
-from tests.bench.passes import Case, Load, Mode, Pass, answer_all, set_mode, warm_up
+from tests.bench.passes import Case, Load, Mode, Pass, answer_all, warm_up
 from tests.bench.trigger import Trigger
 from tests.bench.wire_process import WireProcess
 from tests.load.figures import table
 
 SLOW_MS = 50.0
 _TOKENS_BEFORE = 16
-"""Tokens of a pass that come before the draft is hurt: it has answered by then."""
+"""Tokens of each sequence that decodes before the draft is hurt: it has answered by then."""
+_LEAST_BYTES_PER_S = 1000.0
 
-Act = Callable[[Pair, WireProcess | None], Coroutine[Any, Any, None]]
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What can be hurt.
+
+    Attributes:
+        wire: between target and draft; None where they share memory, if they can.
+        usual: a pass without a hurt.
+    """
+
+    pair: Pair
+    wire: WireProcess | None
+    usual: Pass
+
+
+Act = Callable[[Scene], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,36 +50,55 @@ class Hurt:
     end: Act | None = None
 
 
-async def _kill(pair: Pair, wire: WireProcess | None) -> None:
-    assert pair.draft is not None
-    pair.draft.kill()
+async def _kill(scene: Scene) -> None:
+    assert scene.pair.draft is not None
+    scene.pair.draft.kill()
 
 
-async def _freeze(pair: Pair, wire: WireProcess | None) -> None:
-    assert pair.draft is not None
-    pair.draft.freeze()
+async def _freeze(scene: Scene) -> None:
+    assert scene.pair.draft is not None
+    scene.pair.draft.freeze()
 
 
-def _delay(delay_ms: float) -> Act:
-    async def act(pair: Pair, wire: WireProcess | None) -> None:
-        assert wire is not None
-        await wire.delay(there_ms=delay_ms, back_ms=0.0)
+async def _thaw(scene: Scene) -> None:
+    assert scene.pair.draft is not None
+    scene.pair.draft.thaw()
+    await scene.pair.until_up()
 
-    return act
+
+async def _delay(scene: Scene) -> None:
+    assert scene.wire is not None
+    await scene.wire.lay(there_ms=SLOW_MS)
+
+
+async def _narrow(scene: Scene) -> None:
+    """Leaves half of what the draft has used each way."""
+    assert scene.wire is not None
+    to_draft, to_target = (scene.usual.wire_bytes_per_s(way) for way in ("sent", "received"))
+    await scene.wire.lay(
+        there_bytes_per_s=max(to_target / 2, _LEAST_BYTES_PER_S),
+        back_bytes_per_s=max(to_draft / 2, _LEAST_BYTES_PER_S),
+    )
+
+
+async def _restore(scene: Scene) -> None:
+    assert scene.wire is not None
+    await scene.wire.lay()
 
 
 def _disorder(state: str) -> Act:
-    async def act(pair: Pair, wire: WireProcess | None) -> None:
-        assert pair.draft is not None
-        await pair.draft.tell(f"disorder {state}")
+    async def act(scene: Scene) -> None:
+        assert scene.pair.draft is not None
+        await scene.pair.draft.tell(f"disorder {state}")
 
     return act
 
 
 KILLED = Hurt("killed", _kill)
-FROZEN = Hurt("frozen", _freeze)
-SLOW = Hurt(f"slow: candidates {SLOW_MS:g} ms late", _delay(SLOW_MS), _delay(0.0))
+FROZEN = Hurt("frozen", _freeze, _thaw)
+SLOW = Hurt(f"slow: candidates {SLOW_MS:g} ms late", _delay, _restore)
 DISORDERED = Hurt("candidates twice, in no order", _disorder("on"), _disorder("off"))
+NARROW = Hurt("half the bandwidth it used", _narrow, _restore)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,37 +106,49 @@ class HurtPass:
     """A pass with a draft that was hurt.
 
     Attributes:
-        hurt_s: when it was.
+        since_s: when it was.
     """
 
     name: str
     whole: Pass
-    hurt_s: float
+    since_s: float
 
     @property
     def tokens_per_s(self) -> float:
         """From the hurt to the last token."""
         times = [each for answer in self.whole.answers for each in answer.arrivals]
-        after = [(at_s, count) for at_s, count in times if at_s > self.hurt_s]
+        after = [(at_s, count) for at_s, count in times if at_s > self.since_s]
         if not after:
             return 0.0
-        return sum(count for _, count in after) / (max(at_s for at_s, _ in after) - self.hurt_s)
+        return sum(count for _, count in after) / (max(at_s for at_s, _ in after) - self.since_s)
 
     @property
     def longest_pause_s(self) -> float:
-        """The longest time between two arrivals of an answer, from the hurt on."""
-        return longest_pause_s(self.whole, self.hurt_s)
+        """The longest time between two arrivals of an answer, of those that end later."""
+        pauses = [
+            later - earlier
+            for answer in self.whole.answers
+            for (earlier, _), (later, _) in zip(answer.arrivals, answer.arrivals[1:], strict=False)
+            if later > self.since_s
+        ]
+        return max(pauses, default=0.0)
 
 
-def longest_pause_s(whole: Pass, since_s: float = 0.0) -> float:
-    """Returns the longest time between two arrivals of one answer, of those that end later."""
-    pauses = [
-        later - earlier
-        for answer in whole.answers
-        for (earlier, _), (later, _) in zip(answer.arrivals, answer.arrivals[1:], strict=False)
-        if later > since_s
-    ]
-    return max(pauses, default=0.0)
+def unhurt(name: str, whole: Pass, case: Case) -> HurtPass:
+    """Returns a pass as from where a draft would have been hurt on."""
+    num_left, times = (
+        _num_before(case),
+        (each for answer in whole.answers for each in answer.arrivals),
+    )
+    for at_s, count in sorted(times):
+        num_left -= count
+        if num_left <= 0:
+            return HurtPass(name, whole, at_s)
+    return HurtPass(name, whole, math.inf)
+
+
+def _num_before(case: Case) -> int:
+    return _TOKENS_BEFORE * case.concurrency
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,43 +156,42 @@ class HurtBench:
     """Passes in one mode and case, each with another hurt.
 
     Attributes:
-        is_adaptive: the target may ask for other shapes than the mode's.
+        usual: a pass without a hurt.
     """
 
     pair: Pair
+    wire: WireProcess | None
     mode: Mode
     case: Case
     load: Load
-    is_adaptive: bool
+    usual: Pass
 
-    async def measure(self, hurt: Hurt, wire: WireProcess | None = None) -> HurtPass:
+    async def measure(self, hurt: Hurt) -> HurtPass:
         """Answers all prompts; the draft is hurt after the first tokens."""
-        mode = replace(self.mode, is_chosen=self.is_adaptive)
         await warm_up(self.pair, self.mode, self.case, self.load)
-        await set_mode(self.pair, mode)
-        trigger = Trigger(lambda: hurt.begin(self.pair, wire), _TOKENS_BEFORE)
-        whole = await answer_all(self.pair, mode, self.case, self.load, on_tokens=trigger.count)
+        scene = Scene(self.pair, self.wire, self.usual)
+        trigger = Trigger(lambda: hurt.begin(scene), _num_before(self.case))
+        whole = await answer_all(
+            self.pair, self.mode, self.case, self.load, on_tokens=trigger.count
+        )
         await trigger.done()
         if hurt.end is not None:
-            await hurt.end(self.pair, wire)
+            await hurt.end(scene)
         return HurtPass(hurt.name, whole, trigger.at_s)
 
 
-def report(passes: Sequence[HurtPass], plain: Pass) -> str:
-    """Returns the table of all hurts beside plain decoding."""
+def report(case: Case, passes: Sequence[HurtPass], plain: Pass) -> str:
+    """Returns the table of all hurts beside plain decoding, each from the same token on."""
     header = ("draft", "tok/s since", "vs plain", "longest pause ms", "same answers")
-    rows = [("plain decoding", plain.tokens_per_s, longest_pause_s(plain), plain)]
-    rows += [(each.name, each.tokens_per_s, each.longest_pause_s, each.whole) for each in passes]
-    return table(
-        header,
-        [
-            (
-                name,
-                f"{speed:.1f}",
-                f"{speed / plain.tokens_per_s:.2f}",
-                f"{1e3 * pause_s:.0f}",
-                f"{whole.num_same(plain)}/{len(whole.answers)}",
-            )
-            for name, speed, pause_s, whole in rows
-        ],
-    )
+    base = unhurt("plain decoding", plain, case)
+    rows = [
+        (
+            each.name,
+            f"{each.tokens_per_s:.1f}",
+            f"{each.tokens_per_s / base.tokens_per_s:.2f}",
+            f"{1e3 * each.longest_pause_s:.0f}",
+            f"{each.whole.num_same(plain)}/{len(each.whole.answers)}",
+        )
+        for each in (base, *passes)
+    ]
+    return f"{case.name}\n{table(header, rows)}"

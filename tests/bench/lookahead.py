@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from services.draft.drafter_factory import build_drafter
-from services.draft.drafters.drafter import Drafter
+from services.draft.drafters.drafter import Drafter, VerifiedTree
 from services.draft.events import FeatureRows
 from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence, SequenceKey
@@ -114,7 +114,7 @@ def _prepared(
     """Returns the tree for each verdict that was prepared for, by what that commits."""
     lookahead = drafter.lookahead
     assert lookahead is not None
-    lookahead.begin(sequence, tree, shape, fan_out)
+    lookahead.begin(VerifiedTree(sequence, tree, shape, fan_out))
     found: dict[tuple[int, ...], TokenTree] = {}
     while lookahead.has_work:
         for each in lookahead.advance():

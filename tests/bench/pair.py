@@ -22,6 +22,7 @@ from shared.tokens import TreeShape
 from tests.bench.child import Child
 from tests.bench.scrape import add_counters
 from tests.bench.session import Answer, OnTokens, Session
+from tests.bench.wire_process import WireProcess
 from tests.helpers.serving import free_ports
 
 START_TIMEOUT_S = 240.0
@@ -40,6 +41,7 @@ class PairSettings:
 
     Attributes:
         target_flags, draft_flags: beside ports and addresses.
+        distant_flags: further ones of a draft behind a wire.
         folder: takes logs.
         logs_rounds: each process has a round log there, which is off until `Pair.log_rounds`.
     """
@@ -48,6 +50,7 @@ class PairSettings:
     target_flags: tuple[str, ...]
     draft_flags: tuple[str, ...]
     folder: Path
+    distant_flags: tuple[str, ...] = ()
     logs_rounds: bool = False
 
     def round_log(self, name: str) -> Path:
@@ -97,11 +100,11 @@ class Pair:
             *settings.target_flags,
         )
 
-    async def start_draft(self, address: str | None = None) -> None:
+    async def start_draft(self, wire: WireProcess | None = None) -> None:
         """Starts a draft, in place of the one before, and waits until it is attached.
 
         Args:
-            address: what it dials in place of the target's own.
+            wire: to the target, for a draft as on another host.
 
         Raises:
             PairFailed: see there.
@@ -113,21 +116,18 @@ class Pair:
         self.draft = await self._start(
             "draft",
             *("--worker-id", self._worker_id),
-            *("--target", address or self.target_address, "--port", str(ports.draft)),
-            *("--maintenance-port", str(ports.draft_admin)),
+            *("--target", wire.address if wire else self.target_address),
+            *("--port", str(ports.draft), "--maintenance-port", str(ports.draft_admin)),
             *("--metrics-port", str(ports.draft_metrics)),
             *self._settings.draft_flags,
+            *(self._settings.distant_flags if wire else ()),
         )
-        await self._until_up()
+        await self.until_up()
 
-    async def set_mode(self, shape: TreeShape, budget: int, *, pinned: bool = True) -> None:
-        """Sets the draft's tree shape, and for how many verdicts it prepares.
-
-        Args:
-            pinned: whether the target may ask for other shapes.
-        """
+    async def set_mode(self, shape: TreeShape, budget: int) -> None:
+        """Sets the draft's tree shape, and for how many verdicts it prepares."""
         config = draft_service_pb2.DraftConfig(
-            shape=shape_message(shape), pinned=pinned, outcome_budget=budget
+            shape=shape_message(shape), pinned=True, outcome_budget=budget
         )
         request = draft_service_pb2.UpdateDraftConfigRequest(config=config)
         # A channel of its own: the draft may be another process than last time.
@@ -205,7 +205,12 @@ class Pair:
         log = settings.folder / f"{name}.log"
         return await Child.start("tests.bench.service", [name, *arguments, *logs], log)
 
-    async def _until_up(self) -> None:
+    async def until_up(self) -> None:
+        """Waits until the draft is attached and warm.
+
+        Raises:
+            PairFailed: see there.
+        """
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline_s:
             if any(child is None or child.has_ended for child in (self._target, self.draft)):
@@ -217,7 +222,7 @@ class Pair:
         raise PairFailed(f"target and draft did not come up; see the logs in {folder}")
 
     async def _is_attached(self) -> bool:
-        """Whether the draft that runs now is attached, and no other is any more."""
+        """Whether the draft that runs now is attached and warm, and no other is any more."""
         request = admin_service_pb2.ListAttachmentsRequest()
         try:
             # One channel would wait ever longer before it tries again.
@@ -226,7 +231,8 @@ class Pair:
                 found = await admin.ListAttachments(request, timeout=5.0)
         except aio.AioRpcError:
             return False
-        return [each.worker_id for each in found.attachments] == [self._worker_id]
+        is_alone = [each.worker_id for each in found.attachments] == [self._worker_id]
+        return is_alone and not found.attachments[0].warming
 
 
 @asynccontextmanager

@@ -17,7 +17,7 @@ class Mode:
     """How tokens are made; no shape is plain decoding, budget 0 drafts after each verdict.
 
     Attributes:
-        is_chosen: an adaptive target chooses what pays, from no drafting to all that is named.
+        is_chosen: the draft is as it was started, and the target chooses what pays.
     """
 
     shape: TreeShape | None = None
@@ -27,15 +27,22 @@ class Mode:
     @property
     def name(self) -> str:
         if self.shape is None:
-            return "plain"
+            return "as chosen" if self.is_chosen else "plain"
         shape = self.shape
-        if self.is_chosen:
-            return f"as chosen, {self.budget} ahead at most"
         tree = f"{shape.num_steps},{shape.topk},{shape.num_draft_tokens}"
         return f"{tree}, {self.budget} ahead" if self.budget else f"{tree}, synchronous"
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether trees may come ahead of verdicts."""
+        return self.is_chosen or self.budget > 0
 
-PLAIN = Mode()
+    @property
+    def is_plain(self) -> bool:
+        return self.shape is None and not self.is_chosen
+
+
+PLAIN, CHOSEN = Mode(), Mode(is_chosen=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +113,11 @@ class Pass:
     def per_round(self, counter: str) -> float:
         return self.counters.get(f"{counter}_total", 0.0) / max(self.num_rounds, 1)
 
+    def wire_bytes_per_s(self, direction: str) -> float:
+        """Returns the bytes a second on the stream with the draft; `sent` are the target's."""
+        name = f'outrider_target_wire_bytes_total{{direction="{direction}"}}'
+        return self.counters.get(name, 0.0) / self.duration_s
+
     def ms_a_step(self, *metrics: str) -> float:
         """Returns the milliseconds that some metrics of seconds gained a step."""
         return 1e3 * sum(self.counters.get(name, 0.0) for name in metrics) / self.num_steps
@@ -134,7 +146,7 @@ async def answer_all(
                 num_tokens=load.num_tokens,
                 temperature=case.temperature,
                 seed=seed,
-                is_plain=mode.shape is None,
+                is_plain=mode.is_plain,
                 on_tokens=on_tokens,
             )
 
@@ -146,9 +158,9 @@ async def answer_all(
 
 
 async def set_mode(pair: Pair, mode: Mode) -> None:
-    """Tells the draft, unless there is nothing to draft."""
+    """Tells the draft, unless it drafts nothing, or what it likes."""
     if mode.shape is not None:
-        await pair.set_mode(mode.shape, mode.budget, pinned=not mode.is_chosen)
+        await pair.set_mode(mode.shape, mode.budget)
 
 
 async def measure(
@@ -177,11 +189,14 @@ _PREPARATIONS = "outrider_draft_preparations_total"
 
 async def warm_up(pair: Pair, mode: Mode, case: Case, load: Load) -> None:
     """Begins every answer, until the draft has nothing to prepare any more and is drafted with:
-    kernels, graphs and prompts of the mode are there afterwards."""
+    kernels, graphs and prompts of the mode are there afterwards. What is chosen follows from what
+    was measured, so then every answer is given once."""
     await set_mode(pair, mode)
     few = Load(load.prompts, load.num_prompts, min(load.num_tokens, WARM_UP_TOKENS))
     for _ in range(MOST_WARM_UPS):
         warmed = await answer_all(pair, mode, case, few)
         is_quiet = not warmed.counters.get(_PREPARATIONS)
-        if is_quiet and (mode.shape is None or mode.is_chosen or warmed.round_tokens > 1.0):
-            return
+        if is_quiet and (mode.shape is None or warmed.round_tokens > 1.0):
+            break
+    if mode.is_chosen:
+        await answer_all(pair, mode, case, load)

@@ -15,19 +15,25 @@ COLOURS = {
     "hit": "#2a9d5c",
     "late": "#e0a526",
     "miss": "#c8553d",
+    "prepared": "#2a9d5c",
+    "tree": "#4fa3a5",
     "plain": "#8a8f98",
     "propose": "#3b6fb6",
+    "select": "#1f3f6b",
     "ahead": "#9cbbe0",
     "read": "#b9a3d6",
     "prepare": "#d9d2c5",
 }
-DRAFT_SPANS = frozenset({"propose", "ahead", "read", "prepare"})
+DRAFT_SPANS = frozenset({"propose", "select", "ahead", "read", "prepare"})
 MEANINGS = {
     "hit": "step whose verdict had been prepared for",
     "late": "step that began with a tree that came after its verdict",
     "miss": "step whose verdict had not been prepared for",
+    "prepared": "step with trees that had been prepared",
+    "tree": "step with trees",
     "plain": "step without a tree",
     "propose": "draft after a verdict",
+    "select": "draft hands out what it had prepared",
     "ahead": "draft ahead of a verdict, one pass or forward",
     "read": "draft reads committed tokens",
     "prepare": "draft prepares something once",
@@ -36,11 +42,16 @@ MEANINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Something that took time."""
+    """Something that took time.
+
+    Attributes:
+        what: of it, beside its kind.
+    """
 
     kind: str
     start_s: float
     end_s: float
+    what: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +100,7 @@ class Rounds:
 def read_rounds(target_log: Path, draft_log: Path) -> Rounds:
     """Reads the logs of a target and of a draft on the same host."""
     target, draft = list(_records(target_log)), list(_records(draft_log))
-    steps = (Box(_step_kind(r), r["start_s"], r["end_s"]) for r in target if r["name"] == "step")
+    steps = (_step(record) for record in target if record["name"] == "step")
     drafts = (Box(r["name"], r["start_s"], r["end_s"]) for r in draft if r["name"] in DRAFT_SPANS)
     messages = [
         *_messages(target, draft, from_target=True),
@@ -121,7 +132,7 @@ def picture(rounds: Rounds, num_steps: int, first_step: int | None = None) -> Pi
     shown = rounds.window(first_step, num_steps)
     if not shown.steps:
         raise ValueError(f"the log has {len(rounds.steps)} steps; none from {first_step} on")
-    num_hits = sum(step.kind == "hit" for step in shown.steps)
+    num_hits = sum(step.kind in ("hit", "prepared") for step in shown.steps)
     title = (
         f"{len(shown.steps)} steps, {num_hits} verdicts prepared for in time; "
         f"the target idles {shown.idle_share:.0%} of the time"
@@ -171,11 +182,16 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def _step_kind(step: dict[str, Any]) -> str:
-    for kind, fact in (("hit", "hits"), ("late", "late"), ("miss", "misses")):
-        if step[fact]:
-            return kind
-    return "plain"
+def _step(step: dict[str, Any]) -> Box:
+    kinds = (
+        *(("hit", step["hits"]), ("late", step["late"]), ("miss", step["misses"])),
+        *(("prepared", step["ahead"] and step["drafted"]), ("tree", step["drafted"])),
+    )
+    kind = next((kind for kind, is_it in kinds if is_it), "plain")
+    what = (
+        f", {step['sequences']} sequences, {step['drafted']} nodes, {step['committed']} tokens kept"
+    )
+    return Box(kind, step["start_s"], step["end_s"], what)
 
 
 def _messages(
@@ -218,7 +234,7 @@ def _box(box: Box, x: Callable[[float], float], y: int) -> str:
     return (
         f'<rect x="{left:.1f}" y="{y}" width="{max(right - left, 1.0):.1f}" height="{LANE}" '
         f'fill="{COLOURS[box.kind]}" stroke="white" stroke-width="0.5">'
-        f"<title>{escape(MEANINGS[box.kind])}: {took_ms:.2f} ms</title></rect>"
+        f"<title>{escape(MEANINGS[box.kind])}: {took_ms:.2f} ms{box.what}</title></rect>"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,23 @@ class BadScenario(ValueError):
 _NUMBERS = {
     "hop_ms": (0.0, 1e6),
     "hit_rate": (0.0, 1.0),
-    "num_steps": (0, 32),
     "nodes_per_step": (1, 16),
     "batch": (1, 100_000),
     "num_drafts": (1, 100_000),
     "tensor_parallel": (1, 1024),
     "all_reduce_ms": (0.0, 1e6),
+    "exchange_row_ms": (0.0, 1e6),
+    "context_ms": (0.0, 1e6),
     "host_ms": (0.0, 1e6),
+    "answer_tokens": (0, 1_000_000),
+    "request_ms": (0.0, 1e6),
+    "prompt_ms": (0.0, 1e6),
 }
-_WHOLE = frozenset({"num_steps", "nodes_per_step", "batch", "num_drafts", "tensor_parallel"})
+_MOST_STEPS = 32
+_WHOLE = frozenset({"nodes_per_step", "batch", "num_drafts", "tensor_parallel", "answer_tokens"})
+_CURVES = frozenset({"verify_ms", "draft_step_ms"})
 _FLAGS = ("is_asynchronous", "is_plain_on_miss")
-_KNOWN = frozenset(_NUMBERS) | {"verify_ms", "draft_step_ms", "acceptance", *_FLAGS}
+_KNOWN = frozenset(_NUMBERS) | {"num_steps", "verify_ms", "draft_step_ms", "acceptance", *_FLAGS}
 
 
 def scenario_of(values: Mapping[str, Any]) -> Scenario:
@@ -48,6 +54,7 @@ def scenario_of(values: Mapping[str, Any]) -> Scenario:
             "draft_step_ms", values | {"draft_step_ms": values.get("draft_step_ms", {"1": 0.0})}
         ),
         acceptance=_acceptance(values.get("acceptance", [0.0])),
+        num_steps=_depths(values.get("num_steps", 0)),
         **{key: _flag(key, values.get(key, False)) for key in _FLAGS},
         **numbers,
     )
@@ -60,6 +67,15 @@ def _number(key: str, value: object) -> Any:
         noun = "a whole number" if key in _WHOLE else "a number"
         raise BadScenario(f"{key} is {value!r}; it must be {noun} in [{low:g}, {high:g}]")
     return int(value) if key in _WHOLE else float(value)
+
+
+def _depths(given: object) -> tuple[int, ...]:
+    depths = given if isinstance(given, list) and given else [given]
+    if not all(type(depth) is int and 0 <= depth <= _MOST_STEPS for depth in depths):
+        raise BadScenario(
+            f"num_steps is {given!r}; it must be a whole number in [0, {_MOST_STEPS}], or a list"
+        )
+    return tuple(depths)
 
 
 def _flag(key: str, value: object) -> bool:
@@ -132,8 +148,10 @@ def _plain(value: object) -> object:
 
 
 def read_scenarios(path: Path) -> ScenarioFile:
-    """Reads `{"base": {…}, "scenarios": [{"name": …, …, "measured_tokens_per_s": …}]}`; a
-    scenario's keys replace those of the base.
+    """Reads `{"base": {…}, "parts": {"A": {…}}, "scenarios": [{"name": …, "parts": ["A"], …,
+    "measured_tokens_per_s": …}]}`. A scenario's keys replace those of its parts, which replace
+    those of the base. Where the measured speed is an object of speeds by batch, there is a scenario
+    for each, and any other number may be an object as well.
 
     Raises:
         BadScenario: names the scenario and the key.
@@ -144,25 +162,51 @@ def read_scenarios(path: Path) -> ScenarioFile:
         raise BadScenario(f"{path}: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.get("scenarios"), list):
         raise BadScenario(f"{path} must hold an object with a list of scenarios")
-    base = content.get("base", {})
-    if not isinstance(base, dict):
-        raise BadScenario(f"{path}: base is {base!r}; it must be an object")
+    base, parts = content.get("base", {}), content.get("parts", {})
+    for key, value in (("base", base), ("parts", parts)):
+        if not isinstance(value, dict):
+            raise BadScenario(f"{path}: {key} is {value!r}; it must be an object")
     named: list[tuple[str, Scenario]] = []
     measured: list[Measured] = []
     for number, entry in enumerate(content["scenarios"], start=1):
         if not isinstance(entry, dict):
             raise BadScenario(f"{path}: scenario {number} is {entry!r}; it must be an object")
-        values = base | entry
-        name = str(values.pop("name", f"scenario {number}"))
+        name = str(entry.get("name", f"scenario {number}"))
         try:
-            speed = _speed(values.pop("measured_tokens_per_s", None))
-            scenario = scenario_of(values)
+            for each_name, values in _by_batch(name, base | _merged(entry, parts) | entry):
+                speed = _speed(values.pop("measured_tokens_per_s", None))
+                scenario = scenario_of(values)
+                named.append((each_name, scenario))
+                if speed is not None:
+                    measured.append(Measured(each_name, scenario, speed))
         except BadScenario as error:
             raise BadScenario(f"{path}: {name}: {error}") from None
-        named.append((name, scenario))
-        if speed is not None:
-            measured.append(Measured(name, scenario, speed))
     return ScenarioFile(tuple(named), tuple(measured))
+
+
+def _merged(entry: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of all parts that a scenario names."""
+    found: dict[str, Any] = {}
+    for name in entry.get("parts", ()):
+        if not isinstance(parts.get(name), dict):
+            raise BadScenario(f"there is no part {name!r}")
+        found |= parts[name]
+    return found
+
+
+def _by_batch(name: str, values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields a scenario for each batch that it has a speed of."""
+    values = {key: value for key, value in values.items() if key not in ("name", "parts")}
+    speeds = values.get("measured_tokens_per_s")
+    if not isinstance(speeds, dict):
+        yield name, values
+        return
+    for batch in speeds:
+        own = {
+            key: value.get(batch) if isinstance(value, dict) and key not in _CURVES else value
+            for key, value in values.items()
+        }
+        yield f"{name}, batch {batch}", own | {"batch": int(batch)}
 
 
 def _speed(value: Any) -> float | None:

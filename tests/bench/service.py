@@ -2,8 +2,9 @@
 
     python -m tests.bench.service target|draft [FLAGS]
 
-Folders that describe a wide model are loaded (`wide_loading`), also by the processes that share a
-target's model. Lines on stdin, `log on` or `disorder off`, switch two things that are off at first:
+With `--distant` a draft shares no memory with its target, as one on another host. Folders that
+describe a wide model are loaded (`wide_loading`), also by the processes that share a target's
+model. Lines on stdin, `log on` or `disorder off`, switch two things that are off at first:
 
 - log: what `--round-log` names is written. A line a message costs what is being measured.
 - disorder: the draft's candidates come twice and in no order (`disorder`).
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from services.bound import end_with_parent
+from shared.runtime import ring_memory
 from shared.telemetry.start_up import RoundLog
 from tests.bench.disorder import Disorder
 from tests.bench.switched_log import SwitchedRoundLog
@@ -43,6 +45,9 @@ def obey(lines: Iterable[str], switches: Mapping[str, Switch]) -> None:
 
 def main() -> None:
     name, sys.argv = sys.argv[1], sys.argv[1:]
+    if "--distant" in sys.argv:
+        sys.argv.remove("--distant")
+        ring_memory.host_id = lambda: ""
     end_with_parent()
     switches: dict[str, Switch] = {}
     if name == "draft":

@@ -8,6 +8,7 @@ would give. `--check` compares with the scenarios' measured speeds and fails bey
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,20 +42,28 @@ def main(arguments: Sequence[str]) -> int:
     return _check(scenarios, flags.tolerance)
 
 
+_FIGURES = (
+    *("tok/s", "steps", "tokens a round", "round ms", "verify ms", "draft ms"),
+    *("wait ms", "prompts ms", "first token ms"),
+)
+
+
 def _predictions(scenarios: ScenarioFile) -> str:
-    header = ("scenario", "tok/s", "tokens a round", "round ms", "verify ms", "draft ms", "wait ms")
     rows = [(name, *_figures(predict(scenario))) for name, scenario in scenarios.named]
-    return table(header, rows)
+    return table(("scenario", *_FIGURES), rows)
 
 
 def _figures(prediction: Prediction) -> tuple[str, ...]:
     return (
         f"{prediction.tokens_per_s:.1f}",
+        str(prediction.num_steps),
         f"{prediction.round_tokens:.2f}",
         f"{prediction.round_ms:.2f}",
         f"{prediction.verify_ms:.2f}",
         f"{prediction.draft_ms:.2f}",
         f"{prediction.wait_ms:.2f}",
+        f"{prediction.prompts_ms:.2f}",
+        f"{prediction.first_token_ms:.0f}",
     )
 
 
@@ -67,12 +76,14 @@ def _check(scenarios: ScenarioFile, tolerance: float) -> int:
         (
             measured.name,
             f"{measured.tokens_per_s:.1f}",
-            f"{predict(measured.scenario).tokens_per_s:.1f}",
             f"{100 * error:+.1f} %",
+            *_figures(predict(measured.scenario)),
         )
         for measured, error in zip(scenarios.measured, errors, strict=True)
     ]
-    print(table(("scenario", "measured tok/s", "predicted tok/s", "error"), rows))
+    print(table(("scenario", "measured tok/s", "error", *_FIGURES), rows))
+    sizes = [abs(error) for error in errors]
+    print(f"off by {statistics.mean(sizes):.1%} on average, {max(sizes):.1%} at worst")
     return int(any(abs(error) > tolerance for error in errors))
 
 

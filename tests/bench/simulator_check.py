@@ -74,14 +74,15 @@ def _scenario(mode: Mode, compared: Compared, hop_ms: float) -> Scenario:
     if mode.shape is None:
         return Scenario(verify_ms, _constant(0.0), (0.0,), batch=batch)
     num_steps = mode.shape.num_steps
+    num_forwards = num_steps + (mode.budget > 0)
     foreseen, late, _ = hit_shares(one)
     return Scenario(
         verify_ms=verify_ms,
-        draft_step_ms=_constant(_draft_ms(mode, one) / num_steps),
+        draft_step_ms=_constant(_draft_ms(mode, one) / num_forwards),
         acceptance=(level_acceptance(num_steps, one.round_tokens),),
         hop_ms=hop_ms,
         hit_rate=min(foreseen + late, 1.0) if mode.budget else 0.0,
-        num_steps=num_steps,
+        num_steps=(num_steps,),
         batch=batch,
         is_asynchronous=mode.budget > 0,
     )

@@ -30,13 +30,29 @@ def test_every_shape_is_tried_with_every_budget() -> None:
     ]
 
 
+def test_what_the_target_chooses_is_compared_with_plain_decoding_alone(tmp_path: Path) -> None:
+    flags = parse(["--adaptive", "--delay-ms", "0.5", "30"], None)
+    assert [mode.name for mode in modes_of(flags)] == ["plain", "as chosen"]
+    assert flags.delay_ms == [0.5, 30.0]
+    settings = settings_of(flags, tmp_path)
+    assert "--speculative-outcome-budget" not in settings.draft_flags
+    assert settings.distant_flags == ("--distant", "--speculative-outcome-budget", "8")
+
+
+def test_fixed_modes_are_not_paused(tmp_path: Path) -> None:
+    settings = settings_of(parse(["--concurrency", "1", "32"], None), tmp_path)
+    assert settings.target_flags[-2:] == ("--candidate-wait-sequences", "32")
+    assert "--speculative-outcome-budget" in settings.draft_flags
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
         (["--shapes", "3,1"], "3,1 is not STEPS,TOPK,TOKENS"),
         (["--concurrency", "4", "0"], "--concurrency is 0; it must be at least 1"),
         (["--repeats", "0"], "--repeats is 0"),
-        (["--delay-ms", "0"], r"--delay-ms is 0; it must be in \(0, 1000\]"),
+        (["--delay-ms", "2", "0"], r"--delay-ms is 0; it must be in \(0, 1000\]"),
+        (["--adaptive", "--turnaround"], "are about fixed modes, --adaptive has none"),
         (["--scenario", "x.json"], "--scenario keeps what --check-simulator takes: give both"),
         (["--widen", "8b", "--model", "x"], "leave --model out"),
     ],
@@ -63,7 +79,8 @@ def test_wide_models_are_folders_without_weights(tmp_path: Path) -> None:
 def test_a_wide_head_belongs_to_the_wide_target(tmp_path: Path) -> None:
     flags = parse(["--widen", "trial", "--algorithm", "EAGLE3", "--timeline", "x.svg"], None)
     settings = settings_of(flags, tmp_path)
-    assert settings.draft_flags[-2:] == ("--target-model-path", str(settings.model))
+    folder = settings.draft_flags.index("--target-model-path") + 1
+    assert settings.draft_flags[folder] == str(settings.model)
     assert list((tmp_path / "draft").glob("*.safetensors"))
     assert settings.logs_rounds
 

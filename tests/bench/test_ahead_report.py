@@ -10,7 +10,7 @@ import pytest
 from shared.tokens import TreeShape
 from tests.bench import ahead_report, delays, simulate, simulator_check
 from tests.bench.ahead_report import Compared
-from tests.bench.passes import PLAIN, Case, Load, Mode, Pass
+from tests.bench.passes import CHOSEN, PLAIN, Case, Load, Mode, Pass
 from tests.bench.scenario_file import read_scenarios, write_scenarios
 from tests.bench.scrape import Lookahead, add_counters
 from tests.bench.session import Answer
@@ -135,8 +135,34 @@ def test_loss_is_against_no_wire_and_against_one_without_length() -> None:
         for delay_ms, duration_s in ((0.0, 0.032), (1.0, 0.04))
     }
     lines = delays.report(direct, delayed).splitlines()
-    assert lines[5].split()[-8:-4] == ["250.0", "2.78", "16.7%", "0.0%"]
-    assert lines[6].split()[-8:-4] == ["200.0", "2.22", "33.3%", "20.0%"]
+    assert lines[6].split()[-10:-6] == ["250.0", "2.78", "16.7%", "0.0%"]
+    assert lines[7].split()[-10:-6] == ["200.0", "2.22", "33.3%", "20.0%"]
+
+
+@pytest.mark.parametrize(
+    ("alone", "said"),
+    [
+        ((0, 0, 4), "left alone from 30 ms each way on"),
+        ((0, 3, 4), "left alone from 2 ms each way on"),
+        # Of a wire in between that is longer it is not.
+        ((4, 0, 4), "left alone from 30 ms each way on"),
+        ((4, 4, 2), "in force at 30 ms each way"),
+    ],
+)
+def test_it_is_said_from_which_delay_on_speculation_is_left_alone(
+    alone: tuple[int, ...], said: str
+) -> None:
+    answer = Answer((8,), 4)
+    direct = Compared(Case(0.0, 1), (PLAIN, CHOSEN), [[_pass(8, 0.08, 8), _pass(4, 0.04, 8)]])
+    delayed = {
+        delay_ms: Compared(
+            direct.case,
+            (CHOSEN,),
+            [[Pass((answer,), 1.0, {"outrider_target_paused_rounds_total": float(number)})]],
+        )
+        for delay_ms, number in zip((0.0, 2.0, 30.0), alone, strict=True)
+    }
+    assert delays.report(direct, delayed).endswith(said)
 
 
 def test_levels_accept_what_gives_the_tokens_of_a_round() -> None:

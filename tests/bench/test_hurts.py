@@ -9,15 +9,19 @@ import pytest
 
 from services.draft import __main__ as draft_entry
 from services.draft import attach_client
+from services.draft.drafter_factory import _sharing
 from services.draft.events import CandidatesReady
 from services.draft.link_codec import request_from_output
+from services.draft.settings import DraftSettings
+from services.draft.worker import WorkerIdentity
 from services.target import __main__ as target_entry
 from shared.candidate_columns import CandidateColumns
+from shared.runtime import ring_memory
 from shared.telemetry.start_up import open_round_log
 from shared.tokens import Candidate, DraftReport, TokenTree
 from tests.bench.disorder import Disorder
-from tests.bench.hurts import HurtPass, report
-from tests.bench.passes import Pass
+from tests.bench.hurts import HurtPass, report, unhurt
+from tests.bench.passes import Case, Pass
 from tests.bench.service import obey
 from tests.bench.session import Answer
 from tests.bench.switched_log import LAST_RECORD, SwitchedRoundLog
@@ -30,7 +34,7 @@ def _pass(*arrivals: tuple[float, int], last_token: int = 1) -> Pass:
 
 def test_speed_and_pauses_are_those_since_the_hurt() -> None:
     whole = _pass((1.0, 4), (9.0, 4), (10.5, 4), (11.0, 2), (13.0, 4))
-    hurt = HurtPass("killed", whole, hurt_s=10.0)
+    hurt = HurtPass("killed", whole, since_s=10.0)
     assert hurt.tokens_per_s == pytest.approx(10 / 3)
     assert hurt.longest_pause_s == 2.0
 
@@ -40,17 +44,31 @@ def test_a_draft_that_was_never_hurt_has_no_speed() -> None:
 
 
 def test_answers_are_held_against_plain_ones() -> None:
-    plain = _pass((1.0, 1), (3.0, 1))
-    other = HurtPass("frozen", _pass((1.0, 1), (2.0, 1), last_token=2), 0.5)
-    rows = [line.split() for line in report([other], plain).splitlines()]
-    assert rows[1][-3:] == ["1.00", "2000", "1/1"]
-    assert rows[2][-3:] == ["2.67", "1000", "0/1"]
+    # Plain decoding counts from its 16th token on: 4 tokens in 2 s.
+    plain = _pass((1.0, 10), (2.0, 6), (4.0, 4))
+    other = HurtPass("frozen", _pass((1.0, 1), (1.5, 4), last_token=2), 1.0)
+    title, *rows = report(Case(0.0, 1), [other], plain).splitlines()
+    assert title == "temperature 0, 1 at a time"
+    assert rows[1].split()[-4:] == ["2.0", "1.00", "2000", "1/1"]
+    assert rows[2].split()[-4:] == ["8.0", "4.00", "500", "0/1"]
+
+
+def test_a_pass_that_is_not_hurt_counts_from_as_many_tokens_of_each_sequence() -> None:
+    whole = _pass((1.0, 16), (2.0, 16), (3.0, 1))
+    assert unhurt("", whole, Case(0.0, 1)).since_s == 1.0
+    assert unhurt("", whole, Case(0.0, 2)).since_s == 2.0
 
 
 def test_what_the_bench_replaces_in_the_services_is_there() -> None:
     assert attach_client.request_from_output is request_from_output
     for entry in (target_entry, draft_entry):
         assert entry.open_round_log is open_round_log
+
+
+def test_a_distant_draft_offers_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_memory, "host_id", lambda: "")
+    near = WorkerIdentity("draft", "model", "STANDALONE", None, 8, 100, None)
+    assert not _sharing(near, DraftSettings(device="cpu")).host_id
 
 
 async def test_a_trigger_acts_once_after_enough_tokens() -> None:

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.bench.round_svg import draw_rounds, read_rounds
+from tests.bench.round_svg import draw_rounds, picture, read_rounds
 
 Record = Mapping[str, str | int | float]
 
@@ -20,7 +20,10 @@ def _write(path: Path, records: Sequence[Record]) -> Path:
 
 
 def _step(start_s: float, **facts: int) -> Record:
-    facts = {"hits": 0, "late": 0, "misses": 0} | facts
+    none = dict.fromkeys(
+        ("hits", "late", "misses", "ahead", "drafted", "sequences", "committed"), 0
+    )
+    facts = none | facts
     return {"name": "step", "start_s": start_s, "end_s": start_s + 0.004, **facts}
 
 
@@ -53,6 +56,24 @@ def test_messages_are_matched_by_their_number(tmp_path: Path) -> None:
     assert round(rounds.idle_share, 3) == round(1 - 0.012 / 0.019, 3)
 
 
+def test_rounds_on_the_device_have_trees_that_were_prepared_or_grew(tmp_path: Path) -> None:
+    target = [
+        _step(0.0, drafted=3, sequences=32, committed=40),
+        _step(0.005, drafted=3, ahead=True),
+        _step(0.01, ahead=True),
+    ]
+    draft = [
+        {"name": name, "start_s": 0.001 * at, "end_s": 0.001 * at + 0.0005}
+        for at, name in enumerate(("read", "propose", "ahead", "select"))
+    ]
+    rounds = read_rounds(_write(tmp_path / "t", target), _write(tmp_path / "d", draft))
+    assert [step.kind for step in rounds.steps] == ["tree", "prepared", "plain"]
+    assert [each.kind for each in rounds.drafts] == ["read", "propose", "ahead", "select"]
+    drawn = picture(rounds, 3, 0)
+    assert "1 verdicts prepared for in time" in drawn.title
+    assert ", 32 sequences, 3 nodes, 40 tokens kept</title>" in drawn.svg
+
+
 def test_picture_is_well_formed_and_shows_the_window(tmp_path: Path) -> None:
     target = [_step(0.005 * number, hits=1) for number in range(10)]
     draft = [
@@ -63,8 +84,7 @@ def test_picture_is_well_formed_and_shows_the_window(tmp_path: Path) -> None:
     shown = rounds.window(2, 4)
     assert len(shown.steps) == 4
     assert [each.kind for each in shown.drafts] == ["read"]
-    picture = draw_rounds(shown, "hits & misses")
-    root = ElementTree.fromstring(picture)
+    root = ElementTree.fromstring(draw_rounds(shown, "hits & misses"))
     titles = [each.text or "" for each in root.iter("{http://www.w3.org/2000/svg}title")]
     assert sum("prepared for" in title for title in titles) == 4
 

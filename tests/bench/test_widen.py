@@ -20,7 +20,7 @@ from shared.models.heads.head import DraftHead
 from shared.models.heads.loader import load_head
 from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
-from shared.runtime.runner import HeadRunner, ModelRunner
+from shared.runtime.runner import ModelRunner
 from tests.bench import widen
 from tests.bench.wide_folders import is_written
 from tests.bench.wide_head import WideHead, WideHeadShape
@@ -29,6 +29,7 @@ from tests.bench.widening import Axis, CannotWiden, head_copies, shares_of
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.dflash_heads import TinyDflash, write_dflash
 from tests.helpers.draft_heads import TinyHead, write_head
+from tests.helpers.pooled_heads import HeadRunner
 
 CPU = torch.device("cpu")
 SMALL = TinyShape(vocab_size=64)
@@ -193,7 +194,7 @@ def _head_logits(head: DraftHead, features: tuple[Tensor, ...]) -> Tensor:
     if projection is not None:
         rows = rows @ projection.T
     batch = build_batch([_rows()], page_size=16, device=CPU)
-    return runner.run(batch, runner.fuse(rows)).logits
+    return runner.logits(runner.states(batch, runner.fuse(rows)))
 
 
 @pytest.mark.parametrize("name", HEADS)

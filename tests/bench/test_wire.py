@@ -64,12 +64,21 @@ def _send(connection: socket.socket, data: bytes) -> None:
 
 
 def test_both_ways_take_their_time(wire: Wire) -> None:
-    wire.there.seconds, wire.back.seconds = 0.02, 0.03
+    wire.there.delay_s, wire.back.delay_s = 0.02, 0.03
     with _dial(wire) as near:
         start_s = time.monotonic()
         near.sendall(b"x")
         assert near.recv(1) == b"x"
         assert time.monotonic() - start_s >= 0.05
+
+
+def test_a_narrow_way_takes_its_time_and_the_other_does_not(wire: Wire) -> None:
+    wire.back.bytes_per_s = 100_000.0
+    sent, start_s = bytes(20_000), time.monotonic()
+    with _dial(wire) as near:
+        _send(near, sent)
+        assert _read_all(near) == sent
+    assert time.monotonic() - start_s >= 0.2
 
 
 def test_a_wire_to_nobody_ends_connections() -> None:

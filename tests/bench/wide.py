@@ -31,7 +31,7 @@ from shared.models.heads.head import DraftHead
 from shared.models.kv_scales import kv_scales
 from shared.models.loader import load_decoder
 from shared.runtime.graphs import ForwardGraphs, GraphLimits
-from shared.runtime.runner import HeadRunner, ModelRunner
+from shared.runtime.runner import ModelRunner
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import DecoderModel, HeadModel
 from shared.runtime.tree_pass import PassLimits
@@ -144,16 +144,12 @@ class WideBench:
             yield from self._narrow()
 
     def _host_rounds(self, runner: ModelRunner, head: DraftHead) -> Iterator[ModeRow]:
-        """Rounds that the host leads: with whole trees of the draft, and level by level."""
+        """Rounds that the host leads."""
         for shape in (CHAIN, TREE):
             drafting = self.eagle3(head, shape)
             yield from self._drafted(runner, "EAGLE3, trees on the host", drafting)
         small = runner_over(self.pair.draft.decoder(dtype=self.plan.dtype), self.plan)
         yield from self._drafted(runner, "STANDALONE 1B", self._standalone(small))
-        drafting = self.eagle3(head, CHAIN, grows_whole=False)
-        yield from self._drafted(runner, "EAGLE3, levels on the host", drafting)
-        drafting = self._standalone(small, grows_whole=False)
-        yield from self._drafted(runner, "STANDALONE 1B, levels on the host", drafting)
 
     def _drafted(self, runner: ModelRunner, mode: str, drafting: Drafting) -> Iterator[ModeRow]:
         for batch in self.plan.drafted_batches(mode, drafting.shape):
@@ -174,19 +170,14 @@ class WideBench:
                 floor_ms = self.floors.step_ms(runner, batch, None)
                 yield self._row(f"plain, {name}", None, run, floor_ms)
 
-    def _standalone(self, runner: ModelRunner, *, grows_whole: bool = True) -> Drafting:
+    def _standalone(self, runner: ModelRunner) -> Drafting:
         """Returns how the smaller model drafts; see `eagle3`."""
         decoder = runner.decoder
         grower = TreeGrower(DecoderModel(decoder, runner.pool), self._passes)
 
         def build() -> Drafter:
             leases = KvLeases(runner.pool.num_pages, PAGE_SIZE, prefix_cache=False)
-            return StandaloneDrafter(
-                runner,
-                leases,
-                max_context_tokens=MAX_CONTEXT,
-                grower=grower if grows_whole else None,
-            )
+            return StandaloneDrafter(runner, leases, grower, max_context_tokens=MAX_CONTEXT)
 
         return Drafting(
             "STANDALONE",
@@ -195,26 +186,22 @@ class WideBench:
             functools.partial(self.floors.draft_ms, decoder),
         )
 
-    def eagle3(self, head: DraftHead, shape: TreeShape, *, grows_whole: bool = True) -> Drafting:
-        """Returns how the head drafts apart from its target, as a draft in another process does.
-
-        Args:
-            grows_whole: a tree takes one pass of the device; else the host leads it level by level.
-        """
+    def eagle3(self, head: DraftHead, shape: TreeShape) -> Drafting:
+        """Returns how the head drafts apart from its target, as a draft in another process does."""
         num_pages = 2 + max(self.plan.batches) * (MAX_CONTEXT // PAGE_SIZE)
         pool = KvPool(head.kv_layout(PAGE_SIZE), num_pages, self.plan.device)
-        runner = HeadRunner(head, pool)
+        model = HeadModel(head, pool)
         # One for all runs: each captures its graphs once.
-        grower = TreeGrower(HeadModel(head, pool), self._passes)
+        grower = TreeGrower(model, self._passes)
 
         def build() -> Drafter:
             leases = KvLeases(num_pages, PAGE_SIZE, prefix_cache=False)
             return EagleDrafter(
-                runner,
+                model,
                 leases,
                 max_context_tokens=MAX_CONTEXT,
                 keeps_features=False,
-                grower=grower if grows_whole else None,
+                grower=grower,
             )
 
         return Drafting("EAGLE3", shape, build, functools.partial(self.floors.draft_ms, head))

@@ -17,12 +17,13 @@ from services.draft.worker import WorkerIdentity
 from services.embedded import EmbeddedDraft
 from services.target.adaptive_config import DEFAULT_CONFIG
 from services.target.drafts.attachment import AttachmentTerms
-from services.target.engine import Engine, Inbox
+from services.target.engine import Engine
 from services.target.requests.request import GenerationRequest, ModelLimits
 from services.target.rounds.round_shapes import RoundSource, capacities
 from services.target.scheduler import Scheduler, SchedulerLimits
 from services.target.step_loop import StepLoop
 from services.target.verifier import VerificationMode, Verifier
+from shared.inbox import Inbox
 from shared.kv.leases import KvLeases
 from shared.runtime.round_head import OwnHead
 from shared.runtime.runner import ModelRunner
@@ -101,7 +102,7 @@ def warm_up(runner: ModelRunner, prompts: Sequence[Sequence[int]], drafting: Dra
     _served(runner, prompts, _WARM_UP_TOKENS, drafting)
     # All drafters of a mode share their graphs. Without a thread nothing is captured when idle.
     drafter = drafting.build()
-    while drafter.prepare_next(drafting.shape) or runner.prepare_next():
+    while drafter.prepare(drafting.shape, None) or runner.prepare_next():
         pass
 
 
@@ -202,16 +203,15 @@ def _lent(drafter: Drafter, drafting: Drafting, target: Engine, num_sequences: i
     """Returns what rounds on the device need of the drafter."""
     assert isinstance(drafter, EagleDrafter), "only EAGLE heads are lent"
     shared, shape = drafter.share_head(), drafting.shape
+    assert shared is not None, "its head can be lent"
     trees = {shape: num_sequences}
     if drafting.is_chosen:
         trees = capacities(DEFAULT_CONFIG.round_shapes(shape), num_sequences)
     return RoundSource(
         head=OwnHead(shared.model),
         pages=shared.pages,
-        tree=shape,
+        trees=trees,
         max_context_tokens=min(shared.max_context_tokens, target.limits.max_sequence_tokens),
-        max_sequences=trees.pop(shape),
-        other_trees=trees,
         is_pinned=not drafting.is_chosen,
     )
 

@@ -1,16 +1,19 @@
-"""A wire of some length: a program that carries TCP to an address, each byte later by a delay.
+"""A wire of some length and width: a program that carries TCP to an address, each byte later by a
+delay, and no more of them than the width.
 
     python -m tests.bench.wire --to HOST:PORT
 
-prints the port it listens on. Lines on stdin, two numbers, are the milliseconds towards the address
-and back; none at first. A process of its own with a thread a direction: an event loop rounds a
-wait to milliseconds, and shares its turns with whatever else it does.
+prints the port it listens on. Lines on stdin are four numbers: milliseconds towards the address and
+back, 0 at first, and bytes a second towards it and back, `inf` at first. A process of its own with
+a thread a direction: an event loop rounds a wait to milliseconds, and shares its turns with
+whatever else it does.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import socket
 import sys
 import threading
@@ -19,17 +22,21 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 CHUNK_BYTES = 65_536
+BUFFER_BYTES = 65_536
+"""Of the wire's sockets: a narrow wire holds its senders up before much waits in between."""
 
 
 @dataclass(slots=True)
-class Delay:
-    """Of one direction; may change at any time.
+class Way:
+    """One direction; may change at any time.
 
     Attributes:
-        seconds: from reading a chunk to writing it.
+        delay_s: from reading a chunk to writing it.
+        bytes_per_s: that are read.
     """
 
-    seconds: float = 0.0
+    delay_s: float = 0.0
+    bytes_per_s: float = math.inf
 
 
 class Wire:
@@ -44,8 +51,10 @@ class Wire:
         host, port = address.rsplit(":", 1)
         self._address = (host, int(port))
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.there = Delay()
-        self.back = Delay()
+        # Connections that are accepted inherit it.
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+        self.there = Way()
+        self.back = Way()
         self.port: int = self._listener.getsockname()[1]
 
     def serve(self) -> None:
@@ -68,6 +77,7 @@ class Wire:
         except OSError:
             near.close()  # nobody is there yet; who dials will dial again
             return
+        far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
         for each in (near, far):
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         back = _start(_carry, far, near, self.back)
@@ -77,8 +87,8 @@ class Wire:
         far.close()
 
 
-def _carry(source: socket.socket, sink: socket.socket, delay: Delay) -> None:
-    """Reads at once and writes later, so that the delay costs no bandwidth."""
+def _carry(source: socket.socket, sink: socket.socket, way: Way) -> None:
+    """Reads as fast as the way is wide and writes later, so that the delay costs no bandwidth."""
     chunks: SimpleQueue[tuple[float, bytes]] = SimpleQueue()
     writing = _start(_write, sink, chunks)
     chunk = b"-"
@@ -87,7 +97,8 @@ def _carry(source: socket.socket, sink: socket.socket, delay: Delay) -> None:
             chunk = source.recv(CHUNK_BYTES)
         except OSError:
             chunk = b""
-        chunks.put((time.monotonic() + delay.seconds, chunk))
+        time.sleep(len(chunk) / way.bytes_per_s)
+        chunks.put((time.monotonic() + way.delay_s, chunk))
     writing.join()
 
 
@@ -117,8 +128,8 @@ def main() -> None:
     print(wire.port, flush=True)
     _start(wire.serve)
     for line in sys.stdin:
-        there_ms, back_ms = map(float, line.split())
-        wire.there.seconds, wire.back.seconds = there_ms / 1e3, back_ms / 1e3
+        there_ms, back_ms, wire.there.bytes_per_s, wire.back.bytes_per_s = map(float, line.split())
+        wire.there.delay_s, wire.back.delay_s = there_ms / 1e3, back_ms / 1e3
 
 
 if __name__ == "__main__":

@@ -262,7 +262,7 @@ def test_rounds_nobody_takes_lose_their_trees_at_the_bound() -> None:
     assert (second.tree, second.accepted_nodes) == (EMPTY_TREE, ())
     assert (second.round, second.num_rows) == (0, 9)
     assert second.draft == DraftAnswer("FAKE", 0.1)
-    budget.reset()
+    budget.num_nodes = 0
     assert budget.admit(_round(8)) == _round(8)
 
 

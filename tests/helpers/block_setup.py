@@ -16,7 +16,6 @@ from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.models.heads.dflash import DflashHead, load_dflash
 from shared.models.heads.target_tensors import TargetFolder
-from shared.runtime.runner import BlockRunner
 from shared.tokens import TreeShape
 from tests.helpers.checkpoints import TinyShape, build_model, write_checkpoint
 from tests.helpers.dflash_heads import DflashOracle, TinyDflash, write_dflash
@@ -42,7 +41,8 @@ class BlockSetup:
     ) -> DflashDrafter:
         pool = KvPool(self.head.kv_layout(PAGE_SIZE), num_pages, CPU)
         return DflashDrafter(
-            BlockRunner(self.head, pool),
+            self.head,
+            pool,
             KvLeases(num_pages, PAGE_SIZE, prefix_cache=False),
             block_size=block_size,
             window_tokens=window,

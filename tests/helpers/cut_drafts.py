@@ -10,9 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from services.draft.drafters.standalone import BuiltModel, StandaloneDrafter, build_model
+from services.draft.drafters.standalone import (
+    BuiltModel,
+    StandaloneDrafter,
+    build_model,
+    start_followers,
+)
 from services.draft.settings import DraftSettings
-from services.draft.tensor_parallel import start_followers
 from services.followers import Followers
 from shared.kv.leases import KvLeases
 from shared.model_options import Dtype
@@ -46,12 +50,12 @@ class CutDraft:
     followers: Followers
 
     def twins(self, *, grows_whole: bool = True) -> TwinDrafters:
-        """Returns drafters with empty pages: the cut one grows whole trees in a pass, unless told
-        otherwise, the whole one level by level."""
+        """Returns drafters with empty pages, of the cut model and of the whole one."""
         return TwinDrafters(
             self.cut.grower,  # type: ignore[arg-type]
-            _drafter(self.cut, grows_whole=grows_whole),
-            _drafter(self.whole, grows_whole=False),
+            _drafter(self.cut),
+            _drafter(self.whole),
+            grows_whole=grows_whole,
         )
 
 
@@ -118,17 +122,17 @@ def check_ahead(twins: TwinDrafters, shape: TreeShape) -> None:
         for place, sequence in enumerate(batch):
             fallen = draw.choice([each for each in prepared if each.sequence is sequence])
             twins.commit(sequence, foreseen_tokens(trees[place], fallen), is_late=False)
-            [expected] = propose(twins.levels, shape, sequence)
+            [expected] = propose(twins.scored, shape, sequence)
             assert path_values(fallen.tree) == pytest.approx(path_values(expected), abs=1e-3)
             trees[place] = fallen.tree
     for sequence in batch:
         twins.close(sequence)
 
 
-def _drafter(built: BuiltModel, *, grows_whole: bool) -> StandaloneDrafter:
+def _drafter(built: BuiltModel) -> StandaloneDrafter:
     return StandaloneDrafter(
         built.runner,
         KvLeases(built.runner.pool.num_pages, PAGE_SIZE),
+        built.grower,
         max_context_tokens=built.max_context_tokens,
-        grower=built.grower if grows_whole else None,
     )

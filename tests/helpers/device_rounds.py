@@ -15,8 +15,10 @@ from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
 from shared.models.heads.config import HeadKind
+from shared.models.heads.dflash import DflashHead, load_dflash
 from shared.models.heads.head import DraftHead
 from shared.models.heads.loader import load_head
+from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
 from shared.runtime.round_batches import RoundBatches, RoundTree
@@ -25,11 +27,13 @@ from shared.runtime.round_runner import RoundRunner
 from shared.runtime.round_state import NewLane
 from shared.runtime.round_verification import RoundVerification, VerifiedTrees
 from shared.runtime.runner import ModelRunner
-from shared.runtime.tree_draft import RoundDraft
-from shared.runtime.tree_model import HeadModel
+from shared.runtime.tree_draft import BlockDraft, LayeredDraft, RoundDraft
+from shared.runtime.tree_model import BlockModel, HeadModel, LayeredModel, RoundModel
 from shared.speculation.tree import TreeRows
 from shared.tokens import SamplingParams, TokenTree, TreeShape
+from tests.helpers.dflash_heads import TinyDflash, write_dflash
 from tests.helpers.draft_heads import TinyHead, write_head
+from tests.helpers.mtp_heads import TinyMtp, write_mtp
 from tests.helpers.poisoned import POISON, poison_padding
 
 NUM_PAGES = 120
@@ -41,7 +45,7 @@ class Pair:
     """A target and a head of it."""
 
     decoder: Decoder
-    head: DraftHead
+    head: DraftHead | DflashHead
 
 
 def load_pair(target: Path, folder: Path, head: TinyHead, device: torch.device) -> Pair:
@@ -56,6 +60,51 @@ def load_pair(target: Path, folder: Path, head: TinyHead, device: torch.device) 
             device=device,
         ),
     )
+
+
+def load_block_pair(target: Path, folder: Path, head: TinyDflash, device: torch.device) -> Pair:
+    """Does the same for a head that drafts blocks."""
+    tensors = TargetFolder(target, dtype=torch.float32, device=device)
+    written = write_dflash(folder, head)
+    return Pair(
+        load_decoder(target, dtype=torch.float32, device=device),
+        load_dflash(written, tensors, dtype=torch.float32, device=device),
+    )
+
+
+def load_layered_pair(folder: Path, mtp: TinyMtp, device: torch.device) -> Pair:
+    """Does the same for a target that brings its own next-token layers."""
+    write_mtp(folder, mtp)
+    tensors = TargetFolder(folder, dtype=torch.float32, device=device)
+    return Pair(
+        load_decoder(folder, dtype=torch.float32, device=device),
+        load_mtp(folder, tensors, dtype=torch.float32, device=device),
+    )
+
+
+class _PlainLayers(LayeredModel):
+    """Drafts in plain torch, as the host does, wherever that is."""
+
+    def code(self, batches: RoundBatches, source_rows: Tensor | None) -> LayeredDraft:
+        assert source_rows is not None
+        return LayeredDraft(self.head, self.pool, batches, source_rows)
+
+
+class _PlainBlocks(BlockModel):
+    """Drafts in plain torch, as the host does, wherever that is."""
+
+    def code(self, batches: RoundBatches, source_rows: Tensor | None) -> BlockDraft:
+        assert source_rows is not None
+        return BlockDraft(self.head, self.pool, batches, source_rows, self.block_size)
+
+
+def _model(head: DraftHead | DflashHead, pool: KvPool, *, is_plain: bool) -> RoundModel:
+    if isinstance(head, DflashHead):
+        size = head.config.block_size
+        return (_PlainBlocks if is_plain else BlockModel)(head, pool, size)
+    if len(head.layers) > 1:
+        return (_PlainLayers if is_plain else LayeredModel)(head, pool)
+    return (_PlainHead if is_plain else HeadModel)(head, pool)
 
 
 class _PlainHead(HeadModel):
@@ -111,10 +160,9 @@ class DeviceRounds:
         self.runner = RoundRunner(
             decoder=pair.decoder,
             pool=self._pool,
-            head=(
-                OwnHead(_PlainHead(pair.head, head_pool), self._recorded())
-                if is_recorded
-                else OwnHead(HeadModel(pair.head, head_pool))
+            head=OwnHead(
+                _model(pair.head, head_pool, is_plain=is_recorded),
+                self._recorded() if is_recorded else None,
             ),
             feature_rows=self._rows,
             shapes=dict.fromkeys((shape, *other_shapes), max_sequences),

@@ -5,15 +5,23 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from services.draft.drafters.drafter import Drafter, Proposal
+from services.draft.drafters.drafter import Drafter, Proposal, VerifiedTree
 from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence, SequenceKey
+from shared.runtime.tree_grower import TreeGrower
+from shared.runtime.tree_model import TreeModel
+from shared.runtime.tree_pass import PassLimits
 from shared.tokens import Outcome, SamplingParams, TokenTree, TreeShape, Verdict
 
 VOCAB_SIZE = 64
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=1.0, seed=1234)
 FAN_OUT = FanOut(5)
+
+
+def plain_grower(model: TreeModel, context: int, *, max_sequences: int = 8) -> TreeGrower:
+    """Grows trees without graphs."""
+    return TreeGrower(model, PassLimits(max_sequences, context, has_graphs=False))
 
 
 def random_text(seed: int, length: int) -> list[int]:
@@ -62,7 +70,7 @@ def prepare_ahead(
 ) -> list[Proposal]:
     """Returns what a drafter prepares, each time `FAN_OUT`, while these trees are verified."""
     for sequence, tree in verified:
-        drafter.lookahead.begin(sequence, tree, shape, FAN_OUT)
+        drafter.lookahead.begin(VerifiedTree(sequence, tree, shape, FAN_OUT))
     proposals: list[Proposal] = []
     while drafter.lookahead.has_work:
         proposals += drafter.lookahead.advance()

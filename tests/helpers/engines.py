@@ -15,7 +15,7 @@ from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMe
 from services.target.drafts.draft_policy import ALWAYS
 from services.target.drafts.feature_rows import FeatureRows
 from services.target.drafts.feature_store import FeatureSpec
-from services.target.engine import Engine, Inbox
+from services.target.engine import Engine
 from services.target.fallback import NgramFallback
 from services.target.grammars.matcher import CompiledGrammar
 from services.target.requests.request import Event, Finished, GenerationRequest, ModelLimits
@@ -24,6 +24,7 @@ from services.target.step_loop import StepLoop
 from services.target.step_report import StepReport
 from services.target.verifier import VerificationMode, Verifier
 from shared.generation import Delta, Failed, PromptScored, PromptScoring
+from shared.inbox import Inbox
 from shared.kv.leases import KvLeases, PageGroup, PagePool
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder

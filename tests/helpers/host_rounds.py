@@ -9,19 +9,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from services.draft.drafters.dflash import DflashDrafter
 from services.draft.drafters.eagle import EagleDrafter
+from services.draft.drafters.multi_layer import MultiLayerDrafter
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
+from shared.models.heads.dflash import DflashHead
 from shared.models.heads.head import DraftHead
-from shared.runtime.runner import HeadRunner, ModelRunner, RunnerOutput
+from shared.runtime.runner import ModelRunner, RunnerOutput
+from shared.runtime.tree_model import HeadModel
 from shared.speculation.row_sampling import row_sampling
 from shared.speculation.tree import row_parents
 from shared.speculation.verify import AcceptedPath, accept_path, draw_tokens
 from shared.tokens import EMPTY_TREE, Outcome, SamplingParams, TokenTree, TreeShape, Verdict
+from tests.helpers.drafting import plain_grower
 
 NUM_PAGES = 80
 
@@ -35,13 +40,34 @@ class HostRound:
     token_ids: tuple[int, ...]
 
 
+def _drafter(head: DraftHead | DflashHead, pool: KvPool) -> EagleDrafter | DflashDrafter:
+    if isinstance(head, DflashHead):
+        return DflashDrafter(
+            head,
+            pool,
+            KvLeases(NUM_PAGES, pool.page_size, prefix_cache=False),
+            block_size=head.config.block_size,
+            window_tokens=head.config.layers.max_position_embeddings,
+        )
+    has_layers = len(head.layers) > 1
+    return (MultiLayerDrafter if has_layers else EagleDrafter)(
+        HeadModel(head, pool),
+        KvLeases(NUM_PAGES, pool.page_size, prefix_cache=not has_layers),
+        max_context_tokens=head.config.max_position_embeddings,
+        keeps_features=False,
+        grower=None
+        if has_layers
+        else plain_grower(HeadModel(head, pool), head.config.max_position_embeddings),
+    )
+
+
 class HostRounds:
     """One sequence with pools of its own."""
 
     def __init__(
         self,
         decoder: Decoder,
-        head: DraftHead,
+        head: DraftHead | DflashHead,
         prompt: Sequence[int],
         sampling: SamplingParams,
         page_size: int,
@@ -51,12 +77,7 @@ class HostRounds:
         self._spec = head.feature_spec
         self._pages = range(1, NUM_PAGES)
         head_pool = KvPool(head.kv_layout(page_size), NUM_PAGES, head.device)
-        self._drafter = EagleDrafter(
-            HeadRunner(head, head_pool),
-            KvLeases(NUM_PAGES, page_size),
-            max_context_tokens=head.config.max_position_embeddings,
-            keeps_features=False,
-        )
+        self._drafter = _drafter(head, head_pool)
         self.sampling = sampling
         self.sequence = DraftSequence(
             SequenceKey(1, 1), list(prompt), len(prompt), sampling, 0, True, 10**6, 256

@@ -37,6 +37,7 @@ class MappedDraft:
 
     Attributes:
         commands: all that came.
+        spans: name, start and end of what it did in rounds.
         spoils: changes the trees `[S, 2, T]` before they are written.
         is_frozen: rounds are announced and nothing happens.
         is_full: it takes no message.
@@ -57,6 +58,7 @@ class MappedDraft:
         """
         head = pair.head
         self.commands: list[MappedCommand] = []
+        self.spans: list[tuple[str, float, float]] = []
         self.spoils: Callable[[Tensor], Tensor] = lambda trees: trees
         self.is_frozen = self.is_full = False
         self._engine, self._name = engine, name
@@ -113,7 +115,9 @@ class MappedDraft:
     def _take(self, command: MappedCommand) -> None:
         match command:
             case OpenMapped():
-                self._worker = MappedHeadWorker(self._model, command)
+                self._worker = MappedHeadWorker(
+                    self._model, command, on_span=lambda *span: self.spans.append(span)
+                )
                 draw = self._worker._draw
                 self._worker._draw = lambda *args: self.spoils(draw(*args))  # type: ignore[method-assign]
             case PrepareMapped(is_last=True):

@@ -393,8 +393,9 @@ class ModelledDraft:
         """See `Preparation`."""
         return not self._left(shape, num_sequences)
 
-    def prepare_for(self, shape: TreeShape, num_sequences: int) -> bool:
+    def prepare(self, shape: TreeShape, num_sequences: int | None) -> bool:
         """See `Preparation`."""
+        assert num_sequences is not None, "it is never idle"
         left = self._left(shape, num_sequences)
         if left:
             self._captured.add(left[0])

@@ -18,11 +18,8 @@ from shared.kv.pool import KvPool
 from shared.models.heads.head import DraftHead
 from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import TargetFolder
-from shared.runtime.runner import HeadRunner
-from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import HeadModel
-from shared.runtime.tree_pass import PassLimits
-from tests.helpers.drafting import committed
+from tests.helpers.drafting import committed, plain_grower
 from tests.helpers.mtp_heads import MtpOracle, TinyMtp, write_mtp
 
 PAGE_SIZE = 4
@@ -49,17 +46,16 @@ class MtpSetup:
         num_pages: int = 200,
         context: int = 128,
         keeps_features: bool = False,
-        in_passes: bool = False,
     ) -> EagleDrafter:
-        kind = EagleDrafter if len(self.head.layers) == 1 else MultiLayerDrafter
+        has_one_layer = len(self.head.layers) == 1
+        kind = EagleDrafter if has_one_layer else MultiLayerDrafter
         pool = KvPool(self.head.kv_layout(PAGE_SIZE), num_pages, CPU)
-        limits = PassLimits(8, context, has_graphs=False)
         return kind(
-            HeadRunner(self.head, pool),
-            KvLeases(num_pages, PAGE_SIZE, prefix_cache=len(self.head.layers) == 1),
+            HeadModel(self.head, pool),
+            KvLeases(num_pages, PAGE_SIZE, prefix_cache=has_one_layer),
             max_context_tokens=context,
             keeps_features=keeps_features,
-            grower=TreeGrower(HeadModel(self.head, pool), limits) if in_passes else None,
+            grower=plain_grower(HeadModel(self.head, pool), context) if has_one_layer else None,
         )
 
     def features(self, token_ids: Sequence[int]) -> Tensor:

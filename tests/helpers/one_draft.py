@@ -62,7 +62,7 @@ def make_sequence(
         speculation_disabled=disabled,
         num_draft_tokens=num_draft_tokens,
     )
-    return Sequence.of(sequence_id, request, _LIMITS)
+    return Sequence(sequence_id, request, _LIMITS)
 
 
 def with_one_draft(

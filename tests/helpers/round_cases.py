@@ -11,9 +11,18 @@ import torch
 from shared.kernels.kernel_settings import IS_INTERPRETING
 from shared.tokens import SamplingParams, TreeShape
 from tests.helpers.checkpoints import DELTA, TinyShape, write_checkpoint
-from tests.helpers.device_rounds import DeviceRounds, Pair, load_pair, token_tree
+from tests.helpers.device_rounds import (
+    DeviceRounds,
+    Pair,
+    load_block_pair,
+    load_layered_pair,
+    load_pair,
+    token_tree,
+)
+from tests.helpers.dflash_heads import TinyDflash
 from tests.helpers.draft_heads import TinyHead
 from tests.helpers.host_rounds import HostRound, HostRounds
+from tests.helpers.mtp_heads import TinyMtp
 
 VOCAB_SIZE = 10
 DRAFT_VOCAB_SIZE = 8
@@ -35,6 +44,13 @@ HEADS = {
         config={"norm_output": True},
     ),
 }
+BLOCKS = TinyDflash(vocab_size=VOCAB_SIZE, mask_token_id=VOCAB_SIZE - 1)
+_LAYERED_TARGET = TinyShape(vocab_size=VOCAB_SIZE, num_layers=4)
+LAYERED = {
+    "mtp 2": TinyMtp(num_layers=2, shape=_LAYERED_TARGET),
+    "mtp 3": TinyMtp("mimo", num_layers=3, shape=_LAYERED_TARGET),
+}
+"""Heads of several layers, which draft chains in rounds."""
 TREE = TreeShape(3, 3, 9)
 SHAPES = [
     TreeShape(1, 1, 2),
@@ -57,8 +73,8 @@ SAMPLINGS = {
 
 
 def load_pairs(factory: pytest.TempPathFactory, device: torch.device) -> dict[str, Pair]:
-    """Returns one small target with each of `HEADS`, by its name, and one with linear attention,
-    "recurrent"."""
+    """Returns one small target with each of `HEADS`, by its name, and with a head that drafts
+    blocks, "dflash", and one with linear attention, "recurrent"."""
     shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6)
     folder = write_checkpoint(factory.mktemp("target"), shape=shape)
     pairs = {
@@ -70,7 +86,11 @@ def load_pairs(factory: pytest.TempPathFactory, device: torch.device) -> dict[st
     shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6, head_dim=16, overrides=overrides)
     recurrent = write_checkpoint(factory.mktemp("recurrent"), "qwen3_5", shape)
     pair = load_pair(recurrent, factory.mktemp("head"), HEADS["eagle3"], device)
-    return pairs | {"recurrent": pair}
+    blocks = load_block_pair(folder, factory.mktemp("head"), BLOCKS, device)
+    layered = {
+        name: load_layered_pair(factory.mktemp(name), mtp, device) for name, mtp in LAYERED.items()
+    }
+    return pairs | layered | {"recurrent": pair, "dflash": blocks}
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -78,6 +98,11 @@ def prompts(count: int) -> list[list[int]]:
     source = random.Random(count)
     lengths = [PAGE_SIZE * 2 - 1, 1, PAGE_SIZE * 4 + 1, PAGE_SIZE * 3][:count]
     return [[source.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
+
+
+def texts_for(name: str) -> list[list[int]]:
+    """Returns the prompts that the host has trees for, by the name of a pair."""
+    return [text for text in prompts(4) if name not in LAYERED or len(text) > 1]
 
 
 def host_rounds(
@@ -97,24 +122,33 @@ def host_rounds(
     return starts, rounds
 
 
+CHAINS = (TreeShape(4, 1, 5), TreeShape(2, 1, 3), TreeShape(1, 1, 2))
+"""Of blocks; a tree over the scores of their positions is not grown as the host grows it."""
 CHANGING = (TreeShape(5, 1, 6), TREE, TreeShape(1, 1, 2), TREE, TreeShape(2, 2, 30))
 """Shapes of rounds one after the other: with fewer and with more open rows, in one kernel and in
 none."""
 
 
-def check_changing(pair: Pair, *, is_recorded: bool) -> None:
+def check_changing(
+    pair: Pair,
+    *,
+    is_recorded: bool,
+    changing: Sequence[TreeShape] = CHANGING,
+    name: str = "",
+) -> None:
     """Holds rounds whose shape changes each time, while one is unread, to those of the host.
 
     Args:
         is_recorded: see `DeviceRounds`; then trees are compared, too.
+        name: see `texts_for`.
     """
     samplings = [*SAMPLINGS["greedy"], *SAMPLINGS["sampled"]]
-    shapes = CHANGING[: 3 if IS_INTERPRETING else 5]
+    shapes = changing[: 3 if IS_INTERPRETING else 5]
     rounds = DeviceRounds(
         pair, shapes[0], PAGE_SIZE, is_recorded=is_recorded, other_shapes=shapes[1:]
     )
     hosts: list[HostRounds] = []
-    for number, prompt in enumerate(prompts(2 if IS_INTERPRETING else 4)):
+    for number, prompt in enumerate(texts_for(name)[: 2 if IS_INTERPRETING else 4]):
         sampling = samplings[number % len(samplings)]
         host = HostRounds(pair.decoder, pair.head, prompt, sampling, PAGE_SIZE)
         hosts.append(host)

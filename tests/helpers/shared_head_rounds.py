@@ -88,10 +88,8 @@ def sharing_head(
                 )
             ),
             pages=pages,
-            tree=tree,
+            trees={tree: max_sequences, **other_trees},
             max_context_tokens=max_context_tokens,
-            max_sequences=max_sequences,
-            other_trees=other_trees,
             is_pinned=is_pinned,
         ),
     )

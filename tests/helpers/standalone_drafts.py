@@ -9,9 +9,8 @@ from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
 from shared.runtime.runner import ModelRunner
-from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import DecoderModel
-from shared.runtime.tree_pass import PassLimits
+from tests.helpers.drafting import plain_grower
 from tests.helpers.engines import PAGE_SIZE
 
 
@@ -25,13 +24,10 @@ def standalone(
 ) -> StandaloneDrafter:
     """Returns a draft on the decoder's device."""
     pool = KvPool(decoder.kv_layout(PAGE_SIZE), num_pages, decoder.device)
-    limits = PassLimits(8, max_context_tokens, has_graphs=False)
-    # Passes know no recurrent states.
-    has_passes = decoder.config.delta is None
     return drafter(
         ModelRunner(decoder, pool),
         KvLeases(num_pages, PAGE_SIZE),
+        plain_grower(DecoderModel(decoder, pool), max_context_tokens),
         max_context_tokens=max_context_tokens,
-        grower=TreeGrower(DecoderModel(decoder, pool), limits) if has_passes else None,
         generator=generator,
     )

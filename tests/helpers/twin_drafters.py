@@ -1,10 +1,10 @@
-"""The same sequences in two drafters of one model: whole trees in one pass, and level by level."""
+"""The same sequences in two drafters of one model: scored as kinds of sampling, and as requests."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -23,14 +23,15 @@ from shared.models.heads.config import HeadKind
 from shared.models.heads.head import DraftHead
 from shared.models.heads.loader import load_head
 from shared.models.heads.target_tensors import TargetFolder
-from shared.runtime.runner import HeadRunner, ModelRunner
+from shared.runtime.runner import ModelRunner
+from shared.runtime.tree_draft import RequestScores
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import DecoderModel, HeadModel
 from shared.runtime.tree_pass import GrowingTrees, OpenSequence, PassLimits
 from shared.tokens import SamplingParams, TokenTree, TreeShape
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.draft_heads import HEADS, write_head
-from tests.helpers.drafting import GREEDY, VOCAB_SIZE, committed, propose
+from tests.helpers.drafting import GREEDY, VOCAB_SIZE, committed, plain_grower, propose
 from tests.helpers.head_oracle import Paths, path_values
 from tests.helpers.poisoned import poison_padding
 
@@ -118,18 +119,23 @@ class CountingGrower(TreeGrower):
 
     @property
     def device(self) -> torch.device:
-        return self._model.pool.device
+        return self.model.pool.device
 
-    def launch(
+    def begin(
         self,
         sequences: Sequence[OpenSequence],
-        features: Sequence[Tensor],
+        sources: Sequence[Tensor],
         tree: TreeShape,
         *,
         num_choices: int = 0,
+        is_walk: bool = False,
+        scores: RequestScores | None = None,
     ) -> GrowingTrees:
-        self.num_sequences += len(sequences)
-        return super().launch(sequences, features, tree, num_choices=num_choices)
+        if scores is None:
+            self.num_sequences += len(sequences)
+        return super().begin(
+            sequences, sources, tree, num_choices=num_choices, is_walk=is_walk, scores=scores
+        )
 
 
 @dataclass
@@ -139,12 +145,14 @@ class TwinDrafters:
     Attributes:
         grower: of the one that grows whole trees.
         is_exact: both order equal scores alike, and rounding does not come between.
+        grows_whole: else the first scores as the other one does.
     """
 
     grower: CountingGrower
     whole: EagleDrafter | StandaloneDrafter
-    levels: EagleDrafter | StandaloneDrafter
+    scored: EagleDrafter | StandaloneDrafter
     is_exact: bool = False
+    grows_whole: bool = True
 
     @classmethod
     def of_head(
@@ -159,15 +167,16 @@ class TwinDrafters:
         pools = [poison_padding(KvPool(layout, num_pages, head.device)) for _ in range(2)]
         limits = PassLimits(MAX_SEQUENCES, CONTEXT, has_graphs)
         grower = CountingGrower(HeadModel(head, pools[0]), limits)
+        plain = plain_grower(HeadModel(head, pools[1]), CONTEXT)
         drafters = [
             EagleDrafter(
-                HeadRunner(head, pool),
+                HeadModel(head, pool),
                 KvLeases(num_pages, PAGE_SIZE),
                 max_context_tokens=CONTEXT,
                 keeps_features=True,
                 grower=own,
             )
-            for pool, own in zip(pools, (grower, None), strict=True)
+            for pool, own in zip(pools, (grower, plain), strict=True)
         ]
         return cls(grower, *drafters, is_exact)
 
@@ -177,31 +186,32 @@ class TwinDrafters:
         pools = [poison_padding(KvPool(layout, NUM_PAGES, decoder.device)) for _ in range(2)]
         limits = PassLimits(MAX_SEQUENCES, CONTEXT, has_graphs)
         grower = CountingGrower(DecoderModel(decoder, pools[0]), limits)
+        plain = plain_grower(DecoderModel(decoder, pools[1]), CONTEXT)
         drafters = [
             StandaloneDrafter(
                 ModelRunner(decoder, pool),
                 KvLeases(NUM_PAGES, PAGE_SIZE),
+                own,
                 max_context_tokens=CONTEXT,
-                grower=own,
             )
-            for pool, own in zip(pools, (grower, None), strict=True)
+            for pool, own in zip(pools, (grower, plain), strict=True)
         ]
         return cls(grower, *drafters)
 
     def open(self, *sequences: DraftSequence) -> None:
         for sequence in sequences:
-            for drafter in (self.whole, self.levels):
+            for drafter in (self.whole, self.scored):
                 drafter.open(sequence)
 
     def close(self, sequence: DraftSequence) -> None:
-        for drafter in (self.whole, self.levels):
+        for drafter in (self.whole, self.scored):
             drafter.close(sequence)
 
     def send(self, sequence: DraftSequence, start: int, end: int) -> None:
         """Hands over the features of positions `[start, end)`."""
         rows = self.features(sequence, start, end)
         assert rows is not None, "a language model reads no features"
-        for drafter in (self.whole, self.levels):
+        for drafter in (self.whole, self.scored):
             drafter.add_features(sequence, rows)
 
     def send_all(self, *sequences: DraftSequence) -> None:
@@ -213,20 +223,20 @@ class TwinDrafters:
         start = sequence.num_tokens - 1
         verdict = committed(sequence, tokens)
         rows = None if is_late else self.features(sequence, start, sequence.num_tokens - 1)
-        for drafter in (self.whole, self.levels):
+        for drafter in (self.whole, self.scored):
             drafter.commit(sequence, verdict, rows)
 
     def trees(self, shape: TreeShape, *sequences: DraftSequence) -> list[TokenTree]:
         """Returns what both of them grow."""
-        whole, levels = (
-            propose(drafter, shape, *sequences) for drafter in (self.whole, self.levels)
-        )
-        for tree, expected in zip(whole, levels, strict=True):
+        # Trees of shapes that somebody has made up are scored as their requests are.
+        probes = [replace(each, shape=shape) for each in sequences]
+        whole = propose(self.whole, shape, *(sequences if self.grows_whole else probes))
+        for tree, expected in zip(whole, propose(self.scored, shape, *probes), strict=True):
             if self.is_exact:
                 assert tree.token_ids == expected.token_ids
                 assert tree.parent_indices == expected.parent_indices
             assert path_values(tree) == pytest.approx(path_values(expected), abs=1e-3)
-        for drafter in (self.whole, self.levels):
+        for drafter in (self.whole, self.scored):
             drafter.check()
         return whole
 

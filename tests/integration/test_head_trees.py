@@ -24,7 +24,6 @@ from shared.models.heads.config import HeadKind
 from shared.models.heads.head import DraftHead
 from shared.models.heads.loader import load_head
 from shared.models.heads.target_tensors import TargetFolder
-from shared.runtime.runner import HeadRunner
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import HeadModel
 from shared.runtime.tree_pass import PassLimits
@@ -80,9 +79,7 @@ class RecordingDrafter(EagleDrafter):
         return proposals
 
 
-def _drafter(
-    folder: Path, target: Path, tiny: TinyHead, *, in_passes: bool = False
-) -> RecordingDrafter:
+def _drafter(folder: Path, target: Path, tiny: TinyHead) -> RecordingDrafter:
     tensors = TargetFolder(target, dtype=torch.float32, device=CPU)
     head: DraftHead = load_head(
         write_head(folder, tiny), HeadKind(tiny.kind), tensors, dtype=torch.float32, device=CPU
@@ -90,11 +87,11 @@ def _drafter(
     pool = KvPool(head.kv_layout(PAGE_SIZE), 200, CPU)
     limits = PassLimits(8, 128, has_graphs=False)
     drafter = RecordingDrafter(
-        HeadRunner(head, pool),
+        HeadModel(head, pool),
         KvLeases(200, PAGE_SIZE),
         max_context_tokens=128,
         keeps_features=False,
-        grower=TreeGrower(HeadModel(head, pool), limits) if in_passes else None,
+        grower=TreeGrower(HeadModel(head, pool), limits),
     )
     drafter.seen = []
     return drafter
@@ -182,7 +179,7 @@ def test_drafting_ahead_from_recurrent_states_changes_nothing(
     engine = build_engine(
         decoder, max_step_rows=16, on_step=lambda report: total.add(report.outcomes)
     )
-    drafter = _drafter(tmp_path, folder, tiny, in_passes=True)
+    drafter = _drafter(tmp_path, folder, tiny)
     WiredDraft(engine, drafter, SHAPE, FanOut(8)).attach()
     sampling = SamplingParams(temperature=0.0) if seed is None else SamplingParams(seed=seed)
     requests = [request(prompt, sampling, StopParams(24)) for prompt in (PROMPT, PROMPT[:9])]

@@ -24,7 +24,6 @@ from shared.models.heads.dflash import load_dflash
 from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
-from shared.runtime.runner import BlockRunner, HeadRunner
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import HeadModel
 from shared.runtime.tree_pass import PassLimits
@@ -73,7 +72,7 @@ def _mtp(folder: Path, num_pages: int) -> Drafter:
     pool = KvPool(head.kv_layout(PAGE_SIZE), num_pages, CPU)
     limits = PassLimits(16, 128, has_graphs=False)
     return EagleDrafter(
-        HeadRunner(head, pool),
+        HeadModel(head, pool),
         KvLeases(num_pages, PAGE_SIZE),
         max_context_tokens=128,
         keeps_features=False,
@@ -85,10 +84,9 @@ def _dflash(folder: Path, num_pages: int) -> Drafter:
     target = TargetFolder(folder, dtype=torch.float32, device=CPU)
     head_folder = write_dflash(folder / "head", DFLASH)
     head = load_dflash(head_folder, target, dtype=torch.float32, device=CPU)
-    runner = BlockRunner(head, KvPool(head.kv_layout(PAGE_SIZE), num_pages, CPU))
-    return DflashDrafter(
-        runner, KvLeases(num_pages, PAGE_SIZE, prefix_cache=False), block_size=5, window_tokens=100
-    )
+    leases = KvLeases(num_pages, PAGE_SIZE, prefix_cache=False)
+    pool = KvPool(head.kv_layout(PAGE_SIZE), num_pages, CPU)
+    return DflashDrafter(head, pool, leases, block_size=5, window_tokens=100)
 
 
 HEADS: dict[str, Build] = {"MTP": _mtp, "DFLASH": _dflash}

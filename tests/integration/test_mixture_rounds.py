@@ -13,8 +13,9 @@ from shared.kv.pool import KvPool
 from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
-from shared.runtime.runner import HeadRunner
+from shared.runtime.tree_model import HeadModel
 from shared.tokens import SamplingParams, StopParams, TreeShape
+from tests.helpers.drafting import plain_grower
 from tests.helpers.engines import (
     CPU,
     PAGE_SIZE,
@@ -37,11 +38,13 @@ def test_answers_do_not_depend_on_the_draft(
     write_mixture(tmp_path, family)
     target = TargetFolder(tmp_path, dtype=torch.float32, device=CPU)
     head = load_mtp(tmp_path, target, dtype=torch.float32, device=CPU)
+    pool = KvPool(head.kv_layout(PAGE_SIZE), 200, CPU)
     drafter = EagleDrafter(
-        HeadRunner(head, KvPool(head.kv_layout(PAGE_SIZE), 200, CPU)),
+        HeadModel(head, pool),
         KvLeases(200, PAGE_SIZE, prefix_cache=True),
         max_context_tokens=128,
         keeps_features=False,
+        grower=plain_grower(HeadModel(head, pool), 128),
     )
     num_proposed, propose = 0, drafter.propose
 

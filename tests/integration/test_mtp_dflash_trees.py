@@ -24,7 +24,7 @@ from shared.models.heads.head import DraftHead
 from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
-from shared.runtime.runner import BlockRunner, HeadRunner
+from shared.runtime.tree_model import HeadModel
 from shared.tokens import SamplingParams, StopParams, TokenTree, TreeShape
 from tests.helpers.checkpoints import TinyShape, build_model
 from tests.helpers.dflash_heads import (
@@ -33,6 +33,7 @@ from tests.helpers.dflash_heads import (
     best_block_paths,
     write_dflash,
 )
+from tests.helpers.drafting import plain_grower
 from tests.helpers.engines import (
     CPU,
     PAGE_SIZE,
@@ -87,12 +88,14 @@ def _mtp(folder: Path) -> Setup:
 
 
 def _drafter(head: DraftHead) -> EagleDrafter:
-    kind = EagleDrafter if len(head.layers) == 1 else MultiLayerDrafter
+    has_one_layer, pool = len(head.layers) == 1, KvPool(head.kv_layout(PAGE_SIZE), 200, CPU)
+    kind = EagleDrafter if has_one_layer else MultiLayerDrafter
     return kind(
-        HeadRunner(head, KvPool(head.kv_layout(PAGE_SIZE), 200, CPU)),
+        HeadModel(head, pool),
         KvLeases(200, PAGE_SIZE, prefix_cache=False),
         max_context_tokens=128,
         keeps_features=False,
+        grower=plain_grower(HeadModel(head, pool), 128) if has_one_layer else None,
     )
 
 
@@ -126,10 +129,9 @@ def _dflash(folder: Path) -> Setup:
     target = TargetFolder(folder, dtype=torch.float32, device=CPU)
     head_folder = write_dflash(folder / "head", DFLASH)
     head = load_dflash(head_folder, target, dtype=torch.float32, device=CPU)
-    runner = BlockRunner(head, KvPool(head.kv_layout(PAGE_SIZE), 200, CPU))
-    drafter = DflashDrafter(
-        runner, KvLeases(200, runner.page_size, prefix_cache=False), block_size=5, window_tokens=100
-    )
+    leases = KvLeases(200, PAGE_SIZE, prefix_cache=False)
+    pool = KvPool(head.kv_layout(PAGE_SIZE), 200, CPU)
+    drafter = DflashDrafter(head, pool, leases, block_size=5, window_tokens=100)
     oracle = DflashOracle(
         DFLASH, target_embedding=target.embedding(), target_lm_head=target.lm_head()
     )

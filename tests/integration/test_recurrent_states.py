@@ -1,4 +1,4 @@
-"""A served model with recurrent states answers the same with drafts as without."""
+"""A served model with recurrent states, or several next-token layers, answers as without drafts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.helpers.served import running_target
 PROMPT = [1, 2, 3, 4, 5]
 
 
-@pytest.fixture(scope="module", params=["draft model", "qwen3-next", "qwen3.5"])
+@pytest.fixture(scope="module", params=["draft model", "qwen3-next", "qwen3.5", "step 3.5"])
 def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Returns the flags of a target and its draft, a model or the target's next-token layer."""
     target, draft = (tmp_path_factory.mktemp(name) for name in ("target", "draft"))

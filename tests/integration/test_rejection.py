@@ -30,11 +30,12 @@ from shared.models.heads.config import HeadKind
 from shared.models.heads.loader import load_head
 from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
-from shared.runtime.runner import HeadRunner
+from shared.runtime.tree_model import HeadModel
 from shared.speculation.rejection import DrawnChain
 from shared.tokens import EMPTY_TREE, SamplingParams, StopParams, TokenTree, TreeShape
 from tests.helpers.checkpoints import TinyShape, build_model
 from tests.helpers.draft_heads import TinyHead, write_head
+from tests.helpers.drafting import plain_grower
 from tests.helpers.engines import (
     CPU,
     PAGE_SIZE,
@@ -125,11 +126,13 @@ def _eagle3(folder: Path, target: Path) -> EagleDrafter:
     head = load_head(
         write_head(folder, tiny), HeadKind.EAGLE3, tensors, dtype=torch.float32, device=CPU
     )
+    pool = KvPool(head.kv_layout(PAGE_SIZE), 600, CPU)
     return EagleDrafter(
-        HeadRunner(head, KvPool(head.kv_layout(PAGE_SIZE), 600, CPU)),
+        HeadModel(head, pool),
         KvLeases(600, PAGE_SIZE),
         max_context_tokens=128,
         keeps_features=False,
+        grower=plain_grower(HeadModel(head, pool), 128),
         generator=torch.Generator().manual_seed(6),
     )
 

@@ -81,7 +81,6 @@ def test_what_would_not_be_exact_is_refused(
         (("--speculative-fallback", "ngram"), "needs --speculative-fallback none; it is ngram"),
         ((*EMBEDDED, "--verification-mode", "point-mass"), "--verification-mode is point-mass"),
         ((*EMBEDDED, "--speculative-algorithm", "NGRAM"), "--speculative-algorithm is NGRAM"),
-        ((*EMBEDDED, "--speculative-algorithm", "DFLASH"), "--speculative-algorithm is DFLASH"),
         ((*EMBEDDED, "--disable-cuda-graph"), "CUDA graphs; leave --disable-cuda-graph out"),
         (
             (*EMBEDDED, "--speculative-algorithm", "EAGLE3", "--page-size", "512"),
@@ -148,7 +147,13 @@ def test_a_hosted_draft_cannot_be_cut() -> None:
     ("flags", "message"),
     [
         ((BLOCK,), f"{BLOCK} needs a head of one layer"),
-        (("--device-rounds", "on"), "--device-rounds on needs .* one-layer MTP head; this one has"),
+        (
+            (
+                *("--device-rounds", "on", "--speculative-num-steps", "3"),
+                *("--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "6"),
+            ),
+            "--device-rounds on needs --speculative-eagle-topk 1 of a head of several .* is 2",
+        ),
     ],
 )
 def test_a_head_of_several_layers_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -10,15 +11,18 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
+import torch
 
 from services import hosts
+from services.followers import end_processes
 from services.hosts import HostLinks, Terms, await_hosts, join_hosts, open_store
 from services.ranks import Ranks
 from services.target.__main__ import read_settings
@@ -159,18 +163,26 @@ def test_an_address_of_another_host_is_refused(monkeypatch: pytest.MonkeyPatch) 
         await_hosts(ranks, store, TERMS)
 
 
+SIZES = (
+    *("--max-total-tokens", "512", "--page-size", "4", "--chunked-prefill-size", "16"),
+    *("--dtype", "float32"),
+)
+
+
 def _flags(folder: Path, address: str) -> list[str]:
     return [
-        *("--model-path", str(folder), "--device", "cpu", "--tp-size", "2", "--pp-size", "2"),
+        *("--model-path", str(folder), "--tp-size", "2", "--pp-size", "2", "--device", "cpu"),
         *("--nnodes", "2", "--dist-init-addr", address, "--dist-secret", "word", "--port", "0"),
-        *("--max-total-tokens", "512", "--page-size", "4", "--chunked-prefill-size", "16"),
+        *SIZES,
     ]
 
 
 @contextmanager
-def _target(flags: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "services.target", *flags]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+def _target(
+    flags: Sequence[str], more_environ: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[subprocess.Popen[str]]:
+    command, environ = [sys.executable, "-m", "services.target", *flags], os.environ | more_environ
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ) as process:
         try:
             yield process
         finally:
@@ -187,15 +199,50 @@ SEQUENCES = "--pp-size 1 --tp-size 4 --dp-size 4 --enable-dp-attention"
 
 @pytest.mark.parametrize("spread", ["", SEQUENCES], ids=["stages", "sequences"])
 def test_two_hosts_write_what_one_process_writes(spread: str, tmp_path: Path) -> None:
-    flags = _flags(_write(tmp_path), _address())
-    whole = ["--device", "cpu", *flags[:2], *flags[-6:]]
-    flags += spread.split()
+    _check(_write(tmp_path), spread.split(), "ranks 2 to 3 follow the first host")
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(200)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize(
+    "spread", ["--tp-size 2 --pp-size 1", "--tp-size 1"], ids=["heads", "stages"]
+)
+def test_two_hosts_of_a_gpu_each_write_what_one_writes(
+    spread: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing here uses NVLink multicast, and on some hosts it must not even be set up.
+    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    words = "ranks 1 to 1 follow the first host"
+    process = multiprocessing.get_context("spawn").Process(
+        target=_check, args=(_write(tmp_path), spread.split(), words, "cuda", "1")
+    )
+    process.start()
+    end_processes([process], 180.0)
+    assert process.exitcode == 0
+
+
+def _check(
+    folder: Path, spread: Sequence[str], words: str, device: str = "cpu", other_gpu: str = ""
+) -> None:
+    """Holds a target on two hosts to one in this process.
+
+    Args:
+        spread: flags.
+        words: of the other host's log.
+        other_gpu: that it sees.
+    """
+    flags = [*_flags(folder, _address()), *spread, "--device", device]
+    whole = [*flags[:2], *flags[-2:], *SIZES]
     requests = [
         request(prompt, SamplingParams(temperature=0.8, seed=3), StopParams(24))
         for prompt in (*PROMPTS, *PROMPTS)  # some have a prefix that is cached
     ]
     found = []
-    with _target([*flags, "--node-rank", "1"]) as other:
+    gpus = {"CUDA_VISIBLE_DEVICES": other_gpu}
+    with _target([*flags, "--node-rank", "1"], gpus) as other:
         settings, _ = read_settings(flags, {})
         followers = start_followers(settings)
         try:
@@ -209,7 +256,7 @@ def test_two_hosts_write_what_one_process_writes(spread: str, tmp_path: Path) ->
         assert found[0] == found[1]
         assert other.wait(60) == 0, "rank 0 has ended in order"
         assert other.stderr is not None
-        assert "ranks 2 to 3 follow the first host" in other.stderr.read()
+        assert words in other.stderr.read()
 
 
 def _until(process: subprocess.Popen[str], words: str) -> None:

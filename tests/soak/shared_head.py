@@ -45,7 +45,7 @@ class SoakHead:
 
     def step(self) -> None:
         """Now and then goes, or comes back."""
-        policy = self._engine._loop._rounds._policy
+        policy = self._engine._loop._rounds.policy
         if policy is not None and "choose" not in vars(policy):
             policy.choose = functools.partial(self._choose, policy)  # type: ignore[method-assign]
         if not self._is_attached:

@@ -196,7 +196,7 @@ class Soak:
             selects=selects,
         )
         early = random.Random(0)
-        engine._loop._selections._early.pays = lambda *_: early.random() < 0.5  # type: ignore[method-assign]
+        engine._loop._pushed._early.pays = lambda *_: early.random() < 0.5  # type: ignore[method-assign]
         return engine
 
     def _step(self, *, admits: bool) -> None:

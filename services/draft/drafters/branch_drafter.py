@@ -17,30 +17,20 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from services.draft.candidates import drop_unknown_tokens
-from services.draft.drafters.branches import (
-    Branch,
-    GrowingBranch,
-    GrownRows,
-    LikelyBranches,
-    Plan,
-    Wanted,
-    WantedBranches,
-    all_of,
-    num_choices,
-)
-from services.draft.drafters.contexts import BranchKv, Contexts
-from services.draft.drafters.drafter import Proposal
+from services.draft.drafters.branches import Branch, Wanted, WantedBranches, all_of, num_choices
+from services.draft.drafters.contexts import Contexts
+from services.draft.drafters.drafter import Lookahead, Proposal, VerifiedTree
 from services.draft.drafters.pass_trees import PassTrees
 from services.draft.drafters.standalone_contexts import StandaloneContexts
-from services.draft.drafters.tails import Path
-from services.draft.drafters.whole_trees import PassGraphs, grown_shape
-from services.draft.likely_verdicts import FanOut
+from services.draft.drafters.tails import GrownRows, Path
+from services.draft.likely_verdicts import RankShares, likely_verdicts, rank_of
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.runtime.tree_pass import GrowingTrees
-from shared.tokens import TokenTree, TreeShape
+from shared.speculation.tree import row_paths
+from shared.tokens import TreeShape
 
 # Passes that grow the trees of branches, one at a time, each of which can stop after any forward.
 #
@@ -52,25 +42,26 @@ class BranchPass:
     """One pass for several branches.
 
     Attributes:
-        grown: by branch, once the trees are there; what may follow their nodes is yet to be found.
-        unneeded: branches of those that are freed when the pass ends, which writes to them.
+        is_grown: the trees are there; what may follow their nodes is yet to be found.
+        unneeded: of its branches those that are freed when the pass ends, which writes to them.
     """
 
     trees: GrowingTrees
-    branches: Sequence[GrowingBranch]
-    grown: Sequence[GrownRows] = ()
-    unneeded: list[BranchKv] = field(default_factory=list)
+    branches: Sequence[Branch]
+    is_grown: bool = False
+    unneeded: list[Branch] = field(default_factory=list)
 
 
 class BranchPasses:
     """Takes on verdicts that are wanted, as many as a pass grows trees for.
 
     Args:
-        num_choices: how many tokens to find after each row of a tree, see `TreeGrower.launch`.
+        num_choices: how many tokens to find after each row of a tree, see `TreeGrower.begin`.
         make_room: frees pages of branches that are wanted less; returns whether there were any.
 
     Attributes:
         wanted: verdicts that wait for a pass.
+        under_way: the pass, if there is one.
     """
 
     def __init__(
@@ -82,67 +73,75 @@ class BranchPasses:
         make_room: Callable[[], bool],
     ) -> None:
         self.wanted = WantedBranches()
+        self.under_way: BranchPass | None = None
         self._trees, self._contexts = trees, contexts
         self._num_choices, self._make_room = num_choices, make_room
-        self._pass: BranchPass | None = None
-
-    @property
-    def under_way(self) -> BranchPass | None:
-        return self._pass
 
     @property
     def is_idle(self) -> bool:
         """Whether there is no pass, and none is wanted."""
-        return self._pass is None and not self.wanted
+        return self.under_way is None and not self.wanted
 
-    def advance(
-        self, is_of_use: Callable[[BranchPass], bool]
-    ) -> list[tuple[GrowingBranch, GrownRows]]:
+    def advance(self, is_of_use: Callable[[BranchPass], bool]) -> Sequence[Branch]:
         """Queues a forward of the pass under way, of the next one if there is none; returns the
         branches whose trees are there since.
 
         Args:
             is_of_use: whether what the pass has yet to compute may be asked for.
         """
-        self._pass = self._pass or self._begin()
-        if self._pass is None:
-            return []
-        if not is_of_use(self._pass):
+        growing = self.under_way = self.under_way or self._begin()
+        if growing is None:
+            return ()
+        if not is_of_use(growing):
             self.give_up()
-            return []
-        self._pass.trees.advance()
-        if self._pass.grown:
-            self._end(self._pass)
-            return []
-        return self._grown(self._pass) if self._pass.trees.has_trees else []
+            return ()
+        growing.trees.advance()
+        if growing.is_grown:
+            self._end(growing)
+            return ()
+        if not growing.trees.has_trees:
+            return ()
+        is_left = growing.trees.run_on()
+        for branch, grown in zip(growing.branches, growing.trees.read(), strict=True):
+            branch.grown = GrownRows(grown)
+        growing.is_grown = True
+        self.under_way = growing if is_left else None
+        return growing.branches
 
-    def growing_behind(self, rows: GrownRows) -> list[GrowingBranch]:
+    def growing_behind(self, rows: GrownRows | None) -> list[Branch]:
         """Returns the branches under way for verdicts on grown trees."""
-        branches = () if self._pass is None or self._pass.grown else self._pass.branches
+        growing = self.under_way
+        branches = () if growing is None or growing.is_grown else growing.branches
         return [each for each in branches if each.wanted.rows is rows]
+
+    def growing(self, rows: GrownRows | None, path: Path) -> Branch | None:
+        """Returns that of the verdict which commits a path."""
+        behind = self.growing_behind(rows)
+        return next((each for each in behind if each.wanted.path == path), None)
 
     def leave_pages(self, rows: GrownRows | None) -> None:
         """Others may have the pages of rows from now on, so the pass that computed them there
         writes no more. Another sequence may have gone on in what it has grown, and counts on the
         leaves."""
-        if self._has_grown(rows) and self._pass is not None:
-            self._pass.trees.queue()
+        if self.under_way is not None and self._has_grown(rows):
+            self.under_way.trees.queue()
 
-    def free(self, kv: BranchKv, rows: GrownRows) -> None:
-        """Frees a branch, when the pass that writes to it ends."""
-        if self._has_grown(rows) and self._pass is not None:
-            self._pass.unneeded.append(kv)
+    def free(self, branch: Branch) -> None:
+        """Frees a branch that has grown, when the pass that writes to it ends."""
+        if self.under_way is not None and self._has_grown(branch.grown):
+            self.under_way.unneeded.append(branch)
         else:
-            self._contexts.leases.drop_branch(kv.own)
+            self._contexts.leases.drop_branch(branch.kv.own)
 
     def give_up(self) -> None:
         """Leaves out what the pass under way has yet to compute."""
-        if self._pass is None:
+        growing = self.under_way
+        if growing is None:
             return
-        self._pass.trees.give_up()
-        if not self._pass.grown:
-            self._pass.unneeded.extend(each.kv for each in self._pass.branches)
-        self._end(self._pass)
+        growing.trees.give_up()
+        if not growing.is_grown:
+            growing.unneeded.extend(growing.branches)
+        self._end(growing)
 
     def _begin(self) -> BranchPass | None:
         """Begins a pass for verdicts that are wanted; None where there are no pages for any."""
@@ -150,61 +149,51 @@ class BranchPasses:
         branches = [each for each in map(self._branch, wanted) if each is not None]
         if not branches:
             return None
+        wanted = [each.wanted for each in branches]
         rows = [
             self._contexts.branch_sequence(
-                each.wanted.plan.sequence, each.kv, each.wanted.verdict.token
+                each.wanted.verified.sequence, each.kv, each.wanted.verdict.token
             )
             for each in branches
         ]
-        num_choices = self._num_choices(branches[0].wanted.plan.shape)
-        trees = self._trees.begin([each.wanted for each in branches], rows, num_choices)
+        trees = self._trees.begin(wanted, rows, self._num_choices(wanted[0].verified.shape))
         return BranchPass(trees, branches)
 
-    def _branch(self, wanted: Wanted) -> GrowingBranch | None:
+    def _branch(self, wanted: Wanted) -> Branch | None:
         behind = None if wanted.behind is None else wanted.behind.kv
-        sequence, path = wanted.plan.sequence, wanted.rows.line(wanted.accepted)
-        num_rows = self._trees.num_branch_rows(wanted.plan.shape)
+        sequence, path = wanted.verified.sequence, wanted.rows.line(wanted.accepted)
+        num_rows = self._trees.num_branch_rows(wanted.verified.shape)
         kv = self._contexts.branch(sequence, behind, path, num_rows)
         if kv is None and behind is None and self._make_room():
             kv = self._contexts.branch(sequence, behind, path, num_rows)
-        return None if kv is None else GrowingBranch(wanted, kv)
-
-    def _grown(self, growing: BranchPass) -> list[tuple[GrowingBranch, GrownRows]]:
-        is_left = growing.trees.run_on()
-        growing.grown = list(map(GrownRows, growing.trees.read()))
-        self._pass = growing if is_left else None
-        return list(zip(growing.branches, growing.grown, strict=True))
+        return None if kv is None else Branch(wanted, kv)
 
     def _end(self, growing: BranchPass) -> None:
         """A pass writes no more."""
-        self._pass = None
-        for kv in growing.unneeded:
-            self._contexts.leases.drop_branch(kv.own)
+        self.under_way = None
+        for branch in growing.unneeded:
+            self._contexts.leases.drop_branch(branch.kv.own)
 
     def _has_grown(self, rows: GrownRows | None) -> bool:
-        return self._pass is not None and any(each is rows for each in self._pass.grown)
+        branches = () if self.under_way is None else self.under_way.branches
+        return rows is not None and any(each.grown is rows for each in branches)
 
 
-class BranchLookahead(ABC):
-    """See `Lookahead`. For sequences that `grows_whole`.
-
-    Args:
-        vocab_size: tokens that the model can propose.
-    """
+class BranchLookahead(Lookahead, ABC):
+    """See `Lookahead`. Those that do not `grows_whole` get no trees for verdicts to come."""
 
     _contexts: Contexts
 
-    def __init__(self, trees: PassTrees, contexts: Contexts, *, vocab_size: int) -> None:
+    def __init__(self, trees: PassTrees, contexts: Contexts) -> None:
         self._budget = 0
-        self._trees, self._contexts, self._vocab_size = trees, contexts, vocab_size
-        self._likely = LikelyBranches()
-        self.graphs = PassGraphs(trees.uses, lambda: self.budget, vocab_size=vocab_size)
+        self._trees, self._contexts = trees, contexts
+        self._shares = RankShares()
         self._passes = BranchPasses(
             trees, contexts, num_choices=self._num_followed, make_room=self._drop_followers
         )
         # Of the trees that are verified, as far as they are computed.
         self._rows: dict[SequenceKey, GrownRows] = {}
-        self._fallen: dict[SequenceKey, GrowingBranch] = {}
+        self._fallen: dict[SequenceKey, Branch] = {}
 
     @property
     def budget(self) -> int:
@@ -216,28 +205,25 @@ class BranchLookahead(ABC):
         if not budget:
             self._give_up()
 
-    @property
-    @abstractmethod
-    def has_work(self) -> bool: ...
+    def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
+        """See `Drafter.is_prepared`."""
+        return self._trees.is_prepared(self._trees.shape(shape), num_sequences, self.budget)
+
+    def prepare(self, shape: TreeShape, num_sequences: int | None) -> bool:
+        """See `Drafter.prepare`."""
+        return self._trees.prepare(self._trees.shape(shape), num_sequences, self.budget)
 
     def propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
-        """Grows trees for the current round behind reserved sequences.
-
-        Args:
-            sequences: that are complete.
-            shape: see `grown_shape`.
-        """
-        for sequence in sequences:
+        """Grows trees for the current round behind reserved sequences that are complete."""
+        shape = self._trees.shape(shape)
+        whole = [each for each in sequences if each.grows_whole]
+        rest = [each for each in sequences if not each.grows_whole]
+        for sequence in whole:
             self.drop(sequence)
-        grown = self._trees.grow(sequences, shape, num_choices(shape, self.budget))
-        pairs = list(zip(sequences, grown, strict=True))
-        self._rows.update((sequence.key, rows) for sequence, rows in pairs)
-        return [Proposal(sequence, rows.tree) for sequence, rows in pairs]
-
-    @abstractmethod
-    def begin(
-        self, sequence: DraftSequence, tree: TokenTree, shape: TreeShape, fan_out: FanOut
-    ) -> None: ...
+        grown = self._trees.grow(whole, shape, num_choices(shape, self.budget))
+        self._rows.update(zip((each.key for each in whole), grown, strict=True))
+        trees = [*(rows.tree for rows in grown), *self._trees.grow_scored(rest, shape)]
+        return list(map(Proposal, (*whole, *rest), trees))
 
     def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
         """The tree may be among those that grow; there is nothing else to go on from."""
@@ -262,7 +248,7 @@ class BranchLookahead(ABC):
 
     def advance(self) -> list[Proposal]:
         """Queues a forward of a pass, or takes what the last one has grown."""
-        taken = [self._take(*each) for each in self._passes.advance(self._is_of_use)]
+        taken = map(self._take, self._passes.advance(self._is_of_use))
         return [proposal for proposal in taken if proposal is not None]
 
     @abstractmethod
@@ -270,25 +256,54 @@ class BranchLookahead(ABC):
         """Nobody asks for what grows: trees of current rounds begin anew."""
 
     @abstractmethod
-    def _take(self, growing: GrowingBranch, rows: GrownRows) -> Proposal | None:
+    def _take(self, branch: Branch) -> Proposal | None:
         """Takes a branch that has grown; returns its tree if it is asked for."""
+
+    def _likely(
+        self, verified: VerifiedTree, rows: GrownRows, behind: Branch | None = None
+    ) -> list[Wanted]:
+        """Returns the likeliest verdicts on a tree by what may follow its rows, and by how often
+        the target has taken which of its choices. Waits for the device to find what may follow.
+
+        Args:
+            behind: see `Wanted`.
+        """
+        paths = row_paths(verified.tree)
+        continuations = [rows.after(path) for path in paths]
+        verdicts = likely_verdicts(verified.tree, continuations, self._shares, verified.fan_out)
+        return [Wanted(verified, each, paths[each.place], rows, behind) for each in verdicts]
+
+    def _observe(self, rows: GrownRows, path: Path) -> None:
+        """Learns which of its choices the target took; `path` is what a verdict commits."""
+        for depth, token in enumerate(path):
+            choices = rows.after(path[:depth])
+            if not choices:
+                return
+            self._shares.observe(rank_of(choices, token))
 
     def _is_of_use(self, growing: BranchPass) -> bool:
         return any(map(self._may_fall, growing.branches))
 
-    def _may_fall(self, growing: GrowingBranch) -> bool:
+    def _may_fall(self, branch: Branch) -> bool:
         """Whether the verdict of a branch has fallen last, or may be the next."""
-        wanted = growing.wanted
-        key = wanted.plan.sequence.key
-        return self._rows.get(key) is wanted.rows or self._fallen.get(key) is growing
+        wanted = branch.wanted
+        is_next = self._rows.get(wanted.key) is wanted.rows
+        return is_next or self._fallen.get(wanted.key) is branch
 
     def _num_followed(self, shape: TreeShape) -> int:
-        """Returns how many tokens to find after each row of a branch, see `TreeGrower.launch`."""
+        """Returns how many tokens to find after each row of a branch, see `TreeGrower.begin`."""
         return 0
 
     def _drop_followers(self) -> bool:
         """Gives up what is prepared for verdicts after the next; returns whether there was any."""
         return False
+
+
+def branch_proposal(branch: Branch, *, is_current: bool) -> Proposal:
+    """Returns the tree of a branch, for the round that its verdict begins."""
+    verified = branch.wanted.verified
+    condition = None if is_current else branch.wanted.verdict.condition
+    return Proposal(verified.sequence, branch.rows.tree, condition, verified.shape)
 
 
 LEAST_FOLLOWED = 0.25
@@ -301,44 +316,39 @@ class BranchDrafter(BranchLookahead):
 
     _contexts: StandaloneContexts
 
-    def __init__(self, trees: PassTrees, contexts: StandaloneContexts, *, vocab_size: int) -> None:
-        super().__init__(trees, contexts, vocab_size=vocab_size)
+    def __init__(self, trees: PassTrees, contexts: StandaloneContexts) -> None:
+        super().__init__(trees, contexts)
         self._branches: dict[SequenceKey, dict[Path, Branch]] = {}
         # Whose likeliest branch may be followed, and trees that are there before their round.
-        self._to_follow: dict[SequenceKey, Plan] = {}
+        self._to_follow: dict[SequenceKey, VerifiedTree] = {}
         self._ready: list[Proposal] = []
 
     @property
     def has_work(self) -> bool:
         return bool(self._to_follow or self._ready) or not self._passes.is_idle
 
-    def begin(
-        self, sequence: DraftSequence, tree: TokenTree, shape: TreeShape, fan_out: FanOut
-    ) -> None:
-        key, rows = sequence.key, self._rows.get(sequence.key)
+    def begin(self, verified: VerifiedTree) -> None:
+        key = verified.sequence.key
+        rows = self._rows.get(key)
         if rows is None:
             return
-        plan = Plan(sequence, grown_shape(shape, self._vocab_size), fan_out)
+        verified = replace(verified, shape=self._trees.shape(verified.shape))
         followers = self._branches.get(key, {})
         if followers:
-            self._ready += [
-                Proposal(sequence, each.rows.tree, each.verdict.condition, each.shape)
-                for each in followers.values()
-            ]
-            self._to_follow[key] = plan
+            self._ready += [branch_proposal(each, is_current=False) for each in followers.values()]
+            self._to_follow[key] = verified
         paths = {*followers, *(each.wanted.path for each in self._passes.growing_behind(rows))}
-        if 2 * len(paths) < fan_out.budget:
-            verdicts = self._likely.wanted(plan, tree, rows, None)
-            self._passes.wanted.want(key, [each for each in verdicts if each.path not in paths])
+        if 2 * len(paths) < verified.fan_out.budget:
+            wanted = self._likely(verified, rows)
+            self._passes.wanted.want(key, [each for each in wanted if each.path not in paths])
 
     def commit(self, sequence: DraftSequence, token_ids: Sequence[int]) -> None:
         key, path = sequence.key, tuple(token_ids)
         rows = self._rows.get(key)
         if rows is not None:
-            self._likely.observe(rows, path)
+            self._observe(rows, path)
         branch = self._branches.get(key, {}).pop(path, None)
-        behind = [] if rows is None else self._passes.growing_behind(rows)
-        growing = next((each for each in behind if each.wanted.path == path), None)
+        growing = None if rows is None else self._passes.growing(rows, path)
         self.drop(sequence)
         if branch is not None:
             self._adopt(sequence, branch)
@@ -351,15 +361,15 @@ class BranchDrafter(BranchLookahead):
         key = sequence.key
         self._passes.wanted.drop(key)
         self._passes.leave_pages(self._rows.pop(key, None))
-        for kept in (self._fallen, self._to_follow):
-            kept.pop(key, None)
+        self._fallen.pop(key, None)
+        self._to_follow.pop(key, None)
         self._ready = [each for each in self._ready if each.sequence is not sequence]
         self._free(self._branches.pop(key, {}).values())
 
     def make_room(self) -> bool:
         under_way = None if self._fallen else self._passes.under_way
         if under_way is not None:
-            if under_way.grown:
+            if under_way.is_grown:
                 # A sequence may have gone on in what is grown, and counts on the leaves.
                 under_way.trees.queue()
             self._passes.give_up()
@@ -380,39 +390,36 @@ class BranchDrafter(BranchLookahead):
 
     def _give_up(self) -> None:
         for each in self._fallen.values():
-            self._contexts.commit(each.wanted.plan.sequence)
+            self._contexts.commit(each.wanted.verified.sequence)
         self._fallen.clear()
 
     def _is_of_use(self, growing: BranchPass) -> bool:
-        if growing.grown:
-            return any(
-                self._is_kept(*each) for each in zip(growing.branches, growing.grown, strict=True)
-            )
-        return super()._is_of_use(growing)
+        is_kept = self._is_kept if growing.is_grown else self._may_fall
+        return any(map(is_kept, growing.branches))
 
-    def _may_fall(self, growing: GrowingBranch) -> bool:
+    def _may_fall(self, branch: Branch) -> bool:
         """Whether the verdict of a branch has fallen last, or may be one of the next two."""
-        wanted = growing.wanted
-        return super()._may_fall(growing) or self._holds(wanted.plan.sequence.key, wanted.behind)
+        return super()._may_fall(branch) or self._holds(branch.wanted.key, branch.wanted.behind)
 
     def _holds(self, key: SequenceKey, branch: Branch | None) -> bool:
         return any(each is branch for each in self._branches.get(key, {}).values())
 
-    def _is_kept(self, growing: GrowingBranch, rows: GrownRows) -> bool:
+    def _is_kept(self, branch: Branch) -> bool:
         """Whether what may follow the rows of a branch may still be asked for."""
-        key = growing.wanted.plan.sequence.key
-        branches = all_of(self._branches.get(key, {}).values())
-        return self._rows.get(key) is rows or any(each.rows is rows for each in branches)
+        key = branch.wanted.key
+        kept = all_of(self._branches.get(key, {}).values())
+        return self._rows.get(key) is branch.grown or any(each is branch for each in kept)
 
     def _follow(self) -> None:
         """Wants the verdicts on the trees of the likeliest branches. Waits for the device to find
         what may follow their nodes."""
         for key, plan in self._to_follow.items():
-            branch = min(self._branches[key].values(), key=lambda each: each.verdict)
-            if branch.verdict.cost <= -math.log(LEAST_FOLLOWED) and not branch.followers:
+            branch = min(self._branches[key].values(), key=lambda each: each.wanted.verdict)
+            is_likely = branch.wanted.verdict.cost <= -math.log(LEAST_FOLLOWED)
+            if is_likely and not branch.followers:
                 # Verdicts name the nodes that the target gets.
                 tree = drop_unknown_tokens(branch.rows.tree, plan.sequence.vocab_size)
-                wanted = self._likely.wanted(plan, tree, branch.rows, branch)
+                wanted = self._likely(replace(plan, tree=tree), branch.rows, branch)
                 self._passes.wanted.want(key, wanted)
         self._to_follow.clear()
 
@@ -423,19 +430,17 @@ class BranchDrafter(BranchLookahead):
             each.followers.clear()
         return bool(held)
 
-    def _take(self, growing: GrowingBranch, rows: GrownRows) -> Proposal | None:
+    def _take(self, branch: Branch) -> Proposal | None:
         """Keeps a branch that has grown, or goes on in it if its verdict has fallen."""
-        wanted, shape = growing.wanted, growing.wanted.plan.shape
-        branch = Branch(wanted.verdict, growing.kv, rows, shape)
-        sequence, key = wanted.plan.sequence, wanted.plan.sequence.key
-        if self._fallen.get(key) is growing:
+        wanted, key = branch.wanted, branch.wanted.key
+        if self._fallen.get(key) is branch:
             del self._fallen[key]
-            self._adopt(sequence, branch)
-            return Proposal(sequence, rows.tree, shape=shape)
+            self._adopt(wanted.verified.sequence, branch)
+            return branch_proposal(branch, is_current=True)
         if self._rows.get(key) is wanted.rows:
             self._branches.setdefault(key, {})[wanted.path] = branch
-            self._to_follow[key] = wanted.plan
-            return Proposal(sequence, rows.tree, wanted.verdict.condition, shape)
+            self._to_follow[key] = wanted.verified
+            return branch_proposal(branch, is_current=False)
         if wanted.behind is not None and self._holds(key, wanted.behind):
             wanted.behind.followers[wanted.path] = branch
         else:
@@ -446,7 +451,7 @@ class BranchDrafter(BranchLookahead):
         self._contexts.adopt(sequence, branch.kv, branch.rows)
         if self._contexts.backlog(sequence):
             # The window has moved on, and what is computed is in the old one.
-            self._passes.leave_pages(branch.rows)
+            self._passes.leave_pages(branch.grown)
             self._free(branch.followers.values())
             return
         self._rows[sequence.key] = branch.rows
@@ -454,7 +459,7 @@ class BranchDrafter(BranchLookahead):
 
     def _free(self, branches: Iterable[Branch]) -> None:
         for branch in all_of(branches):
-            self._passes.free(branch.kv, branch.rows)
+            self._passes.free(branch)
 
     def _num_followed(self, shape: TreeShape) -> int:
         return num_choices(shape, self.budget)

@@ -15,8 +15,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from services.draft.drafters.drafter import Drafter, Proposal
-from services.draft.drafters.tails import TailRows, TreeTail
-from services.draft.drafters.whole_trees import pass_sampling
+from services.draft.drafters.tails import GrownRows
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.batch import SequenceRows
 from shared.kv.leases import KvBranch, KvLease, KvLeases
@@ -42,7 +41,7 @@ class SequenceKv:
     lease: KvLease
     window_start: int
     num_computed: int
-    tail: TailRows | None = None
+    tail: GrownRows | None = None
     is_published: bool = False
 
 
@@ -143,11 +142,6 @@ class Contexts(ABC):
     def take_in(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
         """Computes the next committed rows of each sequence, as many as are counted."""
 
-    def tree_tail(self, sequence: DraftSequence) -> TreeTail:
-        """Returns where the rows of a growing tree go."""
-        kv = self.kv_of(sequence)
-        return TreeTail(kv.num_computed, kv.lease.pages)
-
     def open_pass(
         self, sequences: Sequence[DraftSequence], most: int
     ) -> tuple[list[OpenSequence], list[Tensor]]:
@@ -174,7 +168,7 @@ class Contexts(ABC):
         """All committed rows are computed, or about to be."""
         self.publish(sequence)
 
-    def plant(self, sequence: DraftSequence, rows: TailRows) -> None:
+    def plant(self, sequence: DraftSequence, rows: GrownRows) -> None:
         """Takes in what is computed behind the last committed token."""
         if self.keeps_tree_rows:
             self.kv_of(sequence).tail = rows
@@ -216,7 +210,7 @@ class Contexts(ABC):
             token_ids=(token_id,),
             num_computed=branch.num_computed - 1,
             num_before=self.kv_of(sequence).window_start + self.reads_ahead - 1,
-            sampling=pass_sampling(sequence),
+            sampling=sequence.pass_sampling,
             pages=branch.pages,
         )
 
@@ -260,25 +254,18 @@ class Contexts(ABC):
             token_ids=sequence.token_ids[kv.window_start + start + self.reads_ahead :],
             num_computed=start,
             num_before=kv.window_start + self.reads_ahead - 1,
-            sampling=pass_sampling(sequence),
+            sampling=sequence.pass_sampling,
             pages=kv.lease.pages,
         )
 
-    def _next_rows(self, sequence: DraftSequence, count: int, *, with_logits: bool) -> SequenceRows:
-        """Lays out the next `count` rows and counts them as computed.
-
-        Args:
-            with_logits: of the last one.
-        """
+    def _next_rows(self, sequence: DraftSequence, count: int) -> SequenceRows:
+        """Lays out the next `count` rows and counts them as computed."""
         kv = self.kv_of(sequence)
-        start = kv.num_computed
+        start, kv.tail = kv.num_computed, None
         first_token = kv.window_start + start + self.reads_ahead
         kv.num_computed += count
         return SequenceRows.causal(
-            sequence.token_ids[first_token : first_token + count],
-            start,
-            kv.lease.pages,
-            (count - 1,) if with_logits else (),
+            sequence.token_ids[first_token : first_token + count], start, kv.lease.pages
         )
 
     @abstractmethod

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from services.draft.draft_scores import DraftScores
-from services.draft.drafters.branches import paths_of
 from services.draft.drafters.contexts import ContextDrafter, SequenceKv
 from services.draft.drafters.drafter import (
     DrafterLimits,
     OneStepLookahead,
     Proposal,
+    SharedHead,
     VerifiedTree,
 )
 from services.draft.drafters.head_contexts import FeatureContexts
@@ -39,7 +39,6 @@ from services.draft.drafters.tails import Path
 from services.draft.events import FeatureRows
 from services.draft.likely_verdicts import (
     Continuation,
-    FanOut,
     LikelyVerdict,
     likely_verdicts,
     rank_of,
@@ -50,14 +49,17 @@ from services.draft.settings_problems import block_problems
 from shared.errors import SettingsError
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.leases import KvLeases
+from shared.kv.pool import KvPool
+from shared.kv.upload import uploaded_numbers
 from shared.models.config import ModelConfig
 from shared.models.heads.dflash import DflashConfig, DflashHead, load_dflash
 from shared.models.heads.target_tensors import target_tensors
 from shared.runtime.device import dtype_named
 from shared.runtime.host_copy import joined_rows
-from shared.runtime.runner import BlockRunner
+from shared.runtime.tree_model import BlockModel
 from shared.speculation.block_tree import grow_block_tree
 from shared.speculation.distributions import stable_topk
+from shared.speculation.tree import row_paths
 from shared.tokens import TokenTree, TreeShape, Verdict
 
 log = logging.getLogger(__name__)
@@ -145,20 +147,22 @@ class BlockContexts(FeatureContexts):
     nothing is shared: features come for every sequence.
 
     Args:
-        leases: of the runner's pool, without a prefix cache.
+        leases: of the pool, without a prefix cache.
         window_tokens: positions before a block that it sees, to the page.
     """
 
     def __init__(
-        self, runner: BlockRunner, leases: KvLeases, *, window_tokens: int, block_size: int
+        self,
+        head: DflashHead,
+        pool: KvPool,
+        leases: KvLeases,
+        *,
+        window_tokens: int,
+        block_size: int,
     ) -> None:
-        super().__init__(
-            runner.pool,
-            leases,
-            max_context_tokens=window_tokens + block_size,
-            margin_tokens=block_size,
-        )
-        self._runner = runner
+        context = window_tokens + block_size
+        super().__init__(pool, leases, max_context_tokens=context, margin_tokens=block_size)
+        self._head, self._block_size = head, block_size
 
     @property
     def num_kept_rows(self) -> int:
@@ -178,11 +182,17 @@ class BlockContexts(FeatureContexts):
             kv.num_computed -= num_dropped * page_size
         self.drop_features(sequence)
 
+    def block_rows(self, sequence: DraftSequence) -> BlockRows:
+        """Returns rows behind the context, none yet."""
+        mask = self._head.config.mask_token_id
+        return BlockRows(self.kv_of(sequence), block_size=self._block_size, mask_token_id=mask)
+
     def trim(self, sequence: DraftSequence, num_rows: int) -> None:
         """Frees the pages reserved beyond that many rows behind the context."""
         num_kept = self.num_window_rows(sequence) + num_rows
         self.leases.shrink(self.kv_of(sequence).lease, num_kept)
 
+    @torch.inference_mode()
     def take_in(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
         """Turns the features of the next positions of each sequence into keys and values."""
         counts = [(sequence, count) for sequence, count in counts if count]
@@ -195,12 +205,17 @@ class BlockContexts(FeatureContexts):
             positions += range(kv.window_start + start, kv.window_start + kv.num_computed)
             slots += kv.lease.slots(start, kv.num_computed, self.leases.page_size)
             self.drop_features(sequence)
-        self._runner.write_context(joined_rows(pieces, self._runner.device), positions, slots)
+        index = uploaded_numbers([positions, slots], self._pool.device)
+        features = joined_rows(pieces, self._pool.device)
+        self._head.write_context(features, index[0], index[1], self._pool)
 
+    @torch.inference_mode()
     def run(self, rows: Sequence[SequenceRows]) -> Tensor:
-        """Returns the logits `[L, V]` of the rows that ask for them."""
-        runner = self._runner
-        return runner.run(build_batch(rows, page_size=runner.page_size, device=runner.device))
+        """Returns the logits `[L, V]` float32 of the rows that ask for them."""
+        pool = self._pool
+        batch = build_batch(rows, page_size=pool.page_size, device=pool.device)
+        states = self._head.forward(batch, pool)
+        return self._head.logits(states.index_select(0, batch.logit_rows))
 
     def _keys(self, sequence: DraftSequence, window_start: int, count: int) -> Sequence[int]:
         return ()
@@ -292,9 +307,8 @@ class BlockLookahead(OneStepLookahead):
         block_size: rows of a block, the token that opens it included.
     """
 
-    def __init__(self, head: DflashHead, contexts: BlockContexts, *, block_size: int) -> None:
+    def __init__(self, contexts: BlockContexts, *, block_size: int) -> None:
         super().__init__()
-        self._head = head
         self._contexts = contexts
         self._block_size = block_size
         self._choices: dict[SequenceKey, BlockChoices] = {}
@@ -304,11 +318,9 @@ class BlockLookahead(OneStepLookahead):
         """Takes what the tree for the current round was made of."""
         self._choices[sequence.key] = choices
 
-    def begin(
-        self, sequence: DraftSequence, tree: TokenTree, shape: TreeShape, fan_out: FanOut
-    ) -> None:
-        if sequence.key in self._choices:
-            super().begin(sequence, tree, shape, fan_out)
+    def begin(self, verified: VerifiedTree) -> None:
+        if verified.sequence.key in self._choices:
+            super().begin(verified)
 
     def observe(self, sequence: DraftSequence, token_ids: Sequence[int]) -> None:
         """Learns which of its choices the target took, and moves on to what was prepared for it.
@@ -372,14 +384,10 @@ class BlockLookahead(OneStepLookahead):
 
     def _work(self, verified: VerifiedTree, verdicts: Sequence[LikelyVerdict]) -> _Work:
         sequence, tree = verified.sequence, verified.tree
-        rows = BlockRows(
-            self._contexts.kv_of(sequence),
-            block_size=self._block_size,
-            mask_token_id=self._head.config.mask_token_id,
-        )
+        rows = self._contexts.block_rows(sequence)
         # By place: 0 is the last committed token, then come the nodes, parents first.
         above = [0, *(0 if parent is None else parent + 1 for parent in tree.parent_indices)]
-        paths = list(paths_of(tree))
+        paths = row_paths(tree)
         known = {0: rows.add_known(None, sequence.token_ids[-1])}
         for place in _through(above, [verdict.place for verdict in verdicts]):
             known[place] = rows.add_known(known[above[place]], tree.token_ids[place - 1])
@@ -393,7 +401,7 @@ class BlockLookahead(OneStepLookahead):
         logits = self._contexts.run([each.rows.lay_out() for each in work])
         for each in work:
             self._contexts.trim(each.verified.sequence, self._block_size)
-        scores = DraftScores(sequences, logits.device).of_blocks(
+        scores = DraftScores(sequences).of_blocks(
             logits, [each.paths for each in work], self._block_size - 1
         )
         width = max(each.verified.shape.topk for each in work) + self.budget
@@ -424,29 +432,33 @@ def _through(above: Sequence[int], places: Sequence[int]) -> list[int]:
 
 
 class DflashDrafter(ContextDrafter):
-    """State per sequence is the keys and values of its context."""
+    """State per sequence is the keys and values of its context.
+
+    Attributes:
+        head: the weights.
+    """
 
     _contexts: BlockContexts
 
     def __init__(
-        self, runner: BlockRunner, leases: KvLeases, *, block_size: int, window_tokens: int
+        self,
+        head: DflashHead,
+        pool: KvPool,
+        leases: KvLeases,
+        *,
+        block_size: int,
+        window_tokens: int,
     ) -> None:
         """Args:
         leases, window_tokens: see `BlockContexts`.
         block_size: rows of a block, the last committed token included; at least 2.
         """
-        self._runner = runner
-        self._block_size = block_size
-        self._window_tokens = window_tokens
+        self.head, self._pool = head, pool
+        self._block_size, self._window_tokens = block_size, window_tokens
         self._contexts = BlockContexts(
-            runner, leases, window_tokens=window_tokens, block_size=block_size
+            head, pool, leases, window_tokens=window_tokens, block_size=block_size
         )
-        self._lookahead = BlockLookahead(runner.head, self._contexts, block_size=block_size)
-
-    @property
-    def head(self) -> DflashHead:
-        """The weights."""
-        return self._runner.head
+        self._lookahead = BlockLookahead(self._contexts, block_size=block_size)
 
     @property
     def lookahead(self) -> BlockLookahead:
@@ -454,11 +466,10 @@ class DflashDrafter(ContextDrafter):
 
     @property
     def limits(self) -> DrafterLimits:
-        head = self._runner.head
         return DrafterLimits(
-            vocab_size=head.vocab_size,
+            vocab_size=self.head.vocab_size,
             max_context_tokens=self._window_tokens + self._block_size,
-            feature_spec=head.feature_spec,
+            feature_spec=self.head.feature_spec,
         )
 
     def commit(
@@ -471,6 +482,13 @@ class DflashDrafter(ContextDrafter):
 
     def add_features(self, sequence: DraftSequence, rows: FeatureRows) -> None:
         self._contexts.add_features(sequence, rows)
+
+    def share_head(self) -> SharedHead:
+        """Lends the head and most of the free pages, for good, to rounds of the target of this
+        process."""
+        contexts = self._contexts
+        model = BlockModel(self.head, self._pool, self._block_size)
+        return SharedHead.of_most(model, contexts.leases, max_context_tokens=contexts.longest)
 
     def reserve(self, sequence: DraftSequence, shape: TreeShape) -> bool:
         return self._contexts.reserve(sequence, self._block_size)
@@ -490,9 +508,7 @@ class DflashDrafter(ContextDrafter):
         depth = min(shape.num_steps, shape.max_node_count) + bool(budget)
         num_scored = min(self._block_size - 1, depth)
         logits = contexts.run([self._block_rows(sequence, num_scored) for sequence in sequences])
-        scores = DraftScores(sequences, self._runner.device).of_blocks(
-            logits, [[()]] * len(sequences), num_scored
-        )
+        scores = DraftScores(sequences).of_blocks(logits, [[()]] * len(sequences), num_scored)
         proposals = []
         for sequence, choices in zip(
             sequences, best_choices(scores, shape.topk + budget), strict=True
@@ -503,11 +519,7 @@ class DflashDrafter(ContextDrafter):
         return proposals
 
     def _block_rows(self, sequence: DraftSequence, num_scored: int) -> SequenceRows:
-        rows = BlockRows(
-            self._contexts.kv_of(sequence),
-            block_size=self._block_size,
-            mask_token_id=self._runner.head.config.mask_token_id,
-        )
+        rows = self._contexts.block_rows(sequence)
         rows.add_block(None, sequence.token_ids[-1], num_scored)
         return rows.lay_out()
 
@@ -555,8 +567,7 @@ def build_dflash(settings: DraftSettings, host: Host | None = None) -> DflashDra
             "the draft looks back on %d tokens; the target's context is %d",
             *(window, target_config.max_position_embeddings),
         )
-    runner = BlockRunner(head, pool)
-    return DflashDrafter(runner, leases, block_size=block_size, window_tokens=window)
+    return DflashDrafter(head, pool, leases, block_size=block_size, window_tokens=window)
 
 
 def _window(settings: DraftSettings, context: int, block_size: int, num_pages: int) -> int:

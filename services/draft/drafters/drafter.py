@@ -5,7 +5,7 @@ on the engine thread only. The engine owns the committed tokens: it extends
 `DraftSequence.token_ids` and then calls `commit`.
 
 Cheap calls, without a forward: `open`, `commit`, `add_features`, `backlog`, `reserve`, `close`,
-`is_prepared`. Calls that compute: `catch_up`, `propose`, `prepare_for` and `prepare_next`.
+`is_prepared`. Calls that compute: `catch_up`, `propose` and `prepare`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shared.tokens import Condition, TokenTree, TreeShape, Verdict
 
 if TYPE_CHECKING:
     from shared.models.heads.feature_spec import FeatureSpec
-    from shared.runtime.tree_model import TreeModel
+    from shared.runtime.tree_model import RoundModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,20 @@ class DrafterLimits:
     num_ready_tokens: int = 64
 
 
+@dataclass(frozen=True, slots=True)
+class VerifiedTree:
+    """A tree that is verified in the current round, whose verdicts are yet to be prepared for.
+
+    Attributes:
+        shape: of the trees to prepare.
+    """
+
+    sequence: DraftSequence
+    tree: TokenTree
+    shape: TreeShape
+    fan_out: FanOut
+
+
 class Lookahead(Protocol):
     """Prepares trees for the verdicts on a tree that is being verified.
 
@@ -75,15 +89,8 @@ class Lookahead(Protocol):
     def has_work(self) -> bool:
         """Whether `advance` has something to compute."""
 
-    def begin(
-        self, sequence: DraftSequence, tree: TokenTree, shape: TreeShape, fan_out: FanOut
-    ) -> None:
-        """Prepares for the verdicts on `tree`, which is verified in the current round. Computes
-        nothing.
-
-        Args:
-            shape: of the trees to prepare.
-        """
+    def begin(self, verified: VerifiedTree) -> None:
+        """Prepares for the verdicts on a tree. Computes nothing."""
 
     def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
         """Starts on the tree for the current round from what was computed ahead; `advance` will
@@ -92,16 +99,6 @@ class Lookahead(Protocol):
 
     def advance(self) -> list[Proposal]:
         """Computes one forward; returns the proposals that are complete, likeliest first."""
-
-
-@dataclass(frozen=True, slots=True)
-class VerifiedTree:
-    """A tree whose verdicts are yet to be prepared for; see `Lookahead.begin`."""
-
-    sequence: DraftSequence
-    tree: TokenTree
-    shape: TreeShape
-    fan_out: FanOut
 
 
 class OneStepLookahead(Lookahead):
@@ -117,10 +114,8 @@ class OneStepLookahead(Lookahead):
     def has_work(self) -> bool:
         return bool(self._verified)
 
-    def begin(
-        self, sequence: DraftSequence, tree: TokenTree, shape: TreeShape, fan_out: FanOut
-    ) -> None:
-        self._verified[sequence.key] = VerifiedTree(sequence, tree, shape, fan_out)
+    def begin(self, verified: VerifiedTree) -> None:
+        self._verified[verified.sequence.key] = verified
 
     def drop(self, sequence: DraftSequence) -> None:
         """Forgets a sequence: a verdict fell, or it ended."""
@@ -192,13 +187,14 @@ class Drafter(Protocol):
         done once."""
         return True
 
-    def prepare_for(self, shape: TreeShape, num_sequences: int) -> bool:
-        """Does one thing that `is_prepared` asks for; returns whether something was left to do."""
-        return False
+    def prepare(self, shape: TreeShape, num_sequences: int | None) -> bool:
+        """Does one thing that a later proposal of this shape would otherwise wait for; returns
+        whether something was left to do.
 
-    def prepare_next(self, shape: TreeShape) -> bool:
-        """Does one thing that a later proposal of this shape would otherwise wait for; called while
-        there is nothing else to do. Returns whether something was left to do."""
+        Args:
+            num_sequences: what `is_prepared` asks for; None is any number, while there is nothing
+                else to do.
+        """
         return False
 
     def flush_prefix_cache(self) -> int:
@@ -230,12 +226,12 @@ class SharedHead:
         max_context_tokens: longest sequence that needs no window.
     """
 
-    model: TreeModel
+    model: RoundModel
     pages: tuple[int, ...]
     max_context_tokens: int
 
     @classmethod
-    def of_most(cls, model: TreeModel, leases: KvLeases, *, max_context_tokens: int) -> SharedHead:
+    def of_most(cls, model: RoundModel, leases: KvLeases, *, max_context_tokens: int) -> SharedHead:
         """Takes most of the free pages; the drafter keeps some for requests that have no lane."""
         lease = leases.open(())
         num_shared = leases.num_free_pages * _SHARED_EIGHTHS // 8

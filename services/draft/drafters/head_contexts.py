@@ -8,16 +8,17 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from services.draft.drafters.contexts import CONTEXT_MARGIN, BranchKv, Contexts
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence, SequenceKey
-from shared.kv.batch import SequenceRows, build_batch
+from shared.kv.batch import build_batch
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.runtime.host_copy import joined_rows
-from shared.runtime.runner import HeadOutput, HeadRunner
+from shared.runtime.tree_model import HeadModel
 
 
 class FeatureBuffer:
@@ -157,7 +158,7 @@ class HeadContexts(FeatureContexts):
 
     def __init__(
         self,
-        runner: HeadRunner,
+        model: HeadModel,
         leases: KvLeases,
         *,
         max_context_tokens: int,
@@ -165,12 +166,12 @@ class HeadContexts(FeatureContexts):
         min_rows: int,
     ) -> None:
         super().__init__(
-            runner.pool,
+            model.pool,
             leases,
             max_context_tokens=max_context_tokens,
             margin_tokens=CONTEXT_MARGIN,
         )
-        self._runner = runner
+        self._head = model.head
         self._keeps_features = keeps_features
         self._min_rows = min_rows
 
@@ -188,27 +189,18 @@ class HeadContexts(FeatureContexts):
         is_due = self.backlog(sequence) > 0 and super().is_complete(sequence)
         return is_due and self.num_window_rows(sequence) >= self._min_rows
 
+    @torch.inference_mode()
     def take_in(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
-        self.compute(counts, with_logits=False)
-
-    def compute(
-        self, counts: Sequence[tuple[DraftSequence, int]], *, with_logits: bool
-    ) -> HeadOutput:
-        """Computes the next rows of each sequence.
-
-        Args:
-            with_logits: of the last row of each.
-        """
-        hidden = self.hidden(counts)
-        rows = [self._next_rows(*each, with_logits=with_logits) for each in counts]
-        output = self.run(rows, hidden)
+        hidden, pool = self.hidden(counts), self._pool
+        rows = [self._next_rows(*each) for each in counts]
+        batch = build_batch(rows, page_size=pool.page_size, device=pool.device)
+        self._head.forward(batch, hidden, pool)
         for sequence, _ in counts:
             self.drop_features(sequence)
-        return output
 
     def hidden(self, counts: Sequence[tuple[DraftSequence, int]]) -> Tensor:
         """Returns the fused features of the next rows of each sequence, end to end."""
-        return self._runner.fuse(joined_rows(self.sources(counts), self._runner.device))
+        return self._head.fuse(joined_rows(self.sources(counts), self._pool.device))
 
     def settle(self, sequence: DraftSequence) -> None:
         super().settle(sequence)
@@ -219,12 +211,6 @@ class HeadContexts(FeatureContexts):
     ) -> BranchKv | None:
         assert behind is None, "a head goes on from features, never from a branch"
         return super().branch(sequence, behind, path, num_rows)
-
-    def run(self, rows: Sequence[SequenceRows], hidden: Tensor) -> HeadOutput:
-        """Computes rows of any kind from the hidden states they read."""
-        runner = self._runner
-        batch = build_batch(rows, page_size=runner.page_size, device=runner.device)
-        return runner.run(batch, hidden)
 
     def drop_features(self, sequence: DraftSequence) -> None:
         """Frees the features that neither the next rows nor a window to come needs."""

@@ -29,7 +29,6 @@ from shared.models.heads.loader import load_head, read_token_map
 from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import target_tensors
 from shared.runtime.device import dtype_named
-from shared.runtime.runner import HeadRunner
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import HeadModel
 
@@ -88,17 +87,17 @@ def build_head(settings: DraftSettings, host: Host | None = None) -> EagleDrafte
         reserved_bytes=host.reserved_bytes(device, reserved, head.feature_spec),
         most_tokens=host.most_tokens,
     )
-    runner = HeadRunner(head, pool)
+    model = HeadModel(head, pool)
     if not has_one_layer:
         return MultiLayerDrafter(
-            runner, leases, max_context_tokens=context, keeps_features=is_shorter
+            model, leases, max_context_tokens=context, keeps_features=is_shorter
         )
     return EagleDrafter(
-        runner,
+        model,
         leases,
         max_context_tokens=context,
         keeps_features=is_shorter,
-        grower=TreeGrower(HeadModel(head, pool), limits),
+        grower=TreeGrower(model, limits),
     )
 
 

@@ -13,17 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from services.draft.draft_scores import DraftScores
 from services.draft.drafters.contexts import SequenceKv
-from services.draft.drafters.drafter import Proposal
+from services.draft.drafters.drafter import Proposal, SharedHead
 from services.draft.drafters.eagle import EagleDrafter
 from services.draft.sequence import DraftSequence
 from services.draft.worker import MappedHeadLimits
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.upload import uploaded_numbers
-from shared.speculation.tree import Beam, BeamRows, TreeGrowth, parent_states
+from shared.runtime.tree_model import LayeredModel
+from shared.speculation.tree import Beam, BeamRows, TreeGrowth, choose_children, parent_states
 from shared.tokens import TreeShape
 
 
@@ -130,15 +132,23 @@ class MultiLayerDrafter(EagleDrafter):
     def _mapped_head(self) -> MappedHeadLimits | None:
         return None
 
+    def share_head(self) -> SharedHead:
+        """Lends the head and most of the free pages, for good, to rounds of the target of this
+        process."""
+        contexts = self._contexts
+        model = LayeredModel(self.head, self._model.pool)
+        return SharedHead.of_most(model, contexts.leases, max_context_tokens=contexts.longest)
+
     @property
     def _num_layers(self) -> int:
-        return len(self._runner.head.layers)
+        return len(self.head.layers)
 
     @property
     def _num_open_rows(self) -> int:
         """Every layer needs a committed row."""
         return self._num_layers
 
+    @torch.inference_mode()
     def _take_in(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
         states = self._contexts.hidden(counts)
         for layer in range(self._num_layers):
@@ -146,18 +156,20 @@ class MultiLayerDrafter(EagleDrafter):
             states = self._run(rows, states, layer)
         self._settle(counts)
 
-    def _grow(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
+    @torch.inference_mode()
+    def _propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
+        shape = self._grown_shape(shape)
         self._settle_far(sequences, shape)
-        growth, scores = TreeGrowth(shape), DraftScores(sequences, self._device)
+        growth, scores = TreeGrowth(shape), DraftScores(sequences)
         own = [LayerRows(self._contexts.kv_of(s), s.token_ids) for s in sequences]
         counts = [(sequence, self.backlog(sequence)) for sequence in sequences]
         rows, hidden = [each.all_rows(0) for each in own], self._contexts.hidden(counts)
         states = self._run(rows, hidden, 0)
-        frontier = self._root_states(own, states, rows)
+        frontier = _picked(states, rows, [[each.num_committed(0) - 1] for each in own])
 
         def add(layer: int) -> None:
-            logits = self._runner.logits(frontier, layer)
-            growth.add(self._children(scores, logits, [each.paths for each in own], shape))
+            logits = self.head.logits(frontier, layer)
+            growth.add(choose_children(scores(logits, [each.paths for each in own]), shape.topk))
 
         add(0)
         # A layer without a level to score still has committed rows to settle.
@@ -165,7 +177,7 @@ class MultiLayerDrafter(EagleDrafter):
             layer = min(level, self._num_layers - 1)
             beam = None if growth.is_complete else _next_beam(growth, own)
             if level == layer:
-                hidden = self._take_over(own, states, rows, layer)
+                hidden = _picked(states, rows, [each.sources(layer) for each in own])
                 rows = [each.all_rows(layer) for each in own]
             else:
                 assert beam is not None
@@ -173,58 +185,17 @@ class MultiLayerDrafter(EagleDrafter):
                 rows = [each.beam_rows(layer) for each in own]
             states = self._run(rows, hidden, layer)
             if beam is not None:
-                frontier = self._beam_states(own, states, rows)
+                # The last beam's rows come last.
+                frontier = _picked(states, rows, [range(-len(each.paths), 0) for each in own])
                 add(layer)
         self._settle([(each, count - (self._num_layers - 1)) for each, count in counts])
         return list(map(Proposal, sequences, growth.finish()))
 
     def _run(self, rows: Sequence[SequenceRows], hidden: Tensor, layer: int) -> Tensor:
         """Returns the states `[T, H]` of all rows."""
-        runner = self._runner
-        batch = build_batch(rows, page_size=runner.page_size, device=runner.device)
-        return runner.states(batch, hidden, layer=layer)
-
-    def _take_over(
-        self,
-        sequences: Sequence[LayerRows],
-        states: Tensor,
-        before: Sequence[SequenceRows],
-        layer: int,
-    ) -> Tensor:
-        """Returns what each of the rows of `layer` reads.
-
-        Args:
-            states: `[T, H]` that the layer before left on its rows, `before`.
-        """
-        index, start = list[int](), 0
-        for own, rows in zip(sequences, before, strict=True):
-            index += [start + row for row in own.sources(layer)]
-            start += len(rows.token_ids)
-        return self._pick(states, index)
-
-    def _root_states(
-        self, sequences: Sequence[LayerRows], states: Tensor, rows: Sequence[SequenceRows]
-    ) -> Tensor:
-        """Returns the states `[S, H]` of the last committed rows, `rows` being all of layer 0."""
-        index, start = list[int](), 0
-        for own, each in zip(sequences, rows, strict=True):
-            index.append(start + own.num_committed(0) - 1)
-            start += len(each.token_ids)
-        return self._pick(states, index)
-
-    def _beam_states(
-        self, sequences: Sequence[LayerRows], states: Tensor, rows: Sequence[SequenceRows]
-    ) -> Tensor:
-        """Returns the states `[S * K, H]` of the last beam's rows, which come last."""
-        index, end = list[int](), 0
-        for own, each in zip(sequences, rows, strict=True):
-            end += len(each.token_ids)
-            index += range(end - len(own.paths), end)
-        return self._pick(states, index)
-
-    def _pick(self, states: Tensor, rows: Sequence[int]) -> Tensor:
-        """Returns the states of some rows, counted over all sequences."""
-        return states.index_select(0, uploaded_numbers(rows, self._device))
+        pool = self._model.pool
+        batch = build_batch(rows, page_size=pool.page_size, device=pool.device)
+        return self.head.forward(batch, hidden, pool, layer=layer)
 
     def _settle(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
         """Counts rows that all layers have computed for good."""
@@ -235,7 +206,7 @@ class MultiLayerDrafter(EagleDrafter):
     def _settle_far(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> None:
         """Takes in open rows that lie behind a sliding window: those beside a tree are one block
         with it, which attention takes to be within the window."""
-        window = self._runner.head.layers[0].attention.shape.sliding_window
+        window = self.head.layers[0].attention.shape.sliding_window
         if window is not None:
             far = [s for s in sequences if self.backlog(s) + shape.num_steps > window]
             self.catch_up(far, sum(map(self.backlog, far)))
@@ -247,6 +218,23 @@ class MultiLayerDrafter(EagleDrafter):
         return SequenceRows.causal(
             sequence.token_ids[first_token : first_token + count], start, kv.lease.pages
         )
+
+
+def _picked(
+    states: Tensor, rows: Sequence[SequenceRows], wanted: Sequence[Sequence[int]]
+) -> Tensor:
+    """Returns the states of some rows of each sequence.
+
+    Args:
+        states: `[T, H]` that a layer left on `rows`.
+        wanted: by sequence; negative ones count from its end.
+    """
+    index, start = list[int](), 0
+    for each, own in zip(rows, wanted, strict=True):
+        count = len(each.token_ids)
+        index += [start + row % count for row in own]
+        start += count
+    return states.index_select(0, uploaded_numbers(index, states.device))
 
 
 def _next_beam(growth: TreeGrowth, tails: Sequence[LayerRows]) -> Beam:

@@ -1,43 +1,76 @@
-"""Grows trees in passes of the device, with one copy to the host: what drafters grow level by level
-otherwise."""
+"""Grows trees in passes of the device, with one copy to the host."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from services.draft.drafters.branches import GrownRows, Wanted, num_choices
+from services.draft.draft_scores import DraftScores, request_scores
+from services.draft.drafters.branches import Wanted, num_choices
 from services.draft.drafters.contexts import Contexts
-from services.draft.drafters.whole_trees import PassUse, batches
+from services.draft.drafters.tails import GrownRows
 from services.draft.sequence import DraftSequence
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_pass import GrowingTrees, OpenSequence, PassRows
+from shared.speculation.noise import fresh_generator
 from shared.tokens import TokenTree, TreeShape
 
 
-class PassTrees:
-    """Grows trees behind committed rows and in branches."""
+def grown_shape(shape: TreeShape, vocab_size: int) -> TreeShape:
+    """Returns a shape without useless parts: levels beyond the last kept node of a
+    chain, and children beyond the vocabulary."""
+    num_steps, topk = min(shape.num_steps, shape.max_node_count), min(shape.topk, vocab_size)
+    if (num_steps, topk) == (shape.num_steps, shape.topk):
+        return shape
+    return replace(shape, num_steps=num_steps, topk=topk)
 
-    def __init__(self, grower: TreeGrower, contexts: Contexts) -> None:
+
+class PassTrees:
+    """Grows trees behind committed rows and in branches.
+
+    Args:
+        generator: of the host; the source of what is drawn for targets that verify by the draft's
+            distributions. Seeded by the system when left out.
+    """
+
+    def __init__(
+        self, grower: TreeGrower, contexts: Contexts, generator: torch.Generator | None = None
+    ) -> None:
         self._grower, self._split = grower, grower.split()
-        self._contexts = contexts
+        self._contexts, self._generator = contexts, generator or fresh_generator()
 
     @property
     def max_sequences(self) -> int:
         """Trees of one pass."""
         return self._grower.limits.max_sequences
 
-    def uses(self, shape: TreeShape, num_sequences: int, budget: int) -> list[PassUse]:
-        """See `PassGraphs`."""
-        choices, num_branches = num_choices(shape, budget), num_sequences * budget
-        grown = PassUse(self._grower, num_sequences, choices)
-        if not budget:
-            return [grown]
-        if self._contexts.keeps_tree_rows:
-            return [grown, PassUse(self._split, num_branches, choices)]
-        walked = PassUse(self._grower, num_sequences, choices, is_walk=True)
-        return [grown, walked, PassUse(self._split, num_branches, 0)]
+    def shape(self, shape: TreeShape) -> TreeShape:
+        """See `grown_shape`."""
+        return grown_shape(shape, self._grower.model.vocab_size)
+
+    def is_prepared(self, shape: TreeShape, num_sequences: int, budget: int) -> bool:
+        """Whether all graphs are there for trees of a shape, of so many sequences that prepare for
+        so many verdicts each."""
+        return all(
+            grower.is_ready(shape, count, num_choices=choices, is_walk=is_walk)
+            for grower, count, choices, is_walk in self._uses(shape, num_sequences, budget)
+        )
+
+    def prepare(self, shape: TreeShape, num_sequences: int | None, budget: int) -> bool:
+        """Captures one of them, or one for any number of sequences; returns whether one was
+        left."""
+        return any(
+            grower.capture_next(
+                shape,
+                num_choices=choices,
+                is_walk=is_walk,
+                num_sequences=None if num_sequences is None else count,
+            )
+            for grower, count, choices, is_walk in self._uses(shape, num_sequences or 1, budget)
+        )
 
     def grow(
         self, sequences: Sequence[DraftSequence], shape: TreeShape, num_choices: int
@@ -46,17 +79,27 @@ class PassTrees:
 
         Args:
             sequences: that `grows_whole`, complete, with room for both.
-            num_choices: see `TreeGrower.launch`.
+            num_choices: see `TreeGrower.begin`.
         """
         return [
             each
-            for batch in batches(sequences, self.max_sequences)
+            for batch in self._batches(sequences)
             for each in self._grow(batch, shape, num_choices)
         ]
 
+    def grow_scored(
+        self, sequences: Sequence[DraftSequence], shape: TreeShape
+    ) -> Iterator[TokenTree]:
+        """Yields a tree for each sequence that does not grow whole, by all that its request asks
+        for; see `grow`."""
+        for batch in self._batches(sequences):
+            scores = request_scores(batch, shape, self._generator)
+            grown = self._grow(batch, shape, 0, scores)
+            yield from scores.finished([each.tree for each in grown])
+
     def can_walk(self, shape: TreeShape, num_sequences: int, num_choices: int) -> bool:
         """Whether a `walk` of so many trees waits for no graph."""
-        return PassUse(self._grower, num_sequences, num_choices, is_walk=True).is_ready(shape)
+        return self._grower.is_ready(shape, num_sequences, num_choices=num_choices, is_walk=True)
 
     def walk(
         self,
@@ -93,13 +136,37 @@ class PassTrees:
         if not self._contexts.keeps_tree_rows:
             # The states of accepted nodes stand in for features.
             states = PassRows.states(each.rows.row(each.accepted) for each in wanted)
-        return self._split.begin(rows, states, wanted[0].plan.shape, num_choices=num_choices)
+        return self._split.begin(rows, states, wanted[0].verified.shape, num_choices=num_choices)
+
+    def _batches(self, sequences: Sequence[DraftSequence]) -> Iterator[Sequence[DraftSequence]]:
+        """Yields the sequences, as many at a time as a pass takes."""
+        for start in range(0, len(sequences), self.max_sequences):
+            yield sequences[start : start + self.max_sequences]
+
+    def _uses(
+        self, shape: TreeShape, num_sequences: int, budget: int
+    ) -> list[tuple[TreeGrower, int, int, bool]]:
+        """Returns what passes are used for: the trees at a time, the tokens to find after each row,
+        and whether trees are walked."""
+        choices, num_branches = num_choices(shape, budget), num_sequences * budget
+        grown = self._grower, num_sequences, choices, False
+        if not budget:
+            return [grown]
+        if self._contexts.keeps_tree_rows:
+            return [grown, (self._split, num_branches, choices, False)]
+        walked = self._grower, num_sequences, choices, True
+        return [grown, walked, (self._split, num_branches, 0, False)]
 
     def _grow(
-        self, sequences: Sequence[DraftSequence], shape: TreeShape, num_choices: int
+        self,
+        sequences: Sequence[DraftSequence],
+        shape: TreeShape,
+        num_choices: int,
+        scores: DraftScores | None = None,
     ) -> list[GrownRows]:
         rows, sources = self._open(sequences, shape)
-        growing = self._grower.launch(rows, sources, shape, num_choices=num_choices)
+        growing = self._grower.begin(rows, sources, shape, num_choices=num_choices, scores=scores)
+        growing.queue()
         # The device computes meanwhile.
         self._settle(sequences)
         grown = list(map(GrownRows, growing.read()))

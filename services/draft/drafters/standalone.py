@@ -7,15 +7,14 @@ its tail. What is drafted ahead is in pages of its own, see `branch_drafter`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import Connection
 
 import torch
-from torch import Tensor
 
 from services.draft.drafters.branch_drafter import BranchDrafter
 from services.draft.drafters.contexts import CONTEXT_MARGIN
-from services.draft.drafters.drafter import DrafterLimits
 from services.draft.drafters.pass_trees import PassTrees
 from services.draft.drafters.placement import (
     Host,
@@ -27,25 +26,22 @@ from services.draft.drafters.placement import (
     reserved_for_model,
 )
 from services.draft.drafters.standalone_contexts import StandaloneContexts
-from services.draft.drafters.tree_drafter import NextLevel, TreeDrafter
+from services.draft.drafters.tree_drafter import TreeDrafter
 from services.draft.events import FeatureRows
 from services.draft.model_folder import check_no_states, target_vocabulary
 from services.draft.sequence import DraftSequence
 from services.draft.settings import DraftSettings
-from services.draft.worker import MappedHeadLimits
-from services.followers import Followers
+from services.followers import Followers, Seat, check_shard, rank_devices
+from services.ranks import Ranks
 from shared.kv.leases import KvLeases
-from shared.kv.pool import KvPool
 from shared.layers.tensor_group import TensorGroup
 from shared.model_files import num_ids
 from shared.models.config import ModelConfig
-from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
+from shared.models.shard import Shard
 from shared.runtime.device import dtype_named
-from shared.runtime.graphs import ForwardGraphs, GraphLimits, graph_memory_bytes
-from shared.runtime.lockstep import Leader, TreeLeader
-from shared.runtime.memory import CacheSize, fraction_in_force, refusing_shortage
-from shared.runtime.outcome_chains import MAX_OUTCOMES
+from shared.runtime.followers import TreeFollower
+from shared.runtime.lockstep import Leader, TreeLeader, follow
 from shared.runtime.runner import ModelRunner
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import DecoderModel
@@ -62,75 +58,34 @@ class StandaloneDrafter(TreeDrafter):
     """
 
     _contexts: StandaloneContexts
+    _branches: BranchDrafter
 
     def __init__(
         self,
         runner: ModelRunner,
         leases: KvLeases,
+        grower: TreeGrower,
         *,
         max_context_tokens: int,
-        grower: TreeGrower | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
         """Args:
-        grower: of the runner's model and pool; None grows all trees level by level.
+        grower: of the runner's model and pool.
+        generator: see `PassTrees`.
         """
-        self.decoder, self._pool = runner.decoder, runner.pool
+        self.decoder = runner.decoder
+        model = DecoderModel(runner.decoder, runner.pool)
         contexts = StandaloneContexts(runner, leases, max_context_tokens=max_context_tokens)
-        branches, vocab_size = None, runner.decoder.num_proposed
-        if grower is not None:
-            trees = PassTrees(grower, contexts)
-            branches = BranchDrafter(trees, contexts, vocab_size=vocab_size)
-        super().__init__(
-            contexts,
-            branches,
-            device=runner.device,
-            vocab_size=vocab_size,
-            max_context_tokens=max_context_tokens,
-            generator=generator,
-        )
-
-    @property
-    def limits(self) -> DrafterLimits:
-        return DrafterLimits(
-            vocab_size=self.decoder.config.vocab_size,
-            max_context_tokens=self._max_context_tokens,
-            mapped_head=self._mapped_head,
-        )
-
-    @property
-    def _mapped_head(self) -> MappedHeadLimits | None:
-        if self.decoder.group is not None:  # several processes hold it
-            return None
-        return MappedHeadLimits(
-            self._pool.page_size,
-            self._vocab_size,
-            self._contexts.longest,
-            num_outcomes=MAX_OUTCOMES,
-        )
+        branches = BranchDrafter(PassTrees(grower, contexts, generator), contexts)
+        super().__init__(model, contexts, branches, max_context_tokens=max_context_tokens)
 
     def commit(
         self, sequence: DraftSequence, verdict: Verdict, features: FeatureRows | None
     ) -> None:
-        branches = self._grows_whole(sequence)
-        if branches is not None:
-            branches.commit(sequence, verdict.committed_token_ids)
-        else:
-            self._contexts.commit(sequence)
-
-    def _tree_model(self) -> DecoderModel:
-        return DecoderModel(self.decoder, self._pool)
-
-    def _begin_levels(self, sequences: Sequence[DraftSequence]) -> tuple[Tensor, NextLevel]:
-        contexts = self._contexts
-        logits = contexts.forward([contexts.open_rows(sequence) for sequence in sequences])
-        return logits, lambda rows, _: contexts.forward(rows)
+        self._branches.commit(sequence, verdict.committed_token_ids)
 
 
 # Loads the draft model and its KV pool.
-
-MOST_TAIL_ROWS = 512
-"""Rows of trees behind the context that a graph reaches; larger forwards run without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +93,6 @@ class BuiltModel:
     """The model runner and the tree grower of a standalone draft.
 
     Attributes:
-        grower: None where trees grow level by level.
         max_context_tokens: that a forward can look back on.
     """
 
@@ -166,10 +120,7 @@ def build_standalone(
     else:
         built = build_model(settings, followers.group, followers.leader)
     return StandaloneDrafter(
-        built.runner,
-        built.leases,
-        max_context_tokens=built.max_context_tokens,
-        grower=built.grower,
+        built.runner, built.leases, built.grower, max_context_tokens=built.max_context_tokens
     )
 
 
@@ -217,10 +168,8 @@ def build_model(
         )
     log_quantisation(settings, decoder)
     layout = decoder.kv_layout(settings.page_size, dtype)
-    limits = _graph_limits(settings, context)
     passes = pass_limits(settings, device, max_context_tokens=context)
-    reserved_bytes = 0 if limits is None else graph_memory_bytes(config, limits, dtype)
-    reserved_bytes += reserved_for_model(settings, config, dtype, passes)
+    reserved_bytes = reserved_for_model(settings, config, dtype, passes)
     pool, leases = allocate_kv(
         settings,
         layout,
@@ -230,41 +179,29 @@ def build_model(
         most_tokens=host.most_tokens,
         group=group,
     )
-    graphs = None
-    if limits is not None:
-        cache = CacheSize(
-            pool.storage.nbytes,
-            fraction_in_force(settings.mem_fraction_static, device),
-            settings.max_total_tokens,
-        )
-        is_first = leader is not None or group is None
-        graphs = _captured(decoder, pool, limits, cache, show_progress=is_first)
-    runner = ModelRunner(decoder, pool, graphs, leader=leader)
+    runner = ModelRunner(decoder, pool, leader=leader)
     tree_leader = None if leader is None else TreeLeader(leader)
     grower = TreeGrower(DecoderModel(decoder, pool), passes, leader=tree_leader)
     return BuiltModel(runner, grower, leases, context)
 
 
-def _captured(
-    decoder: Decoder, pool: KvPool, limits: GraphLimits, cache: CacheSize, *, show_progress: bool
-) -> ForwardGraphs:
-    """Returns all graphs; processes of a group capture the same one at the same time."""
-    graphs = ForwardGraphs(decoder, pool, limits, cache)
-    words = "no memory for CUDA graphs of {} rows: {} or --max-running-requests, or leave {} out"
-    with refusing_shortage(
-        lambda shortage: words.format(
-            limits.max_rows, cache.advice(shortage), "--enable-cuda-graph"
-        )
-    ):
-        graphs.capture(show_progress=show_progress)
-    return graphs
+# The processes that share the model.
 
 
-def _graph_limits(settings: DraftSettings, max_context_tokens: int) -> GraphLimits | None:
-    if not settings.enable_cuda_graph:
-        return None
-    return GraphLimits.of(
-        max_sequences=settings.max_running_requests,
-        max_tree_nodes=MOST_TAIL_ROWS,
-        max_context_tokens=max_context_tokens + MOST_TAIL_ROWS,
-    )
+def start_followers(settings: DraftSettings) -> Followers:
+    """Starts them and returns once all have joined; they load their weights meanwhile.
+
+    Raises:
+        CheckpointError: the model folder has no usable config.
+        SettingsError: the model cannot be cut so, or there are not as many GPUs.
+    """
+    check_shard(Shard(0, settings.tp_size), ModelConfig.from_folder(settings.model_folder))
+    ranks = Ranks(settings.tp_size)
+    devices = rank_devices(settings.device, ranks)
+    return Followers(partial(_follow, settings), ranks, devices, service="draft")
+
+
+def _follow(settings: DraftSettings, seat: Seat, pipe: Connection) -> None:
+    group = seat.join(settings)
+    built = build_model(replace(settings, device=str(seat.device)), group)
+    follow(built.runner, group, pipe, TreeFollower(built.grower).take)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
-from services.draft.drafters.branches import GrownRows
 from services.draft.drafters.contexts import BranchKv, Contexts
+from services.draft.drafters.tails import GrownRows
 from services.draft.sequence import DraftSequence
-from shared.kv.batch import SequenceRows, build_batch
+from shared.kv.batch import build_batch
 from shared.kv.leases import KvLeases
 from shared.runtime.runner import ModelRunner
 from shared.runtime.tree_pass import OpenSequence
@@ -58,34 +56,15 @@ class StandaloneContexts(Contexts):
         return super().branch(sequence, behind, path, num_rows)
 
     def take_in(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
-        self.forward([self._next_rows(*each, with_logits=False) for each in counts])
-
-    def open_rows(self, sequence: DraftSequence) -> SequenceRows:
-        """Lays out what is left of the backlog; the last row's logits start a tree."""
-        self._reopen(sequence)
-        return self._next_rows(sequence, self.backlog(sequence), with_logits=True)
-
-    def forward(self, rows: Sequence[SequenceRows]) -> Tensor:
-        """Returns the logits `[L, V]` float32 of the rows that asked for them."""
-        runner = self._runner
+        runner, rows = self._runner, [self._next_rows(*each) for each in counts]
         self.move()
-        return runner.run(
-            build_batch(rows, page_size=runner.page_size, device=runner.device)
-        ).logits
+        runner.run(build_batch(rows, page_size=runner.page_size, device=runner.device))
 
     def _open_sequence(self, sequence: DraftSequence) -> OpenSequence:
-        self._reopen(sequence)
-        return super()._open_sequence(sequence)
-
-    def _reopen(self, sequence: DraftSequence) -> None:
-        """Leaves at least a token to compute."""
         if not self.backlog(sequence):
             # The last token was computed ahead, but its logits are gone.
             self.kv_of(sequence).num_computed -= 1
-
-    def _next_rows(self, sequence: DraftSequence, count: int, *, with_logits: bool) -> SequenceRows:
-        self.kv_of(sequence).tail = None
-        return super()._next_rows(sequence, count, with_logits=with_logits)
+        return super()._open_sequence(sequence)
 
     def _keys(self, sequence: DraftSequence, window_start: int, count: int) -> Sequence[int]:
         return sequence.token_ids[window_start : window_start + count]

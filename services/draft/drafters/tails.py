@@ -9,23 +9,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-from shared.kv.batch import SequenceRows
-from shared.speculation.tree import Beam, BeamRows
+from services.draft.likely_verdicts import Continuation
+from shared.runtime.tree_pass import PassRows, PassTree
 
 Path = tuple[int, ...]
 """Tokens behind the last committed one."""
 
 
-class TailRows:
-    """Rows by the tokens on the way to them.
+class GrownRows:
+    """What a pass has computed, by the tokens on the way to each row.
 
-    Args:
-        levels: for each level the tokens of its rows, and the place of each one's parent in the
-            level before.
+    Attributes:
+        tree: the best nodes, whose rows are here but for the less likely leaves.
     """
 
-    def __init__(self, levels: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
-        self._levels = levels
+    def __init__(self, grown: PassTree) -> None:
+        self.tree = grown.tree
+        self._levels, self._rows = grown.levels, grown.rows
 
     def line(self, path: Path) -> tuple[int, ...]:
         """Returns the rows on the way to a computed node, its own last."""
@@ -37,6 +37,16 @@ class TailRows:
         while path not in self._lines:
             path = path[:-1]
         return self._lines[path]
+
+    def after(self, path: Path) -> Sequence[Continuation]:
+        """Returns the best tokens after a node, best first; none after one that is not computed."""
+        line = self._lines.get(path)
+        return () if line is None else self._rows.after(line[-1] + 1 if line else 0)
+
+    def row(self, path: Path) -> tuple[PassRows, int]:
+        """Returns the row of a computed node among all that its pass computed."""
+        line = self._lines[path]
+        return self._rows, line[-1] + 1 if line else 0
 
     @cached_property
     def _lines(self) -> dict[Path, tuple[int, ...]]:
@@ -53,43 +63,3 @@ class TailRows:
                 row += 1
             above = paths
         return lines
-
-
-class TreeTail(TailRows):
-    """Lays out each beam of a growing tree as the next rows of the sequence's KV tail.
-
-    Attributes:
-        paths: tree tokens on the path of each node of the last beam, its own included.
-    """
-
-    def __init__(self, base: int, pages: Sequence[int]) -> None:
-        self._grown: list[tuple[Sequence[int], Sequence[int]]] = []
-        super().__init__(self._grown)
-        self.paths: list[Path] = [()]
-        self._base, self._pages, self._num_rows = base, pages, 0
-
-    def extend(self, beam: BeamRows) -> SequenceRows:
-        """Lays out the rows of the next beam, all with logits."""
-        token_ids, parents = beam.token_ids, beam.parents
-        first_row, depth = self._num_rows, len(self.paths[0])
-        self._num_rows += len(token_ids)
-        self._grown.append((token_ids, parents))
-        self.paths = [
-            (*self.paths[place], token) for place, token in zip(parents, token_ids, strict=True)
-        ]
-        return SequenceRows(
-            token_ids=token_ids,
-            positions=[self._base + depth] * len(token_ids),
-            kv_start=self._base + first_row,
-            pages=self._pages,
-            prefix_length=self._base,
-            # A chain is causal.
-            tail_mask=None if len(token_ids) == 1 else beam.visible,
-            logit_rows=range(len(token_ids)),
-        )
-
-
-def beam_rows(beam: Beam, tails: Sequence[TreeTail]) -> list[SequenceRows]:
-    """Lays out the beam of each tree. Waits for the device once a level: the host lays out the
-    rows."""
-    return [tail.extend(own) for tail, own in zip(tails, beam.on_host(), strict=True)]

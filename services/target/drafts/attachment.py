@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from services.target.drafts.feature_store import FeatureSpec
-    from services.target.rounds.device_rounds import MappedRounds
+    from services.target.rounds.round_factory import MappedRounds
     from services.target.rounds.round_shapes import RoundSource
     from services.target.sequence import Sequence
     from services.target.verifier import VerificationMode

@@ -12,9 +12,9 @@ from services.target.drafts.attachment import Attachment, DraftMessage, Offer, O
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.feature_rows import FeatureRows
 from services.target.drafts.feature_store import FeatureFeed
+from services.target.rounds.head_rounds import HeadSteps
+from services.target.rounds.pushed_rounds import PushedSteps
 from services.target.rounds.round_factory import RoundFactory
-from services.target.rounds.round_steps import RoundSteps
-from services.target.rounds.selection_steps import SelectionSteps
 from services.target.sequence import Sequence
 from services.target.step_report import Clock
 from services.target.weight_control import WeightVersion
@@ -138,8 +138,8 @@ class DraftExchange:
         self,
         attachments: Attachments,
         features: FeatureFeed,
-        rounds: RoundSteps,
-        selections: SelectionSteps,
+        rounds: HeadSteps,
+        pushed: PushedSteps,
         clock: Clock,
         cache: CacheSize,
         version: WeightVersion,
@@ -150,7 +150,7 @@ class DraftExchange:
         self.attachments = attachments
         self._features = features
         self._rounds = rounds
-        self._selections = selections
+        self._pushed = pushed
         self._clock = clock
         self._cache = cache
         self._version = version
@@ -181,7 +181,7 @@ class DraftExchange:
             if attachment.rounds is None and not self._is_taken:
                 self._factory.map_head(attachment)
             if attachment.rounds is None and attachment.mapped is None:
-                self._selections.open(attachment)
+                self._pushed.open(attachment)
         except RuntimeError as error:
             self._warn_of(error)
 
@@ -197,10 +197,10 @@ class DraftExchange:
         if not pages:
             attachment.mapped.head.close()
             attachment.mapped = None
-            self._selections.open(attachment)
+            self._pushed.open(attachment)
             return
-        attachment.rounds = attachment.mapped.source(pages)
-        self._selections.settle()
+        attachment.rounds = replace(attachment.mapped.source, pages=pages)
+        self._pushed.settle()
         try:
             self._rounds.open(attachment)
         except RuntimeError as error:
@@ -239,7 +239,7 @@ class DraftExchange:
             self._features.close(learner.feature_spec)
             return
         # The trees under way belong to the drafts that have the sequences now.
-        self._selections.settle()
+        self._pushed.settle()
         attachment = self.attachments.detach(attachment_id, self._clock())
         self._rounds.close(attachment)
         if attachment is not None and attachment.mapped is not None:
@@ -263,14 +263,14 @@ class DraftExchange:
 
     def release(self, attachment_id: str, sequence_ids: SequenceOf[int]) -> None:
         """Takes sequences back from a draft."""
-        self._selections.settle()
+        self._pushed.settle()
         self.attachments.assignments.release(attachment_id, sequence_ids, self._clock())
 
     def tell(self) -> None:
         """Sends each draft what it does not know yet, in one message."""
         unmet = self._features.unmet()
         if unmet:
-            with self._selections.aside():
+            with self._pushed.aside():
                 self._features.send(unmet)
         for attachment, message in self.attachments.drafts.take_messages():
             if not attachment.port.send(message):

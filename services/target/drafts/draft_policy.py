@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from services.target.acceptance import FORGET_S, Acceptance
 from services.target.adaptive_config import AdaptiveConfig
+from services.target.step_report import compared
 from shared.tokens import ANY_TREE, NO_TREE, Choice, TreeRequest, TreeShape
 
 MIN_GAIN, MARGIN = 1.03, 0.1
@@ -278,14 +279,7 @@ class DraftPolicy:
         """Returns the tokens a second behind `pays`."""
         number = max(self._num_sequences, 1)
         rates = {each: number * rate for each, rate in self._rates(number).items()}
-        trees = {shape: rate for shape, rate in rates.items() if shape is not None}
-        best = max(trees, key=lambda shape: trees[shape], default=None)
-        figures = [f"plain steps {rates[None]:,.0f} tokens/s"] if None in rates else []
-        if best is not None:
-            shape = f"{best.num_steps} deep, {best.topk} wide"
-            figures.append(f"the best trees ({shape}) {trees[best]:,.0f} tokens/s")
-        sequences = "1 sequence" if number == 1 else f"{number} sequences"
-        return f"measured with {sequences}: {', '.join(figures)}"
+        return f"measured {compared(rates, number)}"
 
     def level_rates(self) -> list[float]:
         """Returns the acceptance of each level of the trees that are wanted, or would be."""

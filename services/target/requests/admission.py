@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from services.target.engine import Engine
 from services.target.grammars.compiler import GrammarCompiler
-from services.target.requests.request import Event, Finished, GenerationRequest
+from services.target.requests.request import Event, Finished
 from services.target.step_report import Clock
 from shared.generation import Delta, Failed, Started
-from shared.grammar import Grammar
 from shared.rpc.lifecycle import Lifecycle
-from shared.telemetry.tracing import NO_TRACER, Span, Tracer, current_request_id
-from shared.telemetry.vllm_metrics import RequestFigures, VllmMetrics
+from shared.telemetry.tracing import NO_TRACER, Tracer, current_request_id
+from shared.telemetry.vllm_metrics import VllmMetrics
 
 # Metrics, one log line and one span for each request.
 
@@ -24,61 +22,49 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class RequestRecorder:
-    """Begins the records of a target's requests. On the event loop."""
+class RequestTelemetry:
+    """What the records of a target's requests share. On the event loop."""
 
     model_id: str
     metrics: VllmMetrics
     clock: Clock
     tracer: Tracer = NO_TRACER
 
-    def begin(self, request_id: str, num_prompt: int, parent: str | None) -> RequestRecord:
-        """A request arrived.
-
-        Args:
-            parent: its `traceparent`, if the caller traces.
-        """
-        attributes: dict[str, str | int] = {
-            "outrider.request_id": request_id,
-            "gen_ai.request.model": self.model_id,
-            "gen_ai.usage.input_tokens": num_prompt,
-        }
-        span = self.tracer.begin("target.generate", parent, attributes)
-        figures = self.metrics.begin(self.model_id, self.clock())
-        return RequestRecord(self, request_id, num_prompt, span, figures)
-
 
 class RequestRecord:
-    """One request from its arrival to its end."""
+    """One request from its arrival to its end.
+
+    Args:
+        parent: its `traceparent`, if the caller traces.
+
+    Attributes:
+        traceparent: for whom the target calls on the request's behalf.
+    """
 
     def __init__(
-        self,
-        recorder: RequestRecorder,
-        request_id: str,
-        num_prompt: int,
-        span: Span,
-        figures: RequestFigures,
+        self, telemetry: RequestTelemetry, request_id: str, num_prompt: int, parent: str | None
     ) -> None:
-        self._recorder = recorder
+        self._telemetry = telemetry
         self.request_id = request_id
         self._num_prompt = num_prompt
-        self._span = span
-        self._figures = figures
+        attributes: dict[str, str | int] = {
+            "outrider.request_id": request_id,
+            "gen_ai.request.model": telemetry.model_id,
+            "gen_ai.usage.input_tokens": num_prompt,
+        }
+        self._span = telemetry.tracer.begin("target.generate", parent, attributes)
+        self.traceparent = self._span.traceparent
+        self._figures = telemetry.metrics.begin(telemetry.model_id, telemetry.clock())
         self._num_cached = 0
         self._num_drafted = 0
         self._num_accepted = 0
         self._reason = "abort"  # until the engine says otherwise
         self._error: str | None = None
 
-    @property
-    def traceparent(self) -> str | None:
-        """For whom the target calls on the request's behalf."""
-        return self._span.traceparent
-
     def observe(self, event: Event) -> None:
         """Takes an event of the request, as it goes out."""
-        recorder = self._recorder
-        metrics, now_s = recorder.metrics, recorder.clock()
+        telemetry = self._telemetry
+        metrics, now_s = telemetry.metrics, telemetry.clock()
         if isinstance(event, Delta):
             if self._figures.first_s is None:
                 self._span.event("first_token")
@@ -103,7 +89,7 @@ class RequestRecord:
     def end(self) -> None:
         """Nothing more comes; called once."""
         figures = self._figures
-        self._recorder.metrics.end(figures, self._num_prompt, self._reason)
+        self._telemetry.metrics.end(figures, self._num_prompt, self._reason)
         facts: dict[str, str | int | float] = {
             "outcome": self._error or self._reason,
             "num_prompt": self._num_prompt,
@@ -158,18 +144,5 @@ class Admission:
     engine: Engine
     grammars: GrammarCompiler
     lifecycle: Lifecycle
-    recorder: RequestRecorder
+    telemetry: RequestTelemetry
     open_requests: OpenRequests = field(default_factory=OpenRequests)
-
-    async def with_grammar(
-        self, request: GenerationRequest, grammar: Grammar | None
-    ) -> GenerationRequest:
-        """Returns the request with its grammar compiled, if it has one.
-
-        Raises:
-            OutriderError: the grammar is refused.
-        """
-        if grammar is None:
-            return request
-        compiled = await self.grammars.compile(grammar)
-        return dataclasses.replace(request, grammar=compiled)

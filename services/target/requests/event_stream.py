@@ -84,7 +84,7 @@ class EventStream:
     """An `EventSink` that an RPC reads in batches.
 
     A reader that lags gets the events of several steps in one batch. One that does not read at all
-    gets no new requests once `is_full`; what those it has may still generate is the bound.
+    gets no new requests, see `check_room`; what those it has may still generate is the bound.
     """
 
     def __init__(
@@ -95,16 +95,11 @@ class EventStream:
         self._pending: list[KeyedEvent] = []
         self._has_pending = asyncio.Event()
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the reader is so far behind that it must not ask for more."""
-        return len(self._pending) >= self._max_unread_events
-
     def check_room(self) -> None:
         """Raises:
         QueueFull: the reader has to drain its queue first.
         """
-        if self.is_full:
+        if len(self._pending) >= self._max_unread_events:
             raise QueueFull(
                 f"{len(self._pending)} events of this session are unread; "
                 f"it may leave {self._max_unread_events}",
@@ -158,7 +153,7 @@ class NewSequences:
 
     def queue(self, request: GenerationRequest, sink: EventSink, key: int) -> None:
         """Queues a request, or fails it: the queue is full, or it names an unknown algorithm."""
-        sequence = Sequence.of(next(self._ids), request, self._limits)
+        sequence = Sequence(next(self._ids), request, self._limits)
         try:
             self._drafts.check_algorithm(request.draft_algorithm)
             self._scheduler.submit(sequence)

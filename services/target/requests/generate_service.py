@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from grpc import aio
@@ -47,26 +48,6 @@ class WeightChanges:
         return tuple(self._latest)
 
 
-async def _submit(
-    admission: Admission,
-    message: pb.GenerateRequest,
-    record: RequestRecord,
-    stream: EventStream,
-    key: int,
-) -> None:
-    """Starts a request, whose events go to `stream` under `key`; waits only for its grammar, if it
-    has one.
-
-    Raises:
-        OutriderError: the request is refused.
-    """
-    admission.lifecycle.check_open()
-    engine = admission.engine
-    request = generation_request(message, record, engine.limits, admission.recorder.clock())
-    grammar = grammar_from_message(message.grammar) if message.HasField("grammar") else None
-    engine.submit(await admission.with_grammar(request, grammar), stream, key)
-
-
 @dataclass(frozen=True, slots=True)
 class _OpenRequest:
     """A request of a session.
@@ -77,11 +58,6 @@ class _OpenRequest:
 
     record: RequestRecord
     timer: asyncio.TimerHandle | None
-
-    def end(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-        self.record.end()
 
 
 class OpenSession:
@@ -106,7 +82,12 @@ class OpenSession:
         async for message in requests:
             kind = message.WhichOneof("message")
             if kind == "submit":
-                await self._open_request(message.submit)
+                key, submitting = message.submit.request_id, self.open(message.submit)
+                if message.submit.request.HasField("grammar"):  # others need not wait for it
+                    task = self._compiling[key] = asyncio.create_task(submitting)
+                    task.add_done_callback(partial(self._compiling.pop, key))
+                else:
+                    await submitting
             elif kind == "cancel":
                 self._close(message.cancel.request_id)
                 self._cancel(message.cancel.request_id)
@@ -129,7 +110,7 @@ class OpenSession:
             batch = events.result()
         finally:
             events.cancel()
-        return [(key, event) for key, event in batch if self._take(key, event)]
+        return [(key, event) for key, event in batch if self.take(key, event)]
 
     def cancel_all(self) -> None:
         """Aborts what still runs."""
@@ -137,32 +118,48 @@ class OpenSession:
             self._close(key)
             self._cancel(key)
 
-    async def _open_request(self, submit: pb.Submit) -> None:
-        """Starts a request; one with a grammar on the side, so that others need not wait for it."""
+    def open(self, submit: pb.Submit) -> Coroutine[Any, Any, None]:
+        """Opens a request; returns what starts it. What is refused then fails by an event.
+
+        Raises:
+            InvalidArgument: its id is that of an open request.
+        """
         key = submit.request_id
         if key in self._open:
             raise InvalidArgument.of(
                 "REQUEST_ID_DUPLICATE", "request_id", f"request {key} is open on this session"
             )
-        record = self._admission.recorder.begin(
+        record = RequestRecord(
+            self._admission.telemetry,
             submit.trace_request_id or new_request_id(),
             len(submit.request.prompt_token_ids),
             submit.traceparent or None,
         )
-        self._open[key] = _OpenRequest(record, self._timer(submit))
+        timeout_s, timer = None, None
+        if submit.HasField("timeout_duration"):
+            timeout_s = submit.timeout_duration.ToNanoseconds() / 1e9
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(timeout_s, self._expire, key, timeout_s)
+        self._open[key] = _OpenRequest(record, timer)
         self._admission.open_requests.add()
-        if not submit.request.HasField("grammar"):
-            await self._submit(submit, record)
-            return
-        task = asyncio.create_task(self._submit(submit, record))
-        self._compiling[key] = task
-        task.add_done_callback(lambda _: self._compiling.pop(key, None))
+        return self._submit(submit, record, timeout_s)
 
-    async def _submit(self, submit: pb.Submit, record: RequestRecord) -> None:
+    async def _submit(
+        self, submit: pb.Submit, record: RequestRecord, timeout_s: float | None
+    ) -> None:
         try:
-            _check_timeout(submit)
+            if timeout_s is not None and timeout_s <= 0.0:
+                message = f"timeout_duration is {timeout_s:g} s; it must be above 0"
+                raise InvalidArgument.of("TIMEOUT_OUT_OF_RANGE", "timeout_duration", message)
             self._stream.check_room()
-            await _submit(self._admission, submit.request, record, self._stream, submit.request_id)
+            admission, asked = self._admission, submit.request
+            admission.lifecycle.check_open()
+            limits, now_s = admission.engine.limits, admission.telemetry.clock()
+            request = generation_request(asked, record, limits, now_s)
+            if asked.HasField("grammar"):
+                compiled = await admission.grammars.compile(grammar_from_message(asked.grammar))
+                request = replace(request, grammar=compiled)
+            admission.engine.submit(request, self._stream, submit.request_id)
         except OutriderError as error:
             self._stream.put(submit.request_id, Failed(error))
 
@@ -172,7 +169,7 @@ class OpenSession:
             compiling.cancel()
         self._admission.engine.cancel(self._stream, key)
 
-    def _take(self, key: int, event: Event) -> bool:
+    def take(self, key: int, event: Event) -> bool:
         """Records an event; False when it is about a request that was cancelled or timed out."""
         request = self._open.get(key)
         if request is None:
@@ -181,13 +178,6 @@ class OpenSession:
         if isinstance(event, Finished | Failed):
             self._close(key)
         return True
-
-    def _timer(self, submit: pb.Submit) -> asyncio.TimerHandle | None:
-        timeout_s = _timeout_s(submit)
-        if timeout_s is None:
-            return None
-        loop = asyncio.get_running_loop()
-        return loop.call_later(timeout_s, self._expire, submit.request_id, timeout_s)
 
     def _expire(self, key: int, timeout_s: float) -> None:
         """Ends a request whose time is over, wherever it is: queued, computing, or unread."""
@@ -201,21 +191,10 @@ class OpenSession:
     def _close(self, key: int) -> None:
         request = self._open.pop(key, None)
         if request is not None:
-            request.end()
+            if request.timer is not None:
+                request.timer.cancel()
+            request.record.end()
             self._admission.open_requests.remove()
-
-
-def _timeout_s(submit: pb.Submit) -> float | None:
-    if not submit.HasField("timeout_duration"):
-        return None
-    return submit.timeout_duration.ToNanoseconds() / 1e9
-
-
-def _check_timeout(submit: pb.Submit) -> None:
-    timeout_s = _timeout_s(submit)
-    if timeout_s is not None and timeout_s <= 0.0:
-        message = f"timeout_duration is {timeout_s:g} s; it must be above 0"
-        raise InvalidArgument.of("TIMEOUT_OUT_OF_RANGE", "timeout_duration", message)
 
 
 Context = aio.ServicerContext[Any, Any]
@@ -249,27 +228,22 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
-        admission, stream = self._admission, EventStream(asyncio.get_running_loop())
-        num_prompt, parent = len(request.prompt_token_ids), current_traceparent.get()
-        record = admission.recorder.begin(current_request_id.get(), num_prompt, parent)
-        admission.open_requests.add()
+        stream = EventStream(asyncio.get_running_loop())
+        session = OpenSession(self._admission, stream)
+        request_id, parent = current_request_id.get(), current_traceparent.get()
+        submit = pb.Submit(request=request, trace_request_id=request_id, traceparent=parent or "")
         try:
-            await _submit(admission, request, record, stream, key=0)
+            await session.open(submit)
             while True:
-                for _, event in await stream.next_batch():
-                    record.observe(event)
+                for key, event in await stream.next_batch():
+                    session.take(key, event)
                     if isinstance(event, Failed):
                         raise event.error
                     yield response_message(event)
                     if isinstance(event, Finished):
                         return
-        except OutriderError as error:
-            record.fail(Failed(error))
-            raise
         finally:
-            record.end()
-            admission.open_requests.remove()
-            admission.engine.cancel(stream, 0)
+            session.cancel_all()
 
     async def Session(
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context

@@ -145,8 +145,19 @@ class ModelLimits:
         }
         for name, token_ids in named.items():
             check_token_ids(name, token_ids, self.vocab_size)
-        self._check_minimum(request)
-        self._check_kept(request)
+        stop, allowed = request.stop, set(request.sampling.allowed_token_ids)
+        ends = stop.stop_token_ids | (frozenset() if stop.ignore_eos else self.eos_token_ids)
+        if stop.min_output_tokens and allowed and allowed <= ends:
+            message = "allowed_token_ids holds only tokens that min_tokens forbids at first"
+            raise InvalidArgument.of("SAMPLING_PARAM_OUT_OF_RANGE", "allowed_token_ids", message)
+        counts = (
+            ("cache_salt", "characters", len(request.cache_salt), MAX_SALT_CHARACTERS),
+            ("logprob_token_ids", "tokens", len(request.logprob_token_ids), MAX_NAMED_LOGPROBS),
+            ("prediction", "tokens", len(request.predicted_token_ids), self.max_context_tokens),
+        )
+        for name, what, count, most in counts:
+            if count > most:
+                raise InvalidArgument.wrong_count(name, count, what, f"at most {most:,}")
         if request.wants_routes and not self.num_routes:
             message = (
                 "return_routed_experts is true; a mixture of experts is needed, and a target that "
@@ -157,25 +168,6 @@ class ModelLimits:
             check_num_top("top_logprobs", request.top_logprobs)
         if request.prompt_scoring is not None:
             self._check_scoring(request.prompt_scoring, len(request.prompt_token_ids))
-
-    def _check_kept(self, request: GenerationRequest) -> None:
-        if len(request.cache_salt) > MAX_SALT_CHARACTERS:
-            num_characters, limit = len(request.cache_salt), f"at most {MAX_SALT_CHARACTERS}"
-            raise InvalidArgument.wrong_count("cache_salt", num_characters, "characters", limit)
-        num_named, num_predicted = len(request.logprob_token_ids), len(request.predicted_token_ids)
-        if num_named > MAX_NAMED_LOGPROBS:
-            limit = f"at most {MAX_NAMED_LOGPROBS}"
-            raise InvalidArgument.wrong_count("logprob_token_ids", num_named, "tokens", limit)
-        if num_predicted > self.max_context_tokens:
-            limit = f"at most {self.max_context_tokens:,}"
-            raise InvalidArgument.wrong_count("prediction", num_predicted, "tokens", limit)
-
-    def _check_minimum(self, request: GenerationRequest) -> None:
-        stop, allowed = request.stop, set(request.sampling.allowed_token_ids)
-        ends = stop.stop_token_ids | (frozenset() if stop.ignore_eos else self.eos_token_ids)
-        if stop.min_output_tokens and allowed and allowed <= ends:
-            message = "allowed_token_ids holds only tokens that min_tokens forbids at first"
-            raise InvalidArgument.of("SAMPLING_PARAM_OUT_OF_RANGE", "allowed_token_ids", message)
 
     def _check_scoring(self, scoring: PromptScoring, num_prompt_tokens: int) -> None:
         if not 0 <= scoring.start < num_prompt_tokens:

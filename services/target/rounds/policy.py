@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from services.target.acceptance import FORGET_S, Acceptance
 from services.target.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig
+from services.target.step_report import compared
 from shared.tokens import Choice, TreeShape
 
 MIN_GAIN = 1.03
@@ -113,15 +114,7 @@ class LanePolicy:
 
     def comparison(self) -> str:
         """Returns the tokens a second that the last choice was made by."""
-        trees = {shape: rate for shape, rate in self._promised.items() if shape is not None}
-        best = max(trees, key=lambda shape: trees[shape], default=None)
-        plain = self._promised.get(None)
-        lanes = "1 sequence" if self._num_lanes == 1 else f"{self._num_lanes} sequences"
-        figures = [] if plain is None else [f"plain steps {plain:,.0f} tokens/s"]
-        if best is not None:
-            shape = f"{best.num_steps} deep, {best.topk} wide"
-            figures.append(f"the best trees ({shape}) {trees[best]:,.0f} tokens/s")
-        return f"expected with {lanes}: {', '.join(figures)}"
+        return f"expected {compared(self._promised, self._num_lanes)}"
 
     def choose(
         self, num_greedy: int, num_drawn: int, fitting: Iterable[TreeShape], now_s: float

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -36,20 +36,17 @@ class RoundSource:
 
     Attributes:
         pages: those of its KV pages that are the rounds' alone.
-        tree: the draft's own shape.
+        trees: shapes that may be chosen, each with the most sequences of a round; the draft's own
+            first.
         max_context_tokens: longest sequence that the head can look back on.
-        max_sequences: of a round with the draft's own shape.
-        other_trees: further shapes that may be chosen, each with the most sequences of a round.
         is_pinned: an operator fixed the shape: at most it is chosen whether trees grow ahead.
         place: of the head among those that the target keeps rounds for.
     """
 
     head: HeadPlace
     pages: Sequence[int]
-    tree: TreeShape
+    trees: Mapping[TreeShape, int]
     max_context_tokens: int
-    max_sequences: int
-    other_trees: Mapping[TreeShape, int] = field(default_factory=dict)
     is_pinned: bool = False
     place: int = 0
 
@@ -129,6 +126,8 @@ class RoundShapes:
             that reads none.
 
     Attributes:
+        head: whose they are.
+        is_pinned: an operator fixed the shape.
         runner: runs them.
         shape: of the trees now, as it was asked for.
     """
@@ -137,7 +136,9 @@ class RoundShapes:
         self, source: RoundSource, runner: ModelRunner, feature_rows: torch.Tensor | None
     ) -> None:
         self._target, self._device, self._cache = runner, runner.device, runner.cache
-        self._capacities = {source.tree: source.max_sequences, **source.other_trees}
+        self.head, self.is_pinned = source.head, source.is_pinned
+        self._costs: CostTable | None = None
+        self._capacities = dict(source.trees)
         self.runner = RoundRunner(
             decoder=runner.decoder,
             pool=runner.pool,
@@ -148,7 +149,7 @@ class RoundShapes:
             leader=runner.leader,
             place=source.place,
         )
-        self.shape = source.tree
+        self.shape = next(iter(source.trees))
         self._capture_all()
         # The same graphs serve trees that grow ahead.
         for shape in tuple(self._capacities):
@@ -203,24 +204,37 @@ class RoundShapes:
     def measured(self) -> CostTable:
         """Returns what rounds take on this device, of each shape and size, with nobody in them;
         the target's plain steps as well."""
-        table, routing, shape_now = CostTable(), RoutingCosts(self._target, self._timed), self.shape
-        most = max(self._capacities.values())
-        for count in self._timed_sizes(most):
+        if self._costs is None:
+            self._costs = self._measured()
+            if self.runner.is_late:  # something was compiled, say
+                self.head.forgive()
+                self._costs = self._measured()
+        return self._costs
+
+    def _measured(self) -> CostTable:
+        table, routing = CostTable(), RoutingCosts(self._target, self._timed)
+        for count in self._timed_sizes(max(self._capacities.values())):
             table.plain[count] = self._plain_s(count) + routing.extra_s(count, 1)
-        for shape, capacity in self._capacities.items():
+        for shape in self._turning():
             table.rounds[shape] = {
                 count: self._round_s(shape, count) + routing.extra_s(count, shape.num_draft_tokens)
-                for count in self._timed_sizes(capacity)
+                for count in self._timed_sizes(self._capacities[shape])
             }
-        self.turn_to(shape_now)
         return table
+
+    def _turning(self) -> Iterator[TreeShape]:
+        """Turns to each shape, and back to the one now."""
+        own = self.shape
+        for shape in tuple(self._capacities):
+            self.turn_to(shape)
+            yield shape
+        self.turn_to(own)
 
     def _timed_sizes(self, most: int) -> list[int]:
         sizes = ROUND_SIZES if self._device.type == "cuda" else _TIMED_SIZES
         return sorted({min(size, most) for size in sizes}) if most else []
 
     def _round_s(self, shape: TreeShape, count: int) -> float:
-        self.turn_to(shape)
         num_rounds = _NUM_ROUNDS_AHEAD if shape.is_ahead else 1
 
         def run() -> None:
@@ -252,10 +266,8 @@ class RoundShapes:
     def _capture_all(self) -> None:
         """Makes every graph that a round may need, so that none is made under traffic. The
         largest comes first: the others share its memory."""
-        own = self.shape
-        for shape in self._capacities:
+        for shape in self._turning():
             advice = None
-            self.turn_to(shape)
             for count in reversed(self._sizes(shape)):
                 if count <= self._capacities[shape]:
                     advice = self._capture(shape, count) or advice
@@ -265,7 +277,6 @@ class RoundShapes:
                     "%s",
                     *(_name(shape), self._capacities[shape], advice),
                 )
-        self.turn_to(own)
 
     def _sizes(self, shape: TreeShape) -> list[int]:
         return round_sizes(self._capacities[shape])

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import replace
 
 from services.target.engine import Engine
-from services.target.requests.admission import RequestRecord, RequestRecorder
+from services.target.requests.admission import RequestRecord, RequestTelemetry
 from services.target.requests.event_stream import EventStream
 from services.target.requests.request import Event, Finished, GenerationRequest
 from shared.errors import OutriderError
@@ -152,17 +152,17 @@ class OpenChoices:
         choices: none before `submit`.
     """
 
-    def __init__(self, engine: Engine, recorder: RequestRecorder) -> None:
+    def __init__(self, engine: Engine, telemetry: RequestTelemetry) -> None:
         self.choices: tuple[ChoiceOutput, ...] = ()
         self._engine = engine
-        self._recorder = recorder
+        self._telemetry = telemetry
         self._records: list[RequestRecord] = []
         self._stream = EventStream(asyncio.get_running_loop())
         self._is_aborted = False
 
     def record(self, request_id: str, num_prompt: int, parent: str | None) -> RequestRecord:
         """Begins the record of the next output; what fails from here on is counted."""
-        record = self._recorder.begin(request_id, num_prompt, parent)
+        record = RequestRecord(self._telemetry, request_id, num_prompt, parent)
         self._records.append(record)
         return record
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Generic, TypeVar
 
@@ -115,7 +116,7 @@ class VllmEngineServicer(_Servicer):  # type: ignore[misc]
         self._open: dict[str, OpenChoices] = {}
         self._tokenizer = Once(lambda: Tokenizer.read(facts.tokenizer_folders[0]))
         self._archive = Once(lambda: tokenizer_archive(facts.tokenizer_folders))
-        self._throughput = Throughput(admission.recorder.clock)
+        self._throughput = Throughput(admission.telemetry.clock)
         self._start_s = time.monotonic()
         self._last_request_s = 0.0
 
@@ -184,7 +185,7 @@ class VllmEngineServicer(_Servicer):  # type: ignore[misc]
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
         gauges = await asyncio.wrap_future(self._engine.gauges())
-        metrics, model_id = self._admission.recorder.metrics, self._facts.model_id
+        metrics, model_id = self._admission.telemetry.metrics, self._facts.model_id
         load = messages.load_message(gauges, self._facts)
         load.gen_throughput = self._throughput.rate(metrics.count(model_id, "generation_tokens"))
         num_asked = metrics.count(model_id, "prefix_cache_queries")
@@ -233,7 +234,7 @@ class VllmEngineServicer(_Servicer):  # type: ignore[misc]
             raise InvalidArgument.of(
                 "REQUEST_ID_DUPLICATE", "request_id", f"request {request_id} is open already"
             )
-        opened = OpenChoices(self._engine, self._admission.recorder)
+        opened = OpenChoices(self._engine, self._admission.telemetry)
         self._open[request_id] = opened
         return opened
 
@@ -250,9 +251,11 @@ class VllmEngineServicer(_Servicer):  # type: ignore[misc]
         prompt = messages.prompt_within(await self._prompt(message), params, self._engine.limits)
         parent = current_traceparent.get()
         opened.record(log_id, len(prompt), parent)
-        template = await self._admission.with_grammar(
-            self._template(log_id, prompt, params), messages.grammar_from_message(params)
-        )
+        template = self._template(log_id, prompt, params)
+        grammar = messages.grammar_from_message(params)
+        if grammar is not None:
+            compiled = await self._admission.grammars.compile(grammar)
+            template = replace(template, grammar=compiled)
         requests = messages.choice_requests(template, params)
         stops = [await self._text_stop(params, each) for each in requests]
         for _ in requests[1:]:
@@ -268,7 +271,7 @@ class VllmEngineServicer(_Servicer):  # type: ignore[misc]
             prompt_token_ids=prompt,
             sampling=messages.sampling_from_message(params, limits),
             stop=messages.stop_from_message(params, limits.max_sequence_tokens - len(prompt)),
-            arrival_s=self._admission.recorder.clock(),
+            arrival_s=self._admission.telemetry.clock(),
             top_logprobs=messages.top_logprobs(params),
             prompt_scoring=messages.prompt_scoring(params),
         )

@@ -112,14 +112,13 @@ class ScriptedDrafter:
     def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
         return not self.num_unprepared[shape]
 
-    def prepare_for(self, shape: TreeShape, num_sequences: int) -> bool:
-        if not self.num_unprepared[shape]:
-            return False
-        self.num_unprepared[shape] -= 1
-        self.prepared.append(shape)
-        return True
-
-    def prepare_next(self, shape: TreeShape) -> bool:
+    def prepare(self, shape: TreeShape, num_sequences: int | None) -> bool:
+        if num_sequences is not None:
+            if not self.num_unprepared[shape]:
+                return False
+            self.num_unprepared[shape] -= 1
+            self.prepared.append(shape)
+            return True
         if not self.num_left:
             self.has_prepared.set()
             return False

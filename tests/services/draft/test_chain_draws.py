@@ -7,13 +7,12 @@ from collections import Counter
 import pytest
 import torch
 
-from services.draft.draft_scores import ChainDraws, DraftScores, level_scores
+from services.draft.draft_scores import ChainDraws, request_scores
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.speculation.rejection import DrawnChain
 from shared.tokens import SamplingParams, TokenTree, TreeShape
 from tests.shared.speculation.naive import chi_square_p_value, naive_distribution
 
-CPU = torch.device("cpu")
 VOCAB_SIZE = 8
 TRUNCATED = SamplingParams(
     temperature=0.8, top_k=5, top_p=0.95, frequency_penalty=0.6, logit_bias={7: 2.0}, seed=3
@@ -36,14 +35,13 @@ def _sequence(sampling: SamplingParams = TRUNCATED, sequence_id: int = 1) -> Dra
 
 def _drawn(sequences: list[DraftSequence], logits: torch.Tensor, seed: int) -> list[DrawnChain]:
     """Draws chains of two tokens; both levels have the same raw logits."""
-    draws = ChainDraws(sequences, CPU, torch.Generator().manual_seed(seed))
-    paths: list[list[tuple[int, ...]]] = [[()] for _ in sequences]
+    draws = ChainDraws(sequences, torch.Generator().manual_seed(seed))
+    paths = torch.empty((len(sequences), 1, 0), dtype=torch.int64)
     for _ in range(2):
-        scores = draws(logits, paths)
+        scores = draws.confidence(logits, paths)
         assert scores.shape == (len(sequences), 1, VOCAB_SIZE)
-        drawn = scores.argmax(-1)[:, 0].tolist()
-        paths = [[(*path, token)] for [path], token in zip(paths, drawn, strict=True)]
-    chains = draws.finished([TokenTree.chain(path) for [path] in paths])
+        paths = torch.cat((paths, scores.argmax(-1, keepdim=True)), dim=2)
+    chains = draws.finished([TokenTree.chain(path) for [path] in paths.tolist()])
     assert all(isinstance(chain, DrawnChain) for chain in chains)
     return [chain for chain in chains if isinstance(chain, DrawnChain)]
 
@@ -78,9 +76,11 @@ def test_tokens_follow_their_distributions_and_not_the_seed() -> None:
 
 def test_no_two_rounds_share_their_randomness() -> None:
     logits = torch.zeros(1, VOCAB_SIZE)
+    nothing = torch.empty((1, 1, 0), dtype=torch.int64)
     generator = torch.Generator().manual_seed(4)
     rounds = [
-        int(ChainDraws([_sequence()], CPU, generator)(logits, [[()]]).argmax()) for _ in range(64)
+        int(ChainDraws([_sequence()], generator).confidence(logits, nothing).argmax())
+        for _ in range(64)
     ]
     assert len(set(rounds)) > 4
 
@@ -88,5 +88,5 @@ def test_no_two_rounds_share_their_randomness() -> None:
 def test_trees_with_branches_are_not_drawn() -> None:
     generator = torch.Generator()
     drawing = [_sequence()]
-    assert isinstance(level_scores(drawing, TreeShape(3, 1, 4), CPU, generator), ChainDraws)
-    assert isinstance(level_scores(drawing, TreeShape(3, 2, 6), CPU, generator), DraftScores)
+    assert isinstance(request_scores(drawing, TreeShape(3, 1, 4), generator), ChainDraws)
+    assert not isinstance(request_scores(drawing, TreeShape(3, 2, 6), generator), ChainDraws)

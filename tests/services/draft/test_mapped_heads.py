@@ -75,7 +75,7 @@ def test_a_target_with_more_token_ids_than_the_head_gets_none(
 def test_targets_have_pages_and_workers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     workers: list[_Worker] = []
 
-    def made(model: object, command: OpenMapped, stream: object) -> _Worker:
+    def made(model: object, command: OpenMapped, stream: object, on_span: object) -> _Worker:
         workers.append(_Worker(model, command, stream or f"stream {len(workers)}"))
         return workers[-1]
 

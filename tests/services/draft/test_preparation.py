@@ -26,7 +26,7 @@ class Drafter:
     def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
         return self.done.get(shape, {}).get(num_sequences, 0) >= self.num_parts
 
-    def prepare_for(self, shape: TreeShape, num_sequences: int) -> bool:
+    def prepare(self, shape: TreeShape, num_sequences: int) -> bool:
         if self.is_prepared(shape, num_sequences):
             return False
         sizes = self.done.setdefault(shape, {})

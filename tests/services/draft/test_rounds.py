@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from services.draft.candidates import drop_unknown_tokens
-from services.draft.drafters.drafter import Proposal
+from services.draft.drafters.drafter import Proposal, VerifiedTree
 from services.draft.drafters.ngram import NgramDrafter
 from services.draft.engine import DraftEngine
 from services.draft.events import (
@@ -225,10 +225,8 @@ class _NotingLookahead:
 
     has_work = False
 
-    def begin(
-        self, sequence: DraftSequence, tree: TokenTree, shape: TreeShape, fan_out: FanOut
-    ) -> None:
-        self.budgets.append(fan_out.budget)
+    def begin(self, verified: VerifiedTree) -> None:
+        self.budgets.append(verified.fan_out.budget)
 
     def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
         return False
@@ -268,9 +266,7 @@ class _SlowToBegin(_NotingLookahead):
         super().__init__()
         self._bench = bench
 
-    def begin(
-        self, sequence: DraftSequence, tree: TokenTree, shape: TreeShape, fan_out: FanOut
-    ) -> None:
+    def begin(self, verified: VerifiedTree) -> None:
         self._bench.now_s += 50.0
 
 

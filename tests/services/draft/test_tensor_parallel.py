@@ -8,17 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.draft.tensor_parallel import start_followers
+from services.draft.drafters.standalone import start_followers
 from shared.errors import SettingsError
 from shared.runtime.lockstep import Leader, TreeLeader
 from shared.runtime.tree_pass import OpenSequence
-from shared.tokens import TokenTree, TreeShape
+from shared.tokens import SamplingParams, TokenTree, TreeShape
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.cut_drafts import CutDraft, check_ahead, check_trees, cut_draft, draft_settings
 from tests.helpers.drafting import GREEDY, VOCAB_SIZE
+from tests.helpers.twin_drafters import SAMPLINGS
 
 SHAPES = [TreeShape(4, 1, 5), TreeShape(3, 3, 9), TreeShape(2, 16, 257)]
 TREE = SHAPES[1]
+PENALISED = SamplingParams(temperature=0.7, seed=3, presence_penalty=0.5, logit_bias={4: 2.0})
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +37,13 @@ def test_each_process_holds_a_part(draft: CutDraft) -> None:
     assert draft.cut.runner.pool.num_pages == draft.whole.runner.pool.num_pages
 
 
-@pytest.mark.parametrize("grows_whole", [True, False], ids=["pass", "levels"])
+@pytest.mark.parametrize("grows_whole", [True, False], ids=["kinds", "requests"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_two_processes_grow_the_trees_of_one(
     draft: CutDraft, shape: TreeShape, grows_whole: bool
 ) -> None:
-    check_trees(draft.twins(grows_whole=grows_whole), shape)
+    samplings = SAMPLINGS if grows_whole else [PENALISED, *SAMPLINGS]
+    check_trees(draft.twins(grows_whole=grows_whole), shape, samplings)
 
 
 def test_two_processes_draft_ahead_what_one_drafts_afterwards(draft: CutDraft) -> None:

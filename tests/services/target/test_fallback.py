@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.target.fallback import MAX_TOKENS_AT_ONCE, NgramFallback, OwnTrees
+from services.target.fallback import MAX_TOKENS_AT_ONCE, NgramFallback, own_tree
 from services.target.requests.request import ModelLimits
 from services.target.sequence import Sequence
 from services.target.step_report import StepReport
@@ -38,7 +38,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 def _sequence(tokens: list[int], sequence_id: int = 1, *, disabled: bool = False) -> Sequence:
-    return Sequence.of(sequence_id, request(tokens, speculation_disabled=disabled), LIMITS)
+    return Sequence(sequence_id, request(tokens, speculation_disabled=disabled), LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -108,9 +108,9 @@ def test_long_prompt_is_taken_in_over_several_steps() -> None:
 
 
 def test_request_without_speculation_gets_none() -> None:
-    own = OwnTrees(NgramFallback())
-    assert own.tree(_sequence([1, 2, 1, 2, 1], disabled=True)) == EMPTY_TREE
-    assert own.tree(_sequence([1, 2, 1, 2, 1, 2], 2)).token_ids
+    fallback = NgramFallback()
+    assert own_tree(_sequence([1, 2, 1, 2, 1], disabled=True), fallback) == EMPTY_TREE
+    assert own_tree(_sequence([1, 2, 1, 2, 1, 2], 2), fallback).token_ids
 
 
 def test_a_miss_delays_no_other_sequence(decoder: Decoder) -> None:
@@ -139,8 +139,8 @@ def test_texts_of_another_salt_give_no_trees() -> None:
     fallback, text = NgramFallback(), [1, 2, 3, 4, 5, 6]
     for number, salt in enumerate(("", "mine", "yours")):
         first = request(text)
-        own = Sequence.of(10 * number, replace(first, cache_salt=salt), LIMITS)
+        own = Sequence(10 * number, replace(first, cache_salt=salt), LIMITS)
         assert not fallback.tree(own).token_ids
         again = request(text[:3])
-        seen = Sequence.of(10 * number + 1, replace(again, cache_salt=salt), LIMITS)
+        seen = Sequence(10 * number + 1, replace(again, cache_salt=salt), LIMITS)
         assert fallback.tree(seen).token_ids[0] == 4

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from services.target.engine import Engine, Inbox
+from services.target.engine import Engine
 from services.target.requests.request import ModelLimits
 from shared.errors import EngineFailed, OutriderError, QueueFull, Unavailable
 from shared.generation import Failed
+from shared.inbox import Inbox
 from shared.models.decoder import Decoder
 from tests.helpers.engines import Collector, build_engine, request, settle, tiny_decoder
 
@@ -18,73 +18,6 @@ from tests.helpers.engines import Collector, build_engine, request, settle, tiny
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return tiny_decoder(tmp_path_factory.mktemp("decoder"))
-
-
-def test_commands_run_in_the_order_they_were_posted() -> None:
-    inbox, ran = Inbox(8), []
-    for number in range(3):
-        inbox.post(lambda number=number: ran.append(number))
-    inbox.post_end(lambda: ran.append(3))
-    assert inbox.call(lambda: len(ran)).done() is False
-    inbox.run_all()
-    assert ran == [0, 1, 2, 3]
-
-
-def test_full_inbox_refuses_work_and_takes_its_end() -> None:
-    inbox, ran = Inbox(2), []
-    for number in range(2):
-        inbox.post(lambda number=number: ran.append(number))
-    with pytest.raises(QueueFull, match="the queue holds 2"):
-        inbox.post(lambda: ran.append(9))
-    inbox.post_end(lambda: ran.append(2))
-    inbox.run_all()
-    assert ran == [0, 1, 2]
-
-
-def test_what_a_call_raises_reaches_its_caller() -> None:
-    inbox = Inbox(2)
-
-    def fail() -> None:
-        raise KeyError("x")
-
-    future = inbox.call(fail)
-    inbox.run_all()
-    with pytest.raises(KeyError):
-        future.result(timeout=0)
-
-
-def test_a_waiting_engine_is_woken_by_a_command() -> None:
-    inbox, ran = Inbox(2), []
-    with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(inbox.run_all, wait_s=None)
-        inbox.post(lambda: ran.append(1))
-        waiting.result()
-    assert ran == [1]
-
-
-def test_a_command_that_was_awaited_runs_before_later_ones() -> None:
-    inbox, ran = Inbox(2), []
-    inbox.await_command(0.0)
-    inbox.post(lambda: ran.append(1))
-    inbox.await_command(None)
-    inbox.await_command(None)  # that one is still there
-    inbox.post(lambda: ran.append(2))
-    assert not ran
-    inbox.run_all()
-    assert ran == [1, 2]
-
-
-def test_closed_inbox_refuses_work_and_still_runs_what_came_before() -> None:
-    inbox, ran = Inbox(2), []
-    inbox.post(lambda: ran.append(1))
-    inbox.close(Unavailable.draining)
-    inbox.close(EngineFailed.of)
-    for ask in (inbox.post, inbox.call):
-        with pytest.raises(Unavailable):
-            ask(lambda: ran.append(9))
-    inbox.post_end(lambda: ran.append(2))
-    inbox.run_all()
-    assert ran == [1, 2]
 
 
 def _stop(engine: Engine) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from services.target.requests.request import GenerationRequest
-from services.target.rounds.device_rounds import can_be_round
+from services.target.rounds.lanes import can_be_round
 from services.target.verifier import VerificationMode
 from shared.errors import InvalidArgument
 from shared.generation import PromptScoring

@@ -568,6 +568,23 @@ async def test_engine_without_memory_for_a_step_says_what_to_lower(
     assert f"no memory for a step: {advice}" in caplog.text
 
 
+async def test_process_runs_until_it_is_stopped_or_its_engine_dies(folder: Path) -> None:
+    async with _serve(folder) as (process, channel, _):
+        stop = asyncio.Event()
+        running = asyncio.create_task(process.run_until(stop))
+        assert await _tokens(channel, _generate([1, 2, 3]))
+        assert not running.done()
+        stop.set()
+        await asyncio.wait_for(running, 60.0)
+
+        def break_down() -> None:
+            raise RuntimeError("broken on purpose")
+
+        process._engine._inbox.post(break_down)
+        with pytest.raises(EngineFailed):
+            await asyncio.wait_for(process.run_until(asyncio.Event()), 60.0)
+
+
 async def test_attached_draft_is_known_before_it_hears_of_it(folder: Path) -> None:
     engine, servicer = _servicer(folder)
     stream = await _attached(servicer)

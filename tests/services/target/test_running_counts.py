@@ -25,7 +25,7 @@ PENALISED, PLAIN = SamplingParams(repetition_penalty=1.2), SamplingParams()
 def _sequence(sequence_id: int, source: random.Random, sampling: SamplingParams) -> Sequence:
     prompt = tuple(source.randrange(VOCAB_SIZE) for _ in range(source.randint(1, 9)))
     request = GenerationRequest("r", prompt, sampling, StopParams(500), 0.0)
-    return Sequence.of(sequence_id, request, LIMITS)
+    return Sequence(sequence_id, request, LIMITS)
 
 
 def _entry(sequence: Sequence, tree: TokenTree = EMPTY_TREE) -> ScheduledSequence:

@@ -34,7 +34,7 @@ def _sequence(
         priority=priority,
         prompt_scoring=scoring,
     )
-    return Sequence.of(sequence_id, request, LIMITS)
+    return Sequence(sequence_id, request, LIMITS)
 
 
 def _scheduler(
@@ -93,7 +93,7 @@ def test_tree_does_not_hang_off_a_token_in_flight() -> None:
     entry.sequence.num_pending = 1
     [behind] = _plan(scheduler, TokenTree.chain([1, 2])).scheduled
     assert (behind.start, behind.num_rows, len(behind.tree)) == (6, 1, 0)
-    assert behind.is_plain
+    assert (behind.num_rows, behind.is_complete, behind.node_indices) == (1, True, ())
 
 
 def test_sequence_whose_last_token_is_in_flight_is_left_out() -> None:
@@ -273,7 +273,7 @@ def test_scored_rows_of_a_step_are_bounded_over_all_sequences() -> None:
         request = GenerationRequest(
             "r", prompt, SamplingParams(), StopParams(4), 0.0, prompt_scoring=PromptScoring(0, 0)
         )
-        scheduler.submit(Sequence.of(number, request, limits))
+        scheduler.submit(Sequence(number, request, limits))
     num_scored: dict[int, int] = {1: 0, 2: 0}
     for _ in range(8):
         plan = _plan(scheduler)

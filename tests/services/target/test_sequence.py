@@ -19,7 +19,7 @@ def _request(stop: StopParams, prompt: tuple[int, ...] = (1, 2, 3)) -> Generatio
 
 
 def _sequence(stop: StopParams) -> Sequence:
-    return Sequence.of(1, _request(stop), LIMITS)
+    return Sequence(1, _request(stop), LIMITS)
 
 
 def test_commit_appends_every_token_of_a_path() -> None:

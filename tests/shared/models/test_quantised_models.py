@@ -21,11 +21,12 @@ from shared.models.heads.loader import load_head
 from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
-from shared.runtime.runner import HeadRunner, ModelRunner
+from shared.runtime.runner import ModelRunner
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.dflash_heads import TinyDflash, write_dflash
 from tests.helpers.draft_heads import TinyHead, write_head
 from tests.helpers.mtp_heads import TinyMtp, write_mtp
+from tests.helpers.pooled_heads import HeadRunner
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16
@@ -74,7 +75,7 @@ def _head_logits(head: DraftHead) -> Tensor:
     runner = HeadRunner(head, KvPool(head.kv_layout(PAGE_SIZE), 4, CPU))
     hidden = torch.randn(len(TOKENS), 32, generator=torch.Generator().manual_seed(4))
     batch = build_batch([_rows()], page_size=PAGE_SIZE, device=CPU)
-    logits = runner.run(batch, hidden).logits
+    logits = runner.logits(runner.states(batch, hidden))
     return logits[:, torch.isfinite(logits[0])]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -14,8 +15,10 @@ from shared.tokens import TreeShape
 from tests.helpers.device_rounds import DeviceRounds, Pair, token_tree
 from tests.helpers.host_rounds import HostRound
 from tests.helpers.round_cases import (
+    CHAINS,
     GREEDY,
     HEADS,
+    LAYERED,
     NUM_ROUNDS,
     PAGE_SIZE,
     SAMPLINGS,
@@ -26,6 +29,7 @@ from tests.helpers.round_cases import (
     host_rounds,
     load_pairs,
     prompts,
+    texts_for,
 )
 
 CPU = torch.device("cpu")
@@ -53,6 +57,12 @@ CASES = [
     *((head, TreeShape(5, 1, 6), "greedy") for head in ("eagle", "eagle3.1")),
     *((head, TREE, "mixed") for head in ("eagle", "eagle3.1", "recurrent")),
     *(("recurrent", shape, "sampled") for shape in (SMALL, TreeShape(5, 1, 6))),
+    *(
+        (name, shape, kind)
+        for name in ("dflash", *LAYERED)
+        for shape in CHAINS
+        for kind in ("greedy", "sampled")
+    ),
 ]
 
 
@@ -61,6 +71,8 @@ INTERPRETED = [
     ("eagle3", TreeShape(1, 1, 2), "cut"),
     ("eagle3", SMALL, "mixed"),
     ("recurrent", SMALL, "sampled"),
+    ("dflash", CHAINS[1], "sampled"),
+    ("mtp 2", CHAINS[1], "sampled"),
 ]
 
 
@@ -76,7 +88,7 @@ def test_rounds_equal_those_of_the_host(
     pairs: dict[str, Pair], name: str, shape: TreeShape, sampling: str
 ) -> None:
     pair, samplings = pairs[name], SAMPLINGS[sampling]
-    texts = prompts(2 if IS_INTERPRETING else 4)
+    texts = texts_for(name)[: 2 if IS_INTERPRETING else 4]
     starts, expected = host_rounds(pair, shape, texts, samplings)
     rounds = DeviceRounds(pair, shape, PAGE_SIZE)
     for number, token_ids in enumerate(starts):
@@ -96,6 +108,39 @@ def test_rounds_equal_those_of_the_host(
 @pytest.mark.parametrize("name", [*HEADS, "recurrent"])
 def test_lanes_stay_when_the_shape_changes(pairs: dict[str, Pair], name: str) -> None:
     check_changing(pairs[name], is_recorded=not IS_INTERPRETING)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", ["dflash", *LAYERED])
+def test_lanes_of_chains_stay_when_the_shape_changes(pairs: dict[str, Pair], name: str) -> None:
+    check_changing(pairs[name], is_recorded=not IS_INTERPRETING, changing=CHAINS, name=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("dflash", TREE), *itertools.product(LAYERED, CHAINS)], ids=str
+)
+def test_trees_that_are_not_the_hosts_change_no_token(
+    pairs: dict[str, Pair], name: str, shape: TreeShape
+) -> None:
+    """Of blocks, siblings are nodes of one position. The host has no tree for a text that is too
+    short for the deepest layer."""
+    pair = pairs[name]
+    starts, expected = host_rounds(pair, shape, prompts(4), SAMPLINGS["mixed"], num_rounds=8)
+    rounds = DeviceRounds(pair, shape, PAGE_SIZE)
+    samplings = SAMPLINGS["mixed"]
+    for number, token_ids in enumerate(starts):
+        rounds.add(number, token_ids, samplings[number % len(samplings)])
+    tokens: list[list[int]] = [[] for _ in starts]
+    for _ in range(NUM_ROUNDS):
+        rounds.launch()
+        for found in rounds.runner.result():
+            tokens[found.sequence_id] += found.token_ids
+    for own, host in zip(tokens, expected, strict=True):
+        committed = [token for each in host for token in each.token_ids]
+        shortest = min(len(committed), len(own))
+        assert own[:shortest] == committed[:shortest]
+    if shape.topk > 1:
+        assert (rounds.trees[-1].parents == 0).sum(dim=1).min() > 2
 
 
 def test_paths_of_several_nodes_move(pairs: dict[str, Pair]) -> None:
@@ -124,15 +169,26 @@ def test_results_may_be_read_one_round_late(pairs: dict[str, Pair]) -> None:
             _assert_same(found, expected[number][index])
 
 
-@pytest.mark.parametrize("num_chunk_rows", [1, 7, 2048])
+@pytest.mark.parametrize(
+    ("name", "shape", "num_chunk_rows"),
+    [
+        *(("eagle3", TREE, count) for count in (1, 7, 2048)),
+        *(("mtp 3", CHAINS[0], count) for count in (4, 7, 2048)),
+    ],
+    ids=str,
+)
 def test_sequences_that_come_together_are_drafted_for_as_alone(
-    pairs: dict[str, Pair], num_chunk_rows: int, monkeypatch: pytest.MonkeyPatch
+    pairs: dict[str, Pair],
+    name: str,
+    shape: TreeShape,
+    num_chunk_rows: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Their heads catch up in common forwards, which may end inside of a sequence."""
     monkeypatch.setattr(round_head, "_CHUNK_ROWS", num_chunk_rows)
-    pair, samplings = pairs["eagle3"], SAMPLINGS["mixed"]
-    starts, expected = host_rounds(pair, TREE, prompts(4), samplings)
-    rounds = DeviceRounds(pair, TREE, PAGE_SIZE)
+    pair, samplings = pairs[name], SAMPLINGS["mixed"]
+    starts, expected = host_rounds(pair, shape, texts_for(name), samplings)
+    rounds = DeviceRounds(pair, shape, PAGE_SIZE)
     rounds.runner.place(
         [
             rounds.new_lane(number, token_ids, samplings[number % len(samplings)])
@@ -147,8 +203,15 @@ def test_sequences_that_come_together_are_drafted_for_as_alone(
             _assert_same(found, expected[number][index])
 
 
-@pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("shape", [TreeShape(5, 1, 6), TreeShape(1, 1, 2), TREE], ids=str)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        *itertools.product(HEADS, [TreeShape(5, 1, 6), TreeShape(1, 1, 2), TREE]),
+        *itertools.product(["dflash"], [*CHAINS, TREE]),
+        *itertools.product(LAYERED, CHAINS),
+    ],
+    ids=str,
+)
 def test_first_round_may_read_the_end_of_a_prompt(
     pairs: dict[str, Pair], name: str, shape: TreeShape
 ) -> None:

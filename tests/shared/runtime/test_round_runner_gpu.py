@@ -11,8 +11,10 @@ from shared.runtime.round_state import RoundSampling
 from shared.tokens import TreeShape
 from tests.helpers.device_rounds import DeviceRounds, Pair
 from tests.helpers.round_cases import (
+    CHAINS,
     GREEDY,
     HEADS,
+    LAYERED,
     NUM_ROUNDS,
     PAGE_SIZE,
     SAMPLINGS,
@@ -23,12 +25,14 @@ from tests.helpers.round_cases import (
     host_rounds,
     load_pairs,
     prompts,
+    texts_for,
 )
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 CASES = [
     *itertools.product(["eagle3"], SHAPES, ["greedy", "sampled", "mixed"]),
+    *itertools.product(["dflash", *LAYERED], CHAINS, ["greedy", "sampled"]),
     *itertools.product(["eagle", "eagle3.1", "recurrent"], [TreeShape(5, 1, 6), TREE], ["mixed"]),
 ]
 
@@ -43,7 +47,7 @@ def test_rounds_equal_those_of_the_host(
     pairs: dict[str, Pair], name: str, shape: TreeShape, sampling: str
 ) -> None:
     pair, samplings = pairs[name], SAMPLINGS[sampling]
-    starts, expected = host_rounds(pair, shape, prompts(4), samplings)
+    starts, expected = host_rounds(pair, shape, texts_for(name), samplings)
     rounds = DeviceRounds(pair, shape, PAGE_SIZE, is_recorded=False)
     for number, token_ids in enumerate(starts):
         rounds.add(number, token_ids, samplings[number % len(samplings)])
@@ -73,9 +77,10 @@ def test_first_round_may_read_the_end_of_a_prompt(pairs: dict[str, Pair], shape:
 
 # torch says of the mode itself that it is a prototype.
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@pytest.mark.parametrize("name", ["eagle3", "recurrent"])
+@pytest.mark.parametrize("name", ["eagle3", "recurrent", "dflash", "mtp 3"])
 def test_a_launch_waits_for_nothing(pairs: dict[str, Pair], name: str) -> None:
-    rounds = DeviceRounds(pairs[name], TREE, PAGE_SIZE, is_recorded=False)
+    shape = CHAINS[0] if name in LAYERED else TREE
+    rounds = DeviceRounds(pairs[name], shape, PAGE_SIZE, is_recorded=False)
     for number, token_ids in enumerate(prompts(3)):
         rounds.add(number, [*token_ids, 1], GREEDY)
     rounds.runner.capture(4, RoundSampling.GREEDY)
@@ -90,3 +95,8 @@ def test_a_launch_waits_for_nothing(pairs: dict[str, Pair], name: str) -> None:
 @pytest.mark.parametrize("name", [*HEADS, "recurrent"])
 def test_lanes_stay_when_the_shape_changes(pairs: dict[str, Pair], name: str) -> None:
     check_changing(pairs[name], is_recorded=False)
+
+
+@pytest.mark.parametrize("name", ["dflash", *LAYERED])
+def test_lanes_of_chains_stay_when_the_shape_changes(pairs: dict[str, Pair], name: str) -> None:
+    check_changing(pairs[name], is_recorded=False, changing=CHAINS, name=name)

@@ -86,7 +86,7 @@ def _twins(head: DraftHead) -> TwinDrafters:
     ],
     ids=str,
 )
-def test_whole_trees_are_those_grown_level_by_level(
+def test_kinds_of_sampling_score_as_requests_do(
     heads: dict[str, DraftHead], name: str, shape: TreeShape
 ) -> None:
     draw, twins = random.Random(f"{name} {shape}"), _twins(heads[name])
@@ -109,9 +109,7 @@ def test_whole_trees_are_those_grown_level_by_level(
     ],
     ids=str,
 )
-def test_a_language_models_trees_are_those_grown_level_by_level(
-    decoder: Decoder, shape: TreeShape
-) -> None:
+def test_a_language_models_trees_score_as_requests_do(decoder: Decoder, shape: TreeShape) -> None:
     draw = random.Random(str(shape))
     twins = TwinDrafters.of_decoder(decoder, has_graphs=not IS_INTERPRETING)
     batch = [
@@ -172,7 +170,7 @@ def test_trees_for_verdicts_are_those_grown_after_them(decoder: Decoder, shape: 
         for place, sequence in enumerate(batch):
             fallen = draw.choice([each for each in prepared if each.sequence is sequence])
             twins.commit(sequence, foreseen_tokens(trees[place], fallen), is_late=False)
-            [expected] = propose(twins.levels, shape, sequence)
+            [expected] = propose(twins.scored, shape, sequence)
             assert path_values(fallen.tree) == pytest.approx(path_values(expected), abs=1e-3)
             trees[place] = fallen.tree
 
@@ -246,7 +244,8 @@ def test_a_launch_waits_for_nothing(heads: dict[str, DraftHead]) -> None:
     rows, features = twins.whole._contexts.open_pass(batch, most)
     try:
         torch.cuda.set_sync_debug_mode("error")
-        growing = twins.grower.launch(rows, features, shape)
+        growing = twins.grower.begin(rows, features, shape)
+        growing.queue()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(each.tree.token_ids for each in growing.read())

@@ -89,8 +89,11 @@ SHAPES = [(1, 1, 2), (3, 1, 4), (5, 1, 3), (1, 4, 3), (2, 3, 8), (5, 4, 8), (5, 
 @pytest.mark.parametrize("shape", [TreeShape(*s) for s in SHAPES], ids=str)
 @pytest.mark.parametrize("scores", [smooth_scores, tied_scores, sparse_scores])
 def test_growth_is_that_of_plain_lists(shape: TreeShape, scores: Scores) -> None:
-    found = grow(shape, scores, batch_size=2)
-    assert found == tuple(plain_growth(shape, scores, tree) for tree in range(2))
+    for number, found in enumerate(grow(shape, scores, batch_size=2)):
+        expected = plain_growth(shape, scores, number)
+        assert found.token_ids == expected.token_ids
+        assert found.parent_indices == expected.parent_indices
+        assert found.log_probs == pytest.approx(expected.log_probs, abs=1e-5)
 
 
 def test_topk_one_is_the_greedy_chain() -> None:

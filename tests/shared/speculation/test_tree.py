@@ -101,10 +101,7 @@ def _selected(source: random.Random, row_trees: list[TokenTree]) -> SelectedNode
         parents.append([0 if p is None else own[p] + 1 for p in tree.parent_indices])
         parents[-1] += [own[0] + 1] * num_missing
         path.append([-1.0] * len(tree) + [-torch.inf] * num_missing)
-    scores = torch.tensor(path)
-    return SelectedNodes(
-        torch.tensor(candidates), torch.tensor(tokens), torch.tensor(parents), scores, scores
-    )
+    return SelectedNodes(*map(torch.tensor, (candidates, tokens, parents, path)))
 
 
 @pytest.fixture

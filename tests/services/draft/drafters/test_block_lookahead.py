@@ -8,7 +8,7 @@ import pytest
 
 from services.draft.drafters import dflash
 from services.draft.drafters.dflash import DflashDrafter
-from services.draft.drafters.drafter import Proposal
+from services.draft.drafters.drafter import Proposal, VerifiedTree
 from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence
 from shared.tokens import SamplingParams, TokenTree, TreeShape
@@ -115,7 +115,7 @@ def test_a_whole_block_is_foreseen_where_the_token_behind_it_was_scored(
     sequence, drafter = draft_sequence(random_text(3, 9)), _drafter(setup)
     setup.open(drafter, sequence)
     [tree] = propose(drafter, shape, sequence)
-    drafter.lookahead.begin(sequence, tree, shape, ALL)
+    drafter.lookahead.begin(VerifiedTree(sequence, tree, shape, ALL))
     block = drafter.lookahead.advance()
     depths = {len(foreseen_tokens(tree, each)) - 1 for each in block}
     assert (num_steps in depths) == (num_steps < BLOCK_SIZE - 1)

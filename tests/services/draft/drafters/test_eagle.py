@@ -21,10 +21,7 @@ from shared.models.heads.config import HeadKind
 from shared.models.heads.head import DraftHead
 from shared.models.heads.loader import load_head
 from shared.models.heads.target_tensors import TargetFolder
-from shared.runtime.runner import HeadRunner
-from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import HeadModel
-from shared.runtime.tree_pass import PassLimits
 from shared.tokens import Outcome, SamplingParams, TokenTree, TreeShape, Verdict
 from tests.helpers.checkpoints import TinyShape, build_model, write_checkpoint
 from tests.helpers.draft_heads import HEADS, head_tensors, write_head
@@ -36,6 +33,7 @@ from tests.helpers.drafting import (
     committed,
     draft_sequence,
     foreseen_tokens,
+    plain_grower,
     prepare_ahead,
     propose,
     random_text,
@@ -72,16 +70,14 @@ class Setup:
         num_pages: int = 200,
         context: int = 128,
         keeps_features: bool = False,
-        in_passes: bool = False,
     ) -> EagleDrafter:
         pool = KvPool(self.head.kv_layout(PAGE_SIZE), num_pages, CPU)
-        limits = PassLimits(8, context, has_graphs=False)
         return EagleDrafter(
-            HeadRunner(self.head, pool),
+            HeadModel(self.head, pool),
             KvLeases(num_pages, PAGE_SIZE),
             max_context_tokens=context,
             keeps_features=keeps_features,
-            grower=TreeGrower(HeadModel(self.head, pool), limits) if in_passes else None,
+            grower=plain_grower(HeadModel(self.head, pool), context),
         )
 
     def features(self, token_ids: Sequence[int]) -> Tensor:
@@ -535,7 +531,7 @@ def test_a_tree_ahead_continues_the_states_of_the_path_to_it(
     """From round to round: of each verdict the features are here, of the tree that it calls for
     only the tokens."""
     setup, source = setups[name], random.Random(2)
-    drafter = setup.drafter(in_passes=True)
+    drafter = setup.drafter()
     drafter.lookahead.budget = FAN_OUT.budget
     sequence = draft_sequence(random_text(3, 9), sampling)
     _open(drafter, setup, sequence)
@@ -563,7 +559,7 @@ def test_ahead_of_a_verdict_is_drafted_from_the_features_of_the_last_one(
 ) -> None:
     """A drafter that has followed a row of verdicts prepares what a new one does that is told of
     the same tokens, features and tree."""
-    source, drafter = random.Random(2), setup.drafter(in_passes=True)
+    source, drafter = random.Random(2), setup.drafter()
     drafter.lookahead.budget = FAN_OUT.budget
     sequence = draft_sequence(random_text(3, 9), sampling)
     _open(drafter, setup, sequence)
@@ -574,7 +570,7 @@ def test_ahead_of_a_verdict_is_drafted_from_the_features_of_the_last_one(
         chosen = source.choice(block)
         _follow(drafter, setup, sequence, tree, chosen)
         tree = chosen.tree
-        other = setup.drafter(in_passes=True)
+        other = setup.drafter()
         other.lookahead.budget = FAN_OUT.budget
         twin = draft_sequence(sequence.token_ids, sampling)
         _open(other, setup, twin)
@@ -596,7 +592,7 @@ def test_ahead_of_a_verdict_is_drafted_from_the_features_of_the_last_one(
 
 
 def test_nothing_is_drafted_ahead_without_features(setup: Setup) -> None:
-    drafter = setup.drafter(in_passes=True)
+    drafter = setup.drafter()
     drafter.lookahead.budget = FAN_OUT.budget
     sequence = draft_sequence(random_text(3, 9))
     _open(drafter, setup, sequence)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from services.draft.drafters import branches
+from services.draft.drafters import branch_drafter
 from services.draft.drafters.branch_drafter import BranchPass
 from services.draft.drafters.contexts import CONTEXT_MARGIN
-from services.draft.drafters.drafter import Proposal
+from services.draft.drafters.drafter import Proposal, VerifiedTree
 from services.draft.likely_verdicts import FanOut, LikelyVerdict, likely_verdicts
 from services.draft.sequence import DraftSequence
 from shared.models.heads.head import DraftHead
@@ -175,7 +175,7 @@ def test_a_verdict_falls_while_its_tree_grows(
     others.trees(TREE, sequence)
     expected = _values(sequence, _prepared(others, TREE, (sequence, tree)))
     lookahead = twins.whole.lookahead
-    lookahead.begin(sequence, tree, TREE, FAN_OUT)
+    lookahead.begin(VerifiedTree(sequence, tree, TREE, FAN_OUT))
     for _ in range(max(num_forwards, 1)):
         assert lookahead.advance() == []
     wanted = _under_way(twins).branches[0].wanted
@@ -204,7 +204,7 @@ def test_a_verdict_after_one_whose_tree_is_growing(twins: TwinDrafters) -> None:
     trees = twins.trees(TREE, sequence, other)
     lookahead = twins.whole.lookahead
     for each, tree in zip((sequence, other), trees, strict=True):
-        lookahead.begin(each, tree, TREE, FAN_OUT)
+        lookahead.begin(VerifiedTree(each, tree, TREE, FAN_OUT))
     for _ in range(2):
         assert lookahead.advance() == []
     twins.commit(sequence, _under_way(twins).branches[0].wanted.path, is_late=False)
@@ -223,7 +223,7 @@ def test_nobody_resumes_where_drafting_ahead_ends(twins: TwinDrafters) -> None:
     sequence = _opened(twins)
     [tree] = twins.trees(TREE, sequence)
     lookahead = twins.whole.lookahead
-    lookahead.begin(sequence, tree, TREE, FAN_OUT)
+    lookahead.begin(VerifiedTree(sequence, tree, TREE, FAN_OUT))
     for _ in range(2):
         assert lookahead.advance() == []
     twins.commit(sequence, _under_way(twins).branches[0].wanted.path, is_late=False)
@@ -242,7 +242,7 @@ def test_a_sequence_ends_in_the_middle_of_a_pass(twins: TwinDrafters, num_forwar
     trees = twins.trees(TREE, sequence, other)
     lookahead = twins.whole.lookahead
     for each, tree in zip((sequence, other), trees, strict=True):
-        lookahead.begin(each, tree, TREE, FAN_OUT)
+        lookahead.begin(VerifiedTree(each, tree, TREE, FAN_OUT))
     for _ in range(num_forwards):
         lookahead.advance()
     twins.close(sequence)
@@ -270,7 +270,7 @@ def test_a_gap_in_the_features_ends_what_is_prepared(twins: TwinDrafters) -> Non
     sequence = _opened(twins)
     [tree] = twins.trees(TREE, sequence)
     lookahead = twins.whole.lookahead
-    lookahead.begin(sequence, tree, TREE, FAN_OUT)
+    lookahead.begin(VerifiedTree(sequence, tree, TREE, FAN_OUT))
     assert lookahead.advance() == []
     twins.commit(sequence, text(random.Random(1), 6), is_late=True)
     twins.send(sequence, sequence.num_tokens - 4, sequence.num_tokens - 1)
@@ -302,7 +302,7 @@ def test_a_window_that_slides_leaves_no_tree_growing_behind_the_old_one(
     sequence = _opened(twins, CONTEXT - CONTEXT_MARGIN + 1)
     [tree] = twins.trees(TREE, sequence)
     lookahead = twins.whole.lookahead
-    lookahead.begin(sequence, tree, TREE, FAN_OUT)
+    lookahead.begin(VerifiedTree(sequence, tree, TREE, FAN_OUT))
     for _ in range(2):
         assert lookahead.advance() == []
     twins.commit(sequence, _under_way(twins).branches[0].wanted.path, is_late=False)
@@ -327,8 +327,8 @@ def test_a_verdict_that_fills_the_context_gets_no_branch(
         chosen[:] = [each for each in verdicts if each.place == len(tree)]
         return chosen
 
-    monkeypatch.setattr(branches, "likely_verdicts", at_the_end)
-    lookahead.begin(sequence, tree, TreeShape(1, 1, 2), FAN_OUT)
+    monkeypatch.setattr(branch_drafter, "likely_verdicts", at_the_end)
+    lookahead.begin(VerifiedTree(sequence, tree, TreeShape(1, 1, 2), FAN_OUT))
     proposals: list[Proposal] = []
     while lookahead.has_work:
         proposals += lookahead.advance()
@@ -343,14 +343,14 @@ def test_branches_make_room_for_the_trees_of_current_rounds(heads: dict[str, Dra
     twins.whole.lookahead.budget = FAN_OUT.budget
     sequence = _opened(twins)
     [tree] = propose(twins.whole, TREE, sequence)
-    twins.whole.lookahead.begin(sequence, tree, TREE, FAN_OUT)
+    twins.whole.lookahead.begin(VerifiedTree(sequence, tree, TREE, FAN_OUT))
     assert twins.whole.lookahead.advance() == []
     assert _under_way(twins).branches
     newcomer = draft_sequence(text(random.Random(9), 41), GREEDY, 9)
     twins.open(newcomer)
     twins.send_all(newcomer)
     [found], [expected] = (
-        propose(drafter, TREE, newcomer) for drafter in (twins.whole, twins.levels)
+        propose(drafter, TREE, newcomer) for drafter in (twins.whole, twins.scored)
     )
     assert path_values(found) == pytest.approx(path_values(expected), abs=1e-3)
     assert _under_way(twins) is None

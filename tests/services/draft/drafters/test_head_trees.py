@@ -1,4 +1,4 @@
-"""Trees grown in one pass against those grown level by level, over the same sequences."""
+"""Trees scored as kinds of sampling against those scored as requests, over the same sequences."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DraftHead]:
         for shape in SHAPES[number % 2 :: 2]
     ],
 )
-def test_whole_trees_are_those_grown_level_by_level(
+def test_kinds_of_sampling_score_as_requests_do(
     heads: dict[str, DraftHead], name: str, shape: TreeShape
 ) -> None:
     draw, twins = random.Random(f"{name} {shape}"), TwinDrafters.of_head(heads[name])
@@ -152,10 +152,11 @@ def test_where_the_target_has_one_token_to_draw_trees_are_greedy(
     assert trees[0] == trees[1]
 
 
-def test_a_tree_of_a_probes_own_shape_grows_level_by_level(heads: dict[str, DraftHead]) -> None:
+def test_a_tree_of_a_probes_own_shape_needs_no_graph(heads: dict[str, DraftHead]) -> None:
     twins = TwinDrafters.of_head(heads["eagle3"])
     probe = replace(draft_sequence(text(random.Random(4), 9)), shape=TREE, is_probe=True)
     twins.open(probe)
     twins.send_all(probe)
     assert all(twins.trees(TREE, probe))
     assert twins.grower.num_sequences == 0
+    assert not twins.grower._passes

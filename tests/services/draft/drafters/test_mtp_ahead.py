@@ -38,7 +38,7 @@ def setups(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MtpSetup]:
 
 
 def _drafter(setup: MtpSetup) -> EagleDrafter:
-    drafter = setup.drafter(in_passes=True)
+    drafter = setup.drafter()
     drafter.lookahead.budget = FAN_OUT.budget
     return drafter
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.draft.drafters.standalone import build_model
+from services.draft.drafters.standalone import build_model, start_followers
 from services.draft.sequence import DraftSequence, SequenceKey
-from services.draft.tensor_parallel import start_followers
 from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
 from shared.tokens import SamplingParams, TokenTree, TreeShape
@@ -154,7 +153,7 @@ def cut(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CutDraft]:
         followers.stop()
 
 
-@pytest.mark.parametrize("grows_whole", [True, False], ids=["pass", "levels"])
+@pytest.mark.parametrize("grows_whole", [True, False], ids=["kinds", "requests"])
 def test_two_processes_grow_the_trees_of_one(cut: CutDraft, *, grows_whole: bool) -> None:
     assert cut.cut.runner.decoder.num_proposed == 120
     check_trees(cut.twins(grows_whole=grows_whole), SHAPES[1])

@@ -9,7 +9,7 @@ import torch
 
 from services.draft.candidates import drop_unknown_tokens
 from services.draft.drafters import branch_drafter
-from services.draft.drafters.drafter import Proposal
+from services.draft.drafters.drafter import Proposal, VerifiedTree
 from services.draft.drafters.standalone import StandaloneDrafter
 from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence, SequenceKey
@@ -20,9 +20,9 @@ from shared.models.loader import load_decoder
 from shared.runtime.runner import ModelRunner
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import DecoderModel
-from shared.runtime.tree_pass import PassLimits
 from shared.tokens import Outcome, SamplingParams, TokenTree, TreeShape, Verdict
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.drafting import plain_grower
 
 CPU = torch.device("cpu")
 VOCAB_SIZE, PAGE_SIZE = 64, 4
@@ -44,19 +44,14 @@ class Bench:
     """One drafter with the sequences it has. Its trees are grown in passes, or level by level."""
 
     def __init__(
-        self, decoder: Decoder, shape: TreeShape, num_pages: int = 600, *, in_passes: bool = True
+        self, decoder: Decoder, shape: TreeShape, num_pages: int = 600, *, budget: int = BUDGET
     ) -> None:
         self.pool = pool = KvPool(decoder.kv_layout(PAGE_SIZE), num_pages, CPU)
         leases = KvLeases(num_pages, PAGE_SIZE)
-        limits = PassLimits(MAX_SEQUENCES, CONTEXT, has_graphs=False)
-        self.drafter = StandaloneDrafter(
-            ModelRunner(decoder, pool),
-            leases,
-            max_context_tokens=CONTEXT,
-            grower=TreeGrower(DecoderModel(decoder, pool), limits) if in_passes else None,
-        )
-        if in_passes:
-            self.drafter.lookahead.budget = BUDGET
+        grower = plain_grower(DecoderModel(decoder, pool), CONTEXT, max_sequences=MAX_SEQUENCES)
+        runner = ModelRunner(decoder, pool)
+        self.drafter = StandaloneDrafter(runner, leases, grower, max_context_tokens=CONTEXT)
+        self.drafter.lookahead.budget = budget
         self.shape = shape
         self.fan_out = FanOut(BUDGET)
 
@@ -72,7 +67,7 @@ class Bench:
         return [each.tree for each in self.drafter.propose(sequences, self.shape)]
 
     def begin(self, sequence: DraftSequence, tree: TokenTree) -> None:
-        self.drafter.lookahead.begin(sequence, tree, self.shape, self.fan_out)
+        self.drafter.lookahead.begin(VerifiedTree(sequence, tree, self.shape, self.fan_out))
 
     def advance_all(self) -> list[Proposal]:
         proposals: list[Proposal] = []
@@ -101,7 +96,7 @@ def _committed(tree: TokenTree, proposal: Proposal) -> tuple[int, ...]:
 
 def _fresh(decoder: Decoder, shape: TreeShape, sequence: DraftSequence) -> TokenTree:
     """What a drafter without any state proposes."""
-    bench = Bench(decoder, shape, in_passes=False)
+    bench = Bench(decoder, shape, budget=0)
     [tree] = bench.propose(bench.open(1, sequence.token_ids, sequence.sampling))
     return tree
 
@@ -109,7 +104,7 @@ def _fresh(decoder: Decoder, shape: TreeShape, sequence: DraftSequence) -> Token
 def _fresh_after(
     decoder: Decoder, shape: TreeShape, sequence: DraftSequence, tokens: tuple[int, ...]
 ) -> TokenTree:
-    bench = Bench(decoder, shape, in_passes=False)
+    bench = Bench(decoder, shape, budget=0)
     opened = bench.open(1, [*sequence.token_ids, *tokens], sequence.sampling)
     return bench.propose(opened)[0]
 
@@ -435,9 +430,9 @@ def test_graphs_of_passes_that_can_stop_are_made_where_verdicts_are_prepared_for
 
     monkeypatch.setattr(TreeGrower, "capture_next", capture_next)
     bench = Bench(decoder, TreeShape(3, 2, 8))
-    assert not bench.drafter.prepare_next(bench.shape)
+    assert not bench.drafter.prepare(bench.shape, None)
     bench.drafter.lookahead.budget = 0
-    assert not bench.drafter.prepare_next(bench.shape)
+    assert not bench.drafter.prepare(bench.shape, None)
     assert asked == [False, True, False]
 
 

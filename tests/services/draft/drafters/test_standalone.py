@@ -16,6 +16,7 @@ from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
 from shared.runtime.runner import ModelRunner
+from shared.runtime.tree_model import DecoderModel
 from shared.speculation.noise import gumbel_noise
 from shared.tokens import SamplingParams, TokenTree, TreeShape
 from tests.helpers.checkpoints import TinyShape, build_model, write_checkpoint
@@ -25,6 +26,7 @@ from tests.helpers.drafting import (
     VOCAB_SIZE,
     committed,
     draft_sequence,
+    plain_grower,
     propose,
     random_text,
 )
@@ -57,7 +59,9 @@ def oracle_model() -> torch.nn.Module:
 def _drafter(decoder: Decoder, *, num_pages: int = 200, context: int = 128) -> StandaloneDrafter:
     pool = KvPool(decoder.kv_layout(PAGE_SIZE), num_pages, CPU)
     leases = KvLeases(num_pages, PAGE_SIZE)
-    return StandaloneDrafter(ModelRunner(decoder, pool), leases, max_context_tokens=context)
+    grower = plain_grower(DecoderModel(decoder, pool), context)
+    runner = ModelRunner(decoder, pool)
+    return StandaloneDrafter(runner, leases, grower, max_context_tokens=context)
 
 
 def _open(drafter: StandaloneDrafter, sequence: DraftSequence, shape: TreeShape) -> None:

@@ -1,4 +1,4 @@
-"""A language model's trees grown in one pass against those grown level by level."""
+"""A language model's trees scored as kinds of sampling against those scored as requests."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from services.draft.drafters.drafter import VerifiedTree
 from services.draft.drafters.standalone import StandaloneDrafter
 from services.draft.likely_verdicts import FanOut
 from shared.models.decoder import Decoder
@@ -28,7 +29,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_whole_trees_are_those_grown_level_by_level(decoder: Decoder, shape: TreeShape) -> None:
+def test_kinds_of_sampling_score_as_requests_do(decoder: Decoder, shape: TreeShape) -> None:
     """Accepted rows stay where a pass left them, or move to the front."""
     draw, twins = random.Random(str(shape)), TwinDrafters.of_decoder(decoder)
     batch = [
@@ -92,7 +93,7 @@ def test_drafting_ahead_grows_trees_of_all_verdicts_in_one_pass(decoder: Decoder
     trees = twins.trees(TREE, *batch)
     assert twins.grower.num_sequences == 2
     for sequence, tree in zip(batch, trees, strict=True):
-        lookahead.begin(sequence, tree, TREE, FanOut(1))
+        lookahead.begin(VerifiedTree(sequence, tree, TREE, FanOut(1)))
     found = []
     while lookahead.has_work:
         found.append(len(lookahead.advance()))
@@ -113,7 +114,7 @@ def test_what_a_sequence_goes_on_in_is_computed_whole_where_memory_gets_short(
     assert branches is not None
     branches.budget = 3
     [tree] = twins.trees(chain, sequence)
-    branches.begin(sequence, tree, chain, FanOut(3))
+    branches.begin(VerifiedTree(sequence, tree, chain, FanOut(3)))
     assert branches.advance() == []
     under_way = branches._passes.under_way
     assert under_way is not None

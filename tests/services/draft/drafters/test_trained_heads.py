@@ -21,12 +21,14 @@ from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.models.heads.config import HeadKind
 from shared.models.heads.dflash import load_dflash
+from shared.models.heads.head import DraftHead
 from shared.models.heads.loader import load_head
 from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import TargetFolder
-from shared.runtime.runner import BlockRunner, HeadRunner
+from shared.runtime.tree_model import HeadModel
 from shared.tokens import SamplingParams, TreeShape
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.drafting import plain_grower
 
 CPU = torch.device("cpu")
 NUM_STEPS = 4
@@ -36,27 +38,34 @@ GREEDY = SamplingParams(temperature=0.0)
 
 def _mtp(folder: Path, target: TargetFolder) -> Drafter:
     head = load_mtp(folder, target, dtype=torch.float32, device=CPU)
-    runner = HeadRunner(head, KvPool(head.kv_layout(4), 40, CPU))
-    leases = KvLeases(40, 4)
-    return EagleDrafter(runner, leases, max_context_tokens=128, keeps_features=False)
+    return _drafter(head)
 
 
 def _eagle(kind: HeadKind) -> Callable[[Path, TargetFolder], Drafter]:
     def build(folder: Path, target: TargetFolder) -> Drafter:
         head = load_head(folder, kind, target, dtype=torch.float32, device=CPU)
-        runner = HeadRunner(head, KvPool(head.kv_layout(4), 40, CPU))
-        leases = KvLeases(40, 4)
-        return EagleDrafter(runner, leases, max_context_tokens=128, keeps_features=False)
+        return _drafter(head)
 
     return build
 
 
+def _drafter(head: DraftHead) -> EagleDrafter:
+    pool = KvPool(head.kv_layout(4), 40, CPU)
+    return EagleDrafter(
+        HeadModel(head, pool),
+        KvLeases(40, 4),
+        max_context_tokens=128,
+        keeps_features=False,
+        grower=plain_grower(HeadModel(head, pool), 128),
+    )
+
+
 def _dflash(folder: Path, target: TargetFolder) -> Drafter:
     head = load_dflash(folder, target, dtype=torch.float32, device=CPU)
-    runner = BlockRunner(head, KvPool(head.kv_layout(4), 40, CPU))
     return DflashDrafter(
-        runner,
-        KvLeases(40, runner.page_size, prefix_cache=False),
+        head,
+        KvPool(head.kv_layout(4), 40, CPU),
+        KvLeases(40, 4, prefix_cache=False),
         block_size=head.config.block_size,
         window_tokens=100,
     )

@@ -12,9 +12,9 @@ from services.target.adaptive_config import AdaptiveConfig, Candidates
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.draft_policy import ALWAYS, DraftPolicy
 from services.target.engine import Engine
-from services.target.rounds.selected_rounds import SelectedRounds
 from services.target.step_report import StepReport
 from shared.models.decoder import Decoder
+from shared.runtime.selection_runner import SelectionRunner
 from shared.tokens import Choice
 from tests.helpers.ahead_cases import (
     CHAIN,
@@ -146,7 +146,7 @@ def test_rounds_whose_graphs_were_captured_meanwhile_say_nothing(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch, *, captures: bool
 ) -> None:
     counts = itertools.count() if captures else itertools.repeat(0)
-    monkeypatch.setattr(SelectedRounds, "num_captured", property(lambda rounds: next(counts)))
+    monkeypatch.setattr(SelectionRunner, "num_captured", property(lambda rounds: next(counts)))
     reports: list[StepReport] = []
     engine = _engine(decoder, reports)
     WiredDraft(engine, standalone(decoder), CHAIN, BUDGET).attach()

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from services.target.adaptive_config import DEFAULT_CONFIG
-from services.target.rounds.round_steps import RoundSteps
+from services.target.rounds.head_rounds import HeadSteps
+from services.target.rounds.round_steps import StepParts
 
 
 @dataclass
@@ -50,21 +51,16 @@ def _steps(
     """
     unused: Any = None
     lanes = SimpleNamespace(holds=lambda each: rounds.holds(each) or each.sequence_id in elsewhere)
-    steps: Any = RoundSteps(
+    parts = StepParts(
         scheduler=SimpleNamespace(running=running, lanes=lanes),  # type: ignore[arg-type]
-        attachments=SimpleNamespace(  # type: ignore[arg-type]
-            assignments=SimpleNamespace(close=lambda sequence: None)
-        ),
+        attachments=unused,
         committer=unused,
         clock=unused,
-        on_step=unused,
-        make_rounds=unused,
         forget=unused,
         runs_ahead=True,
-        launches_late=False,
-        config=DEFAULT_CONFIG,
     )
-    steps._rounds = rounds
+    steps: Any = HeadSteps(parts, unused, DEFAULT_CONFIG, launches_late=False)
+    steps._lanes = rounds
     return steps
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from services.target.engine import Engine
-from services.target.rounds.device_rounds import DeviceRounds
 from services.target.rounds.policy import CostTable, LanePolicy
+from services.target.rounds.round_shapes import RoundShapes
 from services.target.step_report import StepReport
 from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
@@ -226,10 +226,10 @@ TARGET_SEED = 3
 def always_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds whose trees grow ahead are measured as the fastest of all."""
 
-    def measured(rounds: DeviceRounds) -> CostTable:
+    def measured(rounds: RoundShapes) -> CostTable:
         return CostTable({1: 1.0}, {each: {1: 0.5 - 0.4 * each.is_ahead} for each in rounds.shapes})
 
-    monkeypatch.setattr(DeviceRounds, "measured", measured)
+    monkeypatch.setattr(RoundShapes, "measured", measured)
 
 
 def _model(folder: Path, seed: int) -> Decoder:
@@ -245,7 +245,7 @@ def test_a_model_drafts_ahead_while_sequences_come_and_go(
     pair: Pair, tmp_path: Path, seed: int, sampling: SamplingParams
 ) -> None:
     with _setup(pair) as setup:
-        setup.attach(tree=CHAIN, model=_model(tmp_path, seed))
+        draft = setup.attach(tree=CHAIN, model=_model(tmp_path, seed))
         prompts = [[*prompt, number] for number in (1, 2, 3) for prompt in PROMPTS]
         requests = [request(prompt, sampling) for prompt in prompts]
         collector, plain = run(setup.engine, requests), run_plain(pair.decoder, requests)
@@ -256,6 +256,10 @@ def test_a_model_drafts_ahead_while_sequences_come_and_go(
         num_drafted = sum(each.num_drafted for each in ahead)
         num_accepted = sum(each.num_accepted for each in ahead)
         assert num_rounds > 2 * len(requests)
+        names, starts, ends = zip(*draft.spans, strict=True)
+        assert set(names) == {"read", "propose", "select", "ahead"}
+        assert all(start <= end for start, end in zip(starts, ends, strict=True))
+        assert all(end <= later for end, later in zip(ends, starts[1:], strict=False))
         if seed != TARGET_SEED:
             assert num_accepted < num_drafted / 2
             return

@@ -12,8 +12,8 @@ import torch
 from services.target.admin_service import attachment_message, gauge_values
 from services.target.engine import Engine
 from services.target.requests.request import GenerationRequest
-from services.target.rounds.device_rounds import DeviceRounds
 from services.target.rounds.policy import CostTable, LanePolicy
+from services.target.rounds.round_shapes import RoundShapes
 from services.target.step_report import StepReport
 from shared.runtime.round_runner import RoundRunner
 from shared.tokens import SamplingParams, StopParams, TreeShape
@@ -90,7 +90,7 @@ def _setup(
         clock.advance(costs.round_s(runner.shape.tree, len(runner.sequence_ids)))
         launch(runner, masked)
 
-    def measured(rounds: DeviceRounds) -> CostTable:
+    def measured(rounds: RoundShapes) -> CostTable:
         sizes = (1, 2, 4, 8)
         each = {
             shape: {size: costs.round_s(shape, size) for size in sizes} for shape in rounds.shapes
@@ -98,7 +98,7 @@ def _setup(
         return CostTable(dict.fromkeys(sizes, PLAIN_S), each)
 
     monkeypatch.setattr(RoundRunner, "launch", timed_launch)
-    monkeypatch.setattr(DeviceRounds, "measured", measured)
+    monkeypatch.setattr(RoundShapes, "measured", measured)
     engine = build_engine(
         pair.decoder,
         num_pages=800,

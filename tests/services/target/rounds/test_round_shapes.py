@@ -30,10 +30,8 @@ def _shapes(pair: Pair, others: Mapping[TreeShape, int] = OTHERS) -> RoundShapes
     source = RoundSource(
         head=OwnHead(HeadModel(pair.head, KvPool(pair.head.kv_layout(PAGE_SIZE), 20, CPU))),
         pages=range(1, 20),
-        tree=TREE,
+        trees={TREE: 5, **others},
         max_context_tokens=60,
-        max_sequences=5,
-        other_trees=others,
     )
     rows = torch.zeros((20 * PAGE_SIZE, pair.head.feature_spec.width))
     return RoundShapes(source, ModelRunner(pair.decoder, pool), rows)

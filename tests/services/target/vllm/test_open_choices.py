@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from services.target.engine import Engine
-from services.target.requests.admission import RequestRecorder
+from services.target.requests.admission import RequestTelemetry
 from services.target.requests.request import GenerationRequest
 from services.target.vllm.open_choices import ChoiceOutput, OpenChoices, TextStop
 from shared.errors import InvalidArgument
@@ -44,8 +44,8 @@ class _StopAfter(TextStop):
 
 
 def _opened(engine: Engine) -> OpenChoices:
-    recorder = RequestRecorder("m", VllmMetrics(), lambda: 0.0)
-    return OpenChoices(engine, recorder)
+    telemetry = RequestTelemetry("m", VllmMetrics(), lambda: 0.0)
+    return OpenChoices(engine, telemetry)
 
 
 def _requests(num_choices: int, num_tokens: int = 12) -> list[GenerationRequest]:

@@ -17,7 +17,6 @@ from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.pool import KvPool
 from shared.models.heads.dflash import DflashHead, load_dflash
 from shared.models.heads.target_tensors import TargetFolder
-from shared.runtime.runner import BlockRunner
 from tests.helpers.checkpoints import TinyShape, build_model, write_checkpoint
 from tests.helpers.dflash_heads import (
     DflashOracle,
@@ -26,6 +25,7 @@ from tests.helpers.dflash_heads import (
     dflash_tensors,
     write_dflash,
 )
+from tests.helpers.pooled_heads import BlockRunner
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4

@@ -17,8 +17,8 @@ from shared.models.heads.head import DraftHead
 from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
-from shared.runtime.runner import HeadRunner
 from tests.helpers.family_mtp import FAMILY_MTPS, FamilyOracle, write_family_mtp
+from tests.helpers.pooled_heads import HeadRunner
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4

@@ -18,9 +18,9 @@ from shared.models.heads.head import DraftHead
 from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
-from shared.runtime.runner import HeadRunner
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.mtp_heads import MtpOracle, TinyMtp, change_mtp, write_mtp
+from tests.helpers.pooled_heads import HeadRunner
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4

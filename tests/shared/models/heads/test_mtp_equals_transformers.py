@@ -17,9 +17,9 @@ from shared.kv.pool import KvPool
 from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
-from shared.runtime.runner import HeadRunner
 from tests.helpers.checkpoints import build_model
 from tests.helpers.mixtures import MIXTURES, NUM_LAYERS, mixture_shape, write_mixture
+from tests.helpers.pooled_heads import HeadRunner
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4

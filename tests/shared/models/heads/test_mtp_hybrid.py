@@ -16,8 +16,8 @@ from shared.kv.pool import KvPool
 from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
-from shared.runtime.runner import HeadRunner
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.pooled_heads import HeadRunner
 
 CPU = torch.device("cpu")
 PAGE_SIZE, NUM_LAYERS, NUM_OWN = 4, 2, 2

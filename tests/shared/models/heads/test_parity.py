@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,10 +18,10 @@ from shared.models.heads.config import HeadKind
 from shared.models.heads.head import DraftHead
 from shared.models.heads.loader import load_head, read_token_map
 from shared.models.heads.target_tensors import TargetFolder
-from shared.runtime.runner import HeadOutput, HeadRunner
 from tests.helpers.checkpoints import TinyShape, build_model, write_checkpoint
 from tests.helpers.draft_heads import TinyHead, head_config, head_tensors, save_head, write_head
 from tests.helpers.head_oracle import HeadOracle
+from tests.helpers.pooled_heads import HeadRunner
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4
@@ -97,6 +97,11 @@ def _sent(head: DraftHead, features: Tensor) -> Tensor:
     return rows
 
 
+class Output(NamedTuple):
+    logits: Tensor
+    states: Tensor
+
+
 def _runner(head: DraftHead) -> HeadRunner:
     return HeadRunner(head, KvPool(head.kv_layout(PAGE_SIZE), 20, CPU))
 
@@ -110,7 +115,7 @@ def _run(
     positions: Sequence[int] | None = None,
     prefix_length: int | None = None,
     tail_mask: Sequence[Sequence[bool]] | None = None,
-) -> HeadOutput:
+) -> Output:
     rows = SequenceRows(
         token_ids=tokens,
         positions=positions or range(start, start + len(tokens)),
@@ -120,7 +125,8 @@ def _run(
         tail_mask=tail_mask,
         logit_rows=range(len(tokens)),
     )
-    return runner.run(build_batch([rows], page_size=PAGE_SIZE, device=CPU), hidden)
+    states = runner.states(build_batch([rows], page_size=PAGE_SIZE, device=CPU), hidden)
+    return Output(runner.logits(states), states)
 
 
 def _close(actual: Tensor, expected: Tensor) -> None:

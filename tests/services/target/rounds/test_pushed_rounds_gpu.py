@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from services.draft.likely_verdicts import FanOut
-from services.target.rounds.round_steps import EarlyLaunch
+from services.target.rounds.pushed_rounds import EarlyLaunch
 from services.target.step_report import StepReport
 from shared.models.decoder import Decoder
 from shared.runtime.graphs import GraphLimits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,10 +18,9 @@ from services.target.engine import Engine
 from services.target.fallback import NgramFallback
 from services.target.launcher import LaunchedStep, Launcher
 from services.target.requests.request import GenerationRequest
-from services.target.rounds import selected_rounds
-from services.target.rounds.round_steps import EarlyLaunch
-from services.target.rounds.selected_rounds import MIN_ALTERNATING
-from services.target.rounds.selection_steps import SelectionSteps
+from services.target.rounds import pushed_rounds
+from services.target.rounds.pushed_rounds import EarlyLaunch, PushedSteps
+from services.target.rounds.pushed_trees import MIN_ALTERNATING
 from services.target.step_report import StepReport
 from services.target.verifier import VerificationMode
 from shared.models.decoder import Decoder
@@ -398,7 +398,7 @@ def test_a_draft_that_dies_in_a_round_costs_no_token(decoder: Decoder, step: int
 
     def each_step(now: int) -> None:
         if now == step:
-            assert setup.engine._loop._selections.is_under_way
+            assert setup.engine._loop._pushed.is_under_way
             setup.engine.detach("ahead")
 
     setup.check(run(setup.engine, setup.requests(40), each_step=each_step), 40)
@@ -513,6 +513,31 @@ def test_where_the_device_has_no_memory_for_a_round_the_general_path_goes_on(
     assert set(asked[1:]) == {1}, "one keeps its lane, the other steps beside it"
     setup.check(run(setup.engine, setup.requests(40, 1)), 40, 1)
     assert set(asked[1:]) == {1}
+
+
+@pytest.mark.parametrize("part", ["forward", "commit"])
+@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.usefixtures("choice")
+def test_where_a_round_breaks_off_for_lack_of_memory_fewer_sequences_go_on(
+    decoder: Decoder, part: str, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    do, calls = getattr(RoundGraphs, part), itertools.count()
+    asked, reports = masked_requests(), list[StepReport]()
+    expected = run_plain(decoder, asked)
+
+    def do_few(graphs: RoundGraphs, *arguments: object) -> object:
+        if first <= next(calls) < first + 2:
+            raise torch.OutOfMemoryError("no room")
+        return do(graphs, *arguments)
+
+    monkeypatch.setattr(RoundGraphs, part, do_few)
+    engine = build_engine(decoder, on_step=reports.append, poisons_free_pages=True, selects=True)
+    WiredDraft(engine, standalone(decoder), TREE, BUDGET).attach()
+    found = run(engine, asked)
+    for key in range(len(asked)):
+        assert found.token_ids(key) == expected.token_ids(key)
+    assert next(calls) > first + 2, "rounds went on"
+    assert num_device_rounds(reports) > 0
 
 
 @pytest.mark.usefixtures("choice")
@@ -706,7 +731,7 @@ def test_where_there_is_no_memory_to_keep_features_of_rounds_the_general_path_go
         tried.append("once")
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(selected_rounds, "SelectionRunner", fail)
+    monkeypatch.setattr(pushed_rounds, "SelectionRunner", fail)
     setup.engine.detach("ahead")
     spec = FeatureSpec("key", (1, 4), torch.float32, None)
     draft = AheadDraft(setup.engine, setup.answers, name="head", feature_spec=spec)
@@ -754,7 +779,7 @@ def test_features_of_others_have_holes_where_rounds_kept_none(decoder: Decoder) 
 def test_where_the_host_decides_rounds_step_aside(
     decoder: Decoder, build: Callable[[Decoder], Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SelectionSteps, "_launch_ready", None)
+    monkeypatch.setattr(PushedSteps, "_launch_ready", None)
     engine, answers = build(decoder), _answers(decoder, GREEDY)
     AheadDraft(engine, answers, recovers=True).attach()
     collector = run(engine, [request(PROMPTS[0], GREEDY)])

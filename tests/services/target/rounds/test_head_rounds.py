@@ -616,7 +616,7 @@ def test_where_the_device_has_no_memory_for_any_round_the_draft_drafts(
     def run_out(*_: object) -> None:
         raise torch.OutOfMemoryError("Tried to allocate 64.00 MiB")
 
-    monkeypatch.setattr(RoundFactory, "rounds_of", run_out)
+    monkeypatch.setattr(RoundFactory, "head_lanes", run_out)
     requests = _requests(SAMPLINGS["greedy"])
     setup = _setup(pair)
     collector = run(setup.engine, requests)
