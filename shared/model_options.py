@@ -49,7 +49,8 @@ class Quantisation(enum.Enum):
     """In what the matrices of a model's layers are held; products are in the model's dtype.
 
     A channel, that is an output of a matrix, has a scale of its own: int8 in equal steps, fp8 as
-    e4m3. A checkpoint that comes quantised is refused when it is loaded.
+    e4m3. Matrices that a checkpoint has in these 8 bits keep its numbers and scales. `unquant`
+    keeps those in any 8 bits that the device multiplies, and widens them elsewhere.
     """
 
     UNQUANT = "unquant"

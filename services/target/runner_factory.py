@@ -284,7 +284,8 @@ def _pool(
 
 
 def _weights_in_words(settings: TargetSettings, device: torch.device, shortage: Shortage) -> str:
-    """Returns that the weights do not fit. In 8 bits neither: they are read as they are."""
+    """Returns that the weights do not fit. They are read as they are stored, before any of them is
+    rounded to 8 bits."""
     files = Checkpoint.open(settings.model_path).files
     size = in_words(sum(path.stat().st_size for path in set(files.values())))
     return (

@@ -26,6 +26,7 @@ from shared.kernels.linear import (
     TILE_CHANNELS,
     WORD_BLOCK,
     BatchInvariantOperand,
+    scale_rows,
 )
 from shared.kernels.many_rows_triton import (
     launch_many,
@@ -34,7 +35,7 @@ from shared.kernels.many_rows_triton import (
     pays_to_spread,
 )
 from shared.kernels.pointwise import Partials
-from shared.kernels.widened_jit import unpacked
+from shared.kernels.widened_jit import block_factors, unpacked, with_block
 
 _ROW_TILES = (16, 32, 64)
 _WIDE_TILE = 128
@@ -52,7 +53,8 @@ def product(  # type: ignore[no-untyped-def]
     NUM_CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
     SEGMENT: tl.constexpr, NUM_SEGMENTS: tl.constexpr,
     IS_SPREAD: tl.constexpr, LEAVES_PARTS: tl.constexpr, IS_GATED: tl.constexpr,
-    IS_WIDE: tl.constexpr, IS_E4M3: tl.constexpr, HAS_BIAS: tl.constexpr,
+    IS_WIDE: tl.constexpr, IS_E4M3: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     TILE_CHANNELS: tl.constexpr, TILE_ROWS: tl.constexpr, QUARTER: tl.constexpr,
     AHEAD: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -64,6 +66,8 @@ def product(  # type: ignore[no-untyped-def]
         LEAVES_PARTS: another kernel adds the parts.
         IS_GATED: the channels are gates and then as many values that they gate: a tile has half of
             either, and `results` are `[T, N / 2]`. There is one segment, no bias and no scale.
+        SCALE_ROWS: see `scale_rows`. The sum over a block is scaled before it is added to those of
+            the blocks before it.
         AHEAD: bytes of each channel's segment that are fetched while the kernel before this one
             runs; 0 fetches none.
     """
@@ -82,7 +86,8 @@ def product(  # type: ignore[no-untyped-def]
         channels = tile * half + lanes % half + (lanes // half) * (NUM_CHANNELS // 2)
     # What the end needs is under way from the start.
     is_channel = channels < NUM_CHANNELS
-    own_scales = early(scales + channels, is_channel, not IS_WIDE)
+    is_scaled_last: tl.constexpr = not IS_WIDE and SCALE_ROWS == 0
+    own_scales = early(scales + channels, is_channel, is_scaled_last)
     own_bias = early(bias + channels, is_channel, HAS_BIAS)
     begin(IS_DEPENDENT)
     rows = row_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
@@ -107,10 +112,15 @@ def product(  # type: ignore[no-untyped-def]
                 tile_inputs = tl.load(here, mask=is_input, other=0.0)
                 part = tl.dot(tile_weights, tile_inputs, part)
             else:
+                factors = block_factors(
+                    scales, 0, channels % NUM_CHANNELS, start, SCALE_ROWS, NUM_CHANNELS, DEPTH
+                )
                 words = tl.load(sources + start // 4 + quarter[None, :])
                 here = row_inputs + start + whole[:, None]
                 tile_inputs = tl.load(here, mask=is_input, other=0.0)
-                part = tl.dot(unpacked(words, tile_inputs, IS_E4M3), tile_inputs, part)
+                before = tl.zeros_like(part) if SCALE_ROWS > 0 else part
+                block = tl.dot(unpacked(words, tile_inputs, IS_E4M3), tile_inputs, before)
+                part = with_block(part, block, factors, SCALE_ROWS)
         total += part
     if IS_GATED:
         store_gated(total, results, tile, rows, is_row, NUM_CHANNELS // 2, TILE_CHANNELS // 2)
@@ -129,13 +139,15 @@ def product(  # type: ignore[no-untyped-def]
                     here = parts + segment * size + places
                     summed += tl.load(here, mask=is_result, other=0.0, cache_modifier=".cg")
                 store_rows(
-                    summed, own_scales, own_bias, results + places, is_result, IS_WIDE, HAS_BIAS
-                )
+                    summed, own_scales, own_bias, results + places, is_result,
+                    is_scaled_last, HAS_BIAS,
+                )  # fmt: skip
     else:
         places = rows.to(tl.int64)[:, None] * NUM_CHANNELS + channels[None, :]
         store_rows(
-            tl.trans(total), own_scales, own_bias, results + places, is_result, IS_WIDE, HAS_BIAS
-        )
+            tl.trans(total), own_scales, own_bias, results + places, is_result,
+            is_scaled_last, HAS_BIAS,
+        )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -160,10 +172,10 @@ def fetch_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def store_rows(  # type: ignore[no-untyped-def]
-    summed, scales, bias, results, is_result, IS_WIDE: tl.constexpr, HAS_BIAS: tl.constexpr
+    summed, scales, bias, results, is_result, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr
 ):
     """Writes sums `[TILE_ROWS, TILE_CHANNELS]` over all segments, scaled and with their bias."""
-    if not IS_WIDE:
+    if HAS_SCALES:
         summed *= scales[None, :]
     if HAS_BIAS:
         summed += bias[None, :]
@@ -261,6 +273,7 @@ def _launch(
     assert depth % WORD_BLOCK == 0
     assert inputs.stride(1) == 1
     assert values.is_contiguous()
+    assert scales is None or scales.is_contiguous()
     if not num_rows:
         return
     segments, is_wide = weight.segments, _is_wide(num_rows)
@@ -283,6 +296,7 @@ def _launch(
         SEGMENT=segments.length, NUM_SEGMENTS=segments.count,
         IS_SPREAD=parts is not None, LEAVES_PARTS=leaves_parts, IS_GATED=is_gated,
         IS_WIDE=scales is None, IS_E4M3=values.dtype is torch.float8_e4m3fn,
+        SCALE_ROWS=0 if scales is None else scale_rows(scales, num_channels),
         HAS_BIAS=bias is not None, TILE_CHANNELS=tile_channels, TILE_ROWS=tile_rows,
         QUARTER=WORD_BLOCK // 4, AHEAD=ahead,
         num_warps=8 if is_wide else 4, num_stages=stages[tile_rows], **launch,

@@ -14,9 +14,14 @@ import torch
 from torch import Tensor
 
 from shared.kernels.kernel_settings import has_triton, runs_triton
-from shared.kernels.linear import LinearWeight, linear
+from shared.kernels.linear import LinearWeight, keeps_row_bits, linear
 from shared.kernels.pointwise import Activation, Partials, gate_mul
-from shared.kernels.quantised import QuantisedWeight, quantised_linear
+from shared.kernels.quantised import (
+    QuantisedWeight,
+    StoredMatrix,
+    in_words,
+    quantised_linear,
+)
 
 # Rows of a tile, and the pairs an expert up to which they are taken: of few pairs every tile reads
 # a whole weight, and of many most tiles are full.
@@ -32,7 +37,7 @@ class ExpertWeight:
     Attributes:
         experts: one an expert, on devices without kernels; else none.
         values: `[E, N, K]` on devices with kernels; else None.
-        scales: `[E, N]` float32 of values in 8 bits; None of others.
+        scales: of values in 8 bits, those of `QuantisedWeight` for each expert; None of others.
         bias: `[E, N]`; None in most families.
         is_packed: whether 8-bit `values` are in the order of `quantised.in_words`.
         num_saved_bytes: memory this takes less than the weights it was made from.
@@ -65,12 +70,32 @@ class ExpertWeight:
             num_saved = sum(each.num_saved_bytes for each in experts)
             return cls(experts, None, None, bias, num_saved)
         values = weight.new_empty(weight.shape, dtype=stored)
-        scales = weight.new_empty(weight.shape[:2], dtype=torch.float32)
+        scales = weight.new_empty((*weight.shape[:2], 1), dtype=torch.float32)
         num_saved, is_packed = 0, False
         for index, each in enumerate(weight):
             own = QuantisedWeight.of(each, stored)
-            values[index], scales[index] = own.values, own.scales.squeeze(1)
+            values[index], scales[index] = own.values, own.scales
             num_saved, is_packed = num_saved + own.num_saved_bytes, own.is_packed
+        return cls((), values, scales, bias, num_saved, is_packed=is_packed)
+
+    @classmethod
+    def kept(
+        cls, matrix: StoredMatrix, num_experts: int, bias: Tensor | None = None
+    ) -> ExpertWeight:
+        """Prepares the matrices of all experts, which came in 8 bits below one another, for their
+        device. Their memory is this weight's from now on."""
+        values = matrix.values.view(num_experts, -1, matrix.shape[1])
+        scales = matrix.scales.view(num_experts, -1, matrix.scales.shape[1])
+        wide_bytes = values.numel() * matrix.dtype.itemsize
+        num_saved = wide_bytes - values.nbytes - scales.nbytes
+        if not has_triton(values.device):
+            each = (StoredMatrix(*own, matrix.dtype) for own in zip(values, scales, strict=True))
+            return cls(tuple(map(QuantisedWeight.kept, each)), None, None, bias, num_saved)
+        is_packed = keeps_row_bits(values.device, matrix.dtype, values.shape[2])
+        if is_packed:
+            # In place: a layer of them may be as large as what is left of the device.
+            for own_values in values:
+                own_values.copy_(in_words(own_values))
         return cls((), values, scales, bias, num_saved, is_packed=is_packed)
 
     @property

@@ -13,10 +13,10 @@ from shared.kernels.dependent_jit import begin, early, fetch_rows
 from shared.kernels.experts import FEWEST_ROWS, ExpertTiles, ExpertWeight
 from shared.kernels.fused_jit import silu_times
 from shared.kernels.launch import bytes_ahead, dependent_launch
-from shared.kernels.linear import WORD_BLOCK
+from shared.kernels.linear import WORD_BLOCK, scale_rows
 from shared.kernels.pointwise import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation, Partials
 from shared.kernels.quantised import from_words
-from shared.kernels.widened_jit import unpacked
+from shared.kernels.widened_jit import block_factors, unpacked, with_block
 
 _ALPHA: tl.constexpr = tl.constexpr(SWIGLU_ALPHA)
 _LIMIT: tl.constexpr = tl.constexpr(SWIGLU_LIMIT)
@@ -80,7 +80,8 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
     num_pairs, input_stride, num_shared,
     NUM_EXPERTS: tl.constexpr, NUM_CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr, AHEAD: tl.constexpr,
-    HAS_SCALES: tl.constexpr, IS_PACKED: tl.constexpr, IS_E4M3: tl.constexpr,
+    HAS_SCALES: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    IS_PACKED: tl.constexpr, IS_E4M3: tl.constexpr,
     HAS_BIAS: tl.constexpr, GATE: tl.constexpr, NUM_PARTS: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_CHANNELS: tl.constexpr, STEP: tl.constexpr,
     IS_FLOAT32: tl.constexpr, IS_DEPENDENT: tl.constexpr,
@@ -95,6 +96,7 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
             finds its own, see `found_tile`; else 0.
         AHEAD: bytes of each channel that are fetched while the kernel before this one runs, which
             should not be the one that writes `tile_experts`; 0 fetches none. Not with GATE.
+        SCALE_ROWS: see `scale_rows`; 0 where a channel has a scale, or HAS_SCALES is not.
         IS_PACKED: weights are words of four 8-bit numbers, in the order of `quantised.in_words`.
         GATE: what gates channels, which are gates and then as many values; see `gated_values`.
             0 leaves them.
@@ -126,16 +128,22 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
         is_input = is_pair[None, :]
         quarter, whole = tl.arange(0, STEP // 4), tl.arange(0, STEP)
         # What the end needs is under way from the start.
-        own_scales = early(scales + expert * NUM_CHANNELS + channels, lanes >= 0, HAS_SCALES)
+        is_scaled_last: tl.constexpr = HAS_SCALES and SCALE_ROWS == 0
+        own_scales = early(scales + expert * NUM_CHANNELS + channels, lanes >= 0, is_scaled_last)
         own_bias = early(bias + expert * NUM_CHANNELS + channels, lanes >= 0, HAS_BIAS)
         own_factors = early(factors + pairs, is_pair, NUM_PARTS > 0)
         total = tl.zeros((TILE_CHANNELS, TILE_ROWS), tl.float32)
         for start in range(0, DEPTH, STEP):
+            # Where blocks have scales, the sum over a step is scaled before it is added.
+            own_block = block_factors(
+                scales, expert, channels, start, SCALE_ROWS, NUM_CHANNELS, DEPTH
+            )
+            part = tl.zeros_like(total) if SCALE_ROWS > 0 else total
             if IS_PACKED:
                 words = tl.load(sources + start // 4 + quarter[None, :])
                 here = rows + start + whole[:, None]
                 right = tl.load(here, mask=is_input, other=0.0)
-                total = tl.dot(unpacked(words, right, IS_E4M3), right, total)
+                part = tl.dot(unpacked(words, right, IS_E4M3), right, part)
             else:
                 if DEPTH % STEP == 0:
                     left = tl.load(sources + start + whole[None, :])
@@ -150,10 +158,11 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
                     )
                 left = left.to(right.dtype)
                 if IS_FLOAT32:
-                    total = tl.dot(left, right, total, input_precision="ieee")
+                    part = tl.dot(left, right, part, input_precision="ieee")
                 else:
-                    total = tl.dot(left, right, total)
-        if HAS_SCALES:
+                    part = tl.dot(left, right, part)
+            total = with_block(total, part, own_block, SCALE_ROWS)
+        if is_scaled_last:
             total *= own_scales[:, None]
         if HAS_BIAS:
             total += own_bias[:, None]
@@ -358,6 +367,7 @@ def _launch(
     values, scales, bias = weight.values, weight.scales, weight.bias
     assert values is not None
     assert values.is_contiguous()
+    assert scales is None or scales.is_contiguous()
     assert inputs.stride(1) == 1
     num_experts, num_channels, depth = values.shape
     is_found = tiles.pairs is None
@@ -386,7 +396,8 @@ def _launch(
         NUM_EXPERTS=num_experts, NUM_CHANNELS=num_channels, DEPTH=depth,
         BLOCK_PAIRS=0 if not is_found else _FEW_PAIRS if num_pairs <= _FEW_PAIRS else MOST_FOUND,
         AHEAD=ahead,
-        HAS_SCALES=scales is not None, IS_PACKED=is_packed,
+        HAS_SCALES=scales is not None,
+        SCALE_ROWS=0 if scales is None else scale_rows(scales, num_channels), IS_PACKED=is_packed,
         IS_E4M3=values.dtype is torch.float8_e4m3fn, HAS_BIAS=bias is not None,
         GATE=_GATES[activation], NUM_PARTS=0 if factors is None else factors.shape[1],
         TILE_ROWS=tiles.num_rows, TILE_CHANNELS=shape.channels,

@@ -51,7 +51,7 @@ class BatchInvariantOperand:
 
     Attributes:
         values: half precision, or 8 bits in the order of `quantised.in_words`.
-        scales: `[N, 1]` float32 of 8-bit values; None of others.
+        scales: of 8-bit values, see `QuantisedWeight`; None of others.
         counters: see `tile_counters`. Two products with them must not run at the same time.
     """
 
@@ -75,16 +75,30 @@ def can_be_batch_invariant(weight: Tensor) -> bool:
 
     It needs the matrix instructions of compute capability 9.0, and K must be a multiple of 128.
     """
-    return (
-        is_hopper(weight.device)
-        and weight.dtype in _HALF_PRECISION
-        and weight.shape[1] % WORD_BLOCK == 0
-    )
+    return keeps_row_bits(weight.device, weight.dtype, weight.shape[1])
+
+
+def keeps_row_bits(device: torch.device, dtype: torch.dtype, depth: int) -> bool:
+    """Whether a product in `dtype` with a weight of `depth` columns, of 16 bits or 8, is one of our
+    kernel: see `can_be_batch_invariant`."""
+    return is_hopper(device) and dtype in _HALF_PRECISION and depth % WORD_BLOCK == 0
 
 
 def is_hopper(device: torch.device) -> bool:
     """Whether `device` is a GPU of compute capability 9.0 or above."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def scale_rows(scales: Tensor, num_channels: int) -> int:
+    """Returns how many channels share a scale of 128 columns; 0 where a channel has one scale.
+
+    Args:
+        scales: of `QuantisedWeight` or `ExpertWeight`.
+    """
+    num_rows, num_blocks = scales.shape[-2:]
+    if num_rows == num_channels:
+        return 0 if num_blocks == 1 else 1
+    return WORD_BLOCK
 
 
 def tile_counters(num_channels: int, device: torch.device) -> Tensor:

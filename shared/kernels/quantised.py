@@ -1,9 +1,9 @@
 """Products with a constant weight matrix held in 8 bits.
 
 Each row of the matrix, that is each output channel, has a scale of its own, so that its largest
-element takes the whole range. Activations are left alone. A row of a product has the same bits for
-every number of rows: in half precision on GPUs from Hopper on, where 8 bits are read and widened
-in registers, and in float32 on the CPU.
+element takes the whole range; or each block has one, in matrices that come so. Activations are left
+alone. A row of a product has the same bits for every number of rows: in half precision on GPUs from
+Hopper on, where 8 bits are read and widened in registers, and in float32 on the CPU.
 """
 
 from __future__ import annotations
@@ -20,13 +20,63 @@ from shared.kernels.linear import (
     BatchInvariantOperand,
     batch_invariant_linear,
     batch_invariant_product,
-    can_be_batch_invariant,
     has_batch_invariant_product,
+    keeps_row_bits,
+    scale_rows,
     tile_counters,
 )
 
 _LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: LARGEST}
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
+# Rows at once, whole blocks, which are held in float32 meanwhile.
+_MOST_ROUNDED = 64 * WORD_BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """A matrix `[N, K]` that came in 8 bits.
+
+    Attributes:
+        values, scales: see `QuantisedWeight`; values in their own order.
+        dtype: of the model.
+    """
+
+    values: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+    @classmethod
+    def rounded(
+        cls,
+        weight: Tensor,
+        stored: torch.dtype,
+        largest: Tensor | None = None,
+        block_rows: int | None = None,
+    ) -> StoredMatrix:
+        """Rounds `weight` `[N, K]` to the nearest values that `stored` holds.
+
+        Args:
+            largest: `[N, 1]` float32, the largest size of an element of each channel, where
+                `weight` is only some columns of the matrix.
+            block_rows: channels whose 128 columns share a scale; None gives each channel one.
+        """
+        if block_rows is None:
+            largest = largest_elements(weight) if largest is None else largest
+            values, scales = _rounded(weight.float(), stored, largest)
+            return cls(values, scales, weight.dtype)
+        parts = [
+            _rounded_blocks(some, stored, block_rows) for some in torch.split(weight, _MOST_ROUNDED)
+        ]
+        values, scales = map(torch.cat, zip(*parts, strict=True))
+        return cls(values, scales, weight.dtype)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +85,8 @@ class QuantisedWeight:
 
     Attributes:
         values: `[N, K]` int8 or float8_e4m3fn.
-        scales: `[N, 1]` float32, positive.
+        scales: float32: `[N, 1]`, one a channel; or one for 128 columns of 128 channels,
+            `[ceil(N / 128), ceil(K / 128)]`, or of each, `[N, ceil(K / 128)]`.
         counters: see `tile_counters`.
         dtype: of the weight it was made from.
         is_packed: whether `values` are in the order that `in_words` makes.
@@ -51,24 +102,16 @@ class QuantisedWeight:
     def of(
         cls, weight: Tensor, stored: torch.dtype, largest: Tensor | None = None
     ) -> QuantisedWeight:
-        """Rounds `weight` `[N, K]` to the nearest values that `stored` holds.
+        """Rounds `weight` `[N, K]`; see `StoredMatrix.rounded`."""
+        return cls.kept(StoredMatrix.rounded(weight, stored, largest))
 
-        Args:
-            largest: `[N, 1]` float32, the largest size of an element of each channel, where
-                `weight` is only some columns of the matrix.
-        """
-        limit = _LIMITS[stored]
-        exact = weight.float()
-        if largest is None:
-            largest = largest_elements(weight)
-        # A channel of zeros keeps the scale of 1.
-        scales = torch.where(largest > 0.0, largest / limit, 1.0)
-        scaled = (exact / scales).clamp_(-limit, limit)
-        values = (scaled.round_() if stored is torch.int8 else scaled).to(stored)
-        is_packed = can_be_batch_invariant(weight)
-        values = in_words(values) if is_packed else values
-        counters = tile_counters(len(weight), weight.device)
-        return cls(values, scales, counters, weight.dtype, is_packed)
+    @classmethod
+    def kept(cls, matrix: StoredMatrix) -> QuantisedWeight:
+        """Returns the same numbers, prepared for their device."""
+        is_packed = keeps_row_bits(matrix.device, matrix.dtype, matrix.shape[1])
+        values = in_words(matrix.values) if is_packed else matrix.values
+        counters = tile_counters(len(values), values.device)
+        return cls(values, matrix.scales, counters, matrix.dtype, is_packed)
 
     @property
     def num_saved_bytes(self) -> int:
@@ -83,12 +126,35 @@ class QuantisedWeight:
         values = from_words(self.values) if self.is_packed else self.values
         is_int8 = values.dtype is torch.int8
         wide = values.to(torch.float32) if is_int8 else widened(values)
-        return wide.mul_(self.scales).to(dtype)
+        rows = scale_rows(self.scales, len(wide))
+        if rows == 0:
+            return wide.mul_(self.scales).to(dtype)
+        grid = self.scales.repeat_interleave(rows, dim=0)[: len(wide)]
+        for block, factors in zip(torch.split(wide, WORD_BLOCK, 1), grid.unbind(1), strict=True):
+            block.mul_(factors.unsqueeze(1))
+        return wide.to(dtype)
 
 
 def largest_elements(weight: Tensor) -> Tensor:
     """Returns `[N, 1]` float32, the largest size of an element of each channel."""
     return weight.abs().amax(dim=1, keepdim=True).float()
+
+
+def _rounded(exact: Tensor, stored: torch.dtype, largest: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns values and scales of float32 numbers, of which `largest` broadcasts to theirs."""
+    limit = _LIMITS[stored]
+    # Zeros alone keep the scale of 1.
+    scales = torch.where(largest > 0.0, largest / limit, 1.0)
+    scaled = (exact / scales).clamp_(-limit, limit)
+    return (scaled.round_() if stored is torch.int8 else scaled).to(stored), scales
+
+
+def _rounded_blocks(weight: Tensor, stored: torch.dtype, block_rows: int) -> tuple[Tensor, Tensor]:
+    num_rows, depth = weight.shape
+    whole = F.pad(weight.float(), (0, -depth % WORD_BLOCK, 0, -num_rows % block_rows))
+    blocks = whole.view(-1, block_rows, -(-depth // WORD_BLOCK), WORD_BLOCK)
+    values, scales = _rounded(blocks, stored, blocks.abs().amax((1, 3), keepdim=True))
+    return values.view_as(whole)[:num_rows, :depth].contiguous(), scales[:, 0, :, 0]
 
 
 def in_words(values: Tensor) -> Tensor:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from shared.kernels.linear import WORD_BLOCK
+
+_SCALE_BLOCK: tl.constexpr = tl.constexpr(WORD_BLOCK)
 # Sign, exponent and mantissa of e4m3 at the places of a bfloat16 are 2^-120 of the number.
 _E4M3 = """
 and.b32 sign, pair, 0x80008000;
@@ -107,6 +110,32 @@ def unpacked(words, like, IS_E4M3: tl.constexpr):  # type: ignore[no-untyped-def
             (words >> 16).to(tl.int8).to(like.dtype), (words >> 24).to(tl.int8).to(like.dtype),
         )  # fmt: skip
     return tl.reshape(wide, (words.shape[0], 4 * words.shape[1]))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def block_factors(  # type: ignore[no-untyped-def]
+    scales, matrix, channels, start,
+    ROWS: tl.constexpr, NUM_CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Returns the scales `[N]` of channels' columns from `start` on, which end in the same block;
+    nothing if ROWS, see `linear.scale_rows`, is 0.
+
+    Args:
+        scales: of matrices one after the other, of which `matrix` is meant.
+    """
+    if ROWS > 0:
+        row = matrix * tl.cdiv(NUM_CHANNELS, ROWS) + channels // ROWS
+        factors = tl.load(scales + row * tl.cdiv(DEPTH, _SCALE_BLOCK) + start // _SCALE_BLOCK)
+    else:
+        factors = 0.0
+    return factors
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def with_block(total, block, factors, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns `total` and the sums of a block, which `block` has alone, times their factors; where
+    channels have no factors, it has the total as well."""
+    return tl.fma(block, factors[:, None], total) if ROWS > 0 else block
 
 
 @triton.jit

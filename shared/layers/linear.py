@@ -13,7 +13,12 @@ from torch import Tensor
 from shared.kernels.experts import ExpertWeight
 from shared.kernels.linear import LinearWeight, gated_linear, linear, linear_partials
 from shared.kernels.pointwise import Partials, silu_mul, total_of
-from shared.kernels.quantised import QuantisedWeight, largest_elements, quantised_linear
+from shared.kernels.quantised import (
+    QuantisedWeight,
+    StoredMatrix,
+    largest_elements,
+    quantised_linear,
+)
 from shared.kv.pool import OwnRows
 from shared.layers.tensor_group import Part, TensorGroup
 from shared.model_options import Quantisation
@@ -42,12 +47,18 @@ class Linear:
     @classmethod
     def of(
         cls,
-        weight: Tensor,
+        weight: Tensor | StoredMatrix,
         bias: Tensor | None = None,
         quantisation: Quantisation = Quantisation.UNQUANT,
         group: TensorGroup | None = None,
     ) -> Linear:
-        """Prepares `weight` `[N, K]` for its device; it may be copied, so drop your reference."""
+        """Prepares `weight` `[N, K]` for its device; it may be copied, so drop your reference.
+
+        Args:
+            quantisation: of a weight that is not in 8 bits already.
+        """
+        if isinstance(weight, StoredMatrix):
+            return cls(QuantisedWeight.kept(weight), bias, group)
         if quantisation is Quantisation.UNQUANT:
             return cls(LinearWeight.prepare(weight), bias, group)
         # The factor of a channel is that of the whole matrix, wherever its columns are.

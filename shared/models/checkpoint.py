@@ -24,6 +24,7 @@ from shared.models.scaled_weights import (
     WordKeys,
     packed_keys,
     scale_block,
+    scale_grid,
     scale_keys,
     spread_scales,
     unpacked,
@@ -34,6 +35,7 @@ from shared.models.scaled_weights import (
 
 _SAFETENSORS = ("model", "safetensors")
 _PICKLED = ("pytorch_model", "bin")
+_SAFETENSORS_DTYPES = {"I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn}
 _FILES = {
     LoadFormat.AUTO: (_SAFETENSORS, _PICKLED),
     LoadFormat.SAFETENSORS: (_SAFETENSORS,),
@@ -64,6 +66,9 @@ class WeightFile(Protocol):
     def keys(self) -> frozenset[str]: ...
 
     def shape(self, key: str) -> tuple[int, ...]: ...
+
+    def stored_dtype(self, key: str) -> torch.dtype | None:
+        """Returns one of `EIGHT_BIT_DTYPES`; None for others."""
 
     def read(self, key: str, cut: Cut | None = None) -> Tensor:
         """Returns a view of the mapped file: its elements are read when they are used."""
@@ -137,7 +142,7 @@ class Checkpoint:
             words,
         )
 
-    def open_file(self, path: Path) -> WeightFile:
+    def open_file(self, path: Path) -> ScaledFile:
         """Opens one of `files`; weights in few bits are read as the float32 that they stand for,
         and those in MXFP4 as the bfloat16.
 
@@ -145,7 +150,7 @@ class Checkpoint:
             CheckpointError: as `open_weights`; when read, also for scales that are missing or of
                 a wrong shape.
         """
-        return _ScaledFile(path, self)
+        return ScaledFile(path, self)
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Returns the shape of one of `files`."""
@@ -169,7 +174,7 @@ def open_weights(path: Path) -> WeightFile:
     return _PickledFile(path)
 
 
-class _ScaledFile:
+class ScaledFile:
     """A file of a checkpoint whose scales may be in other files."""
 
     def __init__(self, path: Path, checkpoint: Checkpoint) -> None:
@@ -196,11 +201,7 @@ class _ScaledFile:
         packed = self._checkpoint.packed.get(key)
         if packed is not None:
             return self._unpacked(key, packed, cut)
-        words = self._checkpoint.words.get(key)
-        if words is None:
-            weight = self._files[self._path].read(key, cut)
-        else:
-            weight = self._integers(key, words, cut)
+        weight = self.read_stored(key, cut)
         stored, is_packed = self._checkpoint.scales.get(key), weight.dtype in EIGHT_BIT_DTYPES
         if stored is None and not is_packed:
             return weight
@@ -212,7 +213,34 @@ class _ScaledFile:
                 f"{self._path}: {key} is {weight.dtype} and has {stored.key}; with scales it must "
                 f"be one of {', '.join(map(str, EIGHT_BIT_DTYPES))}"
             )
-        return weight.float() * self._scales(key, stored, cut)
+        return weight.float() * self._factors(key, stored, cut)
+
+    def stored_dtype(self, key: str) -> torch.dtype | None:
+        """Returns the dtype of `read_stored` where a weight has scales; else None."""
+        if key not in self._checkpoint.scales or key not in self._keys:
+            return None
+        if key in self._checkpoint.words:
+            return torch.int8
+        return self._files[self._path].stored_dtype(key)
+
+    def read_stored(self, key: str, cut: Cut | None = None) -> Tensor:
+        """Returns the numbers of a weight that is not in MXFP4, without their scales."""
+        words = self._checkpoint.words.get(key)
+        if words is None:
+            return self._files[self._path].read(key, cut)
+        return self._integers(key, words, cut)
+
+    def scales(self, key: str) -> Tensor:
+        """Returns the scales of a weight in 8 bits as float32 in two axes, see `scale_grid`.
+
+        Raises:
+            CheckpointError: as `Checkpoint.open_file`.
+        """
+        stored = self._checkpoint.scales[key]
+        grid = scale_grid(self._read_scales(stored), self.shape(key), self._checkpoint.block)
+        if grid is None:
+            raise self._misshapen(key, stored)
+        return grid
 
     def _integers(self, key: str, packed: WordKeys, cut: Cut | None) -> Tensor:
         """Returns int8 numbers of words; columns are cut behind unpacking."""
@@ -240,22 +268,30 @@ class _ScaledFile:
             )
         return unpacked(blocks, scales)
 
-    def _scales(self, key: str, stored: StoredScales, cut: Cut | None) -> Tensor:
+    def _factors(self, key: str, stored: StoredScales, cut: Cut | None) -> Tensor:
         """Returns factors that broadcast to what is read of a weight."""
+        scales, block = self._read_scales(stored), self._checkpoint.block
+        factors = spread_scales(scales, self.shape(key), block, () if cut is None else cut.slices)
+        if factors is None:
+            raise self._misshapen(key, stored)
+        return factors
+
+    def _read_scales(self, stored: StoredScales) -> Tensor:
         if stored.path not in self._files:
             self._files[stored.path] = open_weights(stored.path)
-        weights, block = self._files[stored.path], self._checkpoint.block
+        weights = self._files[stored.path]
         if stored.key not in weights.keys():  # noqa: SIM118  not a mapping
             raise CheckpointError(f"{stored.path} lacks {stored.key}, which the index places there")
-        scales, shape = weights.read(stored.key), self.shape(key)
-        factors = spread_scales(scales, shape, block, () if cut is None else cut.slices)
-        if factors is None:
-            each = [shape[0], 1] if block is None or len(shape) != 2 else list(block.shape(shape))
-            raise CheckpointError(
-                f"{stored.path}: {stored.key} has shape {list(scales.shape)}; {key} of shape "
-                f"{list(shape)} needs {each} or [1]"
-            )
-        return factors
+        return weights.read(stored.key)
+
+    def _misshapen(self, key: str, stored: StoredScales) -> CheckpointError:
+        shape, block = self.shape(key), self._checkpoint.block
+        each = [shape[0], 1] if block is None or len(shape) != 2 else list(block.shape(shape))
+        found = self._files[stored.path].shape(stored.key)
+        return CheckpointError(
+            f"{stored.path}: {stored.key} has shape {list(found)}; {key} of shape "
+            f"{list(shape)} needs {each} or [1]"
+        )
 
 
 class _SafetensorsFile:
@@ -275,6 +311,9 @@ class _SafetensorsFile:
 
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self._file.get_slice(key).get_shape())
+
+    def stored_dtype(self, key: str) -> torch.dtype | None:
+        return _SAFETENSORS_DTYPES.get(self._file.get_slice(key).get_dtype())
 
     def read(self, key: str, cut: Cut | None = None) -> Tensor:
         tensor: Tensor
@@ -301,6 +340,10 @@ class _PickledFile:
 
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self._tensors[key].shape)
+
+    def stored_dtype(self, key: str) -> torch.dtype | None:
+        dtype = self._tensors[key].dtype
+        return dtype if dtype in EIGHT_BIT_DTYPES else None
 
     def read(self, key: str, cut: Cut | None = None) -> Tensor:
         tensor = self._tensors[key]

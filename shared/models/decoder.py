@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
@@ -23,6 +24,7 @@ from shared.layers.rotary import Rotary
 from shared.layers.tensor_group import Part, TensorGroup
 from shared.model_options import AttentionBackend
 from shared.models.config import ModelConfig
+from shared.models.scaled_weights import StoredLayout
 from shared.models.shard import WHOLE, Shard, shard_of
 
 ROUTES = -1
@@ -58,6 +60,7 @@ class Decoder:
         sliding_rotary: of sliding layers that have a rotation of their own.
         token_map: `[Vd]` int64, the id of each row of lm_head, ascending; None where row and id are
             the same. See `other_vocabulary`.
+        layouts: of the tensors of `decoder_parts` that stay in a checkpoint's 8 bits.
     """
 
     config: ModelConfig
@@ -70,6 +73,7 @@ class Decoder:
     group: TensorGroup | None = None
     sliding_rotary: Rotary | None = None
     token_map: Tensor | None = None
+    layouts: Mapping[str, StoredLayout] = field(default_factory=dict, compare=False)
 
     @property
     def num_proposed(self) -> int:

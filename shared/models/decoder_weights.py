@@ -6,12 +6,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from shared.kernels.delta_rule import DeltaShape, DeltaWeights
 from shared.kernels.experts import ExpertWeight
 from shared.kernels.linear import can_be_batch_invariant
 from shared.kernels.pointwise import Activation
+from shared.kernels.quantised import StoredMatrix
 from shared.layers.attention import AttentionShape
 from shared.layers.decoder_layer import Mlp
 from shared.layers.experts import Experts, Router
@@ -26,17 +26,17 @@ from shared.models.config import LatentConfig, ModelConfig
 from shared.models.families import NormPlacement
 from shared.models.layer_configs import ExpertConfig
 from shared.models.shard import WHOLE, Shard
-from shared.models.weights import WeightPart
+from shared.models.weights import WeightPart, WeightTensors
 
 
 def linear_from(
-    tensors: dict[str, Tensor],
+    tensors: WeightTensors,
     name: str,
     quantisation: Quantisation,
     group: TensorGroup | None = None,
 ) -> Linear:
     """Takes weight and, if there is one, bias out of the dict."""
-    weight, bias = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.bias", None)
+    weight, bias = tensors.pop_matrix(f"{name}.weight"), tensors.pop(f"{name}.bias", None)
     return Linear.of(weight, bias, quantisation, group)
 
 
@@ -64,7 +64,11 @@ def delta_parts(config: ModelConfig, source: str, target: str) -> Iterator[Weigh
         ]
     for key, size, name, order in matrices:
         yield WeightPart(
-            f"{source}{key}.weight", (size, hidden), f"{target}{name}.weight", row_order=order
+            f"{source}{key}.weight",
+            (size, hidden),
+            f"{target}{name}.weight",
+            row_order=order,
+            may_stay=name == "channels",
         )
     taps = (shape.num_channels, 1, shape.window)
     yield WeightPart(f"{source}conv1d.weight", taps, f"{target}taps")
@@ -72,13 +76,16 @@ def delta_parts(config: ModelConfig, source: str, target: str) -> Iterator[Weigh
         yield WeightPart(f"{source}{key}", (num_heads,), f"{target}{key}", dtype=torch.float32)
     yield WeightPart(f"{source}norm.weight", (shape.value_dim,), f"{target}delta_norm")
     yield WeightPart(
-        f"{source}out_proj.weight", (hidden, shape.value_size), f"{target}output.weight"
+        f"{source}out_proj.weight",
+        (hidden, shape.value_size),
+        f"{target}output.weight",
+        may_stay=True,
     )
 
 
 def build_delta(
     config: ModelConfig,
-    tensors: dict[str, Tensor],
+    tensors: WeightTensors,
     shape: AttentionShape,
     layer: int,
     quantisation: Quantisation,
@@ -141,49 +148,54 @@ def latent_parts(
     assert latent is not None
     source = f"{source}self_attn."
     by_head, row_order = _orders(config, latent)
+
+    def matrix(
+        key: str,
+        shape: tuple[int, int],
+        name: str,
+        cut: Cut | None = None,
+        row_order: tuple[int, ...] | None = None,
+    ) -> WeightPart:
+        own = f"{target}{name}.weight"
+        return WeightPart(f"{source}{key}.weight", shape, own, 1, cut, row_order, may_stay=True)
+
     heads = config.num_heads * latent.query_dim
     cut = shard.cut(0, heads)
     has_bias = config.has_qkv_bias
     if latent.query_rank is None:
-        yield WeightPart(
-            f"{source}q_proj.weight", (heads, hidden), f"{target}compress.weight", 1, cut, by_head
-        )
+        yield matrix("q_proj", (heads, hidden), "compress", cut, by_head)
         has_bias = False
     else:
         rank = latent.query_rank
-        yield WeightPart(f"{source}q_a_proj.weight", (rank, hidden), f"{target}compress.weight")
+        yield matrix("q_a_proj", (rank, hidden), "compress")
         if has_bias:
             yield WeightPart(f"{source}q_a_proj.bias", (rank,), f"{target}compress.bias")
         yield WeightPart(f"{source}q_a_layernorm.weight", (rank,), f"{target}query_norm")
-        yield WeightPart(
-            f"{source}q_b_proj.weight", (heads, rank), f"{target}queries.weight", 1, cut, by_head
-        )
-    key = f"{source}kv_a_proj_with_mqa"
-    shape, name = (latent.row_dim, hidden), f"{target}compress"
-    yield WeightPart(f"{key}.weight", shape, f"{name}.weight", row_order=row_order)
+        yield matrix("q_b_proj", (heads, rank), "queries", cut, by_head)
+    key = "kv_a_proj_with_mqa"
+    yield matrix(key, (latent.row_dim, hidden), "compress", row_order=row_order)
     if has_bias:
-        yield WeightPart(f"{key}.bias", shape[:1], f"{name}.bias", row_order=row_order)
+        yield WeightPart(
+            f"{source}{key}.bias", (latent.row_dim,), f"{target}compress.bias", row_order=row_order
+        )
     yield WeightPart(f"{source}kv_a_layernorm.weight", (latent.latent_dim,), f"{target}latent_norm")
     expanded = latent.straight_dim + latent.value_dim
+    # Cut up by heads, and not multiplied as it is.
     yield WeightPart(
         f"{source}kv_b_proj.weight",
         (config.num_heads * expanded, latent.latent_dim),
         f"{target}expand",
         cut=shard.cut(0, config.num_heads * expanded),
     )
-    yield WeightPart(
-        f"{source}o_proj.weight",
-        (hidden, config.num_heads * latent.value_dim),
-        f"{target}output.weight",
-        cut=shard.cut(1, config.num_heads * latent.value_dim),
-    )
+    attended = config.num_heads * latent.value_dim
+    yield matrix("o_proj", (hidden, attended), "output", shard.cut(1, attended))
     if config.has_output_bias:
         yield WeightPart(f"{source}o_proj.bias", (hidden,), f"{target}output.bias")
 
 
 def build_latent(
     config: ModelConfig,
-    tensors: dict[str, Tensor],
+    tensors: WeightTensors,
     shape: AttentionShape,
     layer: int,
     quantisation: Quantisation,
@@ -268,10 +280,18 @@ def expert_parts(
         own = f"{source}experts.{expert}."
         for key in (keys.gate, keys.up):
             yield WeightPart(
-                f"{own}{key}.weight", (wide, hidden), f"{target}experts.gate_up", cut=inner
+                f"{own}{key}.weight",
+                (wide, hidden),
+                f"{target}experts.gate_up",
+                cut=inner,
+                may_stay=True,
             )
         yield WeightPart(
-            f"{own}{keys.down}.weight", (hidden, wide), f"{target}experts.down", cut=outer
+            f"{own}{keys.down}.weight",
+            (hidden, wide),
+            f"{target}experts.down",
+            cut=outer,
+            may_stay=True,
         )
     if config.shared_size:
         place = layer if keys.has_shared_apart else source
@@ -345,14 +365,24 @@ def _shared_parts(
     source, target = f"{source}{keys.shared}", f"{target}shared."
     for key in ("gate_proj", "up_proj"):
         yield WeightPart(
-            f"{source}{key}.weight", (wide, hidden), f"{target}gate_up.weight", cut=inner
+            f"{source}{key}.weight",
+            (wide, hidden),
+            f"{target}gate_up.weight",
+            cut=inner,
+            may_stay=True,
         )
-    yield WeightPart(f"{source}down_proj.weight", (hidden, wide), f"{target}down.weight", cut=outer)
+    yield WeightPart(
+        f"{source}down_proj.weight",
+        (hidden, wide),
+        f"{target}down.weight",
+        cut=outer,
+        may_stay=True,
+    )
 
 
 def build_experts(
     config: ExpertConfig,
-    tensors: dict[str, Tensor],
+    tensors: WeightTensors,
     prefix: str,
     activation: Activation,
     quantisation: Quantisation,
@@ -372,22 +402,24 @@ def build_experts(
         num_experts //= group.size
 
     def stacked(name: str) -> ExpertWeight:
-        weight = tensors.pop(f"{prefix}experts.{name}")
+        weight = tensors.pop_matrix(f"{prefix}experts.{name}")
         bias = tensors.pop(f"{prefix}experts.{name}_bias", None)
         if bias is not None:
             bias = bias.view(num_experts, -1)
             # What a group's processes compute is added up, and the bias counts once.
             if name == "down" and group is not None and group.rank > 0 and not is_spread:
                 bias = torch.zeros_like(bias)
+        if isinstance(weight, StoredMatrix):
+            return ExpertWeight.kept(weight, num_experts, bias)
         return ExpertWeight.of(weight.view(num_experts, -1, weight.shape[1]), bias, stored)
 
     shared = None
     if config.shared_size:
         shared = Mlp(
-            Linear.of(tensors.pop(f"{prefix}shared.gate_up.weight"), None, quantisation),
+            linear_from(tensors, f"{prefix}shared.gate_up", quantisation),
             # Its sum over processes is that of the whole block.
             replace(
-                Linear.of(tensors.pop(f"{prefix}shared.down.weight"), None, quantisation, group),
+                linear_from(tensors, f"{prefix}shared.down", quantisation, group),
                 group=None,
             ),
             activation,
@@ -517,7 +549,13 @@ class _Matrix:
         weight_cut = cut if cut is not None and cut.dim == 1 else bias_cut
         key, name = f"{source}{self.key}", f"{target}{self.name}"
         yield WeightPart(
-            f"{key}.weight", self.shape, f"{name}.weight", 1, weight_cut, self.row_order
+            f"{key}.weight",
+            self.shape,
+            f"{name}.weight",
+            1,
+            weight_cut,
+            self.row_order,
+            may_stay=True,
         )
         if self.has_bias:
             yield WeightPart(

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shared.kernels.linear import WORD_BLOCK, is_hopper
+from shared.kernels.quantised import StoredMatrix
 from shared.layers.attention import Attention, AttentionShape, NarrowHeads
 from shared.layers.decoder_layer import DecoderLayer, FeedForward, Mlp
 from shared.layers.linear import Linear
@@ -38,7 +38,14 @@ from shared.models.decoder_weights import (
 from shared.models.families import NormPlacement
 from shared.models.other_vocabulary import in_other_vocabulary, with_ids
 from shared.models.shard import Shard, shard_of
-from shared.models.weights import AT_ONCE, CopyPace, read_weights
+from shared.models.weights import (
+    AT_ONCE,
+    CopyPace,
+    Stays,
+    WeightTensors,
+    read_weights,
+    stays_stored,
+)
 from shared.telemetry.start_up import start_phase
 from shared.vocabulary_map import VocabularyMap
 
@@ -107,6 +114,7 @@ def load_decoder(
     Args:
         options: quantisation is that of the layers. Embedding and lm_head stay as they are: one
             is only looked up in, the other may be the same tensor, and it ranks the tokens.
+            Matrices that come in 8 bits stay so, see `stays_stored`.
         group: processes that share the model; each reads its part, see `Shard`.
         vocabulary: of another model, whose ids this one is to speak; None keeps its own.
         vocab_size: ids of that model, or of one with the same tokenizer; 0 keeps those of the
@@ -125,6 +133,7 @@ def load_decoder(
             shard_of(group),
             dtype=dtype,
             device=device,
+            stays=stays_stored(options.quantisation, dtype, device),
             pace=pace,
             show_progress=show_progress,
         )
@@ -146,10 +155,11 @@ def read_decoder(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    stays: Stays | None = None,
     pace: CopyPace = AT_ONCE,
     is_pinned: bool = False,
     show_progress: bool = False,
-) -> dict[str, Tensor]:
+) -> WeightTensors:
     """Reads the tensors of `decoder_parts` to `device`, cast to `dtype`; see `read_weights`.
 
     Raises:
@@ -171,6 +181,7 @@ def read_decoder(
         ignored_keys=keys_of_others(config, shard, keys),
         dtype=dtype,
         device=device,
+        stays=stays,
         pace=pace,
         is_pinned=is_pinned,
         show_progress=show_progress,
@@ -179,7 +190,7 @@ def read_decoder(
 
 def build_decoder(
     config: ModelConfig,
-    tensors: dict[str, Tensor],
+    tensors: WeightTensors,
     device: torch.device,
     options: ModelOptions,
     group: TensorGroup | None = None,
@@ -214,6 +225,7 @@ def build_decoder(
         if config.sliding_rope is None
         else Rotary(config.sliding_rope, config.head_dim, device),
         token_map=tensors.pop("token_map", None),
+        layouts=tensors.layouts,
     )
     assert not tensors, f"weights were read but not used: {sorted(tensors)}"
     return decoder.steadied() if options.is_deterministic else decoder
@@ -221,7 +233,7 @@ def build_decoder(
 
 def build_layer(
     config: ModelConfig,
-    tensors: dict[str, Tensor],
+    tensors: WeightTensors,
     shape: AttentionShape,
     layer: int,
     quantisation: Quantisation = Quantisation.UNQUANT,
@@ -257,7 +269,7 @@ def build_layer(
 
 def _feed_forward(
     config: ModelConfig,
-    tensors: dict[str, Tensor],
+    tensors: WeightTensors,
     prefix: str,
     layer: int,
     quantisation: Quantisation,
@@ -276,10 +288,8 @@ def _feed_forward(
             limit=expert_limit,
             shared_limit=limit,
         )
-    gate_up, bias = (tensors.pop(f"{prefix}gate_up.{name}", None) for name in ("weight", "bias"))
-    down, down_bias = (tensors.pop(f"{prefix}down.{name}", None) for name in ("weight", "bias"))
-    assert gate_up is not None
-    assert down is not None
+    gate_up, down = (tensors.pop_matrix(f"{prefix}{name}.weight") for name in ("gate_up", "down"))
+    bias, down_bias = (tensors.pop(f"{prefix}{name}.bias", None) for name in ("gate_up", "down"))
     # Of an update, what has not come is on the meta device.
     rest = -down.shape[1] % WORD_BLOCK
     if rest and (is_hopper(gate_up.device) or is_hopper(down.device)):
@@ -293,20 +303,43 @@ def _feed_forward(
 
 
 def _padded(
-    gate_up: Tensor, bias: Tensor | None, down: Tensor, rest: int
-) -> tuple[Tensor, Tensor | None, Tensor]:
+    gate_up: Tensor | StoredMatrix, bias: Tensor | None, down: Tensor | StoredMatrix, rest: int
+) -> tuple[Tensor | StoredMatrix, Tensor | None, Tensor | StoredMatrix]:
     """Returns the weights of a gated block with `rest` channels of zeros behind the others, which
     add nothing: the second product keeps bits, and reads 8-bit weights as they are, only if its
     depth is a multiple of 128."""
-    halves = F.pad(gate_up.view(2, -1, gate_up.shape[1]), (0, 0, 0, rest))
     if bias is not None:
-        bias = F.pad(bias.view(2, -1), (0, rest)).flatten()
-    return halves.flatten(0, 1), bias, F.pad(down, (0, rest))
+        bias = _longer(bias, 2, rest)
+    if isinstance(gate_up, StoredMatrix):
+        # Halves that are not whole blocks have scales for each row.
+        values, scales = _longer(gate_up.values, 2, rest), _longer(gate_up.scales, 2, rest)
+        gate_up = replace(gate_up, values=values, scales=scales)
+    else:
+        gate_up = _longer(gate_up, 2, rest)
+    if isinstance(down, StoredMatrix):
+        # Zeros lie in the last block or take the scale of their row.
+        return gate_up, bias, replace(down, values=_wider(down.values, rest))
+    return gate_up, bias, _wider(down, rest)
+
+
+def _longer(rows: Tensor, num_parts: int, rest: int) -> Tensor:
+    """Returns the rows with `rest` rows of zeros behind each of equal parts of them."""
+    parts = rows.view(num_parts, -1, *rows.shape[1:])
+    longer = parts.new_zeros(num_parts, parts.shape[1] + rest, *rows.shape[1:])
+    longer[:, : parts.shape[1]] = parts
+    return longer.flatten(0, 1)
+
+
+def _wider(rows: Tensor, rest: int) -> Tensor:
+    """Returns the rows with `rest` zeros behind each."""
+    wider = rows.new_zeros(len(rows), rows.shape[1] + rest)
+    wider[:, : rows.shape[1]] = rows
+    return wider
 
 
 def _attention(
     config: ModelConfig,
-    tensors: dict[str, Tensor],
+    tensors: WeightTensors,
     shape: AttentionShape,
     layer: int,
     quantisation: Quantisation,
@@ -321,9 +354,9 @@ def _attention(
         qk_norm = RmsNorm(own.weight.view(-1, config.head_dim), eps)
     if config.has_unit_norm and layer not in config.unrotated_layers:
         # Rotation leaves the length of a head as it is, so norms may stand before it.
-        own_weight = tensors[f"{prefix}qkv.weight"]
-        num_normed = shape.num_heads + shape.num_kv_heads
-        qk_norm = RmsNorm(own_weight.new_ones(num_normed, config.head_dim), eps)
+        size = shape.num_heads + shape.num_kv_heads, config.head_dim
+        qkv = tensors[f"{prefix}qkv.weight"]
+        qk_norm = RmsNorm(qkv.new_ones(size, dtype=tensors.dtype), eps)
     if config.norms_all_heads:
         joint_norms = (
             norm_from(config, tensors, f"{prefix}query_norm"),

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from shared.errors import CheckpointError
+from shared.kernels.linear import WORD_BLOCK
 from shared.models.config_file import ConfigFile
 
 MXFP4 = "mxfp4"
@@ -132,6 +133,42 @@ class ScaleBlock:
         return -(-num_rows // self.rows), -(-num_columns // self.columns)
 
 
+@dataclass(frozen=True, slots=True)
+class StoredLayout:
+    """How a matrix `[N, K]` is held that a checkpoint has in 8 bits.
+
+    Attributes:
+        dtype: int8 or float8_e4m3fn.
+        depth: K.
+        block: what shares a scale: 128 columns of 128 rows, or of one; None where a row has one.
+    """
+
+    dtype: torch.dtype
+    depth: int
+    block: ScaleBlock | None
+
+    @property
+    def step(self) -> int:
+        """Rows for each row of the scales."""
+        return 1 if self.block is None else self.block.rows
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of the scales."""
+        return 1 if self.block is None else -(-self.depth // self.block.columns)
+
+
+def block_held(block: ScaleBlock, *, is_aligned: bool) -> ScaleBlock | None:
+    """Returns the block in which products take the scales of a checkpoint's; None if they do not.
+
+    Args:
+        is_aligned: what is held begins and ends where blocks do.
+    """
+    if block.columns != WORD_BLOCK:
+        return None
+    return block if is_aligned and block.rows == WORD_BLOCK else ScaleBlock(1, WORD_BLOCK)
+
+
 def scale_block(config: ConfigFile) -> ScaleBlock | None:
     """Returns what shares a scale by a model's config; None where that is a channel or a tensor.
 
@@ -177,9 +214,7 @@ def spread_scales(
     Returns:
         None if the scales have none of these shapes.
     """
-    if len(weight) != 2:
-        return None
-    grid = _as_grid(scales.float(), weight, block)
+    grid = scale_grid(scales, weight, block)
     if grid is None:
         return None
     whole = [slice(None)] * (2 - len(part))
@@ -191,9 +226,12 @@ def spread_scales(
     return grid
 
 
-def _as_grid(scales: Tensor, weight: Sequence[int], block: ScaleBlock | None) -> Tensor | None:
-    """Returns the scales in two axes."""
-    shape, num_rows = tuple(scales.shape), weight[0]
+def scale_grid(scales: Tensor, weight: Sequence[int], block: ScaleBlock | None) -> Tensor | None:
+    """Returns the scales in float32 and two axes, of which one with one scale broadcasts; None
+    as `spread_scales`."""
+    if len(weight) != 2:
+        return None
+    scales, shape, num_rows = scales.float(), tuple(scales.shape), weight[0]
     if scales.numel() == 1:
         return scales.reshape(1, 1)
     if block is not None:

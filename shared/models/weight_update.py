@@ -4,7 +4,8 @@ For a GPU that memory is pinned, and stays with the process: the next update has
 
 Nothing of the decoder changes before everything has been checked. Values go into the tensors that
 are there, whose addresses CUDA graphs hold, and come to their layout (packed, in 8 bits) by the
-loader's own path, a layer at a time.
+loader's own path, a layer at a time. Matrices that are served in a checkpoint's 8 bits are taken
+from another one in the same 8 bits, or rounded to them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from shared.errors import CheckpointError
+from shared.kernels.quantised import StoredMatrix
 from shared.layers.linear import Linear, named_parts
 from shared.model_options import LoadFormat, ModelOptions
 from shared.models.checkpoint import Checkpoint
@@ -33,7 +35,8 @@ from shared.models.decoder_weights import (
     keys_of_others,
 )
 from shared.models.loader import MTP_PREFIXES, build_layer, norm_from, read_decoder
-from shared.models.weights import cut_tensor, empty_targets, places_of
+from shared.models.scaled_weights import StoredLayout
+from shared.models.weights import WeightTensors, cut_tensor, empty_targets, places_of, scales_of
 
 _MAX_NAMES = 5
 _EMBEDDING, _LM_HEAD, _NORM = "embedding", "lm_head", "norm"
@@ -72,7 +75,7 @@ class WeightStage:
     @property
     def names(self) -> frozenset[str]:
         """The decoder's tensors that have arrived, by the names of `decoder_parts`."""
-        return frozenset(self._tensors)
+        return self.all_names & self._tensors.keys()
 
     @property
     def all_names(self) -> frozenset[str]:
@@ -100,9 +103,10 @@ class WeightStage:
             self._decoder.shard,
             dtype=self._decoder.dtype,
             device=_CPU,
+            stays=lambda name, layout: self._decoder.layouts.get(name) == layout,
             is_pinned=self._is_pinned,
         )
-        self._tensors = tensors
+        self._tensors = dict(tensors)
         self._arrived = set(self._by_key)
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
@@ -184,10 +188,11 @@ class WeightStage:
         decoder, prefix = self._decoder, f"layers.{index}."
         # What has not come is told by its shape alone, and is left as it is.
         own = [part for part in self._parts if part.target.startswith(prefix)]
-        given = empty_targets(own, decoder.dtype, torch.device("meta"))
-        given |= {
-            name: each.to(decoder.device, non_blocking=True) for name, each in tensors.items()
-        }
+        given = empty_targets(own, decoder.dtype, torch.device("meta"), decoder.layouts)
+        given.update(
+            {name: each.to(decoder.device, non_blocking=True) for name, each in tensors.items()}
+        )
+        _round_wide(given)
         new = build_layer(
             decoder.config,
             given,
@@ -241,6 +246,19 @@ def _put(old: object, new: object) -> None:
             assert place.shape == tensor.shape, f"{list(place.shape)} is not {list(tensor.shape)}"
             assert (place.dtype, place.layout) == (tensor.dtype, tensor.layout)
             place.copy_(tensor)
+
+
+def _round_wide(tensors: WeightTensors) -> None:
+    """Brings matrices that came wide to the 8 bits that they are served in."""
+    for name, layout in tensors.layouts.items():
+        if tensors[name].dtype != layout.dtype:
+            matrix = _rounded(tensors[name], layout)
+            tensors[name], tensors[scales_of(name)] = matrix.values, matrix.scales
+
+
+def _rounded(weight: Tensor, layout: StoredLayout) -> StoredMatrix:
+    rows = None if layout.block is None else layout.block.rows
+    return StoredMatrix.rounded(weight, layout.dtype, block_rows=rows)
 
 
 def _by_layer(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
@@ -341,7 +359,8 @@ def _check(name: str, place: Tensor, source: Tensor) -> None:
             f"{name} differs from that of the model that runs, which a target has"
         )
     plain = source.to_dense() if source.is_mkldnn else source
-    if plain.is_floating_point() and not _is_finite(plain):
+    # Bytes of words that hold e4m3 numbers are none themselves.
+    if plain.is_floating_point() and plain.itemsize > 1 and not _is_finite(plain):
         raise CheckpointError(f"{name} holds numbers that are not finite")
 
 

@@ -1,4 +1,5 @@
-"""Lists the tensors that a checkpoint must hold, and reads them into fused tensors.
+"""Lists the tensors that a checkpoint must hold, and reads them into fused tensors. Matrices in
+8 bits become numbers of the model's dtype, or stay what they are and keep their scales.
 
 Weights from mapped files to their places, on several threads.
 
@@ -17,13 +18,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from shared.errors import CheckpointError
-from shared.models.checkpoint import Checkpoint, Cut, WeightFile
+from shared.kernels.linear import keeps_row_bits
+from shared.kernels.quantised import StoredMatrix
+from shared.layers.linear import STORED_DTYPES
+from shared.model_options import Quantisation
+from shared.models.checkpoint import Checkpoint, Cut, ScaledFile
+from shared.models.scaled_weights import ScaleBlock, StoredLayout, block_held
 
 # How many names a message lists before it only counts.
 _MAX_NAMES = 5
@@ -165,6 +172,8 @@ class WeightPart:
         cut: the part that is read; None reads all.
         row_order: rows are put in this order, in every block of as many; None leaves them.
         dtype: of the tensor it becomes; None takes the model's.
+        may_stay: a matrix that a checkpoint has in 8 bits may be held so, with its scales, if all
+            parts of its target may.
     """
 
     key: str
@@ -176,6 +185,7 @@ class WeightPart:
     dtype: torch.dtype | None = None
     index: int | None = None
     keeps_order: bool = False
+    may_stay: bool = False
 
     @property
     def read_shape(self) -> tuple[int, ...]:
@@ -206,6 +216,58 @@ class WeightPart:
     def num_rows(self) -> int:
         return self.read_shape[0] * self.repeats
 
+    @property
+    def source_rows(self) -> Tensor:
+        """The row of the checkpoint's matrix that each row becomes."""
+        rows = torch.arange(self.shape[0])
+        is_cut = self.cut is not None and self.cut.dim == 0
+        return self._arranged(cut_tensor(rows, self.cut) if is_cut else rows)
+
+    @property
+    def columns(self) -> Cut | None:
+        return self.cut if self.cut is not None and self.cut.dim == 1 else None
+
+
+class WeightTensors(dict[str, Tensor]):
+    """Tensors by the targets of their parts, which loaders take out.
+
+    Attributes:
+        dtype: of the model.
+        layouts: of the matrices that are held in 8 bits; see `scales_of` for their scales.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        layouts: Mapping[str, StoredLayout],
+    ) -> None:
+        super().__init__(tensors)
+        self.dtype, self.layouts = dtype, layouts
+
+    def pop_matrix(self, name: str) -> Tensor | StoredMatrix:
+        """Takes a matrix out of the dict, with its scales if it has some."""
+        weight, scales = self.pop(name), self.pop(scales_of(name), None)
+        return weight if scales is None else StoredMatrix(weight, scales, self.dtype)
+
+
+def scales_of(target: str) -> str:
+    """Returns the name that the scales of a target have."""
+    return f"{target}.scales"
+
+
+Stays = Callable[[str, StoredLayout], bool]
+"""Whether a target that can be held in a layout is to be."""
+
+
+def stays_stored(quantisation: Quantisation, dtype: torch.dtype, device: torch.device) -> Stays:
+    """Returns the rule for a model in `dtype` on `device`: matrices that come in the 8 bits that
+    are asked for stay as they are, or in any where the device multiplies them."""
+    stored = STORED_DTYPES.get(quantisation)
+    if stored is None:
+        return lambda _, layout: keeps_row_bits(device, dtype, layout.depth)
+    return lambda _, layout: layout.dtype is stored
+
 
 def read_weights(
     checkpoint: Checkpoint,
@@ -216,21 +278,27 @@ def read_weights(
     ignored_keys: Collection[str] = (),
     dtype: torch.dtype,
     device: torch.device,
+    stays: Stays | None = None,
     pace: CopyPace = AT_ONCE,
     is_pinned: bool = False,
     show_progress: bool = False,
-) -> dict[str, Tensor]:
+) -> WeightTensors:
     """Reads all parts to `device`, cast to `dtype`, stacked into their targets.
 
     Args:
+        stays: which matrices that the checkpoint has in 8 bits are held so; None holds none.
         is_pinned: see `empty_targets`.
 
     Raises:
         CheckpointError: for missing or unexpected keys, a wrong shape or a damaged file.
     """
     _check_keys(checkpoint, parts, tuple(ignored_prefixes), tuple(ignored_suffixes), ignored_keys)
-    targets = empty_targets(parts, dtype, device, is_pinned=is_pinned)
-    places = places_of(parts, targets)
+    files = {path: checkpoint.open_file(path) for path in _by_file(checkpoint, parts)}
+    layouts: dict[str, StoredLayout] = {}
+    if stays is not None:
+        found = _stored_layouts(checkpoint, files, parts)
+        layouts = {target: layout for target, layout in found.items() if stays(target, layout)}
+    targets = empty_targets(parts, dtype, device, layouts, is_pinned=is_pinned)
     progress = tqdm(
         total=sum(target.nbytes for target in targets.values()),
         desc="weights",
@@ -239,21 +307,100 @@ def read_weights(
         disable=None if show_progress else True,
     )
     with progress:
-        for size_bytes in copy_weights(_copies(checkpoint, parts, places), device, pace):
+        for size_bytes in copy_weights(_copies(checkpoint, files, parts, targets), device, pace):
             progress.update(size_bytes)
     return targets
 
 
 def _copies(
-    checkpoint: Checkpoint, parts: Sequence[WeightPart], places: Sequence[Tensor]
+    checkpoint: Checkpoint,
+    files: Mapping[Path, ScaledFile],
+    parts: Sequence[WeightPart],
+    targets: WeightTensors,
 ) -> Iterator[WeightCopy]:
+    places, scale_places = places_of(parts, targets), _scale_places(parts, targets)
     for path, indices in _by_file(checkpoint, parts).items():
-        weights = checkpoint.open_file(path)
+        weights = files[path]
         for index in indices:
-            part = parts[index]
+            part, place = parts[index], places[index]
             _check_shape(path, weights, part)
-            source = part.taken(partial(weights.read, part.key))
-            yield WeightCopy(source, places[index])
+            layout = targets.layouts.get(part.target)
+            if layout is None:
+                yield WeightCopy(part.taken(partial(weights.read, part.key)), place)
+                continue
+            numbers = part.taken(partial(_codes, weights, part.key))
+            yield WeightCopy(numbers, place.view(torch.uint8))
+            yield WeightCopy(_own_scales(weights, part, layout, checkpoint), scale_places[index])
+
+
+def _codes(weights: ScaledFile, key: str, cut: Cut | None) -> Tensor:
+    """Returns 8-bit numbers as bytes, which torch indexes whatever they stand for."""
+    return weights.read_stored(key, cut).view(torch.uint8)
+
+
+def _stored_layouts(
+    checkpoint: Checkpoint, files: Mapping[Path, ScaledFile], parts: Sequence[WeightPart]
+) -> dict[str, StoredLayout]:
+    """Returns the targets that can be held in 8 bits."""
+    by_target: dict[str, list[WeightPart]] = defaultdict(list)
+    for part in parts:
+        by_target[part.target].append(part)
+    found = {}
+    for target, own in by_target.items():
+        if not all(part.may_stay and part.key in checkpoint.scales for part in own):
+            continue
+        dtypes = {files[checkpoint.files[part.key]].stored_dtype(part.key) for part in own}
+        dtype = dtypes.pop()
+        layout = None if dtypes or dtype is None else layout_of(own, dtype, checkpoint.block)
+        if layout is not None:
+            found[target] = layout
+    return found
+
+
+def layout_of(
+    parts: Sequence[WeightPart], dtype: torch.dtype, block: ScaleBlock | None
+) -> StoredLayout | None:
+    """Returns how a target is held whose parts a checkpoint has in 8 bits; None if it is not.
+
+    Args:
+        block: see `Checkpoint`.
+    """
+    depth = parts[0].read_shape[1]
+    if block is None:
+        return StoredLayout(dtype, depth, None)
+    # Equal cuts of a group all begin with a block where one is whole blocks long.
+    cuts = [part.columns for part in parts if part.columns is not None]
+    if any(cut.start % block.columns or cut.length % block.columns for cut in cuts):
+        return None
+    is_aligned = all(_is_aligned(part, block.rows, is_last=part is parts[-1]) for part in parts)
+    held = block_held(block, is_aligned=is_aligned)
+    return None if held is None else StoredLayout(dtype, depth, held)
+
+
+def _is_aligned(part: WeightPart, num_rows: int, *, is_last: bool) -> bool:
+    """Whether each block of rows of a target comes from one of the checkpoint."""
+    if part.num_rows % num_rows and not is_last:
+        return False
+    if part.row_order is None:
+        return part.cut is None or part.cut.dim == 1 or part.cut.start % num_rows == 0
+    blocks = part.source_rows // num_rows
+    firsts = torch.arange(len(blocks)) // num_rows * num_rows
+    return torch.equal(blocks, blocks[firsts])
+
+
+def _own_scales(
+    weights: ScaledFile, part: WeightPart, layout: StoredLayout, checkpoint: Checkpoint
+) -> Tensor:
+    """Returns the scales of what is read of a matrix, as they are held."""
+    grid, block = weights.scales(part.key), checkpoint.block
+    if block is None:
+        return grid.expand(part.shape[0], 1)[part.source_rows]
+    num_rows, num_columns = block.shape(part.shape)
+    grid = grid.expand(num_rows, num_columns)
+    if part.columns is not None:
+        start, length = part.columns.start, part.columns.length
+        grid = grid[:, start // block.columns : (start + length) // block.columns]
+    return grid[part.source_rows[:: layout.step] // block.rows]
 
 
 def _check_keys(
@@ -285,7 +432,7 @@ def _listed(keys: Iterable[str]) -> str:
     return ", ".join(names[:_MAX_NAMES]) + more
 
 
-def _check_shape(path: Path, weights: WeightFile, part: WeightPart) -> None:
+def _check_shape(path: Path, weights: ScaledFile, part: WeightPart) -> None:
     if part.key not in weights.keys():  # noqa: SIM118  not a mapping
         raise CheckpointError(f"{path} lacks {part.key}, which the index places there")
     shape = weights.shape(part.key)
@@ -299,12 +446,14 @@ def empty_targets(
     parts: Sequence[WeightPart],
     dtype: torch.dtype,
     device: torch.device,
+    layouts: Mapping[str, StoredLayout] = MappingProxyType({}),
     *,
     is_pinned: bool = False,
-) -> dict[str, Tensor]:
+) -> WeightTensors:
     """Returns the tensors that `parts` become, not filled.
 
     Args:
+        layouts: of targets that are held in 8 bits.
         is_pinned: in memory of the host that a GPU reads at the full speed of its link. torch keeps
             such memory when it comes free, so that the next such tensors cost nothing.
     """
@@ -313,12 +462,17 @@ def empty_targets(
     dtypes = {part.target: part.dtype or dtype for part in parts}
     for part in parts:
         num_rows[part.target] += part.num_rows
-    return {
-        target: torch.empty(
-            (rows, *trailing[target]), dtype=dtypes[target], device=device, pin_memory=is_pinned
-        )
-        for target, rows in num_rows.items()
+    own = {target: layout for target, layout in layouts.items() if target in num_rows}
+    dtypes |= {target: layout.dtype for target, layout in own.items()}
+    shapes = {target: (rows, *trailing[target]) for target, rows in num_rows.items()}
+    for target, layout in own.items():
+        shapes[scales_of(target)] = -(-num_rows[target] // layout.step), layout.num_columns
+        dtypes[scales_of(target)] = torch.float32
+    tensors = {
+        name: torch.empty(shape, dtype=dtypes[name], device=device, pin_memory=is_pinned)
+        for name, shape in shapes.items()
     }
+    return WeightTensors(tensors, dtype, own)
 
 
 def places_of(parts: Sequence[WeightPart], targets: Mapping[str, Tensor]) -> list[Tensor]:
@@ -329,6 +483,20 @@ def places_of(parts: Sequence[WeightPart], targets: Mapping[str, Tensor]) -> lis
         start = next_row[part.target]
         next_row[part.target] = start + part.num_rows
         places.append(targets[part.target][start : start + part.num_rows])
+    return places
+
+
+def _scale_places(parts: Sequence[WeightPart], targets: WeightTensors) -> dict[int, Tensor]:
+    """Returns, for each part that is held in 8 bits, the view of the scales that it fills."""
+    places: dict[int, Tensor] = {}
+    next_row: dict[str, int] = defaultdict(int)
+    for index, part in enumerate(parts):
+        layout = targets.layouts.get(part.target)
+        if layout is not None:
+            start, num_rows = next_row[part.target], -(-part.num_rows // layout.step)
+            next_row[part.target] = start + num_rows
+            scales = targets[scales_of(part.target)]
+            places[index] = scales[start : start + num_rows]
     return places
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from shared.model_options import Quantisation
 from shared.models.config import ModelConfig
 from shared.models.config_file import ConfigFile
+from shared.models.scaled_weights import ScaleBlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class ExpertShape:
     Attributes:
         values: of its config.
         quantisation: in what its matrices are held.
+        block: what shares a scale in them, where that is no channel.
         context: tokens before a step.
         batches: sequences of plain steps.
         trees: nodes of the trees that are verified at batch 1.
@@ -43,6 +45,7 @@ class ExpertShape:
     prompt: Prompt
     layers_most: int
     period: int = 1
+    block: ScaleBlock | None = None
 
     def config(self, num_layers: int) -> ModelConfig:
         """Returns the config of a model of so many of its layers."""
@@ -132,6 +135,7 @@ DEEPSEEK_V3 = ExpertShape(
     trees=(8, 32),
     prompt=Prompt(1, 2048),
     layers_most=58,
+    block=ScaleBlock(128, 128),
 )
 QWEN3_NEXT = ExpertShape(
     name="qwen3-next-80b-a3b",

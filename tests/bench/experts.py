@@ -147,7 +147,9 @@ class ShapeBench:
         self._device, self._clock = device, clock
         self.rates = Rates.of(device)
         options = ModelOptions(quantisation=shape.quantisation)
-        self.decoder = decoder = random_decoder(shape.config(count), device, options, group)
+        self.decoder = decoder = random_decoder(
+            shape.config(count), device, options, group, shape.block
+        )
         self.runner = ModelRunner(*self._room(decoder), leader=leader)
 
     def _room(self, decoder: Decoder) -> tuple[Decoder, KvPool, ForwardGraphs | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -14,21 +15,35 @@ from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder
 from shared.models.decoder_weights import decoder_parts
 from shared.models.loader import build_decoder
+from shared.models.scaled_weights import ScaleBlock, StoredLayout
 from shared.models.shard import shard_of
-from shared.models.weights import WeightPart, empty_targets
+from shared.models.weights import (
+    WeightPart,
+    WeightTensors,
+    empty_targets,
+    layout_of,
+    scales_of,
+)
 
 # Keeps activations in range.
 _DEVIATION = 0.02
+_META = torch.device("meta")
 
 
-class RandomWeights(dict[str, Tensor]):
+class RandomWeights(WeightTensors):
     """Weights that are drawn when they are taken out, so that no more of them than one are held
     beside what a loader has made of the others."""
 
     def __init__(
-        self, parts: Sequence[WeightPart], dtype: torch.dtype, device: torch.device
+        self,
+        parts: Sequence[WeightPart],
+        dtype: torch.dtype,
+        device: torch.device,
+        block: ScaleBlock | None = None,
     ) -> None:
-        super().__init__(empty_targets(parts, dtype, torch.device("meta")))
+        """`block` is what shares a scale in matrices of e4m3; without one, they are wide."""
+        layouts = {} if block is None else _layouts(parts, block)
+        super().__init__(empty_targets(parts, dtype, _META, layouts), dtype, layouts)
         self._device = device
         self._generator = torch.Generator(device)
 
@@ -39,8 +54,25 @@ class RandomWeights(dict[str, Tensor]):
         weight = torch.empty(shape.shape, dtype=shape.dtype, device=self._device)
         # By name, so that processes which share a model draw the same where all have the whole.
         self._generator.manual_seed(zlib.crc32(name.encode()))
+        if shape.dtype is torch.float8_e4m3fn:
+            wide = torch.empty(shape.shape, dtype=self.dtype, device=self._device)
+            return wide.normal_(generator=self._generator).to(shape.dtype)
+        if name.endswith(scales_of("")):
+            return weight.uniform_(0.5 * _DEVIATION, _DEVIATION, generator=self._generator)
         is_norm = shape.dim() == 1 and "norm" in name
         return weight.normal_(1.0 if is_norm else 0.0, _DEVIATION, generator=self._generator)
+
+
+def _layouts(parts: Sequence[WeightPart], block: ScaleBlock) -> dict[str, StoredLayout]:
+    by_target: dict[str, list[WeightPart]] = defaultdict(list)
+    for part in parts:
+        by_target[part.target].append(part)
+    found = {
+        target: layout_of(own, torch.float8_e4m3fn, block)
+        for target, own in by_target.items()
+        if all(part.may_stay for part in own)
+    }
+    return {target: layout for target, layout in found.items() if layout is not None}
 
 
 def random_decoder(
@@ -48,7 +80,12 @@ def random_decoder(
     device: torch.device,
     options: ModelOptions = ModelOptions(),  # noqa: B008 - frozen
     group: TensorGroup | None = None,
+    block: ScaleBlock | None = None,
 ) -> Decoder:
-    """Returns a decoder of normal weights in bfloat16; of a group this process's part."""
-    weights = RandomWeights(decoder_parts(config, shard_of(group)), torch.bfloat16, device)
+    """Returns a decoder of normal weights in bfloat16; of a group this process's part.
+
+    Args:
+        block: see `RandomWeights`.
+    """
+    weights = RandomWeights(decoder_parts(config, shard_of(group)), torch.bfloat16, device, block)
     return build_decoder(config, weights, device, options, group)

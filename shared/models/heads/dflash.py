@@ -36,7 +36,7 @@ from shared.models.heads.block_size import read_block_size
 from shared.models.heads.feature_spec import FeatureSpec, output_of
 from shared.models.heads.target_tensors import TargetTensors
 from shared.models.loader import build_layer
-from shared.models.weights import WeightPart, read_weights
+from shared.models.weights import WeightPart, WeightTensors, read_weights
 
 _LAYERS_OF = "Qwen3ForCausalLM"
 
@@ -299,7 +299,7 @@ def _parts(config: DflashConfig, root: str) -> Iterator[WeightPart]:
 
 
 def _context(
-    sizes: ModelConfig, tensors: dict[str, Tensor], quantisation: Quantisation
+    sizes: ModelConfig, tensors: WeightTensors, quantisation: Quantisation
 ) -> tuple[Linear, tuple[RmsNorm, ...]]:
     """Returns the keys' and values' part of every layer as one product, and the norms of keys.
 

@@ -38,7 +38,7 @@ from shared.models.heads.head import (
 )
 from shared.models.heads.target_tensors import TargetTensors
 from shared.models.loader import linear_from
-from shared.models.weights import AT_ONCE, CopyPace, WeightPart, read_weights
+from shared.models.weights import AT_ONCE, CopyPace, WeightPart, WeightTensors, read_weights
 
 EMBEDDING = "embed_tokens.weight"
 LM_HEAD_KEY = "lm_head.weight"
@@ -229,7 +229,7 @@ class _HeadBuilder:
         self,
         folder: Path,
         config: HeadConfig,
-        tensors: dict[str, Tensor],
+        tensors: WeightTensors,
         target: TargetTensors,
         options: ModelOptions,
     ) -> None:

@@ -31,7 +31,14 @@ from shared.models.loader import (
     find_mtp_layers,
     norm_from,
 )
-from shared.models.weights import AT_ONCE, CopyPace, WeightPart, read_weights
+from shared.models.weights import (
+    AT_ONCE,
+    CopyPace,
+    WeightPart,
+    WeightTensors,
+    read_weights,
+    stays_stored,
+)
 
 LAYER_COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 # Copies of the target's own, which the head borrows.
@@ -141,6 +148,7 @@ def load_mtp(
         ignored_suffixes=(*IGNORED_SUFFIXES, *_SHARED_SUFFIXES),
         dtype=dtype,
         device=device,
+        stays=stays_stored(options.quantisation, dtype, device),
         pace=pace,
     )
     embedding = target.embedding()
@@ -248,7 +256,10 @@ def _parts(config: ModelConfig, layers: MtpLayers, checkpoint: Checkpoint) -> It
         source = _QWEN_ROOT if layers.style is MtpStyle.QWEN else prefix
         for key, name in _NAMES[layers.style].items():
             shape = (hidden, 2 * hidden) if name == "projection" else (hidden,)
-            yield _found(WeightPart(f"{source}{key}.weight", shape, f"{target}{name}"), checkpoint)
+            part = WeightPart(
+                f"{source}{key}.weight", shape, f"{target}{name}", may_stay=name == "projection"
+            )
+            yield _found(part, checkpoint)
         has_experts = any(key.startswith(f"{prefix}mlp.experts.") for key in checkpoint.files)
         for part in layer_parts(
             config, prefix, target, layer=index, has_experts=has_experts, has_stacks=has_stacks
@@ -266,7 +277,7 @@ def _found(part: WeightPart, checkpoint: Checkpoint) -> WeightPart:
 def _build(
     config: ModelConfig,
     layers: MtpLayers,
-    tensors: dict[str, Tensor],
+    tensors: WeightTensors,
     index: int,
     state_norm: RmsNorm | None,
     quantisation: Quantisation,
@@ -277,7 +288,7 @@ def _build(
         style=layers.style,
         embedding_norm=norm_from(config, tensors, f"{prefix}embedding_norm"),
         hidden_norm=norm_from(config, tensors, f"{prefix}hidden_norm"),
-        projection=Linear.of(tensors.pop(f"{prefix}projection"), None, quantisation),
+        projection=Linear.of(tensors.pop_matrix(f"{prefix}projection"), None, quantisation),
         block=build_layer(config, tensors, attention_shape(config, index), index, quantisation),
         state_norm=state_norm,
     )

@@ -63,7 +63,7 @@ def _held(weight: ExpertWeight) -> Tensor:
         return values.float()
     if weight.is_packed:
         values = from_words(values.flatten(0, 1)).view_as(values)
-    return values.float() * weight.scales.unsqueeze(2)
+    return values.float() * weight.scales
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 64, 1024])

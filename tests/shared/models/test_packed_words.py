@@ -13,7 +13,9 @@ from torch import Tensor
 
 from services.draft.training.frozen_target import load_causal_model
 from shared.errors import CheckpointError
+from shared.model_options import ModelOptions, Quantisation
 from shared.models.checkpoint import Checkpoint, Cut
+from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.plain_forward import plain_forward
@@ -63,7 +65,10 @@ def pack(folder: Path, bits: int, *, is_grouped: bool = True) -> dict[str, Tenso
 
 
 def logits(folder: Path) -> Tensor:
-    decoder = load_decoder(folder, dtype=torch.float32, device=torch.device("cpu"))
+    return logits_of(load_decoder(folder, dtype=torch.float32, device=torch.device("cpu")))
+
+
+def logits_of(decoder: Decoder) -> Tensor:
     return plain_forward(decoder, range(20), range(20)).logits
 
 
@@ -80,6 +85,23 @@ def test_packed_model_computes_what_its_unpacked_copy_does(
     plain = write_checkpoint(tmp_path / "plain", shape=SHAPE)
     save_file(pack(folder, bits, is_grouped=is_grouped), plain / "model.safetensors")
     assert torch.equal(logits(folder), logits(plain))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_numbers_with_a_scale_a_channel_stay_in_8_bits(folder: Path, bits: int) -> None:
+    pack(folder, bits, is_grouped=False)
+    kept = load_decoder(
+        folder,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        options=ModelOptions(quantisation=Quantisation.INT8),
+    )
+    assert kept.layouts.keys() == {
+        f"layers.{layer}.{name}.weight"
+        for layer in range(SHAPE.num_layers)
+        for name in ("qkv", "output", "gate_up", "down")
+    }
+    torch.testing.assert_close(logits_of(kept), logits(folder), rtol=1e-5, atol=1e-5)
 
 
 def test_experts_may_be_packed(tmp_path: Path) -> None:

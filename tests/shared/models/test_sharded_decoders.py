@@ -5,8 +5,7 @@ The processes are threads here, which exchange tensors by hand.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 
 from shared.kv.pool import KvPool
-from shared.layers.tensor_group import Stage, TensorGroup
 from shared.model_options import AttentionBackend, ModelOptions
 from shared.models.config import ModelConfig
 from shared.models.decoder import ROUTES, Decoder
@@ -28,6 +26,7 @@ from tests.helpers.checkpoints import DELTA, TinyShape, write_checkpoint
 from tests.helpers.plain_forward import plain_forward
 from tests.helpers.poisoned import poison_padding
 from tests.helpers.rank_batches import NUM_PAGES, NUM_RANKS, PAGE_SIZE, rank_batches
+from tests.helpers.thread_groups import thread_groups
 from tests.shared.models.test_decoder_equals_transformers import MIMO_V2, STEP
 
 CPU = torch.device("cpu")
@@ -91,50 +90,6 @@ RECURRENT = DELTA | {
     "shared_expert_intermediate_size": 24,
 }
 
-
-Gather = Callable[[Tensor, Tensor], object]
-Share = Callable[[Tensor, int], object]
-
-
-def _meeting(size: int) -> list[tuple[Gather, Share]]:
-    """Returns the `gather` and the `share` of each process of a group."""
-    barrier, parts = threading.Barrier(size, timeout=30.0), [torch.empty(0)] * size
-
-    def of(rank: int) -> tuple[Gather, Share]:
-        def gather(gathered: Tensor, part: Tensor) -> None:
-            parts[rank] = part.clone()
-            barrier.wait()
-            gathered.copy_(torch.cat(parts))
-            barrier.wait()
-
-        def share(tensor: Tensor, source: int) -> None:
-            parts[rank] = tensor
-            barrier.wait()
-            tensor.copy_(parts[source])
-            barrier.wait()
-
-        return gather, share
-
-    return [of(rank) for rank in range(size)]
-
-
-def _groups(tp_size: int, pp_size: int) -> list[TensorGroup]:
-    """Returns the group of each process, as `open_group` makes them."""
-    size = tp_size * pp_size
-    everybody = _meeting(size)
-    stages = [_meeting(tp_size) for _ in range(pp_size)]
-
-    def of(rank: int) -> TensorGroup:
-        gather, share = everybody[rank]
-        if pp_size == 1:
-            return TensorGroup(rank, size, gather)
-        index, own_rank = divmod(rank, tp_size)
-        own = TensorGroup(own_rank, tp_size, stages[index][own_rank][0]) if tp_size > 1 else None
-        return TensorGroup(rank, size, gather, stage=Stage(index, pp_size, own), share=share)
-
-    return [of(rank) for rank in range(size)]
-
-
 DENSE = ("llama", "gemma2", "phi3")
 
 
@@ -166,7 +121,7 @@ def test_parts_add_up_to_the_whole(family: str, cut: str, tmp_path: Path) -> Non
     assert Shard(0, tp_size, spreads_experts, num_stages=pp_size).problems(config) == ()
     groups = [
         group.spreading(experts=spreads_experts, sequences=False)
-        for group in _groups(tp_size, pp_size)
+        for group in thread_groups(tp_size, pp_size)
     ]
     layers = tuple(range(config.num_layers, -1, -1))
     if config.experts is not None:
@@ -199,7 +154,7 @@ def test_a_process_has_the_layers_of_its_stage_and_a_part_of_the_vocabulary(
     """So that a model fits whose layers one process cannot hold."""
     write_checkpoint(tmp_path, shape=TinyShape(vocab_size=VOCAB_SIZE))
     whole = load_decoder(tmp_path, dtype=torch.float32, device=CPU)
-    last = load_decoder(tmp_path, dtype=torch.float32, device=CPU, group=_groups(1, 2)[1])
+    last = load_decoder(tmp_path, dtype=torch.float32, device=CPU, group=thread_groups(1, 2)[1])
     assert [len(decoder.layers) for decoder in (whole, last)] == [3, 2]
     assert last.kv_layout(4).token_size_bytes * 3 == whole.kv_layout(4).token_size_bytes * 2
     assert torch.equal(last.embedding, whole.embedding[VOCAB_SIZE // 2 :])
@@ -235,7 +190,7 @@ def test_all_stages_agree_on_graphs_of_prompts(
     shape = replace((CASES | ONE_A_STAGE)[family], vocab_size=VOCAB_SIZE)
     write_checkpoint(tmp_path, family, shape)
     options = ModelOptions(attention_backend=attention)
-    for group in (None, *_groups(1, 3)):
+    for group in (None, *thread_groups(1, 3)):
         decoder = load_decoder(
             tmp_path, dtype=torch.float32, device=CPU, options=options, group=group
         )
@@ -273,7 +228,7 @@ def test_processes_attend_from_sequences_of_their_own(
     assert shard.problems(ModelConfig.from_folder(tmp_path)) == ()
     groups = [
         group.spreading(experts=spreads_experts, sequences=True)
-        for group in _groups(NUM_RANKS, pp_size)
+        for group in thread_groups(NUM_RANKS, pp_size)
     ]
 
     def outputs(group: Any) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from shared.models.checkpoint import Checkpoint
 from shared.models.decoder import Decoder
 from shared.models.decoder_weights import DecoderKeys
 from shared.models.loader import load_decoder
-from shared.models.weight_update import WeightStage, checksums, named_tensors
+from shared.models.weight_update import WeightStage, WeightSwap, checksums, named_tensors
 from tests.helpers.checkpoints import DELTA, TinyShape, write_checkpoint
 
 CPU = torch.device("cpu")
@@ -139,6 +140,23 @@ def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"lacks .*k_proj.weight, .*v_proj.weight"):
         stage.check_ready()
     assert checksums(decoder) == before
+
+
+@dataclass(frozen=True)
+class Box:
+    """A model of one weight."""
+
+    config: None
+    weight: torch.Tensor
+
+
+def test_words_of_8_bit_numbers_are_swapped_whatever_their_bytes() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    running = Box(None, torch.zeros(256).to(torch.float8_e4m3fn))
+    WeightSwap(running, Box(None, codes)).apply()
+    assert torch.equal(running.weight.view(torch.uint8), codes.view(torch.uint8))
+    with pytest.raises(CheckpointError, match="weight holds numbers that are not finite"):
+        WeightSwap(Box(None, torch.zeros(1)), Box(None, torch.tensor([torch.nan])))
 
 
 def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:
