@@ -22,6 +22,7 @@ from torch import Tensor
 
 from shared.kv.pool import KvPool
 from shared.models.heads.feature_spec import FeatureSpec
+from shared.runtime.host_copy import HostCopy
 from shared.runtime.ring_memory import RingAddress, RingMemory, share_memory
 from shared.runtime.round_batches import (
     RoundBatches,
@@ -246,6 +247,8 @@ class MappedHead:
         self._late_before = 0
         self._longest_us = LONGEST_WAIT_US[device.type]
         self._backlogs: list[HeadBacklog] = []
+        # Of the head's counter, on its way.
+        self._seen: HostCopy | None = None
         self.is_open = self.is_broken = False
         self._is_warming_up = True
         # Of the last round whose trees came too late.
@@ -284,6 +287,18 @@ class MappedHead:
         """Whether trees did not come in time since `forgive`, or the process is not heard any
         more."""
         return self.is_broken or int(self._late[0]) != self._late_before
+
+    @property
+    def has_caught_up(self) -> bool:
+        """Whether the process has done every round that was announced; on a GPU as it was some time
+        ago, because nothing is waited for. One that is frozen has not."""
+        if self._seen is None:
+            counters = self._memory.elements[: DONE + 4].view(torch.int32)
+            self._seen = HostCopy(counters[DONE // 4 :])
+        if not self._seen.is_done:
+            return False
+        seen, self._seen = int(self._seen.read()[0]), None
+        return seen >= self._round
 
     def forgive(self) -> None:
         """Rounds begin anew: what was late does not count."""

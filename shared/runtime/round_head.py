@@ -264,6 +264,10 @@ class HeadPlace(TreePlace, Protocol):
     def warmed_up(self) -> None:
         """Rounds of all shapes have run."""
 
+    @property
+    def has_caught_up(self) -> bool:
+        """Whether all rounds that were announced are done, and the next one may have trees."""
+
     def forgive(self) -> None:
         """Sequences join rounds anew: trees that were late do not count any more."""
 
@@ -297,6 +301,11 @@ class OwnHead:
 
     def warmed_up(self) -> None:
         """Nothing is late in one process."""
+
+    @property
+    def has_caught_up(self) -> bool:
+        """Nothing is late in one process."""
+        return True
 
     def forgive(self) -> None:
         """Nothing is late in one process."""

@@ -60,7 +60,9 @@ class MappedDraft:
         self.commands: list[MappedCommand] = []
         self.spans: list[tuple[str, float, float]] = []
         self.spoils: Callable[[Tensor], Tensor] = lambda trees: trees
-        self.is_frozen = self.is_full = False
+        self.is_full = False
+        self._is_thawed = threading.Event()
+        self._is_thawed.set()
         self._engine, self._name = engine, name
         pool = KvPool((model or head).kv_layout(PAGE_SIZE), NUM_PAGES, pair.decoder.device)
         self._model: TreeModel = HeadModel(head, pool)
@@ -81,6 +83,18 @@ class MappedDraft:
             mapped_offer=MappedOffer(self._model.vocab_size, 120, is_pinned, num_outcomes),
         )
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether it takes no command, and will take all of them later."""
+        return not self._is_thawed.is_set()
+
+    @is_frozen.setter
+    def is_frozen(self, is_frozen: bool) -> None:
+        if is_frozen:
+            self._is_thawed.clear()
+        else:
+            self._is_thawed.set()
+
     def send(self, message: DraftMessage) -> bool:
         """Takes the commands as they are on the wire."""
         if self.is_full:
@@ -97,6 +111,7 @@ class MappedDraft:
 
     def stop(self) -> None:
         """Ends the thread."""
+        self.is_frozen = False
         self._queue.put(None)
         self._thread.join()
 
@@ -122,6 +137,7 @@ class MappedDraft:
                 self._worker._draw = lambda *args: self.spoils(draw(*args))  # type: ignore[method-assign]
             case PrepareMapped(is_last=True):
                 self._engine.map_head(self._name, tuple(range(1, NUM_PAGES)))
-            case MappedRound() if not self.is_frozen:
+            case MappedRound():
+                self._is_thawed.wait()
                 assert self._worker is not None
                 self._worker.take(command)

@@ -246,6 +246,8 @@ class HeadSteps(RoundSteps[HeadLanes]):
         self._attachment: Attachment | None = None
         self.policy: LanePolicy | None = None
         self._last_shape: Choice = None
+        # Trees were late, and sequences step plainly.
+        self._is_late = False
         self._resumes_s, self._pause_s = -math.inf, FIRST_LATE_PAUSE_S
 
     def open(self, attachment: Attachment) -> None:
@@ -271,6 +273,7 @@ class HeadSteps(RoundSteps[HeadLanes]):
             self.settle()
             self._lanes.shapes.head.close()
             self._attachment = self._lanes = self.policy = None
+            self._is_late = False
             self._draws = True
 
     def choose(self, settle: Callable[[], None]) -> None:
@@ -309,7 +312,11 @@ class HeadSteps(RoundSteps[HeadLanes]):
             logger.info("trees did not come in time: plain steps for %g s", self._pause_s)
             self.settle()
             lanes.shapes.head.forgive()
-        return self._clock() < self._resumes_s
+            self._is_late = True
+        if self._is_late:  # a frozen head is not asked again
+            is_over = self._clock() >= self._resumes_s and lanes.shapes.head.has_caught_up
+            self._is_late = not is_over
+        return self._is_late
 
     def until_launch_s(self) -> float:
         """Returns the seconds until the next round has to be queued behind the one under way; 0

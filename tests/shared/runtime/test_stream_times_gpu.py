@@ -18,15 +18,16 @@ def test_parts_of_a_stream_are_between_their_launch_and_their_end() -> None:
     times = StreamTimes(torch.device("cuda:0"), lambda *span: heard.append(span))
     with torch.cuda.stream(torch.cuda.Stream()):
         begun_s = time.monotonic()
-        for name in ("long", "longer"):
+        for name, factor in (("short", 1), ("long", 8)):
             with times.span(name):
-                torch.cuda._sleep(CYCLES * len(name))
+                torch.cuda._sleep(CYCLES * factor)
         assert not heard
         torch.cuda.synchronize()
         ended_s = time.monotonic()
         with times.span("next"):
             pass
     (_, start_s, middle_s), (name, later_s, end_s) = heard
-    assert name == "longer"
+    assert name == "long"
     assert begun_s - 1e-4 <= start_s < middle_s <= later_s < end_s <= ended_s + 1e-4
-    assert 1.2 < (end_s - later_s) / (middle_s - start_s) < 1.8
+    # The clock that counts cycles may rise meanwhile.
+    assert end_s - later_s > 2.0 * (middle_s - start_s)
