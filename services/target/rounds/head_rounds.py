@@ -518,6 +518,7 @@ class HeadSteps(RoundSteps[HeadLanes]):
         self, round_: LaunchedRound, results: SequenceOf[RoundResult], took_s: float | None
     ) -> None:
         """See `RoundSteps._observe`."""
+        assert all(each.token_ids for _, each in results), "a lane was left out"
         if took_s is not None:
             self._wait.timed(took_s)
         policy, lanes = self.policy, self._lanes
