@@ -74,8 +74,7 @@ def test_nothing_is_lost_where_the_device_selects_trees(
 def test_nothing_is_lost_with_recurrent_states(
     few_callers: None, models: dict[str, Decoder], recurrent: Decoder, selects: bool, seed: int
 ) -> None:
-    drafts = {"target": recurrent, "other": models["other"]}
-    soak = Soak(recurrent, drafts, seed, overlaps=True, selects=selects)
+    soak = Soak(recurrent, models, seed, overlaps=True, selects=selects)
     happen = ("num_accepted", "num_cancelled", "num_reconnects")
     _run(soak, 4, *happen, "num_device_rounds" if selects else "num_preempted")
 
