@@ -551,7 +551,7 @@ def build_dflash(settings: DraftSettings, host: Host | None = None) -> DflashDra
     longest = config.layers.max_position_embeddings
     context = context_for(settings, longest, margin_tokens=block_size)
     head = load_dflash(folder, tensors, dtype=dtype, device=device, options=settings.model_options)
-    log_quantisation(settings, head)
+    log_quantisation(head)
     log.info("%s in %s on %s: blocks of %d", folder.name, dtype, device, block_size)
     pool, leases = allocate_kv(
         replace(settings, disable_radix_cache=True),

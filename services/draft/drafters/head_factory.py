@@ -74,7 +74,7 @@ def build_head(settings: DraftSettings, host: Host | None = None) -> EagleDrafte
         *(head.vocabulary.size, head.config.vocab_size),
         *(list(head.feature_spec.layer_indices), head.feature_spec.width),
     )
-    log_quantisation(settings, head)
+    log_quantisation(head)
     has_one_layer = len(head.layers) == 1
     limits = pass_limits(settings, device, max_context_tokens=context)
     # Several layers grow no whole trees in one pass, and share no prefixes.

@@ -13,7 +13,7 @@ from shared.kv.leases import KvLeases
 from shared.kv.pool import KvLayout, KvPool
 from shared.layers.linear import num_saved_bytes
 from shared.layers.tensor_group import TensorGroup
-from shared.model_options import AttentionBackend, Quantisation
+from shared.model_options import AttentionBackend
 from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder
 from shared.models.heads.feature_spec import FeatureSpec
@@ -46,12 +46,11 @@ def device_for(settings: DraftSettings) -> torch.device:
     return device
 
 
-def log_quantisation(settings: DraftSettings, model: object) -> None:
+def log_quantisation(model: object) -> None:
     """Says what 8-bit weights save; silent without them."""
-    quantisation = settings.speculative_draft_model_quantization
-    if quantisation is not Quantisation.UNQUANT:
-        saved_mib = num_saved_bytes(model) / 2**20
-        log.info("layers in %s take %.1f MiB less", quantisation.value, saved_mib)
+    size_bytes = num_saved_bytes(model)
+    if size_bytes:
+        log.info("8-bit layers save %.1f MiB", size_bytes / 2**20)
 
 
 def context_for(settings: DraftSettings, longest: int, *, margin_tokens: int) -> int:

@@ -166,7 +166,7 @@ def build_model(
             "%s has another tokenizer than its target; it drafts %s",
             *(folder.name, vocabulary.words()),
         )
-    log_quantisation(settings, decoder)
+    log_quantisation(decoder)
     layout = decoder.kv_layout(settings.page_size, dtype)
     passes = pass_limits(settings, device, max_context_tokens=context)
     reserved_bytes = reserved_for_model(settings, config, dtype, passes)

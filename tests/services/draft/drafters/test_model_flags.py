@@ -32,9 +32,9 @@ def test_the_memory_saved_is_said_at_start(
 ) -> None:
     with caplog.at_level(logging.INFO):
         build_drafter(_settings(folder))
-        assert "MiB less" not in caplog.text
+        assert "8-bit layers" not in caplog.text
         build_drafter(_settings(folder, "--speculative-draft-model-quantization", quantisation))
-    assert f"layers in {quantisation} take 0.1 MiB less" in caplog.text
+    assert "8-bit layers save 0.1 MiB" in caplog.text
 
 
 def test_a_window_bounds_the_context_beside_the_tree(folder: Path) -> None:
