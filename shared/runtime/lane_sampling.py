@@ -305,10 +305,14 @@ class LaneSampling:
             tokens = tree.token_ids.index_select(0, group.slots)
             seen = tree.visible.index_select(0, group.slots)
             counts = self._counts.of_rows(group.places, tokens, seen)
-        own = logits.index_select(0, rows)
+        sampling = group.sampling
         if group.bans is not None:
-            own = _banned(own, positions, *group.bans)
-        found = draw_tokens(own, group.sampling, positions, counts)
+            places, token_ids, lengths = group.bans
+            is_early = positions.index_select(0, places) < lengths
+            sampling = sampling.also_banning(
+                places, token_ids, torch.where(is_early, -math.inf, 0.0)
+            )
+        found = draw_tokens(logits.index_select(0, rows), sampling, positions, counts)
         drawn.view(-1).index_copy_(0, rows, found)
 
     def _grouped(self, num_rows: int) -> Iterator[_Group]:
@@ -412,13 +416,3 @@ class _LaneCounts:
         output.scatter_add_(1, index.flatten(0, 1), on_path.flatten(0, 1))
         in_prompt = self._in_prompt.index_select(0, places).repeat_interleave(num_rows, dim=0)
         return TokenCounts(output, in_prompt | (output > 0))
-
-
-def _banned(
-    logits: Tensor, positions: Tensor, rows: Tensor, token_ids: Tensor, lengths: Tensor
-) -> Tensor:
-    """Returns logits float32 without the tokens that are drawn too early."""
-    is_early = positions.index_select(0, rows) < lengths
-    logits = logits.to(torch.float32)
-    values = torch.where(is_early, -math.inf, 0.0).to(logits.dtype)
-    return logits.index_put((rows, token_ids), values, accumulate=True)

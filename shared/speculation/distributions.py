@@ -186,7 +186,9 @@ def _allowed_only(logits: Tensor, sampling: RowSampling) -> Tensor:
         is_allowed = sampling.allowed.of_rows(logits.shape[-1])
         remaining = remaining.masked_fill(~is_allowed, -math.inf)
     if sampling.banned is not None:
-        remaining = remaining.index_put(sampling.banned, logits.new_full((), -math.inf))
+        rows, token_ids, amounts = sampling.banned
+        amounts = amounts.to(logits.dtype)
+        remaining = remaining.index_put((rows, token_ids), amounts, accumulate=True)
     if remaining is logits:
         return logits
     is_empty = (remaining == -math.inf).all(dim=-1, keepdim=True)

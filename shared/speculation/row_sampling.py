@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -146,7 +147,8 @@ class RowSampling:
         seeds: `[R]` int64.
         bias: rows `[N]`, token ids `[N]` int64 and values `[N]` float32; None without bias.
         allowed: None when every row may draw any token.
-        banned: rows and token ids, `[M]` int64 each; None when nothing is banned.
+        banned: rows and token ids, `[M]` int64 each, and what is added to their logits, `[M]`
+            float32: -inf, or 0 where it may be drawn by now. None when nothing is banned.
         all_greedy: no row draws.
         has_top_k: some drawing row cuts by top-k.
         max_top_k: the greatest top-k of the drawing rows when each of them has one, else None.
@@ -163,7 +165,7 @@ class RowSampling:
     seeds: Tensor
     bias: tuple[Tensor, Tensor, Tensor] | None
     allowed: AllowedTokens | None
-    banned: tuple[Tensor, Tensor] | None
+    banned: tuple[Tensor, Tensor, Tensor] | None
     all_greedy: bool
     has_top_k: bool
     max_top_k: int | None
@@ -179,6 +181,15 @@ class RowSampling:
             and self.allowed is None
             and self.banned is None
         )
+
+    def also_banning(self, rows: Tensor, token_ids: Tensor, amounts: Tensor) -> RowSampling:
+        """Returns the same with further tokens, see `banned`."""
+        if self.banned is not None:
+            rows, token_ids, amounts = (
+                torch.cat(each)
+                for each in zip(self.banned, (rows, token_ids, amounts), strict=True)
+            )
+        return replace(self, banned=(rows, token_ids, amounts))
 
     @property
     def is_plain(self) -> bool:
@@ -332,12 +343,10 @@ def _with_bad_words(
 
 def _banned(
     banned_token_ids: Sequence[Iterable[int]], device: torch.device
-) -> tuple[Tensor, Tensor] | None:
+) -> tuple[Tensor, Tensor, Tensor] | None:
     rows = [row for row, ids in enumerate(banned_token_ids) for _ in ids]
     token_ids = [token_id for ids in banned_token_ids for token_id in ids]
     if not rows:
         return None
-    return (
-        uploaded_ids(rows, device),
-        uploaded_ids(token_ids, device),
-    )
+    amounts = torch.full((len(rows),), -math.inf, device=device)
+    return uploaded_ids(rows, device), uploaded_ids(token_ids, device), amounts

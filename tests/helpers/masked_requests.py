@@ -7,8 +7,9 @@ from dataclasses import replace
 from services.target.requests.request import GenerationRequest
 from shared.tokens import SamplingParams, StopParams, ThinkingBudget
 from tests.helpers.engines import request
-from tests.helpers.grammars import regex
+from tests.helpers.grammars import SPELLINGS, regex
 
+_Y = SPELLINGS.index("y")
 _GREEDY, _SEEDED = SamplingParams(temperature=0.0), SamplingParams(seed=7)
 _TRUNCATED = SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.05, seed=1)
 _PENALISED = SamplingParams(frequency_penalty=0.7, repetition_penalty=1.3, seed=2)
@@ -28,4 +29,6 @@ def masked_requests() -> list[GenerationRequest]:
         request([6, 1], replace(_SEEDED, thinking=thinking), StopParams(30)),
         request([6, 2], replace(_BIASED, bad_words=((3, 9),)), grammar=regex("[abcd]*")),
         request([11, 3], _TRUNCATED, StopParams(30)),
+        # All that its grammar allows may not come yet: the grammar counts.
+        request([9, 4], _GREEDY, StopParams(30, 12, frozenset({_Y})), grammar=regex("[ab]y{20}")),
     ]
