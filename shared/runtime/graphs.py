@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -272,7 +273,8 @@ def prompt_sequence_buckets(num_rows: int, max_sequences: int) -> tuple[int, ...
     return (few, most) if few < most and num_rows <= _MANY_SEQUENCES_ROWS else (few,)
 
 
-def row_buckets(max_rows: int, sizes: Sequence[int] = _ROW_BUCKETS) -> tuple[int, ...]:
+@cache  # asked for in every step
+def row_buckets(max_rows: int, sizes: tuple[int, ...] = _ROW_BUCKETS) -> tuple[int, ...]:
     """Returns the numbers of rows that graphs are captured for, ascending, `max_rows` last."""
     return (*(rows for rows in sizes if rows < max_rows), max_rows)
 

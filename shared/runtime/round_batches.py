@@ -7,7 +7,7 @@ and what depends on the number of rows alone is made once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -198,14 +198,14 @@ class RoundBatches:
         batch = self.fixed(
             token_ids=torch.where(is_open, state.open_tokens, 0),
             positions=indices,
-            slots=torch.where(is_open, self.slots(state.head_page_table, indices), 0),
+            slots=torch.where(is_open, self._slots(state.head_page_table, indices), 0),
             kv_lengths=(starts + num_rows).int(),
             prefix_lengths=starts.int(),
             page_table=state.head_page_table,
             tail_mask=None,
             logit_rows=first_rows + state.num_open - 1,
         )
-        return batch, torch.where(is_open, self.slots(state.page_table, indices), 0).flatten()
+        return batch, torch.where(is_open, self._slots(state.page_table, indices), 0).flatten()
 
     def of_beam(self, state: RoundState, beam: Beam, level: int) -> ForwardBatch:
         """Returns the head's rows of one level of the tree, behind those of the levels before.
@@ -220,7 +220,7 @@ class RoundBatches:
         return self.fixed(
             token_ids=beam.token_ids,
             positions=(bases + level).unsqueeze(1).expand_as(indices),
-            slots=self.slots(state.head_page_table, indices),
+            slots=self._slots(state.head_page_table, indices),
             kv_lengths=(starts + num_rows).int(),
             prefix_lengths=bases.int(),
             page_table=state.head_page_table,
@@ -234,16 +234,17 @@ class RoundBatches:
         positions: Tensor,
         page_table: Tensor,
         mask_token_id: int,
-        block_size: int,
     ) -> ForwardBatch:
-        """Returns blocks of rows that all see each other, and what comes before them. Those that
-        score the levels of a tree have logits, level by level.
+        """Returns blocks whose rows see each other and all that comes before.
+
+        The rows that score the levels of a tree have logits, level by level.
 
         Args:
             roots, positions: `[S]` int64, of the last committed tokens, which open the blocks.
             page_table: of the draft.
         """
         num_slots, num_levels = len(roots), self.shape.tree.num_steps
+        block_size = self.shape.block_size
         rows = torch.arange(block_size, device=roots.device)
         indices = positions.unsqueeze(1) + rows
         first_rows = torch.arange(num_slots, device=roots.device) * block_size
@@ -253,12 +254,28 @@ class RoundBatches:
         return self.fixed(
             token_ids=torch.where(rows == 0, roots.unsqueeze(1), mask_token_id),
             positions=indices,
-            slots=self.slots(page_table, indices),
+            slots=self._slots(page_table, indices),
             kv_lengths=(positions + block_size).int(),
             prefix_lengths=positions.int(),
             page_table=page_table,
             tail_mask=visible,
             logit_rows=(first_rows + rows[1 : num_levels + 1].unsqueeze(1)).flatten(),
+        )
+
+    def earlier(self, batch: ForwardBatch, page_table: Tensor, count: int) -> ForwardBatch:
+        """Returns open rows so many places earlier; those before the first one are nobody's."""
+        if not count:
+            return batch
+        positions = batch.positions - count
+        is_own = (positions >= 0) & (batch.slots >= self.page_size)
+        places = positions.clamp_min(0)
+        slots = self._slots(page_table, places.view(len(page_table), -1)).flatten()
+        return replace(
+            batch,
+            positions=places,
+            slots=torch.where(is_own, slots, 0),
+            kv_lengths=batch.kv_lengths - count,
+            prefix_lengths=(batch.prefix_lengths - count).clamp_min(0),
         )
 
     def of_runs(self, token_ids: Tensor, starts: Tensor, page_table: Tensor) -> ForwardBatch:
@@ -274,7 +291,7 @@ class RoundBatches:
         return self.fixed(
             token_ids=token_ids,
             positions=places,
-            slots=torch.where(indices >= 0, self.slots(page_table, places), 0),
+            slots=torch.where(indices >= 0, self._slots(page_table, places), 0),
             kv_lengths=(starts + num_rows).int(),
             prefix_lengths=starts.clamp_min(0).int(),
             page_table=page_table,
@@ -305,7 +322,7 @@ class RoundBatches:
         return self.fixed(
             token_ids=token_ids,
             positions=bases.unsqueeze(1) + depths + level,
-            slots=self.slots(state.head_page_table, indices),
+            slots=self._slots(state.head_page_table, indices),
             kv_lengths=(starts + count).int(),
             prefix_lengths=bases.int(),
             page_table=state.head_page_table,
@@ -327,7 +344,7 @@ class RoundBatches:
         bases = state.lengths - 1
         nodes = walks.view(*size, width).transpose(0, 1)
         token_ids = nodes[..., WALK_TOKEN]
-        slots = self.slots(state.head_page_table, bases.unsqueeze(1) + rows)
+        slots = self._slots(state.head_page_table, bases.unsqueeze(1) + rows)
         slots = slots.view(size).transpose(0, 1)
         positions = (bases + levels.unsqueeze(1)).unsqueeze(2).expand_as(slots)
         kv_lengths = (bases + (levels.unsqueeze(1) + 1) * size[2]).int()
@@ -363,7 +380,7 @@ class RoundBatches:
         batch = self.fixed(
             token_ids=tree.token_ids.clamp_min(0),
             positions=bases + tree.depths,
-            slots=self.slots(state.page_table, indices),
+            slots=self._slots(state.page_table, indices),
             kv_lengths=(bases.squeeze(1) + num_rows).int(),
             prefix_lengths=bases.squeeze(1).int(),
             page_table=state.page_table,
@@ -413,7 +430,7 @@ class RoundBatches:
             )
         return self._fixed[key]
 
-    def slots(self, page_table: Tensor, indices: Tensor) -> Tensor:
+    def _slots(self, page_table: Tensor, indices: Tensor) -> Tensor:
         """Returns the pool slots `[B, R]` of logical indices `[B, R]`; those past the table are in
         its last page."""
         pages = (indices // self.page_size).clamp_max(page_table.shape[1] - 1)

@@ -10,7 +10,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shared.kernels.kernel_settings import has_triton
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.pool import KvPool
 from shared.kv.upload import uploaded_numbers, uploaded_pairs
@@ -27,7 +26,7 @@ from shared.runtime.round_graphs import TreeSource, num_computed
 from shared.runtime.round_state import RoundSampling, RoundState
 from shared.runtime.round_verification import RoundVerification
 from shared.runtime.tree_draft import DraftCode, grown
-from shared.runtime.tree_model import RoundModel, fits_kernels, verification_for
+from shared.runtime.tree_model import RoundModel, runs_fused, verification_for
 from shared.speculation.tree import NO_TOKEN, TreeRows, rows_of_parents
 from shared.tokens import TreeShape
 
@@ -43,7 +42,7 @@ def read_trees(
         trees: `[at least S, 2, T]` int64, tokens and parents, see `TreeRows`.
         vocab_size: of the target.
     """
-    if has_triton(trees.device) and fits_kernels(batches.shape):
+    if runs_fused(batches.shape, trees.device):
         # Triton is not installed where there is no CUDA.
         from shared.runtime.round_fused import read_trees_fused
 

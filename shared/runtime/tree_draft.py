@@ -3,6 +3,7 @@ head that scores all levels at once; in plain torch, or by kernels that are hand
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -374,6 +375,9 @@ class PlainCode:
     __slots__ = ()
     batches: RoundBatches
 
+    def seen(self, state: RoundState) -> RoundState:
+        return state
+
     def open_rows(self, state: RoundState) -> tuple[ForwardBatch, Tensor]:
         return self.batches.of_open_rows(state)
 
@@ -388,10 +392,28 @@ class PlainCode:
         return sampling
 
 
+class LevelForwards(ABC):
+    """`Forwards` that compute one level after the other, and keep no states."""
+
+    @abstractmethod
+    def first(self) -> Tensor: ...
+
+    @abstractmethod
+    def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor: ...
+
+    def walk(self, levels: Iterable[KnownLevel]) -> Iterator[Tensor]:
+        yield self.first()
+        for level in levels:
+            yield self.next(*level)
+
+    def states(self) -> Tensor | None:
+        return None
+
+
 # A language model that drafts, for trees that are grown in one pass.
 
 
-class DecoderForwards:
+class DecoderForwards(LevelForwards):
     """See `Forwards`: rows read tokens alone."""
 
     def __init__(self, logits: Callable[[ForwardBatch], Tensor], batch: ForwardBatch) -> None:
@@ -406,14 +428,6 @@ class DecoderForwards:
 
     def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor:
         return self._logits(batch)
-
-    def walk(self, levels: Iterable[KnownLevel]) -> Iterator[Tensor]:
-        yield self.first()
-        for level in levels:
-            yield self.next(*level)
-
-    def states(self) -> None:
-        """There are none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -448,7 +462,7 @@ class DecoderDraft(PlainCode):
 # A head that drafts a whole block in one forward, from the target's features: DFlash.
 
 
-class BlockForwards:
+class BlockForwards(LevelForwards):
     """See `Forwards`. The first one computes the block, whose rows score the levels in turn: all
     nodes of a level have the scores of its position.
 
@@ -473,15 +487,6 @@ class BlockForwards:
         num_nodes = len(parents) // len(logits)
         return logits if num_nodes == 1 else logits.repeat_interleave(num_nodes, dim=0)
 
-    def walk(self, levels: Iterable[KnownLevel]) -> Iterator[Tensor]:
-        """See `Forwards.walk`."""
-        yield self.first()
-        for level in levels:
-            yield self.next(*level)
-
-    def states(self) -> None:
-        """A row reads none."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockDraft(PlainCode):
@@ -492,18 +497,12 @@ class BlockDraft(PlainCode):
 
     Attributes:
         source_rows: `[num_slots, W]`, the target's features of each slot of its pool.
-        block_size: rows of a block.
     """
 
     head: DflashHead
     pool: KvPool
     batches: RoundBatches
     source_rows: Tensor
-    block_size: int
-
-    def seen(self, state: RoundState) -> RoundState:
-        """See `DraftCode.seen`."""
-        return state
 
     def forwards(
         self, state: RoundState, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool
@@ -526,7 +525,6 @@ class BlockDraft(PlainCode):
             batch.positions[last] + 1,
             batch.page_table,
             self.head.config.mask_token_id,
-            self.block_size,
         )
         read = self.head.forward(block, self.pool).index_select(0, block.logit_rows)
         logits = self.logits(read)
@@ -613,14 +611,6 @@ class RoundDraft(PlainCode):
     source_rows: Tensor
     reads_states: bool = False
 
-    def grow(self, state: RoundState, sampling: RoundSampling) -> RoundTree:
-        """Computes the open rows and returns the trees that grow from the last of them."""
-        batch, feature_slots = self.open_rows(state)
-        return grown(self, state, sampling, batch, feature_slots)
-
-    def seen(self, state: RoundState) -> RoundState:
-        return state
-
     def forwards(
         self, state: RoundState, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool
     ) -> HeadForwards:
@@ -659,7 +649,7 @@ class RoundDraft(PlainCode):
 # A head of several next-token layers, whose chains have a layer a level.
 
 
-class LayeredForwards:
+class LayeredForwards(LevelForwards):
     """See `Forwards`; of chains.
 
     Layer k computes row i when token i + 1 + k is known, from the state that layer k - 1 left on
@@ -700,21 +690,18 @@ class LayeredForwards:
         Args:
             num_kept: rows at the end that stay open.
         """
-        hidden, num_slots = self._hidden, self._num_slots
+        draft, hidden = self._draft, self._hidden
         index = (self._num_open - num_kept).view(-1, 1, 1).expand(-1, 1, hidden.shape[1])
         last = list[Tensor]()
-        for layer in range(self._draft.num_layers):
-            states = self._draft.states(self._shifted(layer), hidden, layer)
+        for layer in range(draft.num_layers):
+            batch = draft.batches.earlier(self._batch, self._page_table, layer)
+            states = draft.states(batch, hidden, layer)
             self._ends.append(states.index_select(0, self._batch.logit_rows))
-            if layer == self._draft.num_layers - 1:
+            if layer == draft.num_layers - 1:
                 break
-            rows = torch.cat(
-                (
-                    self._last_states[:, layer : layer + 1],
-                    states.view(num_slots, -1, hidden.shape[1]),
-                ),
-                dim=1,
-            )
+            before = self._last_states[:, layer : layer + 1]
+            own = states.view(self._num_slots, -1, hidden.shape[1])
+            rows = torch.cat((before, own), dim=1)
             hidden = rows[:, :-1].flatten(0, 1)
             last.append(rows.gather(1, index))
         self._last_states.copy_(torch.cat(last, dim=1))
@@ -741,32 +728,6 @@ class LayeredForwards:
         self._nodes = states.view(self._num_slots, num_rows, -1)
         return self._draft.logits(self._nodes[:, -1], layer)
 
-    def walk(self, levels: Iterable[KnownLevel]) -> Iterator[Tensor]:
-        """See `Forwards.walk`."""
-        yield self.first()
-        for level in levels:
-            yield self.next(*level)
-
-    def states(self) -> None:
-        """None are kept for others."""
-
-    def _shifted(self, layer: int) -> ForwardBatch:
-        """Returns the open rows as a layer computes them; before the first row there is nothing."""
-        if not layer:
-            return self._batch
-        batch = self._batch
-        positions = batch.positions - layer
-        own = (positions >= 0) & (batch.slots >= self._draft.pool.page_size)
-        places = positions.view(self._num_slots, -1)
-        slots = self._draft.batches.slots(self._page_table, places.clamp_min(0)).flatten()
-        return replace(
-            batch,
-            positions=positions.clamp_min(0),
-            slots=torch.where(own, slots, 0),
-            kv_lengths=batch.kv_lengths - layer,
-            prefix_lengths=(batch.prefix_lengths - layer).clamp_min(0),
-        )
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayeredDraft(PlainCode):
@@ -785,10 +746,6 @@ class LayeredDraft(PlainCode):
     def num_layers(self) -> int:
         """n."""
         return len(self.head.layers)
-
-    def seen(self, state: RoundState) -> RoundState:
-        """See `DraftCode.seen`."""
-        return state
 
     def forwards(
         self, state: RoundState, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool

@@ -48,7 +48,7 @@ class RoundParts:
     @classmethod
     def of(cls, head: DraftHead, shape: RoundShape, device: torch.device) -> RoundParts:
         """Returns the fastest parts for a head."""
-        if not (has_triton(device) and fits_kernels(shape)):
+        if not runs_fused(shape, device):
             return PLAIN
         # Triton is not installed where there is no CUDA.
         from shared.runtime.round_fused import FusedRoundDraft
@@ -69,7 +69,7 @@ def selection_for(device: torch.device) -> type[RoundSelection]:
 
 def verification_for(shape: RoundShape, device: torch.device) -> type[RoundVerification]:
     """Returns the fastest verification of trees of a shape."""
-    if not (has_triton(device) and fits_kernels(shape)):
+    if not runs_fused(shape, device):
         return RoundVerification
     # Triton is not installed where there is no CUDA.
     from shared.runtime.round_fused import FusedRoundVerification
@@ -80,9 +80,10 @@ def verification_for(shape: RoundShape, device: torch.device) -> type[RoundVerif
 PLAIN = RoundParts(RoundDraft, RoundVerification)
 
 
-def fits_kernels(shape: RoundShape) -> bool:
-    """Whether the fused kernels take trees of this shape."""
-    return shape.num_tree_rows <= _MAX_ROWS and shape.num_candidates <= _MAX_CANDIDATES
+def runs_fused(shape: RoundShape, device: torch.device) -> bool:
+    """Whether the fused kernels take trees of this shape, and the device has them."""
+    fits = shape.num_tree_rows <= _MAX_ROWS and shape.num_candidates <= _MAX_CANDIDATES
+    return fits and has_triton(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,26 +171,25 @@ class TreeModel(RoundModel, Protocol):
         """
 
 
-class _OneLayer:
-    """A model that keeps nothing of lanes but its cache."""
+class _LevelByLevel:
+    """A model that grows trees level by level, and keeps nothing of lanes but its cache."""
 
     __slots__ = ()
 
-    def lane_states(self, num_slots: int) -> None:
-        """See `RoundModel.lane_states`."""
+    @property
+    def block_size(self) -> int:
+        return 0
+
+    def lane_states(self, num_slots: int) -> Tensor | None:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
-class HeadModel(_OneLayer):
-    """See `TreeModel`."""
+class _AnyHead(_LevelByLevel):
+    """A draft head with its cache, of one layer or several."""
 
     head: DraftHead
     pool: KvPool
-    block_size: int = 0
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.head.dtype
 
     @property
     def vocab_size(self) -> int:
@@ -200,16 +200,25 @@ class HeadModel(_OneLayer):
         return self.head.config.vocab_size
 
     @property
-    def group(self) -> None:
-        return None
-
-    @property
     def feature_spec(self) -> FeatureSpec:
         return self.head.feature_spec
 
     @property
     def token_lead(self) -> int:
         return 1
+
+
+@dataclass(frozen=True, slots=True)
+class HeadModel(_AnyHead):
+    """See `TreeModel`."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head.dtype
+
+    @property
+    def group(self) -> None:
+        return None
 
     def compute(self, batch: ForwardBatch, features: Tensor | None) -> None:
         assert features is not None, "a head reads features"
@@ -232,12 +241,11 @@ class HeadModel(_OneLayer):
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderModel(_OneLayer):
+class DecoderModel(_LevelByLevel):
     """See `TreeModel`."""
 
     decoder: Decoder
     pool: KvPool
-    block_size: int = 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -270,23 +278,23 @@ class DecoderModel(_OneLayer):
         return 0
 
     def draft(self, batches: RoundBatches, source_rows: Tensor, kind: PassKind) -> TreeDraft:
-        is_plain = kind.is_plain
-        code = (
-            DecoderDraft(self.decoder, self.pool, batches) if is_plain else self.code(batches, None)
-        )
+        code = self._plain(batches) if kind.is_plain else self.code(batches, None)
         return TreeDraft(code, batches, kind.num_choices)
 
     def code(self, batches: RoundBatches, source_rows: Tensor | None) -> DecoderDraft:
-        if not (has_triton(self.pool.device) and fits_kernels(batches.shape)):
-            return DecoderDraft(self.decoder, self.pool, batches)
+        if not runs_fused(batches.shape, self.pool.device):
+            return self._plain(batches)
         # Triton is not installed where there is no CUDA.
         from shared.runtime.round_fused import FusedDecoderDraft
 
         return FusedDecoderDraft(self.decoder, self.pool, batches)
 
+    def _plain(self, batches: RoundBatches) -> DecoderDraft:
+        return DecoderDraft(self.decoder, self.pool, batches)
+
 
 @dataclass(frozen=True, slots=True)
-class BlockModel(_OneLayer):
+class BlockModel:
     """A head that drafts blocks; see `RoundModel`."""
 
     head: DflashHead
@@ -309,43 +317,26 @@ class BlockModel(_OneLayer):
     def token_lead(self) -> int:
         return 1
 
+    def lane_states(self, num_slots: int) -> None:
+        return None
+
     def compute(self, batch: ForwardBatch, features: Tensor | None) -> None:
         assert features is not None, "a head reads features"
         self.head.write_context(features, batch.positions, batch.slots, self.pool)
 
     def code(self, batches: RoundBatches, source_rows: Tensor | None) -> BlockDraft:
         assert source_rows is not None, "a head reads features"
-        if not (has_triton(self.pool.device) and fits_kernels(batches.shape)):
-            return BlockDraft(self.head, self.pool, batches, source_rows, self.block_size)
+        if not runs_fused(batches.shape, self.pool.device):
+            return BlockDraft(self.head, self.pool, batches, source_rows)
         # Triton is not installed where there is no CUDA.
         from shared.runtime.round_fused import FusedBlockDraft
 
-        return FusedBlockDraft(self.head, self.pool, batches, source_rows, self.block_size)
+        return FusedBlockDraft(self.head, self.pool, batches, source_rows)
 
 
 @dataclass(frozen=True, slots=True)
-class LayeredModel:
+class LayeredModel(_AnyHead):
     """A head of several next-token layers, which drafts chains; see `RoundModel`."""
-
-    head: DraftHead
-    pool: KvPool
-    block_size: int = 0
-
-    @property
-    def vocab_size(self) -> int:
-        return self.head.vocabulary.size
-
-    @property
-    def id_limit(self) -> int:
-        return self.head.config.vocab_size
-
-    @property
-    def feature_spec(self) -> FeatureSpec:
-        return self.head.feature_spec
-
-    @property
-    def token_lead(self) -> int:
-        return 1
 
     def lane_states(self, num_slots: int) -> Tensor:
         size = (num_slots, len(self.head.layers) - 1, self.head.embedding.shape[1])
@@ -367,7 +358,7 @@ class LayeredModel:
 
     def code(self, batches: RoundBatches, source_rows: Tensor | None) -> LayeredDraft:
         assert source_rows is not None, "a head reads features"
-        if not (has_triton(self.pool.device) and fits_kernels(batches.shape)):
+        if not runs_fused(batches.shape, self.pool.device):
             return LayeredDraft(self.head, self.pool, batches, source_rows)
         # Triton is not installed where there is no CUDA.
         from shared.runtime.round_fused import FusedLayeredDraft

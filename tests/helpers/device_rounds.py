@@ -95,7 +95,7 @@ class _PlainBlocks(BlockModel):
 
     def code(self, batches: RoundBatches, source_rows: Tensor | None) -> BlockDraft:
         assert source_rows is not None
-        return BlockDraft(self.head, self.pool, batches, source_rows, self.block_size)
+        return BlockDraft(self.head, self.pool, batches, source_rows)
 
 
 def _model(head: DraftHead | DflashHead, pool: KvPool, *, is_plain: bool) -> RoundModel:

@@ -14,13 +14,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from services.draft.drafters.drafter import Drafter, Proposal
+from services.draft.drafters.drafter import Drafter, Proposal, SharedHead
 from services.draft.drafters.tails import GrownRows
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.batch import SequenceRows
 from shared.kv.leases import KvBranch, KvLease, KvLeases
 from shared.kv.pool import KvPool
 from shared.kv.upload import uploaded_pairs
+from shared.runtime.tree_model import RoundModel
 from shared.runtime.tree_pass import OpenSequence
 from shared.tokens import EMPTY_TREE, TreeShape
 
@@ -295,6 +296,18 @@ class ContextDrafter(Drafter):
     """See `Drafter`. Computes trees behind contexts."""
 
     _contexts: Contexts
+
+    @property
+    @abstractmethod
+    def _round_model(self) -> RoundModel | None:
+        """The model as rounds of a target use it; None where it takes part in none."""
+
+    def share_head(self) -> SharedHead | None:
+        """Lends the model and most of the free pages, for good; None where no round takes it."""
+        model, contexts = self._round_model, self._contexts
+        if model is None:
+            return None
+        return SharedHead.of_most(model, contexts.leases, max_context_tokens=contexts.longest)
 
     def open(self, sequence: DraftSequence) -> None:
         self._contexts.open(sequence)

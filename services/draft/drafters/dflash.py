@@ -24,7 +24,6 @@ from services.draft.drafters.drafter import (
     DrafterLimits,
     OneStepLookahead,
     Proposal,
-    SharedHead,
     VerifiedTree,
 )
 from services.draft.drafters.head_contexts import FeatureContexts
@@ -56,7 +55,7 @@ from shared.models.heads.dflash import DflashConfig, DflashHead, load_dflash
 from shared.models.heads.target_tensors import target_tensors
 from shared.runtime.device import dtype_named
 from shared.runtime.host_copy import joined_rows
-from shared.runtime.tree_model import BlockModel
+from shared.runtime.tree_model import BlockModel, RoundModel
 from shared.speculation.block_tree import grow_block_tree
 from shared.speculation.distributions import stable_topk
 from shared.speculation.tree import row_paths
@@ -483,12 +482,9 @@ class DflashDrafter(ContextDrafter):
     def add_features(self, sequence: DraftSequence, rows: FeatureRows) -> None:
         self._contexts.add_features(sequence, rows)
 
-    def share_head(self) -> SharedHead:
-        """Lends the head and most of the free pages, for good, to rounds of the target of this
-        process."""
-        contexts = self._contexts
-        model = BlockModel(self.head, self._pool, self._block_size)
-        return SharedHead.of_most(model, contexts.leases, max_context_tokens=contexts.longest)
+    @property
+    def _round_model(self) -> RoundModel:
+        return BlockModel(self.head, self._pool, self._block_size)
 
     def reserve(self, sequence: DraftSequence, shape: TreeShape) -> bool:
         return self._contexts.reserve(sequence, self._block_size)

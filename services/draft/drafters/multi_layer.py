@@ -18,13 +18,13 @@ from torch import Tensor
 
 from services.draft.draft_scores import DraftScores
 from services.draft.drafters.contexts import SequenceKv
-from services.draft.drafters.drafter import Proposal, SharedHead
+from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.eagle import EagleDrafter
 from services.draft.sequence import DraftSequence
 from services.draft.worker import MappedHeadLimits
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.upload import uploaded_numbers
-from shared.runtime.tree_model import LayeredModel
+from shared.runtime.tree_model import LayeredModel, RoundModel
 from shared.speculation.tree import Beam, BeamRows, TreeGrowth, choose_children, parent_states
 from shared.tokens import TreeShape
 
@@ -132,12 +132,9 @@ class MultiLayerDrafter(EagleDrafter):
     def _mapped_head(self) -> MappedHeadLimits | None:
         return None
 
-    def share_head(self) -> SharedHead:
-        """Lends the head and most of the free pages, for good, to rounds of the target of this
-        process."""
-        contexts = self._contexts
-        model = LayeredModel(self.head, self._model.pool)
-        return SharedHead.of_most(model, contexts.leases, max_context_tokens=contexts.longest)
+    @property
+    def _round_model(self) -> RoundModel:
+        return LayeredModel(self.head, self._model.pool)
 
     @property
     def _num_layers(self) -> int:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from services.draft.drafters.branch_drafter import BranchLookahead
 from services.draft.drafters.contexts import ContextDrafter, Contexts
-from services.draft.drafters.drafter import DrafterLimits, Proposal, SharedHead
+from services.draft.drafters.drafter import DrafterLimits, Proposal
 from services.draft.drafters.pass_trees import grown_shape
 from services.draft.sequence import DraftSequence
 from services.draft.worker import MappedHeadLimits
 from shared.runtime.outcome_chains import MAX_OUTCOMES
-from shared.runtime.tree_model import TreeModel
+from shared.runtime.tree_model import RoundModel, TreeModel
 from shared.tokens import TreeShape
 
 
@@ -51,19 +51,17 @@ class TreeDrafter(ContextDrafter):
     @property
     def _mapped_head(self) -> MappedHeadLimits | None:
         """Sizes of the model in rounds of a target; None where it takes part in none."""
-        model = self._model
-        if model.group is not None:  # several processes hold it
+        model = self._round_model
+        if model is None:
             return None
         outcomes = MAX_OUTCOMES if model.feature_spec is None else 0
         longest = self._contexts.longest
         return MappedHeadLimits(model.pool.page_size, model.vocab_size, longest, outcomes)
 
-    def share_head(self) -> SharedHead | None:
-        """Lends the model and most of the free pages, for good; None where no round takes it."""
-        contexts = self._contexts
-        if self._mapped_head is None:
-            return None
-        return SharedHead.of_most(self._model, contexts.leases, max_context_tokens=contexts.longest)
+    @property
+    def _round_model(self) -> RoundModel | None:
+        # One that several processes hold takes part in none.
+        return None if self._model.group is not None else self._model
 
     def reserve(self, sequence: DraftSequence, shape: TreeShape) -> bool:
         shape = self._grown_shape(shape)
