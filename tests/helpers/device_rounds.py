@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -22,9 +23,10 @@ from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import TargetFolder
 from shared.models.loader import load_decoder
 from shared.runtime.round_batches import RoundBatches, RoundTree
+from shared.runtime.round_graphs import RoundGraphs
 from shared.runtime.round_head import OwnHead
 from shared.runtime.round_runner import RoundRunner
-from shared.runtime.round_state import NewLane
+from shared.runtime.round_state import NewLane, RoundSampling
 from shared.runtime.round_verification import RoundVerification, VerifiedTrees
 from shared.runtime.runner import ModelRunner
 from shared.runtime.tree_draft import BlockDraft, LayeredDraft, RoundDraft
@@ -46,6 +48,19 @@ class Pair:
 
     decoder: Decoder
     head: DraftHead | DflashHead
+
+
+def record_num_computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns a list to which each round adds the number of slots it computes."""
+    sizes: list[int] = []
+    grow = RoundGraphs.grow
+
+    def grow_recorded(graphs: RoundGraphs, num_slots: int, sampling: RoundSampling) -> None:
+        sizes.append(graphs.num_computed(num_slots))
+        grow(graphs, num_slots, sampling)
+
+    monkeypatch.setattr(RoundGraphs, "grow", grow_recorded)
+    return sizes
 
 
 def load_pair(target: Path, folder: Path, head: TinyHead, device: torch.device) -> Pair:

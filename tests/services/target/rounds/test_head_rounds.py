@@ -20,13 +20,11 @@ from services.target.rounds.round_factory import RoundFactory
 from services.target.step_report import StepReport
 from shared.grammar import GrammarKind
 from shared.runtime.host_copy import DeviceMark, HostCopy
-from shared.runtime.round_graphs import RoundGraphs
 from shared.runtime.round_head import CatchUp, HeadBacklog
 from shared.runtime.round_runner import RoundRunner
-from shared.runtime.round_state import RoundSampling
 from shared.runtime.runner import ModelRunner
 from shared.tokens import SamplingParams, StopParams, TokenTree, TreeShape
-from tests.helpers.device_rounds import Pair
+from tests.helpers.device_rounds import Pair, record_num_computed
 from tests.helpers.engines import (
     VOCAB_SIZE,
     Collector,
@@ -375,14 +373,7 @@ def test_places_of_those_that_have_ended_are_given_up(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eighteen sequences, of which only the last goes on for long."""
-    sizes: list[int] = []
-    grow = RoundGraphs.grow
-
-    def grow_counted(graphs: RoundGraphs, num_slots: int, sampling: RoundSampling) -> None:
-        sizes.append(graphs.num_computed(num_slots))
-        grow(graphs, num_slots, sampling)
-
-    monkeypatch.setattr(RoundGraphs, "grow", grow_counted)
+    sizes = record_num_computed(monkeypatch)
     lengths = [6] * 17 + [40]
     requests = [request([1 + key, 2], stop=StopParams(n)) for key, n in enumerate(lengths)]
     setup = _setup(pair, max_sequences=32)

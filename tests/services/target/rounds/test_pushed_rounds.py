@@ -25,7 +25,6 @@ from services.target.step_report import StepReport
 from services.target.verifier import VerificationMode
 from shared.models.decoder import Decoder
 from shared.runtime.round_graphs import RoundGraphs
-from shared.runtime.round_state import RoundSampling
 from shared.runtime.selection_runner import SelectionRunner
 from shared.tokens import (
     EMPTY_TREE,
@@ -48,6 +47,7 @@ from tests.helpers.ahead_cases import (
     total_outcomes,
 )
 from tests.helpers.ahead_draft import DEPTH, AheadDraft
+from tests.helpers.device_rounds import record_num_computed
 from tests.helpers.engines import (
     Collector,
     build_engine,
@@ -545,14 +545,7 @@ def test_places_of_those_that_have_ended_are_given_up(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eighteen sequences, of which only the last goes on for long."""
-    sizes: list[int] = []
-    grow = RoundGraphs.grow
-
-    def grow_counted(graphs: RoundGraphs, num_slots: int, sampling: RoundSampling) -> None:
-        sizes.append(graphs.num_computed(num_slots))
-        grow(graphs, num_slots, sampling)
-
-    monkeypatch.setattr(RoundGraphs, "grow", grow_counted)
+    sizes = record_num_computed(monkeypatch)
     prompts, lengths = [[1 + key, 2] for key in range(18)], [6] * 17 + [40]
     plain = run(
         build_engine(decoder, max_running=32),
