@@ -29,13 +29,16 @@ def _wait_for(address, count, limit_us):  # type: ignore[no-untyped-def]
     return seen
 
 
-@triton.jit(do_not_specialize=["go", "done", "late", "count", "limit_us"])
-def exchange(go, done, late, count, limit_us):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["go", "done", "late", "forgiven", "count", "limit_us"])
+def exchange(go, done, late, forgiven, count, limit_us):  # type: ignore[no-untyped-def]
     """The target's side of a round: raises `go` to its number, and waits for `done`. Where that
-    takes too long, the number is noted in `late`."""
+    takes too long, the number is noted in `late`. Nothing is waited for once a later round than
+    `forgiven` is noted there: rounds are queued before the host knows that one was late."""
     tl.atomic_xchg(go.to(tl.pointer_type(tl.int32)), count, sem="release", scope="sys")
+    noted = late.to(tl.pointer_type(tl.int32))
+    limit_us = tl.where(tl.load(noted) == forgiven, limit_us, 0)
     seen = _wait_for(done, count, limit_us)
-    tl.store(late.to(tl.pointer_type(tl.int32)), count, mask=seen < count)
+    tl.store(noted, count, mask=seen < count)
 
 
 @triton.jit(do_not_specialize=["go", "count", "limit_us"])

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -33,7 +33,7 @@ from shared.runtime.round_batches import (
     state_of_shape,
 )
 from shared.runtime.round_graphs import TreeSource
-from shared.runtime.round_head import HeadBacklog, RoundHead, read_trees
+from shared.runtime.round_head import HeadBacklog, RoundHead, RoundSeconds, read_trees
 from shared.runtime.round_state import TAIL, RoundSampling, RoundState
 from shared.runtime.round_verification import RoundVerification
 from shared.runtime.tree_model import verification_for
@@ -188,8 +188,10 @@ MappedCommand = OpenMapped | PrepareMapped | MappedRound
 
 # The target's side.
 
-LONGEST_WAIT_US = {"cuda": 40_000, "cpu": 1_000_000}
-"""A tree that takes longer is not waited for; what that costs, it costs once."""
+LONGEST_WAIT_US = {"cuda": 10_000, "cpu": 1_000_000}
+"""A tree that takes so much longer than a whole round should is not waited for."""
+UNKNOWN_ROUND_S = 0.03
+"""What a round should take whose time was not measured."""
 WAIT_A_BACKLOG_US, WAIT_A_ROW_US = 50_000, 20
 """Added where rows of prompts are computed first, and for each of them."""
 WARM_UP_WAIT_US = 2_000_000
@@ -251,6 +253,7 @@ class MappedHead:
         self._seen: HostCopy | None = None
         self.is_open = self.is_broken = False
         self._is_warming_up = True
+        self._round_s: RoundSeconds | None = None
         # Of the last round whose trees came too late.
         is_cuda = device.type == "cuda"
         self._late = torch.zeros(1, dtype=torch.int32, pin_memory=is_cuda)
@@ -277,9 +280,9 @@ class MappedHead:
         """The process has left; another one may come."""
         self._send, self.is_open, self.is_broken = _nobody, False, True
 
-    def warmed_up(self) -> None:
-        """Rounds have run, so that late trees count from now on."""
-        self._is_warming_up = False
+    def warmed_up(self, round_s: RoundSeconds | None) -> None:
+        """See `HeadPlace.warmed_up`: late trees count from now on."""
+        self._is_warming_up, self._round_s = False, round_s
         self.forgive()
 
     @property
@@ -335,7 +338,11 @@ class MappedHead:
         backlogs, self._backlogs = tuple(self._backlogs), []
         self._round += 1
         self._tell(MappedRound(number, num_slots, sampling, backlogs, is_ahead, reads_open))
-        limit_us = WARM_UP_WAIT_US if self._is_warming_up else self._longest_us
+        limit_us = WARM_UP_WAIT_US
+        if not self._is_warming_up:
+            tree = replace(self._shapes[number].shape.tree, is_ahead=is_ahead)
+            round_s = self._round_s and self._round_s(tree, num_slots)
+            limit_us = self._longest_us + int(1e6 * (round_s or UNKNOWN_ROUND_S))
         num_rows = sum(each.num_rows for each in backlogs)
         limit_us += WAIT_A_ROW_US * num_rows + (WAIT_A_BACKLOG_US if num_rows else 0)
         # Who has left, or was late, is not waited for.
@@ -352,8 +359,9 @@ class MappedHead:
 
             start = memory.data_ptr()
             exchange[(1,)](
-                start + GO, start + DONE, self._late.data_ptr(), self._round, limit_us, num_warps=1
-            )
+                start + GO, start + DONE, self._late.data_ptr(), self._late_before,
+                self._round, limit_us, num_warps=1,
+            )  # fmt: skip
             return
         counters = memory.view(torch.int32)
         counters[GO // 4] = self._round

@@ -256,12 +256,20 @@ class TreePlace(Protocol):
         """Returns the code that verifies trees of a shape."""
 
 
+RoundSeconds = Callable[[TreeShape, int], float | None]
+"""Returns what a round with trees of a shape takes for a number of lanes; None while unknown."""
+
+
 class HeadPlace(TreePlace, Protocol):
     """A draft model that rounds can have: a head or a language model, in this process or in another
     one."""
 
-    def warmed_up(self) -> None:
-        """Rounds of all shapes have run."""
+    def warmed_up(self, round_s: RoundSeconds | None) -> None:
+        """Rounds of all shapes have run.
+
+        Args:
+            round_s: what they take; None where that was not measured.
+        """
 
     @property
     def has_caught_up(self) -> bool:
@@ -298,7 +306,7 @@ class OwnHead:
         """See `TreePlace.verification`."""
         return self.code or verification_for(shape, self.model.pool.device)
 
-    def warmed_up(self) -> None:
+    def warmed_up(self, round_s: RoundSeconds | None) -> None:
         """Nothing is late in one process."""
 
     @property

@@ -260,7 +260,7 @@ class HeadSteps(RoundSteps[HeadLanes]):
         if not shapes.is_pinned or len(shapes.shapes) > 1:
             config = ALWAYS_TREES if shapes.is_pinned else self._config
             self.policy = LanePolicy(shapes.shapes, shapes.measured(), config)
-        shapes.head.warmed_up()
+        shapes.head.warmed_up(None if self.policy is None else self.policy.costs.seconds)
 
     @property
     def is_open(self) -> bool:
