@@ -296,6 +296,7 @@ class StepLoop:
             return None
         if not self._scheduler.num_running:
             self.check_idle()
+            self.attachments.readiness.weigh((), self.clock())
             return None
         return self._until_ready_s()
 

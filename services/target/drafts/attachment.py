@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from services.target.adaptive_config import AdaptiveConfig
+from services.target.costs import CostTable
 from services.target.drafts.draft_policy import ALWAYS, DraftPolicy
 from services.target.drafts.feature_rows import FeatureRows
 from services.target.step_report import OutcomeTally
@@ -571,6 +572,7 @@ class DraftRegistry:
         algorithms: of the live drafts, sorted, each once. Replaced, never changed, so that other
             threads may read it.
         known_algorithms: of every draft that ever attached.
+        costs: plain steps as they were measured at start; empty until they are.
     """
 
     def __init__(self, config: AdaptiveConfig | None = None, *, always_up_to: int = ALWAYS) -> None:
@@ -578,6 +580,7 @@ class DraftRegistry:
         self._always_up_to = always_up_to
         self.algorithms: tuple[str, ...] = ()
         self.known_algorithms: set[str] = set()
+        self.costs = CostTable()
         self._attachments: dict[str, Attachment] = {}
 
     @property
@@ -605,7 +608,10 @@ class DraftRegistry:
         known = next((each for each in self.live if each.kind == attachment.kind), None)
         if known is None:
             attachment.policy = DraftPolicy(
-                attachment.base_shape, self._config, always_up_to=self._always_up_to
+                attachment.base_shape,
+                self._config,
+                always_up_to=self._always_up_to,
+                costs=self.costs,
             )
         else:
             attachment.policy = known.policy

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from services.target.acceptance import FORGET_S, Acceptance
 from services.target.adaptive_config import AdaptiveConfig
+from services.target.costs import CostTable
 from services.target.step_report import compared
 from shared.tokens import ANY_TREE, NO_TREE, Choice, TreeRequest, TreeShape
 
@@ -203,6 +204,8 @@ class DraftPolicy:
 
     Attributes:
         base: the shape of the drafts' trees while no other is wanted.
+        costs: plain steps as they were measured at start, if they were: what is known of them for
+            numbers of sequences that have not taken any lately.
         config: shapes to choose from by number of sequences; None is the drafts' own.
         always_up_to: sequences that want trees even where plain steps are faster.
         is_pinned: an operator fixed the shape at the draft, so that no other is asked for.
@@ -214,6 +217,7 @@ class DraftPolicy:
     config: AdaptiveConfig | None = None
     always_up_to: int = 0
     is_pinned: bool = False
+    costs: CostTable = field(default_factory=CostTable)
     choice: Choice = field(init=False)
     trial_s: float = 0.0
     times: RoundTimes = field(default_factory=RoundTimes)
@@ -329,9 +333,11 @@ class DraftPolicy:
             num_reading: whose prompts are read. Drafts read them as well, unless no trees are
                 wanted of so many.
         """
-        if now_s - self._turned_s > IDLE_S:
+        gap_s, number = now_s - self._turned_s, num_sequences + num_reading
+        if gap_s > IDLE_S:
             self._trial = None
-        number = num_sequences + num_reading
+        elif self._trial is not None and not self._num_sequences:
+            self._trial.began_s += gap_s  # nobody was there who could have lost anything
         self._turned_s = now_s
         has_news = self._fold(num_sequences, number)
         if not number:
@@ -431,12 +437,13 @@ class DraftPolicy:
             each: rate
             for each, rate in self._rates(num_sequences).items()
             if len(self.times.at(each, num_sequences)) >= FEWEST_ROUNDS - 1
+            or (each is None and self.costs.plain)
         }
         own = self._rate(self.choice, num_sequences) or 0.0
         best = max(rates, key=lambda each: rates[each], default=self.choice)
         if best == self.choice:
             return
-        gain = MIN_GAIN + MARGIN / math.sqrt(len(self.times.at(best, num_sequences)))
+        gain = MIN_GAIN + MARGIN / math.sqrt(len(self.times.at(best, num_sequences)) or 1)
         if rates[best] > gain * own:
             self.choice = best
 
@@ -488,7 +495,7 @@ class DraftPolicy:
         if rate is not None:
             is_old = self.choice is None and unseen_s >= SLOW_S
             return math.inf if is_old else rate * (1.0 + unseen_s / FORGET_S)
-        plain = self.times.estimate(None, num_sequences, self.choice)
+        plain = self._round(None, num_sequences, self.choice)
         if choice is None or plain is None:
             return math.inf
         # A round with a tree takes no less than a plain step.
@@ -507,13 +514,22 @@ class DraftPolicy:
                 longer or shorter as those of the choice in force.
         """
         like = self.choice if is_scaled else choice
-        rounds = self.times.estimate(choice, num_sequences, like)
+        rounds = self._round(choice, num_sequences, like)
         if rounds is None:
             return None
         if choice is None:
             return rounds.tokens / rounds.seconds
         accepted = self._acceptance.tokens(choice, is_greedy=True, hope=hope) - 1.0
         return (1.0 + rounds.trees * accepted) / rounds.seconds
+
+    def _round(self, choice: Choice, num_sequences: int, like: Choice) -> Round | None:
+        """Returns the average round, see `RoundTimes.estimate`; plain ones as they were measured
+        at start, where none was with so many sequences since."""
+        if choice is None and not len(self.times.at(None, num_sequences)):
+            seconds = self.costs.seconds(None, num_sequences)
+            if seconds is not None:
+                return Round(seconds, tokens=1.0, trees=0.0)
+        return self.times.estimate(choice, num_sequences, like)
 
     def _rates(self, num_sequences: int) -> dict[Choice, float]:
         """Returns the tokens a second of one sequence for each choice that was measured."""

@@ -9,13 +9,12 @@ of the time, because acceptance changes with the text. The choice changes no tok
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from services.target.acceptance import FORGET_S, Acceptance
 from services.target.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig
+from services.target.costs import CostTable
 from services.target.step_report import compared
 from shared.tokens import Choice, TreeShape
 
@@ -36,35 +35,6 @@ PROBE_WORTH = 0.9
 """What promises less than this share of the choice in force, when it is hopeful, is not tried."""
 HOPE = 0.15
 """Added to the acceptance of what was not seen for a while, to find out whether it is tried."""
-
-
-@dataclass(slots=True)
-class CostTable:
-    """Seconds of a step of the lanes.
-
-    Attributes:
-        plain: by lanes.
-        rounds: by shape, then by lanes.
-    """
-
-    plain: dict[int, float] = field(default_factory=dict)
-    rounds: dict[TreeShape, dict[int, float]] = field(default_factory=dict)
-
-    def seconds(self, choice: Choice, num_lanes: int) -> float | None:
-        """Returns the time of a step; None where nothing like it was measured."""
-        times = self.plain if choice is None else self.rounds.get(choice, {})
-        return _between(times, num_lanes)
-
-    def measured(self) -> dict[tuple[Choice, int], float]:
-        """Returns the seconds of steps by choice and lanes."""
-        choices: list[Choice] = [None, *self.rounds]
-        return {
-            (choice, num_lanes): seconds
-            for choice in choices
-            for num_lanes, seconds in (
-                self.plain if choice is None else self.rounds[choice]
-            ).items()
-        }
 
 
 class LanePolicy:
@@ -261,18 +231,3 @@ class LanePolicy:
 def _size(num_lanes: int) -> int:
     """Returns the size of a batch, as the power of two that holds it."""
     return (num_lanes - 1).bit_length()
-
-
-def _between(times: Mapping[int, float], num_lanes: int) -> float | None:
-    """Returns the time for a number of lanes between those that were measured."""
-    if not times:
-        return None
-    sizes = sorted(times)
-    place = bisect_left(sizes, num_lanes)
-    if place == 0:
-        return times[sizes[0]]
-    if place == len(sizes):
-        return times[sizes[-1]] * num_lanes / sizes[-1]
-    low, high = sizes[place - 1], sizes[place]
-    share = (num_lanes - low) / (high - low)
-    return times[low] + share * (times[high] - times[low])

@@ -22,7 +22,7 @@ from services.target.drafts.attachment import Attachment
 from services.target.drafts.feature_store import FeatureFeed, FeatureSpec, FeatureStore
 from services.target.rounds.lanes import RoundLanes, can_be_round
 from services.target.rounds.pushed_trees import NextTrees, TreeForecast, as_step
-from services.target.rounds.round_shapes import MAX_ROWS
+from services.target.rounds.round_shapes import MAX_ROWS, StepTimer
 from services.target.rounds.round_steps import (
     MIN_LANE_TOKENS,
     LaunchedRound,
@@ -104,6 +104,10 @@ class PushedLanes(RoundLanes):
                         self._runner.capture(size, sampling)
                 except RuntimeError as error:
                     self._confine(size - 1, error)
+
+    def plain_costs(self) -> dict[int, float]:
+        """Returns the seconds of plain steps by number of sequences."""
+        return StepTimer(self._target).plain(self._capacity)
 
     def prepare(self, prepared: Mapping[Sequence, SequenceOf[PreparedTree]]) -> TreeShape | None:
         """Has the device choose the trees of the next round once the one under way has ended; see
@@ -249,13 +253,16 @@ class PushedSteps(RoundSteps[PushedLanes]):
         return self._wait.patience_s(self._clock() - began_s)
 
     def open(self, attachment: Attachment) -> None:
-        """A draft attached. While nobody waits for it, all graphs for its trees are made."""
+        """A draft attached. While nobody waits for it, all graphs for its trees are made, and plain
+        steps are measured, with which its trees are compared."""
         lanes = self._lanes
         is_idle = not (self._scheduler.num_running or self._scheduler.num_waiting)
         if lanes is None or not is_idle or not self._are_features_known:
             return
         self._turn_to_store(lanes)
         lanes.capture(attachment.base_shape)
+        costs = self._attachments.drafts.costs
+        costs.plain = costs.plain or lanes.plain_costs()
 
     def choose(self) -> None:
         """A turn of the loop begins: decides whether lanes draw in it."""

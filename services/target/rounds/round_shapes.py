@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from services.target.rounds.policy import CostTable
+from services.target.costs import CostTable
 from shared.kv.batch import empty_decode_batch
 from shared.runtime.graphs import step_memory_bytes
 from shared.runtime.memory import Shortage, free_memory_bytes
@@ -56,6 +56,55 @@ def capacities(shapes: Iterable[TreeShape], max_sequences: int) -> dict[TreeShap
     return {
         shape: min(max_sequences, max(MAX_ROWS // shape.num_draft_tokens, 1)) for shape in shapes
     }
+
+
+_NUM_TIMED = 3
+# Without graphs to measure one after another at start, a few sizes tell enough.
+_TIMED_SIZES = (1, 4, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimer:
+    """Measures steps at start. For the engine thread."""
+
+    runner: ModelRunner
+
+    def sizes(self, most: int) -> list[int]:
+        """Returns the numbers of sequences, up to `most`, that are measured."""
+        sizes = ROUND_SIZES if self._is_cuda else _TIMED_SIZES
+        return sorted({min(size, most) for size in sizes}) if most else []
+
+    def plain(self, most: int) -> dict[int, float]:
+        """Returns the seconds of a plain step by number of sequences, up to `most`."""
+        routing = RoutingCosts(self.runner, self.seconds)
+        return {
+            count: self._plain_s(count) + routing.extra_s(count, 1) for count in self.sizes(most)
+        }
+
+    def seconds(self, step: Callable[[], object]) -> float:
+        """Returns the seconds of a step that the device does, the shortest of a few."""
+        shortest_s = math.inf
+        step()
+        for _ in range(_NUM_TIMED):
+            self._wait()
+            began_s = time.perf_counter()
+            step()
+            self._wait()
+            shortest_s = min(shortest_s, time.perf_counter() - began_s)
+        return shortest_s
+
+    def _plain_s(self, count: int) -> float:
+        runner = self.runner
+        batch = empty_decode_batch(count, runner.page_size, runner.device)
+        return self.seconds(lambda: runner.run(batch).logits.argmax(dim=-1))
+
+    def _wait(self) -> None:
+        if self._is_cuda:
+            torch.cuda.synchronize(self.runner.device)
+
+    @property
+    def _is_cuda(self) -> bool:
+        return self.runner.device.type == "cuda"
 
 
 # Spreads neighbouring numbers over a vocabulary; a prime.
@@ -111,11 +160,8 @@ def round_sizes(most: int) -> list[int]:
     return sorted({min(size, most) for size in ROUND_SIZES})
 
 
-_NUM_TIMED = 3
 # Rounds one after the other, because the draft is at work behind each.
 _NUM_ROUNDS_AHEAD = 4
-# Without graphs to measure one after another at start, a few sizes tell enough.
-_TIMED_SIZES = (1, 4, 16)
 
 
 class RoundShapes:
@@ -212,13 +258,14 @@ class RoundShapes:
         return self._costs
 
     def _measured(self) -> CostTable:
-        table, routing = CostTable(), RoutingCosts(self._target, self._timed)
-        for count in self._timed_sizes(max(self._capacities.values())):
-            table.plain[count] = self._plain_s(count) + routing.extra_s(count, 1)
+        timer = StepTimer(self._target)
+        routing = RoutingCosts(self._target, timer.seconds)
+        table = CostTable(timer.plain(max(self._capacities.values())))
         for shape in self._turning():
             table.rounds[shape] = {
-                count: self._round_s(shape, count) + routing.extra_s(count, shape.num_draft_tokens)
-                for count in self._timed_sizes(self._capacities[shape])
+                count: self._round_s(timer, shape, count)
+                + routing.extra_s(count, shape.num_draft_tokens)
+                for count in timer.sizes(self._capacities[shape])
             }
         return table
 
@@ -230,38 +277,14 @@ class RoundShapes:
             yield shape
         self.turn_to(own)
 
-    def _timed_sizes(self, most: int) -> list[int]:
-        sizes = ROUND_SIZES if self._device.type == "cuda" else _TIMED_SIZES
-        return sorted({min(size, most) for size in sizes}) if most else []
-
-    def _round_s(self, shape: TreeShape, count: int) -> float:
+    def _round_s(self, timer: StepTimer, shape: TreeShape, count: int) -> float:
         num_rounds = _NUM_ROUNDS_AHEAD if shape.is_ahead else 1
 
         def run() -> None:
             for _ in range(num_rounds):
                 self.runner.run_empty(count, RoundSampling.DRAWN, is_ahead=shape.is_ahead)
 
-        return self._timed(run) / num_rounds
-
-    def _plain_s(self, count: int) -> float:
-        batch = empty_decode_batch(count, self._target.page_size, self._device)
-        return self._timed(lambda: self._target.run(batch).logits.argmax(dim=-1))
-
-    def _timed(self, step: Callable[[], object]) -> float:
-        """Returns the seconds of a step that the device does, the shortest of a few."""
-        shortest_s = math.inf
-        step()
-        for _ in range(_NUM_TIMED):
-            self._wait()
-            began_s = time.perf_counter()
-            step()
-            self._wait()
-            shortest_s = min(shortest_s, time.perf_counter() - began_s)
-        return shortest_s
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        return timer.seconds(run) / num_rounds
 
     def _capture_all(self) -> None:
         """Makes every graph that a round may need, so that none is made under traffic. The

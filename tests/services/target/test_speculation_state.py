@@ -9,10 +9,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.target.admin_service import attachment_message
+from services.target.costs import CostTable
 from services.target.drafts.attachment import AttachmentStatus, IdleReason
 from services.target.drafts.attachments import Attachments
 from services.target.metrics import WantedMetrics
-from services.target.rounds.policy import CostTable, LanePolicy
+from services.target.rounds.policy import LanePolicy
 from services.target.speculation_state import (
     FIRST_LOG_PAUSE_S,
     POLL_S,

@@ -11,10 +11,12 @@ import pytest
 
 from services.target.acceptance import FORGET_S
 from services.target.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig, Candidates, chain
+from services.target.costs import CostTable
 from services.target.drafts.draft_policy import (
     ALLOWANCE_S,
     ALWAYS,
     FEWEST_ROUNDS,
+    IDLE_S,
     LAST_PAUSE_S,
     MOST_COST_S,
     TRIAL_SHARE,
@@ -381,3 +383,35 @@ def test_a_shape_of_a_breadth_that_is_unknown_is_tried() -> None:
         world.serve(0.01)
         seen.add(world.policy.current)
     assert seen == {tree, chain(3), None}
+
+
+@pytest.mark.parametrize("is_told", [True, False], ids=["told", "negative control"])
+def test_time_in_which_nobody_decodes_costs_a_trial_nothing(*, is_told: bool) -> None:
+    world = World(DraftPolicy(BASE), 0.75, _dear)
+    while not world.policy.is_trying:
+        world.serve(0.0001)
+    gap_s = 0.8 * IDLE_S
+    assert gap_s > MOST_COST_S
+    if is_told:  # the last sequence has ended
+        world.policy.turn(0, world.now_s)
+    world.now_s += gap_s
+    before_s = world.policy.trial_s
+    while world.policy.is_trying:
+        world.serve(0.0001)
+    assert (world.policy.trial_s - before_s < MOST_COST_S) is is_told
+
+
+def test_plain_steps_that_were_measured_at_start_need_no_trial() -> None:
+    """The load rises, and trees cost more than with a few."""
+    took_s: list[float] = []
+    for costs in (CostTable({1: PLAIN_S, 64: PLAIN_S}), CostTable()):
+        policy = DraftPolicy(BASE, DEFAULT_CONFIG, costs=costs)
+        world = World(policy, 0.75, _cheap, num_sequences=1)
+        world.serve(20.0)
+        assert policy.choice is not None
+        world.num_sequences, world.tree_s, began_s = 32, _dear, world.now_s
+        while policy.choice is not None:
+            world.serve(0.0001)
+        took_s.append(world.now_s - began_s)
+    told_s, untold_s = took_s
+    assert told_s < 0.5 * untold_s

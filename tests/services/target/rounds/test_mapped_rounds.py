@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.target.costs import CostTable
 from services.target.engine import Engine
 from services.target.rounds import head_rounds
-from services.target.rounds.policy import CostTable, LanePolicy
+from services.target.rounds.policy import LanePolicy
 from services.target.rounds.round_shapes import RoundShapes
 from services.target.step_report import StepReport
 from shared.models.decoder import Decoder

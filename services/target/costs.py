@@ -1,0 +1,53 @@
+"""What steps cost, as it was measured at start. No torch."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shared.tokens import Choice, TreeShape
+
+
+@dataclass(slots=True)
+class CostTable:
+    """Seconds of a step of the lanes.
+
+    Attributes:
+        plain: by lanes.
+        rounds: by shape, then by lanes.
+    """
+
+    plain: dict[int, float] = field(default_factory=dict)
+    rounds: dict[TreeShape, dict[int, float]] = field(default_factory=dict)
+
+    def seconds(self, choice: Choice, num_lanes: int) -> float | None:
+        """Returns the time of a step; None where nothing like it was measured."""
+        times = self.plain if choice is None else self.rounds.get(choice, {})
+        return _between(times, num_lanes)
+
+    def measured(self) -> dict[tuple[Choice, int], float]:
+        """Returns the seconds of steps by choice and lanes."""
+        choices: list[Choice] = [None, *self.rounds]
+        return {
+            (choice, num_lanes): seconds
+            for choice in choices
+            for num_lanes, seconds in (
+                self.plain if choice is None else self.rounds[choice]
+            ).items()
+        }
+
+
+def _between(times: Mapping[int, float], num_lanes: int) -> float | None:
+    """Returns the time for a number of lanes between those that were measured."""
+    if not times:
+        return None
+    sizes = sorted(times)
+    place = bisect_left(sizes, num_lanes)
+    if place == 0:
+        return times[sizes[0]]
+    if place == len(sizes):
+        return times[sizes[-1]] * num_lanes / sizes[-1]
+    low, high = sizes[place - 1], sizes[place]
+    share = (num_lanes - low) / (high - low)
+    return times[low] + share * (times[high] - times[low])
