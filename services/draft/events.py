@@ -37,6 +37,7 @@ class LinkTerms:
         max_conditional: most candidates kept for the verdicts of one sequence's round.
         draws_chains: the target is in this process, and verifies chains by the distributions that
             their tokens were drawn from.
+        shapes: that trees may be requested in, beside the draft's own.
     """
 
     vocab_size: int
@@ -45,6 +46,7 @@ class LinkTerms:
     mirrors_noise: bool
     max_conditional: int = 0
     draws_chains: bool = False
+    shapes: tuple[TreeShape, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -35,7 +35,7 @@ from shared.rpc.columns import (
     opening_tree_request,
     verdicts_from_message,
 )
-from shared.rpc.requests import sampling_from_message, shape_message
+from shared.rpc.requests import sampling_from_message, shape_from_message, shape_message
 from shared.tokens import Verdict
 
 if TYPE_CHECKING:
@@ -161,6 +161,7 @@ def terms_from_message(attached: pb.Attached, spec: FeatureSpec | None) -> LinkT
         max_sequences=attached.max_sequence_count,
         mirrors_noise=mode == pb.VERIFICATION_MODE_COUPLED,
         max_conditional=attached.max_conditional_candidate_count,
+        shapes=tuple(map(shape_from_message, attached.candidate_shapes)),
     )
 
 

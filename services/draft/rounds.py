@@ -193,12 +193,13 @@ class Preparation:
         if not self._drafter.is_prepared(shape, num_sequences):
             self._warm(prepare)
 
-    def prepare_next(self, shape: TreeShape) -> bool:
-        """Makes one graph while the draft is idle; returns whether one was missing. Only the
-        drafter knows, so targets are told from the second graph on."""
+    def prepare_next(self, shapes: Iterable[TreeShape]) -> bool:
+        """Makes one graph while the draft is idle, for the first of some shapes that lacks one;
+        returns whether one was missing. Only the drafter knows, so targets are told from the second
+        graph on."""
 
         def prepare() -> None:
-            self._is_idling = self._drafter.prepare(shape, None)
+            self._is_idling = any(self._drafter.prepare(shape, None) for shape in shapes)
 
         if self._is_idling:
             self._warm(prepare)
@@ -333,7 +334,7 @@ class Rounds:
         return is_idle
 
     def prepare_next(self) -> float | None:
-        """Prepares one thing that nobody has asked for, if no sequence is open, nor was lately.
+        """Prepares one thing that targets may ask for, if no sequence is open, nor was lately.
 
         Returns:
             How long to wait for an event until it is time for another; None where there is none.
@@ -344,7 +345,8 @@ class Rounds:
         rest_s = self._served_s + IDLE_S - self._clock()
         if rest_s > 0.0:
             return rest_s
-        return 0.0 if self._preparation.prepare_next(self.shape) else None
+        requested = () if self.is_pinned else self._table.candidate_shapes
+        return 0.0 if self._preparation.prepare_next((self.shape, *requested)) else None
 
     @property
     def num_unprepared(self) -> int:

@@ -26,7 +26,7 @@ from services.draft.events import (
 )
 from services.draft.recorder import DraftRecorder
 from services.draft.sequence import DraftSequence, SequenceKey
-from shared.tokens import Outcome, Verdict
+from shared.tokens import Outcome, TreeShape, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +73,11 @@ class SequenceTable:
     def terms(self, link: int) -> LinkTerms | None:
         """Returns what a target asked for on a link; None where there is no such link."""
         return self._links.get(link)
+
+    @property
+    def candidate_shapes(self) -> tuple[TreeShape, ...]:
+        """The shapes that targets may request trees in, each once."""
+        return tuple(dict.fromkeys(shape for each in self._links.values() for shape in each.shapes))
 
     def apply(self, event: SequenceEvent) -> None:
         """Takes one event in; computes nothing. Whatever names an unknown link or sequence is

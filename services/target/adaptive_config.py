@@ -93,6 +93,12 @@ class AdaptiveConfig:
         fitting = [size for size in self.by_batch if size <= num_sequences]
         return self.by_batch[max(fitting, default=min(self.by_batch))]
 
+    def shapes(self, base: TreeShape) -> tuple[TreeShape, ...]:
+        """Returns the trees a draft with this shape may be asked for at any size of batch, beside
+        its own."""
+        found = {shape for each in self.by_batch.values() for shape in each.shapes(base)}
+        return tuple(sorted(found - {base}, key=lambda each: (each.num_steps, each.topk)))
+
     def round_shapes(self, base: TreeShape, *, drafts_ahead: bool = False) -> tuple[TreeShape, ...]:
         """Returns the trees that rounds may have at any size of batch, the draft's own first."""
         found = {

@@ -28,7 +28,7 @@ from shared.inbox import Inbox
 from shared.models.heads.target_tensors import Table
 from shared.runtime.device import launch_on
 from shared.runtime.memory import Shortage, is_shortage
-from shared.tokens import NO_REPORT, Candidate, DraftReport
+from shared.tokens import NO_REPORT, Candidate, DraftReport, TreeShape
 
 logger = logging.getLogger(__name__)
 
@@ -192,6 +192,10 @@ class Engine:
             QueueFull, EngineFailed, Unavailable: as by `submit`.
         """
         return self._inbox.call(lambda: function(self._loop.weights))
+
+    def candidate_shapes(self, base: TreeShape) -> tuple[TreeShape, ...]:
+        """Returns the shapes that trees of a draft may be asked for, beside its own."""
+        return self._loop.attachments.drafts.candidate_shapes(base)
 
     @property
     def weight_version(self) -> str:

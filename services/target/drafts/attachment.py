@@ -599,6 +599,11 @@ class DraftRegistry:
         """The policies of the kinds of drafts that are attached."""
         return tuple({each.kind: each.policy for each in self._attachments.values()}.values())
 
+    def candidate_shapes(self, base: TreeShape) -> tuple[TreeShape, ...]:
+        """Returns the shapes that trees of a draft may be asked for, beside its own. From any
+        thread."""
+        return () if self._config is None else self._config.shapes(base)
+
     def get(self, attachment_id: str) -> Attachment | None:
         """Returns a draft; None when it has left."""
         return self._attachments.get(attachment_id)

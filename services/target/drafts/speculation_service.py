@@ -47,7 +47,7 @@ from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2_grpc as pb_grpc
 from shared.rpc.columns import TreeLimits, candidates_from_message, report_from_message
 from shared.rpc.lifecycle import Lifecycle
-from shared.rpc.requests import shape_from_message
+from shared.rpc.requests import shape_from_message, shape_message
 from shared.runtime.device import device_id
 from shared.runtime.outcome_chains import MAX_OUTCOMES
 from shared.runtime.ring_memory import FeatureRings, FeatureRingWriter, RingUnavailable, host_id
@@ -211,6 +211,9 @@ class Handshake:
             feature_width=width,
             feature_ring=None if ring is None else ring_message(ring),
         )
+        if attachment.mapped_offer is None and not attachment.learns:
+            shapes = self._engine.candidate_shapes(attachment.base_shape)
+            attached.candidate_shapes.extend(map(shape_message, shapes))
         attached.candidate_wait_duration.FromNanoseconds(round(self._terms.longest_wait_s * 1e9))
         return attached
 

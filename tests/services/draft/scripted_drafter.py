@@ -42,6 +42,7 @@ class ScriptedDrafter:
         chunks: tokens taken in by each `catch_up`.
         fails: makes `propose` raise.
         num_unprepared: things to prepare for shapes, by shape.
+        asked: shapes that were to be prepared while there was nothing else to do.
         prepared: the shape of each that was prepared.
         num_left: things to prepare.
         has_prepared: set once nothing is left of them.
@@ -60,6 +61,7 @@ class ScriptedDrafter:
         self.chunks: list[int] = []
         self.fails = False
         self.num_unprepared: Counter[TreeShape] = Counter()
+        self.asked: list[TreeShape] = []
         self.prepared: list[TreeShape] = []
         self.num_left = 0
         self.has_prepared = threading.Event()
@@ -119,6 +121,7 @@ class ScriptedDrafter:
             self.num_unprepared[shape] -= 1
             self.prepared.append(shape)
             return True
+        self.asked.append(shape)
         if not self.num_left:
             self.has_prepared.set()
             return False

@@ -13,8 +13,9 @@ from shared.models.heads.feature_spec import FeatureSpec
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.pb.outrider.types.v1 import tensor_pb2
 from shared.rpc.columns import add_verdicts
+from shared.rpc.requests import shape_message
 from shared.runtime.tensor_codec import tensor_from_message, tensor_message
-from shared.tokens import Outcome, Verdict
+from shared.tokens import Outcome, TreeShape, Verdict
 
 SPEC = FeatureSpec((2, 3, 5), torch.bfloat16, 4, torch.arange(48.0).view(4, 12).bfloat16())
 ROWS = torch.arange(12.0).view(3, 4).bfloat16()
@@ -56,6 +57,13 @@ def test_a_target_with_rows_of_another_width_is_refused() -> None:
         terms_from_message(_attached(12), SPEC)
     with pytest.raises(FailedPrecondition, match="features 4 wide; this draft reads 0"):
         terms_from_message(_attached(4), None)
+
+
+def test_the_shapes_that_may_be_requested_are_terms() -> None:
+    attached = _attached(4)
+    assert terms_from_message(attached, SPEC).shapes == ()
+    attached.candidate_shapes.append(shape_message(TreeShape(5, 1, 6)))
+    assert terms_from_message(attached, SPEC).shapes == (TreeShape(5, 1, 6),)
 
 
 def test_prompt_rows_arrive_as_a_tensor() -> None:

@@ -595,3 +595,13 @@ def test_what_nobody_asked_for_waits_until_nobody_was_there_for_a_while() -> Non
     assert bench.rounds.prepare_next() is None
     bench.outputs.clear()
     assert (bench.rounds.prepare_next(), bench.outputs) == (None, []), "and nothing to tell"
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_what_a_target_may_ask_for_is_prepared_behind_the_own_shape(*, is_pinned: bool) -> None:
+    bench = Bench()
+    bench.rounds.is_pinned = is_pinned
+    bench.apply(LinkOpened(2, LinkTerms(9, 9, 9, mirrors_noise=True, shapes=(DEEP, SHAPE))))
+    bench.apply(LinkOpened(3, LinkTerms(9, 9, 9, mirrors_noise=True, shapes=(DEEP,))))
+    assert bench.rounds.prepare_next() is None
+    assert list(dict.fromkeys(bench.drafter.asked)) == ([SHAPE] if is_pinned else [SHAPE, DEEP])

@@ -166,3 +166,9 @@ def test_a_bad_file_is_refused_with_the_other_settings(tmp_path: Path) -> None:
         TargetSettings(speculative_adaptive=True, speculative_adaptive_config=file, device="tpu")
     assert len(caught.value.problems) == 2
     assert "candidate_steps is [99]" in str(caught.value)
+
+
+def test_what_may_be_asked_for_at_any_size_is_told_at_the_start() -> None:
+    config = AdaptiveConfig({1: Candidates(steps=(3, 5)), 8: Candidates(steps=(1,))})
+    assert config.shapes(chain(3)) == (chain(1), chain(5))
+    assert DEFAULT_CONFIG.shapes(chain(3)) == (chain(1), chain(2), chain(5), chain(7))

@@ -195,7 +195,7 @@ class FeatureSpec(_message.Message):
     def __init__(self, layer_indices: _Optional[_Iterable[int]] = ..., data_type: _Optional[_Union[_tensor_pb2.DataType, str]] = ..., projection: _Optional[_Union[_tensor_pb2.Tensor]] = ...) -> None: ...
 
 class Attached(_message.Message):
-    __slots__ = ("attachment_id", "max_node_count", "max_sequence_count", "candidate_wait_duration", "feature_width", "verification_mode", "max_context_token_count", "vocab_size", "max_conditional_candidate_count", "feature_ring")
+    __slots__ = ("attachment_id", "max_node_count", "max_sequence_count", "candidate_wait_duration", "feature_width", "verification_mode", "max_context_token_count", "vocab_size", "max_conditional_candidate_count", "feature_ring", "candidate_shapes")
     attachment_id: str
     max_node_count: int
     max_sequence_count: int
@@ -206,7 +206,8 @@ class Attached(_message.Message):
     vocab_size: int
     max_conditional_candidate_count: int
     feature_ring: FeatureRing
-    def __init__(self, attachment_id: _Optional[str] = ..., max_node_count: _Optional[int] = ..., max_sequence_count: _Optional[int] = ..., candidate_wait_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration]] = ..., feature_width: _Optional[int] = ..., verification_mode: _Optional[_Union[VerificationMode, str]] = ..., max_context_token_count: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_conditional_candidate_count: _Optional[int] = ..., feature_ring: _Optional[_Union[FeatureRing]] = ...) -> None: ...
+    candidate_shapes: _containers.RepeatedCompositeFieldContainer[_token_tree_pb2.TreeShape]
+    def __init__(self, attachment_id: _Optional[str] = ..., max_node_count: _Optional[int] = ..., max_sequence_count: _Optional[int] = ..., candidate_wait_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration]] = ..., feature_width: _Optional[int] = ..., verification_mode: _Optional[_Union[VerificationMode, str]] = ..., max_context_token_count: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_conditional_candidate_count: _Optional[int] = ..., feature_ring: _Optional[_Union[FeatureRing]] = ..., candidate_shapes: _Optional[_Iterable[_Union[_token_tree_pb2.TreeShape]]] = ...) -> None: ...
 
 class SequenceOpenedBatch(_message.Message):
     __slots__ = ("sequences",)
