@@ -88,7 +88,7 @@ class ModelOptions:
     """Options of a loader beside dtype and device.
 
     Attributes:
-        is_deterministic: a decoder's experts keep a row's bits for every number of rows.
+        is_deterministic: a decoder's products keep a row's bits for every number of rows.
     """
 
     load_format: LoadFormat = LoadFormat.AUTO

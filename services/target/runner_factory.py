@@ -14,7 +14,7 @@ from services.target.settings import NO_DRAFT, DraftNeeds, TargetSettings
 from shared.errors import SettingsError
 from shared.kernels.linear import LinearWeight, is_hopper
 from shared.kv.pool import KvPool
-from shared.layers.linear import linears, num_saved_bytes
+from shared.layers.linear import linears, num_saved_bytes, num_widened_bytes
 from shared.layers.tensor_group import TensorGroup
 from shared.model_options import KvDtype, Quantisation
 from shared.models.checkpoint import Checkpoint
@@ -133,7 +133,8 @@ def build_runner(
     limits = _graph_limits(settings, decoder, max_context)
     # The draft is loaded behind the cache; ranks without one have pages for no more.
     reserved_bytes = draft.weight_bytes
-    reserved_bytes += 0 if limits is None else graph_memory_bytes(config, limits, dtype)
+    if limits is not None:
+        reserved_bytes += graph_memory_bytes(config, limits, dtype) + num_widened_bytes(decoder)
     if limits is not None and has_rounds:
         # Of a head here, or of drafts that come later.
         share = int(_MOST_OF_ROUNDS * free_memory_bytes(device))

@@ -8,7 +8,7 @@ as those of `linear` do: on CUDA for tiles of one size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -101,10 +101,6 @@ class ExpertWeight:
     @property
     def num_experts(self) -> int:
         return len(self.experts) if self.values is None else len(self.values)
-
-    def steadied(self) -> ExpertWeight:
-        """Returns the same weights for products that keep their pairs' bits for any number."""
-        return replace(self, is_batch_invariant=True)
 
 
 @dataclass(frozen=True, slots=True)

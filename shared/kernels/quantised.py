@@ -2,19 +2,22 @@
 
 Each row of the matrix, that is each output channel, has a scale of its own, so that its largest
 element takes the whole range; or each block has one, in matrices that come so. Activations are left
-alone. A row of a product has the same bits for every number of rows: in half precision on GPUs from
-Hopper on, where 8 bits are read and widened in registers, and in float32 on the CPU.
+alone. A row of a product has the same bits for every number of rows in float32 on the CPU. On GPUs
+from Hopper on, in half precision, it has them where 8 bits are widened in registers: for up to 512
+rows, or for every number where that is asked for. Of more rows the library makes faster products,
+from weights that are widened in memory.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shared.kernels.cache import LARGEST, widened
+from shared.kernels.kernel_settings import runs_triton
 from shared.kernels.linear import (
     WORD_BLOCK,
     BatchInvariantOperand,
@@ -30,6 +33,12 @@ _LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: LARGEST}
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
 # Rows at once, whole blocks, which are held in float32 meanwhile.
 _MOST_ROUNDED = 64 * WORD_BLOCK
+# Rows of the largest product that widens in registers. The largest graphs of decoding and of trees
+# have as many, so that only forwards with prompts get the library's bits.
+_MOST_REGISTER_ROWS = 512
+# About what a piece of a weight takes that is widened at once. Smaller ones stay in the L2 cache,
+# and leave multiprocessors idle: a piece has a tile for each 128 of its channels and of the rows.
+_PIECE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +99,7 @@ class QuantisedWeight:
         counters: see `tile_counters`.
         dtype: of the weight it was made from.
         is_packed: whether `values` are in the order that `in_words` makes.
+        is_batch_invariant: a row has the same bits for every number of rows.
     """
 
     values: Tensor
@@ -97,6 +107,7 @@ class QuantisedWeight:
     counters: Tensor
     dtype: torch.dtype
     is_packed: bool
+    is_batch_invariant: bool = False
 
     @classmethod
     def of(
@@ -119,8 +130,47 @@ class QuantisedWeight:
         own = self.values.nbytes + self.scales.nbytes
         return self.values.numel() * self.dtype.itemsize - own
 
+    @property
+    def num_widened_bytes(self) -> int:
+        """Memory that products of many rows take beside their results."""
+        if not self._is_for_library:
+            return 0
+        return self._piece_channels * self.values.shape[1] * self.dtype.itemsize
+
+    def is_widened(self, num_rows: int) -> bool:
+        """Whether a product of so many rows widens the weight in memory."""
+        return self._is_for_library and num_rows > _MOST_REGISTER_ROWS
+
+    def pieces(self) -> list[QuantisedWeight]:
+        """Returns some channels at a time, whole blocks; none has more than the first."""
+        num_channels = self._piece_channels
+        num_scales = num_channels // (scale_rows(self.scales, len(self.values)) or 1)
+        scales = torch.split(self.scales, num_scales)
+        pairs = zip(torch.split(self.values, num_channels), scales, strict=True)
+        return [replace(self, values=some, scales=own) for some, own in pairs]
+
+    def widen_into(self, wide: Tensor) -> None:
+        """Writes `dequantised` of values in words into `wide` `[N, K]`."""
+        if runs_triton(wide):
+            # Triton is not installed where there is no CUDA.
+            from shared.kernels.widening_triton import launch_widening
+
+            launch_widening(self.values, self.scales, wide)
+        else:
+            wide.copy_(self.dequantised(wide.dtype))
+
+    @property
+    def _is_for_library(self) -> bool:
+        return self.is_packed and not self.is_batch_invariant
+
+    @property
+    def _piece_channels(self) -> int:
+        num_channels, depth = self.values.shape
+        num_pieces = -(-num_channels * depth * self.dtype.itemsize // _PIECE_BYTES)
+        return -(-num_channels // (num_pieces * WORD_BLOCK)) * WORD_BLOCK
+
     def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """Returns `[N, K]` in `dtype`."""
+        """Returns `[N, K]` in `dtype`: also the oracle of the kernel that widens."""
         # Scaled in float32: half precision would overflow on e4m3's largest values times a scale
         # and round twice.
         values = from_words(self.values) if self.is_packed else self.values
@@ -196,13 +246,35 @@ def quantised_linear(inputs: Tensor, weight: QuantisedWeight, bias: Tensor | Non
     """Returns `inputs @ weight.T + bias`: `[T, K]` to `[T, N]`.
 
     On a GPU of compute capability 9.0 or above, in half precision, the product reads 8 bits an
-    element, if K is a multiple of 128. Elsewhere the weight is expanded for the time of the
+    element, if K is a multiple of 128; of many rows, see `QuantisedWeight.is_widened`, it is the
+    library's with one piece after the other. Elsewhere the weight is expanded for the time of the
     product, which saves memory and no time.
     """
     if weight.is_packed and inputs.dtype in _HALF_PRECISION:
+        if weight.is_widened(len(inputs)):
+            return _product_of_pieces(inputs, weight, bias)
         operand = BatchInvariantOperand(weight.values, weight.scales, weight.counters)
         return batch_invariant_linear(inputs, operand, bias)
     expanded = weight.dequantised(inputs.dtype)
     if has_batch_invariant_product(inputs.device, inputs.dtype):
         return batch_invariant_product(inputs, expanded, bias)
     return F.linear(inputs, expanded, bias)
+
+
+def _product_of_pieces(inputs: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
+    pieces = weight.pieces()
+    num_channels = len(pieces[0].values)
+    # The allocator hands layer after layer the same memory, and a stream, or a graph, its own:
+    # models of one process may compute at the same time.
+    scratch = inputs.new_empty(num_channels, inputs.shape[1])
+    results = inputs.new_empty(len(inputs), len(weight.values))
+    for index, piece in enumerate(pieces):
+        wide = scratch[: len(piece.values)]
+        piece.widen_into(wide)
+        own = slice(index * num_channels, index * num_channels + len(wide))
+        # The library takes a stride between rows of a result: nothing is copied.
+        if bias is None:
+            torch.mm(inputs, wide.t(), out=results[:, own])
+        else:
+            torch.addmm(bias[own], inputs, wide.t(), out=results[:, own])
+    return results

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -25,9 +25,6 @@ class FeedForward(Protocol):
 
     def routes(self, hidden: Tensor) -> Tensor | None:
         """Returns the experts `[T, k]` that rows take; None where there are none."""
-
-    def steadied(self) -> FeedForward:
-        """See `Decoder.steadied`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +57,6 @@ class Mlp:
     def routes(self, hidden: Tensor) -> Tensor | None:
         """See `FeedForward`."""
 
-    def steadied(self) -> Mlp:
-        """See `FeedForward`."""
-        return self
-
     def _gated(self, hidden: Tensor) -> Tensor:
         if self.limit is not None:
             return bounded_gate_mul(self.gate_up(hidden), self.limit)
@@ -89,10 +82,6 @@ class DecoderLayer:
     mlp: FeedForward
     attention_output_norm: RmsNorm | None = None
     mlp_output_norm: RmsNorm | None = None
-
-    def steadied(self) -> DecoderLayer:
-        """See `Decoder.steadied`."""
-        return replace(self, mlp=self.mlp.steadied())
 
     def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """`[T, H]` to `[T, H]`, the residual stream; the input is left as it was."""

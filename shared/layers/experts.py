@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -98,10 +98,6 @@ class Experts:
     def routes(self, hidden: Tensor) -> Tensor | None:
         """See `FeedForward`."""
         return self.router(hidden)[1]
-
-    def steadied(self) -> Experts:
-        """See `FeedForward`."""
-        return replace(self, gate_up=self.gate_up.steadied(), down=self.down.steadied())
 
     def _own(self, hidden: Tensor) -> Tensor:
         """Returns what this process's channels make of `[T, H]`."""

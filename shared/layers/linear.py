@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -124,6 +124,31 @@ def num_saved_bytes(model: object) -> int:
     weights = (layer.weight for layer in parts_of(model, Linear))
     own = sum(each.num_saved_bytes for each in weights if isinstance(each, QuantisedWeight))
     return own + sum(each.num_saved_bytes for each in parts_of(model, ExpertWeight))
+
+
+def num_widened_bytes(model: object) -> int:
+    """Returns the memory that 8-bit weights of `model` take where products of many rows widen
+    them, one after the other."""
+    weights = (layer.weight for layer in parts_of(model, Linear))
+    own = (each.num_widened_bytes for each in weights if isinstance(each, QuantisedWeight))
+    return max(own, default=0)
+
+
+def steadied(part: _Kind) -> _Kind:
+    """Returns a tree of dataclasses and tuples, of which products of experts and of 8-bit weights
+    keep a row's bits for every number of rows, as others do anyway."""
+    return cast(_Kind, _steadied(part))
+
+
+def _steadied(part: object) -> object:
+    if isinstance(part, QuantisedWeight | ExpertWeight):
+        return replace(part, is_batch_invariant=True)
+    if isinstance(part, tuple):
+        return tuple(map(_steadied, part))
+    if not dataclasses.is_dataclass(part) or isinstance(part, TensorGroup | type):
+        return part
+    fields = {each.name: getattr(part, each.name) for each in dataclasses.fields(part)}
+    return replace(part, **{name: _steadied(each) for name, each in fields.items()})
 
 
 def linears(part: object) -> Iterator[Linear]:

@@ -118,11 +118,6 @@ class Decoder:
             states=_state_layout(config),
         )
 
-    def steadied(self) -> Decoder:
-        """Returns the same decoder, whose experts keep a row's bits for every number of rows, as
-        other products do anyway."""
-        return replace(self, layers=tuple(layer.steadied() for layer in self.layers))
-
     def forward(
         self,
         batch: ForwardBatch,

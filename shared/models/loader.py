@@ -15,7 +15,7 @@ from shared.kernels.linear import WORD_BLOCK, is_hopper
 from shared.kernels.quantised import StoredMatrix
 from shared.layers.attention import Attention, AttentionShape, NarrowHeads
 from shared.layers.decoder_layer import DecoderLayer, FeedForward, Mlp
-from shared.layers.linear import Linear
+from shared.layers.linear import Linear, steadied
 from shared.layers.norm import RmsNorm
 from shared.layers.rotary import Rotary
 from shared.layers.tensor_group import TensorGroup
@@ -228,7 +228,9 @@ def build_decoder(
         layouts=tensors.layouts,
     )
     assert not tensors, f"weights were read but not used: {sorted(tensors)}"
-    return decoder.steadied() if options.is_deterministic else decoder
+    if options.is_deterministic:
+        decoder = replace(decoder, layers=steadied(decoder.layers))
+    return decoder
 
 
 def build_layer(

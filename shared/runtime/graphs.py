@@ -25,6 +25,7 @@ from shared.kernels.split_plan import MAX_PLAIN_ROWS, num_part_rows, num_splits
 from shared.kv.batch import ForwardBatch, empty_decode_batch
 from shared.kv.pool import KvLayout, KvPool
 from shared.kv.state_plan import StateInputs, StatePlan, StateSlots
+from shared.layers.linear import num_widened_bytes
 from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder, DecoderOutput
 from shared.runtime.memory import CacheSize, Shortage
@@ -632,4 +633,5 @@ def step_memory_bytes(decoder: Decoder) -> int:
     """Returns about what the largest planned step needs beside graphs, weights and caches."""
     config, size = decoder.config, decoder.shard.size
     wide = 8 * config.hidden_size + 3 * config.intermediate_size // size
-    return _STEP_ROWS * wide * 2 + _DRAWN_ROWS * config.vocab_size * _DRAWN_BYTES
+    drawn = _DRAWN_ROWS * config.vocab_size * _DRAWN_BYTES
+    return _STEP_ROWS * wide * 2 + num_widened_bytes(decoder) + drawn

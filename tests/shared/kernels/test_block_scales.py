@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -92,7 +94,8 @@ def test_products_are_those_of_the_expanded_weight(
     if IS_INTERPRETING:
         monkeypatch.setattr("shared.kernels.linear.is_hopper", lambda device: True)
     matrix = _matrix(*size, stored, rows, dtype)
-    expanded, weight = _expanded(matrix, rows), QuantisedWeight.kept(matrix)
+    expanded = _expanded(matrix, rows)
+    weight = replace(QuantisedWeight.kept(matrix), is_batch_invariant=True)
     assert weight.is_packed
     inputs, bias = _random(300, size[1], seed=2).to(dtype), _random(size[0], seed=3).to(dtype)
     length = inputs.double().norm(dim=1, keepdim=True) * expanded.norm(dim=1) + bias.double().abs()
