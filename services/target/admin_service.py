@@ -11,7 +11,7 @@ from services.ranks import Ranks
 from services.target.drafts.attachment import AttachmentStatus, IdleReason
 from services.target.engine import Engine
 from services.target.engine_gauges import EngineGauges
-from services.target.metrics import wanted_figures
+from services.target.metrics import shape_figures, wanted_figures
 from services.target.settings import TargetSettings
 from services.target.step_report import shape_name
 from services.target.weight_control import (
@@ -31,7 +31,6 @@ from shared.settings import shown_settings
 
 def gauge_values(gauges: EngineGauges) -> Mapping[str, float]:
     """Returns the live figures by their names on the wire."""
-    shape = gauges.round_shape
     return {
         "waiting_request_count": gauges.num_waiting,
         "running_request_count": gauges.num_running,
@@ -43,9 +42,7 @@ def gauge_values(gauges: EngineGauges) -> Mapping[str, float]:
         "paused_sequence_count": gauges.num_paused,
         "probe_seconds": gauges.probe_s,
         "speculation_on": float(gauges.speculates),
-        "round_step_count": 0 if shape is None else shape.num_steps,
-        "round_topk": 0 if shape is None else shape.topk,
-        "round_draft_token_count": 0 if shape is None else shape.num_draft_tokens,
+        **shape_figures("round", gauges.round_shape),
         **{
             f"round_ms_of_{shape_name(tree)}_for_{size}": 1e3 * each
             for (tree, size), each in gauges.round_s.items()
