@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from services.ranks import Ranks
 from services.target.drafts.attachment import AttachmentStatus, IdleReason
 from services.target.engine import Engine
 from services.target.engine_gauges import EngineGauges
 from services.target.metrics import shape_figures, wanted_figures
+from services.target.requests.request_messages import duration_message
 from services.target.settings import TargetSettings
 from services.target.step_report import shape_name
 from services.target.weight_control import (
@@ -69,6 +70,7 @@ def attachment_message(status: AttachmentStatus) -> pb.Attachment:
     """Returns the message about one draft."""
     attachment = status.attachment
     identity, counters = attachment.identity, attachment.counters
+    wanted: Mapping[str, Any] = wanted_figures(status)
     message = pb.Attachment(
         attachment_id=identity.attachment_id,
         worker_id=identity.worker_id,
@@ -81,19 +83,14 @@ def attachment_message(status: AttachmentStatus) -> pb.Attachment:
         stale_candidate_count=counters.num_stale_candidates,
         paused_sequence_count=status.num_paused,
         level_acceptances=status.level_rates,
+        turnaround_duration=duration_message(attachment.timeout.response_s or 0.0),
+        draft_duration=duration_message(attachment.report.draft_s or 0.0),
         warming=status.idle is not None and status.idle.reason is IdleReason.WARMING_UP,
         idle_detail="" if status.idle is None else status.idle.detail,
+        **wanted,
     )
-    for name, value in wanted_figures(status).items():
-        setattr(message, name, value)
-    message.turnaround_duration.FromNanoseconds(_ns(attachment.timeout.response_s or 0.0))
-    message.draft_duration.FromNanoseconds(_ns(attachment.report.draft_s or 0.0))
-    message.attach_time.FromNanoseconds(_ns(identity.attach_time_s))
+    message.attach_time.FromNanoseconds(round(identity.attach_time_s * 1e9))
     return message
-
-
-def _ns(duration_s: float) -> int:
-    return round(duration_s * 1e9)
 
 
 T = TypeVar("T")
@@ -272,13 +269,12 @@ class TargetAdminServicer(AdminServicer):
 def _update(updated: Updated | None) -> pb.WeightUpdate | None:
     if updated is None:
         return None
-    message = pb.WeightUpdate(
+    return pb.WeightUpdate(
         weight_version=updated.version,
         retracted_request_count=updated.num_retracted,
         freed_page_count=updated.num_freed_pages,
+        pause_duration=duration_message(updated.pause_s),
     )
-    message.pause_duration.FromNanoseconds(round(updated.pause_s * 1e9))
-    return message
 
 
 def _tags(names: Iterable[str]) -> list[MemoryTag]:

@@ -26,7 +26,6 @@ from services.target.grammars.compiler import GrammarCompiler, GrammarLimits
 from services.target.requests.admission import Admission, RequestTelemetry
 from services.target.requests.generate_service import ServedModel, TargetServicer
 from services.target.settings import TargetSettings
-from services.target.vllm.vllm_engine_messages import ModelFacts
 from services.target.vllm.vllm_engine_service import VllmEngineServicer
 from services.target.warm_up import warm_up, warm_up_tokens
 from services.target.weight_stager import WeightStager
@@ -170,7 +169,7 @@ class TargetProcess:
         self._target = TargetServicer(self._admission, model)
         self._vllm_engine: VllmEngineServicer | None = None
         if settings.grpc_vllm_engine:
-            self._vllm_engine = VllmEngineServicer(self._admission, ModelFacts.of(settings))
+            self._vllm_engine = VllmEngineServicer(self._admission, settings)
         self._speculation = SpeculationServicer(
             engine,
             model,
@@ -245,7 +244,7 @@ class TargetProcess:
 
     async def _drain(self, grace_s: float) -> int:
         """Waits for running requests, then asks drafts to leave; returns requests left over."""
-        num_left = await self._admission.open_requests.wait_idle(grace_s)
+        num_left = await self._admission.wait_idle(grace_s)
         self._speculation.drain(grace_s=1.0)
         return num_left
 

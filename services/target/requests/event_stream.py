@@ -117,7 +117,7 @@ class EventStream:
                 raise
 
     async def next_batch(self) -> list[KeyedEvent]:
-        """Returns everything pending, in order; waits for at least one event."""
+        """Returns everything pending, in order; waits for at least one event, or for `wake`."""
         await self._has_pending.wait()
         self._has_pending.clear()
         batch, self._pending = self._pending, []
@@ -126,6 +126,10 @@ class EventStream:
     def put(self, key: int, event: Event) -> None:
         """Appends an event from the event loop itself."""
         self._append(((key, event),))
+
+    def wake(self) -> None:
+        """Has `next_batch` return, perhaps with nothing."""
+        self._has_pending.set()
 
     def _append(self, events: SequenceOf[KeyedEvent]) -> None:
         self._pending.extend(events)

@@ -1,15 +1,13 @@
-"""Messages of the VllmEngine contract: requests into the engine, its answers, and facts about the
-model."""
+"""Messages of the VllmEngine contract: requests into the engine, its answers, and what is
+served."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Self
 
 from services.target.engine_gauges import EngineGauges
 from services.target.requests.request import GenerationRequest, ModelLimits
@@ -22,66 +20,6 @@ from shared.models.config_file import CONFIG_FILE, ConfigFile
 from shared.pb.vllm.grpc.engine import vllm_engine_pb2 as pb
 from shared.sampling_defaults import SamplingDefaults, choice_seed, drawn_seed
 from shared.tokens import FinishReason, SamplingParams, StopParams, TokenLogprobs
-
-# Facts about the model and the target, for other projects' gateways.
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """Facts that hold from start to stop.
-
-    Attributes:
-        model_id: name clients pass as `model`.
-        pad_token_id, bos_token_id: 0 when the model's config has none.
-        sampling_defaults: of the model's generation config, as a JSON object; empty when it leaves
-            everything as it is.
-        tokenizer_folders: where files of the tokenizer lie, the first hides the others.
-        kv_cache_dtype, dtype: as the flags say.
-    """
-
-    model_id: str
-    model_type: str
-    architectures: tuple[str, ...]
-    pad_token_id: int
-    bos_token_id: int
-    sampling_defaults: str
-    tokenizer_folders: tuple[Path, ...]
-    max_running: int
-    page_size: int
-    kv_cache_dtype: str
-    dtype: str
-
-    @classmethod
-    def of(cls, settings: TargetSettings) -> Self:
-        """Raises:
-        CheckpointError: a file of the model folder cannot be used.
-        """
-        config = ConfigFile.read(settings.model_path / CONFIG_FILE)
-        return cls(
-            model_id=settings.model_id,
-            model_type=config.text("model_type", ""),
-            architectures=config.texts("architectures"),
-            pad_token_id=_first(config.integers("pad_token_id")),
-            bos_token_id=_first(config.integers("bos_token_id")),
-            sampling_defaults=_changed(SamplingDefaults.read(settings.model_path)),
-            tokenizer_folders=(settings.tokenizer_folder, settings.model_path),
-            max_running=settings.max_running_requests,
-            page_size=settings.page_size,
-            kv_cache_dtype=settings.kv_cache_dtype.value,
-            dtype=settings.dtype.value,
-        )
-
-
-def _first(token_ids: tuple[int, ...]) -> int:
-    return token_ids[0] if token_ids else 0
-
-
-def _changed(defaults: SamplingDefaults) -> str:
-    usual = dataclasses.asdict(SamplingDefaults())
-    own = dataclasses.asdict(defaults)
-    changed = {name: value for name, value in own.items() if value != usual[name]}
-    return json.dumps(changed) if changed else ""
-
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
@@ -319,33 +257,41 @@ def _top(logprobs: TokenLogprobs) -> pb.TopLogProbs:
     )
 
 
-def model_info_message(facts: ModelFacts, limits: ModelLimits) -> pb.GetModelInfoResponse:
-    """Returns what is served."""
+def model_info_message(settings: TargetSettings, limits: ModelLimits) -> pb.GetModelInfoResponse:
+    """Returns what is served.
+
+    Raises:
+        CheckpointError: a file of the model folder cannot be used.
+    """
+    config = ConfigFile.read(settings.model_path / CONFIG_FILE)
+    usual = dataclasses.asdict(SamplingDefaults())
+    own = dataclasses.asdict(SamplingDefaults.read(settings.model_path))
+    changed = {name: value for name, value in own.items() if value != usual[name]}
     return pb.GetModelInfoResponse(
-        model_path=facts.model_id,
-        served_model_name=facts.model_id,
+        model_path=settings.model_id,
+        served_model_name=settings.model_id,
         is_generation=True,
         max_context_length=limits.max_sequence_tokens,
         max_req_input_len=limits.max_sequence_tokens - 1,
         vocab_size=limits.vocab_size,
-        model_type=facts.model_type,
-        architectures=facts.architectures,
+        model_type=config.text("model_type", ""),
+        architectures=config.texts("architectures"),
         eos_token_ids=sorted(limits.eos_token_ids),
-        pad_token_id=facts.pad_token_id,
-        bos_token_id=facts.bos_token_id,
-        default_sampling_params_json=facts.sampling_defaults,
+        pad_token_id=next(iter(config.integers("pad_token_id")), 0),
+        bos_token_id=next(iter(config.integers("bos_token_id")), 0),
+        default_sampling_params_json=json.dumps(changed) if changed else "",
     )
 
 
-def load_message(gauges: EngineGauges, facts: ModelFacts) -> pb.SchedulerLoad:
+def load_message(gauges: EngineGauges, settings: TargetSettings) -> pb.SchedulerLoad:
     """Returns how busy the engine is."""
     return pb.SchedulerLoad(
         num_running_reqs=gauges.num_running,
         num_waiting_reqs=gauges.num_waiting,
         num_total_reqs=gauges.num_running + gauges.num_waiting,
-        num_used_tokens=gauges.num_held_pages * facts.page_size,
-        max_total_num_tokens=gauges.num_pages * facts.page_size,
+        num_used_tokens=gauges.num_held_pages * settings.page_size,
+        max_total_num_tokens=gauges.num_pages * settings.page_size,
         token_usage=gauges.num_held_pages / gauges.num_pages,
-        utilization=gauges.num_running / facts.max_running,
-        max_running_requests=facts.max_running,
+        utilization=gauges.num_running / settings.max_running_requests,
+        max_running_requests=settings.max_running_requests,
     )

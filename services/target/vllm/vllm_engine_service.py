@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any, Generic, TypeVar
+from functools import cache, partial
+from typing import Any
 
 from grpc import aio
 
 from services.target.requests.admission import Admission
 from services.target.requests.request import GenerationRequest
+from services.target.settings import TargetSettings
 from services.target.step_report import Clock
 from services.target.vllm import vllm_engine_messages as messages
 from services.target.vllm.open_choices import OpenChoices, TextStop
 from services.target.vllm.tokenizer_archive import tokenizer_archive
-from services.target.vllm.vllm_engine_messages import ModelFacts
 from shared.errors import (
     CheckpointError,
     FailedPrecondition,
@@ -39,34 +40,6 @@ from shared.text import Tokenizer
 from shared.version import package_version
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-
-class Once(Generic[T]):
-    """Makes a value at most once, however many ask for it and give up. On the event loop."""
-
-    def __init__(self, make: Callable[[], T]) -> None:
-        self._make = make
-        self._made: asyncio.Future[T] | None = None
-
-    async def get(self) -> T:
-        """Returns the value.
-
-        Raises:
-            Exception: what making it raised, every time.
-        """
-        if self._made is None:
-            self._made = asyncio.ensure_future(asyncio.to_thread(self._make))
-            self._made.add_done_callback(_note_exception)
-        return await asyncio.shield(self._made)
-
-
-def _note_exception(made: asyncio.Future[T]) -> None:
-    """Marks a failure as seen: whoever asked may have given up."""
-    if not made.cancelled():
-        made.exception()
-
 
 _SHORTEST_S = 1.0
 
@@ -109,13 +82,17 @@ _Servicer: Any = pb_grpc.VllmEngineServicer
 class VllmEngineServicer(_Servicer):  # type: ignore[misc]
     """Serves one engine to other people's gateways: without embeddings, profiler and events."""
 
-    def __init__(self, admission: Admission, facts: ModelFacts) -> None:
+    def __init__(self, admission: Admission, settings: TargetSettings) -> None:
+        """Raises: CheckpointError: a file of the model folder cannot be used."""
         self._admission = admission
         self._engine = admission.engine
-        self._facts = facts
+        self._settings = settings
+        self._model_info = messages.model_info_message(settings, admission.engine.limits)
         self._open: dict[str, OpenChoices] = {}
-        self._tokenizer = Once(lambda: Tokenizer.read(facts.tokenizer_folders[0]))
-        self._archive = Once(lambda: tokenizer_archive(facts.tokenizer_folders))
+        # Called on threads; two that come first may both read.
+        self._tokenizer = cache(partial(Tokenizer.read, settings.tokenizer_folder))
+        folders = (settings.tokenizer_folder, settings.model_path)
+        self._archive = cache(partial(tokenizer_archive, folders))
         self._throughput = Throughput(admission.telemetry.clock)
         self._start_s = time.monotonic()
         self._last_request_s = 0.0
@@ -125,9 +102,12 @@ class VllmEngineServicer(_Servicer):  # type: ignore[misc]
     ) -> AsyncIterator[pb.GenerateResponse]:
         self._last_request_s = time.time()
         request_id = request.request_id or new_request_id()
+        if request_id in self._open:
+            raise InvalidArgument.of(
+                "REQUEST_ID_DUPLICATE", "request_id", f"request {request_id} is open already"
+            )
         log_id = accepted_request_id(request.request_id or current_request_id.get())
-        opened = self._opened(request_id)
-        self._admission.open_requests.add()
+        opened = self._open[request_id] = OpenChoices(self._admission)
         try:
             await self._submit(request, log_id, opened)
             async for choice, delta in opened.outputs():
@@ -141,8 +121,7 @@ class VllmEngineServicer(_Servicer):  # type: ignore[misc]
             opened.fail(error)
             raise
         finally:
-            opened.close()
-            self._admission.open_requests.remove()
+            opened.cancel_all()
             del self._open[request_id]
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
@@ -163,12 +142,12 @@ class VllmEngineServicer(_Servicer):  # type: ignore[misc]
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: Context
     ) -> pb.GetModelInfoResponse:
-        return messages.model_info_message(self._facts, self._engine.limits)
+        return self._model_info
 
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: Context
     ) -> pb.GetServerInfoResponse:
-        facts = self._facts
+        settings = self._settings
         return pb.GetServerInfoResponse(
             active_requests=len(self._open),
             is_paused=self._admission.lifecycle.state is State.DRAINING,
@@ -176,17 +155,17 @@ class VllmEngineServicer(_Servicer):  # type: ignore[misc]
             uptime_seconds=time.monotonic() - self._start_s,
             server_type="vllm-grpc",
             data_parallel_size=1,
-            kv_cache_dtype=facts.kv_cache_dtype,
-            block_size=facts.page_size,
-            model_dtype=facts.dtype,
-            max_num_seqs=facts.max_running,
+            kv_cache_dtype=settings.kv_cache_dtype.value,
+            block_size=settings.page_size,
+            model_dtype=settings.dtype.value,
+            max_num_seqs=settings.max_running_requests,
             constrained_decoding_start="first_token",
         )
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
         gauges = await asyncio.wrap_future(self._engine.gauges())
-        metrics, model_id = self._admission.telemetry.metrics, self._facts.model_id
-        load = messages.load_message(gauges, self._facts)
+        metrics, model_id = self._admission.telemetry.metrics, self._settings.model_id
+        load = messages.load_message(gauges, self._settings)
         load.gen_throughput = self._throughput.rate(metrics.count(model_id, "generation_tokens"))
         num_asked = metrics.count(model_id, "prefix_cache_queries")
         if num_asked:
@@ -215,7 +194,7 @@ class VllmEngineServicer(_Servicer):  # type: ignore[misc]
         self, request: common_pb2.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
         try:
-            archive = await self._archive.get()
+            archive = await asyncio.to_thread(self._archive)
         except CheckpointError as error:
             logger.warning("no tokenizer to send: %s", error.message)
             message = "this target has no files of a tokenizer that it could send"
@@ -225,18 +204,6 @@ class VllmEngineServicer(_Servicer):  # type: ignore[misc]
             end = start + _ARCHIVE_CHUNK_BYTES
             sha256 = archive.sha256 if end >= len(data) else ""
             yield common_pb2.GetTokenizerChunk(data=data[start:end], sha256=sha256)
-
-    def _opened(self, request_id: str) -> OpenChoices:
-        """Raises:
-        InvalidArgument: a request of this id is open.
-        """
-        if request_id in self._open:
-            raise InvalidArgument.of(
-                "REQUEST_ID_DUPLICATE", "request_id", f"request {request_id} is open already"
-            )
-        opened = OpenChoices(self._engine, self._admission.telemetry)
-        self._open[request_id] = opened
-        return opened
 
     async def _submit(self, message: pb.GenerateRequest, log_id: str, opened: OpenChoices) -> None:
         """Starts the outputs of a request. The tokenizer is read when a call first brings text, or
@@ -249,25 +216,11 @@ class VllmEngineServicer(_Servicer):  # type: ignore[misc]
         messages.check_supported(message)
         params = message.sampling_params
         prompt = messages.prompt_within(await self._prompt(message), params, self._engine.limits)
-        parent = current_traceparent.get()
-        opened.record(log_id, len(prompt), parent)
-        template = self._template(log_id, prompt, params)
-        grammar = messages.grammar_from_message(params)
-        if grammar is not None:
-            compiled = await self._admission.grammars.compile(grammar)
-            template = replace(template, grammar=compiled)
-        requests = messages.choice_requests(template, params)
-        stops = [await self._text_stop(params, each) for each in requests]
-        for _ in requests[1:]:
-            opened.record(log_id, len(prompt), parent)
-        opened.submit(requests, stops)
-
-    def _template(
-        self, log_id: str, prompt: tuple[int, ...], params: pb.SamplingParams
-    ) -> GenerationRequest:
-        limits = self._engine.limits
-        return GenerationRequest(
+        parent, limits = current_traceparent.get(), self._engine.limits
+        record = opened.begin(0, log_id, len(prompt), parent)
+        request = GenerationRequest(
             request_id=log_id,
+            traceparent=record.traceparent,
             prompt_token_ids=prompt,
             sampling=messages.sampling_from_message(params, limits),
             stop=messages.stop_from_message(params, limits.max_sequence_tokens - len(prompt)),
@@ -275,6 +228,16 @@ class VllmEngineServicer(_Servicer):  # type: ignore[misc]
             top_logprobs=messages.top_logprobs(params),
             prompt_scoring=messages.prompt_scoring(params),
         )
+        grammar = messages.grammar_from_message(params)
+        if grammar is not None:
+            compiled = await self._admission.grammars.compile(grammar)
+            request = replace(request, grammar=compiled)
+        requests = list(messages.choice_requests(request, params))
+        stops = [await self._text_stop(params, each) for each in requests]
+        for index in range(1, len(requests)):
+            record = opened.begin(index, log_id, len(prompt), parent)
+            requests[index] = replace(requests[index], traceparent=record.traceparent)
+        opened.submit(requests, stops)
 
     async def _prompt(self, message: pb.GenerateRequest) -> list[int]:
         if message.WhichOneof("input") != "text":
@@ -305,7 +268,7 @@ class VllmEngineServicer(_Servicer):  # type: ignore[misc]
         InvalidArgument: the target has no tokenizer; the field cannot be heeded.
         """
         try:
-            return await self._tokenizer.get()
+            return await asyncio.to_thread(self._tokenizer)
         except CheckpointError as error:
             logger.warning("no text: %s", error.message)
             message = f"{field} is set, but this target has no tokenizer that it can use"
