@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from services.ranks import Ranks
 from services.target.drafts.attachment import AttachmentStatus, IdleReason
@@ -93,14 +92,13 @@ def attachment_message(status: AttachmentStatus) -> pb.Attachment:
     return message
 
 
-T = TypeVar("T")
-_MODES = {
-    pb.PAUSE_MODE_UNSPECIFIED: PauseMode.ABORT,
-    pb.PAUSE_MODE_ABORT: PauseMode.ABORT,
-    pb.PAUSE_MODE_RETRACT: PauseMode.RETRACT,
-    pb.PAUSE_MODE_IN_PLACE: PauseMode.IN_PLACE,
+_MODE_NUMBERS = {
+    None: pb.PAUSE_MODE_UNSPECIFIED,
+    PauseMode.ABORT: pb.PAUSE_MODE_ABORT,
+    PauseMode.RETRACT: pb.PAUSE_MODE_RETRACT,
+    PauseMode.IN_PLACE: pb.PAUSE_MODE_IN_PLACE,
 }
-_MODE_NUMBERS = {mode: number for number, mode in _MODES.items()}
+_MODES = {number: mode or PauseMode.ABORT for mode, number in _MODE_NUMBERS.items()}
 
 
 class TargetAdminServicer(AdminServicer):
@@ -125,42 +123,43 @@ class TargetAdminServicer(AdminServicer):
     ) -> pb.FlushPrefixCacheResponse:
         if not request.only_when_idle:
             return await super().FlushPrefixCache(request, context)
-        freed = await self._with_weights(lambda weights: weights.flush_if_idle())
+        freed = await self._updates.with_weights(lambda weights: weights.flush_if_idle())
         return pb.FlushPrefixCacheResponse(freed_page_count=freed)
 
     async def GetWeightStatus(
         self, request: pb.GetWeightStatusRequest, context: Context
     ) -> pb.GetWeightStatusResponse:
-        status = await self._with_weights(lambda weights: weights.status)
-        return pb.GetWeightStatusResponse(
-            weight_version=status.version,
-            update_count=status.num_updates,
-            pause_mode=pb.PAUSE_MODE_UNSPECIFIED
-            if status.pause is None
-            else _MODE_NUMBERS[status.pause],
-            released_tags=status.released,
-            process_count=self._ranks.size,
-            stage_count=self._ranks.pp_size,
-            waiting_request_count=status.num_waiting,
-            running_request_count=status.num_running,
-            max_token_count=status.num_max_tokens,
-            used_token_count=status.num_used_tokens,
-            can_release_memory=status.can_release,
-        )
+        def status(weights: WeightControl) -> pb.GetWeightStatusResponse:
+            gauges = self._engine.gauges_now()
+            return pb.GetWeightStatusResponse(
+                weight_version=weights.version.name,
+                update_count=weights.version.num_updates,
+                pause_mode=_MODE_NUMBERS[weights.mode],
+                released_tags=sorted(tag.value for tag in weights.released),
+                process_count=self._ranks.size,
+                stage_count=self._ranks.pp_size,
+                waiting_request_count=gauges.num_waiting,
+                running_request_count=gauges.num_running,
+                max_token_count=gauges.num_pages * self._engine.page_size,
+                used_token_count=gauges.num_held_pages * self._engine.page_size,
+                can_release_memory=weights.memory.is_movable,
+            )
+
+        return await self._updates.with_weights(status)
 
     async def PauseGeneration(
         self, request: pb.PauseGenerationRequest, context: Context
     ) -> pb.PauseGenerationResponse:
         self._lifecycle.check_open()
         mode = _MODES[request.mode]
-        count = await self._with_weights(lambda weights: weights.pause(mode))
+        count = await self._updates.with_weights(lambda weights: weights.pause(mode))
         return pb.PauseGenerationResponse(request_count=count)
 
     async def ContinueGeneration(
         self, request: pb.ContinueGenerationRequest, context: Context
     ) -> pb.ContinueGenerationResponse:
         was_dropped = self._updates.drop()
-        await self._with_weights(lambda weights: weights.resume())
+        await self._updates.with_weights(lambda weights: weights.resume())
         return pb.ContinueGenerationResponse(dropped_update=was_dropped)
 
     async def BeginWeightUpdate(
@@ -233,15 +232,15 @@ class TargetAdminServicer(AdminServicer):
     ) -> pb.CheckWeightsResponse:
         action = request.action
         if action == pb.CheckWeightsRequest.ACTION_CHECKSUM:
-            checksums = await self._with_weights(lambda weights: weights.checksums())
+            checksums = await self._updates.with_weights(lambda weights: weights.checksums())
             return pb.CheckWeightsResponse(checksums=checksums)
         if action == pb.CheckWeightsRequest.ACTION_SNAPSHOT:
-            await self._with_weights(lambda weights: weights.snapshot())
+            await self._updates.with_weights(lambda weights: weights.snapshot())
         elif action == pb.CheckWeightsRequest.ACTION_COMPARE:
-            changed = await self._with_weights(lambda weights: weights.compare())
+            changed = await self._updates.with_weights(lambda weights: weights.compare())
             return pb.CheckWeightsResponse(changed=changed)
         elif action == pb.CheckWeightsRequest.ACTION_RESET:
-            await self._with_weights(lambda weights: weights.reset())
+            await self._updates.with_weights(lambda weights: weights.reset())
         else:
             message = "action is not given; it must be checksum, snapshot, compare or reset"
             raise InvalidArgument.of("WEIGHT_ACTION_UNKNOWN", "action", message)
@@ -252,18 +251,15 @@ class TargetAdminServicer(AdminServicer):
     ) -> pb.ReleaseMemoryResponse:
         self._lifecycle.check_open()
         tags = _tags(request.tags)
-        released = await self._with_weights(lambda weights: weights.release(tags))
+        released = await self._updates.with_weights(lambda weights: weights.release(tags))
         return pb.ReleaseMemoryResponse(freed_bytes=released.num_bytes, kept=released.kept)
 
     async def ResumeMemory(
         self, request: pb.ResumeMemoryRequest, context: Context
     ) -> pb.ResumeMemoryResponse:
         tags = _tags(request.tags)
-        await self._with_weights(lambda weights: weights.reoccupy(tags))
+        await self._updates.with_weights(lambda weights: weights.reoccupy(tags))
         return pb.ResumeMemoryResponse()
-
-    async def _with_weights(self, function: Callable[[WeightControl], T]) -> T:
-        return await asyncio.wrap_future(self._engine.with_weights(function))
 
 
 def _update(updated: Updated | None) -> pb.WeightUpdate | None:

@@ -200,7 +200,7 @@ class Engine:
     @property
     def weight_version(self) -> str:
         """The name of the weights in force."""
-        return self._loop.weights.status.version
+        return self._loop.weights.version.name
 
     def read_table(self, table: Table, dtype: torch.dtype) -> Tensor:
         """Returns a table of the decoder; for whoever follows its weights, see `follow_weights`."""
