@@ -9,11 +9,6 @@ from collections.abc import Callable
 import torch
 
 from services.followers import Followers
-from services.target.adaptive_config import (
-    DEFAULT_CONFIG,
-    AdaptiveConfig,
-    read_adaptive_config,
-)
 from services.target.engine import Engine
 from services.target.fallback import Fallback, NgramFallback
 from services.target.requests.request import ModelLimits
@@ -66,18 +61,34 @@ def build_engine(
         eos_token_ids=built.config.eos_token_ids,
         num_routes=num_routes(settings, built.config),
     )
+    generator = torch.Generator()
+    generator.seed()
     loop = StepLoop(
         runner=built.runner,
         leases=leases,
-        scheduler=Scheduler(leases, _scheduler_limits(settings)),
-        verifier=_verifier(settings),
+        scheduler=Scheduler(
+            leases,
+            SchedulerLimits(
+                max_running=settings.max_running_requests,
+                max_waiting=settings.max_queued_requests,
+                max_step_rows=settings.chunked_prefill_size,
+            ),
+        ),
+        verifier=Verifier(
+            settings.verification,
+            generator=generator,
+            thresholds=Thresholds(
+                single=settings.speculative_accept_threshold_single,
+                acc=settings.speculative_accept_threshold_acc,
+            ),
+        ),
         limits=limits,
         clock=time.monotonic,
         on_step=on_step,
         overlaps=not settings.disable_overlap_schedule,
-        fallback=_fallback(settings),
+        fallback=NgramFallback() if settings.speculative_fallback is Fallback.NGRAM else None,
         always_up_to=settings.candidate_wait_sequences,
-        adaptive=adaptive_config(settings),
+        adaptive=settings.adaptive,
         selection=_selection(settings, built, limits),
     )
     engine = Engine(loop, Inbox(INBOX_CAPACITY))
@@ -95,40 +106,3 @@ def _selection(
         return None
     max_sequences = min(settings.max_running_requests, settings.cuda_graph_max_bs)
     return RoundLimits(max_sequences, limits.max_sequence_tokens)
-
-
-def _fallback(settings: TargetSettings) -> NgramFallback | None:
-    return NgramFallback() if settings.speculative_fallback is Fallback.NGRAM else None
-
-
-def _scheduler_limits(settings: TargetSettings) -> SchedulerLimits:
-    return SchedulerLimits(
-        max_running=settings.max_running_requests,
-        max_waiting=settings.max_queued_requests,
-        max_step_rows=settings.chunked_prefill_size,
-    )
-
-
-def _verifier(settings: TargetSettings) -> Verifier:
-    generator = torch.Generator()
-    generator.seed()
-    return Verifier(
-        settings.verification,
-        generator=generator,
-        thresholds=Thresholds(
-            single=settings.speculative_accept_threshold_single,
-            acc=settings.speculative_accept_threshold_acc,
-        ),
-    )
-
-
-def adaptive_config(settings: TargetSettings) -> AdaptiveConfig | None:
-    """Returns the trees to choose from; None where `--speculative-adaptive` is off.
-
-    Raises:
-        SettingsError: the file is wrong.
-    """
-    if not settings.speculative_adaptive:
-        return None
-    path = settings.speculative_adaptive_config
-    return DEFAULT_CONFIG if path is None else read_adaptive_config(path)
