@@ -165,7 +165,13 @@ class TargetMetrics:
             self._hits.labels(_label(position), _label(rank)).inc(count)
         for position, count in report.outcomes.misses.items():
             self._misses.labels(_label(position)).inc(count)
-        self._observe_gap(report)
+        # A gap follows the verdicts of the step before. There is none where that step was not the
+        # last to be read, or where something else was awaited in between. A round on the device
+        # behind hits was launched before they were read: the device did not wait at all.
+        is_known = report.host_gap_s > 0.0 or report.round_shape is not None
+        if self._follows_hits and is_known:
+            self._hit_gaps.observe(report.host_gap_s)
+        self._follows_hits = report.outcomes.is_all_hits
         self._seconds.observe(report.duration_s)
         if self._log is not None:
             self._log.span(
@@ -181,15 +187,6 @@ class TargetMetrics:
                 late=report.outcomes.num_late_hits,
                 misses=report.outcomes.num_misses + report.outcomes.num_unprepared,
             )
-
-    def _observe_gap(self, report: StepReport) -> None:
-        """A gap follows the verdicts of the step before. There is none where that step was not the
-        last to be read, or where something else was awaited in between. A round on the device
-        behind hits was launched before they were read: the device did not wait at all."""
-        is_known = report.host_gap_s > 0.0 or report.round_shape is not None
-        if self._follows_hits and is_known:
-            self._hit_gaps.observe(report.host_gap_s)
-        self._follows_hits = report.outcomes.is_all_hits
 
 
 def _label(number: int) -> str:

@@ -121,16 +121,6 @@ def attachment_terms(settings: TargetSettings) -> AttachmentTerms:
     )
 
 
-def grammar_compiler(engine: Engine, settings: TargetSettings) -> GrammarCompiler:
-    """Returns the compiler of the grammars that requests bring along."""
-    return GrammarCompiler(
-        settings.tokenizer_folder,
-        vocab_size=engine.limits.vocab_size,
-        eos_token_ids=engine.limits.eos_token_ids,
-        limits=GrammarLimits(settings.max_grammar_bytes, settings.grammar_timeout_s),
-    )
-
-
 class TargetProcess:
     """Two servers, the public and the maintenance one, around an engine.
 
@@ -153,8 +143,8 @@ class TargetProcess:
         model = ServedModel(settings.model_id, tokenizer_sha256, fingerprint)
         self._engine = engine
         self._settings = settings
-        self._changes = model.changes
-        engine.follow_weights(lambda: self._changes.note("", engine.weight_version))
+        self._model = model
+        engine.follow_weights(lambda: model.note_change("", engine.weight_version))
         self._embedded: EmbeddedPort | None = None
         self._tokenizer_sha256 = tokenizer_sha256
         self._services = [_TARGET, _SPECULATION]
@@ -164,7 +154,12 @@ class TargetProcess:
         telemetry = RequestTelemetry(
             settings.model_id, metrics or VllmMetrics(), time.monotonic, tracer
         )
-        self._grammars = grammar_compiler(engine, settings)
+        self._grammars = GrammarCompiler(
+            settings.tokenizer_folder,
+            vocab_size=engine.limits.vocab_size,
+            eos_token_ids=engine.limits.eos_token_ids,
+            limits=GrammarLimits(settings.max_grammar_bytes, settings.grammar_timeout_s),
+        )
         self._admission = Admission(engine, self._grammars, self._lifecycle, telemetry)
         self._target = TargetServicer(self._admission, model)
         self._vllm_engine: VllmEngineServicer | None = None
@@ -298,7 +293,7 @@ class TargetProcess:
     async def _update_draft(self, folder: Path, version: str) -> float:
         assert self._embedded is not None
         pause_s = await asyncio.to_thread(self._embedded.take_weights, folder, version)
-        self._changes.note(self._embedded.algorithm, version)
+        self._model.note_change(self._embedded.algorithm, version)
         return pause_s
 
     async def _flush(self) -> int:

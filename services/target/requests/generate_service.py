@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -28,24 +28,7 @@ from shared.rpc.requests import grammar_from_message
 from shared.telemetry.tracing import current_request_id, current_traceparent, new_request_id
 from shared.tokens import WeightChange
 
-MOST = 64
-"""Changes that are kept, the latest."""
-
-
-class WeightChanges:
-    """Written by any thread, read by any."""
-
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
-        self._latest = deque[WeightChange](maxlen=MOST)
-
-    def note(self, algorithm: str, version: str) -> None:
-        """Weights are in force from now on."""
-        self._latest.append(WeightChange(self._clock(), algorithm, version))
-
-    def latest(self) -> tuple[WeightChange, ...]:
-        """Returns changes, oldest first."""
-        return tuple(self._latest)
+_MAX_CHANGES = 64
 
 
 class OpenSession(OpenRequests):
@@ -166,13 +149,18 @@ class ServedModel:
         model_id: name clients pass as `model`.
         tokenizer_sha256: see `shared.model_files`.
         output_fingerprint: see `services.target.process`.
-        changes: of its weights, and of its drafts'.
+        changes: of its weights, and of its drafts', the latest.
     """
 
     model_id: str
     tokenizer_sha256: str
     output_fingerprint: str = ""
-    changes: WeightChanges = field(default_factory=WeightChanges)
+    changes: deque[WeightChange] = field(default_factory=lambda: deque(maxlen=_MAX_CHANGES))
+
+    def note_change(self, algorithm: str, version: str) -> None:
+        """Weights of a draft, or of the model where `algorithm` is empty, are in force from now on.
+        Called on any thread."""
+        self.changes.append(WeightChange(time.time(), algorithm, version))
 
 
 class TargetServicer(pb_grpc.TargetServiceServicer):
@@ -226,7 +214,7 @@ class TargetServicer(pb_grpc.TargetServiceServicer):
             weight_version=self._engine.weight_version,
             output_fingerprint=self._model.output_fingerprint,
             speculation_detail=self._engine.speculation_detail,
-            weight_changes=map(_change_message, self._model.changes.latest()),
+            weight_changes=map(_change_message, tuple(self._model.changes)),
         )
 
 

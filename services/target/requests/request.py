@@ -18,7 +18,6 @@ from shared.generation import (
     check_num_top,
     check_token_ids,
 )
-from shared.generation import DraftAnswer as DraftAnswer  # for `drafts`
 from shared.tokens import (
     MAX_NAMED_LOGPROBS,
     MAX_SALT_CHARACTERS,

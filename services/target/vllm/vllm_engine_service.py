@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import io
 import logging
 import time
-from collections.abc import AsyncIterator
+import zipfile
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from grpc import aio
@@ -19,7 +23,6 @@ from services.target.settings import TargetSettings
 from services.target.step_report import Clock
 from services.target.vllm import vllm_engine_messages as messages
 from services.target.vllm.open_choices import OpenChoices, TextStop
-from services.target.vllm.tokenizer_archive import tokenizer_archive
 from shared.errors import (
     CheckpointError,
     FailedPrecondition,
@@ -68,6 +71,43 @@ class Throughput:
             self._rate = (num_tokens - self._since_tokens) / elapsed_s
             self._since_s, self._since_tokens = now_s, num_tokens
         return self._rate
+
+
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.json", "config.json", "generation_config.json"),
+    *("*.jinja", "*.model", "*.tiktoken"),
+)
+_LARGEST_FILE_BYTES = 256 * 2**20
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # the first that the format knows
+
+
+def tokenizer_archive(folders: Sequence[Path]) -> tuple[bytes, str]:
+    """Packs the files with which a gateway turns text into a model's tokens and back. A file of an
+    earlier folder hides that of a later one.
+
+    Returns:
+        A ZIP archive and its SHA-256; the same files always give the same.
+
+    Raises:
+        CheckpointError: there is nothing to pack, or a file is too large to be one of these.
+    """
+    paths: dict[str, Path] = {}
+    for folder in folders:
+        for pattern in _TOKENIZER_FILES:
+            paths.update({each.name: each for each in folder.glob(pattern)} | paths)
+    if not paths:
+        raise CheckpointError(f"{folders[0]} holds no files of a tokenizer")
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, path in sorted(paths.items()):
+            if path.stat().st_size > _LARGEST_FILE_BYTES:
+                raise CheckpointError(f"{path} has more than {_LARGEST_FILE_BYTES:,} bytes")
+            info = zipfile.ZipInfo(name, _EPOCH)
+            info.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(info, path.read_bytes())
+    data = packed.getvalue()
+    return data, hashlib.sha256(data).hexdigest()
 
 
 Context = aio.ServicerContext[Any, Any]
@@ -194,16 +234,15 @@ class VllmEngineServicer(_Servicer):  # type: ignore[misc]
         self, request: common_pb2.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
         try:
-            archive = await asyncio.to_thread(self._archive)
+            data, sha256 = await asyncio.to_thread(self._archive)
         except CheckpointError as error:
             logger.warning("no tokenizer to send: %s", error.message)
             message = "this target has no files of a tokenizer that it could send"
             raise FailedPrecondition(message, reason="TOKENIZER_MISSING") from error
-        data = archive.data
         for start in range(0, len(data), _ARCHIVE_CHUNK_BYTES):
             end = start + _ARCHIVE_CHUNK_BYTES
-            sha256 = archive.sha256 if end >= len(data) else ""
-            yield common_pb2.GetTokenizerChunk(data=data[start:end], sha256=sha256)
+            own = sha256 if end >= len(data) else ""
+            yield common_pb2.GetTokenizerChunk(data=data[start:end], sha256=own)
 
     async def _submit(self, message: pb.GenerateRequest, log_id: str, opened: OpenChoices) -> None:
         """Starts the outputs of a request. The tokenizer is read when a call first brings text, or
