@@ -77,13 +77,13 @@ KNOWN_FORMATS = frozenset(
 def without_unknown_formats(schema: JsonSchema) -> JsonSchema:
     """Returns the schema without the formats nobody here knows. What only looks like a format, a
     property of that name or a value of an `enum`, stays."""
-    return edited(schema, _drop_unknown_format)
 
+    def drop(part: JsonSchema) -> None:
+        given = part.get("format")
+        if isinstance(given, str) and given not in KNOWN_FORMATS:
+            del part["format"]
 
-def _drop_unknown_format(schema: JsonSchema) -> None:
-    given = schema.get("format")
-    if isinstance(given, str) and given not in KNOWN_FORMATS:
-        del schema["format"]
+    return edited(schema, drop)
 
 
 Format = Mapping[str, Any]
@@ -246,8 +246,7 @@ def _check_excludes(content: Format) -> None:
 
 
 def _wrong(reason: str) -> InvalidArgument:
-    message = f"the structural tag is wrong: {reason}"
-    return InvalidArgument.of("GRAMMAR_INVALID", "grammar", message)
+    return invalid_grammar(GrammarKind.STRUCTURAL_TAG, reason)
 
 
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,16}"}
@@ -344,27 +343,26 @@ def compiled(grammar: Grammar, vocabulary: Vocabulary) -> CompiledGrammar:
     InvalidArgument: the grammar is wrong.
     """
     try:
-        return _compiled_unguarded(grammar, vocabulary)
+        source = grammar_source(grammar, vocabulary.special_tokens)
+        limits = LLParserLimits(
+            verbose_errors=False,
+            initial_lexer_fuel=_FIRST_MASK_FUEL,
+            max_lexer_states=_MAX_LEXER_STATES,
+            step_max_items=_MAX_STEP_ITEMS,
+        )
+        matcher = LLMatcher(vocabulary.tokenizer, source, log_level=0, limits=limits)
+        reason = matcher.get_error()
+        if not matcher.is_error():
+            first = matcher.deep_copy()
+            can_begin = any(first.compute_bitmask())
+            reason = first.get_error()
+            if not reason and not can_begin:
+                reason = "no token of the vocabulary can begin a match"
     except OutriderError:
         raise
     # Foreign code on a stranger's text; a panic of Rust is no `Exception`.
     except BaseException as error:
         raise invalid_grammar(grammar.kind, shown_reason(str(error))) from error
-
-
-def _compiled_unguarded(grammar: Grammar, vocabulary: Vocabulary) -> CompiledGrammar:
-    source = grammar_source(grammar, vocabulary.special_tokens)
-    limits = LLParserLimits(
-        verbose_errors=False,
-        initial_lexer_fuel=_FIRST_MASK_FUEL,
-        max_lexer_states=_MAX_LEXER_STATES,
-        step_max_items=_MAX_STEP_ITEMS,
-    )
-    matcher = LLMatcher(vocabulary.tokenizer, source, log_level=0, limits=limits)
-    if matcher.is_error():
-        raise invalid_grammar(grammar.kind, shown_reason(matcher.get_error()))
-    first = matcher.deep_copy()
-    if not any(first.compute_bitmask()) or first.is_error():
-        reason = first.get_error() or "no token of the vocabulary can begin a match"
+    if reason:
         raise invalid_grammar(grammar.kind, shown_reason(reason))
     return CompiledGrammar(matcher, vocabulary.tokenizer.vocab_size)
