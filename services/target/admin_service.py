@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.ranks import Ranks
 from services.target.drafts.attachment import AttachmentStatus, IdleReason
 from services.target.engine import Engine
 from services.target.engine_gauges import EngineGauges
@@ -20,13 +21,14 @@ from services.target.weight_control import (
     Updated,
     WeightControl,
 )
-from services.target.weight_stager import GroupTerms, TensorToCome
+from services.target.weight_stager import GroupTerms, TensorToCome, WeightStager
 from services.target.weight_updates import WeightUpdates
 from shared.errors import InvalidArgument
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as pb
 from shared.rpc.admin_service import AdminHooks, AdminServicer, Context, ProcessInfo
 from shared.rpc.lifecycle import Lifecycle
 from shared.settings import shown_settings
+from shared.version import package_version
 
 
 def gauge_values(gauges: EngineGauges) -> Mapping[str, float]:
@@ -57,12 +59,6 @@ def wanted_gauges(statuses: Iterable[AttachmentStatus]) -> Mapping[str, float]:
         for status in statuses
         for name, value in wanted_figures(status).items()
     }
-
-
-def target_settings(settings: TargetSettings) -> Mapping[str, str]:
-    """Returns every setting by flag name; the verification mode is the rule in force, whichever
-    flag names it."""
-    return {**shown_settings(settings), "verification-mode": settings.verification.value}
 
 
 def attachment_message(status: AttachmentStatus) -> pb.Attachment:
@@ -106,17 +102,40 @@ class TargetAdminServicer(AdminServicer):
 
     def __init__(
         self,
-        info: ProcessInfo,
-        lifecycle: Lifecycle,
-        hooks: AdminHooks,
         engine: Engine,
-        updates: WeightUpdates,
-        ranks: Ranks,
+        settings: TargetSettings,
+        lifecycle: Lifecycle,
+        *,
+        drain: Callable[[float], Awaitable[int]],
+        draft_settings: Mapping[str, str],
+        update_draft: Callable[[Path, str], Awaitable[float]] | None,
     ) -> None:
+        """`drain` and `update_draft` see `AdminHooks`; `draft_settings` are of a draft inside."""
+        # The verification mode is the rule in force, whichever flag names it.
+        mode = {"verification-mode": settings.verification.value}
+        shown = {**draft_settings, **shown_settings(settings), **mode}
+        info = ProcessInfo("target", package_version(), time.time(), shown)
+        hooks = AdminHooks(
+            drain, self._gauges, self._attachments, self._flush, update_draft=update_draft
+        )
         super().__init__(info, lifecycle, hooks)
-        self._engine = engine
-        self._updates = updates
-        self._ranks = ranks
+        self._engine, self._ranks = engine, settings.ranks
+        self._updates = WeightUpdates(
+            engine,
+            lambda: WeightStager(engine.decoder, settings.model_path, settings.model_options),
+        )
+
+    async def _gauges(self) -> Mapping[str, float]:
+        gauges = await asyncio.wrap_future(self._engine.gauges())
+        statuses = await asyncio.wrap_future(self._engine.attachments())
+        return {**gauge_values(gauges), **wanted_gauges(statuses)}
+
+    async def _attachments(self) -> Sequence[pb.Attachment]:
+        statuses = await asyncio.wrap_future(self._engine.attachments())
+        return [attachment_message(each) for each in statuses]
+
+    async def _flush(self) -> int:
+        return await asyncio.wrap_future(self._engine.flush_prefix_cache())
 
     async def FlushPrefixCache(
         self, request: pb.FlushPrefixCacheRequest, context: Context
