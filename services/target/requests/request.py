@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from services.target.grammars.matcher import CompiledGrammar
@@ -11,6 +11,7 @@ from shared.errors import InvalidArgument
 from shared.generation import (
     Delta,
     Failed,
+    GenerationParams,
     PromptScored,
     PromptScoring,
     SpeculationStats,
@@ -22,8 +23,6 @@ from shared.tokens import (
     MAX_NAMED_LOGPROBS,
     MAX_SALT_CHARACTERS,
     FinishReason,
-    SamplingParams,
-    StopParams,
 )
 
 if TYPE_CHECKING:
@@ -31,53 +30,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GenerationRequest:
-    """One prompt to continue.
+class GenerationRequest(GenerationParams):
+    """One prompt to continue, for the engine.
 
     Attributes:
-        request_id: for logs and traces.
-        prompt_token_ids: at least one.
-        top_logprobs: None computes no log probabilities; 0 only those of the drawn tokens.
-        logprobs_after_temperature: they are those after bias, penalties and temperature.
         arrival_s: engine clock at submission, in seconds.
         grammar: what the output must match; None lets it be anything.
-        priority: whose turn it is; the least value first.
-        prompt_scoring: which prompt tokens get log probabilities; None for none.
-        draft_algorithm: only drafts of this algorithm get the sequence; None lets any have it.
-        num_draft_steps: depth of trees, instead of the target's choice.
-        num_draft_tokens: rows of a tree that are verified at most, the root included, likewise.
-        num_outcomes: most verdicts that a draft prepares for, likewise; 0 drafts after each.
-        wants_trace: every delta tells what its round did.
-        traceparent: what drafts name as their parent; None when nobody traces.
-        never_learnt: no learner is shown it.
-        cache_salt: the sequence's cache entries are for requests with the same salt only.
-        predicted_token_ids: text that the output may hold in long runs.
-        logprob_token_ids: tokens whose log probabilities are returned at each position.
-        wants_routes: return the experts of each token at the end.
     """
 
-    request_id: str
-    prompt_token_ids: Sequence[int]
-    sampling: SamplingParams
-    stop: StopParams
     arrival_s: float
-    top_logprobs: int | None = None
-    speculation_disabled: bool = False
-    draft_algorithm: str | None = None
-    wants_trace: bool = False
-    grammar: CompiledGrammar | None = None
-    priority: int = 0
-    prompt_scoring: PromptScoring | None = None
-    num_draft_steps: int | None = None
-    num_draft_tokens: int | None = None
-    num_outcomes: int | None = None
-    traceparent: str | None = None
-    never_learnt: bool = False
-    logprobs_after_temperature: bool = False
-    cache_salt: str = ""
-    predicted_token_ids: Sequence[int] = ()
-    logprob_token_ids: Sequence[int] = ()
-    wants_routes: bool = False
+    grammar: CompiledGrammar | None = field(default=None, kw_only=True)
 
     @property
     def prefix_salt(self) -> str:
