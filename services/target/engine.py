@@ -75,7 +75,7 @@ class Engine:
             Unavailable: the engine is stopping.
         """
         self.limits.check(request)
-        self._inbox.post(lambda: self._loop.new_sequences.queue(request, sink, key))
+        self._inbox.post(lambda: self._loop.submit(request, sink, key))
 
     def cancel(self, sink: EventSink, key: int) -> None:
         """Ends a request; its pages are free once no step in flight uses them. Unknown

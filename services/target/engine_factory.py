@@ -12,7 +12,7 @@ from services.followers import Followers
 from services.target.engine import Engine
 from services.target.fallback import Fallback, NgramFallback
 from services.target.requests.request import ModelLimits
-from services.target.runner_factory import BuiltRunner, build_runner, num_routes
+from services.target.runner_factory import build_runner, num_routes
 from services.target.scheduler import Scheduler, SchedulerLimits
 from services.target.settings import NO_DRAFT, DraftNeeds, TargetSettings
 from services.target.step_loop import StepLoop
@@ -61,6 +61,10 @@ def build_engine(
         eos_token_ids=built.config.eos_token_ids,
         num_routes=num_routes(settings, built.config),
     )
+    selection = None  # of rounds whose trees remote drafts push
+    if settings.has_device_rounds(is_cuda=built.runner.device.type == "cuda"):
+        max_sequences = min(settings.max_running_requests, settings.cuda_graph_max_bs)
+        selection = RoundLimits(max_sequences, limits.max_sequence_tokens)
     generator = torch.Generator()
     generator.seed()
     loop = StepLoop(
@@ -89,20 +93,10 @@ def build_engine(
         fallback=NgramFallback() if settings.speculative_fallback is Fallback.NGRAM else None,
         always_up_to=settings.candidate_wait_sequences,
         adaptive=settings.adaptive,
-        selection=_selection(settings, built, limits),
+        selection=selection,
     )
     engine = Engine(loop, Inbox(INBOX_CAPACITY))
     if followers is not None:
         ranks = RankStages(followers.group, followers.leader, built.runner.device)
         engine.share_weights(ranks)
     return engine
-
-
-def _selection(
-    settings: TargetSettings, built: BuiltRunner, limits: ModelLimits
-) -> RoundLimits | None:
-    """Returns the limits of rounds whose trees remote drafts push; None where there are none."""
-    if not settings.has_device_rounds(is_cuda=built.runner.device.type == "cuda"):
-        return None
-    max_sequences = min(settings.max_running_requests, settings.cuda_graph_max_bs)
-    return RoundLimits(max_sequences, limits.max_sequence_tokens)
