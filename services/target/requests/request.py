@@ -19,11 +19,7 @@ from shared.generation import (
     check_num_top,
     check_token_ids,
 )
-from shared.tokens import (
-    MAX_NAMED_LOGPROBS,
-    MAX_SALT_CHARACTERS,
-    FinishReason,
-)
+from shared.tokens import MAX_NAMED_LOGPROBS, MAX_SALT_CHARACTERS, FinishReason, StopParams
 
 if TYPE_CHECKING:
     from shared.runtime.host_copy import HostCopy
@@ -83,6 +79,10 @@ class ModelLimits:
         """Largest prompt plus output that can be served."""
         return min(self.max_context_tokens, self.max_kv_tokens)
 
+    def end_token_ids(self, stop: StopParams) -> frozenset[int]:
+        """Returns the tokens that end an output."""
+        return stop.stop_token_ids | (frozenset() if stop.ignore_eos else self.eos_token_ids)
+
     def check_prompt(self, token_ids: Sequence[int]) -> None:
         """Raises:
         InvalidArgument: the prompt is empty, too long or names a token outside the vocabulary.
@@ -107,7 +107,7 @@ class ModelLimits:
         for name, token_ids in named.items():
             check_token_ids(name, token_ids, self.vocab_size)
         stop, allowed = request.stop, set(request.sampling.allowed_token_ids)
-        ends = stop.stop_token_ids | (frozenset() if stop.ignore_eos else self.eos_token_ids)
+        ends = self.end_token_ids(stop)
         if stop.min_output_tokens and allowed and allowed <= ends:
             message = "allowed_token_ids holds only tokens that min_tokens forbids at first"
             raise InvalidArgument.of("SAMPLING_PARAM_OUT_OF_RANGE", "allowed_token_ids", message)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from services.target.engine_gauges import EngineGauges
+from services.target.requests.admission import RequestRecord
 from services.target.requests.request import GenerationRequest, ModelLimits
 from services.target.settings import TargetSettings
 from services.target.vllm.open_choices import ChoiceOutput
@@ -68,9 +69,36 @@ def prompt_within(
     return prompt
 
 
-def choice_requests(
-    template: GenerationRequest, params: pb.SamplingParams
-) -> tuple[GenerationRequest, ...]:
+def generation_request(
+    prompt: tuple[int, ...],
+    params: pb.SamplingParams,
+    record: RequestRecord,
+    limits: ModelLimits,
+    arrival_s: float,
+) -> GenerationRequest:
+    """Returns the request of the first output, without its grammar.
+
+    Raises:
+        InvalidArgument: a field is out of its range.
+    """
+    top_logprobs = scoring = None
+    if params.HasField("logprobs"):
+        top_logprobs = check_num_top("logprobs", params.logprobs)
+    if params.HasField("prompt_logprobs"):
+        scoring = PromptScoring(0, check_num_top("prompt_logprobs", params.prompt_logprobs))
+    return GenerationRequest(
+        request_id=record.request_id,
+        traceparent=record.traceparent,
+        prompt_token_ids=prompt,
+        sampling=_sampling(params, limits),
+        stop=_stop(params, limits.max_sequence_tokens - len(prompt)),
+        arrival_s=arrival_s,
+        top_logprobs=top_logprobs,
+        prompt_scoring=scoring,
+    )
+
+
+def choice_requests(first: GenerationRequest, params: pb.SamplingParams) -> list[GenerationRequest]:
     """Returns the requests of the `n` outputs: they differ in their seeds.
 
     Raises:
@@ -79,17 +107,13 @@ def choice_requests(
     num_choices = params.n or 1
     if num_choices > MAX_CHOICES:
         raise InvalidArgument.out_of_range("n", num_choices, f"[1, {MAX_CHOICES}]")
-    sampling = template.sampling
+    sampling = first.sampling
     seeds = [choice_seed(sampling.seed, index) for index in range(num_choices)]
-    return tuple(replace(template, sampling=replace(sampling, seed=seed)) for seed in seeds)
+    return [replace(first, sampling=replace(sampling, seed=seed)) for seed in seeds]
 
 
-def sampling_from_message(params: pb.SamplingParams, limits: ModelLimits) -> SamplingParams:
-    """Returns the parameters; fields without presence are off at 0.
-
-    Raises:
-        InvalidArgument: a value is out of range.
-    """
+def _sampling(params: pb.SamplingParams, limits: ModelLimits) -> SamplingParams:
+    """Fields without presence are off at 0."""
     return SamplingParams(
         temperature=params.temperature if params.HasField("temperature") else 1.0,
         # As many as there are is all of them; the wire's numbers are larger than the device's.
@@ -104,15 +128,8 @@ def sampling_from_message(params: pb.SamplingParams, limits: ModelLimits) -> Sam
     )
 
 
-def stop_from_message(params: pb.SamplingParams, num_left: int) -> StopParams:
-    """Returns when generation ends, stop strings left out.
-
-    Args:
-        num_left: tokens that the context has left, at least 1.
-
-    Raises:
-        InvalidArgument: a count is out of range.
-    """
+def _stop(params: pb.SamplingParams, num_left: int) -> StopParams:
+    """`num_left` tokens are left in the context, at least 1. Stop strings are left out."""
     asked = StopParams(
         max_output_tokens=params.max_tokens if params.HasField("max_tokens") else num_left,
         min_output_tokens=params.min_tokens,
@@ -138,22 +155,6 @@ def stop_strings(params: pb.SamplingParams) -> tuple[str, ...]:
             message = f"a stop string has {len(text)} characters; it must have {limit}"
             raise InvalidArgument.of("STOP_OUT_OF_RANGE", "stop", message)
     return tuple(params.stop)
-
-
-def top_logprobs(params: pb.SamplingParams) -> int | None:
-    """Raises:
-    InvalidArgument: more are asked for than are computed, or all of them.
-    """
-    return check_num_top("logprobs", params.logprobs) if params.HasField("logprobs") else None
-
-
-def prompt_scoring(params: pb.SamplingParams) -> PromptScoring | None:
-    """Raises:
-    InvalidArgument: more are asked for than are computed, or all of them.
-    """
-    if not params.HasField("prompt_logprobs"):
-        return None
-    return PromptScoring(0, check_num_top("prompt_logprobs", params.prompt_logprobs))
 
 
 def grammar_from_message(params: pb.SamplingParams) -> Grammar | None:

@@ -257,21 +257,13 @@ class VllmEngineServicer(_Servicer):  # type: ignore[misc]
         prompt = messages.prompt_within(await self._prompt(message), params, self._engine.limits)
         parent, limits = current_traceparent.get(), self._engine.limits
         record = opened.begin(0, log_id, len(prompt), parent)
-        request = GenerationRequest(
-            request_id=log_id,
-            traceparent=record.traceparent,
-            prompt_token_ids=prompt,
-            sampling=messages.sampling_from_message(params, limits),
-            stop=messages.stop_from_message(params, limits.max_sequence_tokens - len(prompt)),
-            arrival_s=self._admission.telemetry.clock(),
-            top_logprobs=messages.top_logprobs(params),
-            prompt_scoring=messages.prompt_scoring(params),
-        )
+        now_s = self._admission.telemetry.clock()
+        request = messages.generation_request(prompt, params, record, limits, now_s)
         grammar = messages.grammar_from_message(params)
         if grammar is not None:
             compiled = await self._admission.grammars.compile(grammar)
             request = replace(request, grammar=compiled)
-        requests = list(messages.choice_requests(request, params))
+        requests = messages.choice_requests(request, params)
         stops = [await self._text_stop(params, each) for each in requests]
         for index in range(1, len(requests)):
             record = opened.begin(index, log_id, len(prompt), parent)
@@ -295,12 +287,9 @@ class VllmEngineServicer(_Servicer):  # type: ignore[misc]
             await self._read_tokenizer("stop"),
             strings,
             skip_special_tokens=params.skip_special_tokens,
-            silent_token_ids=request.stop.stop_token_ids | self._end_token_ids(request),
+            silent_token_ids=self._engine.limits.end_token_ids(request.stop),
             num_ignored=request.stop.min_output_tokens,
         )
-
-    def _end_token_ids(self, request: GenerationRequest) -> frozenset[int]:
-        return frozenset() if request.stop.ignore_eos else self._engine.limits.eos_token_ids
 
     async def _read_tokenizer(self, field: str) -> Tokenizer:
         """Raises:
