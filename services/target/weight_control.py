@@ -382,24 +382,13 @@ class WeightControl:
             tensor.zero_()
         return len(tensors)
 
-    def _abort(self, sequences: Iterable[Sequence]) -> int:
-        num_aborted = 0
-        for sequence in tuple(sequences):
+    def _abort(self, sequences: list[Sequence]) -> int:
+        for sequence in sequences:
             sequence.cancel()
-            assert sequence.finish_reason is not None
-            finished = Finished(
-                sequence.finish_reason,
-                sequence.num_prompt_tokens,
-                sequence.num_output_tokens,
-                sequence.num_cached_tokens,
-                None,
-                sequence.stats,
-            )
-            self._subscriptions.emit(sequence, finished)
+            self._subscriptions.emit(sequence, Finished.of(sequence))
             self._drop(sequence)
-            num_aborted += 1
         self._subscriptions.deliver()
-        return num_aborted
+        return len(sequences)
 
     def _retract(self) -> int:
         running = self._scheduler.running

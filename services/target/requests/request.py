@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,6 +22,7 @@ from shared.generation import (
 from shared.tokens import MAX_NAMED_LOGPROBS, MAX_SALT_CHARACTERS, FinishReason, StopParams
 
 if TYPE_CHECKING:
+    from services.target.sequence import Sequence
     from shared.runtime.host_copy import HostCopy
 
 
@@ -83,7 +84,7 @@ class ModelLimits:
         """Returns the tokens that end an output."""
         return stop.stop_token_ids | (frozenset() if stop.ignore_eos else self.eos_token_ids)
 
-    def check_prompt(self, token_ids: Sequence[int]) -> None:
+    def check_prompt(self, token_ids: SequenceOf[int]) -> None:
         """Raises:
         InvalidArgument: the prompt is empty, too long or names a token outside the vocabulary.
         """
@@ -154,6 +155,20 @@ class Finished:
     stats: SpeculationStats
     routes: HostCopy | None = None
 
+    @classmethod
+    def of(cls, sequence: Sequence, routes: HostCopy | None = None) -> Finished:
+        """Returns the end of a sequence that has one."""
+        assert sequence.finish_reason is not None
+        return cls(
+            sequence.finish_reason,
+            sequence.num_prompt_tokens,
+            sequence.num_output_tokens,
+            sequence.num_cached_tokens,
+            sequence.stop_token_id,
+            sequence.stats,
+            routes,
+        )
+
 
 Event = Started | PromptScored | Delta | Finished | Failed
 
@@ -164,5 +179,5 @@ class EventSink(Protocol):
     `deliver` is called on the engine thread, once a step, and must not block.
     """
 
-    def deliver(self, events: Sequence[tuple[int, Event]]) -> None:
+    def deliver(self, events: SequenceOf[tuple[int, Event]]) -> None:
         """Takes the events of one step; each with the key its request was submitted under."""
