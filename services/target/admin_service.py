@@ -270,8 +270,8 @@ class TargetAdminServicer(AdminServicer):
     ) -> pb.ReleaseMemoryResponse:
         self._lifecycle.check_open()
         tags = _tags(request.tags)
-        released = await self._updates.with_weights(lambda weights: weights.release(tags))
-        return pb.ReleaseMemoryResponse(freed_bytes=released.num_bytes, kept=released.kept)
+        freed, kept = await self._updates.with_weights(lambda weights: weights.release(tags))
+        return pb.ReleaseMemoryResponse(freed_bytes=freed, kept=kept)
 
     async def ResumeMemory(
         self, request: pb.ResumeMemoryRequest, context: Context

@@ -81,18 +81,6 @@ class MemoryTag(enum.Enum):
     WEIGHTS = "weights"
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
-    """The result of a release.
-
-    Attributes:
-        kept: memory that was not released, with the reason.
-    """
-
-    num_bytes: int
-    kept: tuple[str, ...]
-
-
 class MovableMemory:
     """Tensors whose memory can be given back and taken again, at other addresses.
 
@@ -308,8 +296,11 @@ class WeightControl:
         if self._ranks is not None:
             self._ranks.tell(call)
 
-    def release(self, tags: Collection[MemoryTag]) -> Released:
+    def release(self, tags: Collection[MemoryTag]) -> tuple[int, tuple[str, ...]]:
         """Frees memory; its addresses change, so that what CUDA graphs read is kept.
+
+        Returns:
+            The bytes that came free, and the memory that did not, with the reason.
 
         Raises:
             FailedPrecondition: requests run or, unless generation is paused, wait.
@@ -329,7 +320,7 @@ class WeightControl:
                 self._missing = None
         if MemoryTag.KV_CACHE in tags:
             self._leases.retire()
-        return Released(num_bytes, tuple(kept))
+        return num_bytes, tuple(kept)
 
     def reoccupy(self, tags: Collection[MemoryTag]) -> None:
         """Takes memory again. Weights are to be sent anew.

@@ -86,22 +86,22 @@ def without_unknown_formats(schema: JsonSchema) -> JsonSchema:
     return edited(schema, drop)
 
 
+JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,16}"}
+"""White space between JSON tokens is free but bounded: a model that falls into a run of spaces
+would otherwise never leave it."""
 Format = Mapping[str, Any]
 
 _HEAD = "%llguidance {}\n"
 _TEXT = r"TEXT: /(.|\n)*/"
 
 
-def structural_tag_lark(tag: Format, tokens: SpecialTokens, json_options: Mapping[str, Any]) -> str:
+def structural_tag_lark(tag: Format, tokens: SpecialTokens) -> str:
     """Returns the grammar of a structural tag.
-
-    Args:
-        json_options: for the JSON schemas inside.
 
     Raises:
         InvalidArgument: it is of neither form, or of a format that is not implemented.
     """
-    rules = _Rules(tokens, json_options)
+    rules = _Rules(tokens)
     try:
         start = rules.expression(_format(tag))
     except (KeyError, TypeError, AttributeError) as error:
@@ -131,10 +131,9 @@ def _format(tag: Format) -> Format:
 class _Rules:
     """Writes one rule for each format that needs a name."""
 
-    def __init__(self, tokens: SpecialTokens, json_options: Mapping[str, Any]) -> None:
+    def __init__(self, tokens: SpecialTokens) -> None:
         self.lines: list[str] = []
         self._tokens = tokens
-        self._json_options = json_options
 
     def expression(self, content: Format) -> str:
         """Returns the Lark expression of a format."""
@@ -172,7 +171,7 @@ class _Rules:
         if schema is True:
             schema = {}
         schema = without_unknown_formats(schema)
-        return "%json " + json.dumps({**schema, "x-guidance": dict(self._json_options)})
+        return "%json " + json.dumps({**schema, "x-guidance": JSON_OPTIONS})
 
     def _sequence(self, elements: Sequence[Format]) -> str:
         return self._rule(" ".join(self.expression(each) for each in elements) or quoted(""))
@@ -249,11 +248,6 @@ def _wrong(reason: str) -> InvalidArgument:
     return invalid_grammar(GrammarKind.STRUCTURAL_TAG, reason)
 
 
-JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,16}"}
-"""White space between JSON tokens is free but bounded: a model that falls into a run of spaces
-would otherwise never leave it."""
-
-
 def grammar_source(grammar: Grammar, tokens: SpecialTokens) -> str:
     """Returns the text that llguidance compiles.
 
@@ -273,7 +267,7 @@ def grammar_source(grammar: Grammar, tokens: SpecialTokens) -> str:
         return LLMatcher.grammar_from_lark("start: " + " | ".join(map(quoted, grammar.source)))
     if kind is GrammarKind.STRUCTURAL_TAG:
         tag = json_object(grammar.text, kind)
-        return LLMatcher.grammar_from_lark(structural_tag_lark(tag, tokens, JSON_OPTIONS))
+        return LLMatcher.grammar_from_lark(structural_tag_lark(tag, tokens))
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
     except Exception as error:  # of a parser written for trusted text
