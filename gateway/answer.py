@@ -205,7 +205,7 @@ class Answer:
 
     @property
     def trace_id(self) -> str:
-        return self.plan.generations[0].trace_id
+        return self.plan.generations[0].request_id
 
     async def begin(self) -> None:
         """Submits everything and waits until the target starts on the first choice.

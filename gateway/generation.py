@@ -11,14 +11,19 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from shared.generation import Delta, Failed, PromptScored, PromptScoring, RoundTrace, Started
+from shared.generation import (
+    Delta,
+    Failed,
+    GenerationParams,
+    PromptScored,
+    RoundTrace,
+    Started,
+)
 from shared.grammar import Grammar
 from shared.text import Tokenizer
 from shared.tokens import (
     EMPTY_TREE,
     FinishReason,
-    SamplingParams,
-    StopParams,
     TokenTree,
     WeightChange,
 )
@@ -29,57 +34,19 @@ MAX_UNSENT_NODES = 8192
 Source = Literal["accepted", "bonus", "plain"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Generation:
-    """One prompt to continue.
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Generation(GenerationParams):
+    """One prompt to continue, for a target.
 
     Attributes:
-        prompt_token_ids: at least one.
-        sampling: its `seed` counts only when `has_seed`; else the target draws one.
-        top_logprobs: None asks for no log probabilities; 0 for those of the drawn tokens only.
-        draft_algorithm: only drafts of this algorithm help; None lets any.
-        num_draft_steps: depth of draft trees; None leaves it to the target.
-        num_draft_tokens: rows of a draft tree that are verified at most, the root included,
-            likewise.
-        num_outcomes: verdicts that a draft prepares for at most, likewise.
-        wants_rounds: every delta tells what its round did.
+        has_seed: whether the seed of `sampling` counts; else the target draws one.
         grammar: what the output must match; None lets it be anything.
-        priority: whose turn it is on the target; the least value first.
-        prompt_scoring: which prompt tokens get log probabilities; None for none.
-        cache_salt: what the target keeps of it is for those of the same salt only.
-        predicted: tokens that the output may hold in long runs.
-        logprob_token_ids: tokens whose log probabilities are returned beside the likeliest.
-        trace_id: for logs and traces.
-        traceparent: the gateway's span, or the client's; None when nobody traces.
-        logprobs_after_temperature: they are those after bias, penalties and temperature.
         timeout_s: most time it may take on a target, queueing included.
-        never_learnt: no draft may learn from it.
-        wants_routes: return the experts of each token at the end.
     """
 
-    prompt_token_ids: Sequence[int]
-    sampling: SamplingParams
-    stop: StopParams
     has_seed: bool = False
-    top_logprobs: int | None = None
-    is_speculation_disabled: bool = False
-    draft_algorithm: str | None = None
-    num_draft_steps: int | None = None
-    num_draft_tokens: int | None = None
-    num_outcomes: int | None = None
-    wants_rounds: bool = False
     grammar: Grammar | None = None
-    priority: int = 0
-    prompt_scoring: PromptScoring | None = None
-    cache_salt: str = ""
-    predicted: Sequence[int] = ()
-    logprob_token_ids: Sequence[int] = ()
-    trace_id: str = ""
-    traceparent: str | None = None
     timeout_s: float | None = None
-    never_learnt: bool = False
-    wants_routes: bool = False
-    logprobs_after_temperature: bool = False
 
 
 @dataclass(frozen=True, slots=True)

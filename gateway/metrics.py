@@ -262,7 +262,7 @@ class RequestRecord:
             f"gateway.{endpoint}",
             current_traceparent.get(),
             {
-                "outrider.request_id": plan.generations[0].trace_id,
+                "outrider.request_id": plan.generations[0].request_id,
                 "gen_ai.request.model": plan.model,
                 "gen_ai.usage.input_tokens": plan.num_prompt_tokens,
             },

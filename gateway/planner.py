@@ -243,6 +243,7 @@ class WantedOutput:
         self.length.check(len(prompt), self.model)
         names_others = body.logprob_token_ids and not self.keeps_likeliest
         generation = Generation(
+            request_id=self.trace_id,
             prompt_token_ids=prompt,
             sampling=sampling,
             stop=stop_params(body, self.num_asked, len(prompt), self.model),
@@ -252,10 +253,9 @@ class WantedOutput:
             grammar=grammar,
             priority=0 if body.priority is None else check_priority(body.priority),
             cache_salt="" if salt is None else check_salt(salt),
-            predicted=self.predicted,
+            predicted_token_ids=self.predicted,
             logprob_token_ids=self._named() if body.logprob_token_ids else (),
             prompt_scoring=self.prompt_scoring,
-            trace_id=self.trace_id,
         )
         if body.speculation is not None:
             generation = with_speculation(generation, body.speculation)

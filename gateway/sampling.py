@@ -146,12 +146,12 @@ def with_speculation(generation: Generation, asked: Speculation) -> Generation:
         raise InvalidArgument.of("ALGORITHM_UNKNOWN", "speculation.algorithm", message)
     return replace(
         generation,
-        is_speculation_disabled=asked.disable,
+        speculation_disabled=asked.disable,
         draft_algorithm=None if name is None else name.upper(),
         num_draft_steps=TREE_STEPS.checked(asked.num_steps),
         num_draft_tokens=TREE_TOKENS.checked(asked.num_draft_tokens),
         num_outcomes=OUTCOMES.checked(asked.outcome_budget),
-        wants_rounds=asked.trace,
+        wants_trace=asked.trace,
     )
 
 

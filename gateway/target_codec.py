@@ -36,13 +36,13 @@ def submit_message(request_id: int, generation: Generation) -> pb.SessionRequest
         top_logprob_count=generation.top_logprobs,
         priority=generation.priority,
         cache_salt=generation.cache_salt,
-        predicted_token_ids=generation.predicted,
+        predicted_token_ids=generation.predicted_token_ids,
         logprobs_after_temperature=generation.logprobs_after_temperature,
         logprob_token_ids=generation.logprob_token_ids,
         return_routed_experts=generation.wants_routes,
         speculation_params=pb.SpeculationParams(
-            disabled=generation.is_speculation_disabled,
-            trace=generation.wants_rounds,
+            disabled=generation.speculation_disabled,
+            trace=generation.wants_trace,
             algorithm=generation.draft_algorithm or "",
             step_count=generation.num_draft_steps,
             outcome_budget=generation.num_outcomes,
@@ -61,7 +61,7 @@ def submit_message(request_id: int, generation: Generation) -> pb.SessionRequest
     submit = pb.Submit(
         request_id=request_id,
         request=request,
-        trace_request_id=generation.trace_id,
+        trace_request_id=generation.request_id,
         traceparent=generation.traceparent or "",
     )
     if generation.timeout_s is not None:

@@ -56,7 +56,6 @@ from services.target.drafts.attachment import (
 from services.target.drafts.feature_rows import FeatureRows as TargetRows
 from services.target.drafts.feature_store import FeatureSpec
 from services.target.engine import Engine
-from services.target.engine_factory import adaptive_config
 from services.target.process import attachment_terms
 from services.target.rounds.round_shapes import MAX_ROWS, RoundSource, capacities
 from services.target.runner_factory import round_memory_bytes
@@ -380,7 +379,7 @@ def _rounds(
 def _round_trees(settings: TargetSettings, chosen: DraftSettings) -> dict[TreeShape, int]:
     """Returns the trees that rounds may have, each with the most sequences of a round; the first
     one is that of rounds while nothing is chosen."""
-    config = adaptive_config(settings) or DEFAULT_CONFIG
+    config = settings.adaptive or DEFAULT_CONFIG
     is_pinned = chosen.is_shape_pinned
     shapes = (chosen.shape,) if is_pinned else config.round_shapes(chosen.shape)
     most = min(settings.max_running_requests, settings.cuda_graph_max_bs)

@@ -4,10 +4,10 @@ gateway alike. Plain data."""
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from shared.errors import InvalidArgument, OutriderError
-from shared.tokens import MAX_TOP_LOGPROBS, TokenLogprobs, TokenTree
+from shared.tokens import MAX_TOP_LOGPROBS, SamplingParams, StopParams, TokenLogprobs, TokenTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,54 @@ class PromptScoring:
 
     start: int
     num_top: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerationParams:
+    """One prompt to continue, and how.
+
+    Attributes:
+        request_id: for logs and traces.
+        prompt_token_ids: at least one.
+        top_logprobs: None for no log probabilities; 0 for those of the drawn tokens only.
+        logprobs_after_temperature: they are those after bias, penalties and temperature.
+        logprob_token_ids: tokens whose log probabilities are returned at each position.
+        prompt_scoring: which prompt tokens get log probabilities; None for none.
+        priority: whose turn it is; the least value first.
+        speculation_disabled: no trees are drafted.
+        draft_algorithm: only drafts of this algorithm help; None lets any.
+        num_draft_steps: depth of trees, instead of the target's choice.
+        num_draft_tokens: rows of a tree that are verified at most, the root included, likewise.
+        num_outcomes: most verdicts that a draft prepares for, likewise; 0 drafts after each.
+        wants_trace: every delta tells what its round did.
+        never_learnt: no learner is shown it.
+        traceparent: the span that it is part of; None when nobody traces.
+        cache_salt: cache entries of it are for requests of the same salt only.
+        predicted_token_ids: text that the output may hold in long runs.
+        wants_routes: return the experts of each token at the end.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams
+    stop: StopParams
+    _: KW_ONLY
+    top_logprobs: int | None = None
+    logprobs_after_temperature: bool = False
+    logprob_token_ids: Sequence[int] = ()
+    prompt_scoring: PromptScoring | None = None
+    priority: int = 0
+    speculation_disabled: bool = False
+    draft_algorithm: str | None = None
+    num_draft_steps: int | None = None
+    num_draft_tokens: int | None = None
+    num_outcomes: int | None = None
+    wants_trace: bool = False
+    never_learnt: bool = False
+    traceparent: str | None = None
+    cache_salt: str = ""
+    predicted_token_ids: Sequence[int] = ()
+    wants_routes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

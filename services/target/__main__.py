@@ -23,7 +23,7 @@ from services.embedded import build_embedded_draft
 from services.embedded_settings import draft_needs, embedded_settings
 from services.followers import Followers
 from services.target.engine_factory import build_engine
-from services.target.metrics import TargetMetrics, WantedMetrics, engine_figures, engine_statuses
+from services.target.metrics import TargetMetrics, WantedMetrics, answer, engine_figures
 from services.target.process import TargetProcess
 from services.target.settings import DraftNeeds, DraftPlacement, TargetSettings, with_local_model
 from services.target.tensor_parallel import run_followers, start_followers
@@ -126,7 +126,7 @@ def _build(
     engine = build_engine(settings, metrics.observe_step, followers, needs)
     requests = VllmMetrics(lambda: engine_figures(engine, settings, metrics.num_preempted))
     registry.register(requests)
-    registry.register(WantedMetrics(lambda: engine_statuses(engine)))
+    registry.register(WantedMetrics(lambda: answer(engine.attachments) or ()))
     process = TargetProcess(
         engine,
         settings,

@@ -9,7 +9,7 @@ choice follows from what is measured while serving.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ _WITHOUT_EFFECT = frozenset(
         *("profile_run_n_warmup", "profile_run_n_measure"),
     }
 )
-_KNOBS = frozenset({"candidate_steps"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,58 +148,36 @@ def read_adaptive_config(path: Path) -> AdaptiveConfig:
     shared = {key: value for key, value in content.items() if not key.isdecimal()}
     sizes = {key: value for key, value in content.items() if key.isdecimal()} or {"1": {}}
     problems = [f"{name}: {problem}" for problem in _problems(shared)]
-    for key, entry in sizes.items():
-        problems += [f"{name}: {key}{problem}" for problem in _entry_problems(entry)]
+    by_batch = {}
+    for key, own in sizes.items():
+        if isinstance(own, dict):
+            problems += [f"{name}: {key}: {problem}" for problem in _problems(own)]
+            by_batch[int(key)] = shared | own
+        else:
+            problems.append(f"{name}: {key} is {own!r}; it must be an object")
     if problems:
         raise SettingsError(tuple(problems))
-    return AdaptiveConfig({int(key): _candidates(shared | own) for key, own in sizes.items()})
+    return AdaptiveConfig({size: _candidates(**entry) for size, entry in by_batch.items()})
 
 
-def adaptive_problems(path: Path | None, *, is_adaptive: bool) -> tuple[str, ...]:
-    """Returns what is wrong with a file that is named at start, before anything is loaded.
-
-    Args:
-        path: None where none is named.
-        is_adaptive: whether anything is chosen.
-    """
-    if path is None:
-        return ()
-    if not is_adaptive:
-        return ("--speculative-adaptive-config has no effect without --speculative-adaptive",)
-    try:
-        read_adaptive_config(path)
-    except SettingsError as error:
-        return error.problems
-    return ()
-
-
-def _entry_problems(entry: object) -> list[str]:
-    if not isinstance(entry, dict):
-        return [f" is {entry!r}; it must be an object"]
-    return [f": {problem}" for problem in _problems(entry)]
-
-
-def _candidates(entry: Mapping[str, Any]) -> Candidates:
-    steps = entry.get("candidate_steps")
-    return Candidates(
-        steps=None if steps is None else tuple(sorted({each for each in steps if each})),
-        may_pause=steps is None or 0 in steps,
-    )
-
-
-def _problems(entry: Mapping[str, Any]) -> list[str]:
-    problems = [
-        f"{key} is unknown; known are {', '.join(sorted(_KNOBS | _WITHOUT_EFFECT))}"
-        for key in entry
-        if key not in _KNOBS | _WITHOUT_EFFECT
-    ]
+def _problems(entry: Mapping[str, Any]) -> Iterator[str]:
+    known = {"candidate_steps", *_WITHOUT_EFFECT}
+    for key in entry:
+        if key not in known:
+            yield f"{key} is unknown; known are {', '.join(sorted(known))}"
     steps = entry.get("candidate_steps", [0])
-    if not isinstance(steps, list) or not steps or not all(_is_int(s, 0, MAX_STEPS) for s in steps):
-        problems.append(
+    allowed = range(MAX_STEPS + 1)
+    if (
+        not isinstance(steps, list)
+        or not steps
+        or any(type(each) is not int or each not in allowed for each in steps)
+    ):
+        yield (
             f"candidate_steps is {steps!r}; it must be a list of whole numbers in [0, {MAX_STEPS}]"
         )
-    return problems
 
 
-def _is_int(value: object, low: int, high: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+def _candidates(candidate_steps: list[int] | None = None, **_: object) -> Candidates:
+    if candidate_steps is None:
+        return Candidates()
+    return Candidates(tuple(sorted({*candidate_steps} - {0})), may_pause=0 in candidate_steps)

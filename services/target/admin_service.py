@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
-from services.ranks import Ranks
 from services.target.drafts.attachment import AttachmentStatus, IdleReason
 from services.target.engine import Engine
 from services.target.engine_gauges import EngineGauges
-from services.target.metrics import wanted_figures
+from services.target.metrics import shape_figures, wanted_figures
+from services.target.requests.request_messages import duration_message
 from services.target.settings import TargetSettings
 from services.target.step_report import shape_name
 from services.target.weight_control import (
@@ -20,18 +21,18 @@ from services.target.weight_control import (
     Updated,
     WeightControl,
 )
-from services.target.weight_stager import GroupTerms, TensorToCome
+from services.target.weight_stager import GroupTerms, TensorToCome, WeightStager
 from services.target.weight_updates import WeightUpdates
 from shared.errors import InvalidArgument
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as pb
 from shared.rpc.admin_service import AdminHooks, AdminServicer, Context, ProcessInfo
 from shared.rpc.lifecycle import Lifecycle
 from shared.settings import shown_settings
+from shared.version import package_version
 
 
 def gauge_values(gauges: EngineGauges) -> Mapping[str, float]:
     """Returns the live figures by their names on the wire."""
-    shape = gauges.round_shape
     return {
         "waiting_request_count": gauges.num_waiting,
         "running_request_count": gauges.num_running,
@@ -43,9 +44,7 @@ def gauge_values(gauges: EngineGauges) -> Mapping[str, float]:
         "paused_sequence_count": gauges.num_paused,
         "probe_seconds": gauges.probe_s,
         "speculation_on": float(gauges.speculates),
-        "round_step_count": 0 if shape is None else shape.num_steps,
-        "round_topk": 0 if shape is None else shape.topk,
-        "round_draft_token_count": 0 if shape is None else shape.num_draft_tokens,
+        **shape_figures("round", gauges.round_shape),
         **{
             f"round_ms_of_{shape_name(tree)}_for_{size}": 1e3 * each
             for (tree, size), each in gauges.round_s.items()
@@ -62,16 +61,11 @@ def wanted_gauges(statuses: Iterable[AttachmentStatus]) -> Mapping[str, float]:
     }
 
 
-def target_settings(settings: TargetSettings) -> Mapping[str, str]:
-    """Returns every setting by flag name; the verification mode is the rule in force, whichever
-    flag names it."""
-    return {**shown_settings(settings), "verification-mode": settings.verification.value}
-
-
 def attachment_message(status: AttachmentStatus) -> pb.Attachment:
     """Returns the message about one draft."""
     attachment = status.attachment
     identity, counters = attachment.identity, attachment.counters
+    wanted: Mapping[str, Any] = wanted_figures(status)
     message = pb.Attachment(
         attachment_id=identity.attachment_id,
         worker_id=identity.worker_id,
@@ -84,29 +78,23 @@ def attachment_message(status: AttachmentStatus) -> pb.Attachment:
         stale_candidate_count=counters.num_stale_candidates,
         paused_sequence_count=status.num_paused,
         level_acceptances=status.level_rates,
+        turnaround_duration=duration_message(attachment.timeout.response_s or 0.0),
+        draft_duration=duration_message(attachment.report.draft_s or 0.0),
         warming=status.idle is not None and status.idle.reason is IdleReason.WARMING_UP,
         idle_detail="" if status.idle is None else status.idle.detail,
+        **wanted,
     )
-    for name, value in wanted_figures(status).items():
-        setattr(message, name, value)
-    message.turnaround_duration.FromNanoseconds(_ns(attachment.timeout.response_s or 0.0))
-    message.draft_duration.FromNanoseconds(_ns(attachment.report.draft_s or 0.0))
-    message.attach_time.FromNanoseconds(_ns(identity.attach_time_s))
+    message.attach_time.FromNanoseconds(round(identity.attach_time_s * 1e9))
     return message
 
 
-def _ns(duration_s: float) -> int:
-    return round(duration_s * 1e9)
-
-
-T = TypeVar("T")
-_MODES = {
-    pb.PAUSE_MODE_UNSPECIFIED: PauseMode.ABORT,
-    pb.PAUSE_MODE_ABORT: PauseMode.ABORT,
-    pb.PAUSE_MODE_RETRACT: PauseMode.RETRACT,
-    pb.PAUSE_MODE_IN_PLACE: PauseMode.IN_PLACE,
+_MODE_NUMBERS = {
+    None: pb.PAUSE_MODE_UNSPECIFIED,
+    PauseMode.ABORT: pb.PAUSE_MODE_ABORT,
+    PauseMode.RETRACT: pb.PAUSE_MODE_RETRACT,
+    PauseMode.IN_PLACE: pb.PAUSE_MODE_IN_PLACE,
 }
-_MODE_NUMBERS = {mode: number for number, mode in _MODES.items()}
+_MODES = {number: mode or PauseMode.ABORT for mode, number in _MODE_NUMBERS.items()}
 
 
 class TargetAdminServicer(AdminServicer):
@@ -114,59 +102,83 @@ class TargetAdminServicer(AdminServicer):
 
     def __init__(
         self,
-        info: ProcessInfo,
-        lifecycle: Lifecycle,
-        hooks: AdminHooks,
         engine: Engine,
-        updates: WeightUpdates,
-        ranks: Ranks,
+        settings: TargetSettings,
+        lifecycle: Lifecycle,
+        *,
+        drain: Callable[[float], Awaitable[int]],
+        draft_settings: Mapping[str, str],
+        update_draft: Callable[[Path, str], Awaitable[float]] | None,
     ) -> None:
+        """`drain` and `update_draft` see `AdminHooks`; `draft_settings` are of a draft inside."""
+        # The verification mode is the rule in force, whichever flag names it.
+        mode = {"verification-mode": settings.verification.value}
+        shown = {**draft_settings, **shown_settings(settings), **mode}
+        info = ProcessInfo("target", package_version(), time.time(), shown)
+        hooks = AdminHooks(
+            drain, self._gauges, self._attachments, self._flush, update_draft=update_draft
+        )
         super().__init__(info, lifecycle, hooks)
-        self._engine = engine
-        self._updates = updates
-        self._ranks = ranks
+        self._engine, self._ranks = engine, settings.ranks
+        self._updates = WeightUpdates(
+            engine,
+            lambda: WeightStager(engine.decoder, settings.model_path, settings.model_options),
+        )
+
+    async def _gauges(self) -> Mapping[str, float]:
+        gauges = await asyncio.wrap_future(self._engine.gauges())
+        statuses = await asyncio.wrap_future(self._engine.attachments())
+        return {**gauge_values(gauges), **wanted_gauges(statuses)}
+
+    async def _attachments(self) -> Sequence[pb.Attachment]:
+        statuses = await asyncio.wrap_future(self._engine.attachments())
+        return [attachment_message(each) for each in statuses]
+
+    async def _flush(self) -> int:
+        return await asyncio.wrap_future(self._engine.flush_prefix_cache())
 
     async def FlushPrefixCache(
         self, request: pb.FlushPrefixCacheRequest, context: Context
     ) -> pb.FlushPrefixCacheResponse:
         if not request.only_when_idle:
             return await super().FlushPrefixCache(request, context)
-        freed = await self._with_weights(lambda weights: weights.flush_if_idle())
+        freed = await self._updates.with_weights(lambda weights: weights.flush_if_idle())
         return pb.FlushPrefixCacheResponse(freed_page_count=freed)
 
     async def GetWeightStatus(
         self, request: pb.GetWeightStatusRequest, context: Context
     ) -> pb.GetWeightStatusResponse:
-        status = await self._with_weights(lambda weights: weights.status)
-        return pb.GetWeightStatusResponse(
-            weight_version=status.version,
-            update_count=status.num_updates,
-            pause_mode=pb.PAUSE_MODE_UNSPECIFIED
-            if status.pause is None
-            else _MODE_NUMBERS[status.pause],
-            released_tags=status.released,
-            process_count=self._ranks.size,
-            stage_count=self._ranks.pp_size,
-            waiting_request_count=status.num_waiting,
-            running_request_count=status.num_running,
-            max_token_count=status.num_max_tokens,
-            used_token_count=status.num_used_tokens,
-            can_release_memory=status.can_release,
-        )
+        def status(weights: WeightControl) -> pb.GetWeightStatusResponse:
+            gauges = self._engine.gauges_now()
+            return pb.GetWeightStatusResponse(
+                weight_version=weights.version.name,
+                update_count=weights.version.num_updates,
+                pause_mode=_MODE_NUMBERS[weights.mode],
+                released_tags=sorted(tag.value for tag in weights.released),
+                process_count=self._ranks.size,
+                stage_count=self._ranks.pp_size,
+                waiting_request_count=gauges.num_waiting,
+                running_request_count=gauges.num_running,
+                max_token_count=gauges.num_pages * self._engine.page_size,
+                used_token_count=gauges.num_held_pages * self._engine.page_size,
+                can_release_memory=weights.memory.is_movable,
+            )
+
+        return await self._updates.with_weights(status)
 
     async def PauseGeneration(
         self, request: pb.PauseGenerationRequest, context: Context
     ) -> pb.PauseGenerationResponse:
         self._lifecycle.check_open()
         mode = _MODES[request.mode]
-        count = await self._with_weights(lambda weights: weights.pause(mode))
+        count = await self._updates.with_weights(lambda weights: weights.pause(mode))
         return pb.PauseGenerationResponse(request_count=count)
 
     async def ContinueGeneration(
         self, request: pb.ContinueGenerationRequest, context: Context
     ) -> pb.ContinueGenerationResponse:
         was_dropped = self._updates.drop()
-        await self._with_weights(lambda weights: weights.resume())
+        await self._updates.with_weights(lambda weights: weights.resume())
         return pb.ContinueGenerationResponse(dropped_update=was_dropped)
 
     async def BeginWeightUpdate(
@@ -239,15 +251,15 @@ class TargetAdminServicer(AdminServicer):
     ) -> pb.CheckWeightsResponse:
         action = request.action
         if action == pb.CheckWeightsRequest.ACTION_CHECKSUM:
-            checksums = await self._with_weights(lambda weights: weights.checksums())
+            checksums = await self._updates.with_weights(lambda weights: weights.checksums())
             return pb.CheckWeightsResponse(checksums=checksums)
         if action == pb.CheckWeightsRequest.ACTION_SNAPSHOT:
-            await self._with_weights(lambda weights: weights.snapshot())
+            await self._updates.with_weights(lambda weights: weights.snapshot())
         elif action == pb.CheckWeightsRequest.ACTION_COMPARE:
-            changed = await self._with_weights(lambda weights: weights.compare())
+            changed = await self._updates.with_weights(lambda weights: weights.compare())
             return pb.CheckWeightsResponse(changed=changed)
         elif action == pb.CheckWeightsRequest.ACTION_RESET:
-            await self._with_weights(lambda weights: weights.reset())
+            await self._updates.with_weights(lambda weights: weights.reset())
         else:
             message = "action is not given; it must be checksum, snapshot, compare or reset"
             raise InvalidArgument.of("WEIGHT_ACTION_UNKNOWN", "action", message)
@@ -258,30 +270,26 @@ class TargetAdminServicer(AdminServicer):
     ) -> pb.ReleaseMemoryResponse:
         self._lifecycle.check_open()
         tags = _tags(request.tags)
-        released = await self._with_weights(lambda weights: weights.release(tags))
-        return pb.ReleaseMemoryResponse(freed_bytes=released.num_bytes, kept=released.kept)
+        freed, kept = await self._updates.with_weights(lambda weights: weights.release(tags))
+        return pb.ReleaseMemoryResponse(freed_bytes=freed, kept=kept)
 
     async def ResumeMemory(
         self, request: pb.ResumeMemoryRequest, context: Context
     ) -> pb.ResumeMemoryResponse:
         tags = _tags(request.tags)
-        await self._with_weights(lambda weights: weights.reoccupy(tags))
+        await self._updates.with_weights(lambda weights: weights.reoccupy(tags))
         return pb.ResumeMemoryResponse()
-
-    async def _with_weights(self, function: Callable[[WeightControl], T]) -> T:
-        return await asyncio.wrap_future(self._engine.with_weights(function))
 
 
 def _update(updated: Updated | None) -> pb.WeightUpdate | None:
     if updated is None:
         return None
-    message = pb.WeightUpdate(
+    return pb.WeightUpdate(
         weight_version=updated.version,
         retracted_request_count=updated.num_retracted,
         freed_page_count=updated.num_freed_pages,
+        pause_duration=duration_message(updated.pause_s),
     )
-    message.pause_duration.FromNanoseconds(round(updated.pause_s * 1e9))
-    return message
 
 
 def _tags(names: Iterable[str]) -> list[MemoryTag]:

@@ -257,19 +257,10 @@ class Committer:
             self._leases.publish(sequence.lease, sequence.token_ids[:num_tokens])
 
     def _last_event(self, sequence: Sequence) -> Finished | Failed:
-        assert sequence.finish_reason is not None
         if sequence.matcher is not None and sequence.matcher.failure is not None:
             return Failed(sequence.matcher.failure)
         routes = self._routes if sequence.request.wants_routes else None
-        return Finished(
-            sequence.finish_reason,
-            sequence.num_prompt_tokens,
-            sequence.num_output_tokens,
-            sequence.num_cached_tokens,
-            sequence.stop_token_id,
-            sequence.stats,
-            None if routes is None else self._routes_of(sequence, routes),
-        )
+        return Finished.of(sequence, None if routes is None else self._routes_of(sequence, routes))
 
     def _routes_of(self, sequence: Sequence, routes: FeatureSpec) -> HostCopy:
         """Returns the experts of all tokens but the last, on their way."""

@@ -75,7 +75,7 @@ class Engine:
             Unavailable: the engine is stopping.
         """
         self.limits.check(request)
-        self._inbox.post(lambda: self._loop.new_sequences.queue(request, sink, key))
+        self._inbox.post(lambda: self._loop.submit(request, sink, key))
 
     def cancel(self, sink: EventSink, key: int) -> None:
         """Ends a request; its pages are free once no step in flight uses them. Unknown
@@ -200,7 +200,7 @@ class Engine:
     @property
     def weight_version(self) -> str:
         """The name of the weights in force."""
-        return self._loop.weights.status.version
+        return self._loop.weights.version.name
 
     def read_table(self, table: Table, dtype: torch.dtype) -> Tensor:
         """Returns a table of the decoder; for whoever follows its weights, see `follow_weights`."""

@@ -9,15 +9,10 @@ from collections.abc import Callable
 import torch
 
 from services.followers import Followers
-from services.target.adaptive_config import (
-    DEFAULT_CONFIG,
-    AdaptiveConfig,
-    read_adaptive_config,
-)
 from services.target.engine import Engine
 from services.target.fallback import Fallback, NgramFallback
 from services.target.requests.request import ModelLimits
-from services.target.runner_factory import BuiltRunner, build_runner, num_routes
+from services.target.runner_factory import build_runner, num_routes
 from services.target.scheduler import Scheduler, SchedulerLimits
 from services.target.settings import NO_DRAFT, DraftNeeds, TargetSettings
 from services.target.step_loop import StepLoop
@@ -66,69 +61,42 @@ def build_engine(
         eos_token_ids=built.config.eos_token_ids,
         num_routes=num_routes(settings, built.config),
     )
+    selection = None  # of rounds whose trees remote drafts push
+    if settings.has_device_rounds(is_cuda=built.runner.device.type == "cuda"):
+        max_sequences = min(settings.max_running_requests, settings.cuda_graph_max_bs)
+        selection = RoundLimits(max_sequences, limits.max_sequence_tokens)
+    generator = torch.Generator()
+    generator.seed()
     loop = StepLoop(
         runner=built.runner,
         leases=leases,
-        scheduler=Scheduler(leases, _scheduler_limits(settings)),
-        verifier=_verifier(settings),
+        scheduler=Scheduler(
+            leases,
+            SchedulerLimits(
+                max_running=settings.max_running_requests,
+                max_waiting=settings.max_queued_requests,
+                max_step_rows=settings.chunked_prefill_size,
+            ),
+        ),
+        verifier=Verifier(
+            settings.verification,
+            generator=generator,
+            thresholds=Thresholds(
+                single=settings.speculative_accept_threshold_single,
+                acc=settings.speculative_accept_threshold_acc,
+            ),
+        ),
         limits=limits,
         clock=time.monotonic,
         on_step=on_step,
         overlaps=not settings.disable_overlap_schedule,
-        fallback=_fallback(settings),
+        fallback=NgramFallback() if settings.speculative_fallback is Fallback.NGRAM else None,
         always_up_to=settings.candidate_wait_sequences,
-        adaptive=adaptive_config(settings),
-        selection=_selection(settings, built, limits),
+        adaptive=settings.adaptive,
+        selection=selection,
     )
     engine = Engine(loop, Inbox(INBOX_CAPACITY))
     if followers is not None:
         ranks = RankStages(followers.group, followers.leader, built.runner.device)
         engine.share_weights(ranks)
     return engine
-
-
-def _selection(
-    settings: TargetSettings, built: BuiltRunner, limits: ModelLimits
-) -> RoundLimits | None:
-    """Returns the limits of rounds whose trees remote drafts push; None where there are none."""
-    if not settings.has_device_rounds(is_cuda=built.runner.device.type == "cuda"):
-        return None
-    max_sequences = min(settings.max_running_requests, settings.cuda_graph_max_bs)
-    return RoundLimits(max_sequences, limits.max_sequence_tokens)
-
-
-def _fallback(settings: TargetSettings) -> NgramFallback | None:
-    return NgramFallback() if settings.speculative_fallback is Fallback.NGRAM else None
-
-
-def _scheduler_limits(settings: TargetSettings) -> SchedulerLimits:
-    return SchedulerLimits(
-        max_running=settings.max_running_requests,
-        max_waiting=settings.max_queued_requests,
-        max_step_rows=settings.chunked_prefill_size,
-    )
-
-
-def _verifier(settings: TargetSettings) -> Verifier:
-    generator = torch.Generator()
-    generator.seed()
-    return Verifier(
-        settings.verification,
-        generator=generator,
-        thresholds=Thresholds(
-            single=settings.speculative_accept_threshold_single,
-            acc=settings.speculative_accept_threshold_acc,
-        ),
-    )
-
-
-def adaptive_config(settings: TargetSettings) -> AdaptiveConfig | None:
-    """Returns the trees to choose from; None where `--speculative-adaptive` is off.
-
-    Raises:
-        SettingsError: the file is wrong.
-    """
-    if not settings.speculative_adaptive:
-        return None
-    path = settings.speculative_adaptive_config
-    return DEFAULT_CONFIG if path is None else read_adaptive_config(path)

@@ -99,62 +99,42 @@ class PromptScores:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class SplitLogits:
-    """The logits of a step, those that score apart from those that draw.
+def _scored(
+    scheduled: SequenceOf[ScheduledSequence], logits: Tensor
+) -> tuple[PromptScores, Tensor]:
+    """Queues the scores of prompt tokens and counts them as scored.
 
-    Attributes:
-        logits: of the drawing rows.
-        drawing: `[L]` int64, these among all rows with logits.
+    Args:
+        logits: `[L, V]`; of each sequence the scoring rows, then the drawing ones.
+
+    Returns:
+        The scores, and the rows `[D]` int64 that draw.
     """
-
-    logits: Tensor
-    drawing: Tensor
-    scores: PromptScores
-
-    @classmethod
-    def of(cls, scheduled: SequenceOf[ScheduledSequence], logits: Tensor) -> SplitLogits:
-        """Queues the scores and counts their tokens as scored.
-
-        Args:
-            logits: `[L, V]`; of each sequence the scoring rows, then the drawing ones.
-        """
-        scoring: list[int] = []
-        drawing: list[int] = []
-        token_ids: list[int] = []
-        spans: list[tuple[Sequence, range]] = []
-        row = 0
-        for entry in scheduled:
-            num_drawing = 1 + len(entry.tree) if entry.is_complete else 0
-            if entry.scored:
-                spans.append((entry.sequence, _scored_positions(entry)))
-                token_ids += [entry.sequence.token_ids[place] for place in spans[-1][1]]
-                scoring += range(row, row + len(entry.scored))
-                entry.sequence.next_scored = spans[-1][1].stop
-            row += len(entry.scored)
-            drawing += range(row, row + num_drawing)
-            row += num_drawing
-        index = uploaded_numbers([scoring, token_ids], logits.device)
-        queued = QueuedLogprobs.of(
-            logits.index_select(0, index[0]),
-            index[1],
-            [_num_top(each) for each, span in spans for _ in span],
-            [each.request.logprob_token_ids for each, span in spans for _ in span],
-        )
-        rows = uploaded_numbers(drawing, logits.device)
-        scores = PromptScores(queued, tuple(spans))
-        return cls(logits.index_select(0, rows), rows, scores)
-
-
-def _scored_positions(entry: ScheduledSequence) -> range:
-    """Returns the positions of the scored tokens: each one after its row."""
-    return range(entry.start + entry.scored.start + 1, entry.start + entry.scored.stop + 1)
-
-
-def _num_top(sequence: Sequence) -> int:
-    scoring = sequence.request.prompt_scoring
-    assert scoring is not None
-    return scoring.num_top
+    scoring: list[int] = []
+    drawing: list[int] = []
+    token_ids: list[int] = []
+    spans: list[tuple[Sequence, range]] = []
+    asked: list[tuple[int, SequenceOf[int]]] = []
+    row = 0
+    for entry in scheduled:
+        if entry.scored:
+            sequence, first = entry.sequence, entry.start + 1  # a row scores the token after it
+            span = range(first + entry.scored.start, first + entry.scored.stop)
+            request = sequence.request
+            assert request.prompt_scoring is not None
+            spans.append((sequence, span))
+            asked += [(request.prompt_scoring.num_top, request.logprob_token_ids)] * len(span)
+            token_ids += sequence.token_ids[span.start : span.stop]
+            scoring += range(row, row + len(span))
+            sequence.next_scored = span.stop
+        row += len(entry.scored)
+        num_drawing = 1 + len(entry.tree) if entry.is_complete else 0
+        drawing += range(row, row + num_drawing)
+        row += num_drawing
+    index = uploaded_numbers([scoring, token_ids], logits.device)
+    num_top, named = zip(*asked, strict=True)
+    queued = QueuedLogprobs.of(logits.index_select(0, index[0]), index[1], num_top, named)
+    return PromptScores(queued, tuple(spans)), uploaded_numbers(drawing, logits.device)
 
 
 @dataclass(slots=True, eq=False)
@@ -227,9 +207,9 @@ class Launcher:
             positions = positions.index_select(0, batch.logit_rows)
             input_ids = input_ids.index_select(0, batch.logit_rows)
         if any(entry.scored for entry in plan.scheduled):
-            split = SplitLogits.of(plan.scheduled, logits)
-            logits, scores = split.logits, split.scores
-            positions, input_ids = positions[split.drawing], input_ids[split.drawing]
+            scores, drawing = _scored(plan.scheduled, logits)
+            logits = logits.index_select(0, drawing)
+            positions, input_ids = positions[drawing], input_ids[drawing]
         if drawn:
             draw = self._verifier.draw(drawn, logits, positions=positions, input_ids=input_ids)
         for entry in plan.scheduled:

@@ -6,19 +6,13 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
 from grpc import aio
 
-from services.target.admin_service import (
-    TargetAdminServicer,
-    attachment_message,
-    gauge_values,
-    target_settings,
-    wanted_gauges,
-)
+from services.target.admin_service import TargetAdminServicer
 from services.target.drafts.attachment import AttachmentTerms
 from services.target.drafts.speculation_service import SpeculationServicer
 from services.target.engine import Engine
@@ -26,11 +20,8 @@ from services.target.grammars.compiler import GrammarCompiler, GrammarLimits
 from services.target.requests.admission import Admission, RequestTelemetry
 from services.target.requests.generate_service import ServedModel, TargetServicer
 from services.target.settings import TargetSettings
-from services.target.vllm.vllm_engine_messages import ModelFacts
 from services.target.vllm.vllm_engine_service import VllmEngineServicer
 from services.target.warm_up import warm_up, warm_up_tokens
-from services.target.weight_stager import WeightStager
-from services.target.weight_updates import WeightUpdates
 from shared.errors import EngineFailed
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
 from shared.pb.outrider.speculation.v1 import (
@@ -39,7 +30,6 @@ from shared.pb.outrider.speculation.v1 import (
 )
 from shared.pb.outrider.target.v1 import target_service_pb2, target_service_pb2_grpc
 from shared.pb.vllm.grpc.engine import vllm_engine_pb2, vllm_engine_pb2_grpc
-from shared.rpc.admin_service import AdminHooks, ProcessInfo
 from shared.rpc.channel import MAX_MESSAGE_BYTES, USUAL_MESSAGE_BYTES
 from shared.rpc.lifecycle import Lifecycle, stop_servers
 from shared.rpc.server import bind, create_server
@@ -47,7 +37,6 @@ from shared.telemetry.start_up import start_phase
 from shared.telemetry.tracing import NO_TRACER, Tracer
 from shared.telemetry.vllm_metrics import VllmMetrics
 from shared.telemetry.wire_meter import WireMeter
-from shared.version import package_version
 
 _SETTINGS = (
     *("dtype", "quantization", "kv_cache_dtype", "attention_backend", "device", "tp_size"),
@@ -122,16 +111,6 @@ def attachment_terms(settings: TargetSettings) -> AttachmentTerms:
     )
 
 
-def grammar_compiler(engine: Engine, settings: TargetSettings) -> GrammarCompiler:
-    """Returns the compiler of the grammars that requests bring along."""
-    return GrammarCompiler(
-        settings.tokenizer_folder,
-        vocab_size=engine.limits.vocab_size,
-        eos_token_ids=engine.limits.eos_token_ids,
-        limits=GrammarLimits(settings.max_grammar_bytes, settings.grammar_timeout_s),
-    )
-
-
 class TargetProcess:
     """Two servers, the public and the maintenance one, around an engine.
 
@@ -154,8 +133,8 @@ class TargetProcess:
         model = ServedModel(settings.model_id, tokenizer_sha256, fingerprint)
         self._engine = engine
         self._settings = settings
-        self._changes = model.changes
-        engine.follow_weights(lambda: self._changes.note("", engine.weight_version))
+        self._model = model
+        engine.follow_weights(lambda: model.note_change("", engine.weight_version))
         self._embedded: EmbeddedPort | None = None
         self._tokenizer_sha256 = tokenizer_sha256
         self._services = [_TARGET, _SPECULATION]
@@ -165,19 +144,19 @@ class TargetProcess:
         telemetry = RequestTelemetry(
             settings.model_id, metrics or VllmMetrics(), time.monotonic, tracer
         )
-        self._grammars = grammar_compiler(engine, settings)
+        self._grammars = GrammarCompiler(
+            settings.tokenizer_folder,
+            vocab_size=engine.limits.vocab_size,
+            eos_token_ids=engine.limits.eos_token_ids,
+            limits=GrammarLimits(settings.max_grammar_bytes, settings.grammar_timeout_s),
+        )
         self._admission = Admission(engine, self._grammars, self._lifecycle, telemetry)
         self._target = TargetServicer(self._admission, model)
         self._vllm_engine: VllmEngineServicer | None = None
         if settings.grpc_vllm_engine:
-            self._vllm_engine = VllmEngineServicer(self._admission, ModelFacts.of(settings))
-        self._speculation = SpeculationServicer(
-            engine,
-            model,
-            attachment_terms(settings),
-            self._lifecycle,
-            wire,
-        )
+            self._vllm_engine = VllmEngineServicer(self._admission, settings)
+        terms = attachment_terms(settings)
+        self._speculation = SpeculationServicer(engine, model, terms, self._lifecycle, wire)
         self._servers: list[aio.Server] = []
         self._draft_settings: Mapping[str, str] = {}
         self.port = 0
@@ -245,7 +224,7 @@ class TargetProcess:
 
     async def _drain(self, grace_s: float) -> int:
         """Waits for running requests, then asks drafts to leave; returns requests left over."""
-        num_left = await self._admission.open_requests.wait_idle(grace_s)
+        num_left = await self._admission.wait_idle(grace_s)
         self._speculation.drain(grace_s=1.0)
         return num_left
 
@@ -258,49 +237,18 @@ class TargetProcess:
             vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self._vllm_engine, server)
 
     def _register_admin(self, server: aio.Server) -> None:
-        info = ProcessInfo(
-            "target",
-            package_version(),
-            time.time(),
-            {**self._draft_settings, **target_settings(self._settings)},
-        )
-        hooks = AdminHooks(
+        servicer = TargetAdminServicer(
+            self._engine,
+            self._settings,
+            self._lifecycle,
             drain=self._drain,
-            gauges=self._gauges,
-            attachments=self._attachments,
-            flush_prefix_cache=self._flush,
+            draft_settings=self._draft_settings,
             update_draft=None if self._embedded is None else self._update_draft,
         )
-        admin_service_pb2_grpc.add_AdminServiceServicer_to_server(
-            TargetAdminServicer(
-                info,
-                self._lifecycle,
-                hooks,
-                self._engine,
-                WeightUpdates(self._engine, self._stager),
-                self._settings.ranks,
-            ),
-            server,
-        )
-
-    def _stager(self) -> WeightStager:
-        settings = self._settings
-        return WeightStager(self._engine.decoder, settings.model_path, settings.model_options)
-
-    async def _gauges(self) -> Mapping[str, float]:
-        gauges = await asyncio.wrap_future(self._engine.gauges())
-        statuses = await asyncio.wrap_future(self._engine.attachments())
-        return {**gauge_values(gauges), **wanted_gauges(statuses)}
-
-    async def _attachments(self) -> Sequence[admin_service_pb2.Attachment]:
-        statuses = await asyncio.wrap_future(self._engine.attachments())
-        return [attachment_message(each) for each in statuses]
+        admin_service_pb2_grpc.add_AdminServiceServicer_to_server(servicer, server)
 
     async def _update_draft(self, folder: Path, version: str) -> float:
         assert self._embedded is not None
         pause_s = await asyncio.to_thread(self._embedded.take_weights, folder, version)
-        self._changes.note(self._embedded.algorithm, version)
+        self._model.note_change(self._embedded.algorithm, version)
         return pause_s
-
-    async def _flush(self) -> int:
-        return await asyncio.wrap_future(self._engine.flush_prefix_cache())

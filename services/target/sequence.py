@@ -164,8 +164,7 @@ class Sequence:
         self.next_scored = self.num_prompt_tokens if scoring is None else max(scoring.start, 1)
         room = limits.max_sequence_tokens - self.num_prompt_tokens
         self.max_output_tokens = min(stop.max_output_tokens, room)
-        eos_token_ids = frozenset() if stop.ignore_eos else limits.eos_token_ids
-        self.stop_token_ids = stop.stop_token_ids | eos_token_ids
+        self.stop_token_ids = limits.end_token_ids(stop)
 
     @property
     def sampling(self) -> SamplingParams:

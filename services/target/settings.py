@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from services.ranks import Ranks
-from services.target.adaptive_config import adaptive_problems
+from services.target.adaptive_config import (
+    DEFAULT_CONFIG,
+    AdaptiveConfig,
+    read_adaptive_config,
+)
 from services.target.fallback import Fallback
 from shared.errors import SettingsError
 from shared.hub import local_path, shown_name
@@ -265,15 +270,30 @@ class TargetSettings(ServiceSettings):
     )
 
     def __post_init__(self) -> None:
-        problems = [*_threshold_problems(self), *_rejection_problems(self)]
-        problems += _round_problems(self)
-        problems += adaptive_problems(
-            self.speculative_adaptive_config, is_adaptive=self.speculative_adaptive
-        )
+        problems = [*_rule_problems(self), *_round_problems(self)]
+        try:
+            _ = self.adaptive
+        except SettingsError as error:
+            problems += error.problems
         problems += device_problems(self.device)
         problems += [*_parallel_problems(self), *self.ranks.problems, *tls_problems(self)]
         if problems:
             raise SettingsError(tuple(problems))
+
+    @property
+    def adaptive(self) -> AdaptiveConfig | None:
+        """The trees to choose from; None where `--speculative-adaptive` is off.
+
+        Raises:
+            SettingsError: the file is wrong.
+        """
+        path = self.speculative_adaptive_config
+        if self.speculative_adaptive:
+            return DEFAULT_CONFIG if path is None else read_adaptive_config(path)
+        if path is not None:
+            line = "--speculative-adaptive-config has no effect without --speculative-adaptive"
+            raise SettingsError((line,))
+        return None
 
     @property
     def verification(self) -> VerificationMode:
@@ -320,46 +340,48 @@ class TargetSettings(ServiceSettings):
         return self.served_model_name or shown_name(self.model_path)
 
 
-# Problems that only show between two settings.
-
-_FLAG = "--device-rounds on"
+# Lines about settings that do not go together.
 
 
-def _parallel_problems(settings: TargetSettings) -> list[str]:
-    """Returns a line for each number of processes that does not go with the others."""
-    problems, size = [], settings.tp_size
+def _parallel_problems(settings: TargetSettings) -> Iterator[str]:
+    size = settings.tp_size
     if settings.ep_size not in (1, size):
-        problems.append(f"--ep-size: {settings.ep_size}; it must be 1 or --tp-size, {size}")
+        yield f"--ep-size: {settings.ep_size}; it must be 1 or --tp-size, {size}"
     if not settings.enable_dp_attention and settings.dp_size > 1:
-        problems.append(
+        yield (
             "--dp-size: replicas are targets of their own: start each with `outrider target`, and "
             "one gateway with `outrider gateway --target A --target B`"
         )
     if settings.enable_dp_attention and not 1 < settings.dp_size == size:
-        problems.append(
+        yield (
             f"--enable-dp-attention: --dp-size is {settings.dp_size} and --tp-size {size}; they "
             f"must be one number, 2 or more, of GPUs that each have sequences of their own"
         )
-    return problems
 
 
-def _round_problems(settings: TargetSettings) -> list[str]:
-    """Returns a line for each thing that rounds cannot be with, none when all is well. `auto` asks
-    for nothing."""
+def _round_problems(settings: TargetSettings) -> Iterator[str]:
+    """`auto` asks for nothing."""
     if settings.device_rounds is not DeviceRoundsChoice.ON:
-        return []
-    problems = []
-    fallback, is_remote = settings.speculative_fallback, settings.draft is DraftPlacement.REMOTE
-    if is_remote and fallback is not Fallback.NONE:
-        problems.append(
-            f"{_FLAG} with --draft remote needs --speculative-fallback none; it is "
+        return
+    flag, rule, fallback = (
+        "--device-rounds on",
+        settings.verification,
+        settings.speculative_fallback,
+    )
+    if settings.draft is DraftPlacement.REMOTE and fallback is not Fallback.NONE:
+        yield (
+            f"{flag} with --draft remote needs --speculative-fallback none; it is "
             f"{fallback.value}, whose trees are made on the host"
         )
     if settings.disable_cuda_graph:
-        problems.append(f"{_FLAG}: rounds on a GPU are CUDA graphs; leave --disable-cuda-graph out")
-    if settings.verification is VerificationMode.POINT_MASS:
-        problems.append(f"{_FLAG} needs the coupled rule; --verification-mode is point-mass")
-    return problems
+        yield f"{flag}: rounds on a GPU are CUDA graphs; leave --disable-cuda-graph out"
+    if rule is VerificationMode.POINT_MASS:
+        yield f"{flag} needs the coupled rule; --verification-mode is point-mass"
+    if rule.draws_chains:
+        yield (
+            f"{flag}: rounds on the device verify by the coupled rule; {rejection_flag(settings)} "
+            f"needs auto or off"
+        )
 
 
 def rejection_flag(settings: TargetSettings) -> str:
@@ -369,40 +391,27 @@ def rejection_flag(settings: TargetSettings) -> str:
     return "--speculative-use-rejection-sampling"
 
 
-def _threshold_problems(settings: TargetSettings) -> list[str]:
-    thresholds = (
+def _rule_problems(settings: TargetSettings) -> Iterator[str]:
+    rule, flag = settings.verification, rejection_flag(settings)
+    thresholds = {
         settings.speculative_accept_threshold_single,
         settings.speculative_accept_threshold_acc,
-    )
-    rule = settings.verification
-    if thresholds == (1.0, 1.0) or rule is VerificationMode.POINT_MASS:
-        return []
-    return [
-        "--speculative-accept-threshold-single and -acc need --verification-mode point-mass; "
-        f"the {rule.value} rule has no thresholds"
-    ]
-
-
-def _rejection_problems(settings: TargetSettings) -> list[str]:
-    if not settings.verification.draws_chains:
-        return []
-    flag, problems = rejection_flag(settings), []
-    if settings.draft is not DraftPlacement.EMBEDDED:
-        problems.append(
+    }
+    if thresholds != {1.0} and rule is not VerificationMode.POINT_MASS:
+        yield (
+            "--speculative-accept-threshold-single and -acc need --verification-mode point-mass; "
+            f"the {rule.value} rule has no thresholds"
+        )
+    if rule.draws_chains and settings.draft is not DraftPlacement.EMBEDDED:
+        yield (
             f"{flag} needs --draft embedded: the distributions that tokens were drawn from stay "
             f"in the process that drew them"
         )
-    if settings.verification_mode is not VerificationChoice.COUPLED:
-        problems.append(
+    if rule.draws_chains and settings.verification_mode is not VerificationChoice.COUPLED:
+        yield (
             f"{flag} and --verification-mode {settings.verification_mode.value} name two rules; "
             f"leave one out"
         )
-    if settings.device_rounds is DeviceRoundsChoice.ON:
-        problems.append(
-            f"--device-rounds on: rounds on the device verify by the coupled rule; {flag} needs "
-            f"auto or off"
-        )
-    return problems
 
 
 def with_local_model(settings: TargetSettings) -> TargetSettings:

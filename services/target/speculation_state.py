@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from services.target.drafts.attachment import Attachment, AttachmentStatus, Idle, IdleReason
@@ -29,19 +28,13 @@ class Comparison(Protocol):
         """Returns the figures behind `pays`."""
 
 
-class _Change:
+@dataclass(slots=True)
+class _Logged:
     """A state that is logged when it changes, the less often the more it does."""
 
-    def __init__(self) -> None:
-        self._logged: str | None = None
-        self._may_log_s = -math.inf
-        self._pause_s = FIRST_LOG_PAUSE_S
-
-    def log(self, state: str, now_s: float, line: Callable[[], str]) -> None:
-        if state != self._logged and now_s >= self._may_log_s:
-            self._logged, self._may_log_s = state, now_s + self._pause_s
-            self._pause_s = min(2.0 * self._pause_s, LAST_LOG_PAUSE_S)
-            logger.info("%s", line())
+    state: str | None = None
+    may_log_s: float = -math.inf
+    pause_s: float = FIRST_LOG_PAUSE_S
 
 
 class SpeculationState:
@@ -57,21 +50,31 @@ class SpeculationState:
         self._attachments = attachments
         self._lanes = lanes
         self._next_s = -math.inf
-        self._comparison = _Change()
-        self._drafts: dict[str, _Change] = {}
+        # By the id of an attachment; that of the comparison is empty.
+        self._logged: dict[str, _Logged] = {"": _Logged()}
 
     def update(self, now_s: float) -> None:
         """A turn of the loop begins. Costs a comparison, but for every tenth of a second."""
         if now_s < self._next_s:
             return
         self._next_s = now_s + POLL_S
-        drafts = self._attachments.drafts.live
-        self._compare(now_s, has_drafts=bool(drafts))
-        gone = self._drafts.keys() - {each.identity.attachment_id for each in drafts}
-        for attachment_id in gone:
-            del self._drafts[attachment_id]
-        for draft in drafts:
-            self._watch(draft, now_s)
+        drafts = {each.identity.attachment_id: each for each in self._attachments.drafts.live}
+        source = self._attachments if self._lanes.pays is None else self._lanes
+        if not drafts:
+            self.detail = ""
+        elif (pays := source.pays) is not None:
+            figures = source.comparison()
+            self.detail = "" if pays else f"plain steps are faster here: {figures}"
+            state = "on" if pays else "off"
+            self._log("", state, f"speculation is {state}: {self.detail or figures}", now_s)
+        for gone in self._logged.keys() - {"", *drafts}:
+            del self._logged[gone]
+        for attachment_id, draft in drafts.items():
+            idle = _own_idle(draft, now_s)
+            if idle is not None or attachment_id in self._logged:
+                state = "" if idle is None else idle.reason.value
+                what = "its trees arrive in time again" if idle is None else idle.detail
+                self._log(attachment_id, state, f"draft {draft.identity.worker_id}: {what}", now_s)
 
     def explained(self, status: AttachmentStatus, now_s: float) -> AttachmentStatus:
         """Returns the status of a draft with the reason why none of its trees is verified."""
@@ -80,30 +83,12 @@ class SpeculationState:
             idle = Idle(IdleReason.PLAIN_IS_FASTER, self.detail)
         return replace(status, idle=idle)
 
-    def _compare(self, now_s: float, *, has_drafts: bool) -> None:
-        has_lanes = self._lanes.pays is not None
-        source: Comparison = self._lanes if has_lanes else self._attachments
-        pays = source.pays if has_drafts else None
-        if pays is None:
-            self.detail = "" if not has_drafts else self.detail
-            return
-        figures = source.comparison()
-        self.detail = "" if pays else f"plain steps are faster here: {figures}"
-        if pays:
-            self._comparison.log("on", now_s, lambda: f"speculation is on: {figures}")
-        else:
-            self._comparison.log("off", now_s, lambda: f"speculation is off: {self.detail}")
-
-    def _watch(self, draft: Attachment, now_s: float) -> None:
-        """Logs when a draft becomes useless, and when it is of use again."""
-        identity, idle = draft.identity, _own_idle(draft, now_s)
-        known = self._drafts.get(identity.attachment_id)
-        if idle is None and known is None:
-            return
-        change = self._drafts.setdefault(identity.attachment_id, _Change())
-        what = "its trees arrive in time again" if idle is None else idle.detail
-        state = "" if idle is None else idle.reason.value
-        change.log(state, now_s, lambda: f"draft {identity.worker_id}: {what}")
+    def _log(self, key: str, state: str, line: str, now_s: float) -> None:
+        logged = self._logged.setdefault(key, _Logged())
+        if state != logged.state and now_s >= logged.may_log_s:
+            logged.state, logged.may_log_s = state, now_s + logged.pause_s
+            logged.pause_s = min(2.0 * logged.pause_s, LAST_LOG_PAUSE_S)
+            logger.info("%s", line)
 
 
 def _own_idle(draft: Attachment, now_s: float) -> Idle | None:

@@ -22,7 +22,7 @@ from services.target.drafts.feature_store import FeatureFeed, FeatureSpec
 from services.target.engine_gauges import EngineGauges
 from services.target.fallback import NgramFallback, own_tree
 from services.target.launcher import LaunchedStep, Launcher
-from services.target.requests.event_stream import NewSequences, Subscriptions
+from services.target.requests.event_stream import Subscriptions
 from services.target.requests.request import EventSink, ModelLimits
 from services.target.rounds.head_rounds import HeadSteps
 from services.target.rounds.pushed_rounds import PushedSteps, Turn
@@ -91,10 +91,8 @@ class StepLoop:
             device=runner.device,
             are_files=selection is not None and runner.device.type == "cpu",
         )
-        self._subscriptions = Subscriptions()
-        self.new_sequences = NewSequences(
-            limits, scheduler, self._subscriptions, self.attachments.drafts
-        )
+        self._subscriptions = Subscriptions(limits, scheduler, self.attachments.drafts)
+        self.submit = self._subscriptions.submit  # of requests, on this thread
         self._launcher = Launcher(runner, verifier, self._features)
         version = WeightVersion()
         routes = FeatureSpec.of_routes(limits.num_routes) if limits.num_routes else None
@@ -231,7 +229,7 @@ class StepLoop:
         if plan.admitted:
             running = self._rounds.not_taken(self._scheduler.running)
             self.attachments.readiness.weigh(running, now_s)
-        self._rounds.assign(self.new_sequences.start(plan.admitted, now_s), now_s)
+        self._rounds.assign(self._subscriptions.start(plan.admitted, now_s), now_s)
         if plan.admitted and not self.runner.computes_aside:
             self._subscriptions.deliver()  # on a CPU the launch computes the prompt
         last, self._in_flight = self._in_flight, None

@@ -11,13 +11,7 @@ from services.followers import Followers, Seat, check_shard, follow_first_host, 
 from services.hosts import Terms
 from services.target.runner_factory import build_runner, first_shard
 from services.target.settings import NO_DRAFT, DraftNeeds, TargetSettings
-from services.target.weight_stager import (
-    ApplyCall,
-    FollowingStager,
-    StageCall,
-    TableCall,
-    WeightStager,
-)
+from services.target.weight_stager import FollowingStager, RankCall, WeightStager
 from shared.models.config import ModelConfig
 from shared.models.config_file import CONFIG_FILE
 from shared.runtime.followers import RoundFollower
@@ -87,7 +81,7 @@ def _follow(
     rounds = RoundFollower(runner)
 
     def take(message: object) -> None:
-        if isinstance(message, StageCall | ApplyCall | TableCall):
+        if isinstance(message, RankCall):
             weights.take(message)
         else:
             rounds.take(message)

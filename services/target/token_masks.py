@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -40,16 +40,6 @@ class RowMasks:
     words: Tensor
     may_draw: NDArray[np.bool_]
 
-    @classmethod
-    def of(cls, masks: SequenceOf[MaskedRows], *, num_rows: int, device: torch.device) -> RowMasks:
-        """Queues the upload of at least one mask; rows without one may draw any token."""
-        joined = MaskedRows.joined(masks)
-        is_open = joined.words.any(axis=1)
-        rows, may_draw = np.array(joined.rows, np.int64), np.ones(num_rows, np.bool_)
-        may_draw[rows] = is_open
-        places, words = uploaded((rows[is_open], joined.words[is_open]), device)
-        return cls(places, words, may_draw)
-
     def applied(self, logits: Tensor) -> Tensor:
         """Returns a copy of `logits` `[R, V]` without the tokens that rows may not draw."""
         masked = logits.clone()
@@ -76,22 +66,26 @@ class TokenMasks:
         self._executor = MaskExecutor()
 
     def of(self, drawn: SequenceOf[ScheduledSequence], logits: Tensor) -> RowMasks:
-        """Returns the masks of all rows of a planned step, where a sequence has any."""
-        first_rows: list[int] = []
-        masked: list[tuple[Sequence, TokenTree]] = []
-        num_rows = 0
-        for entry in drawn:
-            if entry.sequence.is_masked:
-                first_rows.append(num_rows)
-                masked.append((entry.sequence, entry.tree))
-            num_rows += 1 + len(entry.tree)
-        masks = [
-            MaskedRows(range(len(words)), words).behind(first_row)
-            for first_row, words in zip(
-                first_rows, self.of_lanes(masked, logits.shape[-1]), strict=True
+        """Queues the upload of the masks of a planned step, in which a sequence has any."""
+        starts = itertools.accumulate((1 + len(entry.tree) for entry in drawn), initial=0)
+        masked = [
+            (entry, start)
+            for entry, start in zip(drawn, starts, strict=False)
+            if entry.sequence.is_masked
+        ]
+        lanes = [(entry.sequence, entry.tree) for entry, _ in masked]
+        parts = [
+            MaskedRows(range(start, start + len(words)), words)
+            for (_, start), words in zip(
+                masked, self.of_lanes(lanes, logits.shape[-1]), strict=True
             )
         ]
-        return RowMasks.of(masks, num_rows=num_rows, device=logits.device)
+        joined = MaskedRows.joined(parts)
+        is_open = joined.words.any(axis=1)
+        rows, may_draw = np.array(joined.rows, np.int64), np.ones(len(logits), np.bool_)
+        may_draw[rows] = is_open
+        places, words = uploaded((rows[is_open], joined.words[is_open]), logits.device)
+        return RowMasks(places, words, may_draw)
 
     def of_lanes(
         self, lanes: SequenceOf[tuple[Sequence, TokenTree]], vocab_size: int

@@ -18,7 +18,7 @@ from services.target.requests.event_stream import Subscriptions
 from services.target.requests.request import Finished
 from services.target.scheduler import Scheduler
 from services.target.sequence import Sequence
-from services.target.weight_stager import RankStages, StageCall, TableCall
+from services.target.weight_stager import RankCall, RankStages
 from shared.errors import FailedPrecondition
 from shared.kv.leases import KvLeases
 from shared.models.decoder import Decoder
@@ -27,12 +27,11 @@ from shared.models.weight_update import WeightStage, checksums, named_tensors
 from shared.runtime.host_copy import HostCopy
 from shared.runtime.memory import Shortage, is_shortage
 
-# The version of the weights in force.
-
+logger = logging.getLogger(__name__)
 FIRST_VERSION = "default"
+"""The version of the weights that a process has started with."""
 _WHOLE: frozenset[str] = frozenset()
 """Names of tensors that are yet to come where all of the model is there."""
-"""The version of the weights that a process has started with."""
 
 
 @dataclass(slots=True)
@@ -47,9 +46,6 @@ class WeightVersion:
     num_updates: int = 0
 
 
-logger = logging.getLogger(__name__)
-
-
 class PauseMode(enum.Enum):
     """The fate of running sequences when generation pauses.
 
@@ -60,29 +56,6 @@ class PauseMode(enum.Enum):
     ABORT = "abort"
     RETRACT = "retract"
     IN_PLACE = "in_place"
-
-
-@dataclass(frozen=True, slots=True)
-class WeightStatus:
-    """The version of the weights, and whether generation is paused.
-
-    Attributes:
-        pause: None while it does.
-        released: tags of memory that is given back.
-        num_max_tokens: that the KV cache holds.
-        num_used_tokens: of pages that sequences hold.
-        can_release: whether memory can be given back.
-    """
-
-    version: str
-    num_updates: int
-    pause: PauseMode | None
-    released: tuple[str, ...]
-    num_waiting: int
-    num_running: int
-    num_max_tokens: int
-    num_used_tokens: int
-    can_release: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +79,6 @@ class MemoryTag(enum.Enum):
 
     KV_CACHE = "kv_cache"
     WEIGHTS = "weights"
-
-
-@dataclass(frozen=True, slots=True)
-class Released:
-    """The result of a release.
-
-    Attributes:
-        kept: memory that was not released, with the reason.
-    """
-
-    num_bytes: int
-    kept: tuple[str, ...]
 
 
 class MovableMemory:
@@ -167,6 +128,9 @@ class WeightControl:
         memory: what can be released.
 
     Attributes:
+        version: of the weights in force.
+        mode: of the pause; None while generation does not pause.
+        released: memory that is given back.
         followers: copy tensors of the decoder again after an update, or notify drafts in other
             processes.
     """
@@ -188,13 +152,13 @@ class WeightControl:
         self._leases = leases
         self._scheduler = scheduler
         self._subscriptions = subscriptions
-        self._version = version
+        self.version = version
         self._quiesce = quiesce
         self._drop = drop
         self._unplace = unplace
-        self._pause: PauseMode | None = None
-        self._memory = memory
-        self._released: set[MemoryTag] = set()
+        self.mode: PauseMode | None = None
+        self.memory = memory
+        self.released: set[MemoryTag] = set()
         self._ranks: RankStages | None = None
         # Of what is no model: tensors that are yet to come; None where nobody knows which.
         self._missing: frozenset[str] | None = _WHOLE
@@ -208,30 +172,13 @@ class WeightControl:
     @property
     def is_paused(self) -> bool:
         """Whether no step may be taken."""
-        return self._pause is not None or self._missing != _WHOLE or bool(self._released)
-
-    @property
-    def status(self) -> WeightStatus:
-        """The current version and state."""
-        version = self._version
-        scheduler, leases = self._scheduler, self._leases
-        return WeightStatus(
-            version.name,
-            version.num_updates,
-            self._pause,
-            tuple(sorted(tag.value for tag in self._released)),
-            scheduler.num_waiting,
-            scheduler.num_running,
-            leases.num_pages * leases.page_size,
-            leases.num_held_pages * leases.page_size,
-            self._memory.is_movable,
-        )
+        return self.mode is not None or self._missing != _WHOLE or bool(self.released)
 
     def pause(self, mode: PauseMode) -> int:
         """Holds generation; returns how many sequences were ended or sent back. Requests that come
         meanwhile wait. Pausing again does what the new mode says."""
         self._quiesce()
-        self._pause = mode
+        self.mode = mode
         if mode is PauseMode.ABORT:
             return self._abort(self._subscriptions.sequences)
         return self._retract() if mode is PauseMode.RETRACT else 0
@@ -242,16 +189,15 @@ class WeightControl:
         Raises:
             FailedPrecondition: there are no whole weights to go on with.
         """
-        if self._released:
-            raise _released(self._released)
+        if self.released:
+            raise _released(self.released)
         if self._missing != _WHOLE:
-            raise torn_weights()
-        self._pause = None
-
-    def abort_all(self) -> int:
-        """Ends every request; returns how many there were."""
-        self._quiesce()
-        return self._abort(self._subscriptions.sequences)
+            raise FailedPrecondition(
+                "the weights were reset or released, or an update broke off in the middle; send a "
+                "whole update",
+                reason="WEIGHTS_TORN",
+            )
+        self.mode = None
 
     def flush_if_idle(self) -> int:
         """Frees every cached page; returns how many.
@@ -266,7 +212,7 @@ class WeightControl:
         """Raises: FailedPrecondition: requests run or, unless generation is paused, wait."""
         self._quiesce()
         scheduler = self._scheduler
-        if scheduler.num_running or (scheduler.num_waiting and self._pause is None):
+        if scheduler.num_running or (scheduler.num_waiting and self.mode is None):
             raise FailedPrecondition(
                 f"{scheduler.num_running} requests run and {scheduler.num_waiting} wait; {what} "
                 f"when none does, or with generation paused by abort or retract",
@@ -287,10 +233,10 @@ class WeightControl:
         begin_s = time.perf_counter()
         self._check(stage)
         missing = stage.all_names if self._missing is None else self._missing
-        if MemoryTag.WEIGHTS in self._released:
-            raise _released(self._released)
+        if MemoryTag.WEIGHTS in self.released:
+            raise _released(self.released)
         self._quiesce()
-        num_retracted = 0 if self._pause is PauseMode.IN_PLACE else self._retract()
+        num_retracted = 0 if self.mode is PauseMode.IN_PLACE else self._retract()
         for sequence in self._scheduler.running:
             self._unplace(sequence)
         if self._ranks is not None:
@@ -299,14 +245,14 @@ class WeightControl:
         names, self._missing = stage.names, None
         stage.apply()
         self._missing = missing - names
-        self._version.num_updates += 1
-        self._version.name = version or str(self._version.num_updates)
+        self.version.num_updates += 1
+        self.version.name = version or str(self.version.num_updates)
         for follow in self.followers:
             follow()
         num_freed = self._leases.retire()
         pause_s = time.perf_counter() - begin_s
-        logger.info("weights %s are in force after %.3f s", self._version.name, pause_s)
-        return Updated(self._version.name, num_retracted, num_freed, pause_s)
+        logger.info("weights %s are in force after %.3f s", self.version.name, pause_s)
+        return Updated(self.version.name, num_retracted, num_freed, pause_s)
 
     def _check(self, stage: WeightStage) -> None:
         try:
@@ -328,9 +274,9 @@ class WeightControl:
         Raises:
             FailedPrecondition: there were not as many updates, or one broke off.
         """
-        if num_updates != self._version.num_updates or self._missing != _WHOLE:
+        if num_updates != self.version.num_updates or self._missing != _WHOLE:
             raise FailedPrecondition(
-                f"the weights of update {num_updates} were asked for; {self._version.num_updates} "
+                f"the weights of update {num_updates} were asked for; {self.version.num_updates} "
                 f"is in force",
                 reason="WEIGHTS_CHANGED",
             )
@@ -342,16 +288,19 @@ class WeightControl:
 
     def _rows(self, table: Table, start: int, end: int) -> Tensor:
         if self._ranks is not None:
-            self._ranks.add_rows(TableCall(table, start, end))
+            self._ranks.tell(RankCall("add_rows", (table, start, end)))
         return table_rows(self._decoder, table, start, end)
 
-    def gather(self, call: StageCall) -> None:
+    def gather(self, call: RankCall) -> None:
         """Has the other processes of the model gather what this one does."""
         if self._ranks is not None:
             self._ranks.tell(call)
 
-    def release(self, tags: Collection[MemoryTag]) -> Released:
+    def release(self, tags: Collection[MemoryTag]) -> tuple[int, tuple[str, ...]]:
         """Frees memory; its addresses change, so that what CUDA graphs read is kept.
+
+        Returns:
+            The bytes that came free, and the memory that did not, with the reason.
 
         Raises:
             FailedPrecondition: requests run or, unless generation is paused, wait.
@@ -360,18 +309,18 @@ class WeightControl:
         kept: list[str] = []
         num_bytes = 0
         for tag in tags:
-            if tag in self._released:
+            if tag in self.released:
                 continue
-            if not self._memory.is_movable:
+            if not self.memory.is_movable:
                 kept.append(f"{tag.value}: CUDA graphs hold its addresses")
                 continue
-            num_bytes += self._memory.release(tag)
-            self._released.add(tag)
+            num_bytes += self.memory.release(tag)
+            self.released.add(tag)
             if tag is MemoryTag.WEIGHTS:
                 self._missing = None
         if MemoryTag.KV_CACHE in tags:
             self._leases.retire()
-        return Released(num_bytes, tuple(kept))
+        return num_bytes, tuple(kept)
 
     def reoccupy(self, tags: Collection[MemoryTag]) -> None:
         """Takes memory again. Weights are to be sent anew.
@@ -380,14 +329,14 @@ class WeightControl:
             FailedPrecondition: there is not enough any more.
         """
         for tag in tags:
-            if tag in self._released:
+            if tag in self.released:
                 try:
-                    self._memory.take(tag)
+                    self.memory.take(tag)
                 except RuntimeError as error:
                     raise FailedPrecondition(
                         f"no memory for {tag.value}: {error}", reason="MEMORY_MISSING"
                     ) from error
-                self._released.remove(tag)
+                self.released.remove(tag)
 
     def checksums(self) -> Mapping[str, str]:
         """Returns the SHA-256 of each tensor."""
@@ -424,24 +373,13 @@ class WeightControl:
             tensor.zero_()
         return len(tensors)
 
-    def _abort(self, sequences: Iterable[Sequence]) -> int:
-        num_aborted = 0
-        for sequence in tuple(sequences):
+    def _abort(self, sequences: list[Sequence]) -> int:
+        for sequence in sequences:
             sequence.cancel()
-            assert sequence.finish_reason is not None
-            finished = Finished(
-                sequence.finish_reason,
-                sequence.num_prompt_tokens,
-                sequence.num_output_tokens,
-                sequence.num_cached_tokens,
-                None,
-                sequence.stats,
-            )
-            self._subscriptions.emit(sequence, finished)
+            self._subscriptions.emit(sequence, Finished.of(sequence))
             self._drop(sequence)
-            num_aborted += 1
         self._subscriptions.deliver()
-        return num_aborted
+        return len(sequences)
 
     def _retract(self) -> int:
         running = self._scheduler.running
@@ -455,13 +393,4 @@ def _released(tags: Iterable[MemoryTag]) -> FailedPrecondition:
     names = ", ".join(sorted(tag.value for tag in tags))
     return FailedPrecondition(
         f"memory of {names} is released; resume it first", reason="MEMORY_RELEASED"
-    )
-
-
-def torn_weights() -> FailedPrecondition:
-    """Returns that what is loaded is no model."""
-    return FailedPrecondition(
-        "the weights were reset or released, or an update broke off in the middle; send a whole "
-        "update",
-        reason="WEIGHTS_TORN",
     )

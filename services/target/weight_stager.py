@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import datetime
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -210,9 +210,9 @@ class WeightStager:
         if problem is not None:
             raise problem
 
-    def add_rows(self, call: TableCall) -> None:
+    def add_rows(self, table: Table, start: int, end: int) -> None:
         """Takes part in `table_rows`, behind what is launched."""
-        table_rows(self._decoder, call.table, call.start, call.end)
+        table_rows(self._decoder, table, start, end)
 
     def _new_stage(self) -> WeightStage:
         return WeightStage(self._decoder, self._keys, self._options)
@@ -273,26 +273,17 @@ def _unflattened(flat: torch.Tensor, shapes: Sequence[torch.Tensor]) -> Iterator
 
 
 @dataclass(frozen=True, slots=True)
-class StageCall:
-    """Something that every process does with its own `WeightStager`."""
+class RankCall:
+    """A method of `WeightStager` that every process calls of its own, or `apply`: all of them put
+    what they have gathered in force, if all are ready."""
 
     method: str
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
+    arguments: tuple[Any, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
 
-
-@dataclass(frozen=True, slots=True)
-class ApplyCall:
-    """Every process applies its gathered tensors, if all are ready."""
-
-
-@dataclass(frozen=True, slots=True)
-class TableCall:
-    """Every process adds its rows of a table."""
-
-    table: Table
-    start: int
-    end: int
+    def on(self, stager: WeightStager) -> None:
+        """Calls it."""
+        getattr(stager, self.method)(*self.arguments, **self.options)
 
 
 class RankStages:
@@ -301,12 +292,8 @@ class RankStages:
     def __init__(self, group: TensorGroup, leader: Leader, device: torch.device) -> None:
         self._group, self._leader, self._device = group, leader, device
 
-    def tell(self, call: StageCall) -> None:
-        """Has them gather beside their steps, each call behind the one before."""
-        self._leader.tell(call)
-
-    def add_rows(self, call: TableCall) -> None:
-        """Has them take part in `table_rows`."""
+    def tell(self, call: RankCall) -> None:
+        """Has them do the same: gather beside their steps, each call behind the one before."""
         self._leader.tell(call)
 
     def agree(self) -> None:
@@ -315,7 +302,7 @@ class RankStages:
         Raises:
             FailedPrecondition: one is not, and none applies.
         """
-        self._leader.tell(ApplyCall())
+        self._leader.tell(RankCall("apply"))
         failed = _failed_ranks(self._group, self._device, is_ready=True)
         if failed:
             ranks = ", ".join(map(str, failed))
@@ -333,15 +320,16 @@ class FollowingStager:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._is_sound = True
 
-    def take(self, message: object) -> None:
+    def take(self, call: RankCall) -> None:
         """Does what rank 0 announces."""
-        if isinstance(message, StageCall):
-            self._worker.submit(self._gather, message)
-            return
-        if isinstance(message, TableCall):
-            self._stager.add_rows(message)
-            return
-        assert isinstance(message, ApplyCall), message
+        if call.method == "add_rows":
+            call.on(self._stager)
+        elif call.method == "apply":
+            self._apply()
+        else:
+            self._worker.submit(self._gather, call)
+
+    def _apply(self) -> None:
         self._worker.submit(lambda: None).result()
         if self._is_sound:
             self._is_sound = self._is_ready()
@@ -349,10 +337,10 @@ class FollowingStager:
             self._stager.stage.apply()
         self._stager.reset()
 
-    def _gather(self, call: StageCall) -> None:
+    def _gather(self, call: RankCall) -> None:
         self._is_sound = self._is_sound or call.method == "reset"
         try:
-            getattr(self._stager, call.method)(*call.arguments, **call.options)
+            call.on(self._stager)
         except Exception:
             logger.exception("cannot gather an update of the weights")
             # A group that is not there is found out by the one that is to receive.

@@ -3,67 +3,102 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from services.target.engine import Engine
 from services.target.weight_control import Updated, WeightControl
-from services.target.weight_stager import GroupTerms, StageCall, TensorToCome, WeightStager
+from services.target.weight_stager import GroupTerms, RankCall, TensorToCome, WeightStager
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.model_options import LoadFormat
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
+def _alone(
+    name: str,
+) -> Callable[
+    [Callable[Concatenate[WeightUpdates, P], Coroutine[Any, Any, T]]],
+    Callable[Concatenate[WeightUpdates, P], Awaitable[T]],
+]:
+    """Has a method do all of its work even if the caller hangs up, and refuses others meanwhile."""
+
+    def with_refusal(
+        method: Callable[Concatenate[WeightUpdates, P], Coroutine[Any, Any, T]],
+    ) -> Callable[Concatenate[WeightUpdates, P], Awaitable[T]]:
+        @wraps(method)
+        async def call(self: WeightUpdates, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            self.check_free(name)
+            task = asyncio.create_task(method(self, *args, **kwargs), name=name)
+            self.under_way = task
+            return await asyncio.shield(task)
+
+        return call
+
+    return with_refusal
+
+
 class WeightUpdates:
-    """One update at a time. Gathering runs beside the steps, applying between two of them.
+    """One update at a time. Gathering runs beside the steps, applying between two of them. Each
+    method raises `FailedPrecondition` while another is under way.
 
     Args:
         make_stager: reads which names the served checkpoint has; called once, when it is needed.
+
+    Attributes:
+        under_way: the last call.
     """
 
     def __init__(self, engine: Engine, make_stager: Callable[[], WeightStager]) -> None:
+        self.under_way: asyncio.Task[Any] | None = None
         self._engine = engine
         self._make_stager = make_stager
         self._made: WeightStager | None = None
         self._is_open = False
         self._version: str | None = None
-        self._under_way: str | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
 
+    def check_free(self, name: str) -> None:
+        """Raises: FailedPrecondition: another call is under way."""
+        if self.under_way is not None and not self.under_way.done():
+            raise FailedPrecondition(
+                f"{self.under_way.get_name()} is under way; {name} has to wait for its end",
+                reason="WEIGHT_UPDATE_BUSY",
+            )
+
+    @_alone("begin_weight_update")
     async def begin(self) -> None:
         """Gathers what comes from now on, until `end`.
 
         Raises:
-            FailedPrecondition: an update was begun before, or is under way.
+            FailedPrecondition: an update was begun before.
         """
-        with self._alone("begin_weight_update"):
-            if self._is_open:
-                raise FailedPrecondition(
-                    "an update was begun and has not ended; end it, or continue generation, which "
-                    "drops it",
-                    reason="WEIGHT_UPDATE_OPEN",
-                )
-            await self._reset()
-            self._is_open, self._version = True, None
+        if self._is_open:
+            raise FailedPrecondition(
+                "an update was begun and has not ended; end it, or continue generation, which "
+                "drops it",
+                reason="WEIGHT_UPDATE_OPEN",
+            )
+        await self._gather("reset")
+        self._is_open, self._version = True, None
 
+    @_alone("end_weight_update")
     async def end(self, version: str | None) -> Updated | None:
         """Applies the gathered tensors; None where that is nothing.
 
         Raises:
             CheckpointError, FailedPrecondition: see `WeightControl.apply`. The update is dropped.
         """
-        with self._alone("end_weight_update"):
-            if not self._is_open:
-                raise FailedPrecondition(
-                    "no update was begun, or it was dropped", reason="WEIGHT_UPDATE_NOT_OPEN"
-                )
-            self._is_open = False
-            if (await self._stager()).stage.is_empty:
-                return None
-            return await self._kept(self._applied(version or self._version))
+        if not self._is_open:
+            raise FailedPrecondition(
+                "no update was begun, or it was dropped", reason="WEIGHT_UPDATE_NOT_OPEN"
+            )
+        self._is_open = False
+        if (await self._stager()).stage.is_empty:
+            return None
+        return await self._applied(version or self._version)
 
     def drop(self) -> bool:
         """Drops an update that has not ended; returns whether there was one.
@@ -71,10 +106,11 @@ class WeightUpdates:
         Raises:
             FailedPrecondition: tensors are on their way right now.
         """
-        with self._alone("an end of the update"):
-            was_open, self._is_open = self._is_open, False
-            return was_open
+        self.check_free("an end of the update")
+        was_open, self._is_open = self._is_open, False
+        return was_open
 
+    @_alone("update_weights_from_disk")
     async def read(self, folder: Path, load_format: str, version: str | None) -> Updated | None:
         """Takes a checkpoint.
 
@@ -82,13 +118,14 @@ class WeightUpdates:
             CheckpointError: it is not one of the model that is served.
             InvalidArgument: there is no such load format.
         """
-        kind = _load_format(load_format)
-        return await self._update("update_weights_from_disk", version, "read", folder, kind)
+        return await self._update(version, "read", folder, _load_format(load_format))
 
+    @_alone("update_weights_from_tensor")
     async def load(self, content: bytes, version: str | None) -> Updated | None:
         """Takes tensors in the format of safetensors; raises see `WeightStager.load`."""
-        return await self._update("update_weights_from_tensor", version, "load", content)
+        return await self._update(version, "load", content)
 
+    @_alone("update_weights_from_distributed")
     async def receive(
         self,
         group: str,
@@ -98,36 +135,32 @@ class WeightUpdates:
         is_flattened: bool,
     ) -> Updated | None:
         """Takes tensors that a process of a group sends; raises see `WeightStager.receive`."""
-        name = "update_weights_from_distributed"
         return await self._update(
-            name, version, "receive", group, tuple(tensors), is_flattened=is_flattened
+            version, "receive", group, tuple(tensors), is_flattened=is_flattened
         )
 
+    @_alone("init_weights_update_group")
     async def join(self, terms: GroupTerms) -> None:
         """Joins a group; raises see `WeightStager.join`."""
-        with self._alone("init_weights_update_group"):
-            stager = await self._stager()
-            problem = terms.problem(stager.num_processes)
-            if problem is not None:
-                raise InvalidArgument.of("WEIGHT_GROUP_RANKS", "rank_offset", problem)
-            await self._kept(self._gather("join", terms))
+        problem = terms.problem((await self._stager()).num_processes)
+        if problem is not None:
+            raise InvalidArgument.of("WEIGHT_GROUP_RANKS", "rank_offset", problem)
+        await self._gather("join", terms)
 
+    @_alone("destroy_weights_update_group")
     async def leave(self, group: str) -> None:
         """Leaves a group; raises see `WeightStager.leave`."""
-        with self._alone("destroy_weights_update_group"):
-            await self._kept(self._gather("leave", group))
+        await self._gather("leave", group)
+
+    async def with_weights(self, function: Callable[[WeightControl], T]) -> T:
+        """Does something with the weights between two steps; no update need wait for it."""
+        return await asyncio.wrap_future(self._engine.with_weights(function))
 
     async def _update(
-        self, name: str, version: str | None, method: str, *arguments: Any, **options: Any
-    ) -> Updated | None:
-        with self._alone(name):
-            return await self._kept(self._updated(version, method, *arguments, **options))
-
-    async def _updated(
         self, version: str | None, method: str, *arguments: Any, **options: Any
     ) -> Updated | None:
         if not self._is_open:
-            await self._reset()
+            await self._gather("reset")
         try:
             await self._gather(method, *arguments, **options)
         except BaseException:
@@ -139,50 +172,22 @@ class WeightUpdates:
         return await self._applied(version)
 
     async def _applied(self, version: str | None) -> Updated:
-        stage = (await self._stager()).stage
+        stager = await self._stager()
         try:
-            return await self._with_weights(lambda weights: weights.apply(stage, version))
+            return await self.with_weights(lambda weights: weights.apply(stager.stage, version))
         finally:
-            (await self._stager()).reset()
+            stager.reset()
 
     async def _gather(self, method: str, *arguments: Any, **options: Any) -> None:
         """Has every process of the model do something with its stager."""
-        call = StageCall(method, arguments, options)
-        await self._with_weights(lambda weights: weights.gather(call))
-        function = getattr(await self._stager(), method)
-        await asyncio.to_thread(function, *arguments, **options)
-
-    async def _reset(self) -> None:
-        await self._gather("reset")
+        call = RankCall(method, arguments, options)
+        await self.with_weights(lambda weights: weights.gather(call))
+        await asyncio.to_thread(call.on, await self._stager())
 
     async def _stager(self) -> WeightStager:
         if self._made is None:
             self._made = await asyncio.to_thread(self._make_stager)
         return self._made
-
-    async def _with_weights(self, function: Callable[[WeightControl], T]) -> T:
-        return await asyncio.wrap_future(self._engine.with_weights(function))
-
-    async def _kept(self, work: Coroutine[Any, Any, T]) -> T:
-        """Does all of it, even if the caller hangs up; the next update waits for that."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
-
-    @contextmanager
-    def _alone(self, name: str) -> Iterator[None]:
-        """Raises: FailedPrecondition: another call is under way."""
-        if self._tasks or self._under_way is not None:
-            raise FailedPrecondition(
-                f"{self._under_way or 'an update'} is under way; {name} has to wait for its end",
-                reason="WEIGHT_UPDATE_BUSY",
-            )
-        self._under_way = name
-        try:
-            yield
-        finally:
-            self._under_way = None
 
 
 def _load_format(name: str) -> LoadFormat:

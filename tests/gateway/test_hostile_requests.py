@@ -203,7 +203,7 @@ async def test_a_request_that_cannot_be_told_of_a_loss_leaves_the_link_alive(
 
 
 def _generation() -> Generation:
-    return Generation([1], SamplingParams(), StopParams(1))
+    return Generation("r", [1], SamplingParams(), StopParams(1))
 
 
 async def test_after_a_bug_the_connection_says_that_it_closes(

@@ -242,7 +242,7 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
         wire: WireMeter | None = None,
     ) -> None:
         self._engine = engine
-        self._changes = model.changes
+        self._note_change = model.note_change
         self._handshake = Handshake(engine, model, terms, lifecycle)
         self._wire = wire or WireMeter()
         self._streams: dict[str, DraftStream] = {}
@@ -376,7 +376,7 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
                 _free(ring, message.feature_ring_taken.end)
             elif kind == "weights_updated":
                 version = message.weights_updated.weight_version[:_LONGEST_VERSION]
-                self._changes.note(identity.algorithm, version)
+                self._note_change(identity.algorithm, version)
             elif kind == "mapped_head_ready":
                 self._engine.map_head(attachment_id, tuple(message.mapped_head_ready.pages))
             elif kind == "attach":

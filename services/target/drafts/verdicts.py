@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from services.target.drafts.assignments import Assignment, Assignments
 from services.target.drafts.attachment import DraftRegistry
-from services.target.requests.request import DraftAnswer
 from services.target.sequence import Sequence
 from services.target.step_report import RecentOutcomes, SpeculationCounts
+from shared.generation import DraftAnswer
 
 
 class Verdicts:

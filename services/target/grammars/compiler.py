@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
-import os
 import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
+from services.target.grammars import trial
 from services.target.grammars.matcher import CompiledGrammar
 from services.target.grammars.source import (
     STACK_BYTES,
@@ -29,7 +27,7 @@ from services.target.grammars.source import (
     read_vocabulary,
     too_complex,
 )
-from services.target.grammars.trial import Answer, Request
+from services.target.grammars.trial import Answer
 from shared.errors import EngineFailed, FailedPrecondition, InvalidArgument, QueueFull
 from shared.grammar import Grammar
 
@@ -43,7 +41,7 @@ class GrammarLimits:
 
     Attributes:
         max_bytes: of its text.
-        compile_timeout_s: of compiling it.
+        compile_timeout_s: of compiling it, and of the wait for its turn.
         compile_bytes: that compiling it may take.
         cached_bytes: that all grammars may keep which are there for another request.
     """
@@ -77,17 +75,18 @@ class GrammarCompiler:
         eos_token_ids: Collection[int],
         limits: GrammarLimits,
     ) -> None:
-        self._folder = folder
+        self._path = folder / "tokenizer.json"
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
         self._limits = limits
         self._threads = _deep_threads()
-        self._vocabulary: asyncio.Future[Vocabulary] | None = None
+        self._turns = asyncio.Semaphore(_NUM_THREADS)
+        self._reading = threading.Lock()
+        self._vocabulary: Vocabulary | None = None
         self._compiled: OrderedDict[Grammar, asyncio.Future[_Compiled]] = OrderedDict()
-        self._trials = GrammarTrials(
-            *(folder / "tokenizer.json", vocab_size, self._eos_token_ids),
-            *(limits.compile_bytes, limits.compile_timeout_s),
-        )
+        # Each thread has a process, from its first grammar on.
+        self._own = threading.local()
+        self._processes: list[_TrialProcess] = []
 
     async def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Raises:
@@ -101,9 +100,16 @@ class GrammarCompiler:
                 f"the {grammar.kind.value} has {grammar.size_bytes:,} bytes; "
                 f"at most {limits.max_bytes:,} are accepted"
             )
-        found = (await self._shared(grammar)).grammar
-        self._make_room()
-        return found
+        found = self._compiled.get(grammar)
+        if found is None or (found.done() and found.exception() is not None):
+            # It outlives whoever waits for it.
+            found = self._compiled[grammar] = asyncio.ensure_future(self._turn(grammar))
+            found.add_done_callback(_note_exception)
+        self._compiled.move_to_end(grammar)
+        compiled_grammar = (await asyncio.shield(found)).grammar
+        while len(self._compiled) > _NUM_CACHED or self.num_cached_bytes > limits.cached_bytes:
+            self._compiled.popitem(last=False)
+        return compiled_grammar
 
     @property
     def num_cached_bytes(self) -> int:
@@ -113,38 +119,40 @@ class GrammarCompiler:
     def close(self) -> None:
         """Lets the threads end; grammars still waiting are dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._trials.close()
+        for process in self._processes:
+            process.close()
 
-    def _make_room(self) -> None:
-        while (
-            len(self._compiled) > _NUM_CACHED or self.num_cached_bytes > self._limits.cached_bytes
-        ):
-            self._compiled.popitem(last=False)
+    async def _turn(self, grammar: Grammar) -> _Compiled:
+        timeout_s = self._limits.compile_timeout_s
+        try:
+            await asyncio.wait_for(self._turns.acquire(), timeout_s)
+        except TimeoutError as error:
+            message = f"grammars of other requests took the {timeout_s:g} s of this one"
+            raise QueueFull(message, reason="GRAMMARS_BUSY", retry_after_s=1.0) from error
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, self._tried, grammar)
+        finally:
+            self._turns.release()
 
-    def _shared(self, grammar: Grammar) -> asyncio.Future[_Compiled]:
-        """Returns the one compilation of a grammar, which outlives whoever waits for it."""
-        compiled = self._compiled.get(grammar)
-        if compiled is None or (compiled.done() and compiled.exception() is not None):
-            compiled = asyncio.ensure_future(self._compile(grammar))
-            compiled.add_done_callback(_note_exception)
-            self._compiled[grammar] = compiled
-        self._compiled.move_to_end(grammar)
-        self._make_room()
-        return asyncio.shield(compiled)
-
-    async def _compile(self, grammar: Grammar) -> _Compiled:
-        loop = asyncio.get_running_loop()
-        if self._vocabulary is None:
-            self._vocabulary = loop.run_in_executor(self._threads, self._read_vocabulary)
-        vocabulary = await asyncio.shield(self._vocabulary)
-        num_bytes = await self._trials.run(grammar)
-        found = await loop.run_in_executor(self._threads, compiled, grammar, vocabulary)
-        return _Compiled(found, num_bytes)
+    def _tried(self, grammar: Grammar) -> _Compiled:
+        """Compiles a grammar if its trial ends well. On one of the threads."""
+        vocabulary = self._read_vocabulary()
+        process: _TrialProcess | None = getattr(self._own, "process", None)
+        if process is None or not process.is_alive:
+            terms = (self._path, self._vocab_size, self._eos_token_ids, self._limits)
+            process = self._own.process = _TrialProcess(*terms)
+            self._processes.append(process)
+        num_bytes = process.run(grammar)
+        return _Compiled(compiled(grammar, vocabulary), num_bytes)
 
     def _read_vocabulary(self) -> Vocabulary:
         try:
-            path = self._folder / "tokenizer.json"
-            return read_vocabulary(path, self._vocab_size, self._eos_token_ids)
+            with self._reading:
+                if self._vocabulary is None:
+                    terms = (self._path, self._vocab_size, self._eos_token_ids)
+                    self._vocabulary = read_vocabulary(*terms)
+                return self._vocabulary
         except (ImportError, OSError, ValueError) as error:
             message = f"this target cannot constrain output: {error}"
             raise FailedPrecondition(message, reason="GRAMMAR_UNAVAILABLE") from error
@@ -178,126 +186,57 @@ def _note_exception(compiled: asyncio.Future[_Compiled]) -> None:
         compiled.exception()
 
 
-# Trials are made by a process of their own, started at the first grammar.
-
-_NUM_AT_ONCE = 2
-
-
-class GrammarTrials:
-    """Tries grammars out, two at a time.
-
-    Args:
-        path: of `tokenizer.json`.
-        max_bytes: what compiling one may take.
-        timeout_s: of one trial, and of the wait for its turn.
-    """
+class _TrialProcess:
+    """Runs `services.target.grammars.trial`; arguments see `GrammarCompiler`."""
 
     def __init__(
-        self,
-        path: Path,
-        vocab_size: int,
-        eos_token_ids: Sequence[int],
-        max_bytes: int,
-        timeout_s: float,
+        self, path: Path, vocab_size: int, eos_token_ids: list[int], limits: GrammarLimits
     ) -> None:
-        words = (str(path), str(vocab_size), json.dumps(list(eos_token_ids)))
-        self._arguments = (*words, str(max_bytes), str(timeout_s))
-        self._max_bytes = max_bytes
-        self._timeout_s = timeout_s
-        self._turns = asyncio.Semaphore(_NUM_AT_ONCE)
-        self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[Answer]] = {}
-        self._process: subprocess.Popen[bytes] | None = None
-        self._read = b""
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    async def run(self, grammar: Grammar) -> int:
-        """Returns the bytes that a grammar keeps once it is compiled.
-
-        Raises:
-            InvalidArgument: it is wrong, takes too long or too much memory.
-            QueueFull: others wait for their trials.
-        """
-        try:
-            await asyncio.wait_for(self._turns.acquire(), self._timeout_s)
-        except TimeoutError as error:
-            message = f"grammars of other requests took the {self._timeout_s:g} s of this one"
-            raise QueueFull(message, reason="GRAMMARS_BUSY", retry_after_s=1.0) from error
-        try:
-            answer = await self._asked(grammar)
-        finally:
-            self._turns.release()
-        if answer["outcome"] == "wrong":
-            raise InvalidArgument.of(answer["reason"], "grammar", answer["message"])
-        if answer["outcome"] == "slow":
-            limit = f"longer than {self._timeout_s:g} s to compile"
-            raise too_complex(f"the {grammar.kind.value} takes {limit}")
-        if answer["outcome"] == "large":
-            limit = f"more than {self._max_bytes / 2**20:,.0f} MiB to compile"
-            raise too_complex(f"the {grammar.kind.value} takes {limit}")
-        return answer["num_bytes"]
-
-    def close(self) -> None:
-        """Ends the process."""
-        process, self._process, self._read = self._process, None, b""
-        if process is None:
-            return
-        assert process.stdin is not None
-        assert process.stdout is not None
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(process.stdout)
-        process.kill()
-        process.wait()
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
-        process.stdout.close()
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                message = "the process that tries grammars ended"
-                waiting.set_exception(EngineFailed(message, reason="ENGINE_FAILED"))
-
-    async def _asked(self, grammar: Grammar) -> Answer:
-        process = self._process or self._start()
-        assert process.stdin is not None
-        number = next(self._numbers)
-        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = answered
-        request = Request(number=number, kind=grammar.kind.value, source=list(grammar.source))
-        try:
-            # On a thread: it does not read before it has the tokenizer.
-            await asyncio.to_thread(_write, process.stdin, request)
-            return await answered
-        finally:
-            del self._waiting[number]
-
-    def _start(self) -> subprocess.Popen[bytes]:
+        self._limits = limits
+        words = (path, vocab_size, json.dumps(eos_token_ids))
+        bounds = (limits.compile_bytes, limits.compile_timeout_s)
         self._process = subprocess.Popen(
-            (sys.executable, "-m", "services.target.grammars.trial", *self._arguments),
+            (sys.executable, "-m", trial.__name__, *map(str, (*words, *bounds))),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=Path(__file__).parents[3],
+            text=True,
         )
-        assert self._process.stdout is not None
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._process.stdout, self._take, self._process)
-        return self._process
 
-    def _take(self, process: subprocess.Popen[bytes]) -> None:
-        """Resolves the futures of finished trials."""
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def run(self, grammar: Grammar) -> int:
+        """Tries a grammar; returns the bytes that it keeps once it is compiled.
+
+        Raises:
+            InvalidArgument: it is wrong, takes too long or too much memory.
+            EngineFailed: the process ended.
+        """
+        process, kind, limits = self._process, grammar.kind.value, self._limits
+        assert process.stdin is not None
         assert process.stdout is not None
-        read = os.read(process.stdout.fileno(), 1 << 16)
-        if not read:
-            self.close()
-            return
-        *lines, self._read = (self._read + read).split(b"\n")
-        for line in lines:
-            answer: Answer = json.loads(line)
-            waiting = self._waiting.get(answer["number"])
-            if waiting is not None and not waiting.done():
-                waiting.set_result(answer)
+        with contextlib.suppress(BrokenPipeError, ValueError):  # it ended, which its answer tells
+            process.stdin.write(json.dumps([kind, grammar.source]) + "\n")
+            process.stdin.flush()
+        line = process.stdout.readline()
+        if not line:
+            message = "the process that tries grammars ended"
+            raise EngineFailed(message, reason="ENGINE_FAILED")
+        answer: Answer = json.loads(line)
+        if answer["outcome"] == "wrong":
+            raise InvalidArgument.of(answer["reason"], "grammar", answer["message"])
+        if answer["outcome"] == "slow":
+            limit = f"longer than {limits.compile_timeout_s:g} s"
+            raise too_complex(f"the {kind} takes {limit} to compile")
+        if answer["outcome"] == "large":
+            limit = f"more than {limits.compile_bytes / 2**20:,.0f} MiB"
+            raise too_complex(f"the {kind} takes {limit} to compile")
+        return answer["num_bytes"]
 
-
-def _write(requests: IO[bytes], request: Request) -> None:
-    with contextlib.suppress(BrokenPipeError, ValueError):  # it ended, which its reader tells
-        requests.write(json.dumps(request).encode() + b"\n")
-        requests.flush()
+    def close(self) -> None:
+        """Ends the process; a trial that runs fails."""
+        self._process.kill()
+        with contextlib.suppress(BrokenPipeError), self._process:
+            pass  # closes the pipes

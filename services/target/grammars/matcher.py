@@ -196,14 +196,5 @@ class MaskExecutor:
 def _paths(tree: TokenTree) -> list[list[int]]:
     """Returns the nodes from below the root to each leaf; one path without nodes of an empty
     tree."""
-    parents = set(tree.parent_indices)
-    paths: list[list[int]] = []
-    for leaf in range(len(tree)):
-        if leaf in parents:
-            continue
-        path, parent = [leaf], tree.parent_indices[leaf]
-        while parent is not None:
-            path.append(parent)
-            parent = tree.parent_indices[parent]
-        paths.append(path[::-1])
-    return paths or [[]]
+    leaves = set(range(len(tree))) - set(tree.parent_indices)
+    return [list(tree.path(leaf)) for leaf in sorted(leaves)] or [[]]

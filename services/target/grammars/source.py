@@ -77,31 +77,31 @@ KNOWN_FORMATS = frozenset(
 def without_unknown_formats(schema: JsonSchema) -> JsonSchema:
     """Returns the schema without the formats nobody here knows. What only looks like a format, a
     property of that name or a value of an `enum`, stays."""
-    return edited(schema, _drop_unknown_format)
+
+    def drop(part: JsonSchema) -> None:
+        given = part.get("format")
+        if isinstance(given, str) and given not in KNOWN_FORMATS:
+            del part["format"]
+
+    return edited(schema, drop)
 
 
-def _drop_unknown_format(schema: JsonSchema) -> None:
-    given = schema.get("format")
-    if isinstance(given, str) and given not in KNOWN_FORMATS:
-        del schema["format"]
-
-
+JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,16}"}
+"""White space between JSON tokens is free but bounded: a model that falls into a run of spaces
+would otherwise never leave it."""
 Format = Mapping[str, Any]
 
 _HEAD = "%llguidance {}\n"
 _TEXT = r"TEXT: /(.|\n)*/"
 
 
-def structural_tag_lark(tag: Format, tokens: SpecialTokens, json_options: Mapping[str, Any]) -> str:
+def structural_tag_lark(tag: Format, tokens: SpecialTokens) -> str:
     """Returns the grammar of a structural tag.
-
-    Args:
-        json_options: for the JSON schemas inside.
 
     Raises:
         InvalidArgument: it is of neither form, or of a format that is not implemented.
     """
-    rules = _Rules(tokens, json_options)
+    rules = _Rules(tokens)
     try:
         start = rules.expression(_format(tag))
     except (KeyError, TypeError, AttributeError) as error:
@@ -131,10 +131,9 @@ def _format(tag: Format) -> Format:
 class _Rules:
     """Writes one rule for each format that needs a name."""
 
-    def __init__(self, tokens: SpecialTokens, json_options: Mapping[str, Any]) -> None:
+    def __init__(self, tokens: SpecialTokens) -> None:
         self.lines: list[str] = []
         self._tokens = tokens
-        self._json_options = json_options
 
     def expression(self, content: Format) -> str:
         """Returns the Lark expression of a format."""
@@ -172,7 +171,7 @@ class _Rules:
         if schema is True:
             schema = {}
         schema = without_unknown_formats(schema)
-        return "%json " + json.dumps({**schema, "x-guidance": dict(self._json_options)})
+        return "%json " + json.dumps({**schema, "x-guidance": JSON_OPTIONS})
 
     def _sequence(self, elements: Sequence[Format]) -> str:
         return self._rule(" ".join(self.expression(each) for each in elements) or quoted(""))
@@ -246,13 +245,7 @@ def _check_excludes(content: Format) -> None:
 
 
 def _wrong(reason: str) -> InvalidArgument:
-    message = f"the structural tag is wrong: {reason}"
-    return InvalidArgument.of("GRAMMAR_INVALID", "grammar", message)
-
-
-JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,16}"}
-"""White space between JSON tokens is free but bounded: a model that falls into a run of spaces
-would otherwise never leave it."""
+    return invalid_grammar(GrammarKind.STRUCTURAL_TAG, reason)
 
 
 def grammar_source(grammar: Grammar, tokens: SpecialTokens) -> str:
@@ -274,7 +267,7 @@ def grammar_source(grammar: Grammar, tokens: SpecialTokens) -> str:
         return LLMatcher.grammar_from_lark("start: " + " | ".join(map(quoted, grammar.source)))
     if kind is GrammarKind.STRUCTURAL_TAG:
         tag = json_object(grammar.text, kind)
-        return LLMatcher.grammar_from_lark(structural_tag_lark(tag, tokens, JSON_OPTIONS))
+        return LLMatcher.grammar_from_lark(structural_tag_lark(tag, tokens))
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
     except Exception as error:  # of a parser written for trusted text
@@ -344,27 +337,26 @@ def compiled(grammar: Grammar, vocabulary: Vocabulary) -> CompiledGrammar:
     InvalidArgument: the grammar is wrong.
     """
     try:
-        return _compiled_unguarded(grammar, vocabulary)
+        source = grammar_source(grammar, vocabulary.special_tokens)
+        limits = LLParserLimits(
+            verbose_errors=False,
+            initial_lexer_fuel=_FIRST_MASK_FUEL,
+            max_lexer_states=_MAX_LEXER_STATES,
+            step_max_items=_MAX_STEP_ITEMS,
+        )
+        matcher = LLMatcher(vocabulary.tokenizer, source, log_level=0, limits=limits)
+        reason = matcher.get_error()
+        if not matcher.is_error():
+            first = matcher.deep_copy()
+            can_begin = any(first.compute_bitmask())
+            reason = first.get_error()
+            if not reason and not can_begin:
+                reason = "no token of the vocabulary can begin a match"
     except OutriderError:
         raise
     # Foreign code on a stranger's text; a panic of Rust is no `Exception`.
     except BaseException as error:
         raise invalid_grammar(grammar.kind, shown_reason(str(error))) from error
-
-
-def _compiled_unguarded(grammar: Grammar, vocabulary: Vocabulary) -> CompiledGrammar:
-    source = grammar_source(grammar, vocabulary.special_tokens)
-    limits = LLParserLimits(
-        verbose_errors=False,
-        initial_lexer_fuel=_FIRST_MASK_FUEL,
-        max_lexer_states=_MAX_LEXER_STATES,
-        step_max_items=_MAX_STEP_ITEMS,
-    )
-    matcher = LLMatcher(vocabulary.tokenizer, source, log_level=0, limits=limits)
-    if matcher.is_error():
-        raise invalid_grammar(grammar.kind, shown_reason(matcher.get_error()))
-    first = matcher.deep_copy()
-    if not any(first.compute_bitmask()) or first.is_error():
-        reason = first.get_error() or "no token of the vocabulary can begin a match"
+    if reason:
         raise invalid_grammar(grammar.kind, shown_reason(reason))
     return CompiledGrammar(matcher, vocabulary.tokenizer.vocab_size)

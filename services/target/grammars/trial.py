@@ -2,7 +2,7 @@
 its bounds leave patterns that take minutes and gigabytes.
 
 `python -m services.target.grammars.trial` reads a tokenizer once and forks for each grammar. Lines
-of JSON come in and go out; see `Request` and `Answer`.
+of JSON come in, a grammar's kind and source, and go out, see `Answer`.
 """
 
 from __future__ import annotations
@@ -15,24 +15,14 @@ import select
 import signal
 import sys
 import threading
-import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypedDict
+from typing import NoReturn, TypedDict
 
 from services.target.grammars.source import STACK_BYTES, Vocabulary, compiled, read_vocabulary
 from shared.errors import OutriderError
 from shared.grammar import Grammar, GrammarKind
 
 _NICE = 5  # the engine's own threads go first
-
-
-class Request(TypedDict):
-    """A grammar to try."""
-
-    number: int
-    kind: str
-    source: list[str]
 
 
 class Answer(TypedDict, total=False):
@@ -42,87 +32,44 @@ class Answer(TypedDict, total=False):
     one, `reason` and `message` are those of its error.
     """
 
-    number: int
     outcome: str
     num_bytes: int
     reason: str
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    number: int
-    pid: int
-    deadline_s: float
-
-
-class _Trials:
-    """The trials that run, by the pipe of their answer."""
-
-    def __init__(self, vocabulary: Vocabulary, max_bytes: int, timeout_s: float) -> None:
-        self._vocabulary = vocabulary
-        self._max_bytes = max_bytes
-        self._timeout_s = timeout_s
-        self._running: dict[int, _Trial] = {}
-
-    def serve(self, requests: int) -> None:
-        """Serves until there are no more requests."""
-        pending = b""
-        while True:
-            ready, _, _ = select.select([requests, *self._running], [], [], self._patience_s())
-            for pipe in set(ready) - {requests}:
-                self._end(pipe)
-            for pipe, trial in list(self._running.items()):
-                if time.monotonic() >= trial.deadline_s:
-                    self._end(pipe, is_late=True)
-            if requests in ready:
-                read = os.read(requests, 1 << 16)
-                if not read:
-                    break
-                *lines, pending = (pending + read).split(b"\n")
-                for line in lines:
-                    self._begin(json.loads(line))
-        for pipe in list(self._running):
-            self._end(pipe, is_late=True)
-
-    def _patience_s(self) -> float | None:
-        if not self._running:
-            return None
-        return max(min(t.deadline_s for t in self._running.values()) - time.monotonic(), 0.0)
-
-    def _begin(self, request: Request) -> None:
-        reading, writing = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            _run(Grammar(GrammarKind(request["kind"]), tuple(request["source"])),
-                 self._vocabulary, self._max_bytes, writing)  # fmt: skip
-        os.close(writing)
-        deadline_s = time.monotonic() + self._timeout_s
-        self._running[reading] = _Trial(request["number"], pid, deadline_s)
-
-    def _end(self, pipe: int, *, is_late: bool = False) -> None:
-        trial = self._running.pop(pipe)
+def tried(grammar: Grammar, vocabulary: Vocabulary, max_bytes: int, timeout_s: float) -> Answer:
+    """Compiles a grammar in a fork, which is killed when it takes too long."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _run(grammar, vocabulary, max_bytes, writing)
+    os.close(writing)
+    with open(reading, "rb") as answers:
+        is_late = not select.select([answers], [], [], timeout_s)[0]
         if is_late:
-            os.kill(trial.pid, signal.SIGKILL)
-        with open(pipe, "rb") as answers:
-            content = b"" if is_late else answers.read()
-        os.waitpid(trial.pid, 0)
-        answer = json.loads(content) if content else {"outcome": "slow" if is_late else "large"}
-        print(json.dumps({**answer, "number": trial.number}), flush=True)
+            os.kill(pid, signal.SIGKILL)
+        content = answers.read()
+    os.waitpid(pid, 0)
+    if is_late or not content:
+        return Answer(outcome="slow" if is_late else "large")
+    answer: Answer = json.loads(content)
+    return answer
 
 
 def _run(grammar: Grammar, vocabulary: Vocabulary, max_bytes: int, answers: int) -> NoReturn:
     """Runs in a fork, which ends with it."""
     status = 1
     with contextlib.suppress(BaseException):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+        for own in (sys.stdout, sys.stderr):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), own.fileno())
         os.nice(_NICE)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         limit = _data_bytes() + STACK_BYTES + max_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         threading.stack_size(STACK_BYTES)
-        found: list[dict[str, Any]] = []
-        thread = threading.Thread(target=lambda: found.append(_tried(grammar, vocabulary)))
+        found: list[Answer] = []
+        thread = threading.Thread(target=lambda: found.append(_compiled(grammar, vocabulary)))
         thread.start()
         thread.join()
         os.write(answers, json.dumps(found[0]).encode())
@@ -130,13 +77,13 @@ def _run(grammar: Grammar, vocabulary: Vocabulary, max_bytes: int, answers: int)
     os._exit(status)
 
 
-def _tried(grammar: Grammar, vocabulary: Vocabulary) -> dict[str, Any]:
+def _compiled(grammar: Grammar, vocabulary: Vocabulary) -> Answer:
     before = _resident_bytes()
     try:
         compiled(grammar, vocabulary)
     except OutriderError as error:
-        return {"outcome": "wrong", "reason": error.reason, "message": error.message}
-    return {"outcome": "good", "num_bytes": max(_resident_bytes() - before, 0)}
+        return Answer(outcome="wrong", reason=error.reason, message=error.message)
+    return Answer(outcome="good", num_bytes=max(_resident_bytes() - before, 0))
 
 
 def _resident_bytes() -> int:
@@ -154,7 +101,10 @@ def main() -> None:
     path, vocab_size, eos_token_ids, max_bytes, timeout_s = sys.argv[1:]
     vocabulary = read_vocabulary(Path(path), int(vocab_size), json.loads(eos_token_ids))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the target ends it
-    _Trials(vocabulary, int(max_bytes), float(timeout_s)).serve(sys.stdin.fileno())
+    for line in sys.stdin:
+        kind, source = json.loads(line)
+        grammar = Grammar(GrammarKind(kind), tuple(source))
+        print(json.dumps(tried(grammar, vocabulary, int(max_bytes), float(timeout_s))), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from services.target.engine import Engine
 from services.target.grammars.compiler import GrammarCompiler
+from services.target.requests.event_stream import EventStream
 from services.target.requests.request import Event, Finished
 from services.target.step_report import Clock
 from shared.generation import Delta, Failed, Started
@@ -107,42 +108,91 @@ class RequestRecord:
         self._span.end(attributes, self._error)
 
 
-class OpenRequests:
-    """A count on the event loop."""
+class Admission:
+    """What requests need on the event loop before they are queued, of all services together.
 
-    def __init__(self) -> None:
-        self.count = 0
+    Attributes:
+        num_open: requests that have not ended; a drain waits for them.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        grammars: GrammarCompiler,
+        lifecycle: Lifecycle,
+        telemetry: RequestTelemetry,
+    ) -> None:
+        self.engine, self.grammars, self.lifecycle = engine, grammars, lifecycle
+        self.telemetry = telemetry
+        self.num_open = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
-    def add(self) -> None:
-        """A request was opened."""
-        self.count += 1
-        self._is_idle.clear()
-
-    def remove(self) -> None:
-        """A request finished, failed or was cancelled."""
-        self.count -= 1
-        if self.count == 0:
+    def count(self, num_more: int) -> None:
+        """Counts a request that was opened, or one that has ended: -1."""
+        self.num_open += num_more
+        if self.num_open:
+            self._is_idle.clear()
+        else:
             self._is_idle.set()
 
     async def wait_idle(self, timeout_s: float) -> int:
         """Waits until none is open, at most `timeout_s`; returns how many are left."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._is_idle.wait(), timeout_s)
-        return self.count
+        return self.num_open
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """The checks that a request passes on the event loop before it is queued.
+class OpenRequests:
+    """The requests of one RPC by their keys, each from its arrival to its end. On the event loop.
 
     Attributes:
-        open_requests: of all services together; a drain waits for them.
+        stream: of the events of all of them.
     """
 
-    engine: Engine
-    grammars: GrammarCompiler
-    lifecycle: Lifecycle
-    telemetry: RequestTelemetry
-    open_requests: OpenRequests = field(default_factory=OpenRequests)
+    def __init__(self, admission: Admission) -> None:
+        self.admission = admission
+        self.stream = EventStream(asyncio.get_running_loop())
+        self._records: dict[int, RequestRecord] = {}
+
+    def begin(
+        self, key: int, request_id: str, num_prompt: int, parent: str | None
+    ) -> RequestRecord:
+        """Opens a request; what fails from here on is counted. Arguments see `RequestRecord`."""
+        record = RequestRecord(self.admission.telemetry, request_id, num_prompt, parent)
+        self._records[key] = record
+        self.admission.count(1)
+        return record
+
+    def take(self, key: int, event: Event) -> bool:
+        """Records an event; False when it is about a request that was cancelled or timed out."""
+        record = self._records.get(key)
+        if record is None:
+            return False
+        record.observe(event)
+        if isinstance(event, Finished | Failed):
+            self._close(key)
+        return True
+
+    def cancel(self, key: int) -> None:
+        """Ends a request that nobody waits for any more. Unknown keys are ignored."""
+        if key in self._records:
+            self._close(key)
+        self._stop(key)
+
+    def end(self, key: int, event: Event) -> None:
+        """Ends a request wherever it is, queued, computing or unread; `event` is its last."""
+        self._stop(key)
+        self.stream.put(key, event)
+
+    def cancel_all(self) -> None:
+        """Cancels what still runs."""
+        for key in tuple(self._records):
+            self.cancel(key)
+
+    def _stop(self, key: int) -> None:
+        self.admission.engine.cancel(self.stream, key)
+
+    def _close(self, key: int) -> None:
+        self._records.pop(key).end()
+        self.admission.count(-1)

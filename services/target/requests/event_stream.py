@@ -8,7 +8,6 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 
 from services.target.drafts.attachment import DraftRegistry
 from services.target.requests.request import Event, EventSink, GenerationRequest, ModelLimits
@@ -18,30 +17,46 @@ from shared.errors import InvalidArgument, OutriderError, QueueFull
 from shared.generation import Failed, Started
 
 
-@dataclass(frozen=True, slots=True)
-class _Subscription:
-    sequence: Sequence
-    sink: EventSink
-    key: int
-
-
 class Subscriptions:
-    """Open sequences by id and by their caller's (sink, key). Owned by the engine thread."""
+    """Open sequences by id and by their caller's (sink, key), from the queue to their last event.
+    Owned by the engine thread."""
 
-    def __init__(self) -> None:
-        self._by_id: dict[int, _Subscription] = {}
+    def __init__(self, limits: ModelLimits, scheduler: Scheduler, drafts: DraftRegistry) -> None:
+        self._limits, self._scheduler, self._drafts = limits, scheduler, drafts
+        self._ids = itertools.count(1)
+        self._by_id: dict[int, tuple[Sequence, EventSink, int]] = {}
         self._by_caller: dict[tuple[int, int], Sequence] = {}
         self._events: dict[EventSink, list[tuple[int, Event]]] = defaultdict(list)
 
     @property
     def sequences(self) -> list[Sequence]:
         """Every open sequence, oldest first."""
-        return [subscription.sequence for subscription in self._by_id.values()]
+        return [sequence for sequence, _, _ in self._by_id.values()]
 
-    def add(self, sequence: Sequence, sink: EventSink, key: int) -> None:
-        """Sends the sequence's events to `sink` under `key` from now on."""
-        self._by_id[sequence.sequence_id] = _Subscription(sequence, sink, key)
+    def submit(self, request: GenerationRequest, sink: EventSink, key: int) -> None:
+        """Queues a request, whose events go to `sink` under `key`, or fails it: the queue is full,
+        or it names an unknown algorithm."""
+        sequence = Sequence(next(self._ids), request, self._limits)
+        try:
+            self._drafts.check_algorithm(request.draft_algorithm)
+            self._scheduler.submit(sequence)
+        except (InvalidArgument, QueueFull) as error:
+            self._events[sink].append((key, Failed(error)))
+            return
+        self._by_id[sequence.sequence_id] = (sequence, sink, key)
         self._by_caller[id(sink), key] = sequence
+
+    def start(self, admitted: Iterable[Sequence], now_s: float) -> list[Sequence]:
+        """Announces the sequences that leave the queue for the first time, and returns them; the
+        others were preempted and return."""
+        started = [sequence for sequence in admitted if not sequence.started]
+        for sequence in started:
+            sequence.started = True
+            sequence.decided_s = now_s
+            sequence.num_cached_tokens = sequence.num_computed
+            queue_s = now_s - sequence.request.arrival_s
+            self.emit(sequence, Started(sequence.num_cached_tokens, queue_s))
+        return started
 
     def find(self, sink: EventSink, key: int) -> Sequence | None:
         """Returns the open sequence of a caller."""
@@ -49,17 +64,13 @@ class Subscriptions:
 
     def remove(self, sequence: Sequence) -> None:
         """Ends a sequence's subscription; events emitted before are still delivered."""
-        subscription = self._by_id.pop(sequence.sequence_id)
-        del self._by_caller[id(subscription.sink), subscription.key]
+        _, sink, key = self._by_id.pop(sequence.sequence_id)
+        del self._by_caller[id(sink), key]
 
     def emit(self, sequence: Sequence, event: Event) -> None:
         """Adds an event to the step's batch of the sequence's sink."""
-        subscription = self._by_id[sequence.sequence_id]
-        self._events[subscription.sink].append((subscription.key, event))
-
-    def refuse(self, sink: EventSink, key: int, error: OutriderError) -> None:
-        """Fails a request that never became a sequence."""
-        self._events[sink].append((key, Failed(error)))
+        _, sink, key = self._by_id[sequence.sequence_id]
+        self._events[sink].append((key, event))
 
     def deliver(self) -> None:
         """Hands every sink its events since the last time, in one batch."""
@@ -69,8 +80,8 @@ class Subscriptions:
 
     def fail_all(self, error: OutriderError) -> None:
         """Fails and forgets every open sequence, and delivers that."""
-        for subscription in self._by_id.values():
-            self._events[subscription.sink].append((subscription.key, Failed(error)))
+        for _, sink, key in self._by_id.values():
+            self._events[sink].append((key, Failed(error)))
         self._by_id.clear()
         self._by_caller.clear()
         self.deliver()
@@ -117,7 +128,7 @@ class EventStream:
                 raise
 
     async def next_batch(self) -> list[KeyedEvent]:
-        """Returns everything pending, in order; waits for at least one event."""
+        """Returns everything pending, in order; waits for at least one event, or for `wake`."""
         await self._has_pending.wait()
         self._has_pending.clear()
         batch, self._pending = self._pending, []
@@ -127,49 +138,10 @@ class EventStream:
         """Appends an event from the event loop itself."""
         self._append(((key, event),))
 
+    def wake(self) -> None:
+        """Has `next_batch` return, perhaps with nothing."""
+        self._has_pending.set()
+
     def _append(self, events: SequenceOf[KeyedEvent]) -> None:
         self._pending.extend(events)
         self._has_pending.set()
-
-
-# Requests become sequences: queued or refused, announced when their turn comes.
-
-
-class NewSequences:
-    """The way of requests into the queue and out of it. Owned by the engine thread."""
-
-    def __init__(
-        self,
-        limits: ModelLimits,
-        scheduler: Scheduler,
-        subscriptions: Subscriptions,
-        drafts: DraftRegistry,
-    ) -> None:
-        self._limits = limits
-        self._scheduler = scheduler
-        self._subscriptions = subscriptions
-        self._drafts = drafts
-        self._ids = itertools.count(1)
-
-    def queue(self, request: GenerationRequest, sink: EventSink, key: int) -> None:
-        """Queues a request, or fails it: the queue is full, or it names an unknown algorithm."""
-        sequence = Sequence(next(self._ids), request, self._limits)
-        try:
-            self._drafts.check_algorithm(request.draft_algorithm)
-            self._scheduler.submit(sequence)
-        except (InvalidArgument, QueueFull) as error:
-            self._subscriptions.refuse(sink, key, error)
-            return
-        self._subscriptions.add(sequence, sink, key)
-
-    def start(self, admitted: Iterable[Sequence], now_s: float) -> list[Sequence]:
-        """Announces the sequences that leave the queue for the first time, and returns them; the
-        others were preempted and return."""
-        started = [sequence for sequence in admitted if not sequence.started]
-        for sequence in started:
-            sequence.started = True
-            sequence.decided_s = now_s
-            sequence.num_cached_tokens = sequence.num_computed
-            queue_s = now_s - sequence.request.arrival_s
-            self._subscriptions.emit(sequence, Started(sequence.num_cached_tokens, queue_s))
-        return started

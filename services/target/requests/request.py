@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from services.target.grammars.matcher import CompiledGrammar
@@ -11,6 +11,7 @@ from shared.errors import InvalidArgument
 from shared.generation import (
     Delta,
     Failed,
+    GenerationParams,
     PromptScored,
     PromptScoring,
     SpeculationStats,
@@ -18,67 +19,24 @@ from shared.generation import (
     check_num_top,
     check_token_ids,
 )
-from shared.generation import DraftAnswer as DraftAnswer  # for `drafts`
-from shared.tokens import (
-    MAX_NAMED_LOGPROBS,
-    MAX_SALT_CHARACTERS,
-    FinishReason,
-    SamplingParams,
-    StopParams,
-)
+from shared.tokens import MAX_NAMED_LOGPROBS, MAX_SALT_CHARACTERS, FinishReason, StopParams
 
 if TYPE_CHECKING:
+    from services.target.sequence import Sequence
     from shared.runtime.host_copy import HostCopy
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GenerationRequest:
-    """One prompt to continue.
+class GenerationRequest(GenerationParams):
+    """One prompt to continue, for the engine.
 
     Attributes:
-        request_id: for logs and traces.
-        prompt_token_ids: at least one.
-        top_logprobs: None computes no log probabilities; 0 only those of the drawn tokens.
-        logprobs_after_temperature: they are those after bias, penalties and temperature.
         arrival_s: engine clock at submission, in seconds.
         grammar: what the output must match; None lets it be anything.
-        priority: whose turn it is; the least value first.
-        prompt_scoring: which prompt tokens get log probabilities; None for none.
-        draft_algorithm: only drafts of this algorithm get the sequence; None lets any have it.
-        num_draft_steps: depth of trees, instead of the target's choice.
-        num_draft_tokens: rows of a tree that are verified at most, the root included, likewise.
-        num_outcomes: most verdicts that a draft prepares for, likewise; 0 drafts after each.
-        wants_trace: every delta tells what its round did.
-        traceparent: what drafts name as their parent; None when nobody traces.
-        never_learnt: no learner is shown it.
-        cache_salt: the sequence's cache entries are for requests with the same salt only.
-        predicted_token_ids: text that the output may hold in long runs.
-        logprob_token_ids: tokens whose log probabilities are returned at each position.
-        wants_routes: return the experts of each token at the end.
     """
 
-    request_id: str
-    prompt_token_ids: Sequence[int]
-    sampling: SamplingParams
-    stop: StopParams
     arrival_s: float
-    top_logprobs: int | None = None
-    speculation_disabled: bool = False
-    draft_algorithm: str | None = None
-    wants_trace: bool = False
-    grammar: CompiledGrammar | None = None
-    priority: int = 0
-    prompt_scoring: PromptScoring | None = None
-    num_draft_steps: int | None = None
-    num_draft_tokens: int | None = None
-    num_outcomes: int | None = None
-    traceparent: str | None = None
-    never_learnt: bool = False
-    logprobs_after_temperature: bool = False
-    cache_salt: str = ""
-    predicted_token_ids: Sequence[int] = ()
-    logprob_token_ids: Sequence[int] = ()
-    wants_routes: bool = False
+    grammar: CompiledGrammar | None = field(default=None, kw_only=True)
 
     @property
     def prefix_salt(self) -> str:
@@ -122,7 +80,11 @@ class ModelLimits:
         """Largest prompt plus output that can be served."""
         return min(self.max_context_tokens, self.max_kv_tokens)
 
-    def check_prompt(self, token_ids: Sequence[int]) -> None:
+    def end_token_ids(self, stop: StopParams) -> frozenset[int]:
+        """Returns the tokens that end an output."""
+        return stop.stop_token_ids | (frozenset() if stop.ignore_eos else self.eos_token_ids)
+
+    def check_prompt(self, token_ids: SequenceOf[int]) -> None:
         """Raises:
         InvalidArgument: the prompt is empty, too long or names a token outside the vocabulary.
         """
@@ -146,7 +108,7 @@ class ModelLimits:
         for name, token_ids in named.items():
             check_token_ids(name, token_ids, self.vocab_size)
         stop, allowed = request.stop, set(request.sampling.allowed_token_ids)
-        ends = stop.stop_token_ids | (frozenset() if stop.ignore_eos else self.eos_token_ids)
+        ends = self.end_token_ids(stop)
         if stop.min_output_tokens and allowed and allowed <= ends:
             message = "allowed_token_ids holds only tokens that min_tokens forbids at first"
             raise InvalidArgument.of("SAMPLING_PARAM_OUT_OF_RANGE", "allowed_token_ids", message)
@@ -193,6 +155,20 @@ class Finished:
     stats: SpeculationStats
     routes: HostCopy | None = None
 
+    @classmethod
+    def of(cls, sequence: Sequence, routes: HostCopy | None = None) -> Finished:
+        """Returns the end of a sequence that has one."""
+        assert sequence.finish_reason is not None
+        return cls(
+            sequence.finish_reason,
+            sequence.num_prompt_tokens,
+            sequence.num_output_tokens,
+            sequence.num_cached_tokens,
+            sequence.stop_token_id,
+            sequence.stats,
+            routes,
+        )
+
 
 Event = Started | PromptScored | Delta | Finished | Failed
 
@@ -203,5 +179,5 @@ class EventSink(Protocol):
     `deliver` is called on the engine thread, once a step, and must not block.
     """
 
-    def deliver(self, events: Sequence[tuple[int, Event]]) -> None:
+    def deliver(self, events: SequenceOf[tuple[int, Event]]) -> None:
         """Takes the events of one step; each with the key its request was submitted under."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -20,15 +19,8 @@ from shared.generation import (
 )
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.rpc.requests import sampling_from_message, stop_from_message, tree_message
-from shared.sampling_defaults import OUTCOMES, TREE_STEPS, TREE_TOKENS, IntegerLimit, drawn_seed
+from shared.sampling_defaults import OUTCOMES, TREE_STEPS, TREE_TOKENS, drawn_seed
 from shared.tokens import FinishReason, TokenLogprobs
-
-_SpeculationField = Literal["step_count", "draft_token_count", "outcome_budget"]
-_SPECULATION_LIMITS: tuple[tuple[_SpeculationField, str, IntegerLimit], ...] = (
-    ("step_count", "num_draft_steps", TREE_STEPS),
-    ("draft_token_count", "num_draft_tokens", TREE_TOKENS),
-    ("outcome_budget", "num_outcomes", OUTCOMES),
-)
 
 
 def generation_request(
@@ -42,11 +34,6 @@ def generation_request(
     limits.check_prompt(message.prompt_token_ids)
     wants_logprobs, params = message.HasField("top_logprob_count"), message.speculation_params
     scoring = message.prompt_logprob_params
-    speculation: dict[str, Any] = {
-        name: limit.checked(getattr(params, field))
-        for field, name, limit in _SPECULATION_LIMITS
-        if params.HasField(field)
-    }
     return GenerationRequest(
         request_id=record.request_id,
         traceparent=record.traceparent,
@@ -61,7 +48,15 @@ def generation_request(
         # A tree of one row is only its root.
         speculation_disabled=params.disabled or params.draft_token_count == 1,
         draft_algorithm=params.algorithm or None,
-        **speculation,
+        num_draft_steps=TREE_STEPS.checked(params.step_count)
+        if params.HasField("step_count")
+        else None,
+        num_draft_tokens=TREE_TOKENS.checked(params.draft_token_count)
+        if params.HasField("draft_token_count")
+        else None,
+        num_outcomes=OUTCOMES.checked(params.outcome_budget)
+        if params.HasField("outcome_budget")
+        else None,
         wants_trace=params.trace,
         never_learnt=params.never_learnt,
         priority=message.priority,
@@ -92,8 +87,10 @@ def response_message(event: Started | PromptScored | Delta | Finished) -> pb.Gen
         scored = pb.PromptLogprobs(start_position=event.start, logprobs=logprobs)
         return pb.GenerateResponse(prompt_logprobs=scored)
     if isinstance(event, Started):
-        started = pb.GenerationStarted(cached_token_count=event.num_cached_tokens)
-        started.queue_duration.FromNanoseconds(round(event.queue_s * 1e9))
+        queue_duration = duration_message(event.queue_s)
+        started = pb.GenerationStarted(
+            cached_token_count=event.num_cached_tokens, queue_duration=queue_duration
+        )
         return pb.GenerateResponse(started=started)
     return pb.GenerateResponse(finished=_finished(event))
 
@@ -151,22 +148,22 @@ def _delta(delta: Delta) -> pb.TokenDelta:
 
 
 def _trace(trace: RoundTrace) -> pb.RoundTrace:
-    message = pb.RoundTrace(
+    draft = trace.draft
+    response_s = None if draft is None else draft.response_s
+    return pb.RoundTrace(
         round=trace.round,
         tree=tree_message(trace.tree),
         accepted_node_indices=trace.accepted_nodes,
         row_count=trace.num_rows,
-        verify_duration=_duration(trace.verify_s),
-        wait_duration=_duration(trace.wait_s),
+        verify_duration=duration_message(trace.verify_s),
+        wait_duration=duration_message(trace.wait_s),
+        algorithm=None if draft is None else draft.algorithm,
+        draft_duration=None if response_s is None else duration_message(response_s),
     )
-    if trace.draft is not None:
-        message.algorithm = trace.draft.algorithm
-        if trace.draft.response_s is not None:
-            message.draft_duration.CopyFrom(_duration(trace.draft.response_s))
-    return message
 
 
-def _duration(duration_s: float) -> Duration:
+def duration_message(duration_s: float) -> Duration:
+    """Returns a duration, to nanoseconds."""
     duration = Duration()
     duration.FromNanoseconds(round(duration_s * 1e9))
     return duration
@@ -202,12 +199,11 @@ def _finished(event: Finished) -> pb.GenerationFinished:
 
 
 def _failure(error: OutriderError) -> pb.RequestFailure:
-    failure = pb.RequestFailure(
+    delay_s = error.retry_after_s
+    return pb.RequestFailure(
         code=int(error.code),
         reason=error.reason,
         message=error.message,
         field=error.violations[0].field if error.violations else "",
+        retry_delay=None if delay_s is None else duration_message(delay_s),
     )
-    if error.retry_after_s is not None:
-        failure.retry_delay.FromNanoseconds(round(error.retry_after_s * 1e9))
-    return failure

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import replace
 
-from services.target.engine import Engine
-from services.target.requests.admission import RequestRecord, RequestTelemetry
-from services.target.requests.event_stream import EventStream
+from services.target.requests.admission import Admission, OpenRequests
 from services.target.requests.request import Event, Finished, GenerationRequest
 from shared.errors import OutriderError
 from shared.generation import Delta, Failed, PromptScored, SpeculationStats, Started
@@ -50,7 +47,9 @@ class TextStop:
         """Takes the next tokens; returns how many there are up to the one that completes a stop
         string, or all."""
         for number, token_id in enumerate(token_ids, start=1):
-            text = self._text(token_id)
+            text = ""
+            if token_id not in self._silent_token_ids:
+                text = self._detokenizer.push((token_id,))
             if self._num_ignored > 0:
                 self._num_ignored -= 1
                 continue
@@ -58,11 +57,6 @@ class TextStop:
             if self._stops.matched is not None:
                 return number
         return len(token_ids)
-
-    def _text(self, token_id: int) -> str:
-        if token_id in self._silent_token_ids:
-            return ""
-        return self._detokenizer.push((token_id,))
 
 
 class ChoiceOutput:
@@ -145,31 +139,22 @@ def _cut(delta: Delta, num_tokens: int) -> Delta:
 _ABORTED = Finished(FinishReason.CANCELLED, 0, 0, 0, None, SpeculationStats())
 
 
-class OpenChoices:
-    """Runs outputs side by side, keyed by their index. On the event loop.
+class OpenChoices(OpenRequests):
+    """Runs outputs side by side, keyed by their index.
 
     Attributes:
         choices: none before `submit`.
     """
 
-    def __init__(self, engine: Engine, telemetry: RequestTelemetry) -> None:
+    def __init__(self, admission: Admission) -> None:
+        super().__init__(admission)
         self.choices: tuple[ChoiceOutput, ...] = ()
-        self._engine = engine
-        self._telemetry = telemetry
-        self._records: list[RequestRecord] = []
-        self._stream = EventStream(asyncio.get_running_loop())
         self._is_aborted = False
-
-    def record(self, request_id: str, num_prompt: int, parent: str | None) -> RequestRecord:
-        """Begins the record of the next output; what fails from here on is counted."""
-        record = RequestRecord(self._telemetry, request_id, num_prompt, parent)
-        self._records.append(record)
-        return record
 
     def submit(
         self, requests: Sequence[GenerationRequest], stops: Sequence[TextStop | None]
     ) -> None:
-        """Starts the outputs, each with its record.
+        """Starts the outputs, which have begun.
 
         Raises:
             OutriderError: the engine refuses them.
@@ -181,9 +166,8 @@ class OpenChoices:
         if self._is_aborted:
             self.abort()
             return
-        for choice, record in zip(self.choices, self._records, strict=True):
-            request = replace(choice.request, traceparent=record.traceparent)
-            self._engine.submit(request, self._stream, choice.index)
+        for choice in self.choices:
+            self.admission.engine.submit(choice.request, self.stream, choice.index)
 
     async def outputs(self) -> AsyncIterator[tuple[ChoiceOutput, Delta | None]]:
         """Yields each output that changed, with the tokens that were added, until all have ended.
@@ -191,49 +175,35 @@ class OpenChoices:
         Raises:
             OutriderError: one of them failed.
         """
-        num_left = len(self.choices)
-        while num_left:
-            for key, event in await self._stream.next_batch():
+        while any(choice.finished is None for choice in self.choices):
+            for key, event in await self.stream.next_batch():
                 choice = self.choices[key]
-                if choice.finished is not None:
-                    continue
-                taken = self._take(choice, event)
-                num_left -= choice.finished is not None
-                yield choice, taken if isinstance(taken, Delta) else None
+                if choice.finished is None:
+                    taken = self._taken(choice, event)
+                    yield choice, taken if isinstance(taken, Delta) else None
 
     def abort(self) -> None:
         """Ends all outputs that still run; their output is kept."""
         self._is_aborted = True
-        for choice in self._running:
-            self._engine.cancel(self._stream, choice.index)
-            self._stream.put(choice.index, _ABORTED)
+        for choice in self.choices:
+            if choice.finished is None:
+                self.end(choice.index, _ABORTED)
 
     def fail(self, error: OutriderError) -> None:
         """Notes why the request ends."""
-        for record in self._records:
+        for record in self._records.values():
             record.fail(Failed(error))
 
-    def close(self) -> None:
-        """Frees what still runs; nobody waits for it."""
-        for choice in self._running:
-            self._engine.cancel(self._stream, choice.index)
-        for record in self._records:
-            record.end()
-
-    @property
-    def _running(self) -> list[ChoiceOutput]:
-        return [choice for choice in self.choices if choice.finished is None]
-
-    def _take(self, choice: ChoiceOutput, event: Event) -> Event:
+    def _taken(self, choice: ChoiceOutput, event: Event) -> Event:
         if isinstance(event, Failed):
             raise event.error
         if event is _ABORTED:
             choice.end(FinishReason.CANCELLED)
+            self.cancel(choice.index)
             return event
-        record = self._records[choice.index]
         taken = choice.push(event)
-        record.observe(taken)
+        self.take(choice.index, taken)
         if isinstance(taken, Delta) and choice.finished is not None:  # by a stop string
-            record.observe(choice.finished)
-            self._engine.cancel(self._stream, choice.index)
+            self.take(choice.index, choice.finished)
+            self.cancel(choice.index)
         return taken

@@ -1,17 +1,16 @@
-"""Messages of the VllmEngine contract: requests into the engine, its answers, and facts about the
-model."""
+"""Messages of the VllmEngine contract: requests into the engine, its answers, and what is
+served."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Self
 
 from services.target.engine_gauges import EngineGauges
+from services.target.requests.admission import RequestRecord
 from services.target.requests.request import GenerationRequest, ModelLimits
 from services.target.settings import TargetSettings
 from services.target.vllm.open_choices import ChoiceOutput
@@ -22,66 +21,6 @@ from shared.models.config_file import CONFIG_FILE, ConfigFile
 from shared.pb.vllm.grpc.engine import vllm_engine_pb2 as pb
 from shared.sampling_defaults import SamplingDefaults, choice_seed, drawn_seed
 from shared.tokens import FinishReason, SamplingParams, StopParams, TokenLogprobs
-
-# Facts about the model and the target, for other projects' gateways.
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """Facts that hold from start to stop.
-
-    Attributes:
-        model_id: name clients pass as `model`.
-        pad_token_id, bos_token_id: 0 when the model's config has none.
-        sampling_defaults: of the model's generation config, as a JSON object; empty when it leaves
-            everything as it is.
-        tokenizer_folders: where files of the tokenizer lie, the first hides the others.
-        kv_cache_dtype, dtype: as the flags say.
-    """
-
-    model_id: str
-    model_type: str
-    architectures: tuple[str, ...]
-    pad_token_id: int
-    bos_token_id: int
-    sampling_defaults: str
-    tokenizer_folders: tuple[Path, ...]
-    max_running: int
-    page_size: int
-    kv_cache_dtype: str
-    dtype: str
-
-    @classmethod
-    def of(cls, settings: TargetSettings) -> Self:
-        """Raises:
-        CheckpointError: a file of the model folder cannot be used.
-        """
-        config = ConfigFile.read(settings.model_path / CONFIG_FILE)
-        return cls(
-            model_id=settings.model_id,
-            model_type=config.text("model_type", ""),
-            architectures=config.texts("architectures"),
-            pad_token_id=_first(config.integers("pad_token_id")),
-            bos_token_id=_first(config.integers("bos_token_id")),
-            sampling_defaults=_changed(SamplingDefaults.read(settings.model_path)),
-            tokenizer_folders=(settings.tokenizer_folder, settings.model_path),
-            max_running=settings.max_running_requests,
-            page_size=settings.page_size,
-            kv_cache_dtype=settings.kv_cache_dtype.value,
-            dtype=settings.dtype.value,
-        )
-
-
-def _first(token_ids: tuple[int, ...]) -> int:
-    return token_ids[0] if token_ids else 0
-
-
-def _changed(defaults: SamplingDefaults) -> str:
-    usual = dataclasses.asdict(SamplingDefaults())
-    own = dataclasses.asdict(defaults)
-    changed = {name: value for name, value in own.items() if value != usual[name]}
-    return json.dumps(changed) if changed else ""
-
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
@@ -130,9 +69,36 @@ def prompt_within(
     return prompt
 
 
-def choice_requests(
-    template: GenerationRequest, params: pb.SamplingParams
-) -> tuple[GenerationRequest, ...]:
+def generation_request(
+    prompt: tuple[int, ...],
+    params: pb.SamplingParams,
+    record: RequestRecord,
+    limits: ModelLimits,
+    arrival_s: float,
+) -> GenerationRequest:
+    """Returns the request of the first output, without its grammar.
+
+    Raises:
+        InvalidArgument: a field is out of its range.
+    """
+    top_logprobs = scoring = None
+    if params.HasField("logprobs"):
+        top_logprobs = check_num_top("logprobs", params.logprobs)
+    if params.HasField("prompt_logprobs"):
+        scoring = PromptScoring(0, check_num_top("prompt_logprobs", params.prompt_logprobs))
+    return GenerationRequest(
+        request_id=record.request_id,
+        traceparent=record.traceparent,
+        prompt_token_ids=prompt,
+        sampling=_sampling(params, limits),
+        stop=_stop(params, limits.max_sequence_tokens - len(prompt)),
+        arrival_s=arrival_s,
+        top_logprobs=top_logprobs,
+        prompt_scoring=scoring,
+    )
+
+
+def choice_requests(first: GenerationRequest, params: pb.SamplingParams) -> list[GenerationRequest]:
     """Returns the requests of the `n` outputs: they differ in their seeds.
 
     Raises:
@@ -141,17 +107,13 @@ def choice_requests(
     num_choices = params.n or 1
     if num_choices > MAX_CHOICES:
         raise InvalidArgument.out_of_range("n", num_choices, f"[1, {MAX_CHOICES}]")
-    sampling = template.sampling
+    sampling = first.sampling
     seeds = [choice_seed(sampling.seed, index) for index in range(num_choices)]
-    return tuple(replace(template, sampling=replace(sampling, seed=seed)) for seed in seeds)
+    return [replace(first, sampling=replace(sampling, seed=seed)) for seed in seeds]
 
 
-def sampling_from_message(params: pb.SamplingParams, limits: ModelLimits) -> SamplingParams:
-    """Returns the parameters; fields without presence are off at 0.
-
-    Raises:
-        InvalidArgument: a value is out of range.
-    """
+def _sampling(params: pb.SamplingParams, limits: ModelLimits) -> SamplingParams:
+    """Fields without presence are off at 0."""
     return SamplingParams(
         temperature=params.temperature if params.HasField("temperature") else 1.0,
         # As many as there are is all of them; the wire's numbers are larger than the device's.
@@ -166,15 +128,8 @@ def sampling_from_message(params: pb.SamplingParams, limits: ModelLimits) -> Sam
     )
 
 
-def stop_from_message(params: pb.SamplingParams, num_left: int) -> StopParams:
-    """Returns when generation ends, stop strings left out.
-
-    Args:
-        num_left: tokens that the context has left, at least 1.
-
-    Raises:
-        InvalidArgument: a count is out of range.
-    """
+def _stop(params: pb.SamplingParams, num_left: int) -> StopParams:
+    """`num_left` tokens are left in the context, at least 1. Stop strings are left out."""
     asked = StopParams(
         max_output_tokens=params.max_tokens if params.HasField("max_tokens") else num_left,
         min_output_tokens=params.min_tokens,
@@ -200,22 +155,6 @@ def stop_strings(params: pb.SamplingParams) -> tuple[str, ...]:
             message = f"a stop string has {len(text)} characters; it must have {limit}"
             raise InvalidArgument.of("STOP_OUT_OF_RANGE", "stop", message)
     return tuple(params.stop)
-
-
-def top_logprobs(params: pb.SamplingParams) -> int | None:
-    """Raises:
-    InvalidArgument: more are asked for than are computed, or all of them.
-    """
-    return check_num_top("logprobs", params.logprobs) if params.HasField("logprobs") else None
-
-
-def prompt_scoring(params: pb.SamplingParams) -> PromptScoring | None:
-    """Raises:
-    InvalidArgument: more are asked for than are computed, or all of them.
-    """
-    if not params.HasField("prompt_logprobs"):
-        return None
-    return PromptScoring(0, check_num_top("prompt_logprobs", params.prompt_logprobs))
 
 
 def grammar_from_message(params: pb.SamplingParams) -> Grammar | None:
@@ -319,33 +258,41 @@ def _top(logprobs: TokenLogprobs) -> pb.TopLogProbs:
     )
 
 
-def model_info_message(facts: ModelFacts, limits: ModelLimits) -> pb.GetModelInfoResponse:
-    """Returns what is served."""
+def model_info_message(settings: TargetSettings, limits: ModelLimits) -> pb.GetModelInfoResponse:
+    """Returns what is served.
+
+    Raises:
+        CheckpointError: a file of the model folder cannot be used.
+    """
+    config = ConfigFile.read(settings.model_path / CONFIG_FILE)
+    usual = dataclasses.asdict(SamplingDefaults())
+    own = dataclasses.asdict(SamplingDefaults.read(settings.model_path))
+    changed = {name: value for name, value in own.items() if value != usual[name]}
     return pb.GetModelInfoResponse(
-        model_path=facts.model_id,
-        served_model_name=facts.model_id,
+        model_path=settings.model_id,
+        served_model_name=settings.model_id,
         is_generation=True,
         max_context_length=limits.max_sequence_tokens,
         max_req_input_len=limits.max_sequence_tokens - 1,
         vocab_size=limits.vocab_size,
-        model_type=facts.model_type,
-        architectures=facts.architectures,
+        model_type=config.text("model_type", ""),
+        architectures=config.texts("architectures"),
         eos_token_ids=sorted(limits.eos_token_ids),
-        pad_token_id=facts.pad_token_id,
-        bos_token_id=facts.bos_token_id,
-        default_sampling_params_json=facts.sampling_defaults,
+        pad_token_id=next(iter(config.integers("pad_token_id")), 0),
+        bos_token_id=next(iter(config.integers("bos_token_id")), 0),
+        default_sampling_params_json=json.dumps(changed) if changed else "",
     )
 
 
-def load_message(gauges: EngineGauges, facts: ModelFacts) -> pb.SchedulerLoad:
+def load_message(gauges: EngineGauges, settings: TargetSettings) -> pb.SchedulerLoad:
     """Returns how busy the engine is."""
     return pb.SchedulerLoad(
         num_running_reqs=gauges.num_running,
         num_waiting_reqs=gauges.num_waiting,
         num_total_reqs=gauges.num_running + gauges.num_waiting,
-        num_used_tokens=gauges.num_held_pages * facts.page_size,
-        max_total_num_tokens=gauges.num_pages * facts.page_size,
+        num_used_tokens=gauges.num_held_pages * settings.page_size,
+        max_total_num_tokens=gauges.num_pages * settings.page_size,
         token_usage=gauges.num_held_pages / gauges.num_pages,
-        utilization=gauges.num_running / facts.max_running,
-        max_running_requests=facts.max_running,
+        utilization=gauges.num_running / settings.max_running_requests,
+        max_running_requests=settings.max_running_requests,
     )

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import io
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+import zipfile
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any, Generic, TypeVar
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
 
 from grpc import aio
 
 from services.target.requests.admission import Admission
 from services.target.requests.request import GenerationRequest
+from services.target.settings import TargetSettings
 from services.target.step_report import Clock
 from services.target.vllm import vllm_engine_messages as messages
 from services.target.vllm.open_choices import OpenChoices, TextStop
-from services.target.vllm.tokenizer_archive import tokenizer_archive
-from services.target.vllm.vllm_engine_messages import ModelFacts
 from shared.errors import (
     CheckpointError,
     FailedPrecondition,
@@ -39,34 +43,6 @@ from shared.text import Tokenizer
 from shared.version import package_version
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-
-class Once(Generic[T]):
-    """Makes a value at most once, however many ask for it and give up. On the event loop."""
-
-    def __init__(self, make: Callable[[], T]) -> None:
-        self._make = make
-        self._made: asyncio.Future[T] | None = None
-
-    async def get(self) -> T:
-        """Returns the value.
-
-        Raises:
-            Exception: what making it raised, every time.
-        """
-        if self._made is None:
-            self._made = asyncio.ensure_future(asyncio.to_thread(self._make))
-            self._made.add_done_callback(_note_exception)
-        return await asyncio.shield(self._made)
-
-
-def _note_exception(made: asyncio.Future[T]) -> None:
-    """Marks a failure as seen: whoever asked may have given up."""
-    if not made.cancelled():
-        made.exception()
-
 
 _SHORTEST_S = 1.0
 
@@ -97,6 +73,43 @@ class Throughput:
         return self._rate
 
 
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.json", "config.json", "generation_config.json"),
+    *("*.jinja", "*.model", "*.tiktoken"),
+)
+_LARGEST_FILE_BYTES = 256 * 2**20
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # the first that the format knows
+
+
+def tokenizer_archive(folders: Sequence[Path]) -> tuple[bytes, str]:
+    """Packs the files with which a gateway turns text into a model's tokens and back. A file of an
+    earlier folder hides that of a later one.
+
+    Returns:
+        A ZIP archive and its SHA-256; the same files always give the same.
+
+    Raises:
+        CheckpointError: there is nothing to pack, or a file is too large to be one of these.
+    """
+    paths: dict[str, Path] = {}
+    for folder in folders:
+        for pattern in _TOKENIZER_FILES:
+            paths.update({each.name: each for each in folder.glob(pattern)} | paths)
+    if not paths:
+        raise CheckpointError(f"{folders[0]} holds no files of a tokenizer")
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, path in sorted(paths.items()):
+            if path.stat().st_size > _LARGEST_FILE_BYTES:
+                raise CheckpointError(f"{path} has more than {_LARGEST_FILE_BYTES:,} bytes")
+            info = zipfile.ZipInfo(name, _EPOCH)
+            info.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(info, path.read_bytes())
+    data = packed.getvalue()
+    return data, hashlib.sha256(data).hexdigest()
+
+
 Context = aio.ServicerContext[Any, Any]
 
 _ARCHIVE_CHUNK_BYTES = 64 * 1024
@@ -109,13 +122,17 @@ _Servicer: Any = pb_grpc.VllmEngineServicer
 class VllmEngineServicer(_Servicer):  # type: ignore[misc]
     """Serves one engine to other people's gateways: without embeddings, profiler and events."""
 
-    def __init__(self, admission: Admission, facts: ModelFacts) -> None:
+    def __init__(self, admission: Admission, settings: TargetSettings) -> None:
+        """Raises: CheckpointError: a file of the model folder cannot be used."""
         self._admission = admission
         self._engine = admission.engine
-        self._facts = facts
+        self._settings = settings
+        self._model_info = messages.model_info_message(settings, admission.engine.limits)
         self._open: dict[str, OpenChoices] = {}
-        self._tokenizer = Once(lambda: Tokenizer.read(facts.tokenizer_folders[0]))
-        self._archive = Once(lambda: tokenizer_archive(facts.tokenizer_folders))
+        # Called on threads; two that come first may both read.
+        self._tokenizer = cache(partial(Tokenizer.read, settings.tokenizer_folder))
+        folders = (settings.tokenizer_folder, settings.model_path)
+        self._archive = cache(partial(tokenizer_archive, folders))
         self._throughput = Throughput(admission.telemetry.clock)
         self._start_s = time.monotonic()
         self._last_request_s = 0.0
@@ -125,9 +142,12 @@ class VllmEngineServicer(_Servicer):  # type: ignore[misc]
     ) -> AsyncIterator[pb.GenerateResponse]:
         self._last_request_s = time.time()
         request_id = request.request_id or new_request_id()
+        if request_id in self._open:
+            raise InvalidArgument.of(
+                "REQUEST_ID_DUPLICATE", "request_id", f"request {request_id} is open already"
+            )
         log_id = accepted_request_id(request.request_id or current_request_id.get())
-        opened = self._opened(request_id)
-        self._admission.open_requests.add()
+        opened = self._open[request_id] = OpenChoices(self._admission)
         try:
             await self._submit(request, log_id, opened)
             async for choice, delta in opened.outputs():
@@ -141,8 +161,7 @@ class VllmEngineServicer(_Servicer):  # type: ignore[misc]
             opened.fail(error)
             raise
         finally:
-            opened.close()
-            self._admission.open_requests.remove()
+            opened.cancel_all()
             del self._open[request_id]
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
@@ -163,12 +182,12 @@ class VllmEngineServicer(_Servicer):  # type: ignore[misc]
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: Context
     ) -> pb.GetModelInfoResponse:
-        return messages.model_info_message(self._facts, self._engine.limits)
+        return self._model_info
 
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: Context
     ) -> pb.GetServerInfoResponse:
-        facts = self._facts
+        settings = self._settings
         return pb.GetServerInfoResponse(
             active_requests=len(self._open),
             is_paused=self._admission.lifecycle.state is State.DRAINING,
@@ -176,17 +195,17 @@ class VllmEngineServicer(_Servicer):  # type: ignore[misc]
             uptime_seconds=time.monotonic() - self._start_s,
             server_type="vllm-grpc",
             data_parallel_size=1,
-            kv_cache_dtype=facts.kv_cache_dtype,
-            block_size=facts.page_size,
-            model_dtype=facts.dtype,
-            max_num_seqs=facts.max_running,
+            kv_cache_dtype=settings.kv_cache_dtype.value,
+            block_size=settings.page_size,
+            model_dtype=settings.dtype.value,
+            max_num_seqs=settings.max_running_requests,
             constrained_decoding_start="first_token",
         )
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
         gauges = await asyncio.wrap_future(self._engine.gauges())
-        metrics, model_id = self._admission.telemetry.metrics, self._facts.model_id
-        load = messages.load_message(gauges, self._facts)
+        metrics, model_id = self._admission.telemetry.metrics, self._settings.model_id
+        load = messages.load_message(gauges, self._settings)
         load.gen_throughput = self._throughput.rate(metrics.count(model_id, "generation_tokens"))
         num_asked = metrics.count(model_id, "prefix_cache_queries")
         if num_asked:
@@ -215,28 +234,15 @@ class VllmEngineServicer(_Servicer):  # type: ignore[misc]
         self, request: common_pb2.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
         try:
-            archive = await self._archive.get()
+            data, sha256 = await asyncio.to_thread(self._archive)
         except CheckpointError as error:
             logger.warning("no tokenizer to send: %s", error.message)
             message = "this target has no files of a tokenizer that it could send"
             raise FailedPrecondition(message, reason="TOKENIZER_MISSING") from error
-        data = archive.data
         for start in range(0, len(data), _ARCHIVE_CHUNK_BYTES):
             end = start + _ARCHIVE_CHUNK_BYTES
-            sha256 = archive.sha256 if end >= len(data) else ""
-            yield common_pb2.GetTokenizerChunk(data=data[start:end], sha256=sha256)
-
-    def _opened(self, request_id: str) -> OpenChoices:
-        """Raises:
-        InvalidArgument: a request of this id is open.
-        """
-        if request_id in self._open:
-            raise InvalidArgument.of(
-                "REQUEST_ID_DUPLICATE", "request_id", f"request {request_id} is open already"
-            )
-        opened = OpenChoices(self._engine, self._admission.telemetry)
-        self._open[request_id] = opened
-        return opened
+            own = sha256 if end >= len(data) else ""
+            yield common_pb2.GetTokenizerChunk(data=data[start:end], sha256=own)
 
     async def _submit(self, message: pb.GenerateRequest, log_id: str, opened: OpenChoices) -> None:
         """Starts the outputs of a request. The tokenizer is read when a call first brings text, or
@@ -249,32 +255,20 @@ class VllmEngineServicer(_Servicer):  # type: ignore[misc]
         messages.check_supported(message)
         params = message.sampling_params
         prompt = messages.prompt_within(await self._prompt(message), params, self._engine.limits)
-        parent = current_traceparent.get()
-        opened.record(log_id, len(prompt), parent)
-        template = self._template(log_id, prompt, params)
+        parent, limits = current_traceparent.get(), self._engine.limits
+        record = opened.begin(0, log_id, len(prompt), parent)
+        now_s = self._admission.telemetry.clock()
+        request = messages.generation_request(prompt, params, record, limits, now_s)
         grammar = messages.grammar_from_message(params)
         if grammar is not None:
             compiled = await self._admission.grammars.compile(grammar)
-            template = replace(template, grammar=compiled)
-        requests = messages.choice_requests(template, params)
+            request = replace(request, grammar=compiled)
+        requests = messages.choice_requests(request, params)
         stops = [await self._text_stop(params, each) for each in requests]
-        for _ in requests[1:]:
-            opened.record(log_id, len(prompt), parent)
+        for index in range(1, len(requests)):
+            record = opened.begin(index, log_id, len(prompt), parent)
+            requests[index] = replace(requests[index], traceparent=record.traceparent)
         opened.submit(requests, stops)
-
-    def _template(
-        self, log_id: str, prompt: tuple[int, ...], params: pb.SamplingParams
-    ) -> GenerationRequest:
-        limits = self._engine.limits
-        return GenerationRequest(
-            request_id=log_id,
-            prompt_token_ids=prompt,
-            sampling=messages.sampling_from_message(params, limits),
-            stop=messages.stop_from_message(params, limits.max_sequence_tokens - len(prompt)),
-            arrival_s=self._admission.telemetry.clock(),
-            top_logprobs=messages.top_logprobs(params),
-            prompt_scoring=messages.prompt_scoring(params),
-        )
 
     async def _prompt(self, message: pb.GenerateRequest) -> list[int]:
         if message.WhichOneof("input") != "text":
@@ -293,19 +287,16 @@ class VllmEngineServicer(_Servicer):  # type: ignore[misc]
             await self._read_tokenizer("stop"),
             strings,
             skip_special_tokens=params.skip_special_tokens,
-            silent_token_ids=request.stop.stop_token_ids | self._end_token_ids(request),
+            silent_token_ids=self._engine.limits.end_token_ids(request.stop),
             num_ignored=request.stop.min_output_tokens,
         )
-
-    def _end_token_ids(self, request: GenerationRequest) -> frozenset[int]:
-        return frozenset() if request.stop.ignore_eos else self._engine.limits.eos_token_ids
 
     async def _read_tokenizer(self, field: str) -> Tokenizer:
         """Raises:
         InvalidArgument: the target has no tokenizer; the field cannot be heeded.
         """
         try:
-            return await self._tokenizer.get()
+            return await asyncio.to_thread(self._tokenizer)
         except CheckpointError as error:
             logger.warning("no text: %s", error.message)
             message = f"{field} is set, but this target has no tokenizer that it can use"

@@ -21,7 +21,7 @@ from services.target.requests.request import Finished
 from services.target.settings import TargetSettings
 from services.target.tensor_parallel import start_followers
 from services.target.weight_control import WeightControl
-from services.target.weight_stager import ApplyCall, FollowingStager, WeightStager
+from services.target.weight_stager import FollowingStager, RankCall, WeightStager
 from services.target.weight_updates import WeightUpdates
 from shared.errors import CheckpointError, FailedPrecondition
 from shared.generation import Delta
@@ -192,4 +192,4 @@ def test_a_process_whose_weights_are_half_replaced_ends(
     monkeypatch.setattr(stager, "stage", _HalfApplied())
     follower = FollowingStager(stager, _Alone(), decoder.device)  # type: ignore[arg-type]
     with pytest.raises(OSError, match="the device is gone"):
-        follower.take(ApplyCall())
+        follower.take(RankCall("apply"))

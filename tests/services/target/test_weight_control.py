@@ -180,7 +180,7 @@ def test_half_an_update_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="lacks"):
         _do(engine, lambda weights: weights.apply(stage, "half"))
     assert checksums(decoder) == before
-    assert _do(engine, lambda weights: weights.status).version == "default"
+    assert _do(engine, lambda weights: weights.version.name) == "default"
     sink = Collector()
     _start(engine, sink)
     assert _finish(engine, sink) == old
@@ -203,7 +203,7 @@ def test_an_update_that_finds_no_room_changes_nothing(
             _do(engine, lambda weights: weights.apply(stage, "large"))
     assert failure.value.reason == "WEIGHT_UPDATE_NO_ROOM"
     assert checksums(decoder) == before
-    assert _do(engine, lambda weights: weights.status).version == "default"
+    assert _do(engine, lambda weights: weights.version.name) == "default"
     sink = Collector()
     _start(engine, sink)
     assert _finish(engine, sink) == old

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from services.target.grammars.source import JSON_OPTIONS, SpecialTokens, structural_tag_lark
+from services.target.grammars.source import SpecialTokens, structural_tag_lark
 from services.target.settings import DEMO_MODEL
 from shared.errors import InvalidArgument
 
@@ -22,7 +22,7 @@ def tokenizer() -> LLTokenizer:
 
 
 def _matches(tag: dict[str, Any], text: str, tokenizer: LLTokenizer) -> bool:
-    lark = structural_tag_lark(tag, SpecialTokens.of(TOKENIZER_JSON), JSON_OPTIONS)
+    lark = structural_tag_lark(tag, SpecialTokens.of(TOKENIZER_JSON))
     matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0)
     assert not matcher.is_error(), f"{matcher.get_error()}\n{lark}"
     token_ids = tokenizer.tokenize_str(text, parse_special=True)
@@ -137,7 +137,7 @@ def test_trigger_that_cannot_be_watched_for_is_refused(trigger: str, reason: str
     tags = [_tag(f"{trigger}f", JSON, "x")]
     tag = {"format": {"type": "triggered_tags", "triggers": [trigger], "tags": tags}}
     with pytest.raises(InvalidArgument, match=reason):
-        structural_tag_lark(tag, SpecialTokens.of(TOKENIZER_JSON), JSON_OPTIONS)
+        structural_tag_lark(tag, SpecialTokens.of(TOKENIZER_JSON))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_trigger_that_cannot_be_watched_for_is_refused(trigger: str, reason: str
 )
 def test_what_would_be_ignored_is_refused(content: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidArgument, match=f"{reason} is not implemented"):
-        structural_tag_lark({"format": content}, SpecialTokens.of(TOKENIZER_JSON), JSON_OPTIONS)
+        structural_tag_lark({"format": content}, SpecialTokens.of(TOKENIZER_JSON))
 
 
 def test_defaults_that_are_spelled_out_change_nothing(tokenizer: LLTokenizer) -> None:

@@ -9,12 +9,15 @@ from dataclasses import replace
 import pytest
 
 from services.target.engine import Engine
-from services.target.requests.admission import RequestTelemetry
+from services.target.grammars.compiler import GrammarCompiler, GrammarLimits
+from services.target.requests.admission import Admission, RequestTelemetry
 from services.target.requests.request import GenerationRequest
+from services.target.settings import DEMO_MODEL
 from services.target.vllm.open_choices import ChoiceOutput, OpenChoices, TextStop
 from shared.errors import InvalidArgument
 from shared.generation import Delta
 from shared.models.decoder import Decoder
+from shared.rpc.lifecycle import Lifecycle
 from shared.telemetry.vllm_metrics import VllmMetrics
 from shared.tokens import FinishReason, SamplingParams, StopParams
 from tests.helpers.engines import build_engine, request, run, tiny_decoder
@@ -45,7 +48,10 @@ class _StopAfter(TextStop):
 
 def _opened(engine: Engine) -> OpenChoices:
     telemetry = RequestTelemetry("m", VllmMetrics(), lambda: 0.0)
-    return OpenChoices(engine, telemetry)
+    limits = GrammarLimits(max_bytes=1, compile_timeout_s=1.0)
+    grammars = GrammarCompiler(DEMO_MODEL, vocab_size=1, eos_token_ids=(), limits=limits)
+    grammars.close()
+    return OpenChoices(Admission(engine, grammars, Lifecycle(()), telemetry))
 
 
 def _requests(num_choices: int, num_tokens: int = 12) -> list[GenerationRequest]:
@@ -59,8 +65,8 @@ def _submit(
     requests: Sequence[GenerationRequest],
     stops: Sequence[TextStop | None] | None = None,
 ) -> None:
-    for _ in requests:
-        opened.record("r", len(PROMPT), None)
+    for index in range(len(requests)):
+        opened.begin(index, "r", len(PROMPT), None)
     opened.submit(requests, stops or [None] * len(requests))
 
 
@@ -75,7 +81,7 @@ async def _ended(opened: OpenChoices) -> list[tuple[ChoiceOutput, list[int]]]:
     async for choice, delta in opened.outputs():
         if delta is not None:
             streamed[choice.index] += delta.token_ids
-    opened.close()
+    opened.cancel_all()
     return [(choice, streamed[choice.index]) for choice in opened.choices]
 
 
@@ -130,7 +136,7 @@ async def test_an_abort_that_comes_after_the_end_changes_nothing(decoder: Decode
     _step(engine, 40)
     ended = [(choice.finished, delta) async for choice, delta in opened.outputs()]
     opened.abort()
-    opened.close()
+    opened.cancel_all()
     _step(engine, 1)
     assert ended[-1][0] is not None
     assert ended[-1][0].reason is FinishReason.LENGTH
@@ -153,7 +159,7 @@ async def test_a_stop_string_ends_one_output_and_not_its_neighbour(decoder: Deco
     _step(engine, 60)
     async for choice, _ in iterator:
         assert choice is second
-    opened.close()
+    opened.cancel_all()
     assert second.token_ids == alone.token_ids(1)
     engine.check_idle()
 
@@ -172,7 +178,7 @@ async def test_hanging_up_frees_the_pages(decoder: Decoder) -> None:
     opened = _opened(engine)
     _submit(opened, _requests(3, 40))
     _step(engine, 4)
-    opened.close()
+    opened.cancel_all()
     _step(engine, 3)
     engine.check_idle()
 
@@ -183,6 +189,6 @@ async def test_a_request_the_engine_refuses_leaves_nothing_behind(decoder: Decod
     good, bad = _requests(2)
     with pytest.raises(InvalidArgument):
         _submit(opened, [good, replace(bad, top_logprobs=99)])
-    opened.close()
+    opened.cancel_all()
     _step(engine, 3)
     engine.check_idle()

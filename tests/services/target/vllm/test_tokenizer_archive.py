@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.target.vllm.tokenizer_archive import tokenizer_archive
+from services.target.vllm.vllm_engine_service import tokenizer_archive
 from shared.errors import CheckpointError
 
 
@@ -26,9 +26,9 @@ def test_the_first_folder_hides_the_second_and_weights_stay(tmp_path: Path) -> N
     model = _write(
         tmp_path / "model", tokenizer__json="model", config__json="{}", model__safetensors="weights"
     )
-    archive = tokenizer_archive((own, model))
-    assert archive.sha256 == hashlib.sha256(archive.data).hexdigest()
-    with zipfile.ZipFile(io.BytesIO(archive.data)) as packed:
+    data, sha256 = tokenizer_archive((own, model))
+    assert sha256 == hashlib.sha256(data).hexdigest()
+    with zipfile.ZipFile(io.BytesIO(data)) as packed:
         texts = {name: packed.read(name).decode() for name in packed.namelist()}
     assert texts == {
         "chat_template.jinja": "{{ x }}",
