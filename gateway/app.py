@@ -29,10 +29,10 @@ from gateway.notices import NOTICE_HEADER
 from gateway.playground.routes import add_playground_routes
 from gateway.reference.answered import ChatAnswer, CompletionAnswer
 from gateway.reference.document import DocumentedApp, add_reference_routes
+from gateway.responses.kept_routes import add_kept_routes, kept_chat
 from gateway.responses.routes import add_response_routes
 from gateway.schema import ChatCompletionRequest, CompletionRequest
 from gateway.serving import Gateway
-from gateway.stored_chats import add_stored_chat_routes, kept_chat
 from gateway.workers import ForAllWorkers
 from shared.errors import InvalidArgument, OutriderError
 from shared.telemetry.tracing import REQUEST_ID_KEY, current_request_id
@@ -55,7 +55,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_exception_handler(Exception, failures.on_bug)
     _add_openai_routes(app, gateway)
-    add_stored_chat_routes(app, gateway.response_store)
+    add_kept_routes(app, gateway.response_store)
     add_response_routes(app, gateway)
     add_message_routes(app, gateway)
     add_generate_routes(app, gateway)

@@ -21,7 +21,14 @@ from gateway.responses.schema import (
     ResponsesRequest,
     Tool,
 )
-from gateway.responses.store import CONVERSATION, Item, ResponseStore, StoredResponse, stored_items
+from gateway.responses.store import (
+    CONVERSATION,
+    Item,
+    ResponseStore,
+    StoredResponse,
+    stored_items,
+    unawaited,
+)
 from gateway.sampling import json_schema_format
 from gateway.schema import (
     AllowedToolChoice,
@@ -426,7 +433,8 @@ def _effort(body: ResponsesRequest) -> str | None:
 def keep(store: ResponseStore, owner: str, asked: ResponsePlan, stored: StoredResponse) -> None:
     """Keeps a response that has ended, as far as it was asked for."""
     if asked.history.is_kept:
-        store.put_soon(owner, stored)
+        unawaited(store.put(owner, stored))
     conversation_id = asked.body.conversation_id
     if conversation_id is not None and stored.body["status"] in ("completed", "incomplete"):
-        store.append_soon(owner, conversation_id, [*stored.input, *stored.body["output"]])
+        items = [*stored.input, *stored.body["output"]]
+        unawaited(store.append(owner, conversation_id, items))

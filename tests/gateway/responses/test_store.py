@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.limits import StoreLimits
-from gateway.responses.store import CONVERSATION, ResponseStore, StoredResponse
+from gateway.responses.store import CONVERSATION, RESPONSE, ResponseStore, StoredResponse
 from shared.errors import InvalidArgument, NotFound, SettingsError
 
 
@@ -70,7 +70,7 @@ async def test_a_chain_that_lost_its_beginning_is_not_continued() -> None:
     await store.put("alice", stored(0))
     await store.put("alice", stored(1, previous_response_id="resp_0"))
     assert [item["id"] for item in await store.turns("alice", "resp_1")] == ["msg_0", "msg_1"]
-    await store.delete("alice", "resp_0")
+    await store.delete("alice", "resp_0", RESPONSE)
     with pytest.raises(NotFound, match="resp_0"):
         await store.turns("alice", "resp_1")
 
