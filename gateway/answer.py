@@ -174,7 +174,7 @@ class Answer:
         self._gateway = gateway
         self._endpoint = endpoint
         self._record: RequestRecord
-        self._inbox = Inbox(gateway.limits.max_unread_tokens, self.cancel)
+        self._inbox = Inbox(gateway.settings.max_unread_tokens, self.cancel)
         self._routed: list[RoutedGeneration] = []
         self._is_checked = any(text.schemas is not None for text in self._texts)
         self._quota = current_quota.get()
@@ -218,7 +218,7 @@ class Answer:
             generation = replace(
                 generation,
                 traceparent=self._record.traceparent,
-                timeout_s=self._gateway.limits.request_timeout_s,
+                timeout_s=self._gateway.settings.request_timeout_s,
                 never_learnt=self._quota is not None and self._quota.never_learnt,
             )
             self._routed.append(self._gateway.pool.submit(generation, self.plan.model, deliver))

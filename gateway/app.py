@@ -69,13 +69,13 @@ def create_app(gateway: Gateway) -> FastAPI:
     # The last one added runs first.
     if gateway.place is not None:
         app.add_middleware(ForAllWorkers, place=gateway.place)
-    app.add_middleware(BodyLimit, limits=gateway.limits)
+    app.add_middleware(BodyLimit, settings=gateway.settings)
     app.add_middleware(Access, quotas=gateway.quotas)
-    if gateway.cors_origins:
+    if gateway.settings.cors_origin:
         # Before the key is asked for: a browser sends none with its preflight.
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=gateway.cors_origins,
+            allow_origins=gateway.settings.cors_origin,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=("retry-after", REQUEST_ID_KEY, NOTICE_HEADER),

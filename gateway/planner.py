@@ -11,7 +11,7 @@ from functools import partial
 
 from gateway.failures import client_names
 from gateway.generation import Generation, TargetModel, fingerprint
-from gateway.limits import RequestLimits, off_loop
+from gateway.limits import check_choices, check_prompts, check_stops, off_loop
 from gateway.model_text import ModelText
 from gateway.notices import give_notice
 from gateway.output.held_schema import AnswerSchemas
@@ -47,6 +47,7 @@ from gateway.schema import (
     refuse_unimplemented,
     unimplemented,
 )
+from gateway.settings import GatewaySettings
 from gateway.stop_patterns import StopPattern
 from shared.errors import InvalidArgument
 from shared.generation import PromptScoring, check_num_top, check_token_ids
@@ -328,7 +329,7 @@ class Planner:
     """
 
     text: ModelText
-    limits: RequestLimits
+    settings: GatewaySettings
 
     async def chat(
         self,
@@ -424,7 +425,7 @@ class Planner:
             return await self.text.tokenizer.encode(text, add_special_tokens=False)
 
     async def _chat_text(self, body: ChatCompletionRequest, toolbox: Toolbox | None) -> str:
-        render = partial(chat_text, body, toolbox, self.text, self.limits)
+        render = partial(chat_text, body, toolbox, self.text, self.settings.max_template_characters)
         if len(body.messages) <= _INLINE_MESSAGES and body.chat_template is None:
             return render()
         return await off_loop("messages", render)
@@ -458,7 +459,7 @@ class Planner:
             top_logprobs = top_logprobs or 0
         tokenizer = self.text.tokenizer
         given = given_prompts(body)
-        self.limits.check_prompts(len(given))
+        check_prompts(self.settings, len(given))
         prompts = [await prompt_tokens(prompt, body, model, tokenizer) for prompt in given]
         length = OutputLength(body.max_tokens, "max_tokens")
         if body.max_tokens is None:
@@ -490,8 +491,8 @@ class Planner:
         num_shown = 1 if body.n is None else body.n
         if body.best_of is None or body.best_of == num_shown:
             return None
-        if not num_shown < body.best_of <= self.limits.max_choices:
-            limit = f"[n={num_shown}, {self.limits.max_choices}]"
+        if not num_shown < body.best_of <= self.settings.max_choices:
+            limit = f"[n={num_shown}, {self.settings.max_choices}]"
             raise InvalidArgument.out_of_range("best_of", body.best_of, limit)
         if body.stream:
             message = "best_of is above n; the best are known at the end, so stream must be false"
@@ -505,11 +506,10 @@ class Planner:
         if body.prompt_logprobs is not None and body.stream:
             message = "prompt_logprobs is set; it needs stream to be false"
             raise InvalidArgument.of("STREAM_ON", "prompt_logprobs", message)
-        self.limits.check_choices(wanted.num_choices, len(prompts))
-        if wanted.stop_strings:
-            self.limits.check_stops("stop", wanted.stop_strings)
-        if wanted.stop_regexes:
-            self.limits.check_stops("stop_regex", wanted.stop_regexes)
+        check_choices(self.settings, wanted.num_choices, len(prompts))
+        if wanted.stop_strings or wanted.stop_regexes:
+            check_stops(self.settings, "stop", wanted.stop_strings)
+            check_stops(self.settings, "stop_regex", wanted.stop_regexes)
         if options is not None and not body.stream:
             message = "stream_options is set; it needs stream to be true"
             raise InvalidArgument.of("STREAM_OFF", "stream_options", message)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from gateway.generation import Event, Generation, TargetModel, TargetState
+from gateway.settings import GatewaySettings
 from gateway.target_codec import is_retryable
-from gateway.target_link import LinkTiming, TargetLink
+from gateway.target_link import LINK_TIMING, LinkTiming, TargetLink
 from shared.errors import NotFound, OutriderError, StatusCode, Unavailable
 from shared.generation import Failed, PromptScored, Started
-from shared.tls import ClientTls
 
 Deliver = Callable[[Event], None]
 
@@ -114,47 +114,26 @@ class RetryQueue:
         routed.receive(Failed(self._places.pop(routed).error))
 
 
-@dataclass(frozen=True, slots=True)
-class PoolSettings:
-    """Attributes:
-    addresses: of the targets, `host:port`.
-    model_name: what clients call the model; None takes each target's own id.
-    aliases: further names of the model, where there is only one.
-    tokenizer_sha256: of the gateway's tokenizer; a target with another one is not used.
-    retry_window_s: how long a request that lost its target before its first event waits for one.
-    tls: of the way to the targets; None speaks plainly.
-    """
-
-    addresses: tuple[str, ...]
-    tokenizer_sha256: str
-    model_name: str | None = None
-    aliases: tuple[str, ...] = ()
-    retry_window_s: float = 5.0
-    timing: LinkTiming = field(default_factory=LinkTiming)
-    tls: ClientTls | None = None
-
-
 class TargetPool:
     """Picks the target with the fewest reserved tokens.
+
+    Args:
+        tokenizer_sha256: of the gateway's tokenizer; a target with another one is not used.
 
     Attributes:
         links: to each target.
         retry_queue: generations that wait for one.
     """
 
-    def __init__(self, settings: PoolSettings) -> None:
+    def __init__(
+        self, settings: GatewaySettings, tokenizer_sha256: str, timing: LinkTiming = LINK_TIMING
+    ) -> None:
         self._settings = settings
         self.retry_queue = RetryQueue(settings.retry_window_s)
         self._tasks: list[asyncio.Task[None]] = []
         self.links: Sequence[TargetLink] = tuple(
-            TargetLink(
-                address,
-                settings.tokenizer_sha256,
-                self._on_change,
-                settings.timing,
-                settings.tls,
-            )
-            for address in dict.fromkeys(settings.addresses)
+            TargetLink(address, tokenizer_sha256, self._on_change, timing, settings.target_tls)
+            for address in dict.fromkeys(settings.target)
         )
 
     def start(self) -> None:
@@ -196,7 +175,11 @@ class TargetPool:
     def aliases(self) -> dict[str, str]:
         """Returns the model's name by each of its further names; none while there are several."""
         models = self.models()
-        return dict.fromkeys(self._settings.aliases, next(iter(models))) if len(models) == 1 else {}
+        return (
+            dict.fromkeys(self._settings.model_alias, next(iter(models)))
+            if len(models) == 1
+            else {}
+        )
 
     def model(self, name: str | None) -> tuple[str, TargetModel]:
         """Returns a model with its name; the only one when `name` is None.
@@ -208,7 +191,7 @@ class TargetPool:
         models = self.models()
         if not models:
             raise self._no_target()
-        if len(models) == 1 and (not name or name in self._settings.aliases):
+        if len(models) == 1 and (not name or name in self._settings.model_alias):
             return next(iter(models.items()))
         if name not in models:
             known = ", ".join(sorted(models))

@@ -9,7 +9,6 @@ from pydantic_core import from_json
 
 from gateway.generation import TargetModel
 from gateway.json_body import parse_json
-from gateway.limits import RequestLimits
 from gateway.model_text import ChatTemplate, ModelText
 from gateway.output.tools import Tool, Toolbox, ToolUse, schema_of, tools_prompt
 from gateway.schema import (
@@ -81,9 +80,12 @@ def _allowed(
 
 
 def chat_text(
-    body: ChatCompletionRequest, toolbox: Toolbox | None, text: ModelText, limits: RequestLimits
+    body: ChatCompletionRequest, toolbox: Toolbox | None, text: ModelText, max_template: int
 ) -> str:
     """Returns the prompt of a chat, as the model's template writes it.
+
+    Args:
+        max_template: characters that a template of the request's own may have; 0 refuses any.
 
     Raises:
         InvalidArgument: there is no template, or it refuses the messages.
@@ -96,7 +98,7 @@ def chat_text(
     variables = _variables(body)
     template = text.template
     if body.chat_template is not None:
-        limits.check_template(body.chat_template)
+        _check_template(body.chat_template, max_template)
         template = template.replaced(body.chat_template)
     messages = [_template_message(index, each) for index, each in enumerate(body.messages)]
     if toolbox is not None:
@@ -115,6 +117,15 @@ def chat_text(
         message = "continue_final_message is set beside add_generation_prompt; only one may be"
         raise InvalidArgument.of("FIELD_INVALID", "continue_final_message", message)
     return _up_to_final(rendered, messages[-1]["content"])
+
+
+def _check_template(source: str, limit: int) -> None:
+    if limit == 0:
+        message = "chat_template is refused: this gateway takes no templates from requests"
+        raise InvalidArgument.of("REQUEST_TEMPLATES_OFF", "chat_template", message)
+    if len(source) > limit:
+        message = f"chat_template has {len(source):,} characters; it may have {limit:,}"
+        raise InvalidArgument.of("CHAT_TEMPLATE_TOO_LARGE", "chat_template", message)
 
 
 def _variables(body: ChatCompletionRequest) -> dict[str, Any]:

@@ -72,6 +72,9 @@ class LinkTiming:
         return random.uniform(bound_s / 2, bound_s)
 
 
+LINK_TIMING = LinkTiming()
+
+
 class TargetLink:
     """Connection to one target: kept up for ever, its requests failed when it breaks.
 

@@ -19,6 +19,7 @@ from gateway.choice import Choice, Piece, check_field
 from gateway.event_stream import DONE, EventStream, event, whole_answer
 from gateway.failures import Aborted, client_names, error_body
 from gateway.generation import TargetModel, TokenRound, round_fields
+from gateway.limits import check_choices, check_prompts
 from gateway.logprobs import finite
 from gateway.native.schema import GenerateAnswer, GenerateRequest, NativeSampling
 from gateway.planner import Plan, Planner
@@ -134,7 +135,7 @@ async def generate_plan(
         if all(each == asked[0] for each in asked):
             parts = [prompt]
         else:
-            planner.limits.check_prompts(count)
+            check_prompts(planner.settings, count)
             parts = _alone(prompt)
         plans = [
             await planner.completion(
@@ -186,7 +187,7 @@ def _joined(plans: Sequence[Plan], planner: Planner) -> Plan:
         raise unimplemented("n", "n that differs within a batch")
     if len(plans) == 1:
         return first
-    planner.limits.check_choices(first.num_choices, len(plans))
+    check_choices(planner.settings, first.num_choices, len(plans))
     return replace(
         first,
         generations=tuple(generation for each in plans for generation in each.generations),

@@ -279,7 +279,7 @@ def check_may_change_weights(request: Request, gateway: Gateway) -> None:
     """
     check_may_operate("change weights or hold generation")
     host = "" if request.client is None else request.client.host
-    if gateway.remote_operators or _is_local(host):
+    if gateway.settings.remote_operators or _is_local(host):
         return
     raise PermissionDenied(
         f"weights are changed and generation is held from this host only, and {host} is another; "

@@ -109,11 +109,9 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/v1/loads", tags=["server"])
     async def loads() -> dict[str, Any]:
-        statuses = dict(
-            zip(gateway.target_maintenance, await target_statuses(gateway), strict=True)
-        )
+        statuses = await target_statuses(gateway)
         is_paired = len(statuses) == len(gateway.pool.links)
-        paired = list(statuses.values()) if is_paired else [None] * len(gateway.pool.links)
+        paired = statuses if is_paired else [None] * len(gateway.pool.links)
         each = [
             {
                 "address": link.address,
@@ -190,7 +188,7 @@ def _load(status: TargetStatus | None) -> dict[str, Any]:
 
 async def target_statuses(gateway: Gateway) -> list[TargetStatus | None]:
     """Returns what each maintenance port says; None of one that does not answer."""
-    addresses, tls = gateway.target_maintenance, gateway.target_tls
+    addresses, tls = gateway.settings.maintenance_addresses, gateway.settings.target_tls
     calls = (TargetAdmin(address, tls).status() for address in addresses)
     found = await asyncio.gather(*calls, return_exceptions=True)
     return [each if isinstance(each, TargetStatus) else None for each in found]

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from fastapi import FastAPI
 
 from gateway.generation import TargetModel
-from gateway.limits import off_loop
+from gateway.limits import check_prompts, off_loop
 from gateway.native.schema import DetokenizeRequest, TokenizeRequest
 from gateway.schema import ChatCompletionRequest, KnownFields
 from gateway.serving import Gateway
@@ -81,7 +81,7 @@ async def _encoded(body: TokenizeRequest, gateway: Gateway) -> list[list[int]]:
         )
         return [await gateway.planner.chat_prompt(chat)]
     texts = body.prompt if isinstance(body.prompt, list) else [body.prompt or ""]
-    gateway.limits.check_prompts(len(texts))
+    check_prompts(gateway.settings, len(texts))
     add = body.add_special_tokens is not False
     return [await gateway.text.tokenizer.encode(text, add_special_tokens=add) for text in texts]
 

@@ -166,7 +166,7 @@ class BackgroundResponses:
         """Raises:
         QueueFull: the events of all that run are more than the store takes.
         """
-        limit = self._store.limits.max_bytes
+        limit = self._store.max_bytes
         if self._num_bytes > limit:
             message = f"events of background responses take {self._num_bytes:,} bytes of {limit:,}"
             raise QueueFull(message, reason="BACKGROUND_FULL")

@@ -19,7 +19,6 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import orjson
 
-from gateway.limits import StoreLimits
 from gateway.responses.schema import InputItem
 from shared.errors import InvalidArgument, NotFound, SettingsError, Unavailable
 
@@ -134,8 +133,11 @@ class ResponseStore:
 
     Args:
         path: a file, which no other gateway may have open; or `MEMORY`.
-        is_shared: other workers have the file open, and what runs in them goes on.
         now: Unix time in seconds.
+        max_bytes: of the JSON of all entries.
+        max_age_s: of an entry since it changed last.
+        max_history_bytes: of the stored items that one request continues.
+        is_shared: other workers have the file open, and what runs in them goes on.
 
     Raises:
         SettingsError: the file cannot be used.
@@ -144,12 +146,16 @@ class ResponseStore:
     def __init__(
         self,
         path: str = MEMORY,
-        limits: StoreLimits | None = None,
         now: Callable[[], float] = time.time,
         *,
+        max_bytes: int = 256 * 2**20,
+        max_age_s: float = 30 * 24 * 3600.0,
+        max_history_bytes: int = 16 * 2**20,
         is_shared: bool = False,
     ) -> None:
-        self.limits = limits or StoreLimits()
+        self.max_bytes = max_bytes
+        self._max_age_s = max_age_s
+        self._max_history_bytes = max_history_bytes
         self._now = now
         self._thread = ThreadPoolExecutor(1, "response-store")
         try:
@@ -314,7 +320,7 @@ class ResponseStore:
         """
         is_ascending = asked.order == "asc"
         conditions = "owner = ? AND id GLOB ? AND changed >= ?"
-        values: list[Any] = [owner, f"{CHAT}*", self._now() - self.limits.max_age_s]
+        values: list[Any] = [owner, f"{CHAT}*", self._now() - self._max_age_s]
         if asked.after is not None:
             self._row(owner, asked.after, CHAT)
             conditions += f" AND rowid {'>' if is_ascending else '<'} "
@@ -410,8 +416,8 @@ class ResponseStore:
         self._grow(owner, entry_id, self._add_items(entry_id, items))
 
     def _make_room(self) -> None:
-        self._drop("changed < ?", self._now() - self.limits.max_age_s)
-        while sum((sizes := self._sizes()).values()) > self.limits.max_bytes:
+        self._drop("changed < ?", self._now() - self._max_age_s)
+        while sum((sizes := self._sizes()).values()) > self.max_bytes:
             largest = max(sizes, key=sizes.__getitem__)
             oldest = "SELECT id FROM entries WHERE owner = ? ORDER BY changed LIMIT 1"
             self._drop(f"id = ({oldest})", largest)
@@ -420,7 +426,7 @@ class ResponseStore:
         self._database.execute(f"DELETE FROM entries WHERE {condition}", (value,))
 
     def _check_history(self, field: str, size: int) -> None:
-        limit = self.limits.max_history_bytes
+        limit = self._max_history_bytes
         if size > limit:
             message = f"{field} stands for {size:,} bytes or more; at most {limit:,} are read"
             raise InvalidArgument.of("HISTORY_TOO_LARGE", field, message)
@@ -430,7 +436,7 @@ class ResponseStore:
             raise _missing(entry_id)
         found = self._database.execute(
             "SELECT body, events FROM entries WHERE id = ? AND owner = ? AND changed >= ?",
-            (entry_id, owner, self._now() - self.limits.max_age_s),
+            (entry_id, owner, self._now() - self._max_age_s),
         ).fetchone()
         if found is None:
             raise _missing(entry_id)
