@@ -242,8 +242,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watch = asyncio.create_task(_watch_disconnect(self._answer, receive))
         try:
-            with self._answer as answer:
-                await answer.begin()
+            answer = self._answer
+            async with answer.running():
                 await send(_START)
                 # A task of its own, with a short stack: waking this one walks through the frame of
                 # every middleware, and a stream is woken once a step.
@@ -296,8 +296,7 @@ async def whole_answer(answer: Answer, receive: Receive) -> list[FinalChoice]:
     """
     watch = asyncio.create_task(_watch_disconnect(answer, receive))
     try:
-        with answer:
-            await answer.begin()
+        async with answer.running():
             while answer.num_open:
                 await answer.step()
     finally:

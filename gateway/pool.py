@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from gateway.generation import Event, Generation, TargetModel, TargetState
 from gateway.settings import GatewaySettings
-from gateway.target_codec import is_retryable
-from gateway.target_link import LINK_TIMING, LinkTiming, TargetLink
+from gateway.target_link import LINK_TIMING, LinkTiming, TargetLink, is_retryable
 from shared.errors import NotFound, OutriderError, StatusCode, Unavailable
 from shared.generation import Failed, PromptScored, Started
 
@@ -24,7 +22,9 @@ class RoutedGeneration:
 
     Attributes:
         tried: targets that refused or lost it, each with its `epoch` at that time.
+        error: of the target that it had last.
         wait_until_s: event loop time at which waiting ends; None before it first waited.
+        timer: ends its waiting.
     """
 
     def __init__(
@@ -33,7 +33,9 @@ class RoutedGeneration:
         self.generation = generation
         self.name = name
         self.tried: set[tuple[str, int]] = set()
+        self.error: OutriderError
         self.wait_until_s: float | None = None
+        self.timer: asyncio.TimerHandle
         self._pool = pool
         self._deliver = deliver
         self._placed: tuple[TargetLink, int] | None = None
@@ -65,53 +67,7 @@ class RoutedGeneration:
         if self._placed is not None:
             link, request_id = self._placed
             link.cancel(request_id)
-        self._pool.retry_queue.remove(self)
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    error: OutriderError
-    timer: asyncio.TimerHandle
-
-
-class RetryQueue:
-    """Keeps generations that lost their target. At the end of its retry window one fails, with the
-    error of its last target.
-
-    Args:
-        window_s: counted from the first time that a generation waits.
-    """
-
-    def __init__(self, window_s: float) -> None:
-        self._window_s = window_s
-        self._places: dict[RoutedGeneration, _Place] = {}
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def add(self, routed: RoutedGeneration, error: OutriderError) -> None:
-        """Adds a generation with the error of its last target."""
-        loop = asyncio.get_running_loop()
-        if routed.wait_until_s is None:
-            routed.wait_until_s = loop.time() + self._window_s
-        timer = loop.call_at(routed.wait_until_s, self._end, routed)
-        self._places[routed] = _Place(error, timer)
-
-    def remove(self, routed: RoutedGeneration) -> None:
-        """Removes a generation, if it is here."""
-        place = self._places.pop(routed, None)
-        if place is not None:
-            place.timer.cancel()
-
-    def take_all(self) -> list[tuple[RoutedGeneration, OutriderError]]:
-        """Removes all; returns each with the error of its last target."""
-        places, self._places = self._places, {}
-        for place in places.values():
-            place.timer.cancel()
-        return [(routed, place.error) for routed, place in places.items()]
-
-    def _end(self, routed: RoutedGeneration) -> None:
-        routed.receive(Failed(self._places.pop(routed).error))
+        self._pool.stop_waiting(self)
 
 
 class TargetPool:
@@ -122,14 +78,13 @@ class TargetPool:
 
     Attributes:
         links: to each target.
-        retry_queue: generations that wait for one.
     """
 
     def __init__(
         self, settings: GatewaySettings, tokenizer_sha256: str, timing: LinkTiming = LINK_TIMING
     ) -> None:
         self._settings = settings
-        self.retry_queue = RetryQueue(settings.retry_window_s)
+        self._waiting: dict[RoutedGeneration, None] = {}  # in order
         self._tasks: list[asyncio.Task[None]] = []
         self.links: Sequence[TargetLink] = tuple(
             TargetLink(address, tokenizer_sha256, self._on_change, timing, settings.target_tls)
@@ -154,12 +109,12 @@ class TargetPool:
     @property
     def num_live(self) -> int:
         """Generations submitted and not over."""
-        return sum(link.num_live for link in self.links) + len(self.retry_queue)
+        return sum(link.num_live for link in self.links) + len(self._waiting)
 
     @property
     def num_waiting(self) -> int:
         """Generations that lost their target and wait for another."""
-        return len(self.retry_queue)
+        return len(self._waiting)
 
     def models(self) -> dict[str, TargetModel]:
         """Returns the models of all targets seen so far by the name clients use.
@@ -226,7 +181,27 @@ class TargetPool:
         if error.code is StatusCode.RESOURCE_EXHAUSTED:
             routed.receive(Failed(error))
             return
-        self.retry_queue.add(routed, error)
+        self._wait(routed, error)
+
+    def _wait(self, routed: RoutedGeneration, error: OutriderError) -> None:
+        """Keeps a generation until a target takes it, or its retry window, which begins when it
+        first waits, has ended; it then fails with the error."""
+        loop = asyncio.get_running_loop()
+        if routed.wait_until_s is None:
+            routed.wait_until_s = loop.time() + self._settings.retry_window_s
+        routed.error = error
+        routed.timer = loop.call_at(routed.wait_until_s, self._give_up, routed)
+        self._waiting[routed] = None
+
+    def _give_up(self, routed: RoutedGeneration) -> None:
+        del self._waiting[routed]
+        routed.receive(Failed(routed.error))
+
+    def stop_waiting(self, routed: RoutedGeneration) -> None:
+        """Does nothing to a generation that does not wait."""
+        if routed in self._waiting:
+            del self._waiting[routed]
+            routed.timer.cancel()
 
     def _pick(self, routed: RoutedGeneration) -> TargetLink | None:
         usable = (
@@ -246,8 +221,9 @@ class TargetPool:
     def _on_change(self) -> None:
         if not any(link.state is TargetState.SERVING for link in self.links):
             return
-        for routed, error in self.retry_queue.take_all():
-            self.place_again(routed, error)
+        for routed in list(self._waiting):
+            self.stop_waiting(routed)
+            self.place_again(routed, routed.error)
 
     def _no_target(self) -> Unavailable:
         reasons = "; ".join(f"{link.address} is {link.state.value}" for link in self.links)

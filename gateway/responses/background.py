@@ -142,9 +142,8 @@ class BackgroundResponses:
             response.end()
 
     async def _chunks(self, owner: str, response: BackgroundResponse) -> AsyncIterator[bytes]:
-        chunks = response.chunks
-        with response.answer as answer:
-            await answer.begin()
+        chunks, answer = response.chunks, response.answer
+        async with answer.running():
             response.body = chunks.response()
             if response.is_wanted:
                 unawaited(self._store.put(owner, response.stored))
