@@ -7,7 +7,6 @@ from itertools import zip_longest
 from typing import Any
 
 from gateway.choice import Choice, FinalChoice, Piece, TokenScore, best_choices, stop_fields
-from gateway.generation import round_fields
 from gateway.logprobs import (
     chat_logprobs,
     completion_logprobs,
@@ -281,11 +280,9 @@ def echo_scores(
     )
 
 
-def rounds_field(piece: Piece, tokenizer: Tokenizer) -> dict[str, Any]:
+def rounds_field(piece: Piece) -> dict[str, Any]:
     """Returns the extra field of a choice whose request asked what its rounds did."""
-    if not piece.rounds:
-        return {}
-    return {"speculation": {"rounds": round_fields(piece.rounds, tokenizer)}}
+    return {} if not piece.rounds else {"speculation": {"rounds": piece.rounds}}
 
 
 def _chat_choice(plan: Plan, final_choice: FinalChoice, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -300,7 +297,7 @@ def _chat_choice(plan: Plan, final_choice: FinalChoice, tokenizer: Tokenizer) ->
         "finish_reason": final_choice.finish_reason,
         **stop_fields(plan, final_choice.choice),
         "token_ids": list(piece.token_ids) if plan.return_token_ids else None,
-        **rounds_field(piece, tokenizer),
+        **rounds_field(piece),
     }
 
 
@@ -330,5 +327,5 @@ def _completion_choice(
         "prompt_token_ids": prompt if plan.return_token_ids else None,
         "token_ids": list(piece.token_ids) if plan.return_token_ids else None,
         "prompt_logprobs": _prompt_logprobs(plan, prompt, drawn, tokenizer),
-        **rounds_field(piece, tokenizer),
+        **rounds_field(piece),
     }

@@ -99,7 +99,7 @@ class _OpenAiChunks:
     def _extras(self, piece: Piece) -> dict[str, Any]:
         """Returns the fields of a choice that only some requests ask for."""
         ids = {"token_ids": list(piece.token_ids)} if self._plan.return_token_ids else {}
-        return ids | rounds_field(piece, self._tokenizer)
+        return ids | rounds_field(piece)
 
     def closing(self, choices: tuple[Choice, ...]) -> bytes:
         if self._on_end is not None:

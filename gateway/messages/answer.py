@@ -197,7 +197,7 @@ def _stop(choice: Choice) -> dict[str, Any]:
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if choice.finish_name == "tool_calls":
         return {"stop_reason": "tool_use", "stop_sequence": None}
-    matched = choice.stops.matched
+    matched = choice.matched_stop
     reason = "end_turn" if matched is None else "stop_sequence"
     return {"stop_reason": reason, "stop_sequence": matched}
 

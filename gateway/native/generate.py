@@ -18,7 +18,7 @@ from gateway.bodies import speculative_decoding
 from gateway.choice import Choice, Piece, check_field
 from gateway.event_stream import DONE, EventStream, event, whole_answer
 from gateway.failures import Aborted, client_names, error_body
-from gateway.generation import TargetModel, TokenRound, round_fields
+from gateway.generation import TargetModel
 from gateway.limits import check_choices, check_prompts
 from gateway.logprobs import finite
 from gateway.native.schema import GenerateAnswer, GenerateRequest, NativeSampling
@@ -285,7 +285,7 @@ class GeneratedText:
         self._logprobs: list[list[Any]] = []
         self._top: list[list[list[Any]] | None] = []
         self._named: list[list[list[Any]]] = []
-        self._rounds: Sequence[TokenRound] = ()
+        self._rounds: Sequence[dict[str, Any]] = ()
         self._prompt_fields: dict[str, orjson.Fragment] = {}
         self._num_prompt_scores = -1
 
@@ -335,7 +335,7 @@ class GeneratedText:
         if self._wanted.named is not None:
             info["output_token_ids_logprobs"] = self._named
         if self._rounds:  # new ones only: all of them in every event would add up to megabytes
-            info["spec_rounds"] = round_fields(self._rounds, self._tokenizer)
+            info["spec_rounds"] = self._rounds
         return info | check_field(choice) | speculation_fields(choice)
 
     def _of_prompt(self, prompt: Sequence[int]) -> dict[str, orjson.Fragment]:
@@ -441,7 +441,7 @@ def _finish_reason(choice: Choice, aborted: Aborted | None) -> dict[str, Any] | 
         return None
     if choice.finish_reason is FinishReason.LENGTH:
         return {"type": "length", "length": choice.num_output_tokens}
-    matched = choice.stops.matched
+    matched = choice.matched_stop
     return {"type": "stop", "matched": choice.stop_token_id if matched is None else matched}
 
 
