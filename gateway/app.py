@@ -8,16 +8,14 @@ from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
-from gateway import bodies, failures
+from gateway import bodies
 from gateway.answer import Answer
 from gateway.event_stream import ChatChunks, CompletionChunks, EventStream, whole_answer
-from gateway.failures import ClientGone
-from gateway.json_body import JsonRoute, MalformedBody
+from gateway.failures import FAILURES, on_error
+from gateway.json_body import JsonRoute
 from gateway.messages.routes import add_message_routes
 from gateway.metrics import kv_usage_exposition
 from gateway.middleware import Access, BodyLimit, RequestId
@@ -34,12 +32,11 @@ from gateway.responses.routes import add_response_routes
 from gateway.schema import ChatCompletionRequest, CompletionRequest
 from gateway.serving import Gateway
 from gateway.workers import ForAllWorkers
-from shared.errors import InvalidArgument, OutriderError
+from shared.errors import InvalidArgument
 from shared.telemetry.tracing import REQUEST_ID_KEY, current_request_id
 
 __all__ = ["Gateway", "create_app"]
 
-_CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody reads it but the log
 _JSON = "application/json"
 
 
@@ -48,12 +45,8 @@ def create_app(gateway: Gateway) -> FastAPI:
     # FastAPI's own pages load their scripts from elsewhere.
     app = DocumentedApp(title="Outrider", version=gateway.version, docs_url=None, redoc_url=None)
     app.router.route_class = JsonRoute
-    app.add_exception_handler(OutriderError, failures.on_outrider_error)
-    app.add_exception_handler(MalformedBody, failures.on_malformed_body)
-    app.add_exception_handler(RequestValidationError, failures.on_validation_error)
-    app.add_exception_handler(HTTPException, failures.on_http_exception)
-    app.add_exception_handler(ClientGone, _on_client_gone)
-    app.add_exception_handler(Exception, failures.on_bug)
+    for kind in (*FAILURES, Exception):
+        app.add_exception_handler(kind, on_error)
     _add_openai_routes(app, gateway)
     add_kept_routes(app, gateway.response_store)
     add_response_routes(app, gateway)
@@ -140,12 +133,8 @@ def _add_openai_routes(app: FastAPI, gateway: Gateway) -> None:
 
 def _add_operations_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/health", tags=["operations"])
-    async def health() -> Response:
-        status, detail = gateway.health()
-        return JSONResponse(detail, status)
-
     @app.get("/ready", tags=["operations"])
-    async def ready() -> Response:
+    async def health() -> Response:
         status, detail = gateway.health()
         return JSONResponse(detail, status)
 
@@ -168,7 +157,3 @@ def _model_of(body: bytes) -> str | None:
         return None
     name = given.get("model") if isinstance(given, dict) else None
     return name if isinstance(name, str) else None
-
-
-async def _on_client_gone(_request: Request, _error: Exception) -> Response:
-    return Response(status_code=_CLIENT_CLOSED_REQUEST)

@@ -15,20 +15,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.answer import Answer
-from gateway.bodies import (
-    chat_scores,
-    delta_fields,
-    echo_scores,
-    metrics,
-    rounds_field,
-    text_scores,
-    timings,
-    usage,
-    usage_of_prompt,
-)
+from gateway.bodies import delta_fields, ending, head, rounds_field, usage, usage_of_prompt
 from gateway.choice import Choice, FinalChoice, Piece, stop_fields
 from gateway.failures import ClientGone, error_body
 from gateway.http_server import BODY_WRITER, BodyWriter
+from gateway.logprobs import chat_logprobs, completion_logprobs, echoed_logprobs
 from gateway.planner import Plan
 from shared.errors import OutriderError
 from shared.text import Tokenizer
@@ -79,14 +70,7 @@ class _OpenAiChunks:
         self._plan = plan
         self._on_end = on_end
         self._tokenizer = tokenizer
-        self._head = {
-            "id": plan.request_id,
-            "object": kind,
-            "created": plan.created,
-            "model": plan.model,
-            "system_fingerprint": plan.fingerprint,
-            **({} if plan.service_tier is None else {"service_tier": plan.service_tier}),
-        }
+        self._head = head(plan, kind)
         self._before = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":[{"index":'
         # With usage asked for, chunks before the last carry null.
         self._after = b'}],"usage":null}\n\n' if plan.include_usage else b"}]}\n\n"
@@ -106,14 +90,7 @@ class _OpenAiChunks:
             self._on_end(choices)
         if not self._plan.include_usage:
             return DONE
-        last = {
-            **self._head,
-            "choices": [],
-            "usage": usage(self._plan, choices),
-            "metrics": metrics(choices),
-            "timings": timings(self._plan, choices),
-        }
-        return event(last) + DONE
+        return event({**self._head, "choices": [], **ending(self._plan, choices)}) + DONE
 
     def failure(self, error: OutriderError) -> bytes:
         return event(error_body(error))  # without [DONE]
@@ -154,7 +131,7 @@ class ChatChunks(_OpenAiChunks):
         piece, chunks = choice.take(), b""
         if piece is not None and self._is_worth_a_chunk(piece):
             delta = delta_fields(piece) if piece.parts else {"content": piece.text}
-            scores = chat_scores(self._plan, piece, self._tokenizer)
+            scores = chat_logprobs(self._plan, piece.scores, self._tokenizer)
             chunks += self._delta(choice, delta, usage_so_far, scores, **self._extras(piece))
         finish_name = choice.finish_name
         if finish_name is not None:
@@ -196,7 +173,7 @@ class CompletionChunks(_OpenAiChunks):
         echoed = plan.echoed_text_of(choice.index)
         if not echoed and not plan.return_token_ids:
             return b""
-        scores = echo_scores(plan, choice, (), self._tokenizer) if plan.echoes_scores else None
+        scores = echoed_logprobs(plan, choice, (), self._tokenizer) if plan.echoes_scores else None
         fields: dict[str, Any] = {"text": echoed, "logprobs": scores, "finish_reason": None}
         if plan.return_token_ids:
             prompt = plan.generations[choice.index].prompt_token_ids
@@ -213,7 +190,7 @@ class CompletionChunks(_OpenAiChunks):
             echo = self._echo(choice, usage_so_far)
         fields = {
             "text": piece.text,
-            "logprobs": text_scores(self._plan, choice, piece, self._tokenizer),
+            "logprobs": completion_logprobs(self._plan, choice, piece.scores, self._tokenizer),
             "finish_reason": None if reason is None else reason.value,
             **({} if reason is None else stop_fields(self._plan, choice)),
             **self._extras(piece),
