@@ -33,7 +33,7 @@ from gateway.schema import ChatCompletionRequest, CompletionRequest
 from gateway.serving import Gateway
 from gateway.workers import ForAllWorkers
 from shared.errors import InvalidArgument
-from shared.telemetry.tracing import REQUEST_ID_KEY, current_request_id
+from shared.telemetry.tracing import REQUEST_ID_KEY
 
 __all__ = ["Gateway", "create_app"]
 
@@ -82,8 +82,7 @@ def _add_openai_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/v1/chat/completions", tags=["openai"], responses={200: {"model": ChatAnswer}})
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
-        name, model = gateway.pool.model(body.model)
-        plan = await gateway.planner.chat(body, name, model, current_request_id.get())
+        plan = await gateway.planner.chat(body, gateway.pool.model(body.model))
         keep = None
         if body.store:
             plan, keep = kept_chat(gateway.response_store, body, plan, tokenizer)
@@ -98,8 +97,7 @@ def _add_openai_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/v1/completions", tags=["openai"], responses={200: {"model": CompletionAnswer}})
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        name, model = gateway.pool.model(body.model)
-        plan = await gateway.planner.completion(body, name, model, current_request_id.get())
+        plan = await gateway.planner.completion(body, gateway.pool.model(body.model))
         answer = Answer(plan, gateway, "completions")
         if plan.is_stream:
             return EventStream(answer, CompletionChunks(plan, tokenizer))
@@ -110,7 +108,7 @@ def _add_openai_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/v1/embeddings", tags=["openai"])
     async def embeddings(request: Request) -> Response:
         body = await request.body()
-        name, _ = gateway.pool.model(_model_of(body))
+        name = gateway.pool.model(_model_of(body)).name
         message = f"model {name!r} generates text; it serves no embeddings"
         raise InvalidArgument.of("EMBEDDINGS_NOT_SERVED", "model", message)
 
@@ -119,16 +117,12 @@ def _add_openai_routes(app: FastAPI, gateway: Gateway) -> None:
         created = int(gateway.start_time_s)
         found = gateway.pool.models()
         names = {name: name for name in found} | gateway.pool.aliases()
-        data = [
-            bodies.model(name, created, found[root].max_context_tokens, root)
-            for name, root in sorted(names.items())
-        ]
+        data = [bodies.model(name, created, found[root]) for name, root in sorted(names.items())]
         return {"object": "list", "data": data}
 
     @app.get("/v1/models/{name:path}", tags=["openai"])
     async def model(name: str) -> dict[str, Any]:
-        root, found = gateway.pool.model(name)
-        return bodies.model(name, int(gateway.start_time_s), found.max_context_tokens, root)
+        return bodies.model(name, int(gateway.start_time_s), gateway.pool.model(name))
 
 
 def _add_operations_routes(app: FastAPI, gateway: Gateway) -> None:

@@ -7,6 +7,7 @@ from itertools import zip_longest
 from typing import Any
 
 from gateway.choice import Choice, FinalChoice, Piece, best_choices, stop_fields
+from gateway.generation import TargetModel
 from gateway.logprobs import (
     chat_logprobs,
     completion_logprobs,
@@ -209,19 +210,15 @@ def completion(
     return _body(plan, final_choices, "text_completion", shown)
 
 
-def model(name: str, created: int, max_context_tokens: int, root: str) -> dict[str, Any]:
-    """Returns an entry of `/v1/models`.
-
-    Args:
-        root: the model's own name; another than `name` for an alias.
-    """
+def model(name: str, created: int, found: TargetModel) -> dict[str, Any]:
+    """Returns an entry of `/v1/models`; `name` may be an alias."""
     return {
         "id": name,
         "created": created,
         "object": "model",
         "owned_by": "outrider",
-        "root": root,
-        "max_model_len": max_context_tokens,
+        "root": found.name,
+        "max_model_len": found.max_context_tokens,
     }
 
 

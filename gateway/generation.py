@@ -86,6 +86,7 @@ class TargetModel:
     """The model that a target serves, with its limits.
 
     Attributes:
+        name: what clients call it.
         max_context_tokens: largest prompt plus output.
         tokenizer_sha256: lower-case hexadecimal.
         draft_algorithms: of the drafts attached when the target was asked.
@@ -105,6 +106,7 @@ class TargetModel:
     output_fingerprint: str = ""
     weight_version: str = ""
     weight_changes: tuple[WeightChange, ...] = ()
+    name: str = ""
 
 
 class TargetState(enum.Enum):

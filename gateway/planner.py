@@ -53,6 +53,7 @@ from shared.errors import InvalidArgument
 from shared.generation import PromptScoring, check_num_top, check_token_ids
 from shared.grammar import Grammar
 from shared.sampling_defaults import choice_seed
+from shared.telemetry.tracing import current_request_id
 from shared.tokens import MAX_NAMED_LOGPROBS, StopParams, ThinkingBudget
 
 # The plan of one HTTP request: checked and tokenized. Made by `planner.py`.
@@ -199,7 +200,6 @@ class WantedOutput:
 
     body: GenerationBody
     model: TargetModel
-    trace_id: str
     top_logprobs: int | None
     length: OutputLength
     output: ChatOutput | None = None
@@ -256,7 +256,7 @@ class WantedOutput:
             predicted=self.predicted,
             logprob_token_ids=self._named() if body.logprob_token_ids else (),
             prompt_scoring=self.prompt_scoring,
-            trace_id=self.trace_id,
+            trace_id=current_request_id.get(),
         )
         if body.speculation is not None:
             generation = with_speculation(generation, body.speculation)
@@ -334,9 +334,7 @@ class Planner:
     async def chat(
         self,
         body: ChatCompletionRequest,
-        name: str,
         model: TargetModel,
-        trace_id: str,
         *,
         length: OutputLength | None = None,
     ) -> Plan:
@@ -365,7 +363,6 @@ class Planner:
         wanted = WantedOutput(
             body,
             model,
-            trace_id,
             top_logprobs,
             length or OutputLength(body.max_tokens, "max_tokens"),
             style.output(text, toolbox),
@@ -381,7 +378,7 @@ class Planner:
                 longest = longest_prompt(body, model)
                 prompt = await tokenizer.encode(text, add_special_tokens=False, max_tokens=longest)
             request_id = body.rid or f"chatcmpl-{uuid.uuid4().hex}"
-            plan = await self._plan(wanted, request_id, name, [prompt])
+            plan = await self._plan(wanted, request_id, [prompt])
         return replace(plan, echoed_texts=echoed_text(body)) if body.echo else plan
 
     async def _predicted(self, prediction: Prediction, model: TargetModel) -> Sequence[int]:
@@ -433,9 +430,7 @@ class Planner:
     async def completion(
         self,
         body: CompletionRequest,
-        name: str,
         model: TargetModel,
-        trace_id: str,
         *,
         scored_from: int | None = None,
         default_tokens: int = _DEFAULT_COMPLETION_TOKENS,
@@ -467,7 +462,6 @@ class Planner:
         wanted = WantedOutput(
             body,
             model,
-            trace_id,
             top_logprobs,
             length,
             None,
@@ -477,7 +471,7 @@ class Planner:
             keeps_likeliest=keeps_likeliest,
         )
         request_id = body.rid or f"cmpl-{uuid.uuid4().hex}"
-        plan = await self._plan(wanted, request_id, name, prompts)
+        plan = await self._plan(wanted, request_id, prompts)
         kept = [each.prompt_token_ids for each in plan.generations[:: plan.num_choices]]
         return replace(
             plan,
@@ -500,7 +494,7 @@ class Planner:
         return body.best_of
 
     async def _plan(
-        self, wanted: WantedOutput, request_id: str, name: str, prompts: Sequence[list[int]]
+        self, wanted: WantedOutput, request_id: str, prompts: Sequence[list[int]]
     ) -> Plan:
         body, options = wanted.body, wanted.body.stream_options
         if body.prompt_logprobs is not None and body.stream:
@@ -527,7 +521,7 @@ class Planner:
         return Plan(
             request_id=request_id,
             created=int(time.time()),
-            model=name,
+            model=wanted.model.name,
             generations=tuple(generations),
             num_choices=wanted.num_choices,
             text=wanted.text_options(generations[0].stop, held.schemas),

@@ -87,7 +87,10 @@ class TargetPool:
         self._waiting: dict[RoutedGeneration, None] = {}  # in order
         self._tasks: list[asyncio.Task[None]] = []
         self.links: Sequence[TargetLink] = tuple(
-            TargetLink(address, tokenizer_sha256, self._on_change, timing, settings.target_tls)
+            TargetLink(
+                *(address, tokenizer_sha256, self._on_change, timing),
+                *(settings.target_tls, settings.model_name),
+            )
             for address in dict.fromkeys(settings.target)
         )
 
@@ -124,7 +127,7 @@ class TargetPool:
         by_name: dict[str, TargetModel] = {}
         for link in sorted(self.links, key=lambda link: link.state is TargetState.SERVING):
             if link.model is not None and link.state is not TargetState.MISMATCHED:
-                by_name[self.served_name(link.model)] = link.model
+                by_name[link.model.name] = link.model
         return by_name
 
     def aliases(self) -> dict[str, str]:
@@ -136,8 +139,8 @@ class TargetPool:
             else {}
         )
 
-    def model(self, name: str | None) -> tuple[str, TargetModel]:
-        """Returns a model with its name; the only one when `name` is None.
+    def model(self, name: str | None) -> TargetModel:
+        """Returns a model; the only one when `name` is None.
 
         Raises:
             NotFound: no target serves it.
@@ -147,12 +150,12 @@ class TargetPool:
         if not models:
             raise self._no_target()
         if len(models) == 1 and (not name or name in self._settings.model_alias):
-            return next(iter(models.items()))
+            return next(iter(models.values()))
         if name not in models:
             known = ", ".join(sorted(models))
             message = f"model {name!r} is not served here; there is {known}"
             raise NotFound(message, reason="MODEL_NOT_FOUND")
-        return name, models[name]
+        return models[name]
 
     def submit(self, generation: Generation, name: str, deliver: Deliver) -> RoutedGeneration:
         """Starts a generation of model `name`. Its last event is Finished or Failed.
@@ -209,14 +212,10 @@ class TargetPool:
             for link in self.links
             if link.state is TargetState.SERVING
             and link.model is not None
-            and self.served_name(link.model) == routed.name
+            and link.model.name == routed.name
             and (link.address, link.epoch) not in routed.tried
         )
         return min(usable, key=lambda link: link.num_reserved_tokens, default=None)
-
-    def served_name(self, model: TargetModel) -> str:
-        """Returns what clients call a model."""
-        return self._settings.model_name or model.model_id
 
     def _on_change(self) -> None:
         if not any(link.state is TargetState.SERVING for link in self.links):

@@ -107,7 +107,11 @@ class TargetLink:
         on_change: Callable[[], None],
         timing: LinkTiming,
         tls: ClientTls | None = None,
+        model_name: str | None = None,
     ) -> None:
+        """Args:
+        model_name: what clients call the model; None takes the target's own id.
+        """
         self.address = address
         self.state = TargetState.CONNECTING
         self.detail = "not connected yet"
@@ -119,6 +123,7 @@ class TargetLink:
         self._on_change = on_change
         self._timing = timing
         self._tls = tls
+        self._model_name = model_name
         self._request_ids = itertools.count(1)
         self._live: dict[int, _Live] = {}
         self._unsent: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
@@ -228,7 +233,8 @@ class TargetLink:
 
     async def _ask(self, channel: aio.Channel) -> TargetModel:
         stub, timeout_s = pb_grpc.TargetServiceStub(channel), self._timing.call_timeout_s
-        return model_from_message(await stub.GetModel(pb.GetModelRequest(), timeout=timeout_s))
+        message = await stub.GetModel(pb.GetModelRequest(), timeout=timeout_s)
+        return model_from_message(message, self._model_name or message.model_id)
 
     async def _carry(self, channel: aio.Channel) -> None:
         """Runs the session and the health watch; ends by raising, when either ends. Live requests
@@ -379,8 +385,8 @@ def cancel_message(request_id: int) -> pb.SessionRequest:
     return pb.SessionRequest(cancel=pb.Cancel(request_id=request_id))
 
 
-def model_from_message(message: pb.GetModelResponse) -> TargetModel:
-    """Returns what a target says it serves."""
+def model_from_message(message: pb.GetModelResponse, name: str) -> TargetModel:
+    """Returns what a target says it serves, which clients call `name`."""
     return TargetModel(
         model_id=message.model_id,
         tokenizer_sha256=message.tokenizer_sha256,
@@ -397,6 +403,7 @@ def model_from_message(message: pb.GetModelResponse) -> TargetModel:
             )
             for each in message.weight_changes
         ),
+        name=name,
     )
 
 

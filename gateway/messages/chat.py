@@ -165,9 +165,7 @@ def _cleared(turn: Message) -> Message:
     return turn.model_copy(update={"content": blocks})
 
 
-async def messages_plan(
-    body: MessagesRequest, planner: Planner, name: str, model: TargetModel, trace_id: str
-) -> Plan:
+async def messages_plan(body: MessagesRequest, planner: Planner, model: TargetModel) -> Plan:
     """Raises:
     InvalidArgument: the request can never be served; by Anthropic's name of the field.
     """
@@ -188,7 +186,7 @@ async def messages_plan(
     )
     with client_names({"stop": "stop_sequences", "prompt": "messages"}):
         length = OutputLength(body.max_tokens, "max_tokens", is_capped=True)
-        plan = await planner.chat(chat, name, model, trace_id, length=length)
+        plan = await planner.chat(chat, model, length=length)
     return replace(plan, request_id=f"msg_{uuid.uuid4().hex}", grammar_field=field)
 
 

@@ -26,7 +26,6 @@ from gateway.planner import Plan, Planner
 from gateway.schema import CompletionRequest, KnownFields, SamplingFields, unimplemented
 from gateway.serving import Gateway
 from shared.errors import InvalidArgument, OutriderError
-from shared.telemetry.tracing import current_request_id
 from shared.text import Tokenizer
 from shared.tokens import FinishReason, TokenLogprobs
 
@@ -110,7 +109,7 @@ class GeneratePlan:
 
 
 async def generate_plan(
-    body: GenerateRequest, planner: Planner, name: str, model: TargetModel, trace_id: str
+    body: GenerateRequest, planner: Planner, model: TargetModel
 ) -> GeneratePlan:
     """Raises:
     InvalidArgument: the request can never be served; by SGLang's name of the field.
@@ -140,9 +139,7 @@ async def generate_plan(
         plans = [
             await planner.completion(
                 _completion(body, sampling, part, own),
-                name,
                 model,
-                trace_id,
                 scored_from=own.start,
                 default_tokens=_DEFAULT_NEW_TOKENS,
                 keeps_likeliest=True,
@@ -452,9 +449,7 @@ def add_generate_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.put("/generate", tags=["sglang"], responses=_ANSWERS)
     @app.post("/generate", tags=["sglang"], responses=_ANSWERS)
     async def generate(body: GenerateRequest, request: Request) -> Response:
-        name, model = gateway.pool.model(body.model)
-        trace_id = current_request_id.get()
-        asked = await generate_plan(body, gateway.planner, name, model, trace_id)
+        asked = await generate_plan(body, gateway.planner, gateway.pool.model(body.model))
         answer = Answer(asked.plan, gateway, "generate")
         if asked.plan.is_stream:
             return EventStream(answer, GenerateChunks(asked, tokenizer))

@@ -19,7 +19,6 @@ from gateway.serving import Gateway
 from gateway.target_link import TargetLink
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.rpc.admin_client import TargetAdmin, TargetStatus
-from shared.telemetry.tracing import current_request_id
 
 
 def add_history_routes(app: FastAPI, gateway: Gateway) -> None:
@@ -27,11 +26,11 @@ def add_history_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/speculation_history", tags=["server"])
     async def speculation_history(model: str | None = None) -> dict[str, Any]:
-        name, _ = gateway.pool.model(model)
+        name = gateway.pool.model(model).name
         served = [
             found
             for found in await asyncio.gather(*(link.ask_model() for link in gateway.pool.links))
-            if found is not None and gateway.pool.served_name(found) == name
+            if found is not None and found.name == name
         ]
         changes = sorted(
             (each for found in served for each in found.weight_changes),
@@ -66,11 +65,11 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/model_info", tags=["server"])
     @app.get("/get_model_info", tags=["server"])
     async def model_info(model: str | None = None) -> dict[str, Any]:
-        name, found = gateway.pool.model(model)
+        found = gateway.pool.model(model)
         return {
             # The name clients use: where the files lie is nobody's business.
-            "model_path": name,
-            "tokenizer_path": name,
+            "model_path": found.name,
+            "tokenizer_path": found.name,
             "is_generation": True,
             "max_model_len": found.max_context_tokens,
             "vocab_size": found.vocab_size,
@@ -96,9 +95,7 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
             "start_time": gateway.start_time_s,
             "models": sorted(gateway.pool.models()),
             "open_request_count": gateway.open_answers.num_open,
-            "targets": await asyncio.gather(
-                *(_target(gateway, link) for link in gateway.pool.links)
-            ),
+            "targets": await asyncio.gather(*(_target(link) for link in gateway.pool.links)),
             # Load tools take the mean over everything since the start from here.
             "internal_states": [{"avg_spec_accept_length": speculation.mean_accepted_length}],
         }
@@ -139,9 +136,8 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/health_generate", tags=["server"])
     async def health_generate(request: Request) -> dict[str, str]:
-        name, model = gateway.pool.model(None)
         body = CompletionRequest(prompt=[0], max_tokens=1, ignore_eos=True)
-        plan = await gateway.planner.completion(body, name, model, current_request_id.get())
+        plan = await gateway.planner.completion(body, gateway.pool.model(None))
         await whole_answer(Answer(plan, gateway, "health_generate"), request.receive)
         return {"status": "generating"}
 
@@ -201,13 +197,13 @@ async def _version(gateway: Gateway) -> str | None:
     return versions.pop() if len(versions) == 1 else None
 
 
-async def _target(gateway: Gateway, link: TargetLink) -> dict[str, Any]:
+async def _target(link: TargetLink) -> dict[str, Any]:
     model = await link.ask_model()
     return {
         "address": link.address,
         "state": link.state.value,
         "detail": link.detail,
-        "model": None if model is None else gateway.pool.served_name(model),
+        "model": None if model is None else model.name,
         "live_request_count": link.num_live,
         "reserved_token_count": link.num_reserved_tokens,
         "received_token_count": link.num_tokens,

@@ -32,7 +32,7 @@ def add_token_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/v1/tokenize", tags=["tokens"])
     @app.post("/tokenize", tags=["tokens"])
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        _, model = gateway.pool.model(body.model)
+        model = gateway.pool.model(body.model)
         _TOKENIZE_FIELDS.refuse(body.unknown_fields)
         rows = await _encoded(body, gateway)
         is_batch = isinstance(body.prompt, list)
@@ -51,7 +51,7 @@ def add_token_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/v1/detokenize", tags=["tokens"])
     @app.post("/detokenize", tags=["tokens"])
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
-        _, model = gateway.pool.model(body.model)
+        model = gateway.pool.model(body.model)
         _DETOKENIZE_FIELDS.refuse(body.unknown_fields)
         rows = [row for row in body.tokens if not isinstance(row, int)]
         is_batch = bool(rows)

@@ -311,12 +311,7 @@ class ResponsePlan:
 
 
 async def response_plan(
-    body: ResponsesRequest,
-    history: History,
-    planner: Planner,
-    name: str,
-    model: TargetModel,
-    trace_id: str,
+    body: ResponsesRequest, history: History, planner: Planner, model: TargetModel
 ) -> ResponsePlan:
     """Raises:
     InvalidArgument: the request can never be served.
@@ -340,7 +335,7 @@ async def response_plan(
     )
     with client_names({"max_tokens": "max_output_tokens", "messages": "input", "prompt": "input"}):
         length = OutputLength(body.max_output_tokens, "max_output_tokens", is_capped=True)
-        plan = await planner.chat(chat, name, model, trace_id, length=length)
+        plan = await planner.chat(chat, model, length=length)
     plan = replace(plan, request_id=f"resp_{uuid.uuid4().hex}", grammar_field="text.format")
     item_id = f"msg_{uuid.uuid4().hex}"
     return ResponsePlan(plan, body, history, item_id, namespaces(body.tools or ()))

@@ -30,7 +30,6 @@ from gateway.responses.schema import InputItem, ResponseAnswer, ResponsesRequest
 from gateway.responses.store import RESPONSE, Order, ResponseStore, StoredResponse, item_list
 from gateway.serving import Gateway
 from shared.errors import InvalidArgument, NotFound
-from shared.telemetry.tracing import current_request_id
 
 _POLL_S = 0.25
 
@@ -58,11 +57,10 @@ def add_response_routes(app: FastAPI, gateway: Gateway) -> None:
 async def _planned(
     gateway: Gateway, body: ResponsesRequest, history: History | None = None
 ) -> ResponsePlan:
-    name, model = gateway.pool.model(body.model)
+    model = gateway.pool.model(body.model)
     if history is None:
         history = await history_of(body, gateway.response_store, owner_of_request())
-    trace_id = current_request_id.get()
-    return await response_plan(body, history, gateway.planner, name, model, trace_id)
+    return await response_plan(body, history, gateway.planner, model)
 
 
 def _add_generation(

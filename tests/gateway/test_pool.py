@@ -123,10 +123,10 @@ async def test_a_waiting_request_is_forgotten_when_its_client_leaves(
 ) -> None:
     target.refusals.append(DRAINING)
     gateway = await make_gateway(target, settings=GatewaySettings(retry_window_s=60.0))
-    name, model = gateway.pool.model("fake")
+    model = gateway.pool.model("fake")
     body = ChatCompletionRequest.model_validate(BODY)
-    plan = await gateway.planner.chat(body, name, model, "trace")
-    routed = gateway.pool.submit(plan.generations[0], name, lambda event: None)
+    plan = await gateway.planner.chat(body, model)
+    routed = gateway.pool.submit(plan.generations[0], "fake", lambda event: None)
     await eventually(lambda: gateway.pool.num_waiting == 1)
     routed.cancel()
     assert gateway.pool.num_live == 0
