@@ -34,6 +34,7 @@ NUM_INTERVALS = 120
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+_Family = CounterMetricFamily | GaugeMetricFamily
 _OUTCOMES: dict[type, str] = {
     ClientGone: "client_gone",
     ClientTooSlow: "client_too_slow",
@@ -169,26 +170,25 @@ class _PoolCollector(Collector):
         self._pool = pool
 
     def collect(self) -> Iterator[Metric]:
-        prefix = "outrider_gateway_target"
-        serving = GaugeMetricFamily(
-            f"{prefix}_serving", "1 while the target takes requests", labels=("target",)
-        )
-        live = GaugeMetricFamily(
-            f"{prefix}_requests", "Generations submitted and not ended", labels=("target",)
-        )
-        tokens = CounterMetricFamily(
-            f"{prefix}_tokens", "Tokens received from the target", labels=("target",)
+        prefix, of = "outrider_gateway_target", ("target",)
+        live = "Generations submitted and not ended"
+        families: tuple[_Family, ...] = (
+            GaugeMetricFamily(f"{prefix}_serving", "1 while the target takes requests", labels=of),
+            GaugeMetricFamily(
+                f"{prefix}_requests", "Generations submitted and not ended", labels=of
+            ),
+            CounterMetricFamily(f"{prefix}_tokens", "Tokens received from the target", labels=of),
         )
         for link in self._pool.links:
-            serving.add_metric((link.address,), float(link.state is TargetState.SERVING))
-            live.add_metric((link.address,), link.num_live)
-            tokens.add_metric((link.address,), link.num_tokens)
-        waiting = GaugeMetricFamily(
+            values = link.state is TargetState.SERVING, link.num_live, link.num_tokens
+            for family, value in zip(families, values, strict=True):
+                family.add_metric((link.address,), float(value))
+        yield from families
+        yield GaugeMetricFamily(
             "outrider_gateway_requests_waiting",
             "Generations that lost their target and wait for another",
             value=self._pool.num_waiting,
         )
-        yield from (serving, live, tokens, waiting)
 
 
 class ClientCollector(Collector):
@@ -198,12 +198,11 @@ class ClientCollector(Collector):
         self._quotas = quotas
 
     def collect(self) -> Iterator[Metric]:
-        prefix = "outrider_gateway_client"
-        labels = ("client",)
-        requests = CounterMetricFamily(f"{prefix}_requests", "POST requests let in", labels=labels)
-        tokens = CounterMetricFamily(f"{prefix}_tokens", "Prompt and output tokens", labels=labels)
-        is_open = GaugeMetricFamily(
-            f"{prefix}_open_requests", "Requests being answered", labels=labels
+        prefix, of = "outrider_gateway_client", ("client",)
+        families: tuple[_Family, ...] = (
+            CounterMetricFamily(f"{prefix}_requests", "POST requests let in", labels=of),
+            CounterMetricFamily(f"{prefix}_tokens", "Prompt and output tokens", labels=of),
+            GaugeMetricFamily(f"{prefix}_open_requests", "Requests being answered", labels=of),
         )
         refusals = CounterMetricFamily(
             f"{prefix}_refusals",
@@ -211,12 +210,12 @@ class ClientCollector(Collector):
             labels=("client", "limit"),
         )
         for quota in self._quotas.all:
-            requests.add_metric((quota.name,), quota.num_requests)
-            tokens.add_metric((quota.name,), quota.num_tokens)
-            is_open.add_metric((quota.name,), quota.num_open)
+            values = quota.num_requests, quota.num_tokens, quota.num_open
+            for family, value in zip(families, values, strict=True):
+                family.add_metric((quota.name,), value)
             for limit, count in quota.refusals.items():
                 refusals.add_metric((quota.name, limit), count)
-        yield from (requests, tokens, is_open, refusals)
+        yield from (*families, refusals)
 
 
 class RequestRecord:
