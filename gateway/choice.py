@@ -180,33 +180,9 @@ class Choice:
 
         Rounds are news by themselves: a page shows them as they happen.
         """
-        if not self._is_held:
-            return self._next()
-        piece, self._last = self._last, None
-        return piece
-
-    def take_text(self) -> str:
-        """Returns the new text, like `take`, where nobody asks for more: all of the output is text
-        and it still runs."""
-        text = "".join(self._texts)
-        self._texts.clear()
-        self._token_ids.clear()
-        return text
-
-    def hold(self) -> Piece:
-        """Returns all of the output, once it has ended; the next `take` still returns its end."""
-        if not self._is_held:
-            self._is_held, self._last = True, self._next()
-        kept = self._kept
-        return Piece(
-            "".join(piece.text for piece in kept),
-            [each for piece in kept for each in piece.token_ids],
-            [each for piece in kept for each in piece.scores],
-            [each for piece in kept for each in piece.rounds],
-            [each for piece in kept for each in piece.parts],
-        )
-
-    def _next(self) -> Piece | None:
+        if self._is_held:
+            piece, self._last = self._last, None
+            return piece
         parts: Sequence[Part] = ()
         if self._parser is None:
             text = "".join(self._texts)
@@ -225,6 +201,28 @@ class Choice:
         if self._options.keeps_output:
             self._kept.append(piece)
         return piece
+
+    def take_text(self) -> str:
+        """Returns the new text, like `take`, where nobody asks for more: all of the output is text
+        and it still runs."""
+        text = "".join(self._texts)
+        self._texts.clear()
+        self._token_ids.clear()
+        return text
+
+    def hold(self) -> Piece:
+        """Returns all of the output, once it has ended; the next `take` still returns its end."""
+        if not self._is_held:
+            self._last = self.take()
+            self._is_held = True
+        kept = self._kept
+        return Piece(
+            "".join(piece.text for piece in kept),
+            [each for piece in kept for each in piece.token_ids],
+            [each for piece in kept for each in piece.scores],
+            [each for piece in kept for each in piece.rounds],
+            [each for piece in kept for each in piece.parts],
+        )
 
     def _parsed(self, parser: OutputParser) -> list[Part]:
         """Returns the parts of the new text."""

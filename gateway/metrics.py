@@ -171,7 +171,6 @@ class _PoolCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         prefix, of = "outrider_gateway_target", ("target",)
-        live = "Generations submitted and not ended"
         families: tuple[_Family, ...] = (
             GaugeMetricFamily(f"{prefix}_serving", "1 while the target takes requests", labels=of),
             GaugeMetricFamily(

@@ -11,14 +11,16 @@ from functools import partial
 
 from gateway.failures import client_names
 from gateway.generation import Generation, TargetModel, fingerprint
-from gateway.limits import check_choices, check_prompts, check_stops, off_loop
 from gateway.model_text import ModelText
 from gateway.notices import give_notice
+from gateway.off_loop import off_loop
 from gateway.output.held_schema import AnswerSchemas
 from gateway.output.style import ChatOutput, OutputStyle, ReasoningParser
 from gateway.output.tools import Toolbox
 from gateway.prompts import (
     chat_text,
+    check_choices,
+    check_prompts,
     echoed_text,
     echoed_texts,
     given_prompts,
@@ -32,6 +34,7 @@ from gateway.sampling import (
     HeldOutput,
     check_priority,
     check_salt,
+    check_stops,
     constraint_of,
     held_output,
     sampling_params,

@@ -23,6 +23,7 @@ from gateway.schema import (
     check_texts,
     unimplemented,
 )
+from gateway.settings import GatewaySettings
 from shared.errors import InvalidArgument
 from shared.generation import check_token_ids
 from shared.text import Tokenizer
@@ -252,6 +253,29 @@ def read_arguments(text: str, field: str) -> Any:
             return from_json(content, allow_partial=True, allow_inf_nan=False)
         except ValueError:
             raise error from None
+
+
+def check_prompts(settings: GatewaySettings, num_prompts: int) -> None:
+    """Raises:
+    InvalidArgument: a completion has none, or too many.
+    """
+    if not 1 <= num_prompts <= settings.max_prompts:
+        message = f"prompt holds {num_prompts} prompts; it must hold [1, {settings.max_prompts}]"
+        raise InvalidArgument.of("PROMPTS_OUT_OF_RANGE", "prompt", message)
+
+
+def check_choices(settings: GatewaySettings, num_choices: int, num_prompts: int) -> None:
+    """Raises:
+    InvalidArgument: more is asked for than one request may.
+    """
+    if not 1 <= num_choices <= settings.max_choices:
+        raise InvalidArgument.out_of_range("n", num_choices, f"[1, {settings.max_choices}]")
+    if num_choices * num_prompts > settings.max_generations:
+        message = (
+            f"the request asks for {num_choices} choices of {num_prompts} prompts; "
+            f"n times prompts must be at most {settings.max_generations}"
+        )
+        raise InvalidArgument.of("CHOICES_OUT_OF_RANGE", "n", message)
 
 
 def given_prompts(body: CompletionRequest) -> Sequence[str | list[int]]:

@@ -24,6 +24,7 @@ from gateway.schema import (
     StructuredOutputs,
     unimplemented,
 )
+from gateway.settings import GatewaySettings
 from shared.errors import InvalidArgument
 from shared.generation import check_token_ids
 from shared.grammar import Grammar, GrammarKind, JsonSchema
@@ -40,6 +41,7 @@ from shared.tokens import (
 _NAMES = {field.name for field in fields(SamplingParams)} & SamplingFields.model_fields.keys()
 _MAX_BAD_WORDS = MAX_BAD_WORDS // 2  # each has two spellings
 _MAX_WORD_CHARACTERS = 64
+_MAX_STOP_CHARACTERS = 1024
 _SEED_LIMIT = 2**63
 _MAX_ALGORITHM_CHARACTERS = 64
 _INT32_LIMIT = 2**31
@@ -99,6 +101,21 @@ def _word_tokens(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int,
         for spelled in (bare, f" {bare}"):
             runs[tuple(tokenizer.encode_word(spelled))] = None
     return tuple(runs)
+
+
+def check_stops(settings: GatewaySettings, field: str, stops: Sequence[str]) -> None:
+    """Raises:
+    InvalidArgument: there are too many, or one is empty or too long.
+    """
+    if len(stops) > settings.max_stop_strings:
+        limit = f"at most {settings.max_stop_strings}"
+        message = f"{field} has {len(stops):,} strings; it must have {limit}"
+        raise InvalidArgument.of("STOP_OUT_OF_RANGE", field, message)
+    for stop in stops:
+        if not 1 <= len(stop) <= _MAX_STOP_CHARACTERS:
+            limit = f"[1, {_MAX_STOP_CHARACTERS}]"
+            message = f"a stop string has {len(stop)} characters; it must have {limit}"
+            raise InvalidArgument.of("STOP_OUT_OF_RANGE", field, message)
 
 
 def stop_params(

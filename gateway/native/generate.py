@@ -19,10 +19,10 @@ from gateway.choice import Choice, Piece, check_field
 from gateway.event_stream import DONE, EventStream, event, whole_answer
 from gateway.failures import Aborted, client_names, error_body
 from gateway.generation import TargetModel
-from gateway.limits import check_choices, check_prompts
 from gateway.logprobs import finite
 from gateway.native.schema import GenerateAnswer, GenerateRequest, NativeSampling
 from gateway.planner import Plan, Planner
+from gateway.prompts import check_choices, check_prompts
 from gateway.schema import CompletionRequest, KnownFields, SamplingFields, unimplemented
 from gateway.serving import Gateway
 from shared.errors import InvalidArgument, OutriderError

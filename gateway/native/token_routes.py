@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 from fastapi import FastAPI
 
 from gateway.generation import TargetModel
-from gateway.limits import check_prompts, off_loop
 from gateway.native.schema import DetokenizeRequest, TokenizeRequest
+from gateway.off_loop import off_loop
+from gateway.prompts import check_prompts
 from gateway.schema import ChatCompletionRequest, KnownFields
 from gateway.serving import Gateway
 from shared.errors import InvalidArgument

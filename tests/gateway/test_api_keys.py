@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.api_keys import Allowance, KeyLimits, Quotas, find_key, keys_from_file, keys_from_texts
+from gateway.api_keys import Allowance, KeyLimits, Quotas, keys_from_file, keys_from_texts
 from gateway.model_text import ModelText
 from gateway.settings import GatewaySettings
 from services.draft.settings import DraftSettings
@@ -35,11 +35,13 @@ def _file(tmp_path: Path, text: str) -> Path:
 def test_a_key_has_a_name_or_the_default_one() -> None:
     keys = keys_from_texts(["sesame", "alice:open:now"], LIMITS)
     assert [key.name for key in keys] == ["default", "alice"]
-    found = find_key(keys, "open:now")
+    assert {key.limits for key in keys} == {LIMITS}
+    quotas = Quotas(keys)
+    found = quotas.of("open:now")
     assert found is not None
-    assert (found.name, found.limits) == ("alice", LIMITS)
+    assert found.name == "alice"
     for wrong in ("", "open", "alice:open:now", "Sesame", "\udcff"):
-        assert find_key(keys, wrong) is None
+        assert quotas.of(wrong) is None
 
 
 def test_a_file_holds_keys_or_their_digests_and_limits_of_their_own(tmp_path: Path) -> None:
@@ -51,7 +53,9 @@ def test_a_file_holds_keys_or_their_digests_and_limits_of_their_own(tmp_path: Pa
     alice, bob = keys_from_file(path, LIMITS)
     assert alice.limits == KeyLimits(requests_per_minute=10, max_concurrent=2)
     assert bob.limits == LIMITS
-    assert find_key((alice, bob), "hidden") is bob
+    found = Quotas((alice, bob)).of("hidden")
+    assert found is not None
+    assert found.name == "bob"
 
 
 @pytest.mark.parametrize(
