@@ -33,6 +33,7 @@ _HEADERS = [
     (b"x-accel-buffering", b"no"),  # nginx would collect chunks otherwise
 ]
 _BODY = "http.response.body"
+_UNFINISHED = {"logprobs": None, "finish_reason": None}
 _START = {"type": "http.response.start", "status": 200, "headers": _HEADERS}
 
 
@@ -112,12 +113,14 @@ class ChatChunks(_OpenAiChunks):
         self._after_text = b'},"logprobs":null,"finish_reason":null' + self._after
 
     def opening(self, choice: Choice, usage_so_far: bytes) -> bytes:
-        chunk = self._delta(choice, {"role": "assistant", "content": ""}, usage_so_far)
+        begun = {"role": "assistant", "content": ""}
+        chunk = self._chunk(choice, {"delta": begun, **_UNFINISHED}, usage_so_far)
         if self._plan.return_token_ids:
             prompt = self._plan.generations[choice.index].prompt_token_ids
             chunk = chunk[:-3] + b',"prompt_token_ids":' + orjson.dumps(prompt) + b"}\n\n"
         if self._plan.echoed_texts:
-            chunk += self._delta(choice, {"content": self._plan.echoed_texts[0]}, usage_so_far)
+            echoed = {"content": self._plan.echoed_texts[0]}
+            chunk += self._chunk(choice, {"delta": echoed, **_UNFINISHED}, usage_so_far)
         return chunk
 
     def news(self, choice: Choice, usage_so_far: bytes) -> bytes:
@@ -132,23 +135,13 @@ class ChatChunks(_OpenAiChunks):
         if piece is not None and self._is_worth_a_chunk(piece):
             delta = delta_fields(piece) if piece.parts else {"content": piece.text}
             scores = chat_logprobs(self._plan, piece.scores, self._tokenizer)
-            chunks += self._delta(choice, delta, usage_so_far, scores, **self._extras(piece))
+            fields = {"delta": delta, **_UNFINISHED, "logprobs": scores, **self._extras(piece)}
+            chunks += self._chunk(choice, fields, usage_so_far)
         finish_name = choice.finish_name
         if finish_name is not None:
-            ending = {"finish_reason": finish_name, **stop_fields(self._plan, choice)}
-            chunks += self._delta(choice, {}, usage_so_far, **ending)
+            reason = {"finish_reason": finish_name, **stop_fields(self._plan, choice)}
+            chunks += self._chunk(choice, {"delta": {}, **_UNFINISHED, **reason}, usage_so_far)
         return chunks
-
-    def _delta(
-        self,
-        choice: Choice,
-        delta: dict[str, Any],
-        usage_so_far: bytes,
-        scores: dict[str, Any] | None = None,
-        **extras: Any,
-    ) -> bytes:
-        fields = {"delta": delta, "logprobs": scores, "finish_reason": None, **extras}
-        return self._chunk(choice, fields, usage_so_far)
 
     def _is_worth_a_chunk(self, piece: Piece) -> bool:
         """An end token alone has no text; sent only to clients that asked for tokens or scores."""

@@ -32,6 +32,7 @@ from gateway.prompts import (
 from gateway.sampling import (
     Constraint,
     HeldOutput,
+    OutputLength,
     check_priority,
     check_salt,
     check_stops,
@@ -148,39 +149,6 @@ class Plan:
         return sum(len(generation.prompt_token_ids) for generation in prompts)
 
 
-@dataclass(frozen=True, slots=True)
-class OutputLength:
-    """The limits on the output's length in a request.
-
-    Attributes:
-        max_tokens: None is all that the context leaves.
-        field: that named it; None is a default, which is cut in silence.
-        is_capped: more than the context leaves is cut with a notice, as clients of the interface
-            rely on; else it is refused, as vLLM and SGLang do.
-    """
-
-    max_tokens: int | None
-    field: str | None = None
-    is_capped: bool = False
-
-    def check(self, num_prompt_tokens: int, model: TargetModel) -> None:
-        """Raises:
-        InvalidArgument: the context does not hold prompt and output.
-        """
-        limit, max_tokens, field = model.max_context_tokens, self.max_tokens, self.field
-        num_left = limit - num_prompt_tokens
-        if field is None or max_tokens is None or not 0 < num_left < max_tokens:
-            return
-        # Client libraries look for the words "maximum context length is".
-        message = (
-            f"{field} is {max_tokens:,}; it must be at most {num_left:,}, because this model's "
-            f"maximum context length is {limit:,} tokens and the prompt has {num_prompt_tokens:,}"
-        )
-        if not self.is_capped:
-            raise InvalidArgument.of("OUTPUT_TOO_LONG", field, message)
-        give_notice(f"{field} is {max_tokens:,}; the context leaves {num_left:,}")
-
-
 @dataclass(slots=True)
 class WantedOutput:
     """The two kinds of body reduced to what they share, before prompts and choices multiply it.
@@ -198,7 +166,7 @@ class WantedOutput:
         num_shown, num_choices: of the answer, and drawn; for each prompt.
         prompt_scoring: for `prompt_logprobs`, or for an echo with log probabilities.
         hides_output: no output is asked for, but what the target says of the prompt.
-        num_asked: tokens asked of the target, which draws one at least.
+        num_least: tokens that the target draws even so.
     """
 
     body: GenerationBody
@@ -215,7 +183,7 @@ class WantedOutput:
     num_choices: int = field(init=False)
     prompt_scoring: PromptScoring | None = field(init=False)
     hides_output: bool = field(init=False)
-    num_asked: int | None = field(init=False)
+    num_least: int = field(init=False)
     stop_strings: tuple[str, ...] = field(init=False)
     stop_regexes: tuple[str, ...] = field(init=False)
 
@@ -230,7 +198,7 @@ class WantedOutput:
         is_echo = isinstance(body, CompletionRequest) and body.echo
         is_scored = is_echo or self.prompt_scoring is not None
         self.hides_output = self.length.max_tokens == 0 and is_scored
-        self.num_asked = 1 if self.hides_output else self.length.max_tokens
+        self.num_least = int(self.hides_output)
         self.stop_strings = _listed(body.stop)
         self.stop_regexes = _listed(body.stop_regex)
 
@@ -244,12 +212,11 @@ class WantedOutput:
         """
         body, salt = self.body, self.body.salt
         sampling = sampling_params(body, text.defaults, self.model, text.tokenizer, self.thinking)
-        self.length.check(len(prompt), self.model)
         names_others = body.logprob_token_ids and not self.keeps_likeliest
         generation = Generation(
             prompt_token_ids=prompt,
             sampling=sampling,
-            stop=stop_params(body, self.num_asked, len(prompt), self.model),
+            stop=stop_params(body, self.length, len(prompt), self.model, num_least=self.num_least),
             has_seed=body.seed is not None,
             # None of the likeliest where the request names others, unless it wants both.
             top_logprobs=0 if names_others else self.top_logprobs,
@@ -514,7 +481,7 @@ class Planner:
         if constraint is not None or wanted.output is not None:
             held = await _held(constraint, wanted.output)
         if body.truncate_prompt_tokens is not None:
-            limits = body, wanted.model, wanted.num_asked
+            limits = body, wanted.model, wanted.length.max_tokens
             prompts = [truncated(prompt, *limits) for prompt in prompts]
         generations = [
             generation

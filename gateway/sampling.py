@@ -118,28 +118,61 @@ def check_stops(settings: GatewaySettings, field: str, stops: Sequence[str]) -> 
             raise InvalidArgument.of("STOP_OUT_OF_RANGE", field, message)
 
 
+@dataclass(frozen=True, slots=True)
+class OutputLength:
+    """The limits on the output's length in a request.
+
+    Attributes:
+        max_tokens: None is all that the context leaves.
+        field: that named it; None is a default, which is cut in silence.
+        is_capped: more than the context leaves is cut with a notice, as clients of the interface
+            rely on; else it is refused, as vLLM and SGLang do.
+    """
+
+    max_tokens: int | None
+    field: str | None = None
+    is_capped: bool = False
+
+
 def stop_params(
-    body: GenerationBody, max_tokens: int | None, num_prompt_tokens: int, model: TargetModel
+    body: GenerationBody,
+    length: OutputLength,
+    num_prompt_tokens: int,
+    model: TargetModel,
+    *,
+    num_least: int = 0,
 ) -> StopParams:
     """Returns when to stop, clamped to what the context leaves after the prompt.
 
     Args:
-        max_tokens: None is all the context leaves.
+        num_least: tokens of output, however few are asked for.
 
     Raises:
-        InvalidArgument: the prompt is empty or fills the context, or a value is out of range.
+        InvalidArgument: the prompt is empty or fills the context, the context does not hold the
+            output, or a value is out of range.
     """
+    limit, max_tokens = model.max_context_tokens, length.max_tokens
     if num_prompt_tokens == 0:
         raise InvalidArgument.prompt_empty()
-    if num_prompt_tokens >= model.max_context_tokens:
-        raise InvalidArgument.prompt_too_long(num_prompt_tokens, model.max_context_tokens - 1)
+    if num_prompt_tokens >= limit:
+        raise InvalidArgument.prompt_too_long(num_prompt_tokens, limit - 1)
+    num_left = limit - num_prompt_tokens
+    if length.field is not None and max_tokens is not None and max_tokens > num_left:
+        # Client libraries look for the words "maximum context length is".
+        message = (
+            f"{length.field} is {max_tokens:,}; it must be at most {num_left:,}, because this "
+            f"model's maximum context length is {limit:,} tokens and the prompt has "
+            f"{num_prompt_tokens:,}"
+        )
+        if not length.is_capped:
+            raise InvalidArgument.of("OUTPUT_TOO_LONG", length.field, message)
+        give_notice(f"{length.field} is {max_tokens:,}; the context leaves {num_left:,}")
     given = body.stop_token_ids or ()
     stop_token_ids = frozenset(each for each in given if 0 <= each < model.vocab_size)
     if len(stop_token_ids) < len(set(given)):  # others, perhaps of another model, end nothing
         give_notice(f"ids of stop_token_ids outside [0, {model.vocab_size}) have no effect")
-    num_left = model.max_context_tokens - num_prompt_tokens
     asked = StopParams(
-        max_output_tokens=num_left if max_tokens is None else max_tokens,
+        max_output_tokens=num_left if max_tokens is None else max(max_tokens, num_least),
         min_output_tokens=body.min_tokens or 0,
         stop_token_ids=stop_token_ids,
         ignore_eos=body.ignore_eos,

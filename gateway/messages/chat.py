@@ -20,8 +20,8 @@ from gateway.messages.schema import (
 )
 from gateway.notices import give_notice
 from gateway.output.style import OutputStyle, ReasoningParser
-from gateway.planner import OutputLength, Plan, Planner
-from gateway.sampling import json_schema_format
+from gateway.planner import Plan, Planner
+from gateway.sampling import OutputLength, json_schema_format
 from gateway.schema import (
     CalledFunction,
     ChatCompletionRequest,

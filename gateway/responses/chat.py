@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from gateway.failures import client_names
 from gateway.generation import TargetModel
-from gateway.planner import OutputLength, Plan, Planner
+from gateway.planner import Plan, Planner
 from gateway.responses.schema import (
     AllowedFunctions,
     InputItem,
@@ -29,7 +29,7 @@ from gateway.responses.store import (
     stored_items,
     unawaited,
 )
-from gateway.sampling import json_schema_format
+from gateway.sampling import OutputLength, json_schema_format
 from gateway.schema import (
     AllowedToolChoice,
     AllowedTools,
