@@ -10,7 +10,7 @@ from pydantic_core import from_json
 from gateway.generation import TargetModel
 from gateway.json_body import parse_json
 from gateway.model_text import ChatTemplate, ModelText
-from gateway.output.tools import Tool, Toolbox, ToolUse, schema_of, tools_prompt
+from gateway.output.tools import Tool, Toolbox, schema_of, tools_prompt
 from gateway.schema import (
     AllowedToolChoice,
     ChatCompletionRequest,
@@ -57,11 +57,11 @@ def toolbox_of(body: ChatCompletionRequest) -> Toolbox | None:
             Tool(each.name, each.description, schema_of(each.parameters), each.strict)
             for each in functions
         ),
-        use=ToolUse.AUTO if mode in (None, "auto") else ToolUse.REQUIRED,
+        must_call=mode not in (None, "auto"),
         forced_name=choice.function.name if isinstance(choice, NamedTool) else None,
         is_parallel=body.parallel_tool_calls is not False,
     )
-    toolbox.check("tools", "tool_choice")
+    toolbox.check()
     return toolbox
 
 

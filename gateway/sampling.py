@@ -14,7 +14,7 @@ from gateway.generation import Generation, TargetModel
 from gateway.notices import give_notice
 from gateway.output.held_schema import AnswerSchemas, check_schema, held_schema
 from gateway.output.style import ChatOutput
-from gateway.output.tools import Toolbox, ToolUse
+from gateway.output.tools import Toolbox
 from gateway.schema import (
     GenerationBody,
     KnownFields,
@@ -292,7 +292,7 @@ def held_output(constraint: Constraint | None, output: ChatOutput | None) -> Hel
     notices: list[str] = []
     text: JsonSchema | None = None
     calls: dict[str, JsonSchema] = {}
-    if grammar is not None and (toolbox is None or toolbox.use is ToolUse.AUTO):
+    if grammar is not None and (toolbox is None or not toolbox.must_call):
         with client_names({"grammar": field}):
             grammar, text = _held_grammar(grammar, notices)
     if output is not None:
