@@ -1,4 +1,5 @@
-"""Pure ASGI middleware. Starlette's function style would cost every chunk a task switch."""
+"""Pure ASGI middleware. Starlette's function style would cost every chunk a task switch. The server
+hands on HTTP alone."""
 
 from __future__ import annotations
 
@@ -40,9 +41,6 @@ class RequestId:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         headers = Headers(scope=scope)
         given = headers.get(REQUEST_ID_KEY, "")
         request_id = given if _SAFE_REQUEST_ID.fullmatch(given) else new_request_id()
@@ -75,8 +73,8 @@ class Access:
         self._quotas = quotas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "")
-        if scope["type"] != "http" or path in _OPEN_PATHS or path.startswith(FILES_PREFIX):
+        path = scope["path"]
+        if path in _OPEN_PATHS or path.startswith(FILES_PREFIX):
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
@@ -112,9 +110,6 @@ class BodyLimit:
         self._num_buffered = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         length = Headers(scope=scope).get("content-length", "0")
         if length.isdigit() and int(length) > self._settings.max_body_bytes:
             problem = Problem(_TOO_LARGE, self._message(int(length)), "body_too_large")

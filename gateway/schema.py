@@ -321,15 +321,6 @@ class ToolDefinition(Body):
             return {"type": given.get("type"), "function": function}
         return given
 
-    @classmethod
-    def of(
-        cls, name: str, description: str | None, parameters: dict[str, Any] | None, *, strict: bool
-    ) -> Self:
-        function = FunctionDefinition(
-            name=name, description=description, parameters=parameters, strict=strict
-        )
-        return cls(type="function", function=function)
-
 
 class FunctionName(Body):
     """Names a function."""

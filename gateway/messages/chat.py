@@ -27,6 +27,7 @@ from gateway.schema import (
     ChatCompletionRequest,
     ChatMessage,
     ContentPart,
+    FunctionDefinition,
     KnownFields,
     NamedTool,
     ResponseFormat,
@@ -236,11 +237,13 @@ def _tools(body: Prompt) -> list[ToolDefinition] | None:
     own = []
     for index, tool in enumerate(body.tools or ()):
         if tool.type in (None, "custom"):
-            own.append(
-                ToolDefinition.of(
-                    tool.name, tool.description, tool.input_schema, strict=tool.strict
-                )
+            function = FunctionDefinition(
+                name=tool.name,
+                description=tool.description,
+                parameters=tool.input_schema,
+                strict=tool.strict,
             )
+            own.append(ToolDefinition(type="function", function=function))
         elif tool.type.startswith(_HOSTED):
             leave_out_hosted(f"tools[{index}]", tool.type)
         else:

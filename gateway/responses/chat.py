@@ -37,6 +37,7 @@ from gateway.schema import (
     ChatCompletionRequest,
     ChatMessage,
     ContentPart,
+    FunctionDefinition,
     KnownFields,
     NamedTool,
     ResponseFormat,
@@ -366,15 +367,16 @@ def _messages(body: ResponsesRequest, history: History) -> list[ChatMessage]:
 
 
 def _tools(body: ResponsesRequest) -> list[ToolDefinition] | None:
-    return [
-        ToolDefinition.of(
-            flat_name(tool.name or "", namespace),
-            tool.description,
-            tool.parameters,
+    own = []
+    for tool, namespace in _functions(body.tools or (), "tools"):
+        function = FunctionDefinition(
+            name=flat_name(tool.name or "", namespace),
+            description=tool.description,
+            parameters=tool.parameters,
             strict=tool.strict,
         )
-        for tool, namespace in _functions(body.tools or (), "tools")
-    ]
+        own.append(ToolDefinition(type="function", function=function))
+    return own
 
 
 def _functions(
