@@ -108,6 +108,7 @@ class GatewayMetrics:
     Attributes:
         acceptance: over the latest requests.
         vllm: the same requests under the names that vLLM gives them.
+        requests, tokens, first_token, duration, per_token: filled by `RequestRecord`.
     """
 
     def __init__(self, pool: TargetPool, quotas: Quotas | None = None) -> None:
@@ -289,15 +290,15 @@ class RequestRecord:
             "num_accepted": counts["accepted_draft"],
             "duration_s": round(now_s - self._begin_s, 6),
         }
-        begun = [each for each in self._figures if each.first_s is not None]
+        firsts = [(each.first_s, each.num_first_tokens) for each in self._figures]
+        begun = [(first_s, count) for first_s, count in firsts if first_s is not None]
         if begun:
-            first = min(begun, key=lambda each: each.first_s or 0.0)
-            first_s = first.first_s or 0.0
+            first_s, num_first_tokens = min(begun)
             facts["first_token_s"] = round(first_s - self._begin_s, 6)
             if outcome == "finished":
                 metrics.first_token.observe(first_s - self._begin_s)
                 metrics.duration.observe(now_s - self._begin_s)
-                if (num_later := counts["output"] - first.num_first_tokens) > 0:
+                if (num_later := counts["output"] - num_first_tokens) > 0:
                     metrics.per_token.observe((now_s - first_s) * len(choices) / num_later)
         if (quota := current_quota.get()) is not None:
             facts["client"] = quota.name

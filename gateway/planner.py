@@ -60,8 +60,6 @@ from shared.sampling_defaults import choice_seed
 from shared.telemetry.tracing import current_request_id
 from shared.tokens import MAX_NAMED_LOGPROBS, StopParams, ThinkingBudget
 
-# The plan of one HTTP request: checked and tokenized. Made by `planner.py`.
-
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
@@ -166,7 +164,6 @@ class WantedOutput:
         num_shown, num_choices: of the answer, and drawn; for each prompt.
         prompt_scoring: for `prompt_logprobs`, or for an echo with log probabilities.
         hides_output: no output is asked for, but what the target says of the prompt.
-        num_least: tokens that the target draws even so.
     """
 
     body: GenerationBody
@@ -183,7 +180,6 @@ class WantedOutput:
     num_choices: int = field(init=False)
     prompt_scoring: PromptScoring | None = field(init=False)
     hides_output: bool = field(init=False)
-    num_least: int = field(init=False)
     stop_strings: tuple[str, ...] = field(init=False)
     stop_regexes: tuple[str, ...] = field(init=False)
 
@@ -198,7 +194,6 @@ class WantedOutput:
         is_echo = isinstance(body, CompletionRequest) and body.echo
         is_scored = is_echo or self.prompt_scoring is not None
         self.hides_output = self.length.max_tokens == 0 and is_scored
-        self.num_least = int(self.hides_output)
         self.stop_strings = _listed(body.stop)
         self.stop_regexes = _listed(body.stop_regex)
 
@@ -216,7 +211,10 @@ class WantedOutput:
         generation = Generation(
             prompt_token_ids=prompt,
             sampling=sampling,
-            stop=stop_params(body, self.length, len(prompt), self.model, num_least=self.num_least),
+            # A target draws one token even so.
+            stop=stop_params(
+                body, self.length, len(prompt), self.model, num_least=int(self.hides_output)
+            ),
             has_seed=body.seed is not None,
             # None of the likeliest where the request names others, unless it wants both.
             top_logprobs=0 if names_others else self.top_logprobs,

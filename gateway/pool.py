@@ -133,11 +133,8 @@ class TargetPool:
     def aliases(self) -> dict[str, str]:
         """Returns the model's name by each of its further names; none while there are several."""
         models = self.models()
-        return (
-            dict.fromkeys(self._settings.model_alias, next(iter(models)))
-            if len(models) == 1
-            else {}
-        )
+        name = next(iter(models)) if len(models) == 1 else None
+        return {} if name is None else dict.fromkeys(self._settings.model_alias, name)
 
     def model(self, name: str | None) -> TargetModel:
         """Returns a model; the only one when `name` is None.
