@@ -203,8 +203,9 @@ def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
     Raises:
         InvalidArgument: the message needs media, or an interface of calls that is no more.
     """
+    extra = message.model_extra or {}
     for name in _UNIMPLEMENTED:
-        if message.unknown_fields.get(name):
+        if extra.get(name):
             raise unimplemented(f"messages[{index}].{name}")
     if isinstance(message.content, list):
         check_texts(f"messages[{index}].content", message.content)

@@ -387,14 +387,14 @@ def _of_format(given: ResponseFormat) -> _Given:
             raise InvalidArgument.of("FIELD_INVALID", "response_format.json_schema.schema", message)
         return "response_format.json_schema", GrammarKind.JSON_SCHEMA, schema
     if given.type == "structural_tag":
-        tag = {"type": "structural_tag", **given.unknown_fields}
+        tag = {"type": "structural_tag", **(given.model_extra or {})}
         return "response_format", GrammarKind.STRUCTURAL_TAG, tag
     raise unimplemented("response_format.type", f"response_format of type {given.type[:64]!r}")
 
 
 def _of_structured(given: StructuredOutputs) -> Iterator[_Given]:
     prefix = "structured_outputs."
-    _STRUCTURED_FIELDS.refuse(given.unknown_fields, prefix)
+    _STRUCTURED_FIELDS.refuse(given, prefix)
     yield f"{prefix}json", GrammarKind.JSON_SCHEMA, given.content
     yield f"{prefix}regex", GrammarKind.REGEX, given.regex
     yield f"{prefix}grammar", GrammarKind.EBNF, given.grammar

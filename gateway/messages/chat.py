@@ -209,7 +209,7 @@ def prompt_chat(body: Prompt, style: OutputStyle) -> ChatCompletionRequest:
         InvalidArgument: it has what the gateway cannot do: media, prefill.
     """
     known = _FIELDS if isinstance(body, MessagesRequest) else _COUNTED_FIELDS
-    known.refuse(body.unknown_fields)
+    known.refuse(body)
     messages = chat_messages(edited(body.messages, body.context_management))
     if not messages:
         raise InvalidArgument.of("PROMPT_EMPTY", "messages", "messages is empty")

@@ -114,7 +114,7 @@ async def generate_plan(
     """Raises:
     InvalidArgument: the request can never be served; by SGLang's name of the field.
     """
-    _FIELDS.refuse(body.unknown_fields)
+    _FIELDS.refuse(body)
     prompt, field = _prompt(body)
     is_many = _is_batch(prompt)
     count = max(len(prompt), 1) if is_many else 1
@@ -122,7 +122,7 @@ async def generate_plan(
     scores = _scores(body, count)
     asked = [(each or NativeSampling(), own) for each, own in zip(samplings, scores, strict=True)]
     for sampling, _ in asked:
-        _SAMPLING_FIELDS.refuse(sampling.unknown_fields, "sampling_params.")
+        _SAMPLING_FIELDS.refuse(sampling, "sampling_params.")
     names = {inside: f"sampling_params.{_RENAMED.get(inside, inside)}" for inside in _SAME}
     names |= {inside: f"sampling_params.{outside}" for inside, outside in _RENAMED.items()}
     if body.return_routed_experts and any(sampling.stop for sampling, _ in asked):

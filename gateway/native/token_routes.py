@@ -34,7 +34,7 @@ def add_token_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/tokenize", tags=["tokens"])
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         model = gateway.pool.model(body.model)
-        _TOKENIZE_FIELDS.refuse(body.unknown_fields)
+        _TOKENIZE_FIELDS.refuse(body)
         rows = await _encoded(body, gateway)
         is_batch = isinstance(body.prompt, list)
         answer: dict[str, Any] = {
@@ -53,7 +53,7 @@ def add_token_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/detokenize", tags=["tokens"])
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         model = gateway.pool.model(body.model)
-        _DETOKENIZE_FIELDS.refuse(body.unknown_fields)
+        _DETOKENIZE_FIELDS.refuse(body)
         rows = [row for row in body.tokens if not isinstance(row, int)]
         is_batch = bool(rows)
         if not is_batch:

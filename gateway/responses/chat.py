@@ -317,7 +317,7 @@ async def response_plan(
     """Raises:
     InvalidArgument: the request can never be served.
     """
-    _FIELDS.refuse(body.unknown_fields)
+    _FIELDS.refuse(body)
     refuse_rounds(body.speculation)
     chat = ChatCompletionRequest(
         messages=_messages(body, history),
@@ -345,7 +345,7 @@ async def response_plan(
 def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
     if body.text is None:
         return None
-    _TEXT_FIELDS.refuse(body.text.unknown_fields, "text.")
+    _TEXT_FIELDS.refuse(body.text, "text.")
     given = body.text.format
     if given is None:
         return None
@@ -423,7 +423,7 @@ def _wants_logprobs(body: ResponsesRequest) -> bool:
 def _effort(body: ResponsesRequest) -> str | None:
     if body.reasoning is None:
         return None
-    _REASONING_FIELDS.refuse(body.reasoning.unknown_fields, "reasoning.")
+    _REASONING_FIELDS.refuse(body.reasoning, "reasoning.")
     return body.reasoning.effort
 
 
