@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from gateway.api_keys import current_quota
 from gateway.choice import Choice
@@ -116,14 +115,17 @@ class OpenAnswers:
     def num_open(self) -> int:
         return len(self._answers)
 
-    def open(self, answer: Answer) -> None:
+    @contextmanager
+    def holding(self, answer: Answer) -> Iterator[None]:
+        """Counts an answer as open."""
         self._answers.add(answer)
         self._idle.clear()
-
-    def close(self, answer: Answer) -> None:
-        self._answers.discard(answer)
-        if not self._answers:
-            self._idle.set()
+        try:
+            yield
+        finally:
+            self._answers.discard(answer)
+            if not self._answers:
+                self._idle.set()
 
     def abort(self, request_id: str | None, owner: str | None = None) -> int:
         """Aborts the answers known by this id or `x-request-id`; returns how many there were.
@@ -144,16 +146,13 @@ class OpenAnswers:
 
     async def wait_idle(self, grace_s: float) -> int:
         """Waits until none is open, at most `grace_s` seconds; returns how many are left."""
-        with contextlib.suppress(TimeoutError):
+        with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace_s)
         return self.num_open
 
 
 class Answer:
     """Submits the generations of a plan and follows their events.
-
-    Leaving the context cancels what still runs, whatever the reason: an error, a client that
-    went away, or choices that a stop string ended.
 
     Attributes:
         num_open: choices that have not ended.
@@ -174,30 +173,11 @@ class Answer:
         self._gateway = gateway
         self._endpoint = endpoint
         self._record: RequestRecord
-        self._inbox = Inbox(gateway.limits.max_unread_tokens, self.cancel)
+        self._inbox = Inbox(gateway.settings.max_unread_tokens, self.cancel)
         self._routed: list[RoutedGeneration] = []
         self._is_checked = any(text.schemas is not None for text in self._texts)
         self._quota = current_quota.get()
         self.owner = "" if self._quota is None else self._quota.name
-
-    def __enter__(self) -> Self:
-        self._gateway.open_answers.open(self)
-        metrics, tracer = self._gateway.metrics, self._gateway.tracer
-        self._record = RequestRecord(self._endpoint, self.plan, metrics, tracer)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.cancel()
-        self._gateway.open_answers.close(self)
-        self._record.end(self.choices, error)
-        num_output = sum(choice.num_output_tokens for choice in self.choices)
-        if self._quota is not None and num_output:  # what no target took costs nothing
-            self._quota.charge(self.plan.num_prompt_tokens + num_output)
 
     @property
     def request_id(self) -> str:
@@ -207,22 +187,42 @@ class Answer:
     def trace_id(self) -> str:
         return self.plan.generations[0].request_id
 
-    async def begin(self) -> None:
-        """Submits everything and waits until the target starts on the first choice.
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Submits everything, and begins when the target starts on the first choice. Nothing has
+        been sent to the client until then. The end cancels what still runs, whatever the reason: an
+        error, a client that went away, or choices that a stop string ended.
 
         Raises:
-            OutriderError: no target took the request. Nothing has been sent to the client yet.
+            OutriderError: no target took the request.
         """
+        gateway, error = self._gateway, None
+        with gateway.open_answers.holding(self):
+            record = RequestRecord(self._endpoint, self.plan, gateway.metrics, gateway.tracer)
+            self._record = record
+            try:
+                self._submit(record.traceparent)
+                await self.step()
+                yield
+            except BaseException as caught:
+                error = caught
+                raise
+            finally:
+                self.cancel()
+                num_output = record.end(self.choices, error)
+                if self._quota is not None and num_output:  # what no target took costs nothing
+                    self._quota.charge(self.plan.num_prompt_tokens + num_output)
+
+    def _submit(self, traceparent: str | None) -> None:
         for index, generation in enumerate(self.plan.generations):
             deliver = partial(self._inbox.put, index)
             generation = replace(
                 generation,
-                traceparent=self._record.traceparent,
-                timeout_s=self._gateway.limits.request_timeout_s,
+                traceparent=traceparent,
+                timeout_s=self._gateway.settings.request_timeout_s,
                 never_learnt=self._quota is not None and self._quota.never_learnt,
             )
             self._routed.append(self._gateway.pool.submit(generation, self.plan.model, deliver))
-        await self.step()
 
     async def step(self) -> Collection[Choice]:
         """Waits for news and applies it; returns the choices it is about, each once.

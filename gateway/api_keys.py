@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import hmac
 import re
 import time
 import tomllib
@@ -70,20 +69,6 @@ class ApiKey:
     limits: KeyLimits
     scope: Scope = Scope.USE
 
-    @classmethod
-    def of(cls, name: str, key: str, limits: KeyLimits) -> ApiKey:
-        return cls(name, hashlib.sha256(key.encode()).digest(), limits)
-
-
-def find_key(keys: Sequence[ApiKey], given: str) -> ApiKey | None:
-    """Returns the key that `given` is. Takes as long for a near miss as for a far one."""
-    digest = hashlib.sha256(given.encode(errors="surrogateescape")).digest()
-    found = None
-    for key in keys:
-        if hmac.compare_digest(key.sha256, digest):
-            found = key
-    return found
-
 
 def keys_from_texts(texts: Sequence[str], limits: KeyLimits) -> tuple[ApiKey, ...]:
     """Reads keys given as `KEY` or `NAME:KEY`.
@@ -99,7 +84,7 @@ def keys_from_texts(texts: Sequence[str], limits: KeyLimits) -> tuple[ApiKey, ..
         if not _NAME.fullmatch(name) or not key:
             message = f"--api-key {place} must be KEY or NAME:KEY, its name of letters, digits, _.-"
             raise SettingsError((message,))
-        keys.append(ApiKey.of(name, key, limits))
+        keys.append(ApiKey(name, _sha256_of(key), limits))
     return tuple(keys)
 
 
@@ -150,7 +135,7 @@ def _key(path: Path, name: str, table: object, limits: KeyLimits) -> ApiKey:
 def _digest(where: str, table: Mapping[str, Any]) -> bytes:
     key, sha256 = table.get("key"), table.get("key_sha256")
     if isinstance(key, str) and key and sha256 is None:
-        return hashlib.sha256(key.encode()).digest()
+        return _sha256_of(key)
     if key is None and isinstance(sha256, str) and _SHA256.fullmatch(sha256):
         return bytes.fromhex(sha256)
     message = f"{where} needs one of key (text) and key_sha256 (64 hexadecimal digits)"
@@ -288,25 +273,23 @@ class Quotas:
         never_learnt: Collection[str] = (),
     ) -> None:
         """`never_learnt` names the keys that no draft may learn from."""
-        self._keys = tuple(keys)
-        known = [(key.name, key.limits, key.scope) for key in self._keys]
-        if not known:
-            known = [(ANONYMOUS, anonymous or KeyLimits(), Scope.ADMIN)]
-        self._by_name = {
-            name: Quota(name, limits, clock, scope, never_learnt=name in never_learnt)
-            for name, limits, scope in known
+        self._is_open = not keys
+        known = keys or (ApiKey(ANONYMOUS, b"", anonymous or KeyLimits(), Scope.ADMIN),)
+        self._by_digest = {
+            key.sha256: Quota(
+                key.name, key.limits, clock, key.scope, never_learnt=key.name in never_learnt
+            )
+            for key in known
         }
 
     @property
     def all(self) -> Sequence[Quota]:
-        return tuple(self._by_name.values())
+        return tuple(self._by_digest.values())
 
     def of(self, given: str) -> Quota | None:
-        """Returns the quota of the key's client; None when nobody has it."""
-        if not self._keys:
-            return self._by_name[ANONYMOUS]
-        key = find_key(self._keys, given)
-        return None if key is None else self._by_name[key.name]
+        """Returns the quota of the key's client; None when nobody has it. A key is found by its
+        digest, and nobody can make one that is nearly right."""
+        return self._by_digest.get(b"" if self._is_open else _sha256_of(given))
 
 
 def owner_of_request() -> str:
@@ -330,3 +313,7 @@ def check_may_operate(what: str) -> None:
 
 def _allowance(per_minute: int | None, clock: Clock) -> Allowance | None:
     return None if per_minute is None else Allowance(per_minute, clock)
+
+
+def _sha256_of(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()

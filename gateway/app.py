@@ -8,16 +8,14 @@ from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
-from gateway import bodies, failures
+from gateway import bodies
 from gateway.answer import Answer
 from gateway.event_stream import ChatChunks, CompletionChunks, EventStream, whole_answer
-from gateway.failures import ClientGone
-from gateway.json_body import JsonRoute, MalformedBody
+from gateway.failures import FAILURES, on_error
+from gateway.json_body import JsonRoute
 from gateway.messages.routes import add_message_routes
 from gateway.metrics import kv_usage_exposition
 from gateway.middleware import Access, BodyLimit, RequestId
@@ -29,17 +27,16 @@ from gateway.notices import NOTICE_HEADER
 from gateway.playground.routes import add_playground_routes
 from gateway.reference.answered import ChatAnswer, CompletionAnswer
 from gateway.reference.document import DocumentedApp, add_reference_routes
+from gateway.responses.kept_routes import add_kept_routes, kept_chat
 from gateway.responses.routes import add_response_routes
 from gateway.schema import ChatCompletionRequest, CompletionRequest
 from gateway.serving import Gateway
-from gateway.stored_chats import add_stored_chat_routes, kept_chat
 from gateway.workers import ForAllWorkers
-from shared.errors import InvalidArgument, OutriderError
-from shared.telemetry.tracing import REQUEST_ID_KEY, current_request_id
+from shared.errors import InvalidArgument
+from shared.telemetry.tracing import REQUEST_ID_KEY
 
 __all__ = ["Gateway", "create_app"]
 
-_CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody reads it but the log
 _JSON = "application/json"
 
 
@@ -48,14 +45,10 @@ def create_app(gateway: Gateway) -> FastAPI:
     # FastAPI's own pages load their scripts from elsewhere.
     app = DocumentedApp(title="Outrider", version=gateway.version, docs_url=None, redoc_url=None)
     app.router.route_class = JsonRoute
-    app.add_exception_handler(OutriderError, failures.on_outrider_error)
-    app.add_exception_handler(MalformedBody, failures.on_malformed_body)
-    app.add_exception_handler(RequestValidationError, failures.on_validation_error)
-    app.add_exception_handler(HTTPException, failures.on_http_exception)
-    app.add_exception_handler(ClientGone, _on_client_gone)
-    app.add_exception_handler(Exception, failures.on_bug)
+    for kind in (*FAILURES, Exception):
+        app.add_exception_handler(kind, on_error)
     _add_openai_routes(app, gateway)
-    add_stored_chat_routes(app, gateway.response_store)
+    add_kept_routes(app, gateway.response_store)
     add_response_routes(app, gateway)
     add_message_routes(app, gateway)
     add_generate_routes(app, gateway)
@@ -69,13 +62,13 @@ def create_app(gateway: Gateway) -> FastAPI:
     # The last one added runs first.
     if gateway.place is not None:
         app.add_middleware(ForAllWorkers, place=gateway.place)
-    app.add_middleware(BodyLimit, limits=gateway.limits)
+    app.add_middleware(BodyLimit, settings=gateway.settings)
     app.add_middleware(Access, quotas=gateway.quotas)
-    if gateway.cors_origins:
+    if gateway.settings.cors_origin:
         # Before the key is asked for: a browser sends none with its preflight.
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=gateway.cors_origins,
+            allow_origins=gateway.settings.cors_origin,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=("retry-after", REQUEST_ID_KEY, NOTICE_HEADER),
@@ -89,8 +82,7 @@ def _add_openai_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/v1/chat/completions", tags=["openai"], responses={200: {"model": ChatAnswer}})
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
-        name, model = gateway.pool.model(body.model)
-        plan = await gateway.planner.chat(body, name, model, current_request_id.get())
+        plan = await gateway.planner.chat(body, gateway.pool.model(body.model))
         keep = None
         if body.store:
             plan, keep = kept_chat(gateway.response_store, body, plan, tokenizer)
@@ -105,8 +97,7 @@ def _add_openai_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/v1/completions", tags=["openai"], responses={200: {"model": CompletionAnswer}})
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        name, model = gateway.pool.model(body.model)
-        plan = await gateway.planner.completion(body, name, model, current_request_id.get())
+        plan = await gateway.planner.completion(body, gateway.pool.model(body.model))
         answer = Answer(plan, gateway, "completions")
         if plan.is_stream:
             return EventStream(answer, CompletionChunks(plan, tokenizer))
@@ -117,7 +108,7 @@ def _add_openai_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/v1/embeddings", tags=["openai"])
     async def embeddings(request: Request) -> Response:
         body = await request.body()
-        name, _ = gateway.pool.model(_model_of(body))
+        name = gateway.pool.model(_model_of(body)).name
         message = f"model {name!r} generates text; it serves no embeddings"
         raise InvalidArgument.of("EMBEDDINGS_NOT_SERVED", "model", message)
 
@@ -126,26 +117,18 @@ def _add_openai_routes(app: FastAPI, gateway: Gateway) -> None:
         created = int(gateway.start_time_s)
         found = gateway.pool.models()
         names = {name: name for name in found} | gateway.pool.aliases()
-        data = [
-            bodies.model(name, created, found[root].max_context_tokens, root)
-            for name, root in sorted(names.items())
-        ]
+        data = [bodies.model(name, created, found[root]) for name, root in sorted(names.items())]
         return {"object": "list", "data": data}
 
     @app.get("/v1/models/{name:path}", tags=["openai"])
     async def model(name: str) -> dict[str, Any]:
-        root, found = gateway.pool.model(name)
-        return bodies.model(name, int(gateway.start_time_s), found.max_context_tokens, root)
+        return bodies.model(name, int(gateway.start_time_s), gateway.pool.model(name))
 
 
 def _add_operations_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/health", tags=["operations"])
-    async def health() -> Response:
-        status, detail = gateway.health()
-        return JSONResponse(detail, status)
-
     @app.get("/ready", tags=["operations"])
-    async def ready() -> Response:
+    async def health() -> Response:
         status, detail = gateway.health()
         return JSONResponse(detail, status)
 
@@ -168,7 +151,3 @@ def _model_of(body: bytes) -> str | None:
         return None
     name = given.get("model") if isinstance(given, dict) else None
     return name if isinstance(name, str) else None
-
-
-async def _on_client_gone(_request: Request, _error: Exception) -> Response:
-    return Response(status_code=_CLIENT_CLOSED_REQUEST)

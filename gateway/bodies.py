@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
-from gateway.choice import Choice, FinalChoice, Piece, TokenScore, best_choices, stop_fields
-from gateway.generation import round_fields
+from gateway.choice import Choice, FinalChoice, Piece, best_choices, stop_fields
+from gateway.generation import TargetModel
 from gateway.logprobs import (
     chat_logprobs,
     completion_logprobs,
@@ -197,7 +197,7 @@ def chat_completion(
     body = _body(plan, final_choices, "chat.completion", shown)
     prompt, choice = plan.generations[0].prompt_token_ids, final_choices[0].choice
     body["prompt_token_ids"] = prompt if plan.return_token_ids else None
-    body["prompt_logprobs"] = _prompt_logprobs(plan, prompt, choice, tokenizer)
+    body["prompt_logprobs"] = vllm_prompt_logprobs(plan, choice, tokenizer)
     return body
 
 
@@ -210,19 +210,36 @@ def completion(
     return _body(plan, final_choices, "text_completion", shown)
 
 
-def model(name: str, created: int, max_context_tokens: int, root: str) -> dict[str, Any]:
-    """Returns an entry of `/v1/models`.
-
-    Args:
-        root: the model's own name; another than `name` for an alias.
-    """
+def model(name: str, created: int, found: TargetModel) -> dict[str, Any]:
+    """Returns an entry of `/v1/models`; `name` may be an alias."""
     return {
         "id": name,
         "created": created,
         "object": "model",
         "owned_by": "outrider",
-        "root": root,
-        "max_model_len": max_context_tokens,
+        "root": found.name,
+        "max_model_len": found.max_context_tokens,
+    }
+
+
+def head(plan: Plan, kind: str) -> dict[str, Any]:
+    """Returns what OpenAI's answers and each of their chunks begin with."""
+    return {
+        "id": plan.request_id,
+        "object": kind,
+        "created": plan.created,
+        "model": plan.model,
+        "system_fingerprint": plan.fingerprint,
+        **({} if plan.service_tier is None else {"service_tier": plan.service_tier}),
+    }
+
+
+def ending(plan: Plan, choices: Sequence[Choice]) -> dict[str, Any]:
+    """Returns what is told of a whole answer at its end."""
+    return {
+        "usage": usage(plan, choices),
+        "metrics": metrics(choices),
+        "timings": timings(plan, choices),
     }
 
 
@@ -230,62 +247,12 @@ def _body(
     plan: Plan, final_choices: Sequence[FinalChoice], kind: str, shown: list[dict[str, Any]]
 ) -> dict[str, Any]:
     choices = [each.choice for each in final_choices]
-    return {
-        "id": plan.request_id,
-        "object": kind,
-        "created": plan.created,
-        "model": plan.model,
-        "choices": shown,
-        "system_fingerprint": plan.fingerprint,
-        **({} if plan.service_tier is None else {"service_tier": plan.service_tier}),
-        "usage": usage(plan, choices),
-        "metrics": metrics(choices),
-        "timings": timings(plan, choices),
-    }
+    return {**head(plan, kind), "choices": shown, **ending(plan, choices)}
 
 
-def chat_scores(plan: Plan, piece: Piece, tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """Returns `logprobs` of a piece of a chat; None without."""
-    if not piece.scores:
-        return None
-    return chat_logprobs(
-        piece.scores, tokenizer, as_ids=plan.tokens_as_ids, with_drawn=plan.names_scored_tokens
-    )
-
-
-def text_scores(
-    plan: Plan, choice: Choice, piece: Piece, tokenizer: Tokenizer
-) -> dict[str, Any] | None:
-    """Returns `logprobs` of a piece of a completion; None without."""
-    if not piece.scores:
-        return None
-    return completion_logprobs(
-        piece.scores,
-        tokenizer,
-        echo_length=len(plan.echoed_text_of(choice.index)),
-        as_ids=plan.tokens_as_ids,
-    )
-
-
-def echo_scores(
-    plan: Plan, choice: Choice, scores: Sequence[TokenScore], tokenizer: Tokenizer
-) -> dict[str, Any]:
-    """Returns `logprobs` of an echoed prompt and of the output behind it."""
-    return echoed_logprobs(
-        plan.generations[choice.index].prompt_token_ids,
-        choice,
-        scores,
-        tokenizer,
-        echo_length=len(plan.echoed_text_of(choice.index)),
-        as_ids=plan.tokens_as_ids,
-    )
-
-
-def rounds_field(piece: Piece, tokenizer: Tokenizer) -> dict[str, Any]:
+def rounds_field(piece: Piece) -> dict[str, Any]:
     """Returns the extra field of a choice whose request asked what its rounds did."""
-    if not piece.rounds:
-        return {}
-    return {"speculation": {"rounds": round_fields(piece.rounds, tokenizer)}}
+    return {} if not piece.rounds else {"speculation": {"rounds": piece.rounds}}
 
 
 def _chat_choice(plan: Plan, final_choice: FinalChoice, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -296,19 +263,12 @@ def _chat_choice(plan: Plan, final_choice: FinalChoice, tokenizer: Tokenizer) ->
     return {
         "index": final_choice.index,
         "message": {"role": "assistant", "refusal": None, **fields},
-        "logprobs": chat_scores(plan, piece, tokenizer),
+        "logprobs": chat_logprobs(plan, piece.scores, tokenizer),
         "finish_reason": final_choice.finish_reason,
         **stop_fields(plan, final_choice.choice),
         "token_ids": list(piece.token_ids) if plan.return_token_ids else None,
-        **rounds_field(piece, tokenizer),
+        **rounds_field(piece),
     }
-
-
-def _prompt_logprobs(
-    plan: Plan, prompt: Sequence[int], choice: Choice, tokenizer: Tokenizer
-) -> list[dict[str, Any] | None] | None:
-    shows = plan.shows_prompt_logprobs
-    return vllm_prompt_logprobs(prompt, choice, tokenizer) if shows else None
 
 
 def _completion_choice(
@@ -318,9 +278,9 @@ def _completion_choice(
     prompt = plan.generations[drawn.index].prompt_token_ids
     scores = None
     if plan.echoes_scores:
-        scores = echo_scores(plan, drawn, piece.scores, tokenizer)
+        scores = echoed_logprobs(plan, drawn, piece.scores, tokenizer)
     elif plan.shows_logprobs:
-        scores = text_scores(plan, drawn, piece, tokenizer)
+        scores = completion_logprobs(plan, drawn, piece.scores, tokenizer)
     return {
         "index": final_choice.index,
         "text": plan.echoed_text_of(drawn.index) + piece.text,
@@ -329,6 +289,6 @@ def _completion_choice(
         **stop_fields(plan, drawn),
         "prompt_token_ids": prompt if plan.return_token_ids else None,
         "token_ids": list(piece.token_ids) if plan.return_token_ids else None,
-        "prompt_logprobs": _prompt_logprobs(plan, prompt, drawn, tokenizer),
-        **rounds_field(piece, tokenizer),
+        "prompt_logprobs": vllm_prompt_logprobs(plan, drawn, tokenizer),
+        **rounds_field(piece),
     }

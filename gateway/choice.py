@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from gateway.generation import Finished, NodeBudget, TokenRound
+from gateway.generation import Finished, NodeBudget, round_fields
 from gateway.output.parser import Content, OutputParser, Part, Reasoning
 from gateway.planner import Plan, TextOptions
 from gateway.schema_trial import Verdict
@@ -38,13 +38,14 @@ class Piece(NamedTuple):
 
     Attributes:
         text: for the user; without calls and reasoning, where those are parsed.
+        rounds: as JSON objects.
         parts: text, calls and reasoning in order; empty where all of it is text.
     """
 
     text: str
     token_ids: Sequence[int] = ()
     scores: Sequence[TokenScore] = ()
-    rounds: Sequence[TokenRound] = ()
+    rounds: Sequence[dict[str, Any]] = ()
     parts: Sequence[Part] = ()
 
 
@@ -58,7 +59,7 @@ class Choice:
         num_accepted: how many of them are accepted draft tokens.
         prompt_scores: log probabilities of the prompt's tokens, from where they were asked for; all
             of them are there before the first token of output.
-        stops: finds stop strings and patterns; the one that `matched` ended it.
+        matched_stop: the stop string, or the pattern as it was written, that ended it.
         stop_token_id: the token that ended it, where one did and no stop string.
         begun_s, started_s, first_s, ended_s: when it was asked for, left the target's queue, and
             had its first and its last token; of `time.perf_counter`.
@@ -81,6 +82,7 @@ class Choice:
         self.stats = SpeculationStats()
         self.begun_s = self.started_s = self.ended_s = time.perf_counter()
         self.first_s: float | None = None
+        self._tokenizer = tokenizer
         self._options = options
         self._hidden_ids = options.hidden_token_ids
         output = options.output
@@ -90,14 +92,17 @@ class Choice:
             skip_special_tokens=options.skip_special_tokens,
             kept=() if output is None else output.kept_marks,
         )
-        keeps_stop = options.include_stop
-        strings = StopStrings(options.stop_strings, include_in_output=keeps_stop)
-        self.stops: StopStrings | StopPatterns = strings
-        if options.stop_patterns:
-            patterns = options.stop_patterns
-            self.stops = StopPatterns(strings, patterns, include_in_output=keeps_stop)
+        self.matched_stop: str | None = None
+        self._stops: StopStrings | StopPatterns | None = None
+        if options.stop_strings or options.stop_patterns:
+            keeps_stop = options.include_stop
+            self._stops = StopStrings(options.stop_strings, include_in_output=keeps_stop)
+            if options.stop_patterns:
+                self._stops = StopPatterns(
+                    self._stops, options.stop_patterns, include_in_output=keeps_stop
+                )
         self._is_token_wise = (
-            bool(options.stop_strings or options.stop_patterns)
+            self._stops is not None
             or options.with_logprobs
             or options.with_rounds
             or (output is not None and output.has_reasoning)
@@ -106,7 +111,7 @@ class Choice:
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._scores: list[TokenScore] = []
-        self._rounds: list[TokenRound] = []
+        self._rounds: list[dict[str, Any]] = []
         self._nodes = NodeBudget()
         self._kept: list[Piece] = []
         self._last: Piece | None = None
@@ -152,11 +157,11 @@ class Choice:
         """Ends the choice; text that was held back becomes output."""
         tail = self._detokenizer.flush()
         if tail:
-            self._texts.append(self.stops.push(tail))
-        if self.stops.matched is None:
-            self._texts.append(self.stops.flush())
+            self._add_text(tail)
+        if self._stops is not None and self.matched_stop is None:
+            self._texts.append(self._stops.flush())
         self.ended_s = time.perf_counter()
-        stopped = self.stops.matched is not None
+        stopped = self.matched_stop is not None
         self.finish_reason = FinishReason.STOP if stopped else event.reason
         if self._options.hides_output:
             self.finish_reason = FinishReason.LENGTH
@@ -166,7 +171,8 @@ class Choice:
 
     def cut(self) -> Piece:
         """Returns the new output of an aborted choice, held-back text included."""
-        text = "".join([*self._texts, self.stops.flush(), self._detokenizer.flush()])
+        held = "" if self._stops is None else self._stops.flush()
+        text = "".join([*self._texts, held, self._detokenizer.flush()])
         return Piece(text, self._token_ids, self._scores, self._rounds)
 
     def take(self) -> Piece | None:
@@ -174,33 +180,9 @@ class Choice:
 
         Rounds are news by themselves: a page shows them as they happen.
         """
-        if not self._is_held:
-            return self._next()
-        piece, self._last = self._last, None
-        return piece
-
-    def take_text(self) -> str:
-        """Returns the new text, like `take`, where nobody asks for more: all of the output is text
-        and it still runs."""
-        text = "".join(self._texts)
-        self._texts.clear()
-        self._token_ids.clear()
-        return text
-
-    def hold(self) -> Piece:
-        """Returns all of the output, once it has ended; the next `take` still returns its end."""
-        if not self._is_held:
-            self._is_held, self._last = True, self._next()
-        kept = self._kept
-        return Piece(
-            "".join(piece.text for piece in kept),
-            [each for piece in kept for each in piece.token_ids],
-            [each for piece in kept for each in piece.scores],
-            [each for piece in kept for each in piece.rounds],
-            [each for piece in kept for each in piece.parts],
-        )
-
-    def _next(self) -> Piece | None:
+        if self._is_held:
+            piece, self._last = self._last, None
+            return piece
         parts: Sequence[Part] = ()
         if self._parser is None:
             text = "".join(self._texts)
@@ -220,6 +202,28 @@ class Choice:
             self._kept.append(piece)
         return piece
 
+    def take_text(self) -> str:
+        """Returns the new text, like `take`, where nobody asks for more: all of the output is text
+        and it still runs."""
+        text = "".join(self._texts)
+        self._texts.clear()
+        self._token_ids.clear()
+        return text
+
+    def hold(self) -> Piece:
+        """Returns all of the output, once it has ended; the next `take` still returns its end."""
+        if not self._is_held:
+            self._last = self.take()
+            self._is_held = True
+        kept = self._kept
+        return Piece(
+            "".join(piece.text for piece in kept),
+            [each for piece in kept for each in piece.token_ids],
+            [each for piece in kept for each in piece.scores],
+            [each for piece in kept for each in piece.rounds],
+            [each for piece in kept for each in piece.parts],
+        )
+
     def _parsed(self, parser: OutputParser) -> list[Part]:
         """Returns the parts of the new text."""
         found = parser.push_tokens(self._texts)
@@ -234,10 +238,17 @@ class Choice:
         num_taken = self._push_each(delta)
         if delta.trace is not None:
             round_ = self._nodes.admit(delta.trace)
-            self._rounds.append(TokenRound.of(delta, round_, self._texts[-num_taken:]))
+            texts = self._texts[-num_taken:]
+            self._rounds.append(round_fields(delta, round_, texts, self._tokenizer))
         self._token_ids += delta.token_ids[:num_taken]
         self.num_output_tokens += num_taken
         self.num_accepted += min(delta.num_accepted, num_taken)
+
+    def _add_text(self, text: str) -> None:
+        if self._stops is not None:
+            text = self._stops.push(text)
+            self.matched_stop = self._stops.matched
+        self._texts.append(text)
 
     def _push_each(self, delta: Delta) -> int:
         """Adds tokens one at a time; returns how many there are up to a stop string's end."""
@@ -247,8 +258,8 @@ class Choice:
                 score = TokenScore(token_id, self._num_characters, delta.logprobs[number])
                 self._scores.append(score)
             self._num_characters += len(text)
-            self._texts.append(self.stops.push(text))
-            if self.stops.matched is not None:
+            self._add_text(text)
+            if self.matched_stop is not None:
                 self.finish_reason = FinishReason.STOP
                 self.ended_s = time.perf_counter()
                 return number + 1
@@ -304,7 +315,7 @@ def stop_fields(plan: Plan, choice: Choice) -> dict[str, Any]:
     token_id = choice.stop_token_id
     asked = plan.generations[choice.index].stop.stop_token_ids
     reason = token_id if token_id in asked else None
-    matched = choice.stops.matched
+    matched = choice.matched_stop
     if matched is not None:
         return {"stop_reason": matched, "matched_stop": matched} | check_field(choice)
     return {"stop_reason": reason, "matched_stop": token_id} | check_field(choice)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, TextIO, cast
 
 from openai import APIConnectionError, APIStatusError, OpenAI
-from openai.types.chat import ChatCompletionChunk
 
 QUESTIONS = (
     "Write a travel guide for Paris.",
@@ -43,29 +42,25 @@ class Run:
     speculation: dict[str, Any] | None
 
     @property
-    def tokens_per_s(self) -> float:
-        return len(self.token_ids) / self.duration_s
-
-    @property
     def rounds(self) -> int:
         """Rounds in which candidate tokens of a draft were verified."""
         return 0 if self.speculation is None else int(self.speculation["num_spec_steps"])
 
     @property
-    def num_round_tokens(self) -> float:
-        """Tokens that those rounds brought, the target's own included."""
-        if self.speculation is None:
-            return 0.0
-        return self.rounds * float(self.speculation["mean_acceptance_length"])
+    def length(self) -> float:
+        """Mean tokens that such a round brought, the target's own included."""
+        return (
+            0.0 if self.speculation is None else float(self.speculation["mean_acceptance_length"])
+        )
 
     def summary(self) -> str:
         """Returns one line of figures."""
-        line = f"{len(self.token_ids):4d} tokens  {self.tokens_per_s:7.1f} tokens/s"
+        num_tokens = len(self.token_ids)
+        line = f"{num_tokens:4d} tokens  {num_tokens / self.duration_s:7.1f} tokens/s"
         line += f"  first text after {1000 * self.first_token_s:.0f} ms"
         if self.speculation is None:
             return f"{line}  no draft tokens"
-        length = self.speculation["mean_acceptance_length"]
-        return f"{line}  {length:.2f} tokens a round (bonus included)  {self.rounds} rounds"
+        return f"{line}  {self.length:.2f} tokens a round (bonus included)  {self.rounds} rounds"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +75,7 @@ class Pair:
         return self.plain is None or self.drafted.token_ids == self.plain.token_ids
 
 
+@dataclass(frozen=True, slots=True)
 class Demo:
     """Asks a running gateway, and writes what it answers.
 
@@ -87,78 +83,60 @@ class Demo:
         openai.APIConnectionError, openai.APIStatusError: nothing answers, or it refuses.
     """
 
-    def __init__(self, client: OpenAI, max_tokens: int, temperature: float, out: TextIO) -> None:
-        self._client = client
-        self._model = client.models.list().data[0].id
-        self._max_tokens = max_tokens
-        self._temperature = temperature
-        self._out = out
+    client: OpenAI
+    model: str
+    temperature: float
+    out: TextIO
 
-    def warm_up(self, question: str) -> None:
-        """Has one short answer each way, which nobody reads."""
-        for is_drafted in (True, False):
-            self._ask(question, _WARM_UP_TOKENS, io.StringIO(), is_drafted=is_drafted)
-
-    def compare(self, question: str) -> Pair:
+    def compare(self, question: str, max_tokens: int) -> Pair:
         """Asks with speculation and, if a draft took part, without."""
-        self._out.write(f"\n> {question}\n")
-        drafted = self._answer(question, is_drafted=True)
+        self.out.write(f"\n> {question}\n")
+        drafted = self._answer(question, max_tokens, is_drafted=True)
         if drafted.speculation is None:
             return Pair(drafted, None)
-        plain = self._answer(question, is_drafted=False)
+        plain = self._answer(question, max_tokens, is_drafted=False)
         pair = Pair(drafted, plain)
         verdict = "identical token by token" if pair.is_same else "DIFFERENT"
         speedup = plain.duration_s / drafted.duration_s
-        self._out.write(
+        self.out.write(
             f"  both answers are {verdict}; with speculation {speedup:.2f} times as fast\n"
         )
         return pair
 
     def speculation_detail(self) -> str:
         """Returns why the first target verifies no trees; empty where it does."""
-        url = f"{str(self._client.base_url).removesuffix('v1/')}server_info"
-        info = cast(dict[str, Any], self._client.get(url, cast_to=object))
+        url = f"{str(self.client.base_url).removesuffix('v1/')}server_info"
+        info = cast(dict[str, Any], self.client.get(url, cast_to=object))
         return str(info["targets"][0].get("speculation_detail") or "")
 
-    def _answer(self, question: str, *, is_drafted: bool) -> Run:
-        self._out.write(f"\n  speculation {'on ' if is_drafted else 'off'}  ")
-        run = self._ask(question, self._max_tokens, self._out, is_drafted=is_drafted)
-        self._out.write(f"\n  [{run.summary()}]\n")
-        return run
-
-    def _ask(self, question: str, max_tokens: int, out: TextIO, *, is_drafted: bool) -> Run:
-        """Streams one answer to `out` and returns its figures."""
-        begin_s = time.perf_counter()
-        stream = self._client.chat.completions.create(
-            model=self._model,
+    def _answer(self, question: str, max_tokens: int, *, is_drafted: bool) -> Run:
+        """Streams one answer and returns its figures."""
+        out = self.out
+        out.write(f"\n  speculation {'on ' if is_drafted else 'off'}  ")
+        run, begin_s = Run([], 0.0, 0.0, None), time.perf_counter()
+        for chunk in self.client.chat.completions.create(
+            model=self.model,
             messages=[{"role": "user", "content": question}],
             stream=True,
             stream_options={"include_usage": True},
             max_completion_tokens=max_tokens,
-            temperature=self._temperature,
+            temperature=self.temperature,
             seed=_SEED,
             extra_body={"return_token_ids": True, "speculation": {"disable": not is_drafted}},
-        )
-        run = Run([], 0.0, 0.0, None)
-        for chunk in stream:
-            if _take(run, chunk, out) and not run.first_token_s:
-                run.first_token_s = time.perf_counter() - begin_s
+        ):
+            if not chunk.choices:
+                metrics = (chunk.model_extra or {}).get("metrics") or {}
+                run.speculation = metrics.get("speculative_decoding")
+                continue
+            choice = chunk.choices[0]
+            run.token_ids += (choice.model_extra or {}).get("token_ids", ())
+            if choice.delta.content:
+                run.first_token_s = run.first_token_s or time.perf_counter() - begin_s
+                out.write(choice.delta.content)
+                out.flush()
         run.duration_s = time.perf_counter() - begin_s
+        out.write(f"\n  [{run.summary()}]\n")
         return run
-
-
-def _take(run: Run, chunk: ChatCompletionChunk, out: TextIO) -> bool:
-    """Adds a chunk to the run; returns whether it had text."""
-    if not chunk.choices:
-        metrics = (chunk.model_extra or {}).get("metrics") or {}
-        run.speculation = metrics.get("speculative_decoding")
-        return False
-    choice = chunk.choices[0]
-    run.token_ids += (choice.model_extra or {}).get("token_ids", ())
-    if choice.delta.content:
-        out.write(choice.delta.content)
-        out.flush()
-    return bool(choice.delta.content)
 
 
 def conclusion(pairs: Sequence[Pair], detail: str = "") -> str:
@@ -173,7 +151,7 @@ def conclusion(pairs: Sequence[Pair], detail: str = "") -> str:
         return f"No draft took part, so there was nothing to compare: {reason}."
     drafted, plain = (sum(run.duration_s for run in runs) for runs in zip(*compared, strict=True))
     num_tokens = sum(len(run.token_ids) for run, _ in compared)
-    num_drafted = sum(run.num_round_tokens for run, _ in compared)
+    num_drafted = sum(run.rounds * run.length for run, _ in compared)
     lines = [
         f"Speculation was {plain / drafted:.2f} times as fast over {len(compared)} answers of "
         f"{num_tokens} tokens: {num_tokens / drafted:.0f} instead of {num_tokens / plain:.0f} "
@@ -214,9 +192,12 @@ def main(argv: Sequence[str] | None = None, out: TextIO = sys.stdout) -> int:
     arguments = parser.parse_args(argv)
     try:
         with OpenAI(base_url=arguments.base_url, api_key=arguments.api_key) as client:
-            demo = Demo(client, arguments.max_tokens, arguments.temperature, out)
-            demo.warm_up(arguments.questions[0])
-            pairs = [demo.compare(each) for each in arguments.questions]
+            model = client.models.list().data[0].id
+            # Warmed up by answers that nobody reads.
+            warm_up = Demo(client, model, arguments.temperature, io.StringIO())
+            warm_up.compare(arguments.questions[0], _WARM_UP_TOKENS)
+            demo = Demo(client, model, arguments.temperature, out)
+            pairs = [demo.compare(each, arguments.max_tokens) for each in arguments.questions]
             detail = demo.speculation_detail()
     except APIConnectionError:
         out.write(f"nothing answers at {arguments.base_url}; run `make serve` first\n")

@@ -15,20 +15,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.answer import Answer
-from gateway.bodies import (
-    chat_scores,
-    delta_fields,
-    echo_scores,
-    metrics,
-    rounds_field,
-    text_scores,
-    timings,
-    usage,
-    usage_of_prompt,
-)
+from gateway.bodies import delta_fields, ending, head, rounds_field, usage, usage_of_prompt
 from gateway.choice import Choice, FinalChoice, Piece, stop_fields
 from gateway.failures import ClientGone, error_body
 from gateway.http_server import BODY_WRITER, BodyWriter
+from gateway.logprobs import chat_logprobs, completion_logprobs, echoed_logprobs
 from gateway.planner import Plan
 from shared.errors import OutriderError
 from shared.text import Tokenizer
@@ -42,6 +33,7 @@ _HEADERS = [
     (b"x-accel-buffering", b"no"),  # nginx would collect chunks otherwise
 ]
 _BODY = "http.response.body"
+_UNFINISHED = {"logprobs": None, "finish_reason": None}
 _START = {"type": "http.response.start", "status": 200, "headers": _HEADERS}
 
 
@@ -79,14 +71,7 @@ class _OpenAiChunks:
         self._plan = plan
         self._on_end = on_end
         self._tokenizer = tokenizer
-        self._head = {
-            "id": plan.request_id,
-            "object": kind,
-            "created": plan.created,
-            "model": plan.model,
-            "system_fingerprint": plan.fingerprint,
-            **({} if plan.service_tier is None else {"service_tier": plan.service_tier}),
-        }
+        self._head = head(plan, kind)
         self._before = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":[{"index":'
         # With usage asked for, chunks before the last carry null.
         self._after = b'}],"usage":null}\n\n' if plan.include_usage else b"}]}\n\n"
@@ -99,21 +84,14 @@ class _OpenAiChunks:
     def _extras(self, piece: Piece) -> dict[str, Any]:
         """Returns the fields of a choice that only some requests ask for."""
         ids = {"token_ids": list(piece.token_ids)} if self._plan.return_token_ids else {}
-        return ids | rounds_field(piece, self._tokenizer)
+        return ids | rounds_field(piece)
 
     def closing(self, choices: tuple[Choice, ...]) -> bytes:
         if self._on_end is not None:
             self._on_end(choices)
         if not self._plan.include_usage:
             return DONE
-        last = {
-            **self._head,
-            "choices": [],
-            "usage": usage(self._plan, choices),
-            "metrics": metrics(choices),
-            "timings": timings(self._plan, choices),
-        }
-        return event(last) + DONE
+        return event({**self._head, "choices": [], **ending(self._plan, choices)}) + DONE
 
     def failure(self, error: OutriderError) -> bytes:
         return event(error_body(error))  # without [DONE]
@@ -135,12 +113,14 @@ class ChatChunks(_OpenAiChunks):
         self._after_text = b'},"logprobs":null,"finish_reason":null' + self._after
 
     def opening(self, choice: Choice, usage_so_far: bytes) -> bytes:
-        chunk = self._delta(choice, {"role": "assistant", "content": ""}, usage_so_far)
+        begun = {"role": "assistant", "content": ""}
+        chunk = self._chunk(choice, {"delta": begun, **_UNFINISHED}, usage_so_far)
         if self._plan.return_token_ids:
             prompt = self._plan.generations[choice.index].prompt_token_ids
             chunk = chunk[:-3] + b',"prompt_token_ids":' + orjson.dumps(prompt) + b"}\n\n"
         if self._plan.echoed_texts:
-            chunk += self._delta(choice, {"content": self._plan.echoed_texts[0]}, usage_so_far)
+            echoed = {"content": self._plan.echoed_texts[0]}
+            chunk += self._chunk(choice, {"delta": echoed, **_UNFINISHED}, usage_so_far)
         return chunk
 
     def news(self, choice: Choice, usage_so_far: bytes) -> bytes:
@@ -154,24 +134,14 @@ class ChatChunks(_OpenAiChunks):
         piece, chunks = choice.take(), b""
         if piece is not None and self._is_worth_a_chunk(piece):
             delta = delta_fields(piece) if piece.parts else {"content": piece.text}
-            scores = chat_scores(self._plan, piece, self._tokenizer)
-            chunks += self._delta(choice, delta, usage_so_far, scores, **self._extras(piece))
+            scores = chat_logprobs(self._plan, piece.scores, self._tokenizer)
+            fields = {"delta": delta, **_UNFINISHED, "logprobs": scores, **self._extras(piece)}
+            chunks += self._chunk(choice, fields, usage_so_far)
         finish_name = choice.finish_name
         if finish_name is not None:
-            ending = {"finish_reason": finish_name, **stop_fields(self._plan, choice)}
-            chunks += self._delta(choice, {}, usage_so_far, **ending)
+            reason = {"finish_reason": finish_name, **stop_fields(self._plan, choice)}
+            chunks += self._chunk(choice, {"delta": {}, **_UNFINISHED, **reason}, usage_so_far)
         return chunks
-
-    def _delta(
-        self,
-        choice: Choice,
-        delta: dict[str, Any],
-        usage_so_far: bytes,
-        scores: dict[str, Any] | None = None,
-        **extras: Any,
-    ) -> bytes:
-        fields = {"delta": delta, "logprobs": scores, "finish_reason": None, **extras}
-        return self._chunk(choice, fields, usage_so_far)
 
     def _is_worth_a_chunk(self, piece: Piece) -> bool:
         """An end token alone has no text; sent only to clients that asked for tokens or scores."""
@@ -196,7 +166,7 @@ class CompletionChunks(_OpenAiChunks):
         echoed = plan.echoed_text_of(choice.index)
         if not echoed and not plan.return_token_ids:
             return b""
-        scores = echo_scores(plan, choice, (), self._tokenizer) if plan.echoes_scores else None
+        scores = echoed_logprobs(plan, choice, (), self._tokenizer) if plan.echoes_scores else None
         fields: dict[str, Any] = {"text": echoed, "logprobs": scores, "finish_reason": None}
         if plan.return_token_ids:
             prompt = plan.generations[choice.index].prompt_token_ids
@@ -213,7 +183,7 @@ class CompletionChunks(_OpenAiChunks):
             echo = self._echo(choice, usage_so_far)
         fields = {
             "text": piece.text,
-            "logprobs": text_scores(self._plan, choice, piece, self._tokenizer),
+            "logprobs": completion_logprobs(self._plan, choice, piece.scores, self._tokenizer),
             "finish_reason": None if reason is None else reason.value,
             **({} if reason is None else stop_fields(self._plan, choice)),
             **self._extras(piece),
@@ -242,8 +212,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watch = asyncio.create_task(_watch_disconnect(self._answer, receive))
         try:
-            with self._answer as answer:
-                await answer.begin()
+            answer = self._answer
+            async with answer.running():
                 await send(_START)
                 # A task of its own, with a short stack: waking this one walks through the frame of
                 # every middleware, and a stream is woken once a step.
@@ -296,8 +266,7 @@ async def whole_answer(answer: Answer, receive: Receive) -> list[FinalChoice]:
     """
     watch = asyncio.create_task(_watch_disconnect(answer, receive))
     try:
-        with answer:
-            await answer.begin()
+        async with answer.running():
             while answer.num_open:
                 await answer.step()
     finally:

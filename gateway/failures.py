@@ -27,6 +27,7 @@ _FIELD_NAME = re.compile(r"[a-z_][a-z0-9_]*")
 _UNION_FORMS = frozenset({"str", "int", "float", "bool"})
 _MAX_SHOWN = 64  # characters of a value in a message
 _ANTHROPIC_ROUTES = "/v1/messages"
+_CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody reads it but the log
 
 _HTTP_STATUS = {
     StatusCode.INVALID_ARGUMENT: HTTPStatus.BAD_REQUEST,
@@ -149,36 +150,31 @@ def error_response(error: OutriderError, path: str) -> Response:
     return Problem.of(error).response(path, headers)
 
 
-async def on_outrider_error(request: Request, error: Exception) -> Response:
+FAILURES = (OutriderError, MalformedBody, RequestValidationError, HTTPException, ClientGone)
+"""What ends a request, beside our bugs."""
+
+
+async def on_error(request: Request, error: Exception) -> Response:
     """Ends a request before its first byte."""
-    assert isinstance(error, OutriderError)
-    return error_response(error, request.url.path)
-
-
-async def on_malformed_body(request: Request, error: Exception) -> Response:
-    assert isinstance(error, MalformedBody)
-    return error_response(error.error, request.url.path)
-
-
-async def on_validation_error(request: Request, error: Exception) -> Response:
-    """OpenAI answers 400 where FastAPI would answer 422."""
-    assert isinstance(error, RequestValidationError)
-    return Problem.of(_invalid_body(error.errors())).response(request.url.path)
-
-
-async def on_http_exception(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    status = HTTPStatus(error.status_code)
-    code = _HTTP_CODES.get(status, status.name.lower())
-    return Problem(status, str(error.detail), code).response(request.url.path, error.headers)
-
-
-async def on_bug(request: Request, _error: Exception) -> Response:
-    """The traceback goes to the log; the client learns that it is not its fault."""
+    path = request.url.path
+    match error:
+        case OutriderError():
+            return error_response(error, path)
+        case MalformedBody():
+            return error_response(error.error, path)
+        case RequestValidationError():  # OpenAI answers 400 where FastAPI would answer 422
+            return Problem.of(_invalid_body(error.errors())).response(path)
+        case HTTPException():
+            status = HTTPStatus(error.status_code)
+            code = _HTTP_CODES.get(status, status.name.lower())
+            return Problem(status, str(error.detail), code).response(path, error.headers)
+        case ClientGone():
+            return Response(status_code=_CLIENT_CLOSED_REQUEST)
+    # The traceback goes to the log; the client learns that it is not its fault.
     message = "the gateway failed; see its log"
     problem = Problem(HTTPStatus.INTERNAL_SERVER_ERROR, message, "gateway_failed")
     # The server ends the connection after an exception; a client must not send the next request.
-    return problem.response(request.url.path, {"connection": "close"})
+    return problem.response(path, {"connection": "close"})
 
 
 def _invalid_body(problems: Sequence[Any]) -> InvalidArgument:

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 from shared.generation import (
     Delta,
@@ -31,7 +31,6 @@ from shared.version import package_version
 
 MAX_UNSENT_NODES = 8192
 """Nodes of the trees kept for one client, or one answer, until they are sent; about 1 MB."""
-Source = Literal["accepted", "bonus", "plain"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -54,6 +53,7 @@ class TargetModel:
     """The model that a target serves, with its limits.
 
     Attributes:
+        name: what clients call it.
         max_context_tokens: largest prompt plus output.
         tokenizer_sha256: lower-case hexadecimal.
         draft_algorithms: of the drafts attached when the target was asked.
@@ -73,6 +73,7 @@ class TargetModel:
     output_fingerprint: str = ""
     weight_version: str = ""
     weight_changes: tuple[WeightChange, ...] = ()
+    name: str = ""
 
 
 class TargetState(enum.Enum):
@@ -104,42 +105,6 @@ class Finished:
 Event = Started | PromptScored | Delta | Finished | Failed
 
 
-@dataclass(frozen=True, slots=True)
-class RoundToken:
-    """One token of the output.
-
-    Attributes:
-        text: what of the output's text it released; the texts of all tokens, and what the end of
-            the output adds, are the output as it was generated, reasoning and calls included.
-        source: `accepted` from the draft, `bonus` (drawn by the target after a tree was verified)
-            or `plain` (drawn in a step without a tree).
-    """
-
-    token_id: int
-    text: str
-    source: Source
-
-
-@dataclass(frozen=True, slots=True)
-class TokenRound:
-    """A round with the tokens it added to the output."""
-
-    round: RoundTrace
-    tokens: tuple[RoundToken, ...]
-
-    @classmethod
-    def of(cls, delta: Delta, round_: RoundTrace, texts: Sequence[str]) -> TokenRound:
-        """Args:
-        texts: of the delta's tokens; shorter where a stop string ended the output within them.
-        """
-        drawn: Source = "bonus" if delta.num_drafted else "plain"
-        tokens = (
-            RoundToken(token_id, text, "accepted" if place < delta.num_accepted else drawn)
-            for place, (token_id, text) in enumerate(zip(delta.token_ids, texts, strict=False))
-        )
-        return cls(round_, tuple(tokens))
-
-
 @dataclass(slots=True)
 class NodeBudget:
     """Bounds what rounds may keep in memory: past it they go on without their trees.
@@ -159,13 +124,21 @@ class NodeBudget:
         return replace(round_, tree=EMPTY_TREE, accepted_nodes=())
 
 
-def round_fields(rounds: Sequence[TokenRound], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Returns rounds as JSON objects; times are in milliseconds."""
-    return [_fields(each, tokenizer) for each in rounds]
+def round_fields(
+    delta: Delta, round_: RoundTrace, texts: Sequence[str], tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """Returns a round and the tokens it added to the output as a JSON object; times are in
+    milliseconds.
 
+    A token's `source` is `accepted` from the draft, `bonus` (drawn by the target after a tree was
+    verified) or `plain` (drawn in a step without a tree).
 
-def _fields(each: TokenRound, tokenizer: Tokenizer) -> dict[str, Any]:
-    round_ = each.round
+    Args:
+        texts: what of the output's text each token released; shorter where a stop string ended the
+            output. The texts of all tokens, and what the end of the output adds, are the output as
+            it was generated, reasoning and calls included.
+    """
+    drawn = "bonus" if delta.num_drafted else "plain"
     draft_s = None if round_.draft is None else round_.draft.response_s
     return {
         "round": round_.round,
@@ -177,8 +150,12 @@ def _fields(each: TokenRound, tokenizer: Tokenizer) -> dict[str, Any]:
         "tree": _tree_fields(round_.tree, tokenizer) if round_.tree.token_ids else None,
         "accepted_nodes": round_.accepted_nodes,
         "tokens": [
-            {"id": token.token_id, "text": token.text, "source": token.source}
-            for token in each.tokens
+            {
+                "id": token_id,
+                "text": text,
+                "source": "accepted" if place < delta.num_accepted else drawn,
+            }
+            for place, (token_id, text) in enumerate(zip(delta.token_ids, texts, strict=False))
         ],
     }
 

@@ -6,16 +6,16 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from gateway.settings import GatewaySettings
 from shared.errors import SettingsError
-from shared.tls import ServerTls
 
 BODY_WRITER = "outrider.body_writer"  # of a scope's extensions: a `BodyWriter`
 _TOO_MANY = b"503 Service Unavailable"
@@ -23,19 +23,6 @@ _TOO_SLOW = b"408 Request Timeout"
 _TOO_LARGE = b"431 Request Header Fields Too Large"
 
 _BACKLOG = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """Attributes:
-    max_connections: open at once.
-    max_header_bytes: of the request line and all headers of one request.
-    header_timeout_s: from the first byte of a request, or the connection, to its last header.
-    """
-
-    max_connections: int = 8192
-    max_header_bytes: int = 64 * 1024
-    header_timeout_s: float = 15.0
 
 
 class BodyWriter:
@@ -60,10 +47,9 @@ class BodyWriter:
 class BoundedProtocol(HttpToolsProtocol):
     """Closes connections that exceed a bound, with a status where one can still be sent."""
 
-    limits: ClassVar[ConnectionLimits] = ConnectionLimits()
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, settings: GatewaySettings, **options: Any) -> None:
+        super().__init__(**options)
+        self._settings = settings
         self._num_header_bytes = 0
         self._is_in_headers = False
         self._is_refused = False
@@ -72,7 +58,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._expect_headers()
-        if len(self.connections) > self.limits.max_connections:
+        if len(self.connections) > self._settings.max_connections:
             self._refuse(_TOO_MANY)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -86,7 +72,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._num_header_bytes += len(data)
         super().data_received(data)
         # What came in one piece with its body is counted by `on_headers_complete`.
-        if self._is_in_headers and self._num_header_bytes > self.limits.max_header_bytes:
+        if self._is_in_headers and self._num_header_bytes > self._settings.max_header_bytes:
             self._refuse(_TOO_LARGE)
 
     def on_message_begin(self) -> None:
@@ -97,7 +83,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_in_headers = False
         self._deadline.cancel()
         num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
-        if num_bytes > self.limits.max_header_bytes:
+        if num_bytes > self._settings.max_header_bytes:
             self._refuse(_TOO_LARGE)
             return
         super().on_headers_complete()
@@ -119,7 +105,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_in_headers = True
         self._num_header_bytes = 0
         loop = asyncio.get_running_loop()
-        self._deadline = loop.call_later(self.limits.header_timeout_s, self._refuse, _TOO_SLOW)
+        self._deadline = loop.call_later(self._settings.header_timeout_s, self._refuse, _TOO_SLOW)
 
     def _refuse(self, status: bytes) -> None:
         """Answers and closes; while another answer is on its way it only closes."""
@@ -133,15 +119,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
-def protocol_with(bounds: ConnectionLimits) -> type[BoundedProtocol]:
-    """Returns the protocol with other bounds; uvicorn makes one object of it a connection."""
-
-    class Protocol(BoundedProtocol):
-        limits: ClassVar[ConnectionLimits] = bounds
-
-    return Protocol
-
-
 class _Server(uvicorn.Server):
     """Leaves the process's signals alone; a drain comes before uvicorn's own shutdown."""
 
@@ -151,20 +128,18 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    """Serves an ASGI application on a socket, or at a path of the file system."""
+    """Serves an ASGI application on a socket, or at a path of the file system, without TLS then."""
 
     def __init__(
-        self,
-        app: ASGIApp,
-        listener: socket.socket | Path,
-        tls: ServerTls | None = None,
-        limits: ConnectionLimits | None = None,
+        self, app: ASGIApp, listener: socket.socket | Path, settings: GatewaySettings
     ) -> None:
         self._listener = listener
+        is_path = isinstance(listener, Path)
+        tls = None if is_path else settings.http_tls
         config = uvicorn.Config(
             app,
-            uds=str(listener) if isinstance(listener, Path) else None,
-            http=protocol_with(limits or ConnectionLimits()),
+            uds=str(listener) if is_path else None,
+            http=partial(BoundedProtocol, settings),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             access_log=False,

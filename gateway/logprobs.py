@@ -7,29 +7,24 @@ from itertools import accumulate
 from typing import Any
 
 from gateway.choice import Choice, TokenScore
+from gateway.planner import Plan
 from shared.text import Detokenizer, Tokenizer
 
 _LEAST = -9999.0  # what OpenAI sends for minus infinity, which JSON cannot say
 
 
 def chat_logprobs(
-    scores: Sequence[TokenScore],
-    tokenizer: Tokenizer,
-    *,
-    as_ids: bool = False,
-    with_drawn: bool = False,
-) -> dict[str, Any]:
-    """Returns `logprobs` of a chat choice.
-
-    Args:
-        as_ids: tokens are named by their ids.
-        with_drawn: the drawn token stands before the others, which a request named.
-    """
-    content = []
+    plan: Plan, scores: Sequence[TokenScore], tokenizer: Tokenizer
+) -> dict[str, Any] | None:
+    """Returns `logprobs` of a piece of a chat; None without. Where a request named the others, the
+    drawn token stands before them."""
+    if not scores:
+        return None
+    content, as_ids = [], plan.tokens_as_ids
     for score in scores:
         drawn = (score.token_id, score.logprobs.log_prob)
         top = score.logprobs.top
-        if with_drawn:
+        if plan.names_scored_tokens:
             top = (drawn, *(each for each in top if each[0] != score.token_id))
         content.append(
             {
@@ -41,18 +36,20 @@ def chat_logprobs(
 
 
 def completion_logprobs(
-    scores: Sequence[TokenScore],
-    tokenizer: Tokenizer,
-    *,
-    echo_length: int,
-    as_ids: bool = False,
-) -> dict[str, Any]:
-    """Returns `logprobs` of a completion choice.
+    plan: Plan, choice: Choice, scores: Sequence[TokenScore], tokenizer: Tokenizer
+) -> dict[str, Any] | None:
+    """Returns `logprobs` of a piece of a completion; None without."""
+    echo_length = len(plan.echoed_text_of(choice.index))
+    return _columns(plan, scores, tokenizer, echo_length) if scores else None
 
-    Args:
-        echo_length: characters of echoed prompt before the output.
-        as_ids: tokens are named by their ids.
+
+def _columns(
+    plan: Plan, scores: Sequence[TokenScore], tokenizer: Tokenizer, echo_length: int
+) -> dict[str, Any]:
+    """Args:
+    echo_length: characters of echoed prompt before the tokens.
     """
+    as_ids = plan.tokens_as_ids
     return {
         "tokens": [_spelling(score.token_id, tokenizer, as_ids) for score in scores],
         "token_logprobs": [finite(score.logprobs.log_prob) for score in scores],
@@ -97,21 +94,15 @@ def finite(log_prob: float) -> float:
 
 
 def echoed_logprobs(
-    prompt: Sequence[int],
-    choice: Choice,
-    scores: Sequence[TokenScore],
-    tokenizer: Tokenizer,
-    *,
-    echo_length: int,
-    as_ids: bool = False,
+    plan: Plan, choice: Choice, scores: Sequence[TokenScore], tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """Returns `logprobs` of a completion that echoes its prompt: null for the first token.
+    """Returns `logprobs` of an echoed prompt, null for its first token, and of the output behind.
 
     Args:
         scores: of the output; empty in the chunk that is the echo.
-        echo_length: characters of echoed prompt before the output.
-        as_ids: tokens are named by their ids.
     """
+    prompt = plan.generations[choice.index].prompt_token_ids
+    echo_length = len(plan.echoed_text_of(choice.index))
     offsets = _offsets(prompt, tokenizer, echo_length)
     own = [
         TokenScore(token_id, offset, logprobs)
@@ -119,18 +110,22 @@ def echoed_logprobs(
             prompt[1:], offsets[1:], choice.prompt_scores, strict=True
         )
     ]
-    first = completion_logprobs([], tokenizer, echo_length=0)
-    rest = completion_logprobs(own, tokenizer, echo_length=0, as_ids=as_ids)
-    output = completion_logprobs(scores, tokenizer, echo_length=echo_length, as_ids=as_ids)
+    rest = _columns(plan, own, tokenizer, 0)
+    output = _columns(plan, scores, tokenizer, echo_length)
     begin = tokenizer.decode(prompt[:1], skip_special_tokens=False)
-    nothing = {"tokens": f"token_id:{prompt[0]}" if as_ids else begin, "text_offset": 0}
-    return {key: [nothing.get(key), *rest[key], *output[key]] for key in first}
+    first = f"token_id:{prompt[0]}" if plan.tokens_as_ids else begin
+    nothing = {"tokens": first, "text_offset": 0}
+    return {key: [nothing.get(key), *rest[key], *output[key]] for key in rest}
 
 
 def vllm_prompt_logprobs(
-    prompt: Sequence[int], choice: Choice, tokenizer: Tokenizer
-) -> list[dict[str, Any] | None]:
-    """Returns `prompt_logprobs`: for each token those of itself and of the likeliest, by id."""
+    plan: Plan, choice: Choice, tokenizer: Tokenizer
+) -> list[dict[str, Any] | None] | None:
+    """Returns `prompt_logprobs`, where they are asked for: for each token those of itself and of
+    the likeliest, by id."""
+    if not plan.shows_prompt_logprobs:
+        return None
+    prompt = plan.generations[choice.index].prompt_token_ids
     found: list[dict[str, Any] | None] = [None]
     for token_id, logprobs in zip(prompt[1:], choice.prompt_scores, strict=True):
         ranked = [(i, value, rank) for rank, (i, value) in enumerate(logprobs.top, start=1)]

@@ -34,6 +34,12 @@ NUM_INTERVALS = 120
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+_Family = CounterMetricFamily | GaugeMetricFamily
+_OUTCOMES: dict[type, str] = {
+    ClientGone: "client_gone",
+    ClientTooSlow: "client_too_slow",
+    Aborted: "aborted",
+}
 _log = logging.getLogger(__name__)
 
 
@@ -49,10 +55,6 @@ class Interval:
     number: int
     num_verified_rounds: int = 0
     num_accepted: int = 0
-
-    def add(self, stats: SpeculationStats) -> None:
-        self.num_verified_rounds += stats.num_verified_rounds
-        self.num_accepted += stats.num_accepted
 
     @property
     def begin_s(self) -> int:
@@ -85,22 +87,19 @@ class AcceptanceHistory:
         """Counts a generation that has ended."""
         if not stats.num_verified_rounds:
             return
-        number, known = self._now, self._by_model[model]
+        number, known = int(self._clock()) // INTERVAL_S, self._by_model[model]
         if not known or known[-1].number < number:
             known.append(Interval(number))
-        known[-1].add(stats)
-        self.total.add(stats)
+        for interval in (known[-1], self.total):
+            interval.num_verified_rounds += stats.num_verified_rounds
+            interval.num_accepted += stats.num_accepted
 
     def intervals(self, model: str) -> list[Interval]:
         """Returns all `NUM_INTERVALS`, oldest first and with those that nothing ended in, so that
         those of several workers are alike."""
         known = {each.number: each for each in self._by_model.get(model, ())}
-        last = self._now
+        last = int(self._clock()) // INTERVAL_S
         return [known.get(n) or Interval(n) for n in range(last - NUM_INTERVALS + 1, last + 1)]
-
-    @property
-    def _now(self) -> int:
-        return int(self._clock()) // INTERVAL_S
 
 
 class GatewayMetrics:
@@ -109,6 +108,7 @@ class GatewayMetrics:
     Attributes:
         acceptance: over the latest requests.
         vllm: the same requests under the names that vLLM gives them.
+        requests, tokens, first_token, duration, per_token: filled by `RequestRecord`.
     """
 
     def __init__(self, pool: TargetPool, quotas: Quotas | None = None) -> None:
@@ -119,52 +119,32 @@ class GatewayMetrics:
         self.registry.register(_PoolCollector(pool))
         if quotas is not None:
             self.registry.register(ClientCollector(quotas))
-        self._requests = Counter(
+        self.requests = Counter(
             "outrider_gateway_requests",
             "Generation requests by endpoint and how they ended: finished, failed, "
             "client_gone, client_too_slow, aborted",
             ("endpoint", "outcome"),
             registry=self.registry,
         )
-        self._tokens = Counter(
+        self.tokens = Counter(
             "outrider_gateway_tokens",
             "Tokens of ended requests by kind: prompt, cached_prompt, output, accepted_draft",
             ("kind",),
             registry=self.registry,
         )
-        self._first_token = self._histogram(
+        self.first_token = self._histogram(
             "time_to_first_token", "From the parsed request to its first token", _SECONDS
         )
-        self._duration = self._histogram(
+        self.duration = self._histogram(
             "request_duration", "From the parsed request to its last token", _SECONDS
         )
-        self._per_token = self._histogram(
+        self.per_token = self._histogram(
             "time_per_output_token", "Of one request, averaged after its first step", _LATENCIES
         )
 
     def exposition(self) -> bytes:
         """Returns the text Prometheus scrapes."""
         return generate_latest(self.registry)
-
-    def end(self, record: RequestRecord, choices: Sequence[Choice], outcome: str) -> None:
-        """Counts a request that ended."""
-        plan = record.plan
-        self._requests.labels(record.endpoint, outcome).inc()
-        num_output = sum(choice.num_output_tokens for choice in choices)
-        self._tokens.labels("prompt").inc(plan.num_prompt_tokens)
-        self._tokens.labels("cached_prompt").inc(sum(c.num_cached_tokens for c in choices))
-        self._tokens.labels("output").inc(num_output)
-        self._tokens.labels("accepted_draft").inc(sum(c.num_accepted for c in choices))
-        for choice in choices:
-            self.acceptance.add(plan.model, choice.stats)
-        if outcome != "finished" or record.first_token_s is None:
-            return
-        now = time.perf_counter()
-        self._first_token.observe(record.first_token_s - record.begin_s)
-        self._duration.observe(now - record.begin_s)
-        num_later = num_output - record.num_first_tokens
-        if num_later > 0:
-            self._per_token.observe((now - record.first_token_s) * len(choices) / num_later)
 
     def _histogram(self, name: str, meaning: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(
@@ -191,26 +171,24 @@ class _PoolCollector(Collector):
         self._pool = pool
 
     def collect(self) -> Iterator[Metric]:
-        prefix = "outrider_gateway_target"
-        serving = GaugeMetricFamily(
-            f"{prefix}_serving", "1 while the target takes requests", labels=("target",)
-        )
-        live = GaugeMetricFamily(
-            f"{prefix}_requests", "Generations submitted and not ended", labels=("target",)
-        )
-        tokens = CounterMetricFamily(
-            f"{prefix}_tokens", "Tokens received from the target", labels=("target",)
+        prefix, of = "outrider_gateway_target", ("target",)
+        families: tuple[_Family, ...] = (
+            GaugeMetricFamily(f"{prefix}_serving", "1 while the target takes requests", labels=of),
+            GaugeMetricFamily(
+                f"{prefix}_requests", "Generations submitted and not ended", labels=of
+            ),
+            CounterMetricFamily(f"{prefix}_tokens", "Tokens received from the target", labels=of),
         )
         for link in self._pool.links:
-            serving.add_metric((link.address,), float(link.state is TargetState.SERVING))
-            live.add_metric((link.address,), link.num_live)
-            tokens.add_metric((link.address,), link.num_tokens)
-        waiting = GaugeMetricFamily(
+            values = link.state is TargetState.SERVING, link.num_live, link.num_tokens
+            for family, value in zip(families, values, strict=True):
+                family.add_metric((link.address,), float(value))
+        yield from families
+        yield GaugeMetricFamily(
             "outrider_gateway_requests_waiting",
             "Generations that lost their target and wait for another",
             value=self._pool.num_waiting,
         )
-        yield from (serving, live, tokens, waiting)
 
 
 class ClientCollector(Collector):
@@ -220,12 +198,11 @@ class ClientCollector(Collector):
         self._quotas = quotas
 
     def collect(self) -> Iterator[Metric]:
-        prefix = "outrider_gateway_client"
-        labels = ("client",)
-        requests = CounterMetricFamily(f"{prefix}_requests", "POST requests let in", labels=labels)
-        tokens = CounterMetricFamily(f"{prefix}_tokens", "Prompt and output tokens", labels=labels)
-        is_open = GaugeMetricFamily(
-            f"{prefix}_open_requests", "Requests being answered", labels=labels
+        prefix, of = "outrider_gateway_client", ("client",)
+        families: tuple[_Family, ...] = (
+            CounterMetricFamily(f"{prefix}_requests", "POST requests let in", labels=of),
+            CounterMetricFamily(f"{prefix}_tokens", "Prompt and output tokens", labels=of),
+            GaugeMetricFamily(f"{prefix}_open_requests", "Requests being answered", labels=of),
         )
         refusals = CounterMetricFamily(
             f"{prefix}_refusals",
@@ -233,31 +210,28 @@ class ClientCollector(Collector):
             labels=("client", "limit"),
         )
         for quota in self._quotas.all:
-            requests.add_metric((quota.name,), quota.num_requests)
-            tokens.add_metric((quota.name,), quota.num_tokens)
-            is_open.add_metric((quota.name,), quota.num_open)
+            values = quota.num_requests, quota.num_tokens, quota.num_open
+            for family, value in zip(families, values, strict=True):
+                family.add_metric((quota.name,), value)
             for limit, count in quota.refusals.items():
                 refusals.add_metric((quota.name, limit), count)
-        yield from (requests, tokens, is_open, refusals)
+        yield from (*families, refusals)
 
 
 class RequestRecord:
     """Records one HTTP request from its plan to its end.
 
     Attributes:
-        begin_s, first_token_s: of the monotonic clock.
-        num_first_tokens: tokens of the first step.
         traceparent: parent of the target's span.
     """
 
     def __init__(self, endpoint: str, plan: Plan, metrics: GatewayMetrics, tracer: Tracer) -> None:
-        self.endpoint = endpoint
-        self.plan = plan
-        self.begin_s = time.perf_counter()
-        self.first_token_s: float | None = None
-        self.num_first_tokens = 0
+        self._endpoint = endpoint
+        self._plan = plan
         self._metrics = metrics
-        self._figures = [metrics.vllm.begin(plan.model, self.begin_s) for _ in plan.generations]
+        self._begin_s = time.perf_counter()
+        self._figures = [metrics.vllm.begin(plan.model, self._begin_s) for _ in plan.generations]
+        self._has_tokens = False
         self._span = tracer.begin(
             f"gateway.{endpoint}",
             current_traceparent.get(),
@@ -277,54 +251,62 @@ class RequestRecord:
 
     def tokens(self, choice: Choice, delta: Delta) -> None:
         """Called when tokens of a choice arrived."""
-        now_s, num_tokens = time.perf_counter(), len(delta.token_ids)
-        if self.first_token_s is None:
-            self.first_token_s = now_s
-            self.num_first_tokens = num_tokens
+        if not self._has_tokens:
+            self._has_tokens = True
             self._span.event("first_token")
-        figures = self._figures[choice.index]
-        self._metrics.vllm.tokens(figures, num_tokens, now_s, delta.num_drafted, delta.num_accepted)
+        figures, now_s = self._figures[choice.index], time.perf_counter()
+        num_drafted, num_accepted = delta.num_drafted, delta.num_accepted
+        num_tokens = len(delta.token_ids)
+        self._metrics.vllm.tokens(figures, num_tokens, now_s, num_drafted, num_accepted)
 
-    def end(self, choices: Sequence[Choice], error: BaseException | None) -> None:
-        """Called after the last byte, or when the client is gone."""
-        plan, outcome = self.plan, _outcome(error)
-        self._metrics.end(self, choices, outcome)
+    def end(self, choices: Sequence[Choice], error: BaseException | None) -> int:
+        """Called after the last byte, or when the client is gone; returns the tokens of output."""
+        plan, metrics, now_s = self._plan, self._metrics, time.perf_counter()
+        # A stream that failed raises another error, with the failure as its cause.
+        kinds = type(error), type(getattr(error, "__cause__", None))
+        outcome = next((_OUTCOMES[kind] for kind in kinds if kind in _OUTCOMES), "failed")
+        outcome = "finished" if error is None else outcome
+        counts = {
+            "prompt": plan.num_prompt_tokens,
+            "cached_prompt": sum(choice.num_cached_tokens for choice in choices),
+            "output": sum(choice.num_output_tokens for choice in choices),
+            "accepted_draft": sum(choice.num_accepted for choice in choices),
+        }
+        metrics.requests.labels(self._endpoint, outcome).inc()
+        for kind, count in counts.items():
+            metrics.tokens.labels(kind).inc(count)
         for choice, figures in zip(choices, self._figures, strict=True):
+            metrics.acceptance.add(plan.model, choice.stats)
             num_prompt = len(plan.generations[choice.index].prompt_token_ids)
             reason = "error" if outcome == "failed" else "abort"
             if choice.finish_reason is not None:
                 reason = choice.finish_reason.value
-            self._metrics.vllm.end(figures, num_prompt, reason)
-        num_output = sum(choice.num_output_tokens for choice in choices)
+            metrics.vllm.end(figures, num_prompt, reason)
         facts: dict[str, str | int | float] = {
-            "endpoint": self.endpoint,
+            "endpoint": self._endpoint,
             "outcome": outcome,
-            "num_prompt": plan.num_prompt_tokens,
-            "num_output": num_output,
-            "num_accepted": sum(choice.num_accepted for choice in choices),
-            "duration_s": round(time.perf_counter() - self.begin_s, 6),
+            "num_prompt": counts["prompt"],
+            "num_output": counts["output"],
+            "num_accepted": counts["accepted_draft"],
+            "duration_s": round(now_s - self._begin_s, 6),
         }
-        if self.first_token_s is not None:
-            facts["first_token_s"] = round(self.first_token_s - self.begin_s, 6)
+        firsts = [(each.first_s, each.num_first_tokens) for each in self._figures]
+        begun = [(first_s, count) for first_s, count in firsts if first_s is not None]
+        if begun:
+            first_s, num_first_tokens = min(begun)
+            facts["first_token_s"] = round(first_s - self._begin_s, 6)
+            if outcome == "finished":
+                metrics.first_token.observe(first_s - self._begin_s)
+                metrics.duration.observe(now_s - self._begin_s)
+                if (num_later := counts["output"] - num_first_tokens) > 0:
+                    metrics.per_token.observe((now_s - first_s) * len(choices) / num_later)
         if (quota := current_quota.get()) is not None:
             facts["client"] = quota.name
         _log.info("request ended", extra=facts)
         attributes = {f"outrider.{name}": value for name, value in facts.items()}
-        attributes["gen_ai.usage.output_tokens"] = num_output
+        attributes["gen_ai.usage.output_tokens"] = counts["output"]
         self._span.end(attributes, None if outcome == "finished" else _reason(error, outcome))
-
-
-def _outcome(error: BaseException | None) -> str:
-    if error is None:
-        return "finished"
-    names: dict[type, str] = {
-        ClientGone: "client_gone",
-        ClientTooSlow: "client_too_slow",
-        Aborted: "aborted",
-    }
-    # A stream that failed raises another error, with the failure as its cause.
-    known = (names[kind] for kind in (type(error), type(error.__cause__)) if kind in names)
-    return next(known, "failed")
+        return counts["output"]
 
 
 def _reason(error: BaseException | None, outcome: str) -> str:

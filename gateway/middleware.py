@@ -1,4 +1,5 @@
-"""Pure ASGI middleware. Starlette's function style would cost every chunk a task switch."""
+"""Pure ASGI middleware. Starlette's function style would cost every chunk a task switch. The server
+hands on HTTP alone."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api_keys import LimitExceeded, Quotas, current_quota
 from gateway.failures import Problem, error_response
-from gateway.limits import RequestLimits
 from gateway.notices import NOTICE_HEADER, current_notices, header_value
 from gateway.playground.routes import FILES_PREFIX
+from gateway.settings import GatewaySettings
 from shared.telemetry.tracing import (
     REQUEST_ID_KEY,
     TRACEPARENT_KEY,
@@ -40,9 +41,6 @@ class RequestId:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         headers = Headers(scope=scope)
         given = headers.get(REQUEST_ID_KEY, "")
         request_id = given if _SAFE_REQUEST_ID.fullmatch(given) else new_request_id()
@@ -75,8 +73,8 @@ class Access:
         self._quotas = quotas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "")
-        if scope["type"] != "http" or path in _OPEN_PATHS or path.startswith(FILES_PREFIX):
+        path = scope["path"]
+        if path in _OPEN_PATHS or path.startswith(FILES_PREFIX):
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
@@ -106,23 +104,20 @@ class BodyLimit:
     """Refuses a request body above the bound, whether it says its length or not; one that does not
     arrive in time; and bodies that are too much to hold together while they arrive."""
 
-    def __init__(self, app: ASGIApp, limits: RequestLimits) -> None:
+    def __init__(self, app: ASGIApp, settings: GatewaySettings) -> None:
         self._app = app
-        self._limits = limits
+        self._settings = settings
         self._num_buffered = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         length = Headers(scope=scope).get("content-length", "0")
-        if length.isdigit() and int(length) > self._limits.max_body_bytes:
+        if length.isdigit() and int(length) > self._settings.max_body_bytes:
             problem = Problem(_TOO_LARGE, self._message(int(length)), "body_too_large")
             await problem.response(scope["path"])(scope, receive, send)
             return
         num_bytes, is_complete = 0, False
         loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + self._limits.body_timeout_s
+        deadline_s = loop.time() + self._settings.body_timeout_s
 
         async def receive_counted() -> Message:
             nonlocal num_bytes, is_complete
@@ -131,19 +126,19 @@ class BodyLimit:
             try:
                 message = await asyncio.wait_for(receive(), deadline_s - loop.time())
             except TimeoutError as error:
-                limit = f"the body did not arrive within {self._limits.body_timeout_s:g} s"
+                limit = f"the body did not arrive within {self._settings.body_timeout_s:g} s"
                 raise HTTPException(_TOO_SLOW, limit, {"connection": "close"}) from error
             num_new = len(message.get("body", b""))
             num_bytes += num_new
             self._num_buffered += num_new
-            if num_bytes > self._limits.max_body_bytes:
+            if num_bytes > self._settings.max_body_bytes:
                 # The one kind of exception that FastAPI passes on while it reads a body.
                 raise HTTPException(_TOO_LARGE, self._message(num_bytes))
             if not message.get("more_body", False):
                 is_complete = True
                 self._num_buffered -= num_bytes
-            elif self._num_buffered > self._limits.max_buffered_bytes:
-                limit = f"{self._limits.max_buffered_bytes:,} bytes of bodies are arriving"
+            elif self._num_buffered > self._settings.max_buffered_bytes:
+                limit = f"{self._settings.max_buffered_bytes:,} bytes of bodies are arriving"
                 raise HTTPException(_BUSY, limit, {"retry-after": "1"})
             return message
 
@@ -157,5 +152,5 @@ class BodyLimit:
         """Args:
         num_bytes: that the body says it has, or that have come so far.
         """
-        limit = self._limits.max_body_bytes
+        limit = self._settings.max_body_bytes
         return f"the body has {num_bytes:,} bytes or more; it may have {limit:,}"

@@ -11,14 +11,16 @@ from functools import partial
 
 from gateway.failures import client_names
 from gateway.generation import Generation, TargetModel, fingerprint
-from gateway.limits import RequestLimits, off_loop
 from gateway.model_text import ModelText
 from gateway.notices import give_notice
+from gateway.off_loop import off_loop
 from gateway.output.held_schema import AnswerSchemas
 from gateway.output.style import ChatOutput, OutputStyle, ReasoningParser
 from gateway.output.tools import Toolbox
 from gateway.prompts import (
     chat_text,
+    check_choices,
+    check_prompts,
     echoed_text,
     echoed_texts,
     given_prompts,
@@ -30,8 +32,10 @@ from gateway.prompts import (
 from gateway.sampling import (
     Constraint,
     HeldOutput,
+    OutputLength,
     check_priority,
     check_salt,
+    check_stops,
     constraint_of,
     held_output,
     sampling_params,
@@ -47,14 +51,14 @@ from gateway.schema import (
     refuse_unimplemented,
     unimplemented,
 )
+from gateway.settings import GatewaySettings
 from gateway.stop_patterns import StopPattern
 from shared.errors import InvalidArgument
 from shared.generation import PromptScoring, check_num_top, check_token_ids
 from shared.grammar import Grammar
 from shared.sampling_defaults import choice_seed
+from shared.telemetry.tracing import current_request_id
 from shared.tokens import MAX_NAMED_LOGPROBS, StopParams, ThinkingBudget
-
-# The plan of one HTTP request: checked and tokenized. Made by `planner.py`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,39 +147,6 @@ class Plan:
         return sum(len(generation.prompt_token_ids) for generation in prompts)
 
 
-@dataclass(frozen=True, slots=True)
-class OutputLength:
-    """The limits on the output's length in a request.
-
-    Attributes:
-        max_tokens: None is all that the context leaves.
-        field: that named it; None is a default, which is cut in silence.
-        is_capped: more than the context leaves is cut with a notice, as clients of the interface
-            rely on; else it is refused, as vLLM and SGLang do.
-    """
-
-    max_tokens: int | None
-    field: str | None = None
-    is_capped: bool = False
-
-    def check(self, num_prompt_tokens: int, model: TargetModel) -> None:
-        """Raises:
-        InvalidArgument: the context does not hold prompt and output.
-        """
-        limit, max_tokens, field = model.max_context_tokens, self.max_tokens, self.field
-        num_left = limit - num_prompt_tokens
-        if field is None or max_tokens is None or not 0 < num_left < max_tokens:
-            return
-        # Client libraries look for the words "maximum context length is".
-        message = (
-            f"{field} is {max_tokens:,}; it must be at most {num_left:,}, because this model's "
-            f"maximum context length is {limit:,} tokens and the prompt has {num_prompt_tokens:,}"
-        )
-        if not self.is_capped:
-            raise InvalidArgument.of("OUTPUT_TOO_LONG", field, message)
-        give_notice(f"{field} is {max_tokens:,}; the context leaves {num_left:,}")
-
-
 @dataclass(slots=True)
 class WantedOutput:
     """The two kinds of body reduced to what they share, before prompts and choices multiply it.
@@ -193,12 +164,10 @@ class WantedOutput:
         num_shown, num_choices: of the answer, and drawn; for each prompt.
         prompt_scoring: for `prompt_logprobs`, or for an echo with log probabilities.
         hides_output: no output is asked for, but what the target says of the prompt.
-        num_asked: tokens asked of the target, which draws one at least.
     """
 
     body: GenerationBody
     model: TargetModel
-    trace_id: str
     top_logprobs: int | None
     length: OutputLength
     output: ChatOutput | None = None
@@ -211,7 +180,6 @@ class WantedOutput:
     num_choices: int = field(init=False)
     prompt_scoring: PromptScoring | None = field(init=False)
     hides_output: bool = field(init=False)
-    num_asked: int | None = field(init=False)
     stop_strings: tuple[str, ...] = field(init=False)
     stop_regexes: tuple[str, ...] = field(init=False)
 
@@ -226,7 +194,6 @@ class WantedOutput:
         is_echo = isinstance(body, CompletionRequest) and body.echo
         is_scored = is_echo or self.prompt_scoring is not None
         self.hides_output = self.length.max_tokens == 0 and is_scored
-        self.num_asked = 1 if self.hides_output else self.length.max_tokens
         self.stop_strings = _listed(body.stop)
         self.stop_regexes = _listed(body.stop_regex)
 
@@ -240,13 +207,15 @@ class WantedOutput:
         """
         body, salt = self.body, self.body.salt
         sampling = sampling_params(body, text.defaults, self.model, text.tokenizer, self.thinking)
-        self.length.check(len(prompt), self.model)
         names_others = body.logprob_token_ids and not self.keeps_likeliest
         generation = Generation(
-            request_id=self.trace_id,
+            request_id=current_request_id.get(),
             prompt_token_ids=prompt,
             sampling=sampling,
-            stop=stop_params(body, self.num_asked, len(prompt), self.model),
+            # A target draws one token even so.
+            stop=stop_params(
+                body, self.length, len(prompt), self.model, num_least=int(self.hides_output)
+            ),
             has_seed=body.seed is not None,
             # None of the likeliest where the request names others, unless it wants both.
             top_logprobs=0 if names_others else self.top_logprobs,
@@ -328,14 +297,12 @@ class Planner:
     """
 
     text: ModelText
-    limits: RequestLimits
+    settings: GatewaySettings
 
     async def chat(
         self,
         body: ChatCompletionRequest,
-        name: str,
         model: TargetModel,
-        trace_id: str,
         *,
         length: OutputLength | None = None,
     ) -> Plan:
@@ -364,7 +331,6 @@ class Planner:
         wanted = WantedOutput(
             body,
             model,
-            trace_id,
             top_logprobs,
             length or OutputLength(body.max_tokens, "max_tokens"),
             style.output(text, toolbox),
@@ -380,7 +346,7 @@ class Planner:
                 longest = longest_prompt(body, model)
                 prompt = await tokenizer.encode(text, add_special_tokens=False, max_tokens=longest)
             request_id = body.rid or f"chatcmpl-{uuid.uuid4().hex}"
-            plan = await self._plan(wanted, request_id, name, [prompt])
+            plan = await self._plan(wanted, request_id, [prompt])
         return replace(plan, echoed_texts=echoed_text(body)) if body.echo else plan
 
     async def _predicted(self, prediction: Prediction, model: TargetModel) -> Sequence[int]:
@@ -424,7 +390,7 @@ class Planner:
             return await self.text.tokenizer.encode(text, add_special_tokens=False)
 
     async def _chat_text(self, body: ChatCompletionRequest, toolbox: Toolbox | None) -> str:
-        render = partial(chat_text, body, toolbox, self.text, self.limits)
+        render = partial(chat_text, body, toolbox, self.text, self.settings.max_template_characters)
         if len(body.messages) <= _INLINE_MESSAGES and body.chat_template is None:
             return render()
         return await off_loop("messages", render)
@@ -432,9 +398,7 @@ class Planner:
     async def completion(
         self,
         body: CompletionRequest,
-        name: str,
         model: TargetModel,
-        trace_id: str,
         *,
         scored_from: int | None = None,
         default_tokens: int = _DEFAULT_COMPLETION_TOKENS,
@@ -458,7 +422,7 @@ class Planner:
             top_logprobs = top_logprobs or 0
         tokenizer = self.text.tokenizer
         given = given_prompts(body)
-        self.limits.check_prompts(len(given))
+        check_prompts(self.settings, len(given))
         prompts = [await prompt_tokens(prompt, body, model, tokenizer) for prompt in given]
         length = OutputLength(body.max_tokens, "max_tokens")
         if body.max_tokens is None:
@@ -466,7 +430,6 @@ class Planner:
         wanted = WantedOutput(
             body,
             model,
-            trace_id,
             top_logprobs,
             length,
             None,
@@ -476,7 +439,7 @@ class Planner:
             keeps_likeliest=keeps_likeliest,
         )
         request_id = body.rid or f"cmpl-{uuid.uuid4().hex}"
-        plan = await self._plan(wanted, request_id, name, prompts)
+        plan = await self._plan(wanted, request_id, prompts)
         kept = [each.prompt_token_ids for each in plan.generations[:: plan.num_choices]]
         return replace(
             plan,
@@ -490,8 +453,8 @@ class Planner:
         num_shown = 1 if body.n is None else body.n
         if body.best_of is None or body.best_of == num_shown:
             return None
-        if not num_shown < body.best_of <= self.limits.max_choices:
-            limit = f"[n={num_shown}, {self.limits.max_choices}]"
+        if not num_shown < body.best_of <= self.settings.max_choices:
+            limit = f"[n={num_shown}, {self.settings.max_choices}]"
             raise InvalidArgument.out_of_range("best_of", body.best_of, limit)
         if body.stream:
             message = "best_of is above n; the best are known at the end, so stream must be false"
@@ -499,17 +462,16 @@ class Planner:
         return body.best_of
 
     async def _plan(
-        self, wanted: WantedOutput, request_id: str, name: str, prompts: Sequence[list[int]]
+        self, wanted: WantedOutput, request_id: str, prompts: Sequence[list[int]]
     ) -> Plan:
         body, options = wanted.body, wanted.body.stream_options
         if body.prompt_logprobs is not None and body.stream:
             message = "prompt_logprobs is set; it needs stream to be false"
             raise InvalidArgument.of("STREAM_ON", "prompt_logprobs", message)
-        self.limits.check_choices(wanted.num_choices, len(prompts))
-        if wanted.stop_strings:
-            self.limits.check_stops("stop", wanted.stop_strings)
-        if wanted.stop_regexes:
-            self.limits.check_stops("stop_regex", wanted.stop_regexes)
+        check_choices(self.settings, wanted.num_choices, len(prompts))
+        if wanted.stop_strings or wanted.stop_regexes:
+            check_stops(self.settings, "stop", wanted.stop_strings)
+            check_stops(self.settings, "stop_regex", wanted.stop_regexes)
         if options is not None and not body.stream:
             message = "stream_options is set; it needs stream to be true"
             raise InvalidArgument.of("STREAM_OFF", "stream_options", message)
@@ -517,7 +479,7 @@ class Planner:
         if constraint is not None or wanted.output is not None:
             held = await _held(constraint, wanted.output)
         if body.truncate_prompt_tokens is not None:
-            limits = body, wanted.model, wanted.num_asked
+            limits = body, wanted.model, wanted.length.max_tokens
             prompts = [truncated(prompt, *limits) for prompt in prompts]
         generations = [
             generation
@@ -527,7 +489,7 @@ class Planner:
         return Plan(
             request_id=request_id,
             created=int(time.time()),
-            model=name,
+            model=wanted.model.name,
             generations=tuple(generations),
             num_choices=wanted.num_choices,
             text=wanted.text_options(generations[0].stop, held.schemas),

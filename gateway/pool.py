@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from gateway.generation import Event, Generation, TargetModel, TargetState
-from gateway.target_codec import is_retryable
-from gateway.target_link import LinkTiming, TargetLink
+from gateway.settings import GatewaySettings
+from gateway.target_link import LINK_TIMING, LinkTiming, TargetLink, is_retryable
 from shared.errors import NotFound, OutriderError, StatusCode, Unavailable
 from shared.generation import Failed, PromptScored, Started
-from shared.tls import ClientTls
 
 Deliver = Callable[[Event], None]
 
@@ -24,7 +22,9 @@ class RoutedGeneration:
 
     Attributes:
         tried: targets that refused or lost it, each with its `epoch` at that time.
+        error: of the target that it had last.
         wait_until_s: event loop time at which waiting ends; None before it first waited.
+        timer: ends its waiting.
     """
 
     def __init__(
@@ -33,7 +33,9 @@ class RoutedGeneration:
         self.generation = generation
         self.name = name
         self.tried: set[tuple[str, int]] = set()
+        self.error: OutriderError
         self.wait_until_s: float | None = None
+        self.timer: asyncio.TimerHandle
         self._pool = pool
         self._deliver = deliver
         self._placed: tuple[TargetLink, int] | None = None
@@ -65,96 +67,31 @@ class RoutedGeneration:
         if self._placed is not None:
             link, request_id = self._placed
             link.cancel(request_id)
-        self._pool.retry_queue.remove(self)
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    error: OutriderError
-    timer: asyncio.TimerHandle
-
-
-class RetryQueue:
-    """Keeps generations that lost their target. At the end of its retry window one fails, with the
-    error of its last target.
-
-    Args:
-        window_s: counted from the first time that a generation waits.
-    """
-
-    def __init__(self, window_s: float) -> None:
-        self._window_s = window_s
-        self._places: dict[RoutedGeneration, _Place] = {}
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def add(self, routed: RoutedGeneration, error: OutriderError) -> None:
-        """Adds a generation with the error of its last target."""
-        loop = asyncio.get_running_loop()
-        if routed.wait_until_s is None:
-            routed.wait_until_s = loop.time() + self._window_s
-        timer = loop.call_at(routed.wait_until_s, self._end, routed)
-        self._places[routed] = _Place(error, timer)
-
-    def remove(self, routed: RoutedGeneration) -> None:
-        """Removes a generation, if it is here."""
-        place = self._places.pop(routed, None)
-        if place is not None:
-            place.timer.cancel()
-
-    def take_all(self) -> list[tuple[RoutedGeneration, OutriderError]]:
-        """Removes all; returns each with the error of its last target."""
-        places, self._places = self._places, {}
-        for place in places.values():
-            place.timer.cancel()
-        return [(routed, place.error) for routed, place in places.items()]
-
-    def _end(self, routed: RoutedGeneration) -> None:
-        routed.receive(Failed(self._places.pop(routed).error))
-
-
-@dataclass(frozen=True, slots=True)
-class PoolSettings:
-    """Attributes:
-    addresses: of the targets, `host:port`.
-    model_name: what clients call the model; None takes each target's own id.
-    aliases: further names of the model, where there is only one.
-    tokenizer_sha256: of the gateway's tokenizer; a target with another one is not used.
-    retry_window_s: how long a request that lost its target before its first event waits for one.
-    tls: of the way to the targets; None speaks plainly.
-    """
-
-    addresses: tuple[str, ...]
-    tokenizer_sha256: str
-    model_name: str | None = None
-    aliases: tuple[str, ...] = ()
-    retry_window_s: float = 5.0
-    timing: LinkTiming = field(default_factory=LinkTiming)
-    tls: ClientTls | None = None
+        self._pool.stop_waiting(self)
 
 
 class TargetPool:
     """Picks the target with the fewest reserved tokens.
 
+    Args:
+        tokenizer_sha256: of the gateway's tokenizer; a target with another one is not used.
+
     Attributes:
         links: to each target.
-        retry_queue: generations that wait for one.
     """
 
-    def __init__(self, settings: PoolSettings) -> None:
+    def __init__(
+        self, settings: GatewaySettings, tokenizer_sha256: str, timing: LinkTiming = LINK_TIMING
+    ) -> None:
         self._settings = settings
-        self.retry_queue = RetryQueue(settings.retry_window_s)
+        self._waiting: dict[RoutedGeneration, None] = {}  # in order
         self._tasks: list[asyncio.Task[None]] = []
         self.links: Sequence[TargetLink] = tuple(
             TargetLink(
-                address,
-                settings.tokenizer_sha256,
-                self._on_change,
-                settings.timing,
-                settings.tls,
+                *(address, tokenizer_sha256, self._on_change, timing),
+                *(settings.target_tls, settings.model_name),
             )
-            for address in dict.fromkeys(settings.addresses)
+            for address in dict.fromkeys(settings.target)
         )
 
     def start(self) -> None:
@@ -175,12 +112,12 @@ class TargetPool:
     @property
     def num_live(self) -> int:
         """Generations submitted and not over."""
-        return sum(link.num_live for link in self.links) + len(self.retry_queue)
+        return sum(link.num_live for link in self.links) + len(self._waiting)
 
     @property
     def num_waiting(self) -> int:
         """Generations that lost their target and wait for another."""
-        return len(self.retry_queue)
+        return len(self._waiting)
 
     def models(self) -> dict[str, TargetModel]:
         """Returns the models of all targets seen so far by the name clients use.
@@ -190,16 +127,17 @@ class TargetPool:
         by_name: dict[str, TargetModel] = {}
         for link in sorted(self.links, key=lambda link: link.state is TargetState.SERVING):
             if link.model is not None and link.state is not TargetState.MISMATCHED:
-                by_name[self.served_name(link.model)] = link.model
+                by_name[link.model.name] = link.model
         return by_name
 
     def aliases(self) -> dict[str, str]:
         """Returns the model's name by each of its further names; none while there are several."""
         models = self.models()
-        return dict.fromkeys(self._settings.aliases, next(iter(models))) if len(models) == 1 else {}
+        name = next(iter(models)) if len(models) == 1 else None
+        return {} if name is None else dict.fromkeys(self._settings.model_alias, name)
 
-    def model(self, name: str | None) -> tuple[str, TargetModel]:
-        """Returns a model with its name; the only one when `name` is None.
+    def model(self, name: str | None) -> TargetModel:
+        """Returns a model; the only one when `name` is None.
 
         Raises:
             NotFound: no target serves it.
@@ -208,13 +146,13 @@ class TargetPool:
         models = self.models()
         if not models:
             raise self._no_target()
-        if len(models) == 1 and (not name or name in self._settings.aliases):
-            return next(iter(models.items()))
+        if len(models) == 1 and (not name or name in self._settings.model_alias):
+            return next(iter(models.values()))
         if name not in models:
             known = ", ".join(sorted(models))
             message = f"model {name!r} is not served here; there is {known}"
             raise NotFound(message, reason="MODEL_NOT_FOUND")
-        return name, models[name]
+        return models[name]
 
     def submit(self, generation: Generation, name: str, deliver: Deliver) -> RoutedGeneration:
         """Starts a generation of model `name`. Its last event is Finished or Failed.
@@ -243,7 +181,27 @@ class TargetPool:
         if error.code is StatusCode.RESOURCE_EXHAUSTED:
             routed.receive(Failed(error))
             return
-        self.retry_queue.add(routed, error)
+        self._wait(routed, error)
+
+    def _wait(self, routed: RoutedGeneration, error: OutriderError) -> None:
+        """Keeps a generation until a target takes it, or its retry window, which begins when it
+        first waits, has ended; it then fails with the error."""
+        loop = asyncio.get_running_loop()
+        if routed.wait_until_s is None:
+            routed.wait_until_s = loop.time() + self._settings.retry_window_s
+        routed.error = error
+        routed.timer = loop.call_at(routed.wait_until_s, self._give_up, routed)
+        self._waiting[routed] = None
+
+    def _give_up(self, routed: RoutedGeneration) -> None:
+        del self._waiting[routed]
+        routed.receive(Failed(routed.error))
+
+    def stop_waiting(self, routed: RoutedGeneration) -> None:
+        """Does nothing to a generation that does not wait."""
+        if routed in self._waiting:
+            del self._waiting[routed]
+            routed.timer.cancel()
 
     def _pick(self, routed: RoutedGeneration) -> TargetLink | None:
         usable = (
@@ -251,20 +209,17 @@ class TargetPool:
             for link in self.links
             if link.state is TargetState.SERVING
             and link.model is not None
-            and self.served_name(link.model) == routed.name
+            and link.model.name == routed.name
             and (link.address, link.epoch) not in routed.tried
         )
         return min(usable, key=lambda link: link.num_reserved_tokens, default=None)
 
-    def served_name(self, model: TargetModel) -> str:
-        """Returns what clients call a model."""
-        return self._settings.model_name or model.model_id
-
     def _on_change(self) -> None:
         if not any(link.state is TargetState.SERVING for link in self.links):
             return
-        for routed, error in self.retry_queue.take_all():
-            self.place_again(routed, error)
+        for routed in list(self._waiting):
+            self.stop_waiting(routed)
+            self.place_again(routed, routed.error)
 
     def _no_target(self) -> Unavailable:
         reasons = "; ".join(f"{link.address} is {link.state.value}" for link in self.links)

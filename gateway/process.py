@@ -18,20 +18,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import uvloop
 from grpc import aio
 
-from gateway.answer import OpenAnswers
 from gateway.api_keys import Quotas
 from gateway.app import create_app
 from gateway.http_server import HttpServer, listen
-from gateway.limits import StoreLimits
-from gateway.metrics import GatewayMetrics
 from gateway.model_text import ModelText
-from gateway.pool import PoolSettings, TargetPool
+from gateway.pool import TargetPool
 from gateway.responses.store import MEMORY, ResponseStore
 from gateway.serving import Gateway
 from gateway.settings import GatewaySettings
@@ -111,20 +109,16 @@ async def serve(settings: GatewaySettings, place: WorkerPlace | None = None) -> 
     hooks = AdminHooks(drain=gateway.open_answers.wait_idle, gauges=lambda: _gauges(gateway))
     info = ProcessInfo("gateway", gateway.version, gateway.start_time_s, shown_settings(settings))
     maintenance = await maintenance_server(info, gateway.lifecycle, hooks)
-    app, limits = create_app(gateway), settings.connection_limits
-    http = HttpServer(
-        app,
-        listen(settings.host, settings.port, is_shared=place is not None),
-        settings.http_tls,
-        limits,
-    )
+    app = create_app(gateway)
+    listener = listen(settings.host, settings.port, is_shared=place is not None)
+    http = HttpServer(app, listener, settings)
     servers = [http]
     if place is None:
         address = f"{settings.maintenance_host}:{settings.admin_port}"
         bind(maintenance, address, settings.server_tls)
     else:
         bind(maintenance, place.maintenance_address)
-        servers.append(HttpServer(app, place.http_path, limits=limits))
+        servers.append(HttpServer(app, place.http_path, settings))
         stop_with_parent(stop)
     await maintenance.start()
     gateway.pool.start()
@@ -150,39 +144,15 @@ def _compose(settings: GatewaySettings, place: WorkerPlace | None) -> Gateway:
     """Raises:
     CheckpointError: the tokenizer's folder cannot be used.
     """
-    pool = TargetPool(
-        PoolSettings(
-            addresses=settings.target,
-            tokenizer_sha256=tokenizer_sha256(settings.tokenizer),
-            model_name=settings.model_name,
-            aliases=settings.model_alias,
-            retry_window_s=settings.retry_window_s,
-            tls=settings.target_tls,
-        )
-    )
-    quotas = Quotas(settings.api_keys, settings.key_limits, never_learnt=settings.never_learn_from)
+    read = partial(ModelText.read, settings.tokenizer, settings.max_prompt_characters)
     return Gateway(
-        pool=pool,
-        text=ModelText.read(
-            settings.tokenizer,
-            settings.max_prompt_characters,
-            tools=settings.tool_call_parser,
-            reasoning=settings.reasoning_parser,
-        ),
-        limits=settings.limits,
-        metrics=GatewayMetrics(pool, quotas),
-        lifecycle=Lifecycle([]),
-        open_answers=OpenAnswers(),
-        version=package_version(),
-        start_time_s=time.time(),
-        quotas=quotas,
-        cors_origins=settings.cors_origin,
-        place=place,
-        response_store=response_store(settings, is_shared=place is not None),
-        target_maintenance=settings.maintenance_addresses,
-        remote_operators=settings.remote_operators,
-        target_tls=settings.target_tls,
-        tracer=tracer_for("gateway", settings.otlp_endpoint, settings.trace_sample_ratio),
+        settings,
+        TargetPool(settings, tokenizer_sha256(settings.tokenizer)),
+        read(tools=settings.tool_call_parser, reasoning=settings.reasoning_parser),
+        Quotas(settings.api_keys, settings.key_limits, never_learnt=settings.never_learn_from),
+        place,
+        response_store(settings, is_shared=place is not None),
+        tracer_for("gateway", settings.otlp_endpoint, settings.trace_sample_ratio),
     )
 
 
@@ -198,12 +168,13 @@ def response_store(settings: GatewaySettings, *, is_shared: bool) -> ResponseSto
     where = settings.response_store
     if where == "off":
         return None
-    limits = StoreLimits(
-        settings.response_store_bytes,
-        settings.response_store_hours * 3600.0,
-        settings.max_body_bytes,
+    return ResponseStore(
+        MEMORY if where == "memory" else where,
+        max_bytes=settings.response_store_bytes,
+        max_age_s=settings.response_store_hours * 3600.0,
+        max_history_bytes=settings.max_body_bytes,
+        is_shared=is_shared,
     )
-    return ResponseStore(MEMORY if where == "memory" else where, limits, is_shared=is_shared)
 
 
 def stop_on_signals(stop: asyncio.Event) -> None:

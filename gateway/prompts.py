@@ -9,9 +9,8 @@ from pydantic_core import from_json
 
 from gateway.generation import TargetModel
 from gateway.json_body import parse_json
-from gateway.limits import RequestLimits
 from gateway.model_text import ChatTemplate, ModelText
-from gateway.output.tools import Tool, Toolbox, ToolUse, schema_of, tools_prompt
+from gateway.output.tools import Tool, Toolbox, schema_of, tools_prompt
 from gateway.schema import (
     AllowedToolChoice,
     ChatCompletionRequest,
@@ -24,6 +23,7 @@ from gateway.schema import (
     check_texts,
     unimplemented,
 )
+from gateway.settings import GatewaySettings
 from shared.errors import InvalidArgument
 from shared.generation import check_token_ids
 from shared.text import Tokenizer
@@ -57,11 +57,11 @@ def toolbox_of(body: ChatCompletionRequest) -> Toolbox | None:
             Tool(each.name, each.description, schema_of(each.parameters), each.strict)
             for each in functions
         ),
-        use=ToolUse.AUTO if mode in (None, "auto") else ToolUse.REQUIRED,
+        must_call=mode not in (None, "auto"),
         forced_name=choice.function.name if isinstance(choice, NamedTool) else None,
         is_parallel=body.parallel_tool_calls is not False,
     )
-    toolbox.check("tools", "tool_choice")
+    toolbox.check()
     return toolbox
 
 
@@ -81,9 +81,12 @@ def _allowed(
 
 
 def chat_text(
-    body: ChatCompletionRequest, toolbox: Toolbox | None, text: ModelText, limits: RequestLimits
+    body: ChatCompletionRequest, toolbox: Toolbox | None, text: ModelText, max_template: int
 ) -> str:
     """Returns the prompt of a chat, as the model's template writes it.
+
+    Args:
+        max_template: characters that a template of the request's own may have; 0 refuses any.
 
     Raises:
         InvalidArgument: there is no template, or it refuses the messages.
@@ -96,7 +99,7 @@ def chat_text(
     variables = _variables(body)
     template = text.template
     if body.chat_template is not None:
-        limits.check_template(body.chat_template)
+        _check_template(body.chat_template, max_template)
         template = template.replaced(body.chat_template)
     messages = [_template_message(index, each) for index, each in enumerate(body.messages)]
     if toolbox is not None:
@@ -115,6 +118,15 @@ def chat_text(
         message = "continue_final_message is set beside add_generation_prompt; only one may be"
         raise InvalidArgument.of("FIELD_INVALID", "continue_final_message", message)
     return _up_to_final(rendered, messages[-1]["content"])
+
+
+def _check_template(source: str, limit: int) -> None:
+    if limit == 0:
+        message = "chat_template is refused: this gateway takes no templates from requests"
+        raise InvalidArgument.of("REQUEST_TEMPLATES_OFF", "chat_template", message)
+    if len(source) > limit:
+        message = f"chat_template has {len(source):,} characters; it may have {limit:,}"
+        raise InvalidArgument.of("CHAT_TEMPLATE_TOO_LARGE", "chat_template", message)
 
 
 def _variables(body: ChatCompletionRequest) -> dict[str, Any]:
@@ -191,8 +203,9 @@ def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
     Raises:
         InvalidArgument: the message needs media, or an interface of calls that is no more.
     """
+    extra = message.model_extra or {}
     for name in _UNIMPLEMENTED:
-        if message.unknown_fields.get(name):
+        if extra.get(name):
             raise unimplemented(f"messages[{index}].{name}")
     if isinstance(message.content, list):
         check_texts(f"messages[{index}].content", message.content)
@@ -241,6 +254,29 @@ def read_arguments(text: str, field: str) -> Any:
             return from_json(content, allow_partial=True, allow_inf_nan=False)
         except ValueError:
             raise error from None
+
+
+def check_prompts(settings: GatewaySettings, num_prompts: int) -> None:
+    """Raises:
+    InvalidArgument: a completion has none, or too many.
+    """
+    if not 1 <= num_prompts <= settings.max_prompts:
+        message = f"prompt holds {num_prompts} prompts; it must hold [1, {settings.max_prompts}]"
+        raise InvalidArgument.of("PROMPTS_OUT_OF_RANGE", "prompt", message)
+
+
+def check_choices(settings: GatewaySettings, num_choices: int, num_prompts: int) -> None:
+    """Raises:
+    InvalidArgument: more is asked for than one request may.
+    """
+    if not 1 <= num_choices <= settings.max_choices:
+        raise InvalidArgument.out_of_range("n", num_choices, f"[1, {settings.max_choices}]")
+    if num_choices * num_prompts > settings.max_generations:
+        message = (
+            f"the request asks for {num_choices} choices of {num_prompts} prompts; "
+            f"n times prompts must be at most {settings.max_generations}"
+        )
+        raise InvalidArgument.of("CHOICES_OUT_OF_RANGE", "n", message)
 
 
 def given_prompts(body: CompletionRequest) -> Sequence[str | list[int]]:

@@ -14,7 +14,7 @@ from gateway.generation import Generation, TargetModel
 from gateway.notices import give_notice
 from gateway.output.held_schema import AnswerSchemas, check_schema, held_schema
 from gateway.output.style import ChatOutput
-from gateway.output.tools import Toolbox, ToolUse
+from gateway.output.tools import Toolbox
 from gateway.schema import (
     GenerationBody,
     KnownFields,
@@ -24,6 +24,7 @@ from gateway.schema import (
     StructuredOutputs,
     unimplemented,
 )
+from gateway.settings import GatewaySettings
 from shared.errors import InvalidArgument
 from shared.generation import check_token_ids
 from shared.grammar import Grammar, GrammarKind, JsonSchema
@@ -40,6 +41,7 @@ from shared.tokens import (
 _NAMES = {field.name for field in fields(SamplingParams)} & SamplingFields.model_fields.keys()
 _MAX_BAD_WORDS = MAX_BAD_WORDS // 2  # each has two spellings
 _MAX_WORD_CHARACTERS = 64
+_MAX_STOP_CHARACTERS = 1024
 _SEED_LIMIT = 2**63
 _MAX_ALGORITHM_CHARACTERS = 64
 _INT32_LIMIT = 2**31
@@ -101,28 +103,76 @@ def _word_tokens(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int,
     return tuple(runs)
 
 
+def check_stops(settings: GatewaySettings, field: str, stops: Sequence[str]) -> None:
+    """Raises:
+    InvalidArgument: there are too many, or one is empty or too long.
+    """
+    if len(stops) > settings.max_stop_strings:
+        limit = f"at most {settings.max_stop_strings}"
+        message = f"{field} has {len(stops):,} strings; it must have {limit}"
+        raise InvalidArgument.of("STOP_OUT_OF_RANGE", field, message)
+    for stop in stops:
+        if not 1 <= len(stop) <= _MAX_STOP_CHARACTERS:
+            limit = f"[1, {_MAX_STOP_CHARACTERS}]"
+            message = f"a stop string has {len(stop)} characters; it must have {limit}"
+            raise InvalidArgument.of("STOP_OUT_OF_RANGE", field, message)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLength:
+    """The limits on the output's length in a request.
+
+    Attributes:
+        max_tokens: None is all that the context leaves.
+        field: that named it; None is a default, which is cut in silence.
+        is_capped: more than the context leaves is cut with a notice, as clients of the interface
+            rely on; else it is refused, as vLLM and SGLang do.
+    """
+
+    max_tokens: int | None
+    field: str | None = None
+    is_capped: bool = False
+
+
 def stop_params(
-    body: GenerationBody, max_tokens: int | None, num_prompt_tokens: int, model: TargetModel
+    body: GenerationBody,
+    length: OutputLength,
+    num_prompt_tokens: int,
+    model: TargetModel,
+    *,
+    num_least: int = 0,
 ) -> StopParams:
     """Returns when to stop, clamped to what the context leaves after the prompt.
 
     Args:
-        max_tokens: None is all the context leaves.
+        num_least: tokens of output, however few are asked for.
 
     Raises:
-        InvalidArgument: the prompt is empty or fills the context, or a value is out of range.
+        InvalidArgument: the prompt is empty or fills the context, the context does not hold the
+            output, or a value is out of range.
     """
+    limit, max_tokens = model.max_context_tokens, length.max_tokens
     if num_prompt_tokens == 0:
         raise InvalidArgument.prompt_empty()
-    if num_prompt_tokens >= model.max_context_tokens:
-        raise InvalidArgument.prompt_too_long(num_prompt_tokens, model.max_context_tokens - 1)
+    if num_prompt_tokens >= limit:
+        raise InvalidArgument.prompt_too_long(num_prompt_tokens, limit - 1)
+    num_left = limit - num_prompt_tokens
+    if length.field is not None and max_tokens is not None and max_tokens > num_left:
+        # Client libraries look for the words "maximum context length is".
+        message = (
+            f"{length.field} is {max_tokens:,}; it must be at most {num_left:,}, because this "
+            f"model's maximum context length is {limit:,} tokens and the prompt has "
+            f"{num_prompt_tokens:,}"
+        )
+        if not length.is_capped:
+            raise InvalidArgument.of("OUTPUT_TOO_LONG", length.field, message)
+        give_notice(f"{length.field} is {max_tokens:,}; the context leaves {num_left:,}")
     given = body.stop_token_ids or ()
     stop_token_ids = frozenset(each for each in given if 0 <= each < model.vocab_size)
     if len(stop_token_ids) < len(set(given)):  # others, perhaps of another model, end nothing
         give_notice(f"ids of stop_token_ids outside [0, {model.vocab_size}) have no effect")
-    num_left = model.max_context_tokens - num_prompt_tokens
     asked = StopParams(
-        max_output_tokens=num_left if max_tokens is None else max_tokens,
+        max_output_tokens=num_left if max_tokens is None else max(max_tokens, num_least),
         min_output_tokens=body.min_tokens or 0,
         stop_token_ids=stop_token_ids,
         ignore_eos=body.ignore_eos,
@@ -242,7 +292,7 @@ def held_output(constraint: Constraint | None, output: ChatOutput | None) -> Hel
     notices: list[str] = []
     text: JsonSchema | None = None
     calls: dict[str, JsonSchema] = {}
-    if grammar is not None and (toolbox is None or toolbox.use is ToolUse.AUTO):
+    if grammar is not None and (toolbox is None or not toolbox.must_call):
         with client_names({"grammar": field}):
             grammar, text = _held_grammar(grammar, notices)
     if output is not None:
@@ -337,14 +387,14 @@ def _of_format(given: ResponseFormat) -> _Given:
             raise InvalidArgument.of("FIELD_INVALID", "response_format.json_schema.schema", message)
         return "response_format.json_schema", GrammarKind.JSON_SCHEMA, schema
     if given.type == "structural_tag":
-        tag = {"type": "structural_tag", **given.unknown_fields}
+        tag = {"type": "structural_tag", **(given.model_extra or {})}
         return "response_format", GrammarKind.STRUCTURAL_TAG, tag
     raise unimplemented("response_format.type", f"response_format of type {given.type[:64]!r}")
 
 
 def _of_structured(given: StructuredOutputs) -> Iterator[_Given]:
     prefix = "structured_outputs."
-    _STRUCTURED_FIELDS.refuse(given.unknown_fields, prefix)
+    _STRUCTURED_FIELDS.refuse(given, prefix)
     yield f"{prefix}json", GrammarKind.JSON_SCHEMA, given.content
     yield f"{prefix}regex", GrammarKind.REGEX, given.regex
     yield f"{prefix}grammar", GrammarKind.EBNF, given.grammar

@@ -54,13 +54,9 @@ Bias = Annotated[dict[int, float], BeforeValidator(_bounded)]
 
 
 class Body(BaseModel):
-    """A JSON object that may hold fields nobody here knows."""
+    """A JSON object that may hold fields nobody here knows: they are its `model_extra`."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
-
-    @property
-    def unknown_fields(self) -> dict[str, Any]:
-        return self.model_extra or {}
 
 
 class StreamOptions(Body):
@@ -321,15 +317,6 @@ class ToolDefinition(Body):
             return {"type": given.get("type"), "function": function}
         return given
 
-    @classmethod
-    def of(
-        cls, name: str, description: str | None, parameters: dict[str, Any] | None, *, strict: bool
-    ) -> Self:
-        function = FunctionDefinition(
-            name=name, description=description, parameters=parameters, strict=strict
-        )
-        return cls(type="function", function=function)
-
 
 class FunctionName(Body):
     """Names a function."""
@@ -435,13 +422,14 @@ class KnownFields:
         refused = unimplemented | (_UNIMPLEMENTED | _OF_OTHERS) - harmless
         return cls(harmless, refused, {**_NEUTRAL, **(neutral or {})})
 
-    def refuse(self, unknown: Mapping[str, Any], prefix: str = "") -> None:
-        """Tells the client of fields that nobody knows.
+    def refuse(self, body: Body, prefix: str = "") -> None:
+        """Tells the client of fields of the body that nobody knows.
 
         Raises:
             InvalidArgument: a field asks for something the gateway cannot do; names it.
         """
-        strange = [name for name, value in unknown.items() if not self._check(name, value, prefix)]
+        unknown = (body.model_extra or {}).items()
+        strange = [name for name, value in unknown if not self._check(name, value, prefix)]
         if strange:
             names = ", ".join(repr(prefix + name[:64]) for name in strange[:_MAX_TOLD])
             give_notice(f"unknown fields are ignored: {names}")
@@ -586,13 +574,13 @@ def refuse_unimplemented(body: GenerationBody) -> None:
     Raises:
         InvalidArgument: a field asks for something the gateway cannot do; names it.
     """
-    if body.unknown_fields:
+    if body.model_extra:
         is_chat = isinstance(body, ChatCompletionRequest)
-        (CHAT_FIELDS if is_chat else COMPLETION_FIELDS).refuse(body.unknown_fields)
+        (CHAT_FIELDS if is_chat else COMPLETION_FIELDS).refuse(body)
     if body.prediction is not None:
         check_texts("prediction.content", body.prediction.content)
     if body.speculation is not None:
-        for name in body.speculation.unknown_fields:
+        for name in body.speculation.model_extra or ():
             raise unimplemented(f"speculation.{name}")
 
 

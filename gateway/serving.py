@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
 from gateway.answer import OpenAnswers
 from gateway.api_keys import Quotas
-from gateway.limits import RequestLimits
 from gateway.metrics import GatewayMetrics
 from gateway.model_text import ModelText
 from gateway.planner import Planner
 from gateway.pool import TargetPool
 from gateway.responses.store import ResponseStore
 from gateway.schema_check import SchemaChecks
+from gateway.settings import GatewaySettings
 from gateway.workers import WorkerPlace
 from shared.errors import FailedPrecondition
 from shared.rpc.admin_client import TargetAdmin
 from shared.rpc.lifecycle import Lifecycle, State
 from shared.telemetry.tracing import NO_TRACER, Tracer
-from shared.tls import ClientTls
+from shared.version import package_version
 
 
 @dataclass(slots=True)
@@ -28,37 +29,31 @@ class Gateway:
     """The objects that the routes share. None of them is replaced.
 
     Attributes:
-        start_time_s: seconds since the epoch.
         quotas: the clients and their limits.
-        cors_origins: sites whose pages may call the gateway from a browser; none unless listed.
         place: among the workers of one port; None for the only process.
         response_store: of `/v1/responses`; None keeps nothing.
-        target_maintenance: `host:port` of the targets' maintenance ports; may be empty.
-        remote_operators: whether weights may be changed from other hosts.
+        start_time_s: seconds since the epoch.
     """
 
+    settings: GatewaySettings
     pool: TargetPool
     text: ModelText
-    limits: RequestLimits
-    metrics: GatewayMetrics
-    lifecycle: Lifecycle
-    open_answers: OpenAnswers
-    version: str
-    start_time_s: float
-    quotas: Quotas = field(default_factory=Quotas)
-    cors_origins: tuple[str, ...] = ()
+    quotas: Quotas
     place: WorkerPlace | None = None
     response_store: ResponseStore | None = None
-    target_maintenance: tuple[str, ...] = ()
-    target_tls: ClientTls | None = None
-    remote_operators: bool = False
     tracer: Tracer = NO_TRACER
-    schema_checks: SchemaChecks = field(default_factory=SchemaChecks)
 
+    metrics: GatewayMetrics = field(init=False)
     planner: Planner = field(init=False)
+    lifecycle: Lifecycle = field(init=False, default_factory=lambda: Lifecycle([]))
+    open_answers: OpenAnswers = field(init=False, default_factory=OpenAnswers)
+    schema_checks: SchemaChecks = field(init=False, default_factory=SchemaChecks)
+    version: str = field(init=False, default_factory=package_version)
+    start_time_s: float = field(init=False, default_factory=time.time)
 
     def __post_init__(self) -> None:
-        self.planner = Planner(self.text, self.limits)
+        self.metrics = GatewayMetrics(self.pool, self.quotas)
+        self.planner = Planner(self.text, self.settings)
 
     def target_admins(self) -> list[TargetAdmin]:
         """Returns the targets' maintenance ports.
@@ -66,10 +61,11 @@ class Gateway:
         Raises:
             FailedPrecondition: none is known.
         """
-        if not self.target_maintenance:
+        addresses, tls = self.settings.maintenance_addresses, self.settings.target_tls
+        if not addresses:
             message = "the targets' maintenance ports are not known; set target_maintenance"
             raise FailedPrecondition(message, reason="TARGET_MAINTENANCE_UNSET")
-        return [TargetAdmin(address, self.target_tls) for address in self.target_maintenance]
+        return [TargetAdmin(address, tls) for address in addresses]
 
     def health(self) -> tuple[HTTPStatus, dict[str, Any]]:
         """Returns 200 when requests would be answered, else 503, with the reasons."""

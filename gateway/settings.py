@@ -14,8 +14,6 @@ from gateway.api_keys import (
     keys_from_file,
     keys_from_texts,
 )
-from gateway.http_server import ConnectionLimits
-from gateway.limits import RequestLimits, StoreLimits
 from gateway.output.style import ReasoningParser, ToolCallParser
 from shared.errors import SettingsError
 from shared.settings import DialingSettings, address_problems, setting, tls_problems
@@ -23,9 +21,6 @@ from shared.text import MAX_PROMPT_CHARACTERS
 from shared.tls import ServerTls, checked_server_tls
 
 DEMO_MODEL = Path(__file__).parents[1] / "shared" / "demo" / "target"
-_LIMITS = RequestLimits()
-_STORE = StoreLimits()
-_CONNECTIONS = ConnectionLimits()
 _ORIGIN = re.compile(r"\*|https?://[^/\s]+")
 
 
@@ -111,10 +106,10 @@ class GatewaySettings(DialingSettings):
         "off", "where responses and conversations are kept: off, memory, or an SQLite file"
     )
     response_store_bytes: int = setting(
-        _STORE.max_bytes, "most bytes stored; the oldest entries are deleted first", minimum=2**20
+        256 * 2**20, "most bytes stored; the oldest entries are deleted first", minimum=2**20
     )
     response_store_hours: float = setting(
-        _STORE.max_age_s / 3600.0, "time that an entry is kept after its last change", minimum=0.001
+        30 * 24.0, "time that an entry is kept after its last change", minimum=0.001
     )
 
     retry_window_s: float = setting(
@@ -129,38 +124,30 @@ class GatewaySettings(DialingSettings):
         30.0, "time that running requests get to finish after SIGTERM", minimum=0.0
     )
 
-    max_connections: int = setting(
-        _CONNECTIONS.max_connections, "HTTP connections open at once", minimum=1
-    )
+    max_connections: int = setting(8192, "HTTP connections open at once", minimum=1)
     max_header_bytes: int = setting(
-        _CONNECTIONS.max_header_bytes, "request line and headers of a request", minimum=1024
+        64 * 1024, "request line and headers of a request", minimum=1024
     )
-    header_timeout_s: float = setting(
-        _CONNECTIONS.header_timeout_s, "time the headers of a request may take", minimum=0.001
-    )
-    body_timeout_s: float = setting(
-        _LIMITS.body_timeout_s, "time the body of a request may take", minimum=0.001
-    )
+    header_timeout_s: float = setting(15.0, "time the headers of a request may take", minimum=0.001)
+    body_timeout_s: float = setting(60.0, "time the body of a request may take", minimum=0.001)
     max_buffered_bytes: int = setting(
-        _LIMITS.max_buffered_bytes, "bodies that are not complete yet, all together", minimum=1024
+        256 * 2**20, "bodies that are not complete yet, all together", minimum=1024
     )
-    max_body_bytes: int = setting(
-        _LIMITS.max_body_bytes, "largest request body", minimum=1024, maximum=2**30
-    )
+    max_body_bytes: int = setting(16 * 2**20, "largest request body", minimum=1024, maximum=2**30)
     max_prompt_characters: int = setting(
         MAX_PROMPT_CHARACTERS, "longest prompt in characters", minimum=1
     )
     max_template_characters: int = setting(
-        _LIMITS.max_template_characters,
+        0,
         "longest `chat_template` of a request; 0 refuses any",
         minimum=0,
     )
-    max_choices: int = setting(_LIMITS.max_choices, "largest `n`", minimum=1)
-    max_prompts: int = setting(_LIMITS.max_prompts, "most prompts of one completion", minimum=1)
-    max_generations: int = setting(_LIMITS.max_generations, "largest `n` times prompts", minimum=1)
-    max_stop_strings: int = setting(_LIMITS.max_stop_strings, "most entries of `stop`", minimum=0)
+    max_choices: int = setting(128, "largest `n`", minimum=1)
+    max_prompts: int = setting(1024, "most prompts of one completion", minimum=1)
+    max_generations: int = setting(1024, "largest `n` times prompts", minimum=1)
+    max_stop_strings: int = setting(16, "most entries of `stop`", minimum=0)
     max_unread_tokens: int = setting(
-        _LIMITS.max_unread_tokens,
+        8192,
         "most unread tokens of a slow client; its request is then cancelled",
         minimum=1,
     )
@@ -238,22 +225,3 @@ class GatewaySettings(DialingSettings):
         if self.api_key_file is None:
             return keys
         return keys + keys_from_file(self.api_key_file, self.key_limits)
-
-    @property
-    def connection_limits(self) -> ConnectionLimits:
-        return ConnectionLimits(self.max_connections, self.max_header_bytes, self.header_timeout_s)
-
-    @property
-    def limits(self) -> RequestLimits:
-        return RequestLimits(
-            max_body_bytes=self.max_body_bytes,
-            max_buffered_bytes=self.max_buffered_bytes,
-            body_timeout_s=self.body_timeout_s,
-            max_template_characters=self.max_template_characters,
-            max_choices=self.max_choices,
-            max_prompts=self.max_prompts,
-            max_generations=self.max_generations,
-            max_stop_strings=self.max_stop_strings,
-            max_unread_tokens=self.max_unread_tokens,
-            request_timeout_s=self.request_timeout_s,
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, groupby
 from typing import Any, NamedTuple, TypeVar
@@ -96,7 +96,9 @@ class CandidateColumns:
             node_offsets=list(accumulate([len(each.token_ids) for each in trees], initial=0)),
             token_ids=list(chain.from_iterable([each.token_ids for each in trees])),
             parent_indices=[-1 if each is None else each for each in parents],
-            log_probs=list(chain.from_iterable(map(_log_probs, trees))),
+            log_probs=list(
+                chain.from_iterable([each.log_probs or [math.nan] * len(each) for each in trees])
+            ),
             trees=trees,
         )
 
@@ -129,12 +131,17 @@ class CandidateColumns:
 
     def candidate(self, place: int) -> Candidate:
         """Returns one candidate."""
+        condition, bonus_token_id = None, self.bonus_token_ids[place]
+        if bonus_token_id >= 0:
+            node_index = self.node_indices[place]
+            node = None if node_index < 0 else node_index
+            condition = Condition(node, bonus_token_id, self.conditioned_ids[place] or None)
         return Candidate(
             self.sequence_ids[place],
             self.rounds[place],
             self.committed_token_counts[place],
             self.tree(place),
-            self._condition(place),
+            condition,
             self.candidate_ids[place] or None,
             self.shapes[place],
         )
@@ -152,13 +159,6 @@ class CandidateColumns:
             tuple(log_probs) if has_log_probs else (),
         )
 
-    def _condition(self, place: int) -> Condition | None:
-        [(node_index, bonus_token_id, conditioned_id)] = self.keys(range(place, place + 1))
-        if bonus_token_id < 0:
-            return None
-        node = None if node_index < 0 else node_index
-        return Condition(node, bonus_token_id, conditioned_id or None)
-
 
 def condition_key(condition: Condition) -> ConditionKey:
     """Returns a condition as numbers."""
@@ -170,10 +170,6 @@ def _row(each: Candidate) -> CandidateRow:
     condition = UNCONDITIONAL if each.condition is None else condition_key(each.condition)
     fence = each.sequence_id, each.round, each.committed_token_count
     return *fence, each.candidate_id or 0, *condition, each.shape, each.tree
-
-
-def _log_probs(tree: TokenTree) -> Sequence[float]:
-    return tree.log_probs or [math.nan] * len(tree)
 
 
 def _listed(part: list[T] | NDArray[Any]) -> list[T]:

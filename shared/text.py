@@ -247,7 +247,15 @@ class Tokenizer:
             InvalidArgument: the text has too many characters.
             DeadlineExceeded: it takes too long.
         """
-        self._check_length(text, max_tokens)
+        if max_tokens is not None and len(text) > max_tokens * self.longest_token:
+            num_tokens = -(-len(text) // self.longest_token)
+            raise InvalidArgument.prompt_too_long(num_tokens, max_tokens, "at least ")
+        if len(text) > self._max_characters:
+            message = (
+                f"the prompt has {len(text):,} characters; at most "
+                f"{self._max_characters:,} are accepted"
+            )
+            raise InvalidArgument.of("PROMPT_TOO_LARGE", "prompt", message)
         if len(text) <= _INLINE_CHARACTERS:
             return self._encode(text, add_special_tokens)
         loop = asyncio.get_running_loop()
@@ -279,17 +287,6 @@ class Tokenizer:
         """Returns the tokens of single bytes, of which characters that have none are made up."""
         found = self._tokenizer.get_vocab(with_added_tokens=False).items()
         return frozenset(token_id for token, token_id in found if _BYTE_TOKEN.fullmatch(token))
-
-    def _check_length(self, text: str, max_tokens: int | None) -> None:
-        if max_tokens is not None and len(text) > max_tokens * self.longest_token:
-            num_tokens = -(-len(text) // self.longest_token)
-            raise InvalidArgument.prompt_too_long(num_tokens, max_tokens, "at least ")
-        if len(text) > self._max_characters:
-            message = (
-                f"the prompt has {len(text):,} characters; at most "
-                f"{self._max_characters:,} are accepted"
-            )
-            raise InvalidArgument.of("PROMPT_TOO_LARGE", "prompt", message)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # A batch of one: unlike `encode`, it lets go of the GIL.
@@ -326,7 +323,9 @@ class Detokenizer:
         self._token_bytes = tokenizer.token_bytes
         self._skipped_ids: frozenset[int] = frozenset()
         if skip_special_tokens:
-            self._skipped_ids = tokenizer.special_ids - tokenizer.ids_of(kept)
+            self._skipped_ids = tokenizer.special_ids
+            if kept:
+                self._skipped_ids -= tokenizer.ids_of(kept)
         self._unfinished = b""
 
     def push(self, token_ids: Sequence[int]) -> str:

@@ -90,7 +90,8 @@ class SamplingParams:
             raise InvalidArgument.out_of_range("top_k", self.top_k, "0 (off) or more")
         for token_id, bias in self.logit_bias.items():
             _check_range(f"logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
-        self._check_words()
+        if self.bad_words:
+            self._check_words()
 
     def __getstate__(self) -> list[object]:
         # No pipe takes a read-only map.

@@ -126,10 +126,7 @@ def message(plan: Plan, choice: Choice, piece: Piece) -> dict[str, Any]:
         **_head(plan),
         "content": blocks.whole(),
         **_stop(choice),
-        "usage": {**_input_usage(plan, choice), "output_tokens": choice.num_output_tokens},
-        "metrics": metrics((choice,)),
-        "timings": timings(plan, (choice,)),
-        **check_field(choice),
+        **_ending(plan, choice),
     }
 
 
@@ -164,19 +161,8 @@ class MessageChunks:
 
     def closing(self, choices: tuple[Choice, ...]) -> bytes:
         (choice,) = choices
-        usage = {**_input_usage(self._plan, choice), "output_tokens": choice.num_output_tokens}
-        return (
-            self._blocks.close()
-            + named_event(
-                "message_delta",
-                delta=_stop(choice),
-                usage=usage,
-                metrics=metrics(choices),
-                timings=timings(self._plan, choices),
-                **check_field(choice),
-            )
-            + named_event("message_stop")
-        )
+        delta = named_event("message_delta", delta=_stop(choice), **_ending(self._plan, choice))
+        return self._blocks.close() + delta + named_event("message_stop")
 
     def failure(self, error: OutriderError) -> bytes:
         return b"event: error\ndata: " + orjson.dumps(Problem.of(error).anthropic_body()) + b"\n\n"
@@ -197,9 +183,19 @@ def _stop(choice: Choice) -> dict[str, Any]:
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if choice.finish_name == "tool_calls":
         return {"stop_reason": "tool_use", "stop_sequence": None}
-    matched = choice.stops.matched
+    matched = choice.matched_stop
     reason = "end_turn" if matched is None else "stop_sequence"
     return {"stop_reason": reason, "stop_sequence": matched}
+
+
+def _ending(plan: Plan, choice: Choice) -> dict[str, Any]:
+    """Returns what is told of a whole message at its end."""
+    return {
+        "usage": {**_input_usage(plan, choice), "output_tokens": choice.num_output_tokens},
+        "metrics": metrics((choice,)),
+        "timings": timings(plan, (choice,)),
+        **check_field(choice),
+    }
 
 
 def _input_usage(plan: Plan, choice: Choice) -> dict[str, int]:

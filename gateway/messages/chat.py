@@ -20,13 +20,14 @@ from gateway.messages.schema import (
 )
 from gateway.notices import give_notice
 from gateway.output.style import OutputStyle, ReasoningParser
-from gateway.planner import OutputLength, Plan, Planner
-from gateway.sampling import json_schema_format
+from gateway.planner import Plan, Planner
+from gateway.sampling import OutputLength, json_schema_format
 from gateway.schema import (
     CalledFunction,
     ChatCompletionRequest,
     ChatMessage,
     ContentPart,
+    FunctionDefinition,
     KnownFields,
     NamedTool,
     ResponseFormat,
@@ -165,9 +166,7 @@ def _cleared(turn: Message) -> Message:
     return turn.model_copy(update={"content": blocks})
 
 
-async def messages_plan(
-    body: MessagesRequest, planner: Planner, name: str, model: TargetModel, trace_id: str
-) -> Plan:
+async def messages_plan(body: MessagesRequest, planner: Planner, model: TargetModel) -> Plan:
     """Raises:
     InvalidArgument: the request can never be served; by Anthropic's name of the field.
     """
@@ -188,7 +187,7 @@ async def messages_plan(
     )
     with client_names({"stop": "stop_sequences", "prompt": "messages"}):
         length = OutputLength(body.max_tokens, "max_tokens", is_capped=True)
-        plan = await planner.chat(chat, name, model, trace_id, length=length)
+        plan = await planner.chat(chat, model, length=length)
     return replace(plan, request_id=f"msg_{uuid.uuid4().hex}", grammar_field=field)
 
 
@@ -210,7 +209,7 @@ def prompt_chat(body: Prompt, style: OutputStyle) -> ChatCompletionRequest:
         InvalidArgument: it has what the gateway cannot do: media, prefill.
     """
     known = _FIELDS if isinstance(body, MessagesRequest) else _COUNTED_FIELDS
-    known.refuse(body.unknown_fields)
+    known.refuse(body)
     messages = chat_messages(edited(body.messages, body.context_management))
     if not messages:
         raise InvalidArgument.of("PROMPT_EMPTY", "messages", "messages is empty")
@@ -238,11 +237,13 @@ def _tools(body: Prompt) -> list[ToolDefinition] | None:
     own = []
     for index, tool in enumerate(body.tools or ()):
         if tool.type in (None, "custom"):
-            own.append(
-                ToolDefinition.of(
-                    tool.name, tool.description, tool.input_schema, strict=tool.strict
-                )
+            function = FunctionDefinition(
+                name=tool.name,
+                description=tool.description,
+                parameters=tool.input_schema,
+                strict=tool.strict,
             )
+            own.append(ToolDefinition(type="function", function=function))
         elif tool.type.startswith(_HOSTED):
             leave_out_hosted(f"tools[{index}]", tool.type)
         else:

@@ -12,7 +12,6 @@ from gateway.messages.answer import MessageChunks, message
 from gateway.messages.chat import messages_plan, prompt_chat
 from gateway.messages.schema import MessageAnswer, MessagesRequest, Prompt
 from gateway.serving import Gateway
-from shared.telemetry.tracing import current_request_id
 
 
 def add_message_routes(app: FastAPI, gateway: Gateway) -> None:
@@ -20,9 +19,7 @@ def add_message_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/v1/messages", tags=["anthropic"], responses={200: {"model": MessageAnswer}})
     async def messages(body: MessagesRequest, request: Request) -> Response:
-        name, model = gateway.pool.model(body.model)
-        trace_id = current_request_id.get()
-        plan = await messages_plan(body, gateway.planner, name, model, trace_id)
+        plan = await messages_plan(body, gateway.planner, gateway.pool.model(body.model))
         answer = Answer(plan, gateway, "messages")
         if plan.is_stream:
             return EventStream(answer, MessageChunks(plan))

@@ -18,14 +18,14 @@ from gateway.bodies import speculative_decoding
 from gateway.choice import Choice, Piece, check_field
 from gateway.event_stream import DONE, EventStream, event, whole_answer
 from gateway.failures import Aborted, client_names, error_body
-from gateway.generation import TargetModel, TokenRound, round_fields
+from gateway.generation import TargetModel
 from gateway.logprobs import finite
 from gateway.native.schema import GenerateAnswer, GenerateRequest, NativeSampling
 from gateway.planner import Plan, Planner
+from gateway.prompts import check_choices, check_prompts
 from gateway.schema import CompletionRequest, KnownFields, SamplingFields, unimplemented
 from gateway.serving import Gateway
 from shared.errors import InvalidArgument, OutriderError
-from shared.telemetry.tracing import current_request_id
 from shared.text import Tokenizer
 from shared.tokens import FinishReason, TokenLogprobs
 
@@ -109,12 +109,12 @@ class GeneratePlan:
 
 
 async def generate_plan(
-    body: GenerateRequest, planner: Planner, name: str, model: TargetModel, trace_id: str
+    body: GenerateRequest, planner: Planner, model: TargetModel
 ) -> GeneratePlan:
     """Raises:
     InvalidArgument: the request can never be served; by SGLang's name of the field.
     """
-    _FIELDS.refuse(body.unknown_fields)
+    _FIELDS.refuse(body)
     prompt, field = _prompt(body)
     is_many = _is_batch(prompt)
     count = max(len(prompt), 1) if is_many else 1
@@ -122,7 +122,7 @@ async def generate_plan(
     scores = _scores(body, count)
     asked = [(each or NativeSampling(), own) for each, own in zip(samplings, scores, strict=True)]
     for sampling, _ in asked:
-        _SAMPLING_FIELDS.refuse(sampling.unknown_fields, "sampling_params.")
+        _SAMPLING_FIELDS.refuse(sampling, "sampling_params.")
     names = {inside: f"sampling_params.{_RENAMED.get(inside, inside)}" for inside in _SAME}
     names |= {inside: f"sampling_params.{outside}" for inside, outside in _RENAMED.items()}
     if body.return_routed_experts and any(sampling.stop for sampling, _ in asked):
@@ -134,14 +134,12 @@ async def generate_plan(
         if all(each == asked[0] for each in asked):
             parts = [prompt]
         else:
-            planner.limits.check_prompts(count)
+            check_prompts(planner.settings, count)
             parts = _alone(prompt)
         plans = [
             await planner.completion(
                 _completion(body, sampling, part, own),
-                name,
                 model,
-                trace_id,
                 scored_from=own.start,
                 default_tokens=_DEFAULT_NEW_TOKENS,
                 keeps_likeliest=True,
@@ -186,7 +184,7 @@ def _joined(plans: Sequence[Plan], planner: Planner) -> Plan:
         raise unimplemented("n", "n that differs within a batch")
     if len(plans) == 1:
         return first
-    planner.limits.check_choices(first.num_choices, len(plans))
+    check_choices(planner.settings, first.num_choices, len(plans))
     return replace(
         first,
         generations=tuple(generation for each in plans for generation in each.generations),
@@ -284,7 +282,7 @@ class GeneratedText:
         self._logprobs: list[list[Any]] = []
         self._top: list[list[list[Any]] | None] = []
         self._named: list[list[list[Any]]] = []
-        self._rounds: Sequence[TokenRound] = ()
+        self._rounds: Sequence[dict[str, Any]] = ()
         self._prompt_fields: dict[str, orjson.Fragment] = {}
         self._num_prompt_scores = -1
 
@@ -334,7 +332,7 @@ class GeneratedText:
         if self._wanted.named is not None:
             info["output_token_ids_logprobs"] = self._named
         if self._rounds:  # new ones only: all of them in every event would add up to megabytes
-            info["spec_rounds"] = round_fields(self._rounds, self._tokenizer)
+            info["spec_rounds"] = self._rounds
         return info | check_field(choice) | speculation_fields(choice)
 
     def _of_prompt(self, prompt: Sequence[int]) -> dict[str, orjson.Fragment]:
@@ -440,7 +438,7 @@ def _finish_reason(choice: Choice, aborted: Aborted | None) -> dict[str, Any] | 
         return None
     if choice.finish_reason is FinishReason.LENGTH:
         return {"type": "length", "length": choice.num_output_tokens}
-    matched = choice.stops.matched
+    matched = choice.matched_stop
     return {"type": "stop", "matched": choice.stop_token_id if matched is None else matched}
 
 
@@ -451,9 +449,7 @@ def add_generate_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.put("/generate", tags=["sglang"], responses=_ANSWERS)
     @app.post("/generate", tags=["sglang"], responses=_ANSWERS)
     async def generate(body: GenerateRequest, request: Request) -> Response:
-        name, model = gateway.pool.model(body.model)
-        trace_id = current_request_id.get()
-        asked = await generate_plan(body, gateway.planner, name, model, trace_id)
+        asked = await generate_plan(body, gateway.planner, gateway.pool.model(body.model))
         answer = Answer(asked.plan, gateway, "generate")
         if asked.plan.is_stream:
             return EventStream(answer, GenerateChunks(asked, tokenizer))

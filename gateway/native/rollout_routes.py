@@ -10,10 +10,11 @@ import asyncio
 import base64
 import binascii
 from collections.abc import Awaitable, Callable, Sequence
+from functools import wraps
 from ipaddress import ip_address
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from gateway.api_keys import check_may_operate
@@ -40,7 +41,7 @@ from shared.rpc.admin_client import TargetAdmin, TensorToCome
 
 T = TypeVar("T")
 Reply = dict[str, Any]
-Work = Callable[[list[TargetAdmin]], Awaitable[Reply]]
+Route = Callable[..., Awaitable[Reply]]
 Update = Callable[[TargetAdmin], Awaitable[Reply]]
 _KEPT_TAG = "cuda_graph"
 
@@ -50,6 +51,10 @@ def add_rollout_routes(app: FastAPI, gateway: Gateway) -> None:
     routes = RolloutRoutes(gateway)
     for path in ("/get_weight_version", "/weight_version"):
         app.get(path, tags=["rollouts"])(routes.weight_version)
+
+    async def check(request: Request) -> None:
+        check_may_change_weights(request, gateway)
+
     for route in (
         *(routes.pause_generation, routes.continue_generation),
         *(routes.update_weights_from_disk, routes.update_weights_from_tensor),
@@ -58,7 +63,32 @@ def add_rollout_routes(app: FastAPI, gateway: Gateway) -> None:
         *(routes.begin_weight_update, routes.end_weight_update),
         *(routes.release_memory_occupation, routes.resume_memory_occupation),
     ):
-        app.post(f"/{route.__name__}", tags=["rollouts"])(route)
+        add = app.post(
+            f"/{route.__name__}",
+            tags=["rollouts"],
+            dependencies=[Depends(check)],
+            response_class=JSONResponse,
+            response_model=None,
+        )
+        add(_answered(route, gateway))
+
+
+def _answered(route: Route, gateway: Gateway) -> Callable[..., Awaitable[Response]]:
+    """Has a route answer as SGLang's do, whether targets did what it asked for or refused."""
+
+    @wraps(route)
+    async def handle(**given: Any) -> Response:
+        try:
+            done = await route(**given)
+        except OutriderError as error:
+            problem = Problem.of_request(error)
+            body = {"success": False, "message": error.message, **problem.openai_body()}
+            return JSONResponse(body, problem.status)
+        # What answers say of their weights is what targets said when they were last asked.
+        await asyncio.gather(*(link.ask_model() for link in gateway.pool.links))
+        return JSONResponse({"success": True, "message": "done", **done})
+
+    return handle
 
 
 class RolloutRoutes:
@@ -66,19 +96,6 @@ class RolloutRoutes:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-
-    async def _answered(self, request: Request, work: Work) -> Response:
-        """Does something at the targets."""
-        check_may_change_weights(request, self._gateway)
-        try:
-            done = await work(self._gateway.target_admins())
-        except OutriderError as error:
-            problem = Problem.of_request(error)
-            body = {"success": False, "message": error.message, **problem.openai_body()}
-            return JSONResponse(body, problem.status)
-        # What answers say of their weights is what targets said when they were last asked.
-        await asyncio.gather(*(link.ask_model() for link in self._gateway.pool.links))
-        return JSONResponse({"success": True, "message": "done", **done})
 
     async def weight_version(self) -> Reply:
         """Tells which weights are in force."""
@@ -99,178 +116,121 @@ class RolloutRoutes:
             },
         }
 
-    async def pause_generation(
-        self, request: Request, body: PauseRequest | None = None
-    ) -> Response:
+    async def pause_generation(self, body: PauseRequest | None = None) -> Reply:
         """Holds generation."""
+        admins = self._gateway.target_admins()
         mode = "abort" if body is None else body.mode
+        if mode == "abort":
+            # They hold first, and answers end with all that had been drawn.
+            await _each(admins, lambda admin: admin.pause("in_place"))
+            self._gateway.open_answers.abort(None)
+        counts = await _each(admins, lambda admin: admin.pause(mode))
+        return {"num_paused_requests": sum(counts)}
 
-        async def work(admins: list[TargetAdmin]) -> Reply:
-            if mode == "abort":
-                # They hold first, and answers end with all that had been drawn.
-                await _each(admins, lambda admin: admin.pause("in_place"))
-                self._gateway.open_answers.abort(None)
-            counts = await _each(admins, lambda admin: admin.pause(mode))
-            return {"num_paused_requests": sum(counts)}
-
-        return await self._answered(request, work)
-
-    async def continue_generation(self, request: Request) -> Response:
+    async def continue_generation(self) -> Reply:
         """Lets it go on."""
+        dropped = await _each(self._gateway.target_admins(), TargetAdmin.resume)
+        return {"dropped_update": any(dropped)}
 
-        async def work(admins: list[TargetAdmin]) -> Reply:
-            return {"dropped_update": any(await _each(admins, TargetAdmin.resume))}
-
-        return await self._answered(request, work)
-
-    async def update_weights_from_disk(self, body: DiskUpdate, request: Request) -> Response:
+    async def update_weights_from_disk(self, body: DiskUpdate) -> Reply:
         """Replaces weights by a checkpoint."""
-        version = body.weight_version or ""
+        admins = self._gateway.target_admins()
+        folder, version = body.model_path, body.weight_version or ""
+        if body.abort_all_requests:
+            self._gateway.open_answers.abort(None)
 
-        async def work(admins: list[TargetAdmin]) -> Reply:
-            if body.abort_all_requests:
-                self._gateway.open_answers.abort(None)
+        def update(admin: TargetAdmin) -> Awaitable[Reply]:
+            return admin.update_from_folder(folder, body.load_format or "", version)
 
-            def update(admin: TargetAdmin) -> Awaitable[Reply]:
-                return admin.update_from_folder(body.model_path, body.load_format or "", version)
+        if body.rolling:
+            return await _rolling(admins, update)
+        return await _at_once(admins, update, version)
 
-            if body.rolling:
-                return await _rolling(admins, update)
-            return await _at_once(admins, update, version)
-
-        return await self._answered(request, work)
-
-    async def update_weights_from_tensor(self, body: TensorUpdate, request: Request) -> Response:
+    async def update_weights_from_tensor(self, body: TensorUpdate) -> Reply:
         """Replaces weights by those in the body."""
+        admins, version = self._gateway.target_admins(), body.weight_version or ""
+        tensors = _safetensors(body)
+        return await _at_once(
+            admins, lambda admin: admin.update_from_tensors(tensors, version), version
+        )
 
-        version = body.weight_version or ""
-
-        async def work(admins: list[TargetAdmin]) -> Reply:
-            tensors = _safetensors(body)
-            return await _at_once(
-                admins, lambda admin: admin.update_from_tensors(tensors, version), version
-            )
-
-        return await self._answered(request, work)
-
-    async def update_weights_from_distributed(
-        self, body: GroupUpdate, request: Request
-    ) -> Response:
+    async def update_weights_from_distributed(self, body: GroupUpdate) -> Reply:
         """Replaces weights by those that a group sends."""
+        admins, version = self._gateway.target_admins(), body.weight_version or ""
+        is_flat, sent = _is_flat(body), _sent(body)
 
-        group, version = body.group_name, body.weight_version or ""
+        def update(admin: TargetAdmin) -> Awaitable[Reply]:
+            return admin.update_from_group(body.group_name, sent, version, is_flat=is_flat)
 
-        async def work(admins: list[TargetAdmin]) -> Reply:
-            is_flat, sent = _is_flat(body), _sent(body)
-            return await _at_once(
-                admins,
-                lambda admin: admin.update_from_group(group, sent, version, is_flat=is_flat),
-                version,
+        return await _at_once(admins, update, version)
+
+    async def begin_weight_update(self, body: UpdateBracket | None = None) -> Reply:
+        """Has the updates that follow gathered."""
+        admins = self._gateway.target_admins()
+        _check_selector(body)
+        await _each(admins, TargetAdmin.begin)
+        return {}
+
+    async def end_weight_update(self, body: UpdateBracket | None = None) -> Reply:
+        """Applies the gathered tensors."""
+        admins = self._gateway.target_admins()
+        version = "" if body is None else body.weight_version or ""
+        _check_selector(body)
+        return _by_target(admins, await _each(admins, lambda admin: admin.end(version)))
+
+    async def init_weights_update_group(self, body: InitGroup) -> Reply:
+        """Joins a group; each target has the ranks behind those of the one before."""
+        admins = self._gateway.target_admins()
+        statuses = await _each(admins, TargetAdmin.status)
+        ranks, rank = {}, body.rank_offset
+        for admin, status in zip(admins, statuses, strict=True):
+            ranks[admin.address] = rank
+            rank += status.tp_size * status.pp_size
+
+        def join(admin: TargetAdmin) -> Awaitable[None]:
+            return admin.join(
+                *(body.group_name, body.master_address, body.master_port),
+                *(ranks[admin.address], body.world_size, body.backend or ""),
             )
 
-        return await self._answered(request, work)
+        await _each(admins, join)
+        return {}
 
-    async def begin_weight_update(
-        self, request: Request, body: UpdateBracket | None = None
-    ) -> Response:
-        """Has the updates that follow gathered."""
-
-        async def work(admins: list[TargetAdmin]) -> Reply:
-            _check_selector(body)
-            await _each(admins, TargetAdmin.begin)
-            return {}
-
-        return await self._answered(request, work)
-
-    async def end_weight_update(
-        self, request: Request, body: UpdateBracket | None = None
-    ) -> Response:
-        """Applies the gathered tensors."""
-        version = "" if body is None else body.weight_version or ""
-
-        async def work(admins: list[TargetAdmin]) -> Reply:
-            _check_selector(body)
-            return _by_target(admins, await _each(admins, lambda admin: admin.end(version)))
-
-        return await self._answered(request, work)
-
-    async def init_weights_update_group(self, body: InitGroup, request: Request) -> Response:
-        """Joins a group; each target has the ranks behind those of the one before."""
-
-        async def work(admins: list[TargetAdmin]) -> Reply:
-            statuses = await _each(admins, TargetAdmin.status)
-            ranks, rank = {}, body.rank_offset
-            for admin, status in zip(admins, statuses, strict=True):
-                ranks[admin.address] = rank
-                rank += status.tp_size * status.pp_size
-
-            def join(admin: TargetAdmin) -> Awaitable[None]:
-                return admin.join(
-                    *(body.group_name, body.master_address, body.master_port),
-                    *(ranks[admin.address], body.world_size, body.backend or ""),
-                )
-
-            await _each(admins, join)
-            return {}
-
-        return await self._answered(request, work)
-
-    async def destroy_weights_update_group(self, body: GroupName, request: Request) -> Response:
+    async def destroy_weights_update_group(self, body: GroupName) -> Reply:
         """Leaves a group."""
+        admins = self._gateway.target_admins()
+        await _each(admins, lambda admin: admin.leave(body.group_name))
+        return {}
 
-        async def work(admins: list[TargetAdmin]) -> Reply:
-            await _each(admins, lambda admin: admin.leave(body.group_name))
-            return {}
-
-        return await self._answered(request, work)
-
-    async def weights_checker(self, body: WeightCheck, request: Request) -> Response:
+    async def weights_checker(self, body: WeightCheck) -> Reply:
         """Compares checksums."""
+        admins = self._gateway.target_admins()
+        found = await _each(admins, lambda admin: admin.check(body.action))
+        changed = {
+            admin.address: names for admin, (_, names) in zip(admins, found, strict=True) if names
+        }
+        if changed:
+            message = f"tensors differ from the snapshot: {changed}"
+            raise FailedPrecondition(message, reason="WEIGHTS_CHANGED")
+        checksums = [sums for sums, _ in found]
+        return {"checksums": checksums} if any(checksums) else {}
 
-        async def work(admins: list[TargetAdmin]) -> Reply:
-            found = await _each(admins, lambda admin: admin.check(body.action))
-            changed = {
-                admin.address: names
-                for admin, (_, names) in zip(admins, found, strict=True)
-                if names
-            }
-            if changed:
-                raise FailedPrecondition(
-                    f"tensors differ from the snapshot: {changed}", reason="WEIGHTS_CHANGED"
-                )
-            checksums = [sums for sums, _ in found]
-            return {"checksums": checksums} if any(checksums) else {}
-
-        return await self._answered(request, work)
-
-    async def release_memory_occupation(
-        self, request: Request, body: MemoryTags | None = None
-    ) -> Response:
+    async def release_memory_occupation(self, body: MemoryTags | None = None) -> Reply:
         """Frees memory while nothing runs."""
+        admins, (tags, kept) = self._gateway.target_admins(), _tags(body)
+        if not tags and kept:
+            return {"freed_bytes": 0, "kept": kept}
+        found = await _each(admins, lambda admin: admin.release(tags))
+        for admin, (_, reasons) in zip(admins, found, strict=True):
+            kept += [f"{admin.address} {reason}" for reason in reasons]
+        return {"freed_bytes": sum(num_bytes for num_bytes, _ in found), "kept": kept}
 
-        async def work(admins: list[TargetAdmin]) -> Reply:
-            tags, kept = _tags(body)
-            if not tags and kept:
-                return {"freed_bytes": 0, "kept": kept}
-            found = await _each(admins, lambda admin: admin.release(tags))
-            for admin, (_, reasons) in zip(admins, found, strict=True):
-                kept += [f"{admin.address} {reason}" for reason in reasons]
-            return {"freed_bytes": sum(num_bytes for num_bytes, _ in found), "kept": kept}
-
-        return await self._answered(request, work)
-
-    async def resume_memory_occupation(
-        self, request: Request, body: MemoryTags | None = None
-    ) -> Response:
+    async def resume_memory_occupation(self, body: MemoryTags | None = None) -> Reply:
         """Takes it again."""
-
-        async def work(admins: list[TargetAdmin]) -> Reply:
-            tags, kept = _tags(body)
-            if tags or not kept:
-                await _each(admins, lambda admin: admin.reoccupy(tags))
-            return {}
-
-        return await self._answered(request, work)
+        admins, (tags, kept) = self._gateway.target_admins(), _tags(body)
+        if tags or not kept:
+            await _each(admins, lambda admin: admin.reoccupy(tags))
+        return {}
 
 
 def check_may_change_weights(request: Request, gateway: Gateway) -> None:
@@ -279,7 +239,7 @@ def check_may_change_weights(request: Request, gateway: Gateway) -> None:
     """
     check_may_operate("change weights or hold generation")
     host = "" if request.client is None else request.client.host
-    if gateway.remote_operators or _is_local(host):
+    if gateway.settings.remote_operators or _is_local(host):
         return
     raise PermissionDenied(
         f"weights are changed and generation is held from this host only, and {host} is another; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,6 +13,7 @@ from gateway.answer import Answer
 from gateway.api_keys import check_may_operate, current_quota
 from gateway.event_stream import whole_answer
 from gateway.failures import Problem
+from gateway.generation import TargetModel
 from gateway.metrics import INTERVAL_S
 from gateway.native.schema import AbortRequest
 from gateway.schema import CompletionRequest
@@ -19,7 +21,6 @@ from gateway.serving import Gateway
 from gateway.target_link import TargetLink
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.rpc.admin_client import TargetAdmin, TargetStatus
-from shared.telemetry.tracing import current_request_id
 
 
 def add_history_routes(app: FastAPI, gateway: Gateway) -> None:
@@ -27,12 +28,9 @@ def add_history_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/speculation_history", tags=["server"])
     async def speculation_history(model: str | None = None) -> dict[str, Any]:
-        name, _ = gateway.pool.model(model)
-        served = [
-            found
-            for found in await asyncio.gather(*(link.ask_model() for link in gateway.pool.links))
-            if found is not None and gateway.pool.served_name(found) == name
-        ]
+        name = gateway.pool.model(model).name
+        asked = await _models(gateway)
+        served = [found for found in asked if found is not None and found.name == name]
         changes = sorted(
             (each for found in served for each in found.weight_changes),
             key=lambda each: each.time_s,
@@ -66,16 +64,16 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/model_info", tags=["server"])
     @app.get("/get_model_info", tags=["server"])
     async def model_info(model: str | None = None) -> dict[str, Any]:
-        name, found = gateway.pool.model(model)
+        found = gateway.pool.model(model)
         return {
             # The name clients use: where the files lie is nobody's business.
-            "model_path": name,
-            "tokenizer_path": name,
+            "model_path": found.name,
+            "tokenizer_path": found.name,
             "is_generation": True,
             "max_model_len": found.max_context_tokens,
             "vocab_size": found.vocab_size,
             "tokenizer_sha256": found.tokenizer_sha256,
-            "weight_version": await _version(gateway),
+            "weight_version": _version(await _models(gateway)),
         }
 
     @app.get("/server_info", tags=["server"])
@@ -83,22 +81,20 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
     async def server_info() -> dict[str, Any]:
         speculation = gateway.metrics.acceptance.total
         statuses = [each for each in await target_statuses(gateway) if each is not None]
-        first = statuses[0] if statuses else None
+        first, models = statuses[0] if statuses else None, await _models(gateway)
         return {
             "tp_size": None if first is None else first.tp_size,
             "pp_size": None if first is None else first.pp_size,
             "ep_size": 1,
             "max_total_num_tokens": None if first is None else first.num_max_tokens,
             "enable_memory_saver": bool(statuses) and all(each.can_release for each in statuses),
-            "weight_version": await _version(gateway),
+            "weight_version": _version(models),
             "version": gateway.version,
             "status": gateway.lifecycle.state.value,
             "start_time": gateway.start_time_s,
             "models": sorted(gateway.pool.models()),
             "open_request_count": gateway.open_answers.num_open,
-            "targets": await asyncio.gather(
-                *(_target(gateway, link) for link in gateway.pool.links)
-            ),
+            "targets": list(map(_target, gateway.pool.links, models)),
             # Load tools take the mean over everything since the start from here.
             "internal_states": [{"avg_spec_accept_length": speculation.mean_accepted_length}],
         }
@@ -109,11 +105,9 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/v1/loads", tags=["server"])
     async def loads() -> dict[str, Any]:
-        statuses = dict(
-            zip(gateway.target_maintenance, await target_statuses(gateway), strict=True)
-        )
+        statuses = await target_statuses(gateway)
         is_paired = len(statuses) == len(gateway.pool.links)
-        paired = list(statuses.values()) if is_paired else [None] * len(gateway.pool.links)
+        paired = statuses if is_paired else [None] * len(gateway.pool.links)
         each = [
             {
                 "address": link.address,
@@ -141,9 +135,8 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/health_generate", tags=["server"])
     async def health_generate(request: Request) -> dict[str, str]:
-        name, model = gateway.pool.model(None)
         body = CompletionRequest(prompt=[0], max_tokens=1, ignore_eos=True)
-        plan = await gateway.planner.completion(body, name, model, current_request_id.get())
+        plan = await gateway.planner.completion(body, gateway.pool.model(None))
         await whole_answer(Answer(plan, gateway, "health_generate"), request.receive)
         return {"status": "generating"}
 
@@ -190,26 +183,29 @@ def _load(status: TargetStatus | None) -> dict[str, Any]:
 
 async def target_statuses(gateway: Gateway) -> list[TargetStatus | None]:
     """Returns what each maintenance port says; None of one that does not answer."""
-    addresses, tls = gateway.target_maintenance, gateway.target_tls
+    addresses, tls = gateway.settings.maintenance_addresses, gateway.settings.target_tls
     calls = (TargetAdmin(address, tls).status() for address in addresses)
     found = await asyncio.gather(*calls, return_exceptions=True)
     return [each if isinstance(each, TargetStatus) else None for each in found]
 
 
-async def _version(gateway: Gateway) -> str | None:
+async def _models(gateway: Gateway) -> list[TargetModel | None]:
+    """Returns what each target says of its model now; None of one that does not answer."""
+    return await asyncio.gather(*(link.ask_model() for link in gateway.pool.links))
+
+
+def _version(models: Sequence[TargetModel | None]) -> str | None:
     """Returns the version of the weights; None while targets have different ones."""
-    models = [await link.ask_model() for link in gateway.pool.links]
     versions = {each.weight_version for each in models if each is not None}
     return versions.pop() if len(versions) == 1 else None
 
 
-async def _target(gateway: Gateway, link: TargetLink) -> dict[str, Any]:
-    model = await link.ask_model()
+def _target(link: TargetLink, model: TargetModel | None) -> dict[str, Any]:
     return {
         "address": link.address,
         "state": link.state.value,
         "detail": link.detail,
-        "model": None if model is None else gateway.pool.served_name(model),
+        "model": None if model is None else model.name,
         "live_request_count": link.num_live,
         "reserved_token_count": link.num_reserved_tokens,
         "received_token_count": link.num_tokens,

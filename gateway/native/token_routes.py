@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 from fastapi import FastAPI
 
 from gateway.generation import TargetModel
-from gateway.limits import off_loop
 from gateway.native.schema import DetokenizeRequest, TokenizeRequest
+from gateway.off_loop import off_loop
+from gateway.prompts import check_prompts
 from gateway.schema import ChatCompletionRequest, KnownFields
 from gateway.serving import Gateway
 from shared.errors import InvalidArgument
@@ -32,8 +33,8 @@ def add_token_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/v1/tokenize", tags=["tokens"])
     @app.post("/tokenize", tags=["tokens"])
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        _, model = gateway.pool.model(body.model)
-        _TOKENIZE_FIELDS.refuse(body.unknown_fields)
+        model = gateway.pool.model(body.model)
+        _TOKENIZE_FIELDS.refuse(body)
         rows = await _encoded(body, gateway)
         is_batch = isinstance(body.prompt, list)
         answer: dict[str, Any] = {
@@ -51,8 +52,8 @@ def add_token_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/v1/detokenize", tags=["tokens"])
     @app.post("/detokenize", tags=["tokens"])
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
-        _, model = gateway.pool.model(body.model)
-        _DETOKENIZE_FIELDS.refuse(body.unknown_fields)
+        model = gateway.pool.model(body.model)
+        _DETOKENIZE_FIELDS.refuse(body)
         rows = [row for row in body.tokens if not isinstance(row, int)]
         is_batch = bool(rows)
         if not is_batch:
@@ -81,7 +82,7 @@ async def _encoded(body: TokenizeRequest, gateway: Gateway) -> list[list[int]]:
         )
         return [await gateway.planner.chat_prompt(chat)]
     texts = body.prompt if isinstance(body.prompt, list) else [body.prompt or ""]
-    gateway.limits.check_prompts(len(texts))
+    check_prompts(gateway.settings, len(texts))
     add = body.add_special_tokens is not False
     return [await gateway.text.tokenizer.encode(text, add_special_tokens=add) for text in texts]
 

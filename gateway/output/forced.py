@@ -14,7 +14,7 @@ from gateway.output import tool_formats as marks
 from gateway.output.arguments import Schema, property_schema, resolved, types_of
 from gateway.output.reasoning import CHANNEL, MESSAGE, START, ThinkTags
 from gateway.output.tagged_calls import TAGS, Tags
-from gateway.output.tools import Tool, Toolbox, ToolUse
+from gateway.output.tools import Tool, Toolbox
 from shared.errors import InvalidArgument
 from shared.grammar import Grammar, GrammarKind
 
@@ -267,7 +267,7 @@ def _calls(family: str, tools: tuple[Tool, ...], *, is_single: bool) -> Tag:
 
 def tool_format(family: str, toolbox: Toolbox) -> Tag | None:
     """Returns what the answer must match because of its tools; None where it is free."""
-    if toolbox.use is ToolUse.REQUIRED:
+    if toolbox.must_call:
         return calls_format(family, toolbox)
     return strict_format(family, toolbox)
 

@@ -28,7 +28,7 @@ from gateway.output.reasoning import (
     thinking,
 )
 from gateway.output.tagged_calls import GLM, MINIMAX, QWEN3_CODER, SEED_OSS
-from gateway.output.tools import Toolbox, ToolUse
+from gateway.output.tools import Toolbox
 from shared.errors import InvalidArgument
 from shared.grammar import Grammar
 
@@ -215,7 +215,7 @@ class ChatOutput:
         is_harmony = is_harmony or self.style.tools is ToolCallParser.HARMONY
         calls = self._calls(asked is not None)
         answer = None
-        if asked is not None and (self.toolbox is None or self.toolbox.use is ToolUse.AUTO):
+        if asked is not None and (self.toolbox is None or not self.toolbox.must_call):
             answer = forced.format_of(asked)
             if answer is None:
                 return self._alone(asked)
@@ -275,7 +275,7 @@ class ChatOutput:
         if tools is None:
             return False
         is_strict = any(tool.is_strict for tool in tools.tools)
-        return is_asked or is_strict or tools.use is ToolUse.REQUIRED
+        return is_asked or is_strict or tools.must_call
 
     def new_call_id(self) -> str:
         """Returns an id; Mistral's templates take nine letters and digits, no more."""

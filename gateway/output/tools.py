@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -38,30 +37,20 @@ class Tool:
         return {"type": "function", "function": {**function, "parameters": dict(self.schema)}}
 
 
-class ToolUse(enum.Enum):
-    """Whether the model calls."""
-
-    AUTO = "auto"
-    REQUIRED = "required"
-
-
 @dataclass(frozen=True, slots=True)
 class Toolbox:
     """The tools of a request.
 
     Attributes:
+        must_call: the answer is a call; else the model may call.
         forced_name: the one tool that must be called; None leaves the choice to the model.
         is_parallel: whether there may be several calls.
     """
 
     tools: tuple[Tool, ...]
-    use: ToolUse = ToolUse.AUTO
+    must_call: bool = False
     forced_name: str | None = None
     is_parallel: bool = True
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(tool.name for tool in self.tools)
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
@@ -70,23 +59,24 @@ class Toolbox:
             return self.tools
         return tuple(tool for tool in self.tools if tool.name == self.forced_name)
 
-    def check(self, tools_field: str, choice_field: str) -> None:
+    def check(self) -> None:
         """Raises:
         InvalidArgument: names are bad or repeat, or the forced one is not among them.
         """
         if len(self.tools) > _MAX_TOOLS:
-            message = f"{tools_field} has {len(self.tools)} tools; at most {_MAX_TOOLS} are taken"
-            raise InvalidArgument.of("TOOLS_OUT_OF_RANGE", tools_field, message)
+            message = f"tools has {len(self.tools)} tools; at most {_MAX_TOOLS} are taken"
+            raise InvalidArgument.of("TOOLS_OUT_OF_RANGE", "tools", message)
         for tool in self.tools:
             if not _NAME.fullmatch(tool.name):
                 message = f"a tool is named {tool.name[:80]!r}; it must match {_NAME.pattern}"
-                raise InvalidArgument.of("TOOL_NAME_INVALID", tools_field, message)
-        if len(self.names) != len(self.tools):
-            message = f"{tools_field} names a tool twice"
-            raise InvalidArgument.of("TOOL_NAME_INVALID", tools_field, message)
-        if self.forced_name is not None and self.forced_name not in self.names:
-            message = f"{choice_field} names {self.forced_name[:80]!r}, which is none of the tools"
-            raise InvalidArgument.of("TOOL_UNKNOWN", choice_field, message)
+                raise InvalidArgument.of("TOOL_NAME_INVALID", "tools", message)
+        names = {tool.name for tool in self.tools}
+        if len(names) != len(self.tools):
+            message = "tools names a tool twice"
+            raise InvalidArgument.of("TOOL_NAME_INVALID", "tools", message)
+        if self.forced_name is not None and self.forced_name not in names:
+            message = f"tool_choice names {self.forced_name[:80]!r}, which is none of the tools"
+            raise InvalidArgument.of("TOOL_UNKNOWN", "tool_choice", message)
 
 
 def schema_of(parameters: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -3,27 +3,16 @@ elsewhere: the page works without a network, and its policy keeps it to this ser
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
-from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.staticfiles import StaticFiles
 
-PAGE = "index.html"
 FILES_PREFIX = "/playground/"
 
-_FOLDER = Path(__file__).parent / "page"
-_MEDIA_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
 _POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -45,53 +34,22 @@ _HEADERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PageFile:
-    """A file of the page, in memory: what is not read at start is not served.
-
-    Attributes:
-        etag: changes with the content.
-    """
-
-    content: bytes
-    media_type: str
-    etag: str
-
-
-def read_page(folder: Path = _FOLDER) -> Mapping[str, PageFile]:
-    """Returns the files of the page by name."""
-    return {
-        path.name: _read(path)
-        for path in sorted(folder.iterdir())
-        if path.is_file() and path.suffix in _MEDIA_TYPES
-    }
+class _PageFiles(StaticFiles):
+    def file_response(self, *arguments: Any, **options: Any) -> Response:
+        response = super().file_response(*arguments, **options)
+        response.headers.update(_HEADERS)
+        return response
 
 
 def add_playground_routes(app: FastAPI) -> None:
     """Adds the page and its files. They hold no secret, so they ask for no key."""
-    files = read_page()
+    files = _PageFiles(directory=Path(__file__).parent / "page")
 
     async def page(request: Request) -> Response:
-        return _response(files[PAGE], request)
+        return await files.get_response("index.html", request.scope)
 
     async def file(request: Request) -> Response:
-        found = files.get(request.path_params["name"])
-        if found is None:
-            raise HTTPException(HTTPStatus.NOT_FOUND)
-        return _response(found, request)
+        return await files.get_response(request.path_params["name"], request.scope)
 
     app.add_route("/", page, methods=["GET"], include_in_schema=False)
     app.add_route(f"{FILES_PREFIX}{{name:path}}", file, methods=["GET"], include_in_schema=False)
-
-
-def _read(path: Path) -> PageFile:
-    content = path.read_bytes()
-    digest = hashlib.sha256(content).hexdigest()[:32]
-    return PageFile(content, _MEDIA_TYPES[path.suffix], f'"{digest}"')
-
-
-def _response(file: PageFile, request: Request) -> Response:
-    headers = {**_HEADERS, "etag": file.etag}
-    if file.etag in request.headers.get("if-none-match", ""):
-        return Response(status_code=HTTPStatus.NOT_MODIFIED, headers=headers)
-    return Response(file.content, media_type=file.media_type, headers=headers)

@@ -14,7 +14,7 @@ import orjson
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from gateway.limits import off_loop
+from gateway.off_loop import off_loop
 
 _PREFIX = "#/components/schemas/"
 

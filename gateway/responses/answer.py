@@ -199,7 +199,8 @@ class ResponseText:
 
     def add(self, piece: Piece) -> list[Event]:
         """Returns the events of more output."""
-        logprobs: Logprobs = chat_logprobs(piece.scores, self._tokenizer)["content"]
+        scores = chat_logprobs(self._asked.plan, piece.scores, self._tokenizer)
+        logprobs: Logprobs = [] if scores is None else scores["content"]
         parts = piece.parts
         if not parts and piece.text:
             parts = (Content(piece.text),)

@@ -12,7 +12,7 @@ from gateway.api_keys import current_quota
 from gateway.failures import Aborted, Problem
 from gateway.responses.answer import ResponseChunks
 from gateway.responses.chat import ResponsePlan, keep
-from gateway.responses.store import ResponseStore, StoredResponse
+from gateway.responses.store import ResponseStore, StoredResponse, unawaited
 from shared.errors import OutriderError, QueueFull
 from shared.text import Tokenizer
 
@@ -94,7 +94,7 @@ class BackgroundResponses:
             raise QueueFull.of(len(self._running), _MAX_RUNNING)
         started = BackgroundResponse(asked, answer, self._tokenizer)
         self._running[owner, asked.plan.request_id] = started
-        self._store.put_soon(owner, started.stored)
+        unawaited(self._store.put(owner, started.stored))
         task = asyncio.create_task(self._run(owner, started))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -142,12 +142,11 @@ class BackgroundResponses:
             response.end()
 
     async def _chunks(self, owner: str, response: BackgroundResponse) -> AsyncIterator[bytes]:
-        chunks = response.chunks
-        with response.answer as answer:
-            await answer.begin()
+        chunks, answer = response.chunks, response.answer
+        async with answer.running():
             response.body = chunks.response()
             if response.is_wanted:
-                self._store.put_soon(owner, response.stored)
+                unawaited(self._store.put(owner, response.stored))
             (choice,) = answer.choices
             yield chunks.opening(choice, b"")
             yield chunks.news(choice, b"")
@@ -166,7 +165,7 @@ class BackgroundResponses:
         """Raises:
         QueueFull: the events of all that run are more than the store takes.
         """
-        limit = self._store.limits.max_bytes
+        limit = self._store.max_bytes
         if self._num_bytes > limit:
             message = f"events of background responses take {self._num_bytes:,} bytes of {limit:,}"
             raise QueueFull(message, reason="BACKGROUND_FULL")

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from gateway.failures import client_names
 from gateway.generation import TargetModel
-from gateway.planner import OutputLength, Plan, Planner
+from gateway.planner import Plan, Planner
 from gateway.responses.schema import (
     AllowedFunctions,
     InputItem,
@@ -21,8 +21,15 @@ from gateway.responses.schema import (
     ResponsesRequest,
     Tool,
 )
-from gateway.responses.store import CONVERSATION, Item, ResponseStore, StoredResponse, stored_items
-from gateway.sampling import json_schema_format
+from gateway.responses.store import (
+    CONVERSATION,
+    Item,
+    ResponseStore,
+    StoredResponse,
+    stored_items,
+    unawaited,
+)
+from gateway.sampling import OutputLength, json_schema_format
 from gateway.schema import (
     AllowedToolChoice,
     AllowedTools,
@@ -30,6 +37,7 @@ from gateway.schema import (
     ChatCompletionRequest,
     ChatMessage,
     ContentPart,
+    FunctionDefinition,
     KnownFields,
     NamedTool,
     ResponseFormat,
@@ -304,17 +312,12 @@ class ResponsePlan:
 
 
 async def response_plan(
-    body: ResponsesRequest,
-    history: History,
-    planner: Planner,
-    name: str,
-    model: TargetModel,
-    trace_id: str,
+    body: ResponsesRequest, history: History, planner: Planner, model: TargetModel
 ) -> ResponsePlan:
     """Raises:
     InvalidArgument: the request can never be served.
     """
-    _FIELDS.refuse(body.unknown_fields)
+    _FIELDS.refuse(body)
     refuse_rounds(body.speculation)
     chat = ChatCompletionRequest(
         messages=_messages(body, history),
@@ -333,7 +336,7 @@ async def response_plan(
     )
     with client_names({"max_tokens": "max_output_tokens", "messages": "input", "prompt": "input"}):
         length = OutputLength(body.max_output_tokens, "max_output_tokens", is_capped=True)
-        plan = await planner.chat(chat, name, model, trace_id, length=length)
+        plan = await planner.chat(chat, model, length=length)
     plan = replace(plan, request_id=f"resp_{uuid.uuid4().hex}", grammar_field="text.format")
     item_id = f"msg_{uuid.uuid4().hex}"
     return ResponsePlan(plan, body, history, item_id, namespaces(body.tools or ()))
@@ -342,7 +345,7 @@ async def response_plan(
 def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
     if body.text is None:
         return None
-    _TEXT_FIELDS.refuse(body.text.unknown_fields, "text.")
+    _TEXT_FIELDS.refuse(body.text, "text.")
     given = body.text.format
     if given is None:
         return None
@@ -364,15 +367,16 @@ def _messages(body: ResponsesRequest, history: History) -> list[ChatMessage]:
 
 
 def _tools(body: ResponsesRequest) -> list[ToolDefinition] | None:
-    return [
-        ToolDefinition.of(
-            flat_name(tool.name or "", namespace),
-            tool.description,
-            tool.parameters,
+    own = []
+    for tool, namespace in _functions(body.tools or (), "tools"):
+        function = FunctionDefinition(
+            name=flat_name(tool.name or "", namespace),
+            description=tool.description,
+            parameters=tool.parameters,
             strict=tool.strict,
         )
-        for tool, namespace in _functions(body.tools or (), "tools")
-    ]
+        own.append(ToolDefinition(type="function", function=function))
+    return own
 
 
 def _functions(
@@ -419,14 +423,15 @@ def _wants_logprobs(body: ResponsesRequest) -> bool:
 def _effort(body: ResponsesRequest) -> str | None:
     if body.reasoning is None:
         return None
-    _REASONING_FIELDS.refuse(body.reasoning.unknown_fields, "reasoning.")
+    _REASONING_FIELDS.refuse(body.reasoning, "reasoning.")
     return body.reasoning.effort
 
 
 def keep(store: ResponseStore, owner: str, asked: ResponsePlan, stored: StoredResponse) -> None:
     """Keeps a response that has ended, as far as it was asked for."""
     if asked.history.is_kept:
-        store.put_soon(owner, stored)
+        unawaited(store.put(owner, stored))
     conversation_id = asked.body.conversation_id
     if conversation_id is not None and stored.body["status"] in ("completed", "incomplete"):
-        store.append_soon(owner, conversation_id, [*stored.input, *stored.body["output"]])
+        items = [*stored.input, *stored.body["output"]]
+        unawaited(store.append(owner, conversation_id, items))

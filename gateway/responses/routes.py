@@ -1,15 +1,14 @@
-"""Routes of `/v1/responses` and `/v1/conversations`."""
+"""Routes of `/v1/responses`."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Any
 
 import orjson
-from fastapi import FastAPI, Query, Request
+from fastapi import FastAPI, Request
 from starlette.responses import Response, StreamingResponse
 
 from gateway.answer import Answer
@@ -26,112 +25,13 @@ from gateway.responses.chat import (
     keep,
     response_plan,
 )
-from gateway.responses.schema import (
-    ConversationItems,
-    ConversationRequest,
-    InputItem,
-    ResponseAnswer,
-    ResponsesRequest,
-)
-from gateway.responses.store import (
-    CONVERSATION,
-    Order,
-    ResponseStore,
-    StoredResponse,
-    item_list,
-    stored_items,
-)
+from gateway.responses.kept_routes import Limit
+from gateway.responses.schema import InputItem, ResponseAnswer, ResponsesRequest
+from gateway.responses.store import RESPONSE, Order, ResponseStore, StoredResponse, item_list
 from gateway.serving import Gateway
-from shared.errors import FailedPrecondition, InvalidArgument, NotFound
-from shared.telemetry.tracing import current_request_id
-
-_PATH = "/v1/conversations/{conversation_id}"
+from shared.errors import InvalidArgument, NotFound
 
 _POLL_S = 0.25
-
-
-def add_conversation_routes(app: FastAPI, store: ResponseStore | None) -> None:
-    """Adds the routes; without a store they refuse."""
-    if store is None:
-        add_refusals(app, "/v1/conversations", "POST", "conversations")
-        return
-
-    @app.post("/v1/conversations", tags=["openai"])
-    async def create(body: ConversationRequest) -> dict[str, Any]:
-        conversation = {
-            "id": f"conv_{uuid.uuid4().hex}",
-            "object": "conversation",
-            "created_at": int(time.time()),
-            "metadata": body.metadata or {},
-        }
-        await store.put_entry(owner_of_request(), conversation, stored_items(body.items))
-        return conversation
-
-    @app.get(_PATH, tags=["openai"])
-    async def retrieve(conversation_id: str) -> dict[str, Any]:
-        return await store.entry(owner_of_request(), conversation_id, CONVERSATION)
-
-    @app.post(_PATH, tags=["openai"])
-    async def update(conversation_id: str, body: ConversationRequest) -> dict[str, Any]:
-        owner = owner_of_request()
-        conversation = await store.entry(owner, conversation_id, CONVERSATION)
-        conversation["metadata"] = body.metadata or {}
-        await store.update_entry(owner, conversation, CONVERSATION)
-        return conversation
-
-    @app.delete(_PATH, tags=["openai"])
-    async def delete(conversation_id: str) -> dict[str, Any]:
-        owner = owner_of_request()
-        await store.entry(owner, conversation_id, CONVERSATION)
-        await store.delete(owner, conversation_id)
-        return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
-
-    _add_item_routes(app, store)
-
-
-def _add_item_routes(app: FastAPI, store: ResponseStore) -> None:
-    @app.get(f"{_PATH}/items", tags=["openai"])
-    async def items(
-        conversation_id: str,
-        after: str | None = None,
-        limit: Annotated[int, Query(ge=1, le=100)] = 20,
-        order: Order = "desc",
-    ) -> dict[str, Any]:
-        found = await store.entry_items(owner_of_request(), conversation_id, CONVERSATION)
-        return item_list(found, after, limit, order)
-
-    @app.post(f"{_PATH}/items", tags=["openai"])
-    async def add_items(conversation_id: str, body: ConversationItems) -> dict[str, Any]:
-        added = stored_items(body.items)
-        await store.append(owner_of_request(), conversation_id, added)
-        return item_list(added, None, max(len(added), 1), "asc")
-
-    @app.get(f"{_PATH}/items/{{item_id}}", tags=["openai"])
-    async def item(conversation_id: str, item_id: str) -> dict[str, Any]:
-        for found in await store.entry_items(owner_of_request(), conversation_id, CONVERSATION):
-            if found["id"] == item_id:
-                return found
-        message = f"conversation {conversation_id[:128]!r} has no item {item_id[:128]!r}"
-        raise NotFound(message, reason="RESPONSE_NOT_STORED")
-
-    @app.delete(f"{_PATH}/items/{{item_id}}", tags=["openai"])
-    async def delete_item(conversation_id: str, item_id: str) -> dict[str, Any]:
-        owner = owner_of_request()
-        await store.delete_item(owner, conversation_id, item_id)
-        return await store.entry(owner, conversation_id, CONVERSATION)
-
-
-def add_refusals(app: FastAPI, root: str, method: str, what: str) -> None:
-    """Adds the routes of what would be kept, where nothing is: a method of the root and all below
-    it."""
-
-    @app.api_route(root, methods=[method], tags=["openai"])
-    @app.get(f"{root}/{{path:path}}", tags=["openai"])
-    @app.delete(f"{root}/{{path:path}}", tags=["openai"])
-    @app.post(f"{root}/{{path:path}}", tags=["openai"])
-    async def refuse(path: str = "") -> Response:
-        message = f"{what} ({path[:128]!r}) need --response-store"
-        raise FailedPrecondition(message, reason="STORE_OFF")
 
 
 def add_response_routes(app: FastAPI, gateway: Gateway) -> None:
@@ -144,7 +44,6 @@ def add_response_routes(app: FastAPI, gateway: Gateway) -> None:
     _add_counting(app, gateway)
     if store is not None and background is not None:
         _add_kept(app, store, background)
-    add_conversation_routes(app, store)
 
     @app.get("/v1/responses/{path:path}", tags=["openai"])
     @app.delete("/v1/responses/{path:path}", tags=["openai"])
@@ -158,11 +57,10 @@ def add_response_routes(app: FastAPI, gateway: Gateway) -> None:
 async def _planned(
     gateway: Gateway, body: ResponsesRequest, history: History | None = None
 ) -> ResponsePlan:
-    name, model = gateway.pool.model(body.model)
+    model = gateway.pool.model(body.model)
     if history is None:
         history = await history_of(body, gateway.response_store, owner_of_request())
-    trace_id = current_request_id.get()
-    return await response_plan(body, history, gateway.planner, name, model, trace_id)
+    return await response_plan(body, history, gateway.planner, model)
 
 
 def _add_generation(
@@ -249,7 +147,7 @@ def _add_kept(app: FastAPI, store: ResponseStore, background: BackgroundResponse
         owner = owner_of_request()
         await store.response(owner, response_id)
         background.forget(owner, response_id)  # first: it must not be kept again
-        await store.delete(owner, response_id)
+        await store.delete(owner, response_id, RESPONSE)
         return {"id": response_id, "object": "response", "deleted": True}
 
     @app.post("/v1/responses/{response_id}/cancel", tags=["openai"])
@@ -266,7 +164,7 @@ def _add_kept(app: FastAPI, store: ResponseStore, background: BackgroundResponse
     async def input_items(
         response_id: str,
         after: str | None = None,
-        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        limit: Limit = 20,
         order: Order = "desc",
     ) -> dict[str, Any]:
         kept = await store.response(owner_of_request(), response_id)

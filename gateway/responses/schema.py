@@ -153,11 +153,16 @@ class ResponsesRequest(SharedFields):
         return given.id if isinstance(given, ConversationId) else given
 
 
-class ConversationRequest(Body):
-    """Body of `/v1/conversations`, new or changed."""
+class NewMetadata(Body):
+    """Body that changes a kept chat or conversation."""
+
+    metadata: dict[str, str] | None = None
+
+
+class ConversationRequest(NewMetadata):
+    """Body of `/v1/conversations`."""
 
     items: Items[InputItem] | None = None
-    metadata: dict[str, str] | None = None
 
 
 class ConversationItems(Body):

@@ -14,16 +14,16 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, TypeVar
+from functools import partial, wraps
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import orjson
 
-from gateway.limits import StoreLimits
 from gateway.responses.schema import InputItem
 from shared.errors import InvalidArgument, NotFound, SettingsError, Unavailable
 
 Item = dict[str, Any]
+P = ParamSpec("P")
 T = TypeVar("T")
 
 MEMORY = ":memory:"
@@ -106,13 +106,38 @@ class ChatFilter:
     metadata: Mapping[str, str]
 
 
+def _on_thread(
+    work: Callable[Concatenate[ResponseStore, P], T],
+) -> Callable[Concatenate[ResponseStore, P], asyncio.Future[T]]:
+    """Has a method of the store run on its thread, in a transaction of its own."""
+
+    @wraps(work)
+    def begin(store: ResponseStore, /, *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+        return store.begin(partial(work, store, *args, **kwargs))
+
+    return begin
+
+
+def unawaited(keeping: asyncio.Future[None]) -> None:
+    """Has the log tell when something is not kept and nobody waits for it."""
+
+    def log_failure(done: asyncio.Future[None]) -> None:
+        if (error := done.exception()) is not None:
+            _log.error("a response was not kept: %s", error)
+
+    keeping.add_done_callback(log_failure)
+
+
 class ResponseStore:
     """Keeps entries on a thread of its own, which does one thing after the other.
 
     Args:
         path: a file, which no other gateway may have open; or `MEMORY`.
-        is_shared: other workers have the file open, and what runs in them goes on.
         now: Unix time in seconds.
+        max_bytes: of the JSON of all entries.
+        max_age_s: of an entry since it changed last.
+        max_history_bytes: of the stored items that one request continues.
+        is_shared: other workers have the file open, and what runs in them goes on.
 
     Raises:
         SettingsError: the file cannot be used.
@@ -121,12 +146,16 @@ class ResponseStore:
     def __init__(
         self,
         path: str = MEMORY,
-        limits: StoreLimits | None = None,
         now: Callable[[], float] = time.time,
         *,
+        max_bytes: int = 256 * 2**20,
+        max_age_s: float = 30 * 24 * 3600.0,
+        max_history_bytes: int = 16 * 2**20,
         is_shared: bool = False,
     ) -> None:
-        self.limits = limits or StoreLimits()
+        self.max_bytes = max_bytes
+        self._max_age_s = max_age_s
+        self._max_history_bytes = max_history_bytes
         self._now = now
         self._thread = ThreadPoolExecutor(1, "response-store")
         try:
@@ -140,115 +169,14 @@ class ResponseStore:
         except sqlite3.Error as error:
             raise SettingsError((f"--response-store {path}: {error}",)) from error
 
-    async def put(self, owner: str, stored: StoredResponse) -> None:
-        """Stores a response; replaces the one with its id."""
-        await self._run(partial(self._put_response, owner, stored))
-
-    def put_soon(self, owner: str, stored: StoredResponse) -> None:
-        """Keeps a response before anything that is asked for after this call."""
-        done = self._thread.submit(self._guarded, partial(self._put_response, owner, stored))
-        done.add_done_callback(_log_failure)
-
-    async def response(self, owner: str, response_id: str) -> StoredResponse:
-        """Raises:
-        NotFound: there is none.
-        """
-        return await self._run(partial(self._response, owner, response_id))
-
-    async def turns(self, owner: str, response_id: str) -> list[Item]:
-        """Returns the input and output of a response, after those that it builds on.
-
-        Raises:
-            NotFound: one of them is not here.
-            InvalidArgument: it has not ended, or they are too large together.
-        """
-        return await self._run(partial(self._turns, owner, response_id))
-
-    async def item(self, owner: str, item_id: str) -> Item:
-        """Raises:
-        NotFound: there is none.
-        """
-        return await self._run(partial(self._item, owner, item_id))
-
-    async def delete(self, owner: str, entry_id: str) -> None:
-        """Raises:
-        NotFound: there is none.
-        """
-        await self._run(partial(self._delete, owner, entry_id))
-
-    async def put_entry(self, owner: str, body: Mapping[str, Any], items: Sequence[Item]) -> None:
-        """Keeps a new conversation."""
-        await self._run(self._putting(owner, body, items))
-
-    def put_entry_soon(self, owner: str, body: Mapping[str, Any], items: Sequence[Item]) -> None:
-        """Keeps a new conversation or chat before anything that is asked for after this call."""
-        done = self._thread.submit(self._guarded, self._putting(owner, body, items))
-        done.add_done_callback(_log_failure)
-
-    def _putting(
-        self, owner: str, body: Mapping[str, Any], items: Sequence[Item]
-    ) -> Callable[[], None]:
-        return partial(self._put, owner, body, None, [(each, False) for each in items], None)
-
-    async def update_entry(self, owner: str, body: Mapping[str, Any], kind: str) -> None:
-        """Replaces what a conversation or chat says beside its items.
-
-        Raises:
-            NotFound: there is none.
-        """
-        await self._run(partial(self._update, owner, body, kind))
-
-    async def append(self, owner: str, conversation_id: str, items: Sequence[Item]) -> None:
-        """Adds items to a conversation.
-
-        Raises:
-            NotFound: there is no such conversation.
-        """
-        await self._run(partial(self._append, owner, conversation_id, items))
-
-    async def entry(self, owner: str, entry_id: str, kind: str) -> dict[str, Any]:
-        """Raises:
-        NotFound: there is none of this kind.
-        """
-        return await self._run(partial(self._body, owner, entry_id, kind))
-
-    async def entry_items(self, owner: str, entry_id: str, kind: str) -> list[Item]:
-        """Raises:
-        NotFound: there is no such entry.
-        InvalidArgument: they are too large together.
-        """
-        return await self._run(partial(self._entry_items, owner, entry_id, kind))
-
-    async def chats(self, owner: str, asked: ChatFilter) -> list[Item]:
-        """Returns the chats that are asked for, at most one more than `limit`.
-
-        Raises:
-            NotFound: there is no chat `after`.
-        """
-        return await self._run(partial(self._chats, owner, asked))
-
-    def append_soon(self, owner: str, conversation_id: str, items: Sequence[Item]) -> None:
-        """Adds items before anything that is asked for after this call."""
-        work = partial(self._append, owner, conversation_id, items)
-        self._thread.submit(self._guarded, work).add_done_callback(_log_failure)
-
-    async def delete_item(self, owner: str, conversation_id: str, item_id: str) -> None:
-        """Raises:
-        NotFound: there is no such item in it.
-        """
-        await self._run(partial(self._delete_item, owner, conversation_id, item_id))
-
     def close(self) -> None:
         """Lets go of the file, after everything that was to be kept."""
         self._thread.submit(self._database.close)
         self._thread.shutdown()
 
-    async def num_bytes(self) -> int:
-        """Returns the size of everything that is kept."""
-        return await self._run(lambda: sum(self._sizes().values()))
-
-    async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.wrap_future(self._thread.submit(self._guarded, work))
+    def begin(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Works on the database, before what begins later; without being waited for, too."""
+        return asyncio.wrap_future(self._thread.submit(self._guarded, work))
 
     def _guarded(self, work: Callable[[], T]) -> T:
         try:
@@ -259,6 +187,175 @@ class ResponseStore:
         except sqlite3.Error as error:
             message = f"the response store failed: {error}"
             raise Unavailable(message, reason="RESPONSE_STORE_FAILED", retry_after_s=1.0) from error
+
+    @_on_thread
+    def put(self, owner: str, stored: StoredResponse) -> None:
+        """Keeps a response; replaces the one with its id."""
+        items = [(item, False) for item in stored.input]
+        items += [(item, True) for item in stored.body["output"]]
+        events = None if stored.events is None else b"".join(stored.events)
+        head = {**stored.body, "output": []}
+        self._put(owner, head, stored.body.get("previous_response_id"), items, events)
+
+    @_on_thread
+    def response(self, owner: str, response_id: str) -> StoredResponse:
+        """Raises:
+        NotFound: there is none.
+        """
+        body, events = self._row(owner, response_id, RESPONSE)
+        return StoredResponse(
+            {**body, "output": self._items(response_id, owner, is_output=True)},
+            self._items(response_id, owner, is_output=False),
+            None if events is None else [each + b"\n\n" for each in events.split(b"\n\n")[:-1]],
+        )
+
+    @_on_thread
+    def turns(self, owner: str, response_id: str) -> list[Item]:
+        """Returns the input and output of a response, after those that it builds on.
+
+        Raises:
+            NotFound: one of them is not here.
+            InvalidArgument: it has not ended, or they are too large together.
+        """
+        self._row(owner, response_id, RESPONSE)
+        items: list[Item] = []
+        size = 0
+        for entry_id, entry_size, status in self._database.execute(
+            _CHAIN, (response_id, owner, owner)
+        ).fetchall():
+            if entry_size is None:
+                raise _missing(entry_id)
+            if status in _RUNNING:
+                message = f"response {entry_id} is {status}; it must have ended"
+                raise InvalidArgument.of("RESPONSE_RUNNING", "previous_response_id", message)
+            size += entry_size
+            self._check_history("previous_response_id", size)
+            items += self._items(entry_id, owner)
+        return items
+
+    @_on_thread
+    def item(self, owner: str, item_id: str) -> Item:
+        """Raises:
+        NotFound: there is none.
+        """
+        found = self._database.execute(
+            "SELECT items.body FROM items JOIN entries ON entries.id = items.entry "
+            "WHERE items.id = ? AND owner = ? ORDER BY changed DESC LIMIT 1",
+            (item_id, owner),
+        ).fetchone()
+        if found is None:
+            raise _missing(item_id)
+        item: Item = orjson.loads(found[0])
+        return item
+
+    @_on_thread
+    def delete(self, owner: str, entry_id: str, kind: str) -> None:
+        """Raises:
+        NotFound: there is none of this kind.
+        """
+        self._row(owner, entry_id, kind)
+        self._drop("id = ?", entry_id)
+
+    @_on_thread
+    def put_entry(self, owner: str, body: Mapping[str, Any], items: Sequence[Item]) -> None:
+        """Keeps a new conversation or chat."""
+        self._put(owner, body, None, [(each, False) for each in items], None)
+
+    @_on_thread
+    def set_metadata(
+        self, owner: str, entry_id: str, kind: str, metadata: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Returns a conversation or chat with other metadata.
+
+        Raises:
+            NotFound: there is none.
+        """
+        body = self._row(owner, entry_id, kind)[0]
+        changed = {**body, "metadata": metadata}
+        old, new = orjson.dumps(body), orjson.dumps(changed)
+        self._database.execute("UPDATE entries SET body = ? WHERE id = ?", (new.decode(), entry_id))
+        self._grow(owner, entry_id, len(new) - len(old))
+        return changed
+
+    @_on_thread
+    def append(self, owner: str, conversation_id: str, items: Sequence[Item]) -> None:
+        """Adds items to a conversation.
+
+        Raises:
+            NotFound: there is no such conversation.
+        """
+        self._row(owner, conversation_id, CONVERSATION)
+        (count,) = self._database.execute(
+            "SELECT coalesce(max(position) + 1, 0) FROM items WHERE entry = ?", (conversation_id,)
+        ).fetchone()
+        size = self._add_items(conversation_id, [(item, False) for item in items], count)
+        self._grow(owner, conversation_id, size)
+
+    @_on_thread
+    def entry(self, owner: str, entry_id: str, kind: str) -> dict[str, Any]:
+        """Raises:
+        NotFound: there is none of this kind.
+        """
+        return self._row(owner, entry_id, kind)[0]
+
+    @_on_thread
+    def entry_items(self, owner: str, entry_id: str, kind: str) -> list[Item]:
+        """Raises:
+        NotFound: there is no such entry.
+        InvalidArgument: they are too large together.
+        """
+        self._row(owner, entry_id, kind)
+        (size,) = self._database.execute(
+            "SELECT size FROM entries WHERE id = ?", (entry_id,)
+        ).fetchone()
+        self._check_history("conversation", size)
+        return self._items(entry_id, owner)
+
+    @_on_thread
+    def chats(self, owner: str, asked: ChatFilter) -> list[Item]:
+        """Returns the chats that are asked for, at most one more than `limit`.
+
+        Raises:
+            NotFound: there is no chat `after`.
+        """
+        is_ascending = asked.order == "asc"
+        conditions = "owner = ? AND id GLOB ? AND changed >= ?"
+        values: list[Any] = [owner, f"{CHAT}*", self._now() - self._max_age_s]
+        if asked.after is not None:
+            self._row(owner, asked.after, CHAT)
+            conditions += f" AND rowid {'>' if is_ascending else '<'} "
+            conditions += "(SELECT rowid FROM entries WHERE id = ?)"
+            values.append(asked.after)
+        if asked.model is not None:
+            conditions += " AND json_extract(body, '$.model') = ?"
+            values.append(asked.model)
+        for pair in asked.metadata.items():
+            conditions += " AND EXISTS (SELECT 1 FROM json_each(body, '$.metadata') AS pair"
+            conditions += " WHERE pair.key = ? AND pair.value = ?)"
+            values += pair
+        order = "ASC" if is_ascending else "DESC"
+        rows = self._database.execute(
+            f"SELECT body FROM entries WHERE {conditions} ORDER BY rowid {order} LIMIT ?",
+            (*values, asked.limit + 1),
+        )
+        return [orjson.loads(body) for (body,) in rows]
+
+    @_on_thread
+    def delete_item(self, owner: str, conversation_id: str, item_id: str) -> None:
+        """Raises:
+        NotFound: there is no such item in it.
+        """
+        body = self._row(owner, conversation_id, CONVERSATION)[0]
+        kept = self._items(conversation_id, owner)
+        left = [(item, False) for item in kept if item["id"] != item_id]
+        if len(left) == len(kept):
+            raise _missing(item_id)
+        self._put(owner, body, None, left, None)
+
+    @_on_thread
+    def num_bytes(self) -> int:
+        """Returns the size of everything that is kept."""
+        return sum(self._sizes().values())
 
     def _sizes(self) -> dict[str, int]:
         return dict(
@@ -280,51 +377,6 @@ class ResponseStore:
                 "WHERE json_extract(body, '$.status') IN (?, ?)",
                 (_STOPPED, *_RUNNING),
             )
-
-    def _put_response(self, owner: str, stored: StoredResponse) -> None:
-        body = stored.body
-        items = [(item, False) for item in stored.input]
-        items += [(item, True) for item in body["output"]]
-        events = None if stored.events is None else b"".join(stored.events)
-        head = {**body, "output": []}
-        self._put(owner, head, body.get("previous_response_id"), items, events)
-
-    def _update(self, owner: str, body: Mapping[str, Any], kind: str) -> None:
-        entry_id = str(body["id"])
-        old, new = orjson.dumps(self._body(owner, entry_id, kind)), orjson.dumps(body)
-        self._database.execute("UPDATE entries SET body = ? WHERE id = ?", (new.decode(), entry_id))
-        self._grow(owner, entry_id, len(new) - len(old))
-
-    def _chats(self, owner: str, asked: ChatFilter) -> list[Item]:
-        is_ascending = asked.order == "asc"
-        conditions = "owner = ? AND id GLOB ? AND changed >= ?"
-        values: list[Any] = [owner, f"{CHAT}*", self._now() - self.limits.max_age_s]
-        if asked.after is not None:
-            self._row(owner, asked.after, CHAT)
-            conditions += f" AND rowid {'>' if is_ascending else '<'} "
-            conditions += "(SELECT rowid FROM entries WHERE id = ?)"
-            values.append(asked.after)
-        if asked.model is not None:
-            conditions += " AND json_extract(body, '$.model') = ?"
-            values.append(asked.model)
-        for pair in asked.metadata.items():
-            conditions += " AND EXISTS (SELECT 1 FROM json_each(body, '$.metadata') AS pair"
-            conditions += " WHERE pair.key = ? AND pair.value = ?)"
-            values += pair
-        order = "ASC" if is_ascending else "DESC"
-        rows = self._database.execute(
-            f"SELECT body FROM entries WHERE {conditions} ORDER BY rowid {order} LIMIT ?",
-            (*values, asked.limit + 1),
-        )
-        return [orjson.loads(body) for (body,) in rows]
-
-    def _append(self, owner: str, conversation_id: str, items: Sequence[Item]) -> None:
-        self._row(owner, conversation_id, CONVERSATION)
-        (count,) = self._database.execute(
-            "SELECT coalesce(max(position) + 1, 0) FROM items WHERE entry = ?", (conversation_id,)
-        ).fetchone()
-        size = self._add_items(conversation_id, [(item, False) for item in items], count)
-        self._grow(owner, conversation_id, size)
 
     def _grow(self, owner: str, entry_id: str, num_bytes: int) -> None:
         self._database.execute(
@@ -364,8 +416,8 @@ class ResponseStore:
         self._grow(owner, entry_id, self._add_items(entry_id, items))
 
     def _make_room(self) -> None:
-        self._drop("changed < ?", self._now() - self.limits.max_age_s)
-        while sum((sizes := self._sizes()).values()) > self.limits.max_bytes:
+        self._drop("changed < ?", self._now() - self._max_age_s)
+        while sum((sizes := self._sizes()).values()) > self.max_bytes:
             largest = max(sizes, key=sizes.__getitem__)
             oldest = "SELECT id FROM entries WHERE owner = ? ORDER BY changed LIMIT 1"
             self._drop(f"id = ({oldest})", largest)
@@ -373,54 +425,18 @@ class ResponseStore:
     def _drop(self, condition: str, value: str | float) -> None:
         self._database.execute(f"DELETE FROM entries WHERE {condition}", (value,))
 
-    def _response(self, owner: str, response_id: str) -> StoredResponse:
-        body, events = self._row(owner, response_id, RESPONSE)
-        return StoredResponse(
-            {**body, "output": self._items(response_id, owner, is_output=True)},
-            self._items(response_id, owner, is_output=False),
-            None if events is None else [each + b"\n\n" for each in events.split(b"\n\n")[:-1]],
-        )
-
-    def _turns(self, owner: str, response_id: str) -> list[Item]:
-        self._row(owner, response_id, RESPONSE)
-        items: list[Item] = []
-        size = 0
-        for entry_id, entry_size, status in self._database.execute(
-            _CHAIN, (response_id, owner, owner)
-        ).fetchall():
-            if entry_size is None:
-                raise _missing(entry_id)
-            if status in _RUNNING:
-                message = f"response {entry_id} is {status}; it must have ended"
-                raise InvalidArgument.of("RESPONSE_RUNNING", "previous_response_id", message)
-            size += entry_size
-            self._check_history("previous_response_id", size)
-            items += self._items(entry_id, owner)
-        return items
-
     def _check_history(self, field: str, size: int) -> None:
-        limit = self.limits.max_history_bytes
+        limit = self._max_history_bytes
         if size > limit:
             message = f"{field} stands for {size:,} bytes or more; at most {limit:,} are read"
             raise InvalidArgument.of("HISTORY_TOO_LARGE", field, message)
-
-    def _entry_items(self, owner: str, entry_id: str, kind: str) -> list[Item]:
-        self._row(owner, entry_id, kind)
-        (size,) = self._database.execute(
-            "SELECT size FROM entries WHERE id = ?", (entry_id,)
-        ).fetchone()
-        self._check_history("conversation", size)
-        return self._items(entry_id, owner)
-
-    def _body(self, owner: str, entry_id: str, kind: str) -> dict[str, Any]:
-        return self._row(owner, entry_id, kind)[0]
 
     def _row(self, owner: str, entry_id: str, kind: str) -> tuple[dict[str, Any], bytes | None]:
         if not entry_id.startswith(kind):
             raise _missing(entry_id)
         found = self._database.execute(
             "SELECT body, events FROM entries WHERE id = ? AND owner = ? AND changed >= ?",
-            (entry_id, owner, self._now() - self.limits.max_age_s),
+            (entry_id, owner, self._now() - self._max_age_s),
         ).fetchone()
         if found is None:
             raise _missing(entry_id)
@@ -434,30 +450,6 @@ class ResponseStore:
         )
         return [orjson.loads(body) for (body,) in rows]
 
-    def _item(self, owner: str, item_id: str) -> Item:
-        found = self._database.execute(
-            "SELECT items.body FROM items JOIN entries ON entries.id = items.entry "
-            "WHERE items.id = ? AND owner = ? ORDER BY changed DESC LIMIT 1",
-            (item_id, owner),
-        ).fetchone()
-        if found is None:
-            raise _missing(item_id)
-        item: Item = orjson.loads(found[0])
-        return item
-
-    def _delete(self, owner: str, entry_id: str) -> None:
-        kinds = (RESPONSE, CONVERSATION, CHAT)
-        self._row(owner, entry_id, next((k for k in kinds if entry_id.startswith(k)), RESPONSE))
-        self._drop("id = ?", entry_id)
-
-    def _delete_item(self, owner: str, conversation_id: str, item_id: str) -> None:
-        body = self._body(owner, conversation_id, CONVERSATION)
-        kept = self._items(conversation_id, owner)
-        left = [(item, False) for item in kept if item["id"] != item_id]
-        if len(left) == len(kept):
-            raise _missing(item_id)
-        self._put(owner, body, None, left, None)
-
 
 _KINDS = {"chatcmpl": "Completion", "conv": "Conversation", "resp": "Response"}
 
@@ -469,11 +461,6 @@ def _missing(entry_id: str) -> NotFound:
         "It may have been deleted, or dropped to free space."
     )
     return NotFound(message, reason="RESPONSE_NOT_STORED")
-
-
-def _log_failure(done: Any) -> None:
-    if (error := done.exception()) is not None:
-        _log.error("a response was not kept: %s", error)
 
 
 def stored_items(given: str | Sequence[InputItem] | None) -> list[Item]:

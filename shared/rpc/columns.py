@@ -192,6 +192,10 @@ def candidates_from_message(batch: pb.CandidateBatch, limits: TreeLimits) -> Can
         )
     # Without an object for each number.
     log_probs = np.array(batch.log_probs, np.float32)
+    if len(log_probs) not in (0, num_nodes):
+        raise InvalidArgument.malformed_tree(
+            f"{num_nodes} token ids but {len(log_probs)} log probabilities"
+        )
     columns = CandidateColumns(
         sequence_ids=read.required("sequence_ids"),
         rounds=read.required("rounds"),
@@ -208,7 +212,8 @@ def candidates_from_message(batch: pb.CandidateBatch, limits: TreeLimits) -> Can
     )
     if num_nodes:
         _check_trees(columns, limits)
-        _check_log_probs(columns)
+        if len(log_probs) and not np.isfinite(log_probs).all():
+            _check_log_probs(columns)
     return columns
 
 
@@ -221,7 +226,7 @@ def _check_trees(columns: CandidateColumns, limits: TreeLimits) -> None:
             f"{largest} nodes; the target accepts {limits.max_nodes}"
         )
     nodes = np.arange(len(parents)) - np.repeat(offsets[:-1], sizes)
-    for place in _first((parents < -1) | (parents >= nodes)):
+    for place in np.flatnonzero((parents < -1) | (parents >= nodes))[:1]:
         parent = int(parents[place])
         message = f"node {nodes[place]} has parent {parent}; a parent must come before its child"
         if parent < -1:
@@ -230,7 +235,7 @@ def _check_trees(columns: CandidateColumns, limits: TreeLimits) -> None:
     if largest > limits.max_depth:
         _check_depths(columns, sizes, limits.max_depth)
     tokens = np.asarray(columns.token_ids)
-    for place in _first((tokens < 0) | (tokens >= limits.vocab_size)):
+    for place in np.flatnonzero((tokens < 0) | (tokens >= limits.vocab_size))[:1]:
         raise InvalidArgument.malformed_tree(
             f"token {tokens[place]} is outside the vocabulary [0, {limits.vocab_size})"
         )
@@ -248,24 +253,12 @@ def _check_depths(columns: CandidateColumns, sizes: NDArray[np.int64], max_depth
 def _check_log_probs(columns: CandidateColumns) -> None:
     """A tree has a finite log probability at each node, or NaN at each."""
     log_probs = np.asarray(columns.log_probs)
-    if len(log_probs) != len(columns.token_ids):
-        raise InvalidArgument.malformed_tree(
-            f"{len(columns.token_ids)} token ids but {len(log_probs)} log probabilities"
-        )
-    if np.isfinite(log_probs).all():
-        return
     is_absent, is_infinite = np.isnan(log_probs), np.isinf(log_probs)
     starts = np.array(columns.node_offsets)
     num_absent = np.concatenate(([0], np.cumsum(is_absent)))
     absent = num_absent[starts[1:]] - num_absent[starts[:-1]]
     if is_infinite.any() or ((absent > 0) & (absent < np.diff(starts))).any():
         raise InvalidArgument.malformed_tree("a log probability is not finite")
-
-
-def _first(is_wrong: NDArray[np.bool_]) -> list[int]:
-    """Returns the first place that is wrong, if one is."""
-    place = int(is_wrong.argmax())
-    return [place] if is_wrong[place] else []
 
 
 def add_verdicts(batch: pb.VerdictBatch, verdicts: Sequence[Verdict]) -> None:

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from gateway.pool import PoolSettings, TargetPool
+from gateway.pool import TargetPool
+from gateway.settings import GatewaySettings
 from gateway.target_link import LinkTiming
 from shared.rpc import channel
 from tests.gateway.driving import eventually
@@ -80,7 +81,7 @@ async def test_a_half_open_connection_is_found_by_pings_and_dialled_again(
 @contextlib.asynccontextmanager
 async def _pool(address: str, sha256: str) -> AsyncIterator[TargetPool]:
     timing = LinkTiming(first_backoff_s=0.01, longest_backoff_s=0.05)
-    pool = TargetPool(PoolSettings((address,), sha256, timing=timing))
+    pool = TargetPool(GatewaySettings(target=(address,)), sha256, timing)
     pool.start()
     try:
         yield pool

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.limits import RequestLimits
+from gateway.settings import GatewaySettings
 from tests.gateway.driving import CHAT, MakeGateway, events, eventually, http_client
 from tests.gateway.test_process import ROOT, free_port, is_ready
 from tests.helpers.fake_target import FakeTarget
@@ -121,8 +121,8 @@ async def test_a_gateway_that_is_killed_leaves_nothing_running_and_its_successor
 async def test_a_requests_time_travels_to_the_target(
     make_gateway: MakeGateway, target: FakeTarget
 ) -> None:
-    limits = RequestLimits(request_timeout_s=1.5)
-    gateway = await make_gateway(target, limits=limits)
+    settings = GatewaySettings(request_timeout_s=1.5)
+    gateway = await make_gateway(target, settings=settings)
     async with http_client(gateway) as client:
         await client.post("/v1/chat/completions", json={**STREAM, "max_tokens": 2})
     assert target.submits[0].timeout_duration.ToMilliseconds() == 1500

@@ -26,16 +26,15 @@ import grpc.aio
 import httptools
 import uvloop
 
-from gateway.answer import OpenAnswers
+from gateway.api_keys import Quotas
 from gateway.app import create_app
 from gateway.http_server import HttpServer, listen
-from gateway.limits import RequestLimits
-from gateway.metrics import GatewayMetrics
 from gateway.model_text import ModelText
-from gateway.pool import PoolSettings, TargetPool
+from gateway.pool import TargetPool
 from gateway.process import maintenance_server
-from gateway.responses.store import ResponseStore, StoreLimits
+from gateway.responses.store import ResponseStore
 from gateway.serving import Gateway
+from gateway.settings import GatewaySettings
 from shared.model_files import tokenizer_sha256
 from shared.rpc.admin_service import AdminHooks, ProcessInfo
 from shared.rpc.channel import open_channel
@@ -144,22 +143,18 @@ async def _watch_host(found: Findings, target: FakeTarget) -> None:
 async def _fuzz(flags: argparse.Namespace, folder: Path, found: Findings) -> None:
     rng = random.Random(flags.seed)
     async with FakeTarget(tokenizer_sha256(folder)) as target:
-        pool = TargetPool(PoolSettings((target.address,), target.tokenizer_sha256))
+        pool = TargetPool(GatewaySettings(target=(target.address,)), target.tokenizer_sha256)
         gateway = Gateway(
             pool=pool,
             text=ModelText.read(folder),
-            limits=RequestLimits(body_timeout_s=1.0),
-            metrics=GatewayMetrics(pool),
-            lifecycle=Lifecycle([]),
-            open_answers=OpenAnswers(),
-            version="0",
-            start_time_s=1.0,
-            response_store=ResponseStore(limits=StoreLimits(max_bytes=2**20)),
+            settings=GatewaySettings(body_timeout_s=1.0),
+            quotas=Quotas(),
+            response_store=ResponseStore(max_bytes=2**20),
         )
         pool.start()
         await eventually(lambda: pool.is_serving)
         await gateway.lifecycle.activate()
-        http = HttpServer(create_app(gateway), listen("127.0.0.1", 0))
+        http = HttpServer(create_app(gateway), listen("127.0.0.1", 0), gateway.settings)
         http.start()
         hooks = AdminHooks(drain=gateway.open_answers.wait_idle)
         info = ProcessInfo("gateway", "0", 1.0, {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -13,24 +14,22 @@ from openai import AsyncOpenAI
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from gateway.answer import OpenAnswers
 from gateway.api_keys import KeyLimits, Quotas, keys_from_texts
 from gateway.app import Gateway, create_app
 from gateway.http_server import HttpServer, listen
-from gateway.limits import RequestLimits
-from gateway.metrics import GatewayMetrics
 from gateway.model_text import ModelText
-from gateway.pool import PoolSettings, TargetPool
+from gateway.pool import TargetPool
 from gateway.responses.store import ResponseStore
+from gateway.settings import GatewaySettings
 from gateway.target_link import LinkTiming
 from shared.model_files import tokenizer_sha256
-from shared.rpc.lifecycle import Lifecycle
 from shared.text import Tokenizer
 from tests.gateway.driving import MakeGateway, eventually, http_client
 from tests.gateway.shared_routes import share_routes
 from tests.gateway.thinking_model import thinking_model
 from tests.helpers.fake_target import FakeTarget
 
+SETTINGS = GatewaySettings()
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
@@ -118,41 +117,20 @@ async def make_gateway(text: ModelText, sha256: str) -> AsyncIterator[MakeGatewa
     async def make(
         *targets: FakeTarget,
         num_serving: int | None = None,
-        limits: RequestLimits | None = None,
-        retry_window_s: float = 5.0,
-        model_name: str | None = None,
-        aliases: tuple[str, ...] = (),
+        settings: GatewaySettings = SETTINGS,
         api_key: str | None = None,
         quotas: Quotas | None = None,
-        cors_origins: tuple[str, ...] = (),
         response_store: ResponseStore | None = None,
         text: ModelText = text,
     ) -> Gateway:
         if quotas is None:
             quotas = Quotas(keys_from_texts([api_key] if api_key else [], KeyLimits()))
-        pool = TargetPool(
-            PoolSettings(
-                addresses=tuple(target.address for target in targets),
-                tokenizer_sha256=sha256,
-                model_name=model_name,
-                aliases=aliases,
-                retry_window_s=retry_window_s,
-                timing=LinkTiming(first_backoff_s=0.01, longest_backoff_s=0.05),
-            )
-        )
-        gateway = Gateway(
-            pool=pool,
-            text=text,
-            limits=limits or RequestLimits(),
-            metrics=GatewayMetrics(pool, quotas),
-            lifecycle=Lifecycle([]),
-            open_answers=OpenAnswers(),
-            version="0",
-            start_time_s=1.0,
-            quotas=quotas,
-            cors_origins=cors_origins,
-            response_store=response_store,
-        )
+        addresses = tuple(target.address for target in targets)
+        timing = LinkTiming(first_backoff_s=0.01, longest_backoff_s=0.05)
+        pool = TargetPool(replace(settings, target=addresses), sha256, timing)
+        # No maintenance port is known of a target at a path.
+        settings = replace(settings, target=("unix:/none",))
+        gateway = Gateway(settings, pool, text, quotas, response_store=response_store)
         made.append(gateway)
         pool.start()
         wanted = len(targets) if num_serving is None else num_serving
@@ -182,7 +160,7 @@ async def serve() -> AsyncIterator[Callable[[Gateway], str]]:
     servers: list[HttpServer] = []
 
     def start(gateway: Gateway) -> str:
-        server = HttpServer(create_app(gateway), listen("127.0.0.1", 0))
+        server = HttpServer(create_app(gateway), listen("127.0.0.1", 0), SETTINGS)
         server.start()
         servers.append(server)
         return f"http://127.0.0.1:{server.port}"

@@ -13,8 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.api_keys import Allowance, KeyLimits, Quotas, find_key, keys_from_file, keys_from_texts
-from gateway.limits import RequestLimits
+from gateway.api_keys import Allowance, KeyLimits, Quotas, keys_from_file, keys_from_texts
 from gateway.model_text import ModelText
 from gateway.settings import GatewaySettings
 from services.draft.settings import DraftSettings
@@ -36,11 +35,13 @@ def _file(tmp_path: Path, text: str) -> Path:
 def test_a_key_has_a_name_or_the_default_one() -> None:
     keys = keys_from_texts(["sesame", "alice:open:now"], LIMITS)
     assert [key.name for key in keys] == ["default", "alice"]
-    found = find_key(keys, "open:now")
+    assert {key.limits for key in keys} == {LIMITS}
+    quotas = Quotas(keys)
+    found = quotas.of("open:now")
     assert found is not None
-    assert (found.name, found.limits) == ("alice", LIMITS)
+    assert found.name == "alice"
     for wrong in ("", "open", "alice:open:now", "Sesame", "\udcff"):
-        assert find_key(keys, wrong) is None
+        assert quotas.of(wrong) is None
 
 
 def test_a_file_holds_keys_or_their_digests_and_limits_of_their_own(tmp_path: Path) -> None:
@@ -52,7 +53,9 @@ def test_a_file_holds_keys_or_their_digests_and_limits_of_their_own(tmp_path: Pa
     alice, bob = keys_from_file(path, LIMITS)
     assert alice.limits == KeyLimits(requests_per_minute=10, max_concurrent=2)
     assert bob.limits == LIMITS
-    assert find_key((alice, bob), "hidden") is bob
+    found = Quotas((alice, bob)).of("hidden")
+    assert found is not None
+    assert found.name == "bob"
 
 
 @pytest.mark.parametrize(
@@ -195,7 +198,9 @@ async def test_what_no_target_takes_costs_no_tokens(
     make_gateway: MakeGateway, target: FakeTarget
 ) -> None:
     quotas = _quotas(Clock(), tokens_per_minute=10)
-    gateway = await make_gateway(target, quotas=quotas, retry_window_s=0.0)
+    gateway = await make_gateway(
+        target, quotas=quotas, settings=GatewaySettings(retry_window_s=0.0)
+    )
     await target.lifecycle.drain()
     await eventually(lambda: not gateway.pool.is_serving)
     async with http_client(gateway) as client:
@@ -267,7 +272,9 @@ def test_an_allowance_fills_up_to_a_minute_and_never_falls_with_the_clock() -> N
 async def test_browsers_get_in_from_listed_sites_only(
     make_gateway: MakeGateway, target: FakeTarget, origins: tuple[str, ...]
 ) -> None:
-    gateway = await make_gateway(target, api_key="sesame", cors_origins=origins)
+    gateway = await make_gateway(
+        target, api_key="sesame", settings=GatewaySettings(cors_origin=origins)
+    )
     async with http_client(gateway) as client:
         for site in ("https://app.example", "https://evil.example"):
             preflight = {
@@ -314,8 +321,8 @@ async def test_templates_of_requests_are_off_until_their_length_is_bounded(
     async with http_client(await make_gateway(target)) as client:
         refused = await client.post("/v1/chat/completions", json=body)
     assert (await error_of(refused))[:3] == (400, "chat_template", "request_templates_off")
-    limits = RequestLimits(max_template_characters=40)
-    async with http_client(await make_gateway(target, limits=limits)) as client:
+    settings = GatewaySettings(max_template_characters=40)
+    async with http_client(await make_gateway(target, settings=settings)) as client:
         assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
         for template, code in (
             ("{{ messages }}" * 3, "chat_template_too_large"),

@@ -16,8 +16,7 @@ import pytest_asyncio
 
 from gateway.api_keys import KeyLimits, Quotas, Scope, keys_from_file, keys_from_texts
 from gateway.app import Gateway, create_app
-from gateway.http_server import ConnectionLimits, HttpServer, listen
-from gateway.limits import RequestLimits
+from gateway.http_server import HttpServer, listen
 from gateway.process import maintenance_server
 from gateway.settings import GatewaySettings
 from shared.errors import SettingsError
@@ -29,15 +28,15 @@ from shared.telemetry.logs import JsonFormatter, TextFormatter
 from tests.gateway.driving import CHAT, MakeGateway, eventually
 from tests.helpers.fake_target import FakeTarget
 
-Serve = Callable[[Gateway, ConnectionLimits], int]
+Serve = Callable[[Gateway, GatewaySettings], int]
 
 
 @pytest_asyncio.fixture
 async def serve_with() -> AsyncIterator[Serve]:
     servers: list[HttpServer] = []
 
-    def start(gateway: Gateway, limits: ConnectionLimits) -> int:
-        server = HttpServer(create_app(gateway), listen("127.0.0.1", 0), limits=limits)
+    def start(gateway: Gateway, settings: GatewaySettings) -> int:
+        server = HttpServer(create_app(gateway), listen("127.0.0.1", 0), settings)
         server.start()
         servers.append(server)
         return server.port
@@ -64,7 +63,7 @@ async def _said(port: int, *parts: bytes) -> bytes:
 async def test_headers_that_come_too_slowly_end_the_connection(
     gateway: Gateway, serve_with: Serve
 ) -> None:
-    port = serve_with(gateway, ConnectionLimits(header_timeout_s=0.05))
+    port = serve_with(gateway, GatewaySettings(header_timeout_s=0.05))
     for begun in (b"", b"GET /health HTTP/1.1\r\nhost: x\r\n"):
         answer = await _said(port, begun)
         assert answer.startswith(b"HTTP/1.1 408 ")
@@ -75,7 +74,7 @@ async def test_the_time_of_headers_is_over_when_they_are_there(
     gateway: Gateway, serve_with: Serve, target: FakeTarget
 ) -> None:
     target.hold_after = 1
-    port = serve_with(gateway, ConnectionLimits(header_timeout_s=0.3))
+    port = serve_with(gateway, GatewaySettings(header_timeout_s=0.3))
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30.0) as client:
         answer = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT))
         await eventually(lambda: bool(target.submits))
@@ -85,7 +84,7 @@ async def test_the_time_of_headers_is_over_when_they_are_there(
 
 
 async def test_large_headers_are_refused(gateway: Gateway, serve_with: Serve) -> None:
-    port = serve_with(gateway, ConnectionLimits(max_header_bytes=2048))
+    port = serve_with(gateway, GatewaySettings(max_header_bytes=2048))
     head = b"GET /health HTTP/1.1\r\nhost: x\r\n"
     whole = head + b"x-a: " + b"a" * 3000 + b"\r\n\r\n"
     for parts in ((whole,), (head + b"x-a: ", *(b"a" * 500 for _ in range(5)))):
@@ -99,7 +98,7 @@ async def test_large_headers_are_refused(gateway: Gateway, serve_with: Serve) ->
 async def test_more_connections_than_allowed_are_turned_away(
     gateway: Gateway, serve_with: Serve
 ) -> None:
-    port = serve_with(gateway, ConnectionLimits(max_connections=1))
+    port = serve_with(gateway, GatewaySettings(max_connections=1))
     _, first = await asyncio.open_connection("127.0.0.1", port)
     first.write(b"G")
     await first.drain()
@@ -116,8 +115,8 @@ async def test_more_connections_than_allowed_are_turned_away(
 async def test_a_body_that_does_not_come_is_given_up(
     make_gateway: MakeGateway, target: FakeTarget, serve_with: Serve
 ) -> None:
-    gateway = await make_gateway(target, limits=RequestLimits(body_timeout_s=0.05))
-    port = serve_with(gateway, ConnectionLimits())
+    gateway = await make_gateway(target, settings=GatewaySettings(body_timeout_s=0.05))
+    port = serve_with(gateway, GatewaySettings())
     head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     answer = await _said(port, head + b"content-length: 100\r\n\r\n{")
     assert answer.startswith(b"HTTP/1.1 408 ")
@@ -127,8 +126,8 @@ async def test_a_body_that_does_not_come_is_given_up(
 async def test_unfinished_bodies_are_bounded_together(
     make_gateway: MakeGateway, target: FakeTarget, serve_with: Serve
 ) -> None:
-    gateway = await make_gateway(target, limits=RequestLimits(max_buffered_bytes=10_000))
-    port = serve_with(gateway, ConnectionLimits())
+    gateway = await make_gateway(target, settings=GatewaySettings(max_buffered_bytes=10_000))
+    port = serve_with(gateway, GatewaySettings())
     head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     begun = head + b"content-length: 9000\r\n\r\n" + b" " * 6000
     _, first = await asyncio.open_connection("127.0.0.1", port)

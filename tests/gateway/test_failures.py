@@ -12,7 +12,7 @@ import pytest
 
 from gateway.app import Gateway
 from gateway.failures import Problem, http_status
-from gateway.limits import RequestLimits
+from gateway.settings import GatewaySettings
 from shared.errors import OutriderError, StatusCode, error_class
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from tests.gateway.driving import CHAT, MakeGateway, error_of, http_client
@@ -240,7 +240,7 @@ async def test_prompts_that_cannot_be_served(
 async def test_too_many_choices_of_too_many_prompts(
     make_gateway: MakeGateway, target: FakeTarget
 ) -> None:
-    gateway = await make_gateway(target, limits=RequestLimits(max_generations=3, max_prompts=2))
+    gateway = await make_gateway(target, settings=GatewaySettings(max_generations=3, max_prompts=2))
     async with http_client(gateway) as client:
         body = {**COMPLETION, "prompt": ["a", "b"], "n": 2}
         response = await client.post("/v1/completions", json=body)
@@ -327,7 +327,7 @@ async def test_an_unknown_route_and_method_have_openais_shape(client: httpx.Asyn
 async def test_a_large_body_is_a_413_with_and_without_a_length(
     make_gateway: MakeGateway, target: FakeTarget
 ) -> None:
-    gateway = await make_gateway(target, limits=RequestLimits(max_body_bytes=1000))
+    gateway = await make_gateway(target, settings=GatewaySettings(max_body_bytes=1000))
     body = orjson.dumps({**COMPLETION, "prompt": "x" * 2000})
     headers = {"content-type": "application/json"}
 
@@ -416,7 +416,7 @@ async def test_models_are_listed_and_found(
     assert listed["data"][0]["max_model_len"] == 4096
     assert (await client.get("/v1/models/fake")).json() == listed["data"][0]
     assert (await client.get("/v1/models/other")).status_code == 404
-    named: Gateway = await make_gateway(target, model_name="org/name")
+    named: Gateway = await make_gateway(target, settings=GatewaySettings(model_name="org/name"))
     async with http_client(named) as other:
         assert (await other.get("/v1/models/org/name")).json()["id"] == "org/name"
         body = {**CHAT, "model": "org/name", "max_tokens": 2}

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from gateway.app import Gateway
 from gateway.generation import TargetModel, fingerprint
 from gateway.model_text import ChatTemplate, ModelText
+from gateway.settings import GatewaySettings
 from shared.text import Tokenizer
 from tests.gateway.driving import (
     CHAT,
@@ -386,7 +387,7 @@ async def test_what_needs_more_than_the_target_has_is_refused(
 
 
 async def test_a_model_has_further_names(make_gateway: MakeGateway, target: FakeTarget) -> None:
-    gateway = await make_gateway(target, aliases=("claude", "gpt"))
+    gateway = await make_gateway(target, settings=GatewaySettings(model_alias=("claude", "gpt")))
     async with http_client(gateway) as client:
         listed = (await client.get("/v1/models")).json()["data"]
         assert [(each["id"], each["root"]) for each in listed] == [

@@ -9,11 +9,12 @@ import pytest
 
 from gateway.app import Gateway
 from gateway.choice import Choice
+from gateway.generation import Generation
 from gateway.logprobs import echoed_logprobs
-from gateway.planner import TextOptions
+from gateway.planner import Plan, TextOptions
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.text import Tokenizer
-from shared.tokens import TokenLogprobs
+from shared.tokens import SamplingParams, StopParams, TokenLogprobs
 from tests.gateway.driving import CHAT, error_of, events, http_client, ids_of, in_steps
 from tests.helpers.fake_target import FakeTarget
 
@@ -66,7 +67,9 @@ def test_what_a_tokenizer_puts_before_a_text_has_no_characters(tokenizer: Tokeni
     choice = Choice(0, tokenizer, TextOptions())
     (word,) = tokenizer.encode_word("the")
     choice.prompt_scores.append(TokenLogprobs(-0.5, 1, ()))
-    scores = echoed_logprobs([0, word], choice, (), tokenizer, echo_length=len("the"))
+    generation = Generation([0, word], SamplingParams(), StopParams(1))
+    plan = Plan("r", 0, "m", (generation,), 1, TextOptions(), echoed_texts=("the",))
+    scores = echoed_logprobs(plan, choice, (), tokenizer)
     assert scores["text_offset"] == [0, 0]
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from gateway.generation import TargetState
 from gateway.schema import ChatCompletionRequest
+from gateway.settings import GatewaySettings
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from tests.gateway.driving import CHAT, MakeGateway, error_of, events, eventually, http_client
 from tests.helpers.fake_target import FakeTarget
@@ -84,7 +85,7 @@ async def test_a_request_refused_everywhere_by_drains_is_a_503_after_the_window(
     make_gateway: MakeGateway, target: FakeTarget
 ) -> None:
     target.refusals.append(DRAINING)
-    gateway = await make_gateway(target, retry_window_s=0.05)
+    gateway = await make_gateway(target, settings=GatewaySettings(retry_window_s=0.05))
     async with http_client(gateway) as client:
         assert (await error_of(await post(client)))[::2] == (503, "server_draining")
     assert gateway.pool.num_live == 0
@@ -121,11 +122,11 @@ async def test_a_waiting_request_is_forgotten_when_its_client_leaves(
     make_gateway: MakeGateway, target: FakeTarget
 ) -> None:
     target.refusals.append(DRAINING)
-    gateway = await make_gateway(target, retry_window_s=60.0)
-    name, model = gateway.pool.model("fake")
+    gateway = await make_gateway(target, settings=GatewaySettings(retry_window_s=60.0))
+    model = gateway.pool.model("fake")
     body = ChatCompletionRequest.model_validate(BODY)
-    plan = await gateway.planner.chat(body, name, model, "trace")
-    routed = gateway.pool.submit(plan.generations[0], name, lambda event: None)
+    plan = await gateway.planner.chat(body, model)
+    routed = gateway.pool.submit(plan.generations[0], "fake", lambda event: None)
     await eventually(lambda: gateway.pool.num_waiting == 1)
     routed.cancel()
     assert gateway.pool.num_live == 0

@@ -16,7 +16,7 @@ from openai.types.chat import ChatCompletionChunk
 
 from gateway.app import Gateway, create_app
 from gateway.http_server import BodyWriter
-from gateway.limits import RequestLimits
+from gateway.settings import GatewaySettings
 from shared.errors import Unavailable
 from shared.text import Tokenizer
 from tests.gateway.driving import CHAT, MESSAGES, MakeGateway, events, eventually, ids_of, say
@@ -139,7 +139,7 @@ async def test_a_client_that_does_not_read_is_cancelled_at_the_bound(
     target.max_context_tokens = 10_000_000
     # The kernel takes megabytes for a client before it makes the gateway wait: large steps.
     target.reply = lambda request: itertools.repeat([5] * 1000)
-    gateway = await make_gateway(target, limits=RequestLimits(max_unread_tokens=5000))
+    gateway = await make_gateway(target, settings=GatewaySettings(max_unread_tokens=5000))
     host, port = serve(gateway).removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
     body = orjson.dumps({"model": "fake", "prompt": [5], "max_tokens": 9_000_000, "stream": True})

@@ -13,7 +13,8 @@ import pytest
 from gateway.app import Gateway, create_app
 from gateway.generation import TargetState
 from gateway.http_server import HttpServer, listen
-from gateway.pool import PoolSettings, TargetPool
+from gateway.pool import TargetPool
+from gateway.settings import GatewaySettings
 from gateway.target_link import LinkTiming
 from services.cert_folder import CertFolder
 from shared.tls import ClientTls, ServerTls
@@ -23,7 +24,8 @@ from tests.helpers.fake_target import FakeTarget
 
 @asynccontextmanager
 async def _serving(gateway: Gateway, tls: ServerTls) -> AsyncIterator[str]:
-    server = HttpServer(create_app(gateway), listen("127.0.0.1", 0), tls)
+    settings = GatewaySettings(tls_cert=tls.cert, tls_key=tls.key, http_client_ca=tls.client_ca)
+    server = HttpServer(create_app(gateway), listen("127.0.0.1", 0), settings)
     server.start()
     try:
         yield f"https://127.0.0.1:{server.port}"
@@ -58,9 +60,13 @@ async def test_http_clients_need_a_certificate_where_one_is_asked_for(
 @asynccontextmanager
 async def _pool(target: FakeTarget, tls: ClientTls | None) -> AsyncIterator[TargetPool]:
     timing = LinkTiming(call_timeout_s=10.0, first_backoff_s=0.01, longest_backoff_s=0.05)
-    pool = TargetPool(
-        PoolSettings((target.address,), target.tokenizer_sha256, timing=timing, tls=tls)
+    settings = GatewaySettings(
+        target=(target.address,),
+        target_tls_ca=None if tls is None else tls.ca,
+        target_tls_cert=None if tls is None else tls.cert,
+        target_tls_key=None if tls is None else tls.key,
     )
+    pool = TargetPool(settings, target.tokenizer_sha256, timing)
     pool.start()
     try:
         yield pool

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -11,17 +10,14 @@ from typing import Any
 
 import httpx
 
-from gateway.answer import OpenAnswers
 from gateway.api_keys import Quotas
 from gateway.app import Gateway, create_app
-from gateway.limits import RequestLimits
-from gateway.metrics import GatewayMetrics
 from gateway.model_text import ModelText
-from gateway.pool import PoolSettings, TargetPool
+from gateway.pool import TargetPool
+from gateway.settings import GatewaySettings
 from gateway.target_link import LinkTiming
 from services.target.process import TargetProcess
 from shared.model_files import tokenizer_sha256
-from shared.rpc.lifecycle import Lifecycle
 from tests.gateway.driving import eventually
 from tests.helpers.served import target_process
 
@@ -87,26 +83,11 @@ async def rollout_server(
             opened.push_async_callback(target.stop, grace_s=0.0)
             targets.append(target)
         addresses = tuple(f"127.0.0.1:{each.port}" for each in targets)
-        pool = TargetPool(
-            PoolSettings(
-                addresses=addresses,
-                tokenizer_sha256=sha256,
-                timing=LinkTiming(first_backoff_s=0.01, longest_backoff_s=0.05),
-            )
-        )
-        quotas = Quotas()
-        gateway = Gateway(
-            pool=pool,
-            text=ModelText.read(folder, 100_000),
-            limits=RequestLimits(),
-            metrics=GatewayMetrics(pool, quotas),
-            lifecycle=Lifecycle([]),
-            open_answers=OpenAnswers(),
-            version="0",
-            start_time_s=time.time(),
-            quotas=quotas,
-            target_maintenance=tuple(f"127.0.0.1:{each.admin_port}" for each in targets),
-        )
+        maintenance = tuple(f"127.0.0.1:{each.admin_port}" for each in targets)
+        settings = GatewaySettings(target=addresses, target_maintenance=maintenance)
+        timing = LinkTiming(first_backoff_s=0.01, longest_backoff_s=0.05)
+        pool = TargetPool(settings, sha256, timing)
+        gateway = Gateway(settings, pool, ModelText.read(folder, 100_000), Quotas())
         await gateway.lifecycle.activate()
         pool.start()
         opened.push_async_callback(pool.close)

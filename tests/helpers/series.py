@@ -6,7 +6,8 @@ from prometheus_client import CollectorRegistry
 
 from gateway.api_keys import Quotas
 from gateway.metrics import GatewayMetrics
-from gateway.pool import PoolSettings, TargetPool
+from gateway.pool import TargetPool
+from gateway.settings import GatewaySettings
 from services.draft.metrics import DraftMetrics
 from services.draft.recorder import DraftCounters
 from services.target.metrics import TargetMetrics, WantedMetrics
@@ -25,7 +26,7 @@ def every_series() -> set[str]:
     draft.register(DraftMetrics(DraftCounters(), lambda: {"attached_target_count": 0.0}))
     for registry, prefix in ((target, "outrider_target"), (draft, "outrider_draft")):
         registry.register(WireMetrics(prefix, WireMeter()))
-    gateway = GatewayMetrics(TargetPool(PoolSettings(("a:1",), "")), Quotas()).registry
+    gateway = GatewayMetrics(TargetPool(GatewaySettings(target=("a:1",)), ""), Quotas()).registry
     return {
         family.name + suffix
         for registry in (target, draft, gateway)

@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from gateway.output.parser import CallArguments, OutputParser
 from gateway.output.style import ChatOutput, OutputStyle, ToolCallParser
-from gateway.output.tools import Tool, Toolbox, ToolUse
+from gateway.output.tools import Tool, Toolbox
 from services.target.grammars.source import SpecialTokens, grammar_source
 from services.target.settings import DEMO_MODEL
 from shared.errors import InvalidArgument
@@ -37,7 +37,7 @@ def _schema(properties: dict[str, Any], required: list[str] | None = None) -> di
 
 def _output(family: ToolCallParser, schema: dict[str, Any]) -> ChatOutput:
     tools = (Tool("f", None, schema),)
-    output = OutputStyle(family).output("", Toolbox(tools, ToolUse.REQUIRED, "f"))
+    output = OutputStyle(family).output("", Toolbox(tools, must_call=True, forced_name="f"))
     assert output is not None
     return output
 

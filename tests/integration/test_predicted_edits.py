@@ -10,19 +10,16 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from gateway.answer import OpenAnswers
 from gateway.api_keys import KeyLimits, Quotas
-from gateway.limits import RequestLimits
-from gateway.metrics import GatewayMetrics
 from gateway.model_text import ModelText
-from gateway.pool import PoolSettings, TargetPool
+from gateway.pool import TargetPool
 from gateway.serving import Gateway
+from gateway.settings import GatewaySettings
 from services.target.__main__ import read_settings
 from services.target.engine_factory import build_engine
 from services.target.process import TargetProcess
 from services.target.settings import DEMO_MODEL
 from shared.model_files import tokenizer_sha256
-from shared.rpc.lifecycle import Lifecycle
 from tests.gateway.driving import eventually, http_client
 
 FLAGS = [
@@ -39,17 +36,12 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
     sha256 = tokenizer_sha256(DEMO_MODEL)
     process = TargetProcess(build_engine(settings, lambda report: None), settings, sha256)
     await process.start()
-    pool = TargetPool(PoolSettings((f"127.0.0.1:{process.port}",), sha256))
+    pool = TargetPool(GatewaySettings(target=(f"127.0.0.1:{process.port}",)), sha256)
     quotas = Quotas([], KeyLimits())
     gateway = Gateway(
         pool=pool,
         text=ModelText.read(DEMO_MODEL),
-        limits=RequestLimits(),
-        metrics=GatewayMetrics(pool, quotas),
-        lifecycle=Lifecycle([]),
-        open_answers=OpenAnswers(),
-        version="0",
-        start_time_s=1.0,
+        settings=GatewaySettings(),
         quotas=quotas,
     )
     pool.start()

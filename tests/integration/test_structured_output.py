@@ -11,16 +11,13 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from gateway.answer import OpenAnswers
 from gateway.api_keys import KeyLimits, Quotas
-from gateway.limits import RequestLimits
-from gateway.metrics import GatewayMetrics
 from gateway.model_text import ModelText
-from gateway.pool import PoolSettings, TargetPool
+from gateway.pool import TargetPool
 from gateway.serving import Gateway
+from gateway.settings import GatewaySettings
 from services.target.settings import DEMO_MODEL
 from shared.model_files import tokenizer_sha256
-from shared.rpc.lifecycle import Lifecycle
 from tests.gateway.driving import error_of, events, eventually, http_client
 from tests.helpers.served import target_process
 
@@ -55,17 +52,12 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
     process = target_process(FLAGS)
     await process.start()
     address = f"127.0.0.1:{process.port}"
-    pool = TargetPool(PoolSettings((address,), tokenizer_sha256(DEMO_MODEL)))
+    pool = TargetPool(GatewaySettings(target=(address,)), tokenizer_sha256(DEMO_MODEL))
     quotas = Quotas([], KeyLimits())
     gateway = Gateway(
         pool=pool,
         text=ModelText.read(DEMO_MODEL),
-        limits=RequestLimits(),
-        metrics=GatewayMetrics(pool, quotas),
-        lifecycle=Lifecycle([]),
-        open_answers=OpenAnswers(),
-        version="0",
-        start_time_s=1.0,
+        settings=GatewaySettings(),
         quotas=quotas,
     )
     pool.start()

@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 from gateway.output.parser import CallArguments, CallBegun, OutputParser
 from gateway.output.style import ChatOutput, OutputStyle, ReasoningParser, ToolCallParser
 from gateway.output.tool_formats import FAMILIES
-from gateway.output.tools import Tool, Toolbox, ToolUse
+from gateway.output.tools import Tool, Toolbox
 from services.target.grammars.source import SpecialTokens, grammar_source
 from services.target.settings import DEMO_MODEL
 from shared.grammar import Grammar, GrammarKind
@@ -108,7 +108,7 @@ def _calls(output: ChatOutput, text: str) -> list[tuple[str, str]]:
 def test_required_calls_are_what_the_family_writes_and_nothing_else(
     tokenizer: LLTokenizer, family: ToolCallParser
 ) -> None:
-    toolbox = Toolbox(TOOLS, ToolUse.REQUIRED)
+    toolbox = Toolbox(TOOLS, must_call=True)
     output = OutputStyle(family).output("", toolbox)
     assert output is not None
     grammar = output.grammar(None)
@@ -130,7 +130,7 @@ def test_reasoning_may_come_before_a_required_call(
     is_harmony = family is ToolCallParser.HARMONY
     reasoning = ReasoningParser.HARMONY if is_harmony else ReasoningParser.QWEN3
     output = OutputStyle(family, reasoning).output(
-        "<think>" if starts_inside else "", Toolbox(TOOLS, ToolUse.REQUIRED)
+        "<think>" if starts_inside else "", Toolbox(TOOLS, must_call=True)
     )
     assert output is not None
     grammar = output.grammar(None)

@@ -8,12 +8,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.answer import OpenAnswers
+from gateway.api_keys import Quotas
 from gateway.app import Gateway, create_app
-from gateway.limits import RequestLimits
-from gateway.metrics import GatewayMetrics
 from gateway.model_text import ModelText
-from gateway.pool import PoolSettings, TargetPool
+from gateway.pool import TargetPool
+from gateway.settings import GatewaySettings
 from services.draft.drafter_factory import build_drafter
 from services.draft.process import DraftProcess
 from services.draft.recorder import DraftRecorder
@@ -23,7 +22,6 @@ from services.target.engine_factory import build_engine
 from services.target.process import TargetProcess
 from services.target.settings import TargetSettings
 from shared.model_files import tokenizer_sha256
-from shared.rpc.lifecycle import Lifecycle
 from shared.settings import load_settings
 from shared.telemetry.tracing import current_request_id
 from tests.gateway.driving import eventually
@@ -74,7 +72,7 @@ async def test_gateway_target_and_draft_share_a_trace_and_an_id(folder: Path) ->
     await draft.serve(
         build_drafter(chosen), WorkerIdentity("worker", "ngram", "NGRAM", None, 8, None)
     )
-    pool = TargetPool(PoolSettings((address,), sha256))
+    pool = TargetPool(GatewaySettings(target=(address,)), sha256)
     pool.start()
     lines = _Lines()
     root, level = logging.getLogger(), logging.getLogger().level
@@ -85,12 +83,8 @@ async def test_gateway_target_and_draft_share_a_trace_and_an_id(folder: Path) ->
         gateway = Gateway(
             pool=pool,
             text=ModelText.read(folder),
-            limits=RequestLimits(),
-            metrics=GatewayMetrics(pool),
-            lifecycle=Lifecycle([]),
-            open_answers=OpenAnswers(),
-            version="0",
-            start_time_s=0.0,
+            settings=GatewaySettings(),
+            quotas=Quotas(),
             tracer=spans["gateway"].tracer,
         )
         headers = {"x-request-id": "abc", "traceparent": PARENT}

@@ -20,6 +20,7 @@ from grpc import aio
 from starlette.types import Receive, Scope, Send
 
 from gateway.http_server import HttpServer, listen
+from gateway.settings import GatewaySettings
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.target.v1 import target_service_pb2_grpc as pb_grpc
 from shared.rpc.channel import open_channel
@@ -99,7 +100,7 @@ async def _serve(flags: argparse.Namespace) -> None:
     async with open_channel(flags.target) as channel:
         app = BareGateway(channel)
         relay = asyncio.create_task(app.relay())
-        http = HttpServer(app, listen("127.0.0.1", flags.port))
+        http = HttpServer(app, listen("127.0.0.1", flags.port), GatewaySettings())
         http.start()
         await http.run_until(stop)
         await http.stop(1)

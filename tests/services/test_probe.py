@@ -12,6 +12,7 @@ from grpc import aio
 from starlette.types import Receive, Scope, Send
 
 from gateway.http_server import HttpServer, listen
+from gateway.settings import GatewaySettings
 from services.cert_folder import CertFolder
 from services.probe import has_generated
 from services.serve import parts
@@ -77,7 +78,10 @@ async def _keyed_gateway(scope: Scope, receive: Receive, send: Send) -> None:
 
 async def _is_warm(target: _Target, *flags: str, tls: ServerTls | None = None) -> bool:
     """Returns what the stack of a launch line says of its gateway, which serves with `tls`."""
-    gateway = HttpServer(_keyed_gateway, listen("127.0.0.1", 0), tls)
+    settings = GatewaySettings()
+    if tls is not None:
+        settings = GatewaySettings(tls_cert=tls.cert, tls_key=tls.key, http_client_ca=tls.client_ca)
+    gateway = HttpServer(_keyed_gateway, listen("127.0.0.1", 0), settings)
     gateway.start()
     try:
         async with _serving(target) as port:

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from gateway.app import Gateway
-from gateway.limits import RequestLimits
+from gateway.settings import GatewaySettings
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.text import Tokenizer
 from tests.gateway.driving import (
@@ -219,8 +219,8 @@ async def test_max_tokens_is_required(client: httpx.AsyncClient) -> None:
 
 
 async def test_errors_have_anthropics_types(make_gateway: MakeGateway, target: FakeTarget) -> None:
-    limits = RequestLimits(max_body_bytes=2048)
-    gateway = await make_gateway(target, api_key="sesame", limits=limits)
+    settings = GatewaySettings(max_body_bytes=2048)
+    gateway = await make_gateway(target, api_key="sesame", settings=settings)
     async with http_client(gateway) as client:
         denied = await client.post("/v1/messages", json=BODY, headers={"x-api-key": "open"})
         assert anthropic_error(denied)[:2] == (401, "authentication_error")

@@ -243,7 +243,8 @@ async def test_only_operators_of_this_host_change_weights(old: Path, new: Path) 
         user, operator = keys_from_texts(("user:u", "op:o"), KeyLimits())
         quotas = Quotas((user, replace(operator, scope=Scope.OPERATE)))
         kept = replace(server.gateway, quotas=quotas)
-        opened = replace(kept, remote_operators=True)
+        settings = replace(kept.settings, remote_operators=True, api_key=("op:o",))
+        opened = replace(kept, settings=settings)
         for gateway, host, key, status in (
             (server.gateway, "192.0.2.7", "", 403),
             (kept, "127.0.0.1", "u", 403),

@@ -13,8 +13,9 @@ import pytest_asyncio
 
 from gateway.app import Gateway
 from gateway.metrics import kv_usage_exposition
-from gateway.pool import PoolSettings, TargetPool
+from gateway.pool import TargetPool
 from gateway.process import maintenance_server
+from gateway.settings import GatewaySettings
 from shared.rpc.admin_client import TargetStatus
 from shared.rpc.admin_service import AdminHooks, ProcessInfo
 from shared.rpc.lifecycle import Lifecycle
@@ -96,11 +97,16 @@ async def test_one_token_shows_that_it_generates(
     assert target.submits[0].request.stop_params.max_output_token_count == 1
 
 
+def _maintained(gateway: Gateway, address: str) -> Gateway:
+    settings = dataclasses.replace(gateway.settings, target_maintenance=(address,))
+    return dataclasses.replace(gateway, settings=settings)
+
+
 @pytest.mark.parametrize("method", ["GET", "POST"])
 async def test_flushing_reaches_the_targets_maintenance_port(
     gateway: Gateway, maintenance: str, method: str
 ) -> None:
-    able = dataclasses.replace(gateway, target_maintenance=(maintenance,))
+    able = _maintained(gateway, maintenance)
     async with http_client(able) as client:
         response = await client.request(method, "/flush_cache")
     assert response.json() == {"success": True, "freed_page_count": {maintenance: 7}}
@@ -119,7 +125,7 @@ async def test_flushing_a_port_that_is_no_targets_names_it(
 ) -> None:
     async with _maintenance(AdminHooks(drain=_drain)) as drafts:
         for address, reason in ((target.address, "unimplemented"), (drafts, "prefix_cache_absent")):
-            wrong = dataclasses.replace(gateway, target_maintenance=(address,))
+            wrong = _maintained(gateway, address)
             async with http_client(wrong) as client:
                 status, _, code, message = await error_of(await client.post("/flush_cache"))
             assert (status, code) == (501, reason)
@@ -195,7 +201,7 @@ async def test_every_route_is_described(client: httpx.AsyncClient) -> None:
 
 def test_the_share_of_kv_tokens_held_has_vllms_name() -> None:
     status = TargetStatus("", 0, None, (), 1, 1, 0, 1, 400, 100, False)
-    pool = TargetPool(PoolSettings(("127.0.0.1:1",), "x"))
+    pool = TargetPool(GatewaySettings(target=("127.0.0.1:1",)), "x")
     assert kv_usage_exposition(pool, []) == b""
     lines = kv_usage_exposition(
         pool, [status, dataclasses.replace(status, num_used_tokens=300)]

@@ -12,7 +12,7 @@ from llguidance import LLMatcher
 from gateway.output.held_schema import held_schema
 from gateway.output.style import ChatOutput, OutputStyle, ReasoningParser, ToolCallParser
 from gateway.output.tagged_calls import TAGS
-from gateway.output.tools import Tool, Toolbox, ToolUse
+from gateway.output.tools import Tool, Toolbox
 from gateway.sampling import HeldOutput, held_output
 from shared.errors import InvalidArgument
 
@@ -155,6 +155,6 @@ def test_a_schema_may_refer_to_itself(parser: ToolCallParser) -> None:
 
 
 def _held(parser: ToolCallParser, schema: Any) -> HeldOutput:
-    toolbox = Toolbox((Tool("pick", None, schema),), ToolUse.REQUIRED)
+    toolbox = Toolbox((Tool("pick", None, schema),), must_call=True)
     style = OutputStyle(parser, ReasoningParser.NONE)
     return held_output(None, ChatOutput(style, toolbox, False))

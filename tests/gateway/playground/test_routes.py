@@ -9,7 +9,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.playground.routes import read_page
 from tests.gateway.driving import MakeGateway, http_client
 from tests.helpers.fake_target import FakeTarget
 
@@ -59,11 +58,12 @@ async def test_the_policy_keeps_the_page_to_this_server(
 
 
 def test_nothing_comes_from_elsewhere() -> None:
-    for name, file in read_page().items():
-        addresses = set(re.findall(rb"(?:https?:)?//[\w.-]+\.\w+", file.content))
-        assert addresses <= {b"http://www.w3.org"}, name
+    for file in FOLDER.iterdir():
+        content = file.read_bytes()
+        addresses = set(re.findall(rb"(?:https?:)?//[\w.-]+\.\w+", content))
+        assert addresses <= {b"http://www.w3.org"}, file.name
         # The policy would refuse these, quietly.
-        assert not re.search(rb"<[a-z][^>]* (?:style|on\w+)=", file.content), name
+        assert not re.search(rb"<[a-z][^>]* (?:style|on\w+)=", content), file.name
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,6 @@ def test_nothing_comes_from_elsewhere() -> None:
         "/playground//etc/passwd",
         "/playground/page/index.html",
         "/playground/",
-        "/playground/main.js/",
         "/playground/main.js%00",
     ],
 )

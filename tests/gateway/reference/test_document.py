@@ -9,8 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.app import Gateway
 from gateway.reference.document import DocumentedApp, SchemaField, Type, fields, types
-from tests.gateway.driving import CHAT
+from tests.gateway.driving import CHAT, http_client
 
 _DOCUMENTS: list[dict[str, Any]] = []
 
@@ -34,9 +35,10 @@ async def test_no_route_claims_fastapis_own_status_for_a_wrong_body(
 
 @pytest.mark.parametrize("path", ["/openapi.json", "/docs"])
 async def test_making_the_document_holds_up_no_other_request(
-    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str
+    client: httpx.AsyncClient, gateway: Gateway, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    document = await _document(client)
+    async with http_client(gateway) as other:  # an application keeps the one it has made
+        document = await _document(other)
     others_are_answered = threading.Event()
     documents: list[bool] = []
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.limits import StoreLimits
-from gateway.responses.store import CONVERSATION, ResponseStore, StoredResponse
+from gateway.responses.store import CONVERSATION, RESPONSE, ResponseStore, StoredResponse
 from shared.errors import InvalidArgument, NotFound, SettingsError
 
 
@@ -30,7 +29,7 @@ async def kept(store: ResponseStore, owner: str, numbers: range) -> list[int]:
 
 
 async def test_the_oldest_goes_of_whoever_keeps_most() -> None:
-    store = ResponseStore(limits=StoreLimits(max_bytes=10_000))
+    store = ResponseStore(max_bytes=10_000)
     await store.put("bob", stored(0, "x" * 1000))
     for number in range(1, 20):
         await store.put("alice", stored(number, "é" * 500))
@@ -42,13 +41,13 @@ async def test_the_oldest_goes_of_whoever_keeps_most() -> None:
 
 
 async def test_what_is_too_large_by_itself_is_not_kept() -> None:
-    store = ResponseStore(limits=StoreLimits(max_bytes=1000))
+    store = ResponseStore(max_bytes=1000)
     await store.put("alice", stored(0, "x" * 2000))
     assert await store.num_bytes() == 0
 
 
 async def test_a_conversation_that_grows_too_large_goes() -> None:
-    store = ResponseStore(limits=StoreLimits(max_bytes=1000))
+    store = ResponseStore(max_bytes=1000)
     await store.put_entry("alice", {"id": "conv_0"}, [])
     await store.append("alice", "conv_0", [{"id": "msg_0", "text": "x" * 2000}])
     with pytest.raises(NotFound):
@@ -57,7 +56,7 @@ async def test_a_conversation_that_grows_too_large_goes() -> None:
 
 async def test_what_is_old_is_gone() -> None:
     now = 1000.0
-    store = ResponseStore(limits=StoreLimits(max_age_s=10.0), now=lambda: now)
+    store = ResponseStore(max_age_s=10.0, now=lambda: now)
     await store.put("alice", stored(0))
     now = 1011.0
     assert await kept(store, "alice", range(1)) == []
@@ -70,13 +69,13 @@ async def test_a_chain_that_lost_its_beginning_is_not_continued() -> None:
     await store.put("alice", stored(0))
     await store.put("alice", stored(1, previous_response_id="resp_0"))
     assert [item["id"] for item in await store.turns("alice", "resp_1")] == ["msg_0", "msg_1"]
-    await store.delete("alice", "resp_0")
+    await store.delete("alice", "resp_0", RESPONSE)
     with pytest.raises(NotFound, match="resp_0"):
         await store.turns("alice", "resp_1")
 
 
 async def test_a_chain_is_bounded() -> None:
-    store = ResponseStore(limits=StoreLimits(max_history_bytes=1000))
+    store = ResponseStore(max_history_bytes=1000)
     await store.put("alice", stored(0, "x" * 600))
     await store.put("alice", stored(1, "x" * 600, previous_response_id="resp_0"))
     assert len(await store.turns("alice", "resp_0")) == 1

@@ -16,7 +16,7 @@ import torch
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gateway.target_codec import events_from_response
+from gateway.target_link import events_from_response
 from services.target.drafts import feature_store
 from services.target.drafts.speculation_service import Context, SpeculationServicer
 from services.target.engine import Engine

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway import generation
-from gateway.target_codec import events_from_response
+from gateway.target_link import events_from_response
 from services.target.requests.request import Event, Finished
 from services.target.requests.request_messages import session_responses
 from shared.errors import QueueFull
