@@ -67,7 +67,7 @@ def test_what_a_tokenizer_puts_before_a_text_has_no_characters(tokenizer: Tokeni
     choice = Choice(0, tokenizer, TextOptions())
     (word,) = tokenizer.encode_word("the")
     choice.prompt_scores.append(TokenLogprobs(-0.5, 1, ()))
-    generation = Generation([0, word], SamplingParams(), StopParams(1))
+    generation = Generation("r", [0, word], SamplingParams(), StopParams(1))
     plan = Plan("r", 0, "m", (generation,), 1, TextOptions(), echoed_texts=("the",))
     scores = echoed_logprobs(plan, choice, (), tokenizer)
     assert scores["text_offset"] == [0, 0]
