@@ -19,14 +19,16 @@ class Inbox:
 
     Posting never waits for the engine and drops nothing. What asks for work is refused when the
     inbox is full or closed; what ends work never is, or the engine would go on with what nobody
-    waits for.
+    waits for. Calls have a bound of their own: however much peers have sent, operators are
+    answered behind it.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._num_calls = 0  # that wait
         self._refusal: Callable[[], OutriderError] | None = None
-        self._closing = threading.Lock()
+        self._lock = threading.Lock()
 
     def post(self, command: Command) -> None:
         """Queues a command.
@@ -35,12 +37,8 @@ class Inbox:
             QueueFull: the engine is that far behind.
             OutriderError: the inbox is closed; see `close`.
         """
-        with self._closing:
-            if self._refusal is not None:
-                raise self._refusal()
-            num_waiting = self._commands.qsize()
-            if num_waiting >= self._capacity:
-                raise QueueFull.of(num_waiting, self._capacity)
+        with self._lock:
+            self._check(self._commands.qsize() - self._num_calls)
             self._commands.put(command)
 
     def post_end(self, command: Command) -> None:
@@ -55,18 +53,21 @@ class Inbox:
         Args:
             refusal: the error for later submissions; that of the first `close` counts.
         """
-        with self._closing:
+        with self._lock:
             self._refusal = self._refusal or refusal
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Queues a function and returns the future of its result.
 
         Raises:
-            OutriderError: see `post`.
+            QueueFull: as many calls wait as commands may.
+            OutriderError: the inbox is closed; see `close`.
         """
         future: Future[T] = Future()
 
         def run() -> None:
+            with self._lock:
+                self._num_calls -= 1
             if not future.set_running_or_notify_cancel():
                 return
             try:
@@ -74,7 +75,10 @@ class Inbox:
             except Exception as error:  # handed to the caller, who waits for it
                 future.set_exception(error)
 
-        self.post(run)
+        with self._lock:
+            self._check(self._num_calls)
+            self._num_calls += 1
+            self._commands.put(run)
         return future
 
     def run_all(self, *, wait_s: float | None = 0.0) -> None:
@@ -87,3 +91,9 @@ class Inbox:
                 return
             is_waiting = False
             command()
+
+    def _check(self, num_waiting: int) -> None:
+        if self._refusal is not None:
+            raise self._refusal()
+        if num_waiting >= self._capacity:
+            raise QueueFull.of(num_waiting, self._capacity)

@@ -31,6 +31,20 @@ def test_full_inbox_refuses_work_and_takes_its_end() -> None:
     assert ran == [0, 1, 2]
 
 
+def test_calls_and_commands_leave_each_other_room() -> None:
+    inbox, ran = Inbox(2), []
+    for number in range(2):
+        inbox.post(lambda number=number: ran.append(number))
+    calls = [inbox.call(lambda: list(ran)) for _ in range(2)]
+    for ask in (inbox.post, inbox.call):
+        with pytest.raises(QueueFull, match="the queue holds 2"):
+            ask(lambda: None)
+    inbox.run_all()
+    assert [each.result(timeout=0) for each in calls] == [[0, 1], [0, 1]]
+    inbox.call(lambda: None)
+    inbox.post(lambda: None)
+
+
 def test_what_a_call_raises_reaches_its_caller() -> None:
     inbox = Inbox(2)
 

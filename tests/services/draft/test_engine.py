@@ -180,6 +180,22 @@ def test_a_full_queue_refuses_events_but_never_the_end_of_a_link(
     engine.stop()
 
 
+def test_an_operator_is_answered_while_verdicts_fill_the_queue(drafter: ScriptedDrafter) -> None:
+    engine = _engine(drafter, max_waiting_events=2)
+    link = engine.open_link(TERMS, lambda output: None)
+    verdict = Verdict(1, 0, Outcome.MISSED, (), (9,), 7)
+    engine.submit(RoundsDecided(link, (RoundResult(verdict),)))
+    with pytest.raises(QueueFull):
+        engine.submit(RoundsDecided(link, (RoundResult(verdict),)))
+    flushed = engine.flush_prefix_cache()
+    pinned = engine.set_shape(TreeShape(4, 1, 5), is_pinned=True)
+    engine.start()
+    assert flushed.result(WAIT_S) == 7
+    pinned.result(WAIT_S)
+    assert engine.shape.num_steps == 4
+    engine.stop()
+
+
 def test_a_failing_drafter_stops_the_engine_and_answers_everyone(
     drafter: ScriptedDrafter, caplog: pytest.LogCaptureFixture
 ) -> None:
