@@ -100,6 +100,8 @@ class MappedHeads:
         """A link has ended."""
         for each in self._shares:
             if each.link == link:
+                if each.worker is not None:
+                    each.worker.abandon()
                 each.link = each.worker = None
 
     @contextmanager

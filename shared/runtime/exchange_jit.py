@@ -17,34 +17,40 @@ def _now_ns():  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _wait_for(address, count, limit_us):  # type: ignore[no-untyped-def]
-    """Waits until a counter is at least `count`; returns what it was last."""
-    counter = address.to(tl.pointer_type(tl.int32))
+def _wait_for(counter, count, limit_us, gone):  # type: ignore[no-untyped-def]
+    """Waits until a counter is at least `count`, or the host says that the peer has gone; returns
+    what the counter was last."""
     end = _now_ns() + limit_us.to(tl.int64) * 1000
     seen = tl.atomic_add(counter, 0, sem="acquire", scope="sys")
     now = end - 1
-    while (seen < count) & (now < end):
+    has_gone = tl.load(gone, volatile=True)
+    while (seen < count) & (now < end) & (has_gone == 0):
         seen = tl.atomic_add(counter, 0, sem="acquire", scope="sys")
         now = _now_ns()
+        has_gone = tl.load(gone, volatile=True)
     return seen
 
 
 @triton.jit(do_not_specialize=["go", "done", "late", "forgiven", "count", "limit_us"])
 def exchange(go, done, late, forgiven, count, limit_us):  # type: ignore[no-untyped-def]
     """The target's side of a round: raises `go` to its number, and waits for `done`. Where that
-    takes too long, the number is noted in `late`. Nothing is waited for once a later round than
-    `forgiven` is noted there: rounds are queued before the host knows that one was late."""
-    tl.atomic_xchg(go.to(tl.pointer_type(tl.int32)), count, sem="release", scope="sys")
-    noted = late.to(tl.pointer_type(tl.int32))
-    limit_us = tl.where(tl.load(noted) == forgiven, limit_us, 0)
-    seen = _wait_for(done, count, limit_us)
-    tl.store(noted, count, mask=seen < count)
+    takes too long, or the head has failed, see `FAILED`, the number is noted in `late`. Nothing is
+    waited for once a later round than `forgiven` is noted there: rounds are queued before the host
+    knows that one was late. Next to `late` the host says whether the head has gone."""
+    pointer = tl.pointer_type(tl.int32)
+    tl.atomic_xchg(go.to(pointer), count, sem="release", scope="sys")
+    noted, counters = late.to(pointer), done.to(pointer)
+    limit_us = tl.where(tl.load(noted, volatile=True) == forgiven, limit_us, 0)
+    seen = _wait_for(counters, count, limit_us, noted + 1)
+    failed = tl.atomic_add(counters + 1, 0, sem="acquire", scope="sys")
+    tl.store(noted, count, mask=(seen < count) | (failed == count))
 
 
-@triton.jit(do_not_specialize=["go", "count", "limit_us"])
-def await_go(go, current, count, limit_us):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["go", "gone", "count", "limit_us"])
+def await_go(go, gone, current, count, limit_us):  # type: ignore[no-untyped-def]
     """The head's side: waits for `go`, and keeps the number for `raise_done`."""
-    _wait_for(go, count, limit_us)
+    pointer = tl.pointer_type(tl.int32)
+    _wait_for(go.to(pointer), count, limit_us, gone.to(pointer))
     tl.store(current, count)
 
 

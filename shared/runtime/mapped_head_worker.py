@@ -22,6 +22,7 @@ from shared.models.heads.feature_spec import FeatureSpec
 from shared.runtime.graphs import capturing
 from shared.runtime.mapped_rounds import (
     DONE,
+    FAILED,
     GO,
     MappedLayout,
     MappedRound,
@@ -29,6 +30,7 @@ from shared.runtime.mapped_rounds import (
     PrepareMapped,
     wait_for_round,
 )
+from shared.runtime.memory import Shortage
 from shared.runtime.outcome_chains import MAX_LANES_AHEAD, OutcomeChains
 from shared.runtime.ring_memory import OpenedMemory, RingUnavailable, open_memory
 from shared.runtime.round_batches import RoundBatches, SizedShape, state_of_shape
@@ -180,6 +182,7 @@ class MappedHeadWorker:
         gather = None if self._features is None else self._features.gather
         self._catch_up = CatchUp(model, gather)
         self._round = command.last_round
+        self._gone = torch.zeros(1, dtype=torch.int32, pin_memory=self._is_cuda)
         self._current = torch.zeros(1, dtype=torch.int32, device=device)
         self._graph_memory: Any = torch.cuda.graph_pool_handle() if self._is_cuda else None
         # A copy of the target's.
@@ -209,6 +212,10 @@ class MappedHeadWorker:
         """What is queued on the current stream from now on waits for the rounds queued so far."""
         if self.stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self.stream)
+
+    def abandon(self) -> None:
+        """The target has gone: nothing that is queued waits for it."""
+        self._gone[0] = 1
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
@@ -249,9 +256,17 @@ class MappedHeadWorker:
 
     @torch.inference_mode()
     def take(self, command: MappedRound) -> None:
-        """Queues a round: waits for the target, computes the backlogs, grows the trees."""
+        """Queues a round: waits for the target, computes the backlogs, grows the trees. Where there
+        is no memory for that, the round has no trees, and the target asks again a little later."""
         with self._on_stream():
-            self._take(command)
+            try:
+                self._take(command)
+            except RuntimeError as error:
+                logger.warning("no trees for a round of a target: %s", Shortage.of(error))
+                self._prepared = None
+                self._await_go()
+                self._memory.write(FAILED, self._current)
+                self._raise_done()
 
     def _take(self, command: MappedRound) -> None:
         self._round += 1
@@ -310,9 +325,10 @@ class MappedHeadWorker:
                 chains.prepare(rounds.code, nobody, kind)
             elif chains is not None:
                 chains.select(nobody)
-            graph = rounds.graphs[key] = torch.cuda.CUDAGraph()
+            graph = torch.cuda.CUDAGraph()
             with capturing(graph, self._graph_memory, self.stream):
                 self._queue(rounds, *key)
+            rounds.graphs[key] = graph
         return graph
 
     def _queue(self, rounds: _Rounds, num_slots: int, sampling: RoundSampling, part: _Part) -> None:
@@ -370,9 +386,8 @@ class MappedHeadWorker:
         if self._is_cuda:
             from shared.runtime.exchange_jit import await_go
 
-            await_go[(1,)](
-                self._memory.pointer + GO, self._current, self._round, LONGEST_WAIT_US, num_warps=1
-            )
+            places = self._memory.pointer + GO, self._gone.data_ptr(), self._current
+            await_go[(1,)](*places, self._round, LONGEST_WAIT_US, num_warps=1)
             return
         self._current[0] = self._round
         go = torch.zeros(1, dtype=torch.int32)
@@ -381,7 +396,7 @@ class MappedHeadWorker:
             self._memory.copy(GO, go)
             return int(go[0])
 
-        wait_for_round(self._round, counter, LONGEST_WAIT_US / 1e6)
+        wait_for_round(self._round, counter, LONGEST_WAIT_US / 1e6, self._gone)
 
     def _raise_done(self) -> None:
         if self._is_cuda:

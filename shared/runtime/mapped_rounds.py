@@ -3,7 +3,9 @@
 The target owns all of it, and the head's process maps it. The target writes the state of the lanes
 and the features; the head writes trees. Two counters order the two: the target raises `GO` once all
 that the head reads of a round is written, and the head raises `DONE` behind its trees. Each side
-waits for the other's counter on its device's stream, so no host is between two rounds.
+waits for the other's counter on its device's stream, so no host is between two rounds. A head that
+cannot draft in a round, because it has no memory for it, says so in `FAILED`, and raises `DONE` all
+the same; whoever has gone is not waited for.
 
 Nothing that the head writes can change a token: the target reads each tree once, into memory of its
 own, and mends what is not a tree.
@@ -40,14 +42,16 @@ from shared.runtime.tree_model import verification_for
 from shared.tokens import TreeShape
 
 _ALIGNMENT = 256
-GO, DONE = 0, _ALIGNMENT
-"""Where the counters are, int32 each, in bytes."""
+GO, DONE, FAILED = 0, _ALIGNMENT, _ALIGNMENT + 4
+"""Where the counters are, and the number of the last round that the head could not draft in, int32
+each, in bytes."""
+_LATE, _GONE = 0, 1
 _NUM_SAMPLING_COLUMNS = 4
 _SHORTEST_NAP_S = 2e-5
 _NAP_SHARE = 1 / 16
 
 
-def wait_for_round(number: int, read: Callable[[], int], longest_s: float) -> bool:
+def wait_for_round(number: int, read: Callable[[], int], longest_s: float, gone: Tensor) -> bool:
     """Waits on the host until a counter has come to a round; returns whether it has in time.
 
     The longer it has waited, the longer it sleeps before it reads the counter again: whoever is
@@ -55,11 +59,12 @@ def wait_for_round(number: int, read: Callable[[], int], longest_s: float) -> bo
 
     Args:
         read: returns the counter.
+        gone: `[1]`, not 0 once the peer has gone.
     """
     began_s = time.monotonic()
     while read() < number:
         waited_s = time.monotonic() - began_s
-        if waited_s >= longest_s:
+        if waited_s >= longest_s or gone[0]:
             return False
         time.sleep(max(_SHORTEST_NAP_S, waited_s * _NAP_SHARE))
     return True
@@ -254,10 +259,9 @@ class MappedHead:
         self.is_open = self.is_broken = False
         self._is_warming_up = True
         self._round_s: RoundSeconds | None = None
-        # Of the last round whose trees came too late.
-        is_cuda = device.type == "cuda"
-        self._late = torch.zeros(1, dtype=torch.int32, pin_memory=is_cuda)
-        self._is_cuda = is_cuda
+        self._is_cuda = is_cuda = device.type == "cuda"
+        # The last round whose trees did not come in time, and whether the process has gone.
+        self._notes = torch.zeros(2, dtype=torch.int32, pin_memory=is_cuda)
 
     def shape(self, tree: TreeShape, max_context_tokens: int) -> RoundShape:
         """See `TreePlace.shape`."""
@@ -272,6 +276,7 @@ class MappedHead:
         """Has a process map the memory and prepare for rounds."""
         self._send, self.is_open, self.is_broken = send, True, False
         self._is_warming_up, self._backlogs = True, []
+        self._notes[_GONE] = 0
         self.forgive()
         opening = OpenMapped(self._memory.address, self._features, self._shapes, self._round)
         self._tell(opening, *prepared)
@@ -279,6 +284,11 @@ class MappedHead:
     def close(self) -> None:
         """The process has left; another one may come."""
         self._send, self.is_open, self.is_broken = _nobody, False, True
+
+    def abandon(self) -> None:
+        """Ends the waits of all rounds under way, and of those to come until `open`: the process
+        has gone. From any thread, as the engine's may wait for one of these rounds."""
+        self._notes[_GONE] = 1
 
     def warmed_up(self, round_s: RoundSeconds | None) -> None:
         """See `HeadPlace.warmed_up`: late trees count from now on."""
@@ -289,7 +299,8 @@ class MappedHead:
     def is_late(self) -> bool:
         """Whether trees did not come in time since `forgive`, or the process is not heard any
         more."""
-        return self.is_broken or int(self._late[0]) != self._late_before
+        late, gone = self._notes.tolist()
+        return self.is_broken or bool(gone) or late != self._late_before
 
     @property
     def has_caught_up(self) -> bool:
@@ -305,7 +316,7 @@ class MappedHead:
 
     def forgive(self) -> None:
         """Rounds begin anew: what was late does not count."""
-        self._late_before = int(self._late[0])
+        self._late_before = int(self._notes[_LATE])
 
     def verification(self, shape: RoundShape) -> Callable[..., RoundVerification]:
         """See `TreePlace.verification`."""
@@ -357,16 +368,16 @@ class MappedHead:
         if self._is_cuda:
             from shared.runtime.exchange_jit import exchange
 
-            start = memory.data_ptr()
-            exchange[(1,)](
-                start + GO, start + DONE, self._late.data_ptr(), self._late_before,
-                self._round, limit_us, num_warps=1,
-            )  # fmt: skip
+            start, notes = memory.data_ptr(), self._notes.data_ptr()
+            places, numbers = (start + GO, start + DONE, notes), (self._late_before, self._round)
+            exchange[(1,)](*places, *numbers, limit_us, num_warps=1)
             return
         counters = memory.view(torch.int32)
         counters[GO // 4] = self._round
-        if not wait_for_round(self._round, lambda: int(counters[DONE // 4]), limit_us / 1e6):
-            self._late[0] = self._round
+        gone, limit_s = self._notes[_GONE:], limit_us / 1e6
+        is_done = wait_for_round(self._round, lambda: int(counters[DONE // 4]), limit_s, gone)
+        if not is_done or int(counters[FAILED // 4]) == self._round:
+            self._notes[_LATE] = self._round
 
 
 def _nobody(_: Sequence[MappedCommand]) -> bool:

@@ -426,6 +426,12 @@ class Attachment:
         size = len(self.sequence_ids) + 1
         return size * max(self.timeout.response_s or 0.0, SHORTEST_RESPONSE_S), size
 
+    def abandon(self) -> None:
+        """Its stream has ended: no round on the device waits for its trees any more. From any
+        thread."""
+        if self.mapped is not None:
+            self.mapped.head.abandon()
+
     def is_silent(self, now_s: float) -> bool:
         """Whether it does not answer, and is not tried again yet."""
         return self.timeout.has_no_chance(now_s)

@@ -281,6 +281,8 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
             raise
         finally:
             self._streams.pop(attachment_id, None)
+            # Before the engine hears of it: its thread may wait for a round of that draft.
+            draft.attachment.abandon()
             self._engine.detach(attachment_id)
             self._handshake.release(draft)
             logger.info("draft %s detached from %s: %s", attach.worker_id, attachment_id, cause)

@@ -285,11 +285,12 @@ class HeadSteps(RoundSteps[HeadLanes]):
         lanes, self._draws, self._reading = self._lanes, True, {}
         if lanes is None:
             return
-        running = self._scheduler.running
+        running, is_late = self._scheduler.running, self._is_head_late(lanes)
         suited = [each for each in running if lanes.holds(each) or lanes.suits(each)]
         if not suited:
+            self._draws = not is_late  # for who is admitted in this turn
             return
-        shape = None if self._is_head_late(lanes) else self._choose(lanes, suited)
+        shape = None if is_late else self._choose(lanes, suited)
         if shape is None:
             self._draws = False
             self.settle()

@@ -44,6 +44,9 @@ class _Worker:
     def take(self, command: MappedRound) -> None:
         self.events.append(command)
 
+    def abandon(self) -> None:
+        self.events.append("abandoned")
+
     def hold_caller(self) -> None:
         self.events.append("hold")
 
@@ -96,6 +99,7 @@ def test_targets_have_pages_and_workers_of_their_own(monkeypatch: pytest.MonkeyP
     assert [worker.events.count(ROUND) for worker in workers] == [1, 2]
     # Who comes next has the pages of the one that left, behind whatever that one queued.
     heads.close(1)
+    assert workers[0].events[-1] == "abandoned"
     assert open_link(4) == MappedHeadReady(4, (1, 2, 3))
     assert [worker.stream for worker in workers] == ["stream 0", "stream 1", "stream 0"]
     with heads.between_rounds():

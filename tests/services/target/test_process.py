@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gateway.target_link import events_from_response
 from services.target.drafts import feature_store
+from services.target.drafts.attachment import Attachment
 from services.target.drafts.speculation_service import Context, SpeculationServicer
 from services.target.engine import Engine
 from services.target.engine_factory import build_engine
@@ -595,6 +596,21 @@ async def test_attached_draft_is_known_before_it_hears_of_it(folder: Path) -> No
     assert [each.attachment.identity.worker_id for each in statuses.result(timeout=0)] == ["w"]
     assert (await anext(stream)).HasField("drain")
     await stream.aclose()
+    engine.step()
+    assert engine.draft_algorithms == ()
+
+
+async def test_a_stream_that_ends_is_told_to_whoever_waits_for_its_trees(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's thread, which detaches drafts, may be the one that waits."""
+    engine, servicer = _servicer(folder)
+    stream, left = await _attached(servicer), list[str]()
+    monkeypatch.setattr(Attachment, "abandon", lambda draft: left.append(draft.identity.worker_id))
+    engine.step()
+    await stream.aclose()
+    assert left == ["w"]
+    assert engine.draft_algorithms == ("",)
     engine.step()
     assert engine.draft_algorithms == ()
 

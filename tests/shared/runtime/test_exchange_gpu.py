@@ -12,13 +12,14 @@ LIMIT_US = 20_000
 def test_rounds_behind_a_late_one_wait_for_nothing() -> None:
     from shared.runtime.exchange_jit import exchange
 
-    go, done = torch.zeros(2, dtype=torch.int32, device="cuda")
-    late = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    go, done, _failed = torch.zeros(3, dtype=torch.int32, device="cuda")
+    notes = torch.zeros(2, dtype=torch.int32, pin_memory=True)
+    late = notes[0]
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(6)]  # type: ignore[no-untyped-call]
 
     def queue(number: int, forgiven: int) -> None:
         exchange[(1,)](
-            *(go.data_ptr(), done.data_ptr(), late.data_ptr(), forgiven, number, LIMIT_US),
+            *(go.data_ptr(), done.data_ptr(), notes.data_ptr(), forgiven, number, LIMIT_US),
             num_warps=1,
         )
         marks[number].record()

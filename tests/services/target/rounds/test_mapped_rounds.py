@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,15 +39,19 @@ class _Setup:
 
     def __init__(self, pair: Pair) -> None:
         self.reports: list[StepReport] = []
-        ticks = itertools.count()
+        self.now_s = 0.0
         self.engine: Engine = build_engine(
             pair.decoder,
             on_step=self.reports.append,
             selects=True,
             max_running=6,
-            clock=lambda: next(ticks) / 1000.0,
+            clock=self._clock,
         )
         self._pair, self.drafts = pair, list[MappedDraft]()
+
+    def _clock(self) -> float:
+        self.now_s += 0.001
+        return self.now_s
 
     def attach(
         self,
@@ -139,6 +143,64 @@ def test_a_frozen_head_costs_plain_steps_until_it_has_thawed(
         draft.attachment.mapped.head._longest_us = 10_000_000
         assert setup.answers(SAMPLINGS[0]) == _plain(pair, SAMPLINGS[0])
         assert setup.num_rounds > 0
+
+
+def test_a_head_that_cannot_draft_is_asked_again_a_second_after_it_can(pair: Pair) -> None:
+    with _setup(pair) as setup:
+        draft = setup.attach()
+
+        def fail(_: Tensor) -> Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        draft.spoils = fail
+        while setup.now_s < 3.0:
+            assert setup.answers(SAMPLINGS[0]) == _plain(pair, SAMPLINGS[0])
+        draft.spoils, num_before, able_s = (lambda trees: trees), len(draft.commands), setup.now_s
+        num_asked = sum(isinstance(each, MappedRound) for each in draft.commands)
+        assert 0 < num_asked < 10, "the pause doubles up to a second"
+        while len(draft.commands) == num_before:
+            setup.answers(SAMPLINGS[0])
+            assert setup.now_s < able_s + 1.2, "answers take 0.2 s"
+        assert setup.answers(SAMPLINGS[0]) == _plain(pair, SAMPLINGS[0])
+        assert setup.num_accepted > 0
+
+
+class _Time:
+    """The time of a wait on the host, in which something happens to the draft.
+
+    Attributes:
+        event: called in the first nap.
+    """
+
+    def __init__(self, event: Callable[[], None]) -> None:
+        self.waited_s, self.event = 0.0, event
+
+    def monotonic(self) -> float:
+        return self.waited_s
+
+    def sleep(self, seconds: float) -> None:
+        self.waited_s += seconds
+        event, self.event = self.event, lambda: None
+        event()
+
+
+def test_a_head_that_has_gone_is_not_waited_for(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _setup(pair) as setup:
+        draft = setup.attach()
+
+        def go() -> None:
+            """The stream ends, which another thread notices."""
+            draft.attachment.abandon()
+            setup.engine.detach("draft")
+
+        setup.answers(SAMPLINGS[0])
+        draft.is_frozen, time = True, _Time(go)
+        monkeypatch.setattr(mapped_rounds, "time", time)
+        assert setup.answers(SAMPLINGS[0]) == _plain(pair, SAMPLINGS[0])
+        assert 0.0 < time.waited_s < 0.001
+        assert not setup.engine.statuses_now()
 
 
 def test_what_late_trees_cost_is_not_held_against_a_shape(
