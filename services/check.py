@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from services.draft.model_folder import check_no_states
+from services.draft.drafter_factory import check_no_states
 from services.ranks import Ranks
 from services.serve import ready_line
 from services.serve_plan import Plan, PlannedDraft

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from services.draft.drafter_factory import build_drafter, use_device, worker_identity
 from services.draft.drafters.drafter import Drafter
+from services.draft.drafters.model_factory import Host
 from services.draft.drafters.multi_layer import MultiLayerDrafter
-from services.draft.drafters.placement import Host
 from services.draft.drafters.table_service import borrowed_tensors
 from services.draft.engine import DraftEngine
 from services.draft.events import (

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from services.draft.algorithm import Algorithm
-from services.draft.model_folder import feature_layers
+from services.draft.drafter_factory import feature_layers
 from services.draft.settings import MOST_PAGE_TOKENS, DraftSettings, with_local_models
 from services.target.settings import (
     NO_DRAFT,

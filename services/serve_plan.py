@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from gateway.settings import GatewaySettings
 from services.cert_folder import CertFolder
 from services.draft.algorithm import Algorithm
+from services.draft.drafter_factory import target_vocabulary
 from services.draft.learner.settings import TAUGHT, LearnerSettings
-from services.draft.model_folder import target_vocabulary
 from services.draft.settings import DraftSettings, with_local_models
 from services.embedded_settings import embedded_settings, with_target_tokenizer
 from services.serve_line import DRAFT, GATEWAY, TARGET, Line, take_apart

@@ -93,7 +93,7 @@ def _followers(settings: DraftSettings) -> Followers | None:
     if settings.tp_size == 1:
         return None
     # A worker without a model runs where torch is not installed.
-    from services.draft.drafters.standalone import start_followers
+    from services.draft.drafters.model_factory import start_followers
 
     return start_followers(settings)
 

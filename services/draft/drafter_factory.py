@@ -1,4 +1,4 @@
-"""Builds the drafter that the settings name."""
+"""Builds the drafter that the settings name; reads what configs and tokenizers say of it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from services.draft.drafters.drafter import Drafter, DrafterLimits
 from services.draft.drafters.ngram import NgramDrafter
 from services.draft.settings import DraftSettings
 from services.draft.worker import WorkerIdentity
-from shared.errors import SettingsError
+from shared.errors import CheckpointError, SettingsError
 from shared.hub import shown_name
 from shared.model_files import tokenizer_sha256
+from shared.vocabulary_map import VocabularyMap, read_vocabulary_map
 
 if TYPE_CHECKING:
-    from services.draft.drafters.placement import Host
+    from services.draft.drafters.model_factory import Host
     from services.followers import Followers
 
 Encode = Callable[[str], list[int]]
@@ -103,34 +104,18 @@ def build_drafter(
     """
     if settings.speculative_algorithm is Algorithm.NGRAM:
         return _build_ngram(settings)
-    from services.draft.drafters.placement import Host
+    from services.draft.drafters.model_factory import Host, build_model_drafter
     from shared.runtime.memory import CacheTooSmall, refusing_shortage
 
     host = host or Host()
     try:
         with refusing_shortage(host.no_memory):
-            return _build_model_drafter(settings, host, followers)
+            return build_model_drafter(settings, host, followers)
     except CacheTooSmall as error:
         if host.cache is None:
             raise
         # The target has taken its share first, so that is the one to lower.
         raise SettingsError((host.no_memory(error.shortage),)) from error
-
-
-def _build_model_drafter(
-    settings: DraftSettings, host: Host, followers: Followers | None
-) -> Drafter:
-    if settings.algorithm is Algorithm.DFLASH:
-        from services.draft.drafters.dflash import build_dflash
-
-        return build_dflash(settings, host)
-    if settings.algorithm.reads_features:
-        from services.draft.drafters.head_factory import build_head
-
-        return build_head(settings, host)
-    from services.draft.drafters.standalone import build_standalone
-
-    return build_standalone(settings, followers, host)
 
 
 def use_device(settings: DraftSettings) -> None:
@@ -225,3 +210,56 @@ def _build_ngram(settings: DraftSettings) -> NgramDrafter:
             num_tokens += len(token_ids)
         log.info("corpus %s: %s tokens", path, f"{num_tokens:,}")
     return drafter
+
+
+def feature_layers(settings: DraftSettings) -> tuple[int, ...]:
+    """Returns the layers as `FeatureSpec.layer_indices` counts them; none for other drafters.
+
+    Raises:
+        CheckpointError: a config is missing or cannot be served.
+    """
+    if not settings.algorithm.reads_features:
+        return ()
+    # A worker without a model runs where torch is not installed.
+    from shared.models.config import ModelConfig
+
+    target = ModelConfig.from_folder(settings.target_folder)
+    if settings.algorithm is Algorithm.MTP:
+        return (target.mtp_feature_layer,)
+    if settings.algorithm is Algorithm.DFLASH:
+        from shared.models.heads.dflash import DflashConfig
+
+        return DflashConfig.from_folder(settings.model_folder, target).feature_layers
+    from shared.models.heads.config import HeadConfig, HeadKind
+
+    kind = HeadKind(settings.algorithm.value)
+    return HeadConfig.from_folder(settings.model_folder, kind, target).feature_layers
+
+
+def check_no_states(settings: DraftSettings) -> None:
+    """Raises: CheckpointError if the draft is a model with linear attention, or the folder has no
+    config that can be served."""
+    if settings.algorithm is not Algorithm.STANDALONE:
+        return
+    # A worker without a model runs where torch is not installed.
+    from shared.models.config import ModelConfig
+
+    config = ModelConfig.from_folder(settings.model_folder)
+    if config.delta is not None:
+        raise CheckpointError(
+            f"{settings.model_folder}: {config.architecture} has linear attention; it is not "
+            f"supported as a draft model (--speculative-algorithm {settings.algorithm.value})"
+        )
+
+
+def target_vocabulary(settings: DraftSettings) -> VocabularyMap | None:
+    """Returns how the draft's tokens become its target's; None where they are the same, or settings
+    do not name another tokenizer.
+
+    Raises:
+        CheckpointError: see `read_vocabulary_map`.
+    """
+    target = settings.target_tokenizer
+    if settings.algorithm is not Algorithm.STANDALONE or target is None:
+        return None
+    return read_vocabulary_map(settings.model_folder, target)

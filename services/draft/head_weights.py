@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from services.draft.algorithm import Algorithm
 from services.draft.drafters.drafter import Drafter
@@ -90,8 +90,8 @@ class HeadWeights:
     def _models(self, folder: Path) -> tuple[Decoder, Decoder]:
         """Returns the draft model that runs, and the folder's, on the same device: so that the swap
         itself is a copy within the device."""
+        from services.draft.drafter_factory import target_vocabulary
         from services.draft.drafters.standalone import StandaloneDrafter
-        from services.draft.model_folder import target_vocabulary
         from shared.models.loader import load_decoder
         from shared.models.weights import BESIDE_STEPS
 
@@ -114,10 +114,8 @@ class HeadWeights:
     def _heads(self, folder: Path) -> tuple[DraftHead, DraftHead]:
         """Returns the head that runs, and the folder's."""
         from services.draft.drafters.eagle import EagleDrafter
+        from services.draft.drafters.model_factory import read_head
         from shared.models.config import ModelConfig
-        from shared.models.heads.config import HeadKind
-        from shared.models.heads.loader import load_head
-        from shared.models.heads.mtp_loader import load_mtp
         from shared.models.heads.target_tensors import Table, TargetTensors
         from shared.models.weights import BESIDE_STEPS
 
@@ -129,17 +127,18 @@ class HeadWeights:
             Table.LM_HEAD: running.vocabulary.lm_head.dense(),
         }
         shared = TargetTensors(ModelConfig.from_folder(settings.target_folder), tables.__getitem__)
-        how: dict[str, Any] = {
-            "dtype": running.dtype,
-            "device": running.device,
-            "options": settings.model_options,
-            "pace": BESIDE_STEPS,
-        }
-        if settings.algorithm is Algorithm.MTP:
-            return running, load_mtp(folder, shared, **how)
-        kind = HeadKind(settings.algorithm.value)
-        new = load_head(folder, kind, shared, **how)
-        if kind is HeadKind.EAGLE:  # its lm_head is what a token map left of the target's
+        new = read_head(
+            settings.algorithm,
+            folder,
+            shared,
+            dtype=running.dtype,
+            device=running.device,
+            options=settings.model_options,
+            pace=BESIDE_STEPS,
+        )
+        if (
+            settings.algorithm is Algorithm.EAGLE
+        ):  # its lm_head is what a token map left of the target's
             known = running.vocabulary
             vocabulary = replace(new.vocabulary, token_ids=known.token_ids, lm_head=known.lm_head)
             new = replace(new, vocabulary=vocabulary)

@@ -20,12 +20,8 @@ from pathlib import Path
 
 import torch
 
-from services.draft.drafters.standalone import (
-    BuiltModel,
-    StandaloneDrafter,
-    build_model,
-    start_followers,
-)
+from services.draft.drafters.model_factory import BuiltModel, build_model, start_followers
+from services.draft.drafters.standalone import StandaloneDrafter
 from services.draft.sequence import DraftSequence, SequenceKey
 from services.draft.settings import DraftSettings
 from shared.kv.leases import KvLeases

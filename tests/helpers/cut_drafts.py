@@ -10,12 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from services.draft.drafters.standalone import (
-    BuiltModel,
-    StandaloneDrafter,
-    build_model,
-    start_followers,
-)
+from services.draft.drafters.model_factory import BuiltModel, build_model, start_followers
+from services.draft.drafters.standalone import StandaloneDrafter
 from services.draft.settings import DraftSettings
 from services.followers import Followers
 from shared.kv.leases import KvLeases

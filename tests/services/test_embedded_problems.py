@@ -185,7 +185,7 @@ def test_a_draft_without_room_names_the_targets_setting(
     if is_cache:
         monkeypatch.setattr("shared.runtime.memory.free_memory_bytes", lambda device: 2**20)
     else:
-        monkeypatch.setattr("services.draft.drafters.head_factory.load_head", _run_out)
+        monkeypatch.setattr("services.draft.drafters.model_factory.load_head", _run_out)
     with pytest.raises(SettingsError) as raised:
         build_embedded_draft(engine, settings, draft_settings)
     message = raised.value.message

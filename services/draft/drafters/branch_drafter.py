@@ -14,20 +14,25 @@ at once if its verdict falls.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-from services.draft.candidates import drop_unknown_tokens
-from services.draft.drafters.branches import Branch, Wanted, WantedBranches, all_of, num_choices
-from services.draft.drafters.contexts import Contexts
-from services.draft.drafters.drafter import Lookahead, Proposal, VerifiedTree
-from services.draft.drafters.pass_trees import PassTrees
-from services.draft.drafters.standalone_contexts import StandaloneContexts
-from services.draft.drafters.tails import GrownRows, Path
+from services.draft.drafters.contexts import ContextDrafter, Contexts, GrownRows, Path
+from services.draft.drafters.drafter import DrafterLimits, Lookahead, Proposal, VerifiedTree
+from services.draft.drafters.pass_trees import (
+    Branch,
+    PassTrees,
+    Wanted,
+    WantedBranches,
+    grown_shape,
+    num_choices,
+)
 from services.draft.likely_verdicts import RankShares, likely_verdicts, rank_of
 from services.draft.sequence import DraftSequence, SequenceKey
+from services.draft.worker import MappedHeadLimits
+from shared.runtime.outcome_chains import MAX_OUTCOMES
+from shared.runtime.tree_model import RoundModel, TreeModel
 from shared.runtime.tree_pass import GrowingTrees
 from shared.speculation.tree import row_paths
 from shared.tokens import TreeShape
@@ -306,160 +311,83 @@ def branch_proposal(branch: Branch, *, is_current: bool) -> Proposal:
     return Proposal(verified.sequence, branch.rows.tree, condition, verified.shape)
 
 
-LEAST_FOLLOWED = 0.25
-"""Probability of a verdict from which on it pays to prepare for those on its tree: if another one
-falls, the pass under way delays what it calls for by a forward."""
+class TreeDrafter(ContextDrafter):
+    """See `Drafter`.
 
+    Args:
+        branches: grows trees, and drafts ahead; None where the drafter has a way of its own.
+    """
 
-class BranchDrafter(BranchLookahead):
-    """Goes on in a branch whose verdict falls, and prepares for the verdicts on its tree."""
+    _branches: BranchLookahead | None
 
-    _contexts: StandaloneContexts
-
-    def __init__(self, trees: PassTrees, contexts: StandaloneContexts) -> None:
-        super().__init__(trees, contexts)
-        self._branches: dict[SequenceKey, dict[Path, Branch]] = {}
-        # Whose likeliest branch may be followed, and trees that are there before their round.
-        self._to_follow: dict[SequenceKey, VerifiedTree] = {}
-        self._ready: list[Proposal] = []
+    def __init__(
+        self,
+        model: TreeModel,
+        contexts: Contexts,
+        branches: BranchLookahead | None,
+        *,
+        max_context_tokens: int,
+    ) -> None:
+        self._model, self._contexts, self._branches = model, contexts, branches
+        self._max_context_tokens = max_context_tokens
 
     @property
-    def has_work(self) -> bool:
-        return bool(self._to_follow or self._ready) or not self._passes.is_idle
+    def limits(self) -> DrafterLimits:
+        return DrafterLimits(
+            vocab_size=self._model.id_limit,
+            max_context_tokens=self._max_context_tokens,
+            feature_spec=self._model.feature_spec,
+            mapped_head=self._mapped_head,
+        )
 
-    def begin(self, verified: VerifiedTree) -> None:
-        key = verified.sequence.key
-        rows = self._rows.get(key)
-        if rows is None:
-            return
-        verified = replace(verified, shape=self._trees.shape(verified.shape))
-        followers = self._branches.get(key, {})
-        if followers:
-            self._ready += [branch_proposal(each, is_current=False) for each in followers.values()]
-            self._to_follow[key] = verified
-        paths = {*followers, *(each.wanted.path for each in self._passes.growing_behind(rows))}
-        if 2 * len(paths) < verified.fan_out.budget:
-            wanted = self._likely(verified, rows)
-            self._passes.wanted.want(key, [each for each in wanted if each.path not in paths])
+    @property
+    def lookahead(self) -> BranchLookahead | None:
+        return self._branches
 
-    def commit(self, sequence: DraftSequence, token_ids: Sequence[int]) -> None:
-        key, path = sequence.key, tuple(token_ids)
-        rows = self._rows.get(key)
-        if rows is not None:
-            self._observe(rows, path)
-        branch = self._branches.get(key, {}).pop(path, None)
-        growing = None if rows is None else self._passes.growing(rows, path)
-        self.drop(sequence)
-        if branch is not None:
-            self._adopt(sequence, branch)
-        elif growing is not None:
-            self._fallen[key] = growing
-        else:
-            self._contexts.commit(sequence)
+    @property
+    def _mapped_head(self) -> MappedHeadLimits | None:
+        """Sizes of the model in rounds of a target; None where it takes part in none."""
+        model = self._round_model
+        if model is None:
+            return None
+        outcomes = MAX_OUTCOMES if model.feature_spec is None else 0
+        longest = self._contexts.longest
+        return MappedHeadLimits(model.pool.page_size, model.vocab_size, longest, outcomes)
 
-    def drop(self, sequence: DraftSequence) -> None:
-        key = sequence.key
-        self._passes.wanted.drop(key)
-        self._passes.leave_pages(self._rows.pop(key, None))
-        self._fallen.pop(key, None)
-        self._to_follow.pop(key, None)
-        self._ready = [each for each in self._ready if each.sequence is not sequence]
-        self._free(self._branches.pop(key, {}).values())
+    @property
+    def _round_model(self) -> RoundModel | None:
+        # One that several processes hold takes part in none.
+        return None if self._model.group is not None else self._model
 
-    def make_room(self) -> bool:
-        under_way = None if self._fallen else self._passes.under_way
-        if under_way is not None:
-            if under_way.is_grown:
-                # A sequence may have gone on in what is grown, and counts on the leaves.
-                under_way.trees.queue()
-            self._passes.give_up()
-        held = [branches for branches in self._branches.values() if branches]
-        for branches in held:
-            self._free(branches.values())
-        for kept in (self._branches, self._passes.wanted, self._to_follow, self._ready):
-            kept.clear()
-        return bool(held) or under_way is not None
+    def reserve(self, sequence: DraftSequence, shape: TreeShape) -> bool:
+        shape = self._grown_shape(shape)
+        # Where verdicts are prepared for, the leaves of trees are computed, too.
+        is_ahead = self._branches is not None and self._branches.budget > 0
+        num_levels = shape.num_steps if is_ahead else shape.num_steps - 1
+        num_rows = num_levels * shape.topk
+        has_room = self._contexts.reserve(sequence, num_rows)
+        if not has_room and self._branches is not None and self._branches.make_room():
+            has_room = self._contexts.reserve(sequence, num_rows)
+        return has_room
 
-    def advance(self) -> list[Proposal]:
-        if self._ready:
-            ready, self._ready = self._ready, []
-            return ready
-        if self._passes.is_idle:
-            self._follow()
-        return super().advance()
+    def close(self, sequence: DraftSequence) -> None:
+        self._drop_ahead(sequence)
+        self._contexts.close(sequence)
 
-    def _give_up(self) -> None:
-        for each in self._fallen.values():
-            self._contexts.commit(each.wanted.verified.sequence)
-        self._fallen.clear()
+    def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
+        return self._branches is None or self._branches.is_prepared(shape, num_sequences)
 
-    def _is_of_use(self, growing: BranchPass) -> bool:
-        is_kept = self._is_kept if growing.is_grown else self._may_fall
-        return any(map(is_kept, growing.branches))
+    def prepare(self, shape: TreeShape, num_sequences: int | None) -> bool:
+        """Captures a graph."""
+        return self._branches is not None and self._branches.prepare(shape, num_sequences)
 
-    def _may_fall(self, branch: Branch) -> bool:
-        """Whether the verdict of a branch has fallen last, or may be one of the next two."""
-        return super()._may_fall(branch) or self._holds(branch.wanted.key, branch.wanted.behind)
+    def _drop_ahead(self, sequence: DraftSequence) -> None:
+        if self._branches is not None:
+            self._branches.drop(sequence)
 
-    def _holds(self, key: SequenceKey, branch: Branch | None) -> bool:
-        return any(each is branch for each in self._branches.get(key, {}).values())
+    def _propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
+        assert self._branches is not None
+        return self._branches.propose(sequences, shape)
 
-    def _is_kept(self, branch: Branch) -> bool:
-        """Whether what may follow the rows of a branch may still be asked for."""
-        key = branch.wanted.key
-        kept = all_of(self._branches.get(key, {}).values())
-        return self._rows.get(key) is branch.grown or any(each is branch for each in kept)
-
-    def _follow(self) -> None:
-        """Wants the verdicts on the trees of the likeliest branches. Waits for the device to find
-        what may follow their nodes."""
-        for key, plan in self._to_follow.items():
-            branch = min(self._branches[key].values(), key=lambda each: each.wanted.verdict)
-            is_likely = branch.wanted.verdict.cost <= -math.log(LEAST_FOLLOWED)
-            if is_likely and not branch.followers:
-                # Verdicts name the nodes that the target gets.
-                tree = drop_unknown_tokens(branch.rows.tree, plan.sequence.vocab_size)
-                wanted = self._likely(replace(plan, tree=tree), branch.rows, branch)
-                self._passes.wanted.want(key, wanted)
-        self._to_follow.clear()
-
-    def _drop_followers(self) -> bool:
-        held = [each for own in self._branches.values() for each in own.values() if each.followers]
-        for each in held:
-            self._free(each.followers.values())
-            each.followers.clear()
-        return bool(held)
-
-    def _take(self, branch: Branch) -> Proposal | None:
-        """Keeps a branch that has grown, or goes on in it if its verdict has fallen."""
-        wanted, key = branch.wanted, branch.wanted.key
-        if self._fallen.get(key) is branch:
-            del self._fallen[key]
-            self._adopt(wanted.verified.sequence, branch)
-            return branch_proposal(branch, is_current=True)
-        if self._rows.get(key) is wanted.rows:
-            self._branches.setdefault(key, {})[wanted.path] = branch
-            self._to_follow[key] = wanted.verified
-            return branch_proposal(branch, is_current=False)
-        if wanted.behind is not None and self._holds(key, wanted.behind):
-            wanted.behind.followers[wanted.path] = branch
-        else:
-            self._free([branch])
-        return None
-
-    def _adopt(self, sequence: DraftSequence, branch: Branch) -> None:
-        self._contexts.adopt(sequence, branch.kv, branch.rows)
-        if self._contexts.backlog(sequence):
-            # The window has moved on, and what is computed is in the old one.
-            self._passes.leave_pages(branch.grown)
-            self._free(branch.followers.values())
-            return
-        self._rows[sequence.key] = branch.rows
-        self._branches[sequence.key] = branch.followers
-
-    def _free(self, branches: Iterable[Branch]) -> None:
-        for branch in all_of(branches):
-            self._passes.free(branch)
-
-    def _num_followed(self, shape: TreeShape) -> int:
-        return num_choices(shape, self.budget)
+    def _grown_shape(self, shape: TreeShape) -> TreeShape:
+        return grown_shape(shape, self._model.vocab_size)

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from services.draft.draft_scores import DraftScores
-from services.draft.drafters.contexts import ContextDrafter, SequenceKv
+from services.draft.drafters.contexts import ContextDrafter, Path, SequenceKv
 from services.draft.drafters.drafter import (
     DrafterLimits,
     OneStepLookahead,
@@ -27,14 +27,6 @@ from services.draft.drafters.drafter import (
     VerifiedTree,
 )
 from services.draft.drafters.head_contexts import FeatureContexts
-from services.draft.drafters.placement import (
-    Host,
-    allocate_kv,
-    context_for,
-    device_for,
-    log_quantisation,
-)
-from services.draft.drafters.tails import Path
 from services.draft.events import FeatureRows
 from services.draft.likely_verdicts import (
     Continuation,
@@ -43,17 +35,11 @@ from services.draft.likely_verdicts import (
     rank_of,
 )
 from services.draft.sequence import DraftSequence, SequenceKey
-from services.draft.settings import DraftSettings
-from services.draft.settings_problems import block_problems
-from shared.errors import SettingsError
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.kv.upload import uploaded_numbers
-from shared.models.config import ModelConfig
-from shared.models.heads.dflash import DflashConfig, DflashHead, load_dflash
-from shared.models.heads.target_tensors import target_tensors
-from shared.runtime.device import dtype_named
+from shared.models.heads.dflash import DflashHead
 from shared.runtime.host_copy import joined_rows
 from shared.runtime.tree_model import BlockModel, RoundModel
 from shared.speculation.block_tree import grow_block_tree
@@ -518,67 +504,3 @@ class DflashDrafter(ContextDrafter):
         rows = self._contexts.block_rows(sequence)
         rows.add_block(None, sequence.token_ids[-1], num_scored)
         return rows.lay_out()
-
-
-# Loads a DFlash head, what it borrows from its target, and its KV pool.
-
-
-def build_dflash(settings: DraftSettings, host: Host | None = None) -> DflashDrafter:
-    """Returns the drafter with weights loaded.
-
-    Args:
-        host: the target of this process, if there is one.
-
-    Raises:
-        CheckpointError: a folder cannot be served, or the head was made for another target.
-        SettingsError: memory does not hold what the settings ask for.
-    """
-    host = host or Host()
-    folder = settings.model_folder
-    target_config = ModelConfig.from_folder(settings.target_folder)
-    config = DflashConfig.from_folder(folder, target_config)
-    device = device_for(settings)
-    dtype = dtype_named(settings.dtype, config.layers.dtype, device)
-    tensors = target_tensors(settings.target_folder, host.decoder, dtype=dtype, device=device)
-    block_size = settings.speculative_dflash_block_size or config.block_size
-    problems = block_problems(settings, block_size)
-    if problems:
-        raise SettingsError(problems)
-    longest = config.layers.max_position_embeddings
-    context = context_for(settings, longest, margin_tokens=block_size)
-    head = load_dflash(folder, tensors, dtype=dtype, device=device, options=settings.model_options)
-    log_quantisation(head)
-    log.info("%s in %s on %s: blocks of %d", folder.name, dtype, device, block_size)
-    pool, leases = allocate_kv(
-        replace(settings, disable_radix_cache=True),
-        head.kv_layout(settings.page_size, dtype),
-        device,
-        max_context_tokens=context,
-        reserved_bytes=host.feature_bytes(head.feature_spec),
-        most_tokens=host.most_tokens,
-    )
-    window = _window(settings, context, block_size, leases.num_pages)
-    if window + block_size < target_config.max_position_embeddings:
-        log.warning(
-            "the draft looks back on %d tokens; the target's context is %d",
-            *(window, target_config.max_position_embeddings),
-        )
-    return DflashDrafter(head, pool, leases, block_size=block_size, window_tokens=window)
-
-
-def _window(settings: DraftSettings, context: int, block_size: int, num_pages: int) -> int:
-    """Returns the tokens before a block that the drafter may keep, a page more while it slides.
-
-    Raises:
-        SettingsError: the pool is too small for any.
-    """
-    num_slots = num_pages * settings.page_size
-    window = min(context, num_slots - settings.page_size + 1) - block_size
-    if window < 1:
-        raise SettingsError(
-            (
-                f"--max-total-tokens gives {num_slots} tokens; a block of {block_size}, a page of "
-                f"{settings.page_size} and a token to look back on do not fit",
-            )
-        )
-    return window

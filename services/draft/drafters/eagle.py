@@ -21,13 +21,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from services.draft.drafters.branch_drafter import BranchLookahead, branch_proposal
-from services.draft.drafters.branches import Branch, num_choices
+from services.draft.drafters.branch_drafter import BranchLookahead, TreeDrafter, branch_proposal
+from services.draft.drafters.contexts import GrownRows
 from services.draft.drafters.drafter import Proposal, VerifiedTree
 from services.draft.drafters.head_contexts import HeadContexts
-from services.draft.drafters.pass_trees import PassTrees
-from services.draft.drafters.tails import GrownRows
-from services.draft.drafters.tree_drafter import TreeDrafter
+from services.draft.drafters.pass_trees import Branch, PassTrees, num_choices
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.leases import KvLeases

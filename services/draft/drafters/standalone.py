@@ -7,45 +7,274 @@ its tail. What is drafted ahead is in pages of its own, see `branch_drafter`.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
-from functools import partial
-from multiprocessing.connection import Connection
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
-from services.draft.drafters.branch_drafter import BranchDrafter
-from services.draft.drafters.contexts import CONTEXT_MARGIN
-from services.draft.drafters.pass_trees import PassTrees
-from services.draft.drafters.placement import (
-    Host,
-    allocate_kv,
-    context_for,
-    device_for,
-    log_quantisation,
-    pass_limits,
-    reserved_for_model,
+from services.draft.candidates import drop_unknown_tokens
+from services.draft.drafters.branch_drafter import (
+    BranchLookahead,
+    BranchPass,
+    TreeDrafter,
+    branch_proposal,
 )
-from services.draft.drafters.standalone_contexts import StandaloneContexts
-from services.draft.drafters.tree_drafter import TreeDrafter
+from services.draft.drafters.contexts import BranchKv, Contexts, GrownRows, Path
+from services.draft.drafters.drafter import Proposal, VerifiedTree
+from services.draft.drafters.pass_trees import (
+    Branch,
+    PassTrees,
+    all_of,
+    num_choices,
+)
 from services.draft.events import FeatureRows
-from services.draft.model_folder import check_no_states, target_vocabulary
-from services.draft.sequence import DraftSequence
-from services.draft.settings import DraftSettings
-from services.followers import Followers, Seat, check_shard, rank_devices
-from services.ranks import Ranks
+from services.draft.sequence import DraftSequence, SequenceKey
+from shared.kv.batch import build_batch
 from shared.kv.leases import KvLeases
-from shared.layers.tensor_group import TensorGroup
-from shared.model_files import num_ids
-from shared.models.config import ModelConfig
-from shared.models.loader import load_decoder
-from shared.models.shard import Shard
-from shared.runtime.device import dtype_named
-from shared.runtime.followers import TreeFollower
-from shared.runtime.lockstep import Leader, TreeLeader, follow
 from shared.runtime.runner import ModelRunner
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import DecoderModel
-from shared.tokens import Verdict
+from shared.runtime.tree_pass import OpenSequence
+from shared.tokens import TreeShape, Verdict
+
+
+class StandaloneContexts(Contexts):
+    """The row of a position reads the token there, so what a tree computed of it stays good."""
+
+    reads_ahead = 0
+    keeps_tree_rows = True
+
+    def __init__(self, runner: ModelRunner, leases: KvLeases, *, max_context_tokens: int) -> None:
+        super().__init__(runner.pool, leases, max_context_tokens=max_context_tokens)
+        self._runner = runner
+
+    def commit(self, sequence: DraftSequence) -> None:
+        """Takes new tokens in; keeps the KV of those the last tree foresaw."""
+        self._keep_accepted(sequence)
+        self._slide(sequence)
+
+    def adopt(self, sequence: DraftSequence, branch: BranchKv, rows: GrownRows) -> None:
+        """Goes on in a branch where all committed tokens are computed.
+
+        Args:
+            rows: computed behind them in the branch.
+        """
+        kv = self.kv_of(sequence)
+        self.leases.adopt(kv.lease, branch.own)
+        kv.num_computed, kv.tail = self.num_window_rows(sequence), None
+        self._slide(sequence)
+        if not self.backlog(sequence):
+            self.plant(sequence, rows)
+
+    def backlog(self, sequence: DraftSequence) -> int:
+        return self.num_window_rows(sequence) - self.kv_of(sequence).num_computed
+
+    def is_complete(self, sequence: DraftSequence) -> bool:
+        return True
+
+    def branch(
+        self, sequence: DraftSequence, behind: BranchKv | None, path: Sequence[int], num_rows: int
+    ) -> BranchKv | None:
+        """See `Contexts.branch`; None also where there is no tail any more."""
+        if behind is None and self.kv_of(sequence).tail is None:
+            return None
+        return super().branch(sequence, behind, path, num_rows)
+
+    def take_in(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
+        runner, rows = self._runner, [self._next_rows(*each) for each in counts]
+        self.move()
+        runner.run(build_batch(rows, page_size=runner.page_size, device=runner.device))
+
+    def _open_sequence(self, sequence: DraftSequence) -> OpenSequence:
+        if not self.backlog(sequence):
+            # The last token was computed ahead, but its logits are gone.
+            self.kv_of(sequence).num_computed -= 1
+        return super()._open_sequence(sequence)
+
+    def _keys(self, sequence: DraftSequence, window_start: int, count: int) -> Sequence[int]:
+        return sequence.token_ids[window_start : window_start + count]
+
+    def _move(self, moves: Sequence[tuple[int, int]]) -> None:
+        self._runner.move(moves)
+
+    def _slide(self, sequence: DraftSequence) -> None:
+        if self._is_outgrown(sequence):
+            self._restart(sequence, sequence.num_tokens - self.num_kept_rows)
+
+    def _keep_accepted(self, sequence: DraftSequence) -> None:
+        """The tokens decide, not the verdict's node indices: the verified tree may have been
+        another one, and KV depends on nothing but the tokens before it."""
+        kv = self.kv_of(sequence)
+        tail, kv.tail = kv.tail, None
+        if tail is None:
+            return
+        base, pages = kv.num_computed, kv.lease.pages
+        rows = tail.matched(sequence.token_ids[kv.window_start + base :])
+        moved = [(row, place) for place, row in enumerate(rows) if row != place]
+        sources, targets = [base + row for row, _ in moved], [base + place for _, place in moved]
+        self._copy(pages, sources, pages, targets)
+        kv.num_computed += len(rows)
+
+
+LEAST_FOLLOWED = 0.25
+"""Probability of a verdict from which on it pays to prepare for those on its tree: if another one
+falls, the pass under way delays what it calls for by a forward."""
+
+
+class BranchDrafter(BranchLookahead):
+    """Goes on in a branch whose verdict falls, and prepares for the verdicts on its tree."""
+
+    _contexts: StandaloneContexts
+
+    def __init__(self, trees: PassTrees, contexts: StandaloneContexts) -> None:
+        super().__init__(trees, contexts)
+        self._branches: dict[SequenceKey, dict[Path, Branch]] = {}
+        # Whose likeliest branch may be followed, and trees that are there before their round.
+        self._to_follow: dict[SequenceKey, VerifiedTree] = {}
+        self._ready: list[Proposal] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._to_follow or self._ready) or not self._passes.is_idle
+
+    def begin(self, verified: VerifiedTree) -> None:
+        key = verified.sequence.key
+        rows = self._rows.get(key)
+        if rows is None:
+            return
+        verified = replace(verified, shape=self._trees.shape(verified.shape))
+        followers = self._branches.get(key, {})
+        if followers:
+            self._ready += [branch_proposal(each, is_current=False) for each in followers.values()]
+            self._to_follow[key] = verified
+        paths = {*followers, *(each.wanted.path for each in self._passes.growing_behind(rows))}
+        if 2 * len(paths) < verified.fan_out.budget:
+            wanted = self._likely(verified, rows)
+            self._passes.wanted.want(key, [each for each in wanted if each.path not in paths])
+
+    def commit(self, sequence: DraftSequence, token_ids: Sequence[int]) -> None:
+        key, path = sequence.key, tuple(token_ids)
+        rows = self._rows.get(key)
+        if rows is not None:
+            self._observe(rows, path)
+        branch = self._branches.get(key, {}).pop(path, None)
+        growing = None if rows is None else self._passes.growing(rows, path)
+        self.drop(sequence)
+        if branch is not None:
+            self._adopt(sequence, branch)
+        elif growing is not None:
+            self._fallen[key] = growing
+        else:
+            self._contexts.commit(sequence)
+
+    def drop(self, sequence: DraftSequence) -> None:
+        key = sequence.key
+        self._passes.wanted.drop(key)
+        self._passes.leave_pages(self._rows.pop(key, None))
+        self._fallen.pop(key, None)
+        self._to_follow.pop(key, None)
+        self._ready = [each for each in self._ready if each.sequence is not sequence]
+        self._free(self._branches.pop(key, {}).values())
+
+    def make_room(self) -> bool:
+        under_way = None if self._fallen else self._passes.under_way
+        if under_way is not None:
+            if under_way.is_grown:
+                # A sequence may have gone on in what is grown, and counts on the leaves.
+                under_way.trees.queue()
+            self._passes.give_up()
+        held = [branches for branches in self._branches.values() if branches]
+        for branches in held:
+            self._free(branches.values())
+        for kept in (self._branches, self._passes.wanted, self._to_follow, self._ready):
+            kept.clear()
+        return bool(held) or under_way is not None
+
+    def advance(self) -> list[Proposal]:
+        if self._ready:
+            ready, self._ready = self._ready, []
+            return ready
+        if self._passes.is_idle:
+            self._follow()
+        return super().advance()
+
+    def _give_up(self) -> None:
+        for each in self._fallen.values():
+            self._contexts.commit(each.wanted.verified.sequence)
+        self._fallen.clear()
+
+    def _is_of_use(self, growing: BranchPass) -> bool:
+        is_kept = self._is_kept if growing.is_grown else self._may_fall
+        return any(map(is_kept, growing.branches))
+
+    def _may_fall(self, branch: Branch) -> bool:
+        """Whether the verdict of a branch has fallen last, or may be one of the next two."""
+        return super()._may_fall(branch) or self._holds(branch.wanted.key, branch.wanted.behind)
+
+    def _holds(self, key: SequenceKey, branch: Branch | None) -> bool:
+        return any(each is branch for each in self._branches.get(key, {}).values())
+
+    def _is_kept(self, branch: Branch) -> bool:
+        """Whether what may follow the rows of a branch may still be asked for."""
+        key = branch.wanted.key
+        kept = all_of(self._branches.get(key, {}).values())
+        return self._rows.get(key) is branch.grown or any(each is branch for each in kept)
+
+    def _follow(self) -> None:
+        """Wants the verdicts on the trees of the likeliest branches. Waits for the device to find
+        what may follow their nodes."""
+        for key, plan in self._to_follow.items():
+            branch = min(self._branches[key].values(), key=lambda each: each.wanted.verdict)
+            is_likely = branch.wanted.verdict.cost <= -math.log(LEAST_FOLLOWED)
+            if is_likely and not branch.followers:
+                # Verdicts name the nodes that the target gets.
+                tree = drop_unknown_tokens(branch.rows.tree, plan.sequence.vocab_size)
+                wanted = self._likely(replace(plan, tree=tree), branch.rows, branch)
+                self._passes.wanted.want(key, wanted)
+        self._to_follow.clear()
+
+    def _drop_followers(self) -> bool:
+        held = [each for own in self._branches.values() for each in own.values() if each.followers]
+        for each in held:
+            self._free(each.followers.values())
+            each.followers.clear()
+        return bool(held)
+
+    def _take(self, branch: Branch) -> Proposal | None:
+        """Keeps a branch that has grown, or goes on in it if its verdict has fallen."""
+        wanted, key = branch.wanted, branch.wanted.key
+        if self._fallen.get(key) is branch:
+            del self._fallen[key]
+            self._adopt(wanted.verified.sequence, branch)
+            return branch_proposal(branch, is_current=True)
+        if self._rows.get(key) is wanted.rows:
+            self._branches.setdefault(key, {})[wanted.path] = branch
+            self._to_follow[key] = wanted.verified
+            return branch_proposal(branch, is_current=False)
+        if wanted.behind is not None and self._holds(key, wanted.behind):
+            wanted.behind.followers[wanted.path] = branch
+        else:
+            self._free([branch])
+        return None
+
+    def _adopt(self, sequence: DraftSequence, branch: Branch) -> None:
+        self._contexts.adopt(sequence, branch.kv, branch.rows)
+        if self._contexts.backlog(sequence):
+            # The window has moved on, and what is computed is in the old one.
+            self._passes.leave_pages(branch.grown)
+            self._free(branch.followers.values())
+            return
+        self._rows[sequence.key] = branch.rows
+        self._branches[sequence.key] = branch.followers
+
+    def _free(self, branches: Iterable[Branch]) -> None:
+        for branch in all_of(branches):
+            self._passes.free(branch)
+
+    def _num_followed(self, shape: TreeShape) -> int:
+        return num_choices(shape, self.budget)
+
 
 log = logging.getLogger(__name__)
 
@@ -83,125 +312,3 @@ class StandaloneDrafter(TreeDrafter):
         self, sequence: DraftSequence, verdict: Verdict, features: FeatureRows | None
     ) -> None:
         self._branches.commit(sequence, verdict.committed_token_ids)
-
-
-# Loads the draft model and its KV pool.
-
-
-@dataclass(frozen=True, slots=True)
-class BuiltModel:
-    """The model runner and the tree grower of a standalone draft.
-
-    Attributes:
-        max_context_tokens: that a forward can look back on.
-    """
-
-    runner: ModelRunner
-    grower: TreeGrower
-    leases: KvLeases
-    max_context_tokens: int
-
-
-def build_standalone(
-    settings: DraftSettings, followers: Followers | None = None, host: Host | None = None
-) -> StandaloneDrafter:
-    """Returns the drafter with weights loaded.
-
-    Args:
-        followers: the other processes that hold a part of the model; None holds it all.
-        host: the target of this process, if there is one.
-
-    Raises:
-        CheckpointError: the folder cannot be served.
-        SettingsError: memory does not hold what the settings ask for.
-    """
-    if followers is None:
-        built = build_model(settings, host=host)
-    else:
-        built = build_model(settings, followers.group, followers.leader)
-    return StandaloneDrafter(
-        built.runner, built.leases, built.grower, max_context_tokens=built.max_context_tokens
-    )
-
-
-def build_model(
-    settings: DraftSettings,
-    group: TensorGroup | None = None,
-    leader: Leader | None = None,
-    host: Host | None = None,
-) -> BuiltModel:
-    """Loads the model, or this process's part of it, and allocates its KV pool.
-
-    Args:
-        group: processes that share the model; all of them call this at the same time.
-        leader: of rank 0.
-        host: see `build_standalone`.
-
-    Raises:
-        CheckpointError: the folder cannot be served.
-        SettingsError: memory does not hold what the settings ask for.
-    """
-    check_no_states(settings)
-    folder = settings.model_folder
-    device = device_for(settings)
-    host = host or Host()
-    config = ModelConfig.from_folder(folder)
-    dtype = dtype_named(settings.dtype, config.dtype, device)
-    context = context_for(settings, config.max_position_embeddings, margin_tokens=CONTEXT_MARGIN)
-    vocabulary = target_vocabulary(settings)
-    decoder = load_decoder(
-        folder,
-        dtype=dtype,
-        device=device,
-        options=settings.model_options,
-        show_progress=leader is not None or group is None,
-        group=group,
-        vocabulary=vocabulary,
-        vocab_size=host.vocab_size or num_ids(settings.target_tokenizer or folder),
-    )
-    config = decoder.config
-    log.info("%s in %s on %s", folder.name, dtype, device)
-    if vocabulary is not None:
-        log.info(
-            "%s has another tokenizer than its target; it drafts %s",
-            *(folder.name, vocabulary.words()),
-        )
-    log_quantisation(decoder)
-    layout = decoder.kv_layout(settings.page_size, dtype)
-    passes = pass_limits(settings, device, max_context_tokens=context)
-    reserved_bytes = reserved_for_model(settings, config, dtype, passes)
-    pool, leases = allocate_kv(
-        settings,
-        layout,
-        device,
-        max_context_tokens=context,
-        reserved_bytes=host.reserved_bytes(device, reserved_bytes),
-        most_tokens=host.most_tokens,
-        group=group,
-    )
-    runner = ModelRunner(decoder, pool, leader=leader)
-    tree_leader = None if leader is None else TreeLeader(leader)
-    grower = TreeGrower(DecoderModel(decoder, pool), passes, leader=tree_leader)
-    return BuiltModel(runner, grower, leases, context)
-
-
-# The processes that share the model.
-
-
-def start_followers(settings: DraftSettings) -> Followers:
-    """Starts them and returns once all have joined; they load their weights meanwhile.
-
-    Raises:
-        CheckpointError: the model folder has no usable config.
-        SettingsError: the model cannot be cut so, or there are not as many GPUs.
-    """
-    check_shard(Shard(0, settings.tp_size), ModelConfig.from_folder(settings.model_folder))
-    ranks = Ranks(settings.tp_size)
-    devices = rank_devices(settings.device, ranks)
-    return Followers(partial(_follow, settings), ranks, devices, service="draft")
-
-
-def _follow(settings: DraftSettings, seat: Seat, pipe: Connection) -> None:
-    group = seat.join(settings)
-    built = build_model(replace(settings, device=str(seat.device)), group)
-    follow(built.runner, group, pipe, TreeFollower(built.grower).take)

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from services.draft.algorithm import Algorithm
 from services.draft.attach_client import AttachClient, Backoff
+from services.draft.drafters.model_factory import head_config, read_head
 from services.draft.drafters.table_service import BorrowedTables
 from services.draft.learner.head_student import HeadStudent
 from services.draft.learner.learner import Learner, Lessons
@@ -36,10 +37,7 @@ from shared.kernels.linear import LinearWeight
 from shared.layers.linear import Linear
 from shared.model_files import tokenizer_sha256
 from shared.models.config import ModelConfig
-from shared.models.heads.config import HeadConfig, HeadKind
 from shared.models.heads.feature_spec import FeatureSpec
-from shared.models.heads.loader import load_head
-from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import BorrowedTensors, TargetFolder
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as pb
 from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as pb_grpc
@@ -249,22 +247,14 @@ def _served(settings: LearnerSettings) -> tuple[FeatureSpec, _Ends, TargetFolder
     folder, algorithm = settings.model_folder, settings.speculative_algorithm
     target = ModelConfig.from_folder(settings.target_folder)
     device = device_named(settings.device)
-    if algorithm is Algorithm.STANDALONE:
-        saved = target.dtype
-    elif algorithm is Algorithm.MTP:
-        saved = ModelConfig.from_folder(folder).dtype
-    else:
-        saved = HeadConfig.from_folder(folder, HeadKind(algorithm.value), target).dtype
-    dtype = dtype_named(settings.dtype, saved, device)
+    is_model = algorithm is Algorithm.STANDALONE
+    saved = target if is_model else head_config(algorithm, folder, target)
+    dtype = dtype_named(settings.dtype, saved.dtype, device)
     tensors = TargetFolder(settings.target_folder, dtype=dtype, device=device)
-    if algorithm is Algorithm.STANDALONE:
+    if is_model:
         spec = FeatureSpec((target.num_layers + 1,), dtype, target.hidden_size)
         return spec, _Ends(tensors.embedding(), tensors.lm_head()), tensors
-    if algorithm is Algorithm.MTP:
-        head = load_mtp(folder, tensors, dtype=dtype, device=device)
-    else:
-        kind = HeadKind(algorithm.value)
-        head = load_head(folder, kind, tensors, dtype=dtype, device=device)
+    head = read_head(algorithm, folder, tensors, dtype=dtype, device=device)
     return head.feature_spec, _Ends(head.embedding, tensors.lm_head()), tensors
 
 

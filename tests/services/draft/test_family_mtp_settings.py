@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from services.draft.algorithm import Algorithm
-from services.draft.model_folder import feature_layers
+from services.draft.drafter_factory import feature_layers
 from services.draft.settings import DraftSettings
 from shared.settings import load_settings
 from tests.helpers.family_mtp import FAMILY_MTPS, write_family_mtp

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.draft.drafters.standalone import start_followers
+from services.draft.drafters.model_factory import start_followers
 from shared.errors import SettingsError
 from shared.runtime.lockstep import Leader, TreeLeader
 from shared.runtime.tree_pass import OpenSequence

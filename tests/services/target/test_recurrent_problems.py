@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.draft.model_folder import check_no_states
+from services.draft.drafter_factory import check_no_states
 from services.target.runner_factory import check_recurrent
 from services.target.settings import TargetSettings
 from shared.errors import CheckpointError, SettingsError

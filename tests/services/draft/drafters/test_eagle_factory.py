@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from services.draft.drafter_factory import build_drafter, model_id, tokenizer_identity
-from services.draft.model_folder import feature_layers
+from services.draft.drafter_factory import (
+    build_drafter,
+    feature_layers,
+    model_id,
+    tokenizer_identity,
+)
 from services.draft.settings import DraftSettings
 from shared.errors import CheckpointError
 from shared.model_files import tokenizer_sha256

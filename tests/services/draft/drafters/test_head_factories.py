@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.draft.drafter_factory import build_drafter
-from services.draft.drafters import placement
+from services.draft.drafter_factory import build_drafter, feature_layers
+from services.draft.drafters import model_factory
 from services.draft.drafters.dflash import DflashDrafter
 from services.draft.drafters.eagle import EagleDrafter
+from services.draft.drafters.model_factory import Host
 from services.draft.drafters.multi_layer import MultiLayerDrafter
-from services.draft.drafters.placement import Host
-from services.draft.model_folder import feature_layers
 from services.draft.settings import DraftSettings
 from shared.errors import CheckpointError, SettingsError
 from shared.models.heads.feature_spec import FeatureSpec
@@ -159,7 +158,7 @@ def test_a_head_in_its_target_s_process_takes_no_more_than_it_can_use(
 
 
 def test_a_cache_leaves_room_for_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "free_memory_bytes", lambda _: 1000)
+    monkeypatch.setattr(model_factory, "free_memory_bytes", lambda _: 1000)
     spec, cpu = FeatureSpec((1,), torch.float32, 5, None), torch.device("cpu")
     where = Host(num_tokens=20, round_bytes=200)
     assert where.reserved_bytes(cpu, 100) == 100 + 200

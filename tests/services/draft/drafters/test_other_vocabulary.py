@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.draft.drafters.standalone import build_model, start_followers
+from services.draft.drafters.model_factory import build_model, start_followers
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder

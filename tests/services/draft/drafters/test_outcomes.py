@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from services.draft.candidates import drop_unknown_tokens
-from services.draft.drafters import branch_drafter
+from services.draft.drafters import standalone
 from services.draft.drafters.drafter import Proposal, VerifiedTree
 from services.draft.drafters.standalone import StandaloneDrafter
 from services.draft.likely_verdicts import FanOut
@@ -112,7 +112,7 @@ def _fresh_after(
 @pytest.fixture
 def follows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The likeliest branch is followed however unlikely it is."""
-    monkeypatch.setattr(branch_drafter, "LEAST_FOLLOWED", 1e-30)
+    monkeypatch.setattr(standalone, "LEAST_FOLLOWED", 1e-30)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from services.draft.drafters.placement import context_for
+from services.draft.drafters.model_factory import context_for
 from services.draft.settings import DraftSettings
 from shared.errors import CheckpointError
 from shared.settings import load_settings

@@ -1,0 +1,518 @@
+"""Loads the model of a drafter, what it borrows from its target, and its KV pool."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.draft.algorithm import Algorithm
+from services.draft.drafter_factory import check_no_states, target_vocabulary
+from services.draft.drafters.contexts import CONTEXT_MARGIN
+from services.draft.drafters.dflash import DflashDrafter
+from services.draft.drafters.drafter import Drafter
+from services.draft.drafters.eagle import EagleDrafter
+from services.draft.drafters.multi_layer import MultiLayerDrafter
+from services.draft.drafters.standalone import StandaloneDrafter
+from services.draft.settings import DraftSettings
+from services.draft.settings_problems import block_problems
+from services.followers import Followers, Seat, check_shard, rank_devices
+from services.ranks import Ranks
+from shared.errors import CheckpointError, SettingsError
+from shared.kv.leases import KvLeases
+from shared.kv.pool import KvLayout, KvPool
+from shared.layers.linear import num_saved_bytes
+from shared.layers.tensor_group import TensorGroup
+from shared.model_files import num_ids
+from shared.model_options import AttentionBackend
+from shared.models.config import ModelConfig
+from shared.models.decoder import Decoder
+from shared.models.heads.config import HeadConfig, HeadKind
+from shared.models.heads.dflash import DflashConfig, load_dflash
+from shared.models.heads.feature_spec import FeatureSpec
+from shared.models.heads.head import DraftHead
+from shared.models.heads.loader import load_head, read_token_map
+from shared.models.heads.mtp_loader import load_mtp
+from shared.models.heads.target_tensors import TargetTensors, target_tensors
+from shared.models.loader import load_decoder
+from shared.models.shard import Shard
+from shared.runtime.device import device_named, dtype_named, launch_on
+from shared.runtime.followers import TreeFollower
+from shared.runtime.graphs import GraphLimits, graph_memory_bytes
+from shared.runtime.lockstep import Leader, TreeLeader, follow
+from shared.runtime.memory import CacheSize, Shortage, free_memory_bytes, num_pages_for
+from shared.runtime.runner import ModelRunner
+from shared.runtime.tree_grower import TreeGrower
+from shared.runtime.tree_model import DecoderModel, HeadModel
+from shared.runtime.tree_pass import PassLimits, head_memory_bytes, num_pass_rows
+
+log = logging.getLogger(__name__)
+
+
+def device_for(settings: DraftSettings) -> torch.device:
+    """Returns the device, on which this thread launches from now on.
+
+    Raises:
+        SettingsError: it lacks what other settings need.
+    """
+    device = device_named(settings.device)
+    if device.type == "cuda":
+        launch_on(device)
+        return device
+    problems = []
+    if settings.speculative_draft_attention_backend is AttentionBackend.TRITON:
+        problems.append("--speculative-draft-attention-backend: triton needs CUDA")
+    if settings.enable_cuda_graph:
+        problems.append("--enable-cuda-graph needs CUDA")
+    if problems:
+        raise SettingsError(tuple(f"{problem}; the device is {device}" for problem in problems))
+    return device
+
+
+def log_quantisation(model: object) -> None:
+    """Says what 8-bit weights save; silent without them."""
+    size_bytes = num_saved_bytes(model)
+    if size_bytes:
+        log.info("8-bit layers save %.1f MiB", size_bytes / 2**20)
+
+
+def context_for(settings: DraftSettings, longest: int, *, margin_tokens: int) -> int:
+    """Returns the tokens a forward can look back on: those of `--context-length`, or all that the
+    checkpoint has positions for. A larger `--context-length` is cut to that, with a warning.
+
+    Args:
+        longest: positions of the checkpoint.
+        margin_tokens: what a tree takes of it; a window size leaves it out of account.
+
+    Raises:
+        CheckpointError: no room is left for a context beside a tree.
+    """
+    wanted = settings.context_length or longest
+    if wanted > longest:
+        log.warning(
+            "--context-length is %d; the draft's checkpoint has positions for %d, which are taken",
+            *(wanted, longest),
+        )
+    context = min(wanted, longest, settings.max_total_tokens or longest)
+    if settings.speculative_draft_window_size is not None:
+        context = min(context, settings.speculative_draft_window_size + margin_tokens)
+    if context < 2 * margin_tokens:
+        raise CheckpointError(
+            f"the draft's context is {context} tokens; trees need {margin_tokens} of it, so at "
+            f"least {2 * margin_tokens} are wanted"
+        )
+    return context
+
+
+def is_cut_short(context: int, target_tokens: int) -> bool:
+    """Whether a head looks back on less than its target's longest sequence, which it then says.
+
+    Args:
+        target_tokens: what the target was trained on.
+    """
+    if context >= target_tokens:
+        return False
+    log.warning(
+        "the draft's context is %d tokens, the target's %d: longer sequences are drafted from "
+        "their last tokens",
+        *(context, target_tokens),
+    )
+    return True
+
+
+def allocate_kv(
+    settings: DraftSettings,
+    layout: KvLayout,
+    device: torch.device,
+    *,
+    max_context_tokens: int,
+    reserved_bytes: int = 0,
+    most_tokens: int | None = None,
+    group: TensorGroup | None = None,
+) -> tuple[KvPool, KvLeases]:
+    """Allocates the KV pool; call it once the weights are loaded.
+
+    Args:
+        reserved_bytes: memory that something else will take.
+        most_tokens: see `num_pages_for`.
+        group: processes that hold a part of each page; all of them call this at the same time.
+
+    Raises:
+        SettingsError: memory does not hold what the settings ask for.
+    """
+    num_pages = num_pages_for(
+        layout,
+        device,
+        mem_fraction_static=settings.mem_fraction_static,
+        max_total_tokens=settings.max_total_tokens,
+        max_sequence_length=min(
+            max_context_tokens, settings.max_total_tokens or max_context_tokens
+        ),
+        reserved_bytes=reserved_bytes,
+        most_tokens=most_tokens,
+    )
+    if group is not None:
+        # Pages are leased by rank 0 alone, so all must have them.
+        num_pages = group.least(num_pages, device)
+    leases = KvLeases(num_pages, settings.page_size, prefix_cache=not settings.disable_radix_cache)
+    log.info("%s KV pages of %d tokens", f"{leases.num_pages:,}", settings.page_size)
+    return KvPool(layout, num_pages, device), leases
+
+
+# The target in whose process a drafter runs, as far as the drafter's memory depends on it.
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Objects that a target shares with a drafter in its process.
+
+    Attributes:
+        decoder: shares its tensors; None where they are read from the target's folder.
+        num_tokens: of the target's cache; None where that is in another process.
+        cache: of the target, which takes what the drafter may lack; None likewise.
+        round_bytes: of the GPU's memory, what rounds of the target with the drafter's model take.
+        vocab_size: of the target; 0 where it is in another process.
+    """
+
+    decoder: Decoder | None = None
+    num_tokens: int | None = None
+    cache: CacheSize | None = None
+    round_bytes: int = 0
+    vocab_size: int = 0
+
+    def reserved_bytes(
+        self, device: torch.device, own_bytes: int, spec: FeatureSpec | None = None
+    ) -> int:
+        """Returns what a drafter's cache leaves to others: to its own passes, to the features that
+        it reads, and to rounds, of what is free beside those at most half.
+
+        Args:
+            own_bytes: of its own passes.
+            spec: None for a drafter that reads no features.
+        """
+        taken = own_bytes + (0 if spec is None else self.feature_bytes(spec))
+        if not self.round_bytes:
+            return taken
+        return taken + min(self.round_bytes, max(0, free_memory_bytes(device) - taken) // 2)
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens beyond which a head's cache is of no use: as many as the target's, and as many
+        again for rounds on the device, which get half of the pages."""
+        return None if self.num_tokens is None else 2 * self.num_tokens
+
+    def no_memory(self, shortage: Shortage) -> str:
+        """Returns that the drafter does not fit, and what to lower."""
+        if self.cache is not None:
+            return f"the draft does not fit beside its target: {self.cache.advice(shortage)}"
+        return (
+            f"the draft does not fit its device: {shortage}; lower its --mem-fraction-static or "
+            f"--max-running-requests, or the --mem-fraction-static of a target on the same device"
+        )
+
+    def feature_bytes(self, spec: FeatureSpec) -> int:
+        """Returns the memory that the target will want once it knows of the head: it keeps a row
+        for each token of its cache."""
+        return (self.num_tokens or 0) * spec.width * spec.dtype.itemsize
+
+
+# The sizes and the memory of passes that grow whole trees.
+
+
+def pass_limits(
+    settings: DraftSettings, device: torch.device, *, max_context_tokens: int
+) -> PassLimits:
+    """Returns the sizes of passes."""
+    # The plain kernels ask the device for sizes, which no graph can hold.
+    has_kernels = settings.speculative_draft_attention_backend is not AttentionBackend.TORCH
+    return PassLimits(
+        max_sequences=settings.max_running_requests,
+        max_context_tokens=max_context_tokens,
+        has_graphs=device.type == "cuda"
+        and has_kernels
+        and settings.enable_cuda_graph is not False,
+    )
+
+
+def reserved_for_head(settings: DraftSettings, head: DraftHead, limits: PassLimits) -> int:
+    """Returns the bytes that the cache has to leave for the passes of a head."""
+    if not limits.has_graphs:
+        return 0
+    return _num_memories(settings) * head_memory_bytes(head, settings.shape, limits)
+
+
+def reserved_for_model(
+    settings: DraftSettings, config: ModelConfig, dtype: torch.dtype, limits: PassLimits
+) -> int:
+    """Returns the bytes that the cache has to leave for the passes of a language model."""
+    if not limits.has_graphs:
+        return 0
+    largest = GraphLimits(
+        max_rows=num_pass_rows(settings.shape, limits),
+        max_sequences=limits.max_sequences,
+        max_tail_width=settings.shape.num_steps * settings.shape.topk,
+        max_context_tokens=limits.max_context_tokens,
+    )
+    return _num_memories(settings) * graph_memory_bytes(config, largest, dtype)
+
+
+def _num_memories(settings: DraftSettings) -> int:
+    """Passes for verdicts to come have memory of their own."""
+    return 2 if settings.speculative_outcome_budget else 1
+
+
+def build_model_drafter(
+    settings: DraftSettings, host: Host, followers: Followers | None
+) -> Drafter:
+    """Returns the drafter with weights loaded; see `build_drafter`."""
+    if settings.algorithm is Algorithm.DFLASH:
+        return build_dflash(settings, host)
+    if settings.algorithm.reads_features:
+        return build_head(settings, host)
+    built = build_model(
+        settings,
+        None if followers is None else followers.group,
+        None if followers is None else followers.leader,
+        host,
+    )
+    return StandaloneDrafter(
+        built.runner, built.leases, built.grower, max_context_tokens=built.max_context_tokens
+    )
+
+
+# Heads.
+
+
+def build_head(settings: DraftSettings, host: Host) -> EagleDrafter:
+    """Returns the drafter of an EAGLE or EAGLE3 head, or of next-token layers.
+
+    Raises:
+        CheckpointError: a folder cannot be served, or the head was made for another target.
+        SettingsError: memory does not hold what the settings ask for.
+    """
+    folder, algorithm = settings.model_folder, settings.algorithm
+    target = ModelConfig.from_folder(settings.target_folder)
+    config = head_config(algorithm, folder, target)
+    device = device_for(settings)
+    dtype = dtype_named(settings.dtype, config.dtype, device)
+    tensors = target_tensors(settings.target_folder, host.decoder, dtype=dtype, device=device)
+    context = context_for(settings, config.max_position_embeddings, margin_tokens=CONTEXT_MARGIN)
+    is_shorter = is_cut_short(context, target.max_position_embeddings)
+    how: dict[str, Any] = {"dtype": dtype, "device": device, "options": settings.model_options}
+    if algorithm is not Algorithm.MTP:
+        how["token_map"] = _token_map(settings, target.vocab_size)
+    head = read_head(algorithm, folder, tensors, **how)
+    log.info(
+        "%s in %s on %s: %d layers, %d of %d tokens, features of layers %s, %d wide",
+        *(folder.name, head.dtype, head.device, len(head.layers)),
+        *(head.vocabulary.size, head.config.vocab_size),
+        *(list(head.feature_spec.layer_indices), head.feature_spec.width),
+    )
+    log_quantisation(head)
+    has_one_layer = len(head.layers) == 1
+    limits = pass_limits(settings, device, max_context_tokens=context)
+    # Several layers grow no whole trees in one pass, and share no prefixes.
+    reserved = reserved_for_head(settings, head, limits) if has_one_layer else 0
+    pool, leases = allocate_kv(
+        settings if has_one_layer else replace(settings, disable_radix_cache=True),
+        head.kv_layout(settings.page_size, dtype),
+        device,
+        max_context_tokens=context,
+        reserved_bytes=host.reserved_bytes(device, reserved, head.feature_spec),
+        most_tokens=host.most_tokens,
+    )
+    model = HeadModel(head, pool)
+    if not has_one_layer:
+        return MultiLayerDrafter(
+            model, leases, max_context_tokens=context, keeps_features=is_shorter
+        )
+    return EagleDrafter(
+        model,
+        leases,
+        max_context_tokens=context,
+        keeps_features=is_shorter,
+        grower=TreeGrower(model, limits),
+    )
+
+
+def head_config(
+    algorithm: Algorithm, folder: Path, target: ModelConfig
+) -> HeadConfig | ModelConfig:
+    """Returns the config of an EAGLE or EAGLE3 head, or of next-token layers."""
+    if algorithm is Algorithm.MTP:
+        return ModelConfig.from_folder(folder)
+    return HeadConfig.from_folder(folder, HeadKind(algorithm.value), target)
+
+
+def read_head(algorithm: Algorithm, folder: Path, tensors: TargetTensors, **how: Any) -> DraftHead:
+    """Returns such a head; for `how` see `load_head` and `load_mtp`."""
+    if algorithm is Algorithm.MTP:
+        return load_mtp(folder, tensors, **how)
+    return load_head(folder, HeadKind(algorithm.value), tensors, **how)
+
+
+def _token_map(settings: DraftSettings, vocab_size: int) -> torch.Tensor | None:
+    path = settings.speculative_token_map
+    if path is None:
+        return None
+    if settings.algorithm is Algorithm.EAGLE3:
+        log.warning("--speculative-token-map is ignored: EAGLE3 heads bring their own vocabulary")
+        return None
+    return read_token_map(path, vocab_size)
+
+
+def build_dflash(settings: DraftSettings, host: Host) -> DflashDrafter:
+    """Returns the drafter of a DFlash head. Raises: see `build_head`."""
+    folder = settings.model_folder
+    target_config = ModelConfig.from_folder(settings.target_folder)
+    config = DflashConfig.from_folder(folder, target_config)
+    device = device_for(settings)
+    dtype = dtype_named(settings.dtype, config.layers.dtype, device)
+    tensors = target_tensors(settings.target_folder, host.decoder, dtype=dtype, device=device)
+    block_size = settings.speculative_dflash_block_size or config.block_size
+    problems = block_problems(settings, block_size)
+    if problems:
+        raise SettingsError(problems)
+    longest = config.layers.max_position_embeddings
+    context = context_for(settings, longest, margin_tokens=block_size)
+    head = load_dflash(folder, tensors, dtype=dtype, device=device, options=settings.model_options)
+    log_quantisation(head)
+    log.info("%s in %s on %s: blocks of %d", folder.name, dtype, device, block_size)
+    pool, leases = allocate_kv(
+        replace(settings, disable_radix_cache=True),
+        head.kv_layout(settings.page_size, dtype),
+        device,
+        max_context_tokens=context,
+        reserved_bytes=host.feature_bytes(head.feature_spec),
+        most_tokens=host.most_tokens,
+    )
+    window = _window(settings, context, block_size, leases.num_pages)
+    if window + block_size < target_config.max_position_embeddings:
+        log.warning(
+            "the draft looks back on %d tokens; the target's context is %d",
+            *(window, target_config.max_position_embeddings),
+        )
+    return DflashDrafter(head, pool, leases, block_size=block_size, window_tokens=window)
+
+
+def _window(settings: DraftSettings, context: int, block_size: int, num_pages: int) -> int:
+    """Returns the tokens before a block that the drafter may keep, a page more while it slides.
+
+    Raises:
+        SettingsError: the pool is too small for any.
+    """
+    num_slots = num_pages * settings.page_size
+    window = min(context, num_slots - settings.page_size + 1) - block_size
+    if window < 1:
+        raise SettingsError(
+            (
+                f"--max-total-tokens gives {num_slots} tokens; a block of {block_size}, a page of "
+                f"{settings.page_size} and a token to look back on do not fit",
+            )
+        )
+    return window
+
+
+# Language models.
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltModel:
+    """The model runner and the tree grower of a standalone draft.
+
+    Attributes:
+        max_context_tokens: that a forward can look back on.
+    """
+
+    runner: ModelRunner
+    grower: TreeGrower
+    leases: KvLeases
+    max_context_tokens: int
+
+
+def build_model(
+    settings: DraftSettings,
+    group: TensorGroup | None = None,
+    leader: Leader | None = None,
+    host: Host | None = None,
+) -> BuiltModel:
+    """Loads the model, or this process's part of it, and allocates its KV pool.
+
+    Args:
+        group: processes that share the model; all of them call this at the same time.
+        leader: of rank 0.
+        host: the target of this process, if there is one.
+
+    Raises:
+        CheckpointError: the folder cannot be served.
+        SettingsError: memory does not hold what the settings ask for.
+    """
+    check_no_states(settings)
+    folder = settings.model_folder
+    device = device_for(settings)
+    host = host or Host()
+    config = ModelConfig.from_folder(folder)
+    dtype = dtype_named(settings.dtype, config.dtype, device)
+    context = context_for(settings, config.max_position_embeddings, margin_tokens=CONTEXT_MARGIN)
+    vocabulary = target_vocabulary(settings)
+    decoder = load_decoder(
+        folder,
+        dtype=dtype,
+        device=device,
+        options=settings.model_options,
+        show_progress=leader is not None or group is None,
+        group=group,
+        vocabulary=vocabulary,
+        vocab_size=host.vocab_size or num_ids(settings.target_tokenizer or folder),
+    )
+    config = decoder.config
+    log.info("%s in %s on %s", folder.name, dtype, device)
+    if vocabulary is not None:
+        log.info(
+            "%s has another tokenizer than its target; it drafts %s",
+            *(folder.name, vocabulary.words()),
+        )
+    log_quantisation(decoder)
+    layout = decoder.kv_layout(settings.page_size, dtype)
+    passes = pass_limits(settings, device, max_context_tokens=context)
+    reserved_bytes = reserved_for_model(settings, config, dtype, passes)
+    pool, leases = allocate_kv(
+        settings,
+        layout,
+        device,
+        max_context_tokens=context,
+        reserved_bytes=host.reserved_bytes(device, reserved_bytes),
+        most_tokens=host.most_tokens,
+        group=group,
+    )
+    runner = ModelRunner(decoder, pool, leader=leader)
+    tree_leader = None if leader is None else TreeLeader(leader)
+    grower = TreeGrower(DecoderModel(decoder, pool), passes, leader=tree_leader)
+    return BuiltModel(runner, grower, leases, context)
+
+
+# The processes that share the model.
+
+
+def start_followers(settings: DraftSettings) -> Followers:
+    """Starts them and returns once all have joined; they load their weights meanwhile.
+
+    Raises:
+        CheckpointError: the model folder has no usable config.
+        SettingsError: the model cannot be cut so, or there are not as many GPUs.
+    """
+    check_shard(Shard(0, settings.tp_size), ModelConfig.from_folder(settings.model_folder))
+    ranks = Ranks(settings.tp_size)
+    devices = rank_devices(settings.device, ranks)
+    return Followers(partial(_follow, settings), ranks, devices, service="draft")
+
+
+def _follow(settings: DraftSettings, seat: Seat, pipe: Connection) -> None:
+    group = seat.join(settings)
+    built = build_model(replace(settings, device=str(seat.device)), group)
+    follow(built.runner, group, pipe, TreeFollower(built.grower).take)
