@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -25,22 +25,13 @@ from services.draft.sequence import DraftSequence
 from services.draft.sequence_table import SequenceTable
 from shared.tokens import EMPTY_TREE, DraftReport, TreeShape
 
-# Shares the draft's work among its targets: deficit round robin over links.
-#
-# Source: Shreedhar and Varghese, Efficient fair queuing using deficit round robin, 1996.
 
+class FairShares:
+    """Shares the draft's work among its targets: of the links with work, the next sequence is that
+    of the one which has got the fewest tokens."""
 
-class DeficitRoundRobin:
-    """Picks sequences link by link, so that each link with work gets as many tokens as another.
-
-    Args:
-        quantum: tokens a link earns with each turn.
-    """
-
-    def __init__(self, quantum: int) -> None:
-        self._quantum = quantum
-        self._deficits: dict[int, int] = {}
-        self._last: int | None = None
+    def __init__(self) -> None:
+        self._num_tokens: dict[int, int] = {}
 
     def pick(
         self,
@@ -48,55 +39,31 @@ class DeficitRoundRobin:
         cost: Callable[[DraftSequence], int],
         budget: int,
     ) -> list[DraftSequence]:
-        """Returns sequences whose costs reach the budget, or all of them where they do not.
-
-        Within a link the order stays. What is left over is for the next call, which begins with
-        the link whose turn it then is.
+        """Returns sequences whose costs reach the budget, or all of them where they do not. Within
+        a link the order stays.
 
         Args:
             cost: in tokens, at least 1.
         """
-        queues = _by_link(sequences)
-        self._deficits = {link: self._deficits.get(link, 0) for link in queues}
+        queues: dict[int, deque[DraftSequence]] = {}
+        for sequence in sequences:
+            queues.setdefault(sequence.key.link, deque()).append(sequence)
+        known = [self._num_tokens[link] for link in queues if link in self._num_tokens]
+        least = min(known, default=0)
+        counts = {link: self._num_tokens.get(link, least) for link in queues}
         picked: list[DraftSequence] = []
         while queues and budget > 0:
-            link = self._next(queues)
-            budget -= self._serve(queues[link], link, picked, cost, budget)
-            if not queues[link]:
-                # A link without work saves nothing up.
-                del queues[link], self._deficits[link]
-        return picked
-
-    def _next(self, queues: dict[int, list[DraftSequence]]) -> int:
-        """Returns the link after the last one, round and round; its turn begins."""
-        after = [link for link in queues if self._last is not None and link > self._last]
-        self._last = min(after or queues)
-        self._deficits[self._last] += self._quantum
-        return self._last
-
-    def _serve(
-        self,
-        queue: list[DraftSequence],
-        link: int,
-        picked: list[DraftSequence],
-        cost: Callable[[DraftSequence], int],
-        budget: int,
-    ) -> int:
-        """Moves what the link can pay for; returns the cost."""
-        spent = 0
-        while queue and spent < budget and cost(queue[0]) <= self._deficits[link]:
-            sequence = queue.pop(0)
-            self._deficits[link] -= cost(sequence)
-            spent += cost(sequence)
+            link = min(queues, key=counts.__getitem__)
+            sequence = queues[link].popleft()
             picked.append(sequence)
-        return spent
-
-
-def _by_link(sequences: Iterable[DraftSequence]) -> dict[int, list[DraftSequence]]:
-    queues: dict[int, list[DraftSequence]] = {}
-    for sequence in sequences:
-        queues.setdefault(sequence.key.link, []).append(sequence)
-    return queues
+            counts[link] += cost(sequence)
+            budget -= cost(sequence)
+            if not queues[link]:
+                del queues[link]
+        # Links whose work is done save nothing up.
+        least = min((counts[link] for link in queues), default=0)
+        self._num_tokens = {link: max(count, least) for link, count in counts.items() if queues}
+        return picked
 
 
 # Warm-up of tree shapes while the draft serves, and the shape of trees until then.
@@ -267,9 +234,8 @@ class Rounds:
         self._table = table
         self._drafter = drafter
         self._num_ready_tokens = drafter.limits.num_ready_tokens
-        self._chunk_tokens = chunk_tokens = max(chunk_tokens, self._num_ready_tokens)
-        self._proposals = DeficitRoundRobin(max(chunk_tokens // 8, 1))
-        self._prompts = DeficitRoundRobin(chunk_tokens)
+        self._chunk_tokens = max(chunk_tokens, self._num_ready_tokens)
+        self._proposals, self._prompts = FairShares(), FairShares()
         self._clock = clock
         self._answers = Answers(table, deliver, is_launched=lambda each: self._budget(each) > 0)
         self._preparation = Preparation(drafter, self._warming_changed, clock)

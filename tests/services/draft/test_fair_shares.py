@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from services.draft.rounds import DeficitRoundRobin
+from services.draft.rounds import FairShares
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.tokens import SamplingParams
 
@@ -27,7 +27,7 @@ def _cost(sequence: DraftSequence) -> int:
 
 
 def test_a_busy_link_does_not_starve_a_quiet_one() -> None:
-    share = DeficitRoundRobin(quantum=10)
+    share = FairShares()
     served: Counter[int] = Counter()
     for _ in range(50):
         waiting = [_sequence(1, number) for number in range(100)] + [_sequence(2, 0)]
@@ -37,7 +37,7 @@ def test_a_busy_link_does_not_starve_a_quiet_one() -> None:
 
 
 def test_shares_are_of_tokens_not_of_sequences() -> None:
-    share = DeficitRoundRobin(quantum=10)
+    share = FairShares()
     tokens: Counter[int] = Counter()
     for _ in range(200):
         waiting = [_sequence(1, n, 30) for n in range(9)] + [_sequence(2, n, 5) for n in range(90)]
@@ -48,14 +48,14 @@ def test_shares_are_of_tokens_not_of_sequences() -> None:
 
 def test_all_is_taken_where_there_is_room_and_order_stays_within_a_link() -> None:
     waiting = [_sequence(1, 0), _sequence(2, 0), _sequence(1, 1), _sequence(2, 1)]
-    picked = DeficitRoundRobin(quantum=1).pick(waiting, _cost, 1_000)
+    picked = FairShares().pick(waiting, _cost, 1_000)
     assert len(picked) == 4
     for link in (1, 2):
         assert [each.key.sequence_id for each in picked if each.key.link == link] == [0, 1]
 
 
 def test_a_link_without_work_saves_nothing_up() -> None:
-    share = DeficitRoundRobin(quantum=10)
+    share = FairShares()
     for _ in range(20):
         share.pick([_sequence(1, n) for n in range(5)] + [_sequence(2, 0)], _cost, 1_000)
     waiting = [_sequence(1, n) for n in range(20)] + [_sequence(2, n) for n in range(20)]
@@ -64,6 +64,6 @@ def test_a_link_without_work_saves_nothing_up() -> None:
 
 
 def test_one_link_alone_gets_the_budget() -> None:
-    picked = DeficitRoundRobin(quantum=1).pick([_sequence(1, n) for n in range(9)], _cost, 35)
+    picked = FairShares().pick([_sequence(1, n) for n in range(9)], _cost, 35)
     assert len(picked) == 4
-    assert DeficitRoundRobin(quantum=1).pick([], _cost, 35) == []
+    assert FairShares().pick([], _cost, 35) == []
