@@ -23,7 +23,7 @@ from gateway.schema import ChatCompletionRequest
 from gateway.settings import GatewaySettings
 from services.draft.learner.settings import LearnerSettings
 from services.draft.settings import DraftSettings
-from services.draft.training.arguments import parser as training_parser
+from services.draft.training.commands import parser as training_parser
 from services.serve_line import Line, take_apart
 from services.target.settings import TargetSettings
 from shared.errors import SettingsError

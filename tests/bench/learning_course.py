@@ -17,14 +17,13 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from services.draft.learner.head_student import HeadStudent
 from services.draft.learner.learner import Learner, Lessons
 from services.draft.learner.student import State, Teaching
+from services.draft.learner.students import HeadStudent
 from services.draft.learner.traffic import Example, Traffic
 from services.draft.settings_problems import DEMO_HEADS, DEMO_TARGET
 from services.draft.training.documents import Documents
-from services.draft.training.frozen_target import FrozenTarget
-from services.draft.training.generation import write_answers
+from services.draft.training.frozen_target import FrozenTarget, write_answers
 from tests.bench.domain_shift import LESSON_REQUESTS, MAX_NEW_TOKENS, questions, train
 
 _STEPS = 5

@@ -25,8 +25,7 @@ from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence, SequenceKey
 from services.draft.settings import DraftSettings
 from services.draft.settings_problems import DEMO_TARGET
-from services.draft.training.frozen_target import FrozenTarget
-from services.draft.training.generation import write_answers
+from services.draft.training.frozen_target import FrozenTarget, write_answers
 from shared.settings import load_settings
 from shared.tokens import Outcome, SamplingParams, TokenTree, TreeShape, Verdict
 from tests.bench.chat_prompts import chat_prompts

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from services.draft.learner.head_student import HeadStudent
 from services.draft.learner.student import Teaching
+from services.draft.learner.students import HeadStudent
 from services.draft.learner.traffic import Example
 from services.draft.training.frozen_target import FrozenTarget, HeadSizes
 from services.draft.training.head_shape import Algorithm

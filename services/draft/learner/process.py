@@ -22,11 +22,10 @@ from services.draft.algorithm import Algorithm
 from services.draft.attach_client import AttachClient, Backoff
 from services.draft.drafters.model_factory import head_config, read_head
 from services.draft.drafters.table_service import BorrowedTables
-from services.draft.learner.head_student import HeadStudent
 from services.draft.learner.learner import Learner, Lessons
-from services.draft.learner.model_student import ModelStudent
 from services.draft.learner.settings import LearnerSettings
 from services.draft.learner.student import Student, Teaching
+from services.draft.learner.students import HeadStudent, ModelStudent
 from services.draft.learner.traffic import Example, Traffic
 from services.draft.training.documents import Documents
 from services.draft.training.frozen_target import FrozenTarget

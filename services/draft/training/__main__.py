@@ -17,13 +17,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from services.draft.training.arguments import parser
 from services.draft.training.commands import (
     average,
     draw,
     evaluate,
     generate,
     make_token_map,
+    parser,
     tokenize,
     train,
 )

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from services.draft.training.attention import block
 from services.draft.training.head_shape import HeadShape
-from services.draft.training.modules import Mlp, Projections, RmsNorm, linear, rotation_at
+from services.draft.training.modules import Mlp, Projections, RmsNorm, block, linear, rotation_at
 
 
 class BlockHead(nn.Module):

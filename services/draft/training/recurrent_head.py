@@ -14,15 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from services.draft.training.attention import KeysValues, unrolled
 from services.draft.training.head_shape import Algorithm, HeadShape
 from services.draft.training.modules import (
+    KeysValues,
     Mlp,
     Projections,
     RmsNorm,
     begin_as_identity,
     linear,
     rotation_at,
+    unrolled,
 )
 
 Attention = Callable[[Tensor, list[KeysValues]], Tensor]

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from services.draft.events import WeightsUpdated
-from services.draft.learner.head_student import HeadStudent
 from services.draft.learner.learner import LOG_FILE, Learner, Lessons
 from services.draft.learner.student import LIKELY, Measurement, Student, Teaching
+from services.draft.learner.students import HeadStudent
 from services.draft.learner.traffic import Example, Traffic
 from services.draft.training.head_shape import Algorithm, HeadShape
 from services.draft.training.heads import build_head, save_head

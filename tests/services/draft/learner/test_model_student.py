@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from services.draft.learner.model_student import ModelStudent
 from services.draft.learner.student import Teaching
+from services.draft.learner.students import ModelStudent
 from services.draft.learner.traffic import Example
 from services.draft.training.acceptance import accepted_depth
 from services.draft.training.frozen_target import load_causal_model

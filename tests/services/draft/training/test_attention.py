@@ -7,7 +7,7 @@ import torch
 import torch._dynamo
 from torch._dynamo.testing import CompileCounter
 
-from services.draft.training.attention import KeysValues, fused_unrolled, unrolled
+from services.draft.training.modules import KeysValues, fused_unrolled, unrolled
 
 NUM_STEPS = 11
 

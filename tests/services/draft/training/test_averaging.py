@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.draft.training.arguments import parser
-from services.draft.training.commands import average
+from services.draft.training.commands import average, parser
 from services.draft.training.head_shape import Algorithm, HeadShape
 from services.draft.training.heads import Head, build_head, load_head, save_head
 from services.draft.training.optimisers import averaged

@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from services.draft.training.acceptance import accepted_depth
-from services.draft.training.arguments import parser
-from services.draft.training.commands import evaluate, generate, make_token_map, train
+from services.draft.training.commands import evaluate, generate, make_token_map, parser, train
 from services.draft.training.documents import Documents, Ids, Source, Windows, frequent_tokens
 from services.draft.training.frozen_target import FrozenTarget, HeadSizes
 from services.draft.training.head_shape import Algorithm
