@@ -37,7 +37,6 @@ from services.draft.events import (
     SequencesReleased,
 )
 from services.draft.head_weights import HeadWeights
-from services.draft.mapped_heads import SharesHead
 from services.draft.metrics import DraftMetrics, engine_figures
 from services.draft.recorder import DraftRecorder
 from services.draft.settings import DraftSettings
@@ -53,7 +52,7 @@ from services.target.drafts.attachment import (
     DraftTimeout,
     OpenedSequence,
 )
-from services.target.drafts.feature_rows import FeatureRows as TargetRows
+from services.target.drafts.attachment import FeatureRows as TargetRows
 from services.target.drafts.feature_store import FeatureSpec
 from services.target.engine import Engine
 from services.target.process import attachment_terms
@@ -349,7 +348,7 @@ def _rounds(
     """Returns the drafter's head and pages for rounds on the device; None where it has none."""
     is_wanted = settings.has_device_rounds(is_cuda=target.device.type == "cuda")
     is_coupled = settings.verification is VerificationMode.COUPLED
-    if not (is_wanted and is_coupled and isinstance(drafter, SharesHead)):
+    if not (is_wanted and is_coupled and chosen.algorithm.has_model):
         return None
     if chosen.page_size != settings.page_size:
         logger.warning(

@@ -6,27 +6,20 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
+from services.draft.drafters.drafter import Drafter, SharedHead
 from services.draft.events import MappedCommandArrived, MappedHeadReady, Output
 
 if TYPE_CHECKING:
     # A worker without a model runs where torch is not installed.
     import torch
 
-    from services.draft.drafters.drafter import SharedHead
     from shared.runtime.mapped_head_worker import MappedHeadWorker
     from shared.runtime.mapped_rounds import OpenMapped
     from shared.runtime.stream_times import OnSpan
 
 log = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class SharesHead(Protocol):
-    """A drafter whose head rounds of a target can use."""
-
-    def share_head(self) -> SharedHead | None: ...
 
 
 @dataclass(slots=True)
@@ -57,13 +50,13 @@ class MappedHeads:
 
     def __init__(
         self,
-        drafter: object,
+        drafter: Drafter,
         deliver: Callable[[Output], None],
         *,
         most: int = 1,
         on_span: OnSpan | None = None,
     ) -> None:
-        self._drafter = drafter if isinstance(drafter, SharesHead) else None
+        self._drafter = drafter
         self._deliver, self._most, self._on_span = deliver, most, on_span
         self._shared: SharedHead | None = None
         self._shares: list[_Share] = []
@@ -136,8 +129,6 @@ class MappedHeads:
 
     def _free_share(self) -> _Share | None:
         """Returns a part of the head that no target has; None where there is none."""
-        if self._drafter is None:
-            return None
         if self._shared is None:
             self._shared = self._drafter.share_head()
             assert self._shared is not None, "targets take heads that are offered"

@@ -17,13 +17,13 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from services.draft.candidates import Answers
 from services.draft.drafters.drafter import Drafter, Lookahead, Proposal, VerifiedTree
-from services.draft.events import Output
+from services.draft.events import CandidatesReady, Output, ProbeDone
 from services.draft.likely_verdicts import SYNCHRONOUS, FanOut
-from services.draft.sequence import DraftSequence
+from services.draft.sequence import DraftSequence, InFlightTree, drop_unknown_tokens
 from services.draft.sequence_table import SequenceTable
-from shared.tokens import EMPTY_TREE, DraftReport, TreeShape
+from shared.candidate_columns import UNCONDITIONAL, CandidateColumns, CandidateRow, condition_key
+from shared.tokens import EMPTY_TREE, DraftReport, TokenTree, TreeShape
 
 
 class FairShares:
@@ -237,7 +237,7 @@ class Rounds:
         self._chunk_tokens = max(chunk_tokens, self._num_ready_tokens)
         self._proposals, self._prompts = FairShares(), FairShares()
         self._clock = clock
-        self._answers = Answers(table, deliver, is_launched=lambda each: self._budget(each) > 0)
+        self._deliver = deliver
         self._preparation = Preparation(drafter, self._warming_changed, clock)
         self._served_s = -math.inf
         self.fan_out = fan_out
@@ -275,7 +275,7 @@ class Rounds:
         proposals = self._propose(batch)
         elapsed_s = self._clock() - start_s
         answers = [*(Proposal(s, EMPTY_TREE) for s in late), *proposals]
-        self._answers.give(answers, self._report(elapsed_s))
+        self.give(answers, self._report(elapsed_s))
         num_taken = self._catch_up()
         return self._look_ahead() or num_taken > 0 or len(batch) < len(ready)
 
@@ -322,13 +322,52 @@ class Rounds:
     def announce(self, link: int) -> None:
         """Tells a target whether the shape is pinned, without waiting for a tree to send: it may
         have paused every sequence."""
-        self._answers.announce(link, self._report(None))
+        self._deliver(CandidatesReady(link, CandidateColumns(), self._report(None)))
 
     def _warming_changed(self) -> None:
         for link in self._table.links:
             self.announce(link)
         if not self._preparation.is_warming:
             self._table.recorder.prepared(self._preparation.last_s)
+
+    def give(self, proposals: Iterable[Proposal], report: DraftReport) -> None:
+        """Delivers one message a link; sequences with a tree for their round are due no more."""
+        by_link: dict[int, list[CandidateRow]] = {}
+        for proposal in proposals:
+            sequence = proposal.sequence
+            if not self._table.holds(sequence):
+                continue
+            tree = drop_unknown_tokens(proposal.tree, sequence.vocab_size)
+            if proposal.condition is None:
+                self._table.due.pop(sequence.key, None)
+            if sequence.is_probe:
+                self._table.close(sequence.key)
+                self._deliver(ProbeDone(sequence.key.link, tree, sequence.draft_s))
+                continue
+            row = self._row(proposal, tree)
+            if row is not None:
+                by_link.setdefault(sequence.key.link, []).append(row)
+        for link, rows in by_link.items():
+            self._deliver(CandidatesReady(link, CandidateColumns.of_rows(rows), report))
+
+    def _row(self, proposal: Proposal, tree: TokenTree) -> CandidateRow | None:
+        """Returns the candidate; None when no verdict can make use of it."""
+        sequence, condition = proposal.sequence, proposal.condition
+        candidate_id, key = 0, UNCONDITIONAL
+        if condition is not None:
+            is_known = condition.bonus_token_id < sequence.vocab_size
+            if sequence.in_flight is None or not is_known or not tree.token_ids:
+                return None
+            candidate_id = sequence.new_candidate_id()
+            key = sequence.in_flight.push(condition_key(condition), candidate_id, tree)
+        elif self._budget(sequence) > 0 and tree.token_ids:
+            # Conditions can name it: it is the in-flight tree from now on.
+            candidate_id = sequence.new_candidate_id()
+            sequence.in_flight = InFlightTree(candidate_id, tree)
+            self._table.unprepared[sequence.key] = sequence
+        shape = None if sequence.tree_request.shape is None else proposal.shape
+        fence = sequence.key.sequence_id, sequence.round, len(sequence.token_ids)
+        return *fence, candidate_id, *key, shape, tree
 
     def _look_ahead(self) -> bool:
         """Prepares for verdicts by one forward; whether there is more to do."""
@@ -346,7 +385,7 @@ class Rounds:
             end_s = self._clock()
             num_pushed = sum(each.condition is not None for each in proposals)
             self._table.recorder.drafted_ahead(num_pushed, end_s - start_s)
-            self._answers.give(proposals, self._report(end_s - begun_s))
+            self.give(proposals, self._report(end_s - begun_s))
         return lookahead.has_work or bool(self._table.unprepared)
 
     def _begin(self, lookahead: Lookahead, sequence: DraftSequence) -> None:

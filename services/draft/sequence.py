@@ -41,6 +41,22 @@ class InFlightTree:
         return None if found is None else InFlightTree(*found)
 
 
+def drop_unknown_tokens(tree: TokenTree, vocab_size: int) -> TokenTree:
+    """Returns the tree without tokens outside `[0, vocab_size)` and without their descendants.
+
+    A draft's vocabulary may be padded further than its target's.
+    """
+    if not tree.token_ids or max(tree.token_ids) < vocab_size:
+        return tree
+    kept: set[int | None] = {None}
+    nodes = list[int]()
+    for node, parent in enumerate(tree.parent_indices):
+        if parent in kept and tree.token_ids[node] < vocab_size:
+            kept.add(node)
+            nodes.append(node)
+    return tree.only(nodes)
+
+
 class SequenceKey(NamedTuple):
     """Names a sequence among those of every target this worker serves. Hashed many times a round.
 

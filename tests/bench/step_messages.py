@@ -16,10 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from services.draft.candidates import Answers
-from services.draft.drafters.drafter import Proposal
+from services.draft.drafters.drafter import OneStepLookahead, Proposal
 from services.draft.events import LinkOpened, LinkTerms, Output
 from services.draft.link_codec import event_from_response, request_from_output
+from services.draft.rounds import Rounds
 from services.draft.sequence_table import SequenceTable
 from services.target.drafts.attachment import Offer
 from services.target.drafts.attachments import Attachments
@@ -44,6 +44,12 @@ PARTS = {
 }
 
 
+class _AheadDrafter(ScriptedDrafter):
+    """Its trees are handed to the rounds, those for the verdicts on them as well."""
+
+    lookahead = OneStepLookahead()  # type: ignore[assignment]
+
+
 @dataclass(frozen=True, slots=True)
 class StepMessages:
     """Both sides of one attachment.
@@ -55,6 +61,7 @@ class StepMessages:
     attachments: Attachments
     sequences: list[Sequence]
     table: SequenceTable
+    rounds: Rounds
     outputs: list[Output]
     cpu_s: defaultdict[str, list[float]]
     tree: TokenTree
@@ -67,13 +74,18 @@ class StepMessages:
         tokens = tuple(source.randrange(VOCAB_SIZE // 2) for _ in range(6))
         tree = TokenTree(tokens, (None, 0, 1, None, 3, 2), (-0.5,) * 6)
         outputs: list[Output] = []
-        table = SequenceTable(ScriptedDrafter(), max_sequences=num_lanes, deliver=outputs.append)
+        drafter, deliver = _AheadDrafter(), outputs.append
+        table = SequenceTable(drafter, max_sequences=num_lanes, deliver=deliver)
+        rounds = Rounds(
+            table, drafter, SHAPE, chunk_tokens=64, outcome_budget=num_conditional, deliver=deliver
+        )
         table.apply(LinkOpened(LINK, LinkTerms(VOCAB_SIZE, 64, num_lanes, mirrors_noise=True)))
         attachments, attachment = Attachments(), make_attachment(max_sequences=num_lanes)
         sequences = [make_sequence(each, num_tokens=1 << 20) for each in range(1, num_lanes + 1)]
         attachments.attach(attachment, sequences, 0.0)
         bench = cls(
-            attachments, sequences, table, outputs, defaultdict(list), tree, num_conditional
+            *(attachments, sequences, table, rounds, outputs),
+            *(defaultdict(list), tree, num_conditional),
         )
         bench._hear(bench._said())
         return bench
@@ -101,9 +113,8 @@ class StepMessages:
         return proposals
 
     def _answer(self, proposals: list[Proposal]) -> list[bytes]:
-        answers = Answers(self.table, self.outputs.append, is_launched=lambda _: True)
         self.outputs.clear()
-        answers.give(proposals, DraftReport(0.001))
+        self.rounds.give(proposals, DraftReport(0.001))
         return [request_from_output(each).SerializeToString() for each in self.outputs]
 
     def _take(self, requests: list[bytes], now_s: float) -> None:

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage, DraftTimeout
-from services.target.drafts.feature_rows import FeatureRows
+from services.target.drafts.attachment import (
+    Attachment,
+    DraftIdentity,
+    DraftMessage,
+    DraftTimeout,
+    FeatureRows,
+)
 from services.target.drafts.feature_store import FeatureSpec
 from services.target.engine import Engine
 from shared.tokens import Candidate, Condition, TokenTree, Verdict

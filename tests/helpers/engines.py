@@ -11,9 +11,14 @@ from pathlib import Path
 import torch
 
 from services.target.adaptive_config import AdaptiveConfig
-from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage, DraftTimeout
+from services.target.drafts.attachment import (
+    Attachment,
+    DraftIdentity,
+    DraftMessage,
+    DraftTimeout,
+    FeatureRows,
+)
 from services.target.drafts.draft_policy import ALWAYS
-from services.target.drafts.feature_rows import FeatureRows
 from services.target.drafts.feature_store import FeatureSpec
 from services.target.engine import Engine
 from services.target.fallback import NgramFallback

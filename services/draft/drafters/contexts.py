@@ -358,7 +358,6 @@ class ContextDrafter(Drafter):
         """The model as rounds of a target use it; None where it takes part in none."""
 
     def share_head(self) -> SharedHead | None:
-        """Lends the model and most of the free pages, for good; None where no round takes it."""
         model, contexts = self._round_model, self._contexts
         if model is None:
             return None

@@ -197,6 +197,11 @@ class Drafter(Protocol):
         """
         return False
 
+    def share_head(self) -> SharedHead | None:
+        """Lends the model and most of the free pages to rounds of a target, for good; None where no
+        round takes it."""
+        return None
+
     def flush_prefix_cache(self) -> int:
         """Drops cached state no sequence uses; returns the pages freed."""
         return 0

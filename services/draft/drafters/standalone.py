@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import torch
 
-from services.draft.candidates import drop_unknown_tokens
 from services.draft.drafters.branch_drafter import (
     BranchLookahead,
     BranchPass,
@@ -29,7 +28,7 @@ from services.draft.drafters.pass_trees import (
     num_choices,
 )
 from services.draft.events import FeatureRows
-from services.draft.sequence import DraftSequence, SequenceKey
+from services.draft.sequence import DraftSequence, SequenceKey, drop_unknown_tokens
 from shared.kv.batch import build_batch
 from shared.kv.leases import KvLeases
 from shared.runtime.runner import ModelRunner

@@ -8,9 +8,14 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
-from services.target.drafts.attachment import Attachment, DraftMessage, Offer, OpenedSequence
+from services.target.drafts.attachment import (
+    Attachment,
+    DraftMessage,
+    FeatureRows,
+    Offer,
+    OpenedSequence,
+)
 from services.target.drafts.attachments import Attachments
-from services.target.drafts.feature_rows import FeatureRows
 from services.target.drafts.feature_store import FeatureFeed
 from services.target.rounds.head_rounds import HeadSteps
 from services.target.rounds.pushed_rounds import PushedSteps

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from services.target.drafts.attachment import DraftMessage, OpenedSequence
-from services.target.drafts.feature_rows import FeatureRows
+from services.target.drafts.attachment import DraftMessage, FeatureRows, OpenedSequence
 from services.target.drafts.feature_store import FeatureSpec
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.rpc.columns import add_verdicts

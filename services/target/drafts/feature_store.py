@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.target.drafts.assignments import Assignment, Assignments
-from services.target.drafts.attachment import Attachment
-from services.target.drafts.feature_rows import FeatureRows
+from services.target.drafts.attachment import Attachment, FeatureRows
 from services.target.step_plan import StepPlan
 from shared.errors import FailedPrecondition
 from shared.kv.leases import KvLease, KvLeases

@@ -6,7 +6,6 @@ import threading
 
 import pytest
 
-from services.draft.candidates import drop_unknown_tokens
 from services.draft.drafters.drafter import Proposal, VerifiedTree
 from services.draft.drafters.ngram import NgramDrafter
 from services.draft.engine import DraftEngine
@@ -27,7 +26,7 @@ from services.draft.events import (
 )
 from services.draft.likely_verdicts import FanOut
 from services.draft.rounds import IDLE_S, Rounds
-from services.draft.sequence import DraftSequence, SequenceKey
+from services.draft.sequence import DraftSequence, SequenceKey, drop_unknown_tokens
 from services.draft.sequence_table import SequenceTable
 from shared.candidate_columns import CandidateColumns
 from shared.ngram import NgramOptions

@@ -7,12 +7,11 @@ import random
 import pytest
 import torch
 
-from services.draft.candidates import drop_unknown_tokens
 from services.draft.drafters import standalone
 from services.draft.drafters.drafter import Proposal, VerifiedTree
 from services.draft.drafters.standalone import StandaloneDrafter
 from services.draft.likely_verdicts import FanOut
-from services.draft.sequence import DraftSequence, SequenceKey
+from services.draft.sequence import DraftSequence, SequenceKey, drop_unknown_tokens
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
