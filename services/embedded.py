@@ -281,7 +281,7 @@ def build_embedded_draft(
         max_sequences=chosen.max_running_requests,
         recorder=recorder,
         is_pinned=chosen.is_shape_pinned,
-        fan_out=chosen.fan_out,
+        outcome_budget=chosen.speculative_outcome_budget,
         enter_thread=partial(use_device, chosen),
     )
     engine.start()

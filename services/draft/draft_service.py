@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf.field_mask_pb2 import FieldMask
@@ -172,9 +172,8 @@ class DraftServicer(pb_grpc.DraftServiceServicer):
         engine = self._backend().engine
         config = updated_config(_config_message(engine), request)
         shape = shape_of_message(config.shape, "config.shape")
-        fan_out = replace(engine.fan_out, budget=config.outcome_budget)
         await asyncio.wrap_future(engine.set_shape(shape, is_pinned=config.pinned))
-        await asyncio.wrap_future(engine.set_fan_out(fan_out))
+        await asyncio.wrap_future(engine.set_outcome_budget(config.outcome_budget))
         return pb.UpdateDraftConfigResponse(config=_config_message(engine))
 
     def _backend(self) -> DraftBackend:
@@ -204,7 +203,7 @@ def _config_message(engine: DraftEngine) -> pb.DraftConfig:
     return pb.DraftConfig(
         shape=shape_message(engine.shape),
         pinned=engine.is_pinned,
-        outcome_budget=engine.fan_out.budget,
+        outcome_budget=engine.outcome_budget,
     )
 
 

@@ -28,7 +28,6 @@ from services.draft.events import (
     ProbeDone,
     SequencesOpened,
 )
-from services.draft.likely_verdicts import SYNCHRONOUS, FanOut
 from services.draft.mapped_heads import MappedHeads
 from services.draft.recorder import DraftRecorder
 from services.draft.rounds import Rounds
@@ -58,7 +57,7 @@ class DraftEngine:
         chunk_tokens: int,
         max_sequences: int,
         is_pinned: bool = False,
-        fan_out: FanOut = SYNCHRONOUS,
+        outcome_budget: int = 0,
         recorder: DraftRecorder | None = None,
         max_waiting_events: int = MAX_WAITING_EVENTS,
         enter_thread: Callable[[], None] | None = None,
@@ -80,10 +79,10 @@ class DraftEngine:
             shape,
             chunk_tokens=chunk_tokens,
             is_pinned=is_pinned,
-            fan_out=fan_out,
+            outcome_budget=outcome_budget,
             deliver=self._deliver,
         )
-        if fan_out.budget and drafter.lookahead is None:
+        if outcome_budget and drafter.lookahead is None:
             log.warning("this drafter cannot draft ahead: every tree follows its verdict")
         self._mapped = MappedHeads(
             drafter, self._deliver, most=num_targets, on_span=self.recorder.on_span
@@ -204,13 +203,13 @@ class DraftEngine:
         return self.between_rounds(replace)
 
     @property
-    def fan_out(self) -> FanOut:
+    def outcome_budget(self) -> int:
         """The verdicts to prepare candidates for."""
-        return self._rounds.fan_out
+        return self._rounds.outcome_budget
 
-    def set_fan_out(self, fan_out: FanOut) -> Future[None]:
+    def set_outcome_budget(self, outcome_budget: int) -> Future[None]:
         """Replaces which verdicts are prepared for, between two forwards."""
-        return self.between_rounds(lambda: setattr(self._rounds, "fan_out", fan_out))
+        return self.between_rounds(lambda: setattr(self._rounds, "outcome_budget", outcome_budget))
 
     def prepare_when_idle(self) -> Future[None]:
         """From now on prepares for trees of `shape` while no sequence is open."""
@@ -235,7 +234,7 @@ class DraftEngine:
                 "tree_topk": float(self.shape.topk),
                 "tree_draft_token_count": float(self.shape.num_draft_tokens),
                 "shape_is_pinned": float(self.is_pinned),
-                "outcome_budget": float(self.fan_out.budget),
+                "outcome_budget": float(self.outcome_budget),
                 **self._drafter.gauges(),
             }
         )

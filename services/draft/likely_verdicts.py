@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shared.rank_prior import MEASURED_WEIGHT, MEMORY_TOKENS, PRIOR_SHARE, PRIOR_TOKENS
 from shared.tokens import Condition, TokenTree
@@ -15,30 +15,15 @@ from shared.tokens import Condition, TokenTree
 MAX_BUDGET = 64
 
 
-@dataclass(frozen=True, slots=True)
-class FanOut:
-    """Distributes conditional candidates over possible verdicts.
-
-    The likeliest verdicts get one each: a verdict's probability is that of the path to its node
-    times that of the bonus token after it, see `RankShares`. So fan-out falls off geometrically
-    along a path, and the end of a likely one gets more than the node before it: what is likeliest
-    to follow there is in no tree yet.
-
-    Attributes:
-        budget: conditional candidates a sequence and round; 0 drafts after each verdict only.
-        most: candidates for all sequences together, at least one each: a draft's rows are not
-            free beyond a few hundred.
-    """
-
-    budget: int = 0
-    most: int = 256
-
-    def shared_by(self, num_sequences: int) -> FanOut:
-        """Returns what each of that many sequences gets."""
-        return replace(self, budget=min(self.budget, max(self.most // num_sequences, 1)))
+MOST_OUTCOMES = 256
+"""Verdicts prepared for, those of all sequences together, but one of each: a draft's rows are not
+free beyond a few hundred."""
 
 
-SYNCHRONOUS = FanOut()
+def shared_budget(budget: int, num_sequences: int) -> int:
+    """Returns the verdicts of each of that many sequences that are prepared for, where `budget` are
+    asked for."""
+    return min(budget, max(MOST_OUTCOMES // num_sequences, 1))
 
 
 NUM_RANKS = 32
@@ -111,17 +96,20 @@ def likely_verdicts(
     tree: TokenTree,
     continuations: Sequence[Sequence[Continuation]],
     shares: RankShares,
-    fan_out: FanOut,
+    budget: int,
 ) -> list[LikelyVerdict]:
-    """Returns the likeliest verdicts that end in a token the tree does not hold, as many as the
-    fan-out's budget.
+    """Returns the likeliest verdicts that end in a token the tree does not hold, at most `budget`.
+
+    A verdict's probability is that of the path to its node times that of the bonus token after it,
+    see `RankShares`. So their number falls off geometrically along a path, and the end of a likely
+    one gets more than the node before it: what is likeliest to follow there is in no tree yet.
 
     Args:
         continuations: what may follow the last committed token, then each node, best first; where
             there are none, no verdict is prepared for.
     """
     # Bare tuples are compared several times as fast.
-    best = heapq.nsmallest(fan_out.budget, _verdicts(tree, continuations, shares))
+    best = heapq.nsmallest(budget, _verdicts(tree, continuations, shares))
     return [LikelyVerdict(*each) for each in best]
 
 

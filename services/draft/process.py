@@ -96,7 +96,7 @@ class DraftProcess:
             chunk_tokens=self._settings.chunked_prefill_size,
             max_sequences=self._settings.max_running_requests,
             is_pinned=self._settings.is_shape_pinned,
-            fan_out=self._settings.fan_out,
+            outcome_budget=self._settings.speculative_outcome_budget,
             recorder=self._recorder,
             enter_thread=functools.partial(use_device, self._settings),
             # A CPU waits for one target at a time.

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from services.draft.drafters.drafter import Drafter, Lookahead, Proposal, VerifiedTree
 from services.draft.events import CandidatesReady, Output, ProbeDone
-from services.draft.likely_verdicts import SYNCHRONOUS, FanOut
+from services.draft.likely_verdicts import shared_budget
 from services.draft.sequence import DraftSequence, InFlightTree, drop_unknown_tokens
 from services.draft.sequence_table import SequenceTable
 from shared.candidate_columns import UNCONDITIONAL, CandidateColumns, CandidateRow, condition_key
@@ -226,7 +226,7 @@ class Rounds:
         chunk_tokens: int,
         is_pinned: bool = False,
         deliver: Callable[[Output], None],
-        fan_out: FanOut = SYNCHRONOUS,
+        outcome_budget: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.shape = shape
@@ -240,19 +240,19 @@ class Rounds:
         self._deliver = deliver
         self._preparation = Preparation(drafter, self._warming_changed, clock)
         self._served_s = -math.inf
-        self.fan_out = fan_out
+        self.outcome_budget = outcome_budget
 
     @property
-    def fan_out(self) -> FanOut:
+    def outcome_budget(self) -> int:
         """The verdicts to prepare candidates for; may be replaced between steps."""
-        return self._fan_out
-
-    @fan_out.setter
-    def fan_out(self, fan_out: FanOut) -> None:
         lookahead = self._drafter.lookahead
-        self._fan_out = SYNCHRONOUS if lookahead is None else fan_out
+        return 0 if lookahead is None else lookahead.budget
+
+    @outcome_budget.setter
+    def outcome_budget(self, outcome_budget: int) -> None:
+        lookahead = self._drafter.lookahead
         if lookahead is not None:
-            lookahead.budget = fan_out.budget
+            lookahead.budget = outcome_budget
 
     def step(self) -> bool:
         """Answers what can be answered, catches up by a chunk, then drafts ahead by a forward.
@@ -392,17 +392,16 @@ class Rounds:
         budget = self._budget(sequence)
         if not budget or sequence.in_flight is None:
             return
-        fan_out = replace(self._fan_out, budget=budget).shared_by(len(self._table))
-        fan_out = replace(fan_out, budget=min(fan_out.budget, sequence.max_conditional))
-        if fan_out.budget:
+        budget = min(shared_budget(budget, len(self._table)), sequence.max_conditional)
+        if budget:
             tree, shape = sequence.in_flight.tree, self._shape_for(sequence)
-            lookahead.begin(VerifiedTree(sequence, tree, shape, fan_out))
+            lookahead.begin(VerifiedTree(sequence, tree, shape, budget))
 
     def _budget(self, sequence: DraftSequence) -> int:
         """Returns how many verdicts a sequence's tree is prepared for at most: what is set here, or
         less where the target finds that it does not pay."""
         wanted = None if self.is_pinned else sequence.tree_request.num_outcomes
-        budget = self._fan_out.budget
+        budget = self.outcome_budget
         return budget if wanted is None else min(budget, wanted)
 
     def _resumes(self, sequence: DraftSequence) -> bool:
@@ -411,7 +410,7 @@ class Rounds:
         return (
             lookahead is not None
             and not sequence.is_probe
-            and self._fan_out.budget > 0
+            and lookahead.budget > 0
             and lookahead.resume(sequence, self._shape_for(sequence))
         )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from services.draft.algorithm import Algorithm
-from services.draft.likely_verdicts import MAX_BUDGET, FanOut
+from services.draft.likely_verdicts import MAX_BUDGET
 from services.draft.settings_problems import (
     CHAIN_SHAPE,
     DEMO_TARGET,
@@ -294,11 +294,6 @@ class DraftSettings(DialingSettings):
             quantisation=self.speculative_draft_model_quantization,
             attention_backend=self.speculative_draft_attention_backend,
         )
-
-    @property
-    def fan_out(self) -> FanOut:
-        """The verdicts to prepare candidates for."""
-        return FanOut(self.speculative_outcome_budget)
 
     @property
     def ngram_options(self) -> NgramOptions:

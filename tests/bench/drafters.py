@@ -208,7 +208,7 @@ class Bench:
             chunk_tokens=settings.chunked_prefill_size,
             max_sequences=settings.max_running_requests,
             is_pinned=True,
-            fan_out=settings.fan_out,
+            outcome_budget=settings.speculative_outcome_budget,
         )
         draft.start()
         warm_up(draft, drafter.limits.feature_spec)

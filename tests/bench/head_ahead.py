@@ -25,7 +25,6 @@ import torch
 from services.draft.drafters.drafter import VerifiedTree
 from services.draft.drafters.eagle import EagleDrafter
 from services.draft.events import FeatureRows
-from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
@@ -70,7 +69,7 @@ class HeadBench:
         plan = self._plan
         for shape in plan.shapes:
             for batch in plan.batches:
-                rounds = _Rounds(self._drafter(), shape, FanOut(plan.budget))
+                rounds = _Rounds(self._drafter(), shape, plan.budget)
                 rounds.run(self._sequences(batch), plan.num_rounds)
                 name = f"{shape.num_steps},{shape.topk},{shape.num_draft_tokens}"
                 yield (name, str(batch), *rounds.medians_ms())
@@ -104,8 +103,8 @@ class _Rounds:
     """Rounds of one drafter; of two verdicts the first has its features here, of the second's tree
     there are only tokens. Times in seconds, one a pair of rounds."""
 
-    def __init__(self, drafter: EagleDrafter, shape: TreeShape, fan_out: FanOut) -> None:
-        self._drafter, self._shape, self._fan_out = drafter, shape, fan_out
+    def __init__(self, drafter: EagleDrafter, shape: TreeShape, outcome_budget: int) -> None:
+        self._drafter, self._shape, self._outcome_budget = drafter, shape, outcome_budget
         self._noise = torch.Generator().manual_seed(1)
         self._after_s: list[float] = []
         self._chosen_s: list[float] = []
@@ -151,7 +150,7 @@ class _Rounds:
         """
         lookahead, start_s, found_s = self._drafter.lookahead, time.perf_counter(), []
         for sequence, tree in zip(batch, trees, strict=True):
-            lookahead.begin(VerifiedTree(sequence, tree, self._shape, self._fan_out))
+            lookahead.begin(VerifiedTree(sequence, tree, self._shape, self._outcome_budget))
         proposals = []
         while lookahead.has_work:
             proposals += lookahead.advance()

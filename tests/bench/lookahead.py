@@ -21,7 +21,6 @@ from torch import Tensor
 from services.draft.drafter_factory import build_drafter
 from services.draft.drafters.drafter import Drafter, VerifiedTree
 from services.draft.events import FeatureRows
-from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence, SequenceKey
 from services.draft.settings import DraftSettings
 from services.draft.settings_problems import DEMO_TARGET
@@ -67,7 +66,7 @@ class Round:
     ahead: int | None
 
 
-def walk(drafter: Drafter, text: Text, shape: TreeShape, fan_out: FanOut) -> Iterator[Round]:
+def walk(drafter: Drafter, text: Text, shape: TreeShape, outcome_budget: int) -> Iterator[Round]:
     """Yields the rounds of one answer but the first, whose tree follows no verdict."""
     tokens, start = text.token_ids, text.num_prompt_tokens + 1
     greedy = SamplingParams(temperature=0.0)
@@ -87,7 +86,7 @@ def walk(drafter: Drafter, text: Text, shape: TreeShape, fan_out: FanOut) -> Ite
         if prepared is not None:
             ahead = prepared.get(committed)
             yield Round(_gain(tree, truth), None if ahead is None else _gain(ahead, truth))
-        prepared = _prepared(drafter, sequence, tree, shape, fan_out)
+        prepared = _prepared(drafter, sequence, tree, shape, outcome_budget)
         committed = tuple(truth[: _gain(tree, truth)])
         sequence.token_ids.extend(committed)
         verdict = Verdict(1, 0, Outcome.VERIFIED, (), committed, sequence.num_tokens)
@@ -108,12 +107,12 @@ def _prepared(
     sequence: DraftSequence,
     tree: TokenTree,
     shape: TreeShape,
-    fan_out: FanOut,
+    outcome_budget: int,
 ) -> dict[tuple[int, ...], TokenTree]:
     """Returns the tree for each verdict that was prepared for, by what that commits."""
     lookahead = drafter.lookahead
     assert lookahead is not None
-    lookahead.begin(VerifiedTree(sequence, tree, shape, fan_out))
+    lookahead.begin(VerifiedTree(sequence, tree, shape, outcome_budget))
     found: dict[tuple[int, ...], TokenTree] = {}
     while lookahead.has_work:
         for each in lookahead.advance():
@@ -198,7 +197,7 @@ def main() -> None:
                 drafter,
                 _text(target, drafter, prompt, answer),
                 SHAPES[name],
-                FanOut(options.budget),
+                options.budget,
             )
         ]
         rows.append(_row(name, rounds))

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from services.draft.drafters.drafter import Drafter
-from services.draft.likely_verdicts import FanOut
 from services.target.engine import Engine
 from services.target.requests.request import GenerationRequest
 from services.target.step_report import OutcomeTally, StepReport
@@ -48,9 +47,9 @@ def num_device_rounds(reports: Iterable[StepReport]) -> int:
     return sum(each.num_rounds for each in reports if each.round_shape is not None)
 
 
-def lossy_draft(engine: Engine, drafter: Drafter, fan_out: FanOut, seed: int) -> LossyDraft:
+def lossy_draft(engine: Engine, drafter: Drafter, outcome_budget: int, seed: int) -> LossyDraft:
     """Attaches one whose delay grows with the seed; every other seed has trees, and losses."""
     shape, loss = ((CHAIN, 0.0), (TREE, 0.2))[seed % 2]
-    draft = LossyDraft(engine, drafter, shape, fan_out, seed=seed, delay=2 + seed, loss=loss)
+    draft = LossyDraft(engine, drafter, shape, outcome_budget, seed=seed, delay=2 + seed, loss=loss)
     draft.attach()
     return draft

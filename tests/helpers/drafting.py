@@ -6,7 +6,6 @@ import random
 from collections.abc import Sequence
 
 from services.draft.drafters.drafter import Drafter, Proposal, VerifiedTree
-from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import TreeModel
@@ -16,7 +15,7 @@ from shared.tokens import Outcome, SamplingParams, TokenTree, TreeShape, Verdict
 VOCAB_SIZE = 64
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=1.0, seed=1234)
-FAN_OUT = FanOut(5)
+OUTCOME_BUDGET = 5
 
 
 def plain_grower(model: TreeModel, context: int, *, max_sequences: int = 8) -> TreeGrower:
@@ -68,9 +67,9 @@ def committed(sequence: DraftSequence, tokens: Sequence[int], *nodes: int) -> Ve
 def prepare_ahead(
     drafter: Drafter, shape: TreeShape, *verified: tuple[DraftSequence, TokenTree]
 ) -> list[Proposal]:
-    """Returns what a drafter prepares, each time `FAN_OUT`, while these trees are verified."""
+    """Returns what a drafter prepares, `OUTCOME_BUDGET` a tree, while these are verified."""
     for sequence, tree in verified:
-        drafter.lookahead.begin(VerifiedTree(sequence, tree, shape, FAN_OUT))
+        drafter.lookahead.begin(VerifiedTree(sequence, tree, shape, OUTCOME_BUDGET))
     proposals: list[Proposal] = []
     while drafter.lookahead.has_work:
         proposals += drafter.lookahead.advance()

@@ -7,7 +7,6 @@ from collections import deque
 
 from services.draft.drafters.drafter import Drafter
 from services.draft.events import LinkClosed
-from services.draft.likely_verdicts import FanOut
 from services.target.drafts.attachment import DraftMessage
 from services.target.drafts.draft_messages import draft_messages
 from services.target.engine import Engine
@@ -29,14 +28,14 @@ class LossyDraft(WiredDraft):
         engine: Engine,
         drafter: Drafter,
         shape: TreeShape,
-        fan_out: FanOut,
+        outcome_budget: int,
         *,
         seed: int,
         delay: int,
         loss: float,
         name: str = "wired",
     ) -> None:
-        super().__init__(engine, drafter, shape, fan_out, name=name)
+        super().__init__(engine, drafter, shape, outcome_budget, name=name)
         self._source = random.Random(seed)
         self._delay = delay
         self._loss = loss

@@ -10,7 +10,6 @@ from services.draft.events import (
     Output,
     SequencesReleased,
 )
-from services.draft.likely_verdicts import SYNCHRONOUS, FanOut
 from services.draft.link_codec import attach_request, event_from_response, request_from_output
 from services.draft.rounds import Rounds
 from services.draft.sequence_table import SequenceTable
@@ -41,7 +40,7 @@ class WiredDraft:
         engine: Engine,
         drafter: Drafter,
         shape: TreeShape,
-        fan_out: FanOut = SYNCHRONOUS,
+        outcome_budget: int = 0,
         *,
         name: str = "wired",
         max_sequences: int = 8,
@@ -52,7 +51,12 @@ class WiredDraft:
         self.spec = drafter.limits.feature_spec
         self.table = SequenceTable(drafter, max_sequences=max_sequences, deliver=self._deliver)
         self.rounds = Rounds(
-            self.table, drafter, shape, chunk_tokens=16, fan_out=fan_out, deliver=self._deliver
+            self.table,
+            drafter,
+            shape,
+            chunk_tokens=16,
+            outcome_budget=outcome_budget,
+            deliver=self._deliver,
         )
         self.open_link()
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 
 from services.draft.drafters.ngram import NgramDrafter
-from services.draft.likely_verdicts import FanOut
 from services.target.step_report import OutcomeTally, StepReport
 from shared.models.decoder import Decoder
 from shared.ngram import NgramOptions
@@ -35,7 +34,7 @@ from tests.helpers.engines import (
 from tests.helpers.standalone_drafts import standalone
 from tests.helpers.wired_draft import WiredDraft
 
-BUDGET = FanOut(6)
+BUDGET = 6
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.eagle import EagleDrafter
-from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence
 from services.target.step_report import OutcomeTally
 from shared.kv.leases import KvLeases
@@ -180,7 +179,7 @@ def test_drafting_ahead_from_recurrent_states_changes_nothing(
         decoder, max_step_rows=16, on_step=lambda report: total.add(report.outcomes)
     )
     drafter = _drafter(tmp_path, folder, tiny)
-    WiredDraft(engine, drafter, SHAPE, FanOut(8)).attach()
+    WiredDraft(engine, drafter, SHAPE, 8).attach()
     sampling = SamplingParams(temperature=0.0) if seed is None else SamplingParams(seed=seed)
     requests = [request(prompt, sampling, StopParams(24)) for prompt in (PROMPT, PROMPT[:9])]
     answers = run(engine, requests)

@@ -15,7 +15,6 @@ import torch
 from services.draft.drafters.dflash import DflashDrafter
 from services.draft.drafters.drafter import Drafter
 from services.draft.drafters.eagle import EagleDrafter
-from services.draft.likely_verdicts import FanOut
 from services.target.step_report import StepReport
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
@@ -51,7 +50,7 @@ from tests.helpers.mtp_heads import TinyMtp, write_mtp
 from tests.helpers.wired_draft import WiredDraft
 
 # Heads of random weights foresee little; many guesses hit now and then.
-BUDGET = FanOut(16)
+BUDGET = 16
 TARGET = TinyShape(vocab_size=VOCAB_SIZE)
 DFLASH = TinyDflash(
     vocab_size=VOCAB_SIZE,

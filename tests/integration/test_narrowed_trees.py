@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from services.draft.likely_verdicts import FanOut
 from services.target.adaptive_config import AdaptiveConfig, Candidates
 from services.target.fallback import NgramFallback
 from services.target.requests.request import GenerationRequest
@@ -33,7 +32,7 @@ from tests.helpers.engines import (
 from tests.helpers.standalone_drafts import standalone
 from tests.helpers.wired_draft import WiredDraft
 
-BUDGETS = [FanOut(0), FanOut(6)]
+BUDGETS = [0, 6]
 ALWAYS_ON = AdaptiveConfig({1: Candidates(steps=(1, 2, 3), may_pause=False)})
 
 
@@ -80,7 +79,7 @@ def test_trees_are_cut_and_no_token_changes(
     decoder: Decoder,
     sampling: str,
     shape: TreeShape,
-    budget: FanOut,
+    budget: int,
     is_adaptive: bool,
 ) -> None:
     asked = requests(SAMPLINGS[sampling])

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from services.draft.drafters.drafter import Drafter
 from services.draft.drafters.ngram import NgramDrafter
-from services.draft.likely_verdicts import SYNCHRONOUS, FanOut
 from services.target.engine import Engine
 from shared.models.decoder import Decoder
 from shared.ngram import NgramOptions
@@ -18,7 +17,7 @@ from tests.helpers.standalone_drafts import standalone
 # Less than eight long sequences need, so that the draft drops some.
 NUM_PAGES = 120
 CHAIN, TREE = TreeShape(3, 1, 4), TreeShape(3, 3, 9)
-AHEAD = FanOut(6)
+AHEAD = 6
 
 
 class Drafts:
@@ -30,18 +29,25 @@ class Drafts:
 
     def __init__(self, engine: Engine, decoders: Mapping[str, Decoder], seed: int) -> None:
         self._source = random.Random(seed)
-        drafters: dict[str, tuple[Drafter, TreeShape, FanOut]] = {
+        drafters: dict[str, tuple[Drafter, TreeShape, int]] = {
             "ngram": (NgramDrafter(NgramOptions()), TreeShape(4, 4, 8), AHEAD)
         }
         for name, decoder in decoders.items():
             drafters[f"{name}-ahead"] = (standalone(decoder, NUM_PAGES), TREE, AHEAD)
-            drafters[f"{name}-chain"] = (standalone(decoder, NUM_PAGES), CHAIN, SYNCHRONOUS)
+            drafters[f"{name}-chain"] = (standalone(decoder, NUM_PAGES), CHAIN, 0)
         self._attached: list[LossyDraft] = []
         self._away = [
             LossyDraft(
-                engine, drafter, shape, fan_out, seed=seed + i, delay=20, loss=0.05 * i, name=name
+                engine,
+                drafter,
+                shape,
+                outcome_budget,
+                seed=seed + i,
+                delay=20,
+                loss=0.05 * i,
+                name=name,
             )
-            for i, (name, (drafter, shape, fan_out)) in enumerate(drafters.items())
+            for i, (name, (drafter, shape, outcome_budget)) in enumerate(drafters.items())
         ]
         for draft in list(self._away):
             self._attach(draft)

@@ -275,7 +275,7 @@ class BranchLookahead(Lookahead, ABC):
         """
         paths = row_paths(verified.tree)
         continuations = [rows.after(path) for path in paths]
-        verdicts = likely_verdicts(verified.tree, continuations, self._shares, verified.fan_out)
+        verdicts = likely_verdicts(verified.tree, continuations, self._shares, verified.budget)
         return [Wanted(verified, each, paths[each.place], rows, behind) for each in verdicts]
 
     def _observe(self, rows: GrownRows, path: Path) -> None:

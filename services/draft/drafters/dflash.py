@@ -352,7 +352,7 @@ class BlockLookahead(OneStepLookahead):
         """Returns the rows of as many verdicts as there is memory for; None for none."""
         sequence, contexts = verified.sequence, self._contexts
         verdicts = likely_verdicts(
-            verified.tree, self._by_node(verified), self._shares, verified.fan_out
+            verified.tree, self._by_node(verified), self._shares, verified.budget
         )
         while verdicts:
             work = self._work(verified, verdicts)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from services.draft.events import FeatureRows
-from services.draft.likely_verdicts import FanOut, RankShares
+from services.draft.likely_verdicts import RankShares
 from services.draft.sequence import DraftSequence, SequenceKey
 from services.draft.worker import MappedHeadLimits
 from shared.kv.leases import KvLeases
@@ -67,12 +67,13 @@ class VerifiedTree:
 
     Attributes:
         shape: of the trees to prepare.
+        budget: verdicts to prepare for.
     """
 
     sequence: DraftSequence
     tree: TokenTree
     shape: TreeShape
-    fan_out: FanOut
+    budget: int
 
 
 class Lookahead(Protocol):

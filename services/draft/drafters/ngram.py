@@ -65,7 +65,7 @@ class NgramLookahead(OneStepLookahead):
         for parent, token in zip(tree.parent_indices, tree.token_ids, strict=True):
             texts.append([*texts[0 if parent is None else parent + 1], token])
         choices = self._choices(sequence, texts)
-        verdicts = likely_verdicts(tree, choices, self._shares, verified.fan_out)
+        verdicts = likely_verdicts(tree, choices, self._shares, verified.budget)
         ends = [[*texts[each.place], each.token] for each in verdicts]
         trees = self._grow(sequence, ends, verified.shape)
         for each, next_tree in zip(verdicts, trees, strict=True):

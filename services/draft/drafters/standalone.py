@@ -148,7 +148,7 @@ class BranchDrafter(BranchLookahead):
             self._ready += [branch_proposal(each, is_current=False) for each in followers.values()]
             self._to_follow[key] = verified
         paths = {*followers, *(each.wanted.path for each in self._passes.growing_behind(rows))}
-        if 2 * len(paths) < verified.fan_out.budget:
+        if 2 * len(paths) < verified.budget:
             wanted = self._likely(verified, rows)
             self._passes.wanted.want(key, [each for each in wanted if each.path not in paths])
 

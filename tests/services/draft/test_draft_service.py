@@ -181,7 +181,7 @@ async def test_outcome_budget_is_set_live(bench: Bench) -> None:
     request = pb.UpdateDraftConfigRequest(config=pb.DraftConfig(outcome_budget=6))
     response = await bench.stub.UpdateDraftConfig(request)
     assert response.config.outcome_budget == 6
-    assert bench.engine.fan_out.budget == 6
+    assert bench.engine.outcome_budget == 6
     assert not response.config.pinned, "the shape was not touched"
     masked = pb.UpdateDraftConfigRequest(
         config=pb.DraftConfig(outcome_budget=9), update_mask=FieldMask(paths=["pinned"])

@@ -9,7 +9,6 @@ import pytest
 
 from services.draft.likely_verdicts import (
     Continuation,
-    FanOut,
     LikelyVerdict,
     RankShares,
     likely_verdicts,
@@ -42,7 +41,7 @@ def _chosen(probability: float, budget: int, num_observed: int = 2000) -> list[L
             share = probability if rank == 0 else (1.0 - probability) * 0.5**rank
             for _ in range(round(100 * share)):
                 shares.observe(rank)
-    return likely_verdicts(CHAIN, _continuations(probability), shares, FanOut(budget))
+    return likely_verdicts(CHAIN, _continuations(probability), shares, budget)
 
 
 def _by_position(chosen: list[LikelyVerdict]) -> list[int]:
@@ -84,5 +83,5 @@ def test_likeliest_verdicts_come_first_and_none_is_a_path_the_tree_holds() -> No
 def test_where_nothing_is_known_to_follow_nothing_is_prepared() -> None:
     continuations = _continuations(0.9)
     continuations[DEPTH] = []
-    chosen = likely_verdicts(CHAIN, continuations, RankShares(), FanOut(64))
+    chosen = likely_verdicts(CHAIN, continuations, RankShares(), 64)
     assert {each.place for each in chosen} == set(range(DEPTH))

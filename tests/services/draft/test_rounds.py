@@ -24,7 +24,6 @@ from services.draft.events import (
     SequencesOpened,
     SequencesReleased,
 )
-from services.draft.likely_verdicts import FanOut
 from services.draft.rounds import IDLE_S, Rounds
 from services.draft.sequence import DraftSequence, SequenceKey, drop_unknown_tokens
 from services.draft.sequence_table import SequenceTable
@@ -225,7 +224,7 @@ class _NotingLookahead:
     has_work = False
 
     def begin(self, verified: VerifiedTree) -> None:
-        self.budgets.append(verified.fan_out.budget)
+        self.budgets.append(verified.budget)
 
     def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
         return False
@@ -238,7 +237,7 @@ def test_the_target_may_want_fewer_verdicts_prepared_for_unless_an_operator_pinn
     drafter, lookahead = ScriptedDrafter(), _NotingLookahead()
     drafter.lookahead = lookahead  # type: ignore[assignment]
     bench = Bench(drafter)
-    bench.rounds.fan_out = FanOut(8)
+    bench.rounds.outcome_budget = 8
     terms = LinkTerms(1_000, 64, 100, mirrors_noise=True, max_conditional=64)
     bench.apply(LinkOpened(LINK, terms), _opened(7))
     bench.step()
@@ -272,7 +271,7 @@ class _SlowToBegin(_NotingLookahead):
 def test_all_that_a_draft_does_is_accounted_for() -> None:
     bench = Bench()
     bench.drafter.lookahead = _SlowToBegin(bench)  # type: ignore[assignment]
-    bench.rounds.fan_out = FanOut(8)
+    bench.rounds.outcome_budget = 8
     terms = LinkTerms(1_000, 64, 100, mirrors_noise=True, max_conditional=64)
     bench.apply(LinkOpened(LINK, terms), _opened(7))
     bench.step()

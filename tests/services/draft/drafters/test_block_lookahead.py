@@ -9,14 +9,13 @@ import pytest
 from services.draft.drafters import dflash
 from services.draft.drafters.dflash import DflashDrafter
 from services.draft.drafters.drafter import Proposal, VerifiedTree
-from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence
 from shared.tokens import SamplingParams, TokenTree, TreeShape
 from tests.helpers.block_setup import BLOCK_SIZE, CHAIN, TREE, BlockSetup, block_setup
 from tests.helpers.dflash_heads import best_block_paths
 from tests.helpers.drafting import (
-    FAN_OUT,
     GREEDY,
+    OUTCOME_BUDGET,
     SAMPLED,
     committed,
     draft_sequence,
@@ -30,7 +29,7 @@ from tests.helpers.head_oracle import Values, path_values
 
 SHORT = TreeShape(2, 2, 6)
 # More than there are verdicts to choose among.
-ALL = FanOut(10_000)
+ALL = 10_000
 PENALISED = SamplingParams(temperature=0.0, frequency_penalty=1.5)
 
 
@@ -41,7 +40,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> BlockSetup:
 
 def _drafter(setup: BlockSetup, *, num_pages: int = 100, window: int = 120) -> DflashDrafter:
     drafter = setup.drafter(num_pages=num_pages, window=window)
-    drafter.lookahead.budget = FAN_OUT.budget
+    drafter.lookahead.budget = OUTCOME_BUDGET
     return drafter
 
 
@@ -82,7 +81,7 @@ def test_a_block_ahead_sees_the_features_before_the_tree_and_the_tokens_of_its_v
     [tree] = propose(drafter, shape, sequence)
     for _ in range(4):
         block = prepare_ahead(drafter, shape, (sequence, tree))
-        assert len(block) == FAN_OUT.budget
+        assert len(block) == OUTCOME_BUDGET
         assert len({each.condition for each in block}) == len(block)
         _assert_same(setup, sequence, tree, block, shape)
         # The next blocks are made with the features of this verdict.
@@ -135,7 +134,7 @@ def test_sequences_prepare_together_and_alike(
         block = prepare_ahead(drafter, TREE, *zip(sequences, trees, strict=True))
         for sequence, tree in zip(sequences, trees, strict=True):
             own = [each for each in block if each.sequence is sequence]
-            assert len(own) == FAN_OUT.budget
+            assert len(own) == OUTCOME_BUDGET
             _assert_same(setup, sequence, tree, own, TREE)
         shapes[max_rows] = [(each.condition, each.tree.token_ids) for each in block]
     assert len(set(map(tuple, shapes.values()))) == 1
@@ -186,7 +185,7 @@ def test_as_many_verdicts_as_there_is_memory_for(setup: BlockSetup, num_pages: i
     block = prepare_ahead(drafter, CHAIN, (sequence, tree))
     # Seven positions and a block take three pages; five verdicts and the way to them, six more.
     assert bool(block) == (num_pages > 4)
-    assert (len(block) == FAN_OUT.budget) == (num_pages > 9)
+    assert (len(block) == OUTCOME_BUDGET) == (num_pages > 9)
     if block:
         _assert_same(setup, sequence, tree, block, CHAIN)
     drafter.close(sequence)
@@ -199,7 +198,7 @@ def test_a_window_that_slides_keeps_blocks_ahead(setup: BlockSetup) -> None:
     [tree] = propose(drafter, CHAIN, sequence)
     for _ in range(8):
         block = prepare_ahead(drafter, CHAIN, (sequence, tree))
-        assert len(block) == FAN_OUT.budget
+        assert len(block) == OUTCOME_BUDGET
         setup.commit(drafter, sequence, foreseen_tokens(tree, block[0]))
         tree = block[0].tree
     drafter.check()

@@ -26,8 +26,8 @@ from shared.tokens import Outcome, SamplingParams, TokenTree, TreeShape, Verdict
 from tests.helpers.checkpoints import TinyShape, build_model, write_checkpoint
 from tests.helpers.draft_heads import HEADS, head_tensors, write_head
 from tests.helpers.drafting import (
-    FAN_OUT,
     GREEDY,
+    OUTCOME_BUDGET,
     SAMPLED,
     VOCAB_SIZE,
     committed,
@@ -532,13 +532,13 @@ def test_a_tree_ahead_continues_the_states_of_the_path_to_it(
     only the tokens."""
     setup, source = setups[name], random.Random(2)
     drafter = setup.drafter()
-    drafter.lookahead.budget = FAN_OUT.budget
+    drafter.lookahead.budget = OUTCOME_BUDGET
     sequence = draft_sequence(random_text(3, 9), sampling)
     _open(drafter, setup, sequence)
     [tree] = propose(drafter, shape, sequence)
     for _ in range(3):
         block = prepare_ahead(drafter, shape, (sequence, tree))
-        assert len(block) == FAN_OUT.budget
+        assert len(block) == OUTCOME_BUDGET
         features = setup.features(sequence.token_ids)[:-1]
         for proposal in block:
             supposed = foreseen_tokens(tree, proposal)
@@ -560,18 +560,18 @@ def test_ahead_of_a_verdict_is_drafted_from_the_features_of_the_last_one(
     """A drafter that has followed a row of verdicts prepares what a new one does that is told of
     the same tokens, features and tree."""
     source, drafter = random.Random(2), setup.drafter()
-    drafter.lookahead.budget = FAN_OUT.budget
+    drafter.lookahead.budget = OUTCOME_BUDGET
     sequence = draft_sequence(random_text(3, 9), sampling)
     _open(drafter, setup, sequence)
     [tree] = propose(drafter, TREE, sequence)
     for _ in range(4):
         block = prepare_ahead(drafter, TREE, (sequence, tree))
-        assert len(block) == FAN_OUT.budget
+        assert len(block) == OUTCOME_BUDGET
         chosen = source.choice(block)
         _follow(drafter, setup, sequence, tree, chosen)
         tree = chosen.tree
         other = setup.drafter()
-        other.lookahead.budget = FAN_OUT.budget
+        other.lookahead.budget = OUTCOME_BUDGET
         twin = draft_sequence(sequence.token_ids, sampling)
         _open(other, setup, twin)
         propose(other, TREE, twin)
@@ -593,7 +593,7 @@ def test_ahead_of_a_verdict_is_drafted_from_the_features_of_the_last_one(
 
 def test_nothing_is_drafted_ahead_without_features(setup: Setup) -> None:
     drafter = setup.drafter()
-    drafter.lookahead.budget = FAN_OUT.budget
+    drafter.lookahead.budget = OUTCOME_BUDGET
     sequence = draft_sequence(random_text(3, 9))
     _open(drafter, setup, sequence)
     [tree] = propose(drafter, TREE, sequence)

@@ -13,13 +13,13 @@ from services.draft.drafters import branch_drafter
 from services.draft.drafters.branch_drafter import BranchPass
 from services.draft.drafters.contexts import CONTEXT_MARGIN
 from services.draft.drafters.drafter import Proposal, VerifiedTree
-from services.draft.likely_verdicts import FanOut, LikelyVerdict, likely_verdicts
+from services.draft.likely_verdicts import LikelyVerdict, likely_verdicts
 from services.draft.sequence import DraftSequence
 from shared.models.heads.head import DraftHead
 from shared.tokens import Condition, TokenTree, TreeShape
 from tests.helpers.drafting import (
-    FAN_OUT,
     GREEDY,
+    OUTCOME_BUDGET,
     draft_sequence,
     foreseen_tokens,
     mixed_sequences,
@@ -53,7 +53,7 @@ def twins(heads: dict[str, DraftHead]) -> TwinDrafters:
 
 def _ahead(head: DraftHead) -> TwinDrafters:
     twins = TwinDrafters.of_head(head)
-    twins.whole.lookahead.budget = FAN_OUT.budget
+    twins.whole.lookahead.budget = OUTCOME_BUDGET
     return twins
 
 
@@ -79,7 +79,7 @@ def _prepared(
     """Returns what is prepared, for each sequence as much as it may."""
     found = prepare_ahead(twins.whole, shape, *verified)
     for sequence, _ in verified:
-        assert len(_values(sequence, found)) == FAN_OUT.budget
+        assert len(_values(sequence, found)) == OUTCOME_BUDGET
     return found
 
 
@@ -175,7 +175,7 @@ def test_a_verdict_falls_while_its_tree_grows(
     others.trees(TREE, sequence)
     expected = _values(sequence, _prepared(others, TREE, (sequence, tree)))
     lookahead = twins.whole.lookahead
-    lookahead.begin(VerifiedTree(sequence, tree, TREE, FAN_OUT))
+    lookahead.begin(VerifiedTree(sequence, tree, TREE, OUTCOME_BUDGET))
     for _ in range(max(num_forwards, 1)):
         assert lookahead.advance() == []
     wanted = _under_way(twins).branches[0].wanted
@@ -204,7 +204,7 @@ def test_a_verdict_after_one_whose_tree_is_growing(twins: TwinDrafters) -> None:
     trees = twins.trees(TREE, sequence, other)
     lookahead = twins.whole.lookahead
     for each, tree in zip((sequence, other), trees, strict=True):
-        lookahead.begin(VerifiedTree(each, tree, TREE, FAN_OUT))
+        lookahead.begin(VerifiedTree(each, tree, TREE, OUTCOME_BUDGET))
     for _ in range(2):
         assert lookahead.advance() == []
     twins.commit(sequence, _under_way(twins).branches[0].wanted.path, is_late=False)
@@ -223,7 +223,7 @@ def test_nobody_resumes_where_drafting_ahead_ends(twins: TwinDrafters) -> None:
     sequence = _opened(twins)
     [tree] = twins.trees(TREE, sequence)
     lookahead = twins.whole.lookahead
-    lookahead.begin(VerifiedTree(sequence, tree, TREE, FAN_OUT))
+    lookahead.begin(VerifiedTree(sequence, tree, TREE, OUTCOME_BUDGET))
     for _ in range(2):
         assert lookahead.advance() == []
     twins.commit(sequence, _under_way(twins).branches[0].wanted.path, is_late=False)
@@ -242,7 +242,7 @@ def test_a_sequence_ends_in_the_middle_of_a_pass(twins: TwinDrafters, num_forwar
     trees = twins.trees(TREE, sequence, other)
     lookahead = twins.whole.lookahead
     for each, tree in zip((sequence, other), trees, strict=True):
-        lookahead.begin(VerifiedTree(each, tree, TREE, FAN_OUT))
+        lookahead.begin(VerifiedTree(each, tree, TREE, OUTCOME_BUDGET))
     for _ in range(num_forwards):
         lookahead.advance()
     twins.close(sequence)
@@ -270,7 +270,7 @@ def test_a_gap_in_the_features_ends_what_is_prepared(twins: TwinDrafters) -> Non
     sequence = _opened(twins)
     [tree] = twins.trees(TREE, sequence)
     lookahead = twins.whole.lookahead
-    lookahead.begin(VerifiedTree(sequence, tree, TREE, FAN_OUT))
+    lookahead.begin(VerifiedTree(sequence, tree, TREE, OUTCOME_BUDGET))
     assert lookahead.advance() == []
     twins.commit(sequence, text(random.Random(1), 6), is_late=True)
     twins.send(sequence, sequence.num_tokens - 4, sequence.num_tokens - 1)
@@ -302,7 +302,7 @@ def test_a_window_that_slides_leaves_no_tree_growing_behind_the_old_one(
     sequence = _opened(twins, CONTEXT - CONTEXT_MARGIN + 1)
     [tree] = twins.trees(TREE, sequence)
     lookahead = twins.whole.lookahead
-    lookahead.begin(VerifiedTree(sequence, tree, TREE, FAN_OUT))
+    lookahead.begin(VerifiedTree(sequence, tree, TREE, OUTCOME_BUDGET))
     for _ in range(2):
         assert lookahead.advance() == []
     twins.commit(sequence, _under_way(twins).branches[0].wanted.path, is_late=False)
@@ -323,12 +323,12 @@ def test_a_verdict_that_fills_the_context_gets_no_branch(
     chosen: list[LikelyVerdict] = []
 
     def at_the_end(*arguments: Any) -> list[LikelyVerdict]:
-        verdicts = likely_verdicts(*arguments[:-1], FanOut(10_000))
+        verdicts = likely_verdicts(*arguments[:-1], 10_000)
         chosen[:] = [each for each in verdicts if each.place == len(tree)]
         return chosen
 
     monkeypatch.setattr(branch_drafter, "likely_verdicts", at_the_end)
-    lookahead.begin(VerifiedTree(sequence, tree, TreeShape(1, 1, 2), FAN_OUT))
+    lookahead.begin(VerifiedTree(sequence, tree, TreeShape(1, 1, 2), OUTCOME_BUDGET))
     proposals: list[Proposal] = []
     while lookahead.has_work:
         proposals += lookahead.advance()
@@ -340,10 +340,10 @@ def test_a_verdict_that_fills_the_context_gets_no_branch(
 
 def test_branches_make_room_for_the_trees_of_current_rounds(heads: dict[str, DraftHead]) -> None:
     twins = TwinDrafters.of_head(heads["eagle3"], num_pages=26)
-    twins.whole.lookahead.budget = FAN_OUT.budget
+    twins.whole.lookahead.budget = OUTCOME_BUDGET
     sequence = _opened(twins)
     [tree] = propose(twins.whole, TREE, sequence)
-    twins.whole.lookahead.begin(VerifiedTree(sequence, tree, TREE, FAN_OUT))
+    twins.whole.lookahead.begin(VerifiedTree(sequence, tree, TREE, OUTCOME_BUDGET))
     assert twins.whole.lookahead.advance() == []
     assert _under_way(twins).branches
     newcomer = draft_sequence(text(random.Random(9), 41), GREEDY, 9)

@@ -14,8 +14,8 @@ from services.draft.drafters.eagle import EagleDrafter
 from services.draft.sequence import DraftSequence
 from shared.tokens import SamplingParams, TokenTree, TreeShape
 from tests.helpers.drafting import (
-    FAN_OUT,
     GREEDY,
+    OUTCOME_BUDGET,
     SAMPLED,
     committed,
     draft_sequence,
@@ -39,7 +39,7 @@ def setups(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MtpSetup]:
 
 def _drafter(setup: MtpSetup) -> EagleDrafter:
     drafter = setup.drafter()
-    drafter.lookahead.budget = FAN_OUT.budget
+    drafter.lookahead.budget = OUTCOME_BUDGET
     return drafter
 
 
@@ -62,7 +62,7 @@ def _assert_same(
     block: Sequence[Proposal],
     shape: TreeShape,
 ) -> None:
-    assert len(block) == FAN_OUT.budget
+    assert len(block) == OUTCOME_BUDGET
     features = setup.features(sequence.token_ids)[: sequence.num_tokens - 1]
     for proposal in block:
         expected = _oracle(setup, sequence, features, foreseen_tokens(tree, proposal), shape)

@@ -10,7 +10,6 @@ import pytest
 
 from services.draft.drafters.drafter import VerifiedTree
 from services.draft.drafters.ngram import NgramDrafter
-from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.ngram import MatchType, NgramOptions
 from shared.tokens import Condition, SamplingParams, TokenTree, TreeShape
@@ -181,7 +180,7 @@ def test_ahead_of_a_verdict_it_looks_up_what_followed_then() -> None:
     shape = TreeShape(3, 1, 4)
     [proposal] = drafter.propose([sequence], shape)
     assert proposal.tree.token_ids == (3, 4, 5)
-    drafter.lookahead.begin(VerifiedTree(sequence, proposal.tree, shape, FanOut(4)))
+    drafter.lookahead.begin(VerifiedTree(sequence, proposal.tree, shape, 4))
     prepared = {each.condition: each.tree.token_ids for each in drafter.lookahead.advance()}
     assert prepared == {Condition(2, 6): (7, 8, 1)}, "nothing else ever followed"
     assert not drafter.lookahead.has_work
@@ -195,6 +194,6 @@ def test_each_continuation_that_was_seen_is_prepared_for_likeliest_first() -> No
     shape = TreeShape(2, 1, 3)
     [proposal] = drafter.propose([sequence], shape)
     assert proposal.tree.token_ids == (3, 4)
-    drafter.lookahead.begin(VerifiedTree(sequence, proposal.tree, shape, FanOut(2)))
+    drafter.lookahead.begin(VerifiedTree(sequence, proposal.tree, shape, 2))
     conditions = [each.condition for each in drafter.lookahead.advance()]
     assert conditions == [Condition(1, 1), Condition(None, 9)]

@@ -10,7 +10,6 @@ import torch
 from services.draft.drafters import standalone
 from services.draft.drafters.drafter import Proposal, VerifiedTree
 from services.draft.drafters.standalone import StandaloneDrafter
-from services.draft.likely_verdicts import FanOut
 from services.draft.sequence import DraftSequence, SequenceKey, drop_unknown_tokens
 from shared.kv.leases import KvLeases
 from shared.kv.pool import KvPool
@@ -52,7 +51,7 @@ class Bench:
         self.drafter = StandaloneDrafter(runner, leases, grower, max_context_tokens=CONTEXT)
         self.drafter.lookahead.budget = budget
         self.shape = shape
-        self.fan_out = FanOut(BUDGET)
+        self.outcome_budget = BUDGET
 
     def open(self, number: int, tokens: list[int], sampling: SamplingParams) -> DraftSequence:
         sequence = DraftSequence(
@@ -66,7 +65,7 @@ class Bench:
         return [each.tree for each in self.drafter.propose(sequences, self.shape)]
 
     def begin(self, sequence: DraftSequence, tree: TokenTree) -> None:
-        self.drafter.lookahead.begin(VerifiedTree(sequence, tree, self.shape, self.fan_out))
+        self.drafter.lookahead.begin(VerifiedTree(sequence, tree, self.shape, self.outcome_budget))
 
     def advance_all(self) -> list[Proposal]:
         proposals: list[Proposal] = []

@@ -10,7 +10,6 @@ import torch
 
 from services.draft.drafters.drafter import VerifiedTree
 from services.draft.drafters.standalone import StandaloneDrafter
-from services.draft.likely_verdicts import FanOut
 from shared.models.decoder import Decoder
 from shared.models.loader import load_decoder
 from shared.tokens import SamplingParams, TreeShape
@@ -93,7 +92,7 @@ def test_drafting_ahead_grows_trees_of_all_verdicts_in_one_pass(decoder: Decoder
     trees = twins.trees(TREE, *batch)
     assert twins.grower.num_sequences == 2
     for sequence, tree in zip(batch, trees, strict=True):
-        lookahead.begin(VerifiedTree(sequence, tree, TREE, FanOut(1)))
+        lookahead.begin(VerifiedTree(sequence, tree, TREE, 1))
     found = []
     while lookahead.has_work:
         found.append(len(lookahead.advance()))
@@ -114,7 +113,7 @@ def test_what_a_sequence_goes_on_in_is_computed_whole_where_memory_gets_short(
     assert branches is not None
     branches.budget = 3
     [tree] = twins.trees(chain, sequence)
-    branches.begin(VerifiedTree(sequence, tree, chain, FanOut(3)))
+    branches.begin(VerifiedTree(sequence, tree, chain, 3))
     assert branches.advance() == []
     under_way = branches._passes.under_way
     assert under_way is not None

@@ -7,7 +7,6 @@ import random
 
 import pytest
 
-from services.draft.likely_verdicts import FanOut
 from services.target.adaptive_config import AdaptiveConfig, Candidates
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.draft_policy import ALWAYS, DraftPolicy
@@ -34,7 +33,7 @@ from tests.helpers.engines import (
 from tests.helpers.standalone_drafts import standalone
 from tests.helpers.wired_draft import WiredDraft
 
-BUDGET = FanOut(6)
+BUDGET = 6
 STEPS = (1, 2, 3)
 MOST_TURNS = 4
 

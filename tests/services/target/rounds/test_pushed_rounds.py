@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from services.draft.likely_verdicts import FanOut
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftTimeout
 from services.target.drafts.feature_store import FeatureSpec
 from services.target.engine import Engine
@@ -64,7 +63,7 @@ from tests.helpers.wired_draft import WiredDraft
 PROMPTS = ([1, 2, 3, 4, 5], [9, 8, 7])
 GREEDY = SamplingParams(temperature=0.0)
 SEEDED = SamplingParams(seed=7)
-BUDGET = FanOut(6)
+BUDGET = 6
 CHOICES: dict[str, Callable[[EarlyLaunch, Iterable[float], float], bool]] = {
     "early": lambda early, rates, response_s: True,
     "asked": lambda early, rates, response_s: False,

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 
-from services.draft.likely_verdicts import FanOut
 from services.target.rounds.pushed_rounds import EarlyLaunch
 from services.target.step_report import StepReport
 from shared.models.decoder import Decoder
@@ -49,7 +48,7 @@ def test_output_is_that_of_plain_decoding(
         clock=time.monotonic,
         selects=True,
     )
-    WiredDraft(engine, standalone(decoder), shape, FanOut(6)).attach()
+    WiredDraft(engine, standalone(decoder), shape, 6).attach()
     assert outputs(run(engine, asked)) == outputs(run(build_engine(decoder), asked))
     tally = total_outcomes(reports)
     assert tally.num_hits > tally.num_misses

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from services.draft.likely_verdicts import SYNCHRONOUS, FanOut, RankShares
+from services.draft.likely_verdicts import RankShares, shared_budget
 from shared.rank_prior import MEMORY_TOKENS
 
 
 @pytest.mark.parametrize(("num_sequences", "expected"), [(1, 8), (32, 8), (64, 4), (1000, 1)])
 def test_budget_is_shared_by_a_large_batch(num_sequences: int, expected: int) -> None:
-    assert FanOut(8).shared_by(num_sequences).budget == expected
-    assert SYNCHRONOUS.shared_by(num_sequences).budget == 0
+    assert shared_budget(8, num_sequences) == expected
+    assert shared_budget(0, num_sequences) == 0
 
 
 def test_shares_begin_geometric_and_follow_what_is_observed() -> None:
