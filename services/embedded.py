@@ -23,6 +23,7 @@ from services.draft.drafters.multi_layer import MultiLayerDrafter
 from services.draft.drafters.table_service import borrowed_tensors
 from services.draft.engine import DraftEngine
 from services.draft.events import (
+    MAX_TREE_NODES,
     CandidatesReady,
     Event,
     FeatureRows,
@@ -35,13 +36,13 @@ from services.draft.events import (
     SequencesClosed,
     SequencesOpened,
     SequencesReleased,
+    WorkerIdentity,
 )
 from services.draft.head_weights import HeadWeights
 from services.draft.metrics import DraftMetrics, engine_figures
 from services.draft.recorder import DraftRecorder
 from services.draft.settings import DraftSettings
 from services.draft.warm_up import warm_up
-from services.draft.worker import MAX_TREE_NODES, WorkerIdentity
 from services.target.adaptive_config import DEFAULT_CONFIG
 from services.target.drafts.assignments import MAX_CONDITIONAL_CANDIDATES
 from services.target.drafts.attachment import (

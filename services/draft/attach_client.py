@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from grpc import aio
 
 from services.draft.engine import Deliver
-from services.draft.events import Event, LinkTerms, Output, WeightsUpdated
+from services.draft.events import (
+    Event,
+    LinkStatus,
+    LinkTerms,
+    Output,
+    WeightsUpdated,
+    WorkerIdentity,
+)
 from services.draft.link_codec import (
     attach_request,
     event_from_response,
@@ -24,7 +31,6 @@ from services.draft.link_codec import (
     terms_from_message,
     updated_request,
 )
-from services.draft.worker import LinkStatus, WorkerIdentity
 from shared.errors import FailedPrecondition, InvalidArgument, OutriderError, QueueFull, Unavailable
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2_grpc as pb_grpc

@@ -13,9 +13,9 @@ from grpc import aio
 
 from services.draft.drafters.drafter import DrafterLimits
 from services.draft.engine import DraftEngine
+from services.draft.events import LinkStatus, WorkerIdentity
 from services.draft.likely_verdicts import MAX_BUDGET
 from services.draft.link_codec import probe_features
-from services.draft.worker import LinkStatus, WorkerIdentity
 from shared.errors import FieldViolation, InvalidArgument, QueueFull, Unavailable
 from shared.pb.outrider.draft.v1 import draft_service_pb2 as pb
 from shared.pb.outrider.draft.v1 import draft_service_pb2_grpc as pb_grpc

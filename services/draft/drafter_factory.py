@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from services.draft.algorithm import Algorithm
 from services.draft.drafters.drafter import Drafter, DrafterLimits
 from services.draft.drafters.ngram import NgramDrafter
+from services.draft.events import WorkerIdentity
 from services.draft.settings import DraftSettings
-from services.draft.worker import WorkerIdentity
 from shared.errors import CheckpointError, SettingsError
 from shared.hub import shown_name
 from shared.model_files import tokenizer_sha256

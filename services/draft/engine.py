@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from services.draft.drafters.drafter import Drafter
 from services.draft.events import (
+    MAX_TREE_NODES,
     CandidatesReady,
     Event,
     FeatureRows,
@@ -32,7 +33,6 @@ from services.draft.mapped_heads import MappedHeads
 from services.draft.recorder import DraftRecorder
 from services.draft.rounds import Rounds
 from services.draft.sequence_table import SequenceTable
-from services.draft.worker import MAX_TREE_NODES
 from shared.errors import EngineFailed, OutriderError
 from shared.inbox import Inbox
 from shared.tokens import SamplingParams, TreeShape

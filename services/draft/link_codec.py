@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from services.draft.events import (
+    MAX_TREE_NODES,
     CandidatesReady,
     Event,
     FeatureRows,
@@ -23,8 +24,8 @@ from services.draft.events import (
     SequencesOpened,
     SequencesReleased,
     WeightsUpdated,
+    WorkerIdentity,
 )
-from services.draft.worker import MAX_TREE_NODES, WorkerIdentity
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.pb.outrider.types.v1 import tensor_pb2

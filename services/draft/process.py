@@ -17,12 +17,12 @@ from services.draft.draft_service import DraftBackend, DraftServicer
 from services.draft.drafter_factory import compiles_kernels, use_device
 from services.draft.drafters.drafter import Drafter
 from services.draft.engine import DraftEngine
+from services.draft.events import WorkerIdentity
 from services.draft.head_weights import HeadWeights
 from services.draft.metrics import DraftMetrics, engine_figures
 from services.draft.recorder import DraftRecorder
 from services.draft.settings import DraftSettings
 from services.draft.warm_up import warm_up
-from services.draft.worker import WorkerIdentity
 from shared.errors import EngineFailed, FailedPrecondition, Unavailable
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
 from shared.pb.outrider.draft.v1 import draft_service_pb2, draft_service_pb2_grpc

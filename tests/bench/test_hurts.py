@@ -10,10 +10,9 @@ import pytest
 from services.draft import __main__ as draft_entry
 from services.draft import attach_client
 from services.draft.drafter_factory import _sharing
-from services.draft.events import CandidatesReady
+from services.draft.events import CandidatesReady, WorkerIdentity
 from services.draft.link_codec import request_from_output
 from services.draft.settings import DraftSettings
-from services.draft.worker import WorkerIdentity
 from services.target import __main__ as target_entry
 from shared.candidate_columns import CandidateColumns
 from shared.runtime import ring_memory

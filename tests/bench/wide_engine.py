@@ -13,7 +13,7 @@ import torch
 from services.draft.drafters.drafter import Drafter
 from services.draft.drafters.eagle import EagleDrafter
 from services.draft.engine import DraftEngine
-from services.draft.worker import WorkerIdentity
+from services.draft.events import WorkerIdentity
 from services.embedded import EmbeddedDraft
 from services.target.adaptive_config import DEFAULT_CONFIG
 from services.target.drafts.attachment import AttachmentTerms

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, cast
 
 from services.draft.drafters.drafter import Drafter
 from services.draft.engine import Deliver, DraftEngine
-from services.draft.events import Event, LinkClosed, LinkOpened, LinkTerms, Output
+from services.draft.events import Event, LinkClosed, LinkOpened, LinkTerms, Output, WorkerIdentity
 from services.draft.rounds import Rounds
 from services.draft.sequence_table import SequenceTable
-from services.draft.worker import WorkerIdentity
 from services.embedded import EmbeddedDraft
 from services.target.drafts.attachment import AttachmentTerms
 from services.target.engine import Engine

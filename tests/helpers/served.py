@@ -13,10 +13,10 @@ from pathlib import Path
 from grpc import aio
 
 from services.draft.drafter_factory import build_drafter, worker_identity
+from services.draft.events import WorkerIdentity
 from services.draft.process import DraftProcess
 from services.draft.settings import DraftSettings
 from services.draft.settings_problems import DEMO_HEADS
-from services.draft.worker import WorkerIdentity
 from services.embedded import build_embedded_draft
 from services.embedded_settings import draft_needs
 from services.target.__main__ import read_settings

@@ -9,11 +9,11 @@ from services.draft.events import (
     LinkTerms,
     Output,
     SequencesReleased,
+    WorkerIdentity,
 )
 from services.draft.link_codec import attach_request, event_from_response, request_from_output
 from services.draft.rounds import Rounds
 from services.draft.sequence_table import SequenceTable
-from services.draft.worker import WorkerIdentity
 from services.target.drafts.assignments import MAX_CONDITIONAL_CANDIDATES
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage, DraftTimeout
 from services.target.drafts.draft_messages import draft_messages, feature_spec

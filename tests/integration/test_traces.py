@@ -14,10 +14,10 @@ from gateway.model_text import ModelText
 from gateway.pool import TargetPool
 from gateway.settings import GatewaySettings
 from services.draft.drafter_factory import build_drafter
+from services.draft.events import WorkerIdentity
 from services.draft.process import DraftProcess
 from services.draft.recorder import DraftRecorder
 from services.draft.settings import DraftSettings
-from services.draft.worker import WorkerIdentity
 from services.target.engine_factory import build_engine
 from services.target.process import TargetProcess
 from services.target.settings import TargetSettings

@@ -28,9 +28,9 @@ from services.draft.drafters.pass_trees import (
     grown_shape,
     num_choices,
 )
+from services.draft.events import MappedHeadLimits
 from services.draft.likely_verdicts import RankShares, likely_verdicts, rank_of
 from services.draft.sequence import DraftSequence, SequenceKey
-from services.draft.worker import MappedHeadLimits
 from shared.runtime.outcome_chains import MAX_OUTCOMES
 from shared.runtime.tree_model import RoundModel, TreeModel
 from shared.runtime.tree_pass import GrowingTrees

@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from services.draft.events import FeatureRows
+from services.draft.events import FeatureRows, MappedHeadLimits
 from services.draft.likely_verdicts import RankShares
 from services.draft.sequence import DraftSequence, SequenceKey
-from services.draft.worker import MappedHeadLimits
 from shared.kv.leases import KvLeases
 from shared.tokens import Condition, TokenTree, TreeShape, Verdict
 

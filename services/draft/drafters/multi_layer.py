@@ -20,8 +20,8 @@ from services.draft.draft_scores import DraftScores
 from services.draft.drafters.contexts import SequenceKv
 from services.draft.drafters.drafter import Proposal
 from services.draft.drafters.eagle import EagleDrafter
+from services.draft.events import MappedHeadLimits
 from services.draft.sequence import DraftSequence
-from services.draft.worker import MappedHeadLimits
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.upload import uploaded_numbers
 from shared.runtime.tree_model import LayeredModel, RoundModel

@@ -22,6 +22,7 @@ from services.draft.algorithm import Algorithm
 from services.draft.attach_client import AttachClient, Backoff
 from services.draft.drafters.model_factory import head_config, read_head
 from services.draft.drafters.table_service import BorrowedTables
+from services.draft.events import WorkerIdentity
 from services.draft.learner.learner import Learner, Lessons
 from services.draft.learner.settings import LearnerSettings
 from services.draft.learner.student import Student, Teaching
@@ -29,7 +30,6 @@ from services.draft.learner.students import HeadStudent, ModelStudent
 from services.draft.learner.traffic import Example, Traffic
 from services.draft.training.documents import Documents
 from services.draft.training.frozen_target import FrozenTarget
-from services.draft.worker import WorkerIdentity
 from shared.errors import CheckpointError
 from shared.hub import shown_name
 from shared.kernels.linear import LinearWeight

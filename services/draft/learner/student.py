@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from services.draft.learner.traffic import Example
+from services.draft.training.heads import TargetEnds
 from services.draft.training.optimisers import OptimiserKind, Optimisers
-from services.draft.training.recurrent_head import TargetEnds
 from shared.models.scaled_weights import QUANTIZATION_CONFIG
 
 State = dict[str, Tensor]

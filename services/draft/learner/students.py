@@ -20,16 +20,18 @@ from transformers.utils.logging import disable_progress_bar
 from services.draft.learner.student import CONFIG_FILE, Batch, Student, Teaching
 from services.draft.training.frozen_target import load_causal_model
 from services.draft.training.head_shape import Algorithm
-from services.draft.training.heads import SHAPE_FILE, load_head, save_weights
-from services.draft.training.objectives import divergence
-from services.draft.training.optimisers import OptimiserKind
-from services.draft.training.recurrent_head import (
+from services.draft.training.heads import (
+    SHAPE_FILE,
     Eagle3Head,
     RecurrentHead,
     TargetEnds,
     Unrolling,
+    load_head,
     recurrent_chains,
+    save_weights,
 )
+from services.draft.training.objectives import divergence
+from services.draft.training.optimisers import OptimiserKind
 from shared.errors import CheckpointError
 
 _IGNORED = -100

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from services.draft.training.block_head import BlockHead
 from services.draft.training.frozen_target import FrozenTarget
-from services.draft.training.heads import Head
-from services.draft.training.recurrent_head import recurrent_chains
+from services.draft.training.heads import BlockHead, Head, recurrent_chains
 
 
 @torch.inference_mode()

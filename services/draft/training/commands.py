@@ -13,7 +13,6 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from services.draft.training.acceptance import Acceptance, measure_acceptance
-from services.draft.training.block_head import BlockHead
 from services.draft.training.documents import (
     Documents,
     Source,
@@ -31,6 +30,7 @@ from services.draft.training.frozen_target import (
 )
 from services.draft.training.head_shape import Algorithm
 from services.draft.training.heads import (
+    BlockHead,
     Head,
     begin_from_target,
     build_head,

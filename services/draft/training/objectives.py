@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from services.draft.training.block_head import BlockHead
 from services.draft.training.frozen_target import FrozenTarget, TargetRows
+from services.draft.training.heads import BlockHead, RecurrentHead, Unrolling
 from services.draft.training.modules import fused_unrolled, unrolled
-from services.draft.training.recurrent_head import RecurrentHead, Unrolling
 
 H = TypeVar("H", RecurrentHead, BlockHead)
 

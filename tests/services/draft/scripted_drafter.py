@@ -8,11 +8,10 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 from services.draft.drafters.drafter import DrafterLimits, Proposal
-from services.draft.events import FeatureRows
+from services.draft.events import FeatureRows, WorkerIdentity
 from services.draft.process import DraftProcess
 from services.draft.sequence import DraftSequence, SequenceKey
 from services.draft.settings import DraftSettings
-from services.draft.worker import WorkerIdentity
 from shared.models.heads.feature_spec import FeatureSpec
 from shared.settings import load_settings
 from shared.tokens import TokenTree, TreeShape, Verdict

@@ -11,7 +11,7 @@ from grpc import aio
 
 from services.draft.draft_service import DraftBackend, DraftServicer
 from services.draft.engine import DraftEngine
-from services.draft.worker import LinkStatus, WorkerIdentity
+from services.draft.events import LinkStatus, WorkerIdentity
 from shared.errors import OutriderError
 from shared.pb.outrider.draft.v1 import draft_service_pb2_grpc as pb_grpc
 from shared.rpc.channel import open_channel

@@ -10,7 +10,7 @@ import pytest
 
 from services.draft.attach_client import AttachClient, Backoff
 from services.draft.engine import DraftEngine
-from services.draft.worker import MAX_TREE_NODES, LinkStatus, WorkerIdentity
+from services.draft.events import MAX_TREE_NODES, LinkStatus, WorkerIdentity
 from shared.errors import FailedPrecondition
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.rpc.columns import add_verdicts

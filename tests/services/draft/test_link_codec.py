@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.draft.events import FeaturesArrived, RoundsDecided
+from services.draft.events import FeaturesArrived, RoundsDecided, WorkerIdentity
 from services.draft.link_codec import attach_request, event_from_response, terms_from_message
-from services.draft.worker import WorkerIdentity
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.models.heads.feature_spec import FeatureSpec
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb

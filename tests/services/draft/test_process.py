@@ -14,9 +14,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.draft.__main__ import main
 from services.draft.drafter_factory import build_drafter, model_id, tokenizer_identity
+from services.draft.events import WorkerIdentity
 from services.draft.process import DraftProcess
 from services.draft.settings import DraftSettings
-from services.draft.worker import WorkerIdentity
 from shared.errors import CheckpointError, EngineFailed, FailedPrecondition
 from shared.model_files import tokenizer_sha256
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
