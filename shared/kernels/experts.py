@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shared.kernels.kernel_settings import has_triton, runs_triton
+from shared.kernels.kernel_settings import dispatched, has_triton, runs_triton
 from shared.kernels.linear import LinearWeight, keeps_row_bits, linear
 from shared.kernels.pointwise import Activation, Partials, gate_mul
 from shared.kernels.quantised import (
@@ -236,15 +236,16 @@ def plain_expert_product(
     return results
 
 
+@dispatched("experts_triton")
 def weighted_sum(pairs: Tensor, weights: Tensor, more: Tensor | None = None) -> Tensor:
     """Returns `[T, N]`: the pairs `[T * k, N]` of each row times its weights `[T, k]`, added in
     float32 in the order of its choices, rounded, and `more` `[T, N]` after that."""
-    if runs_triton(pairs):
-        from shared.kernels.experts_triton import fused_weighted_sum
-
-        return fused_weighted_sum(pairs, weights, more)
-    total = plain_weighted_sum(pairs, weights)
-    return total if more is None else total + more
+    choices = pairs.view(*weights.shape, -1).float()
+    total = torch.zeros_like(choices[:, 0])
+    for index in range(weights.shape[1]):
+        total += choices[:, index] * weights[:, index, None]
+    rounded = total.to(pairs.dtype)
+    return rounded if more is None else rounded + more
 
 
 def weighted_parts(
@@ -255,12 +256,3 @@ def weighted_parts(
     from shared.kernels.experts_triton import tiled_parts
 
     return tiled_parts(inputs, weight, tiles, weights)
-
-
-def plain_weighted_sum(pairs: Tensor, weights: Tensor) -> Tensor:
-    """`weighted_sum` in plain torch, on any device: the kernel's oracle."""
-    choices = pairs.view(*weights.shape, -1).float()
-    total = torch.zeros_like(choices[:, 0])
-    for index in range(weights.shape[1]):
-        total += choices[:, index] * weights[:, index, None]
-    return total.to(pairs.dtype)

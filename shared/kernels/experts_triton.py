@@ -406,7 +406,7 @@ def _launch(
     )  # fmt: skip
 
 
-def fused_weighted_sum(pairs: Tensor, weights: Tensor, more: Tensor | None) -> Tensor:
+def fused_weighted_sum(pairs: Tensor, weights: Tensor, more: Tensor | None = None) -> Tensor:
     """Adds as `weighted_sum` does."""
     num_rows, num_chosen = weights.shape
     num_columns = pairs.shape[1]

@@ -127,6 +127,18 @@ def fused_enter(
     return queries
 
 
+def fused_absorbed_queries(
+    queries: Tensor, key_up: Tensor, tables: tuple[Tensor, Tensor]
+) -> Tensor:
+    """Does what `latent.absorbed_queries` does."""
+    return fused_head_products(queries, key_up, tables, is_transposed=True)
+
+
+def fused_expanded_values(attended: Tensor, value_up: Tensor) -> Tensor:
+    """Does what `latent.expanded_values` does."""
+    return fused_head_products(attended, value_up, None, is_transposed=False)
+
+
 def fused_head_products(
     rows: Tensor, matrices: Tensor, tables: tuple[Tensor, Tensor] | None, *, is_transposed: bool
 ) -> Tensor:
