@@ -57,6 +57,7 @@ from shared.runtime.round_state import (
     SlotSequence,
 )
 from shared.runtime.round_verification import RESULT_COUNTS
+from shared.runtime.tree_model import verification_for
 from shared.tokens import SamplingParams, TreeShape
 
 # The host's map from sequences to slots of the round state.
@@ -412,7 +413,8 @@ class RoundRunner:
     def _made(self, sized: SizedShape) -> _Rounds:
         """Returns rounds of one more shape."""
         number, head, group = len(self._rounds), self._head, self._group
-        verification = self._place.verification(sized.shape)(
+        code = self._place.code or verification_for(sized.shape, self._device)
+        verification = code(
             self._decoder,
             self._pool,
             sized.shape,
