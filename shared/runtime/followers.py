@@ -21,10 +21,11 @@ from shared.runtime.lockstep import (
 from shared.runtime.round_batches import RoundBatches
 from shared.runtime.round_graphs import RoundGraphs
 from shared.runtime.round_state import RoundState
+from shared.runtime.round_verification import RoundVerification
 from shared.runtime.runner import ModelRunner
 from shared.runtime.tree_draft import Parts
 from shared.runtime.tree_grower import TreeGrower
-from shared.runtime.tree_model import verification_for
+from shared.runtime.tree_model import fastest
 
 
 class TreeFollower:
@@ -100,7 +101,7 @@ class RoundFollower:
 
     def _opened(self, message: OpenRounds) -> RoundGraphs:
         decoder, pool, shape = self._runner.decoder, self._runner.pool, message.sized.shape
-        verification = verification_for(shape, pool.device)
+        verification = fastest(RoundVerification, shape, pool.device)
         state = RoundState.empty(
             message.sized.max_sequences,
             max_open_rows=shape.max_committed,

@@ -56,8 +56,8 @@ from shared.runtime.round_state import (
     SequenceRound,
     SlotSequence,
 )
-from shared.runtime.round_verification import RESULT_COUNTS
-from shared.runtime.tree_model import verification_for
+from shared.runtime.round_verification import RESULT_COUNTS, RoundVerification
+from shared.runtime.tree_model import fastest
 from shared.tokens import SamplingParams, TreeShape
 
 # The host's map from sequences to slots of the round state.
@@ -413,7 +413,7 @@ class RoundRunner:
     def _made(self, sized: SizedShape) -> _Rounds:
         """Returns rounds of one more shape."""
         number, head, group = len(self._rounds), self._head, self._group
-        code = self._place.code or verification_for(sized.shape, self._device)
+        code = self._place.code or fastest(RoundVerification, sized.shape, self._device)
         verification = code(
             self._decoder,
             self._pool,

@@ -29,9 +29,9 @@ from shared.runtime.round_batches import (
 from shared.runtime.round_graphs import TreeSource
 from shared.runtime.round_head import RoundHead, TreePlace
 from shared.runtime.round_runner import RoundLimits, RoundRunner
-from shared.runtime.round_selection import PreparedBlock, PreparedTree
+from shared.runtime.round_selection import PreparedBlock, PreparedTree, RoundSelection
 from shared.runtime.round_state import RoundState
-from shared.runtime.tree_model import selection_for
+from shared.runtime.tree_model import fastest
 from shared.tokens import TokenTree, TreeShape
 
 _ROWS = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -132,7 +132,7 @@ class _PushedRounds(RoundHead):
 
     def trees(self, number: int, sized: SizedShape) -> TreeSource:
         batches = RoundBatches(sized.shape, self.page_size)
-        return selection_for(self.block.device)(self.block, batches)
+        return fastest(RoundSelection, sized.shape, self.block.device)(self.block, batches)
 
 
 class SelectionRunner(RoundRunner):

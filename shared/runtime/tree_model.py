@@ -3,9 +3,8 @@ head that drafts blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,8 +19,6 @@ from shared.models.heads.dflash import DflashHead
 from shared.models.heads.feature_spec import FeatureSpec
 from shared.models.heads.head import DraftHead, SplitHeadLayer
 from shared.runtime.round_batches import RoundBatches, RoundShape
-from shared.runtime.round_selection import RoundSelection
-from shared.runtime.round_verification import RoundVerification
 from shared.runtime.tree_draft import (
     BlockDraft,
     DecoderDraft,
@@ -31,59 +28,28 @@ from shared.runtime.tree_draft import (
     TreeDraft,
 )
 
-# Chooses the code that runs each of the two parts of a round.
-
+_Code = TypeVar("_Code")
 # A kernel holds a whole tree, row by row, in the registers of one program.
 _MAX_ROWS = 64
 _MAX_CANDIDATES = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class RoundParts:
-    """Makers of the parts, called with the fields of `RoundDraft` and `RoundVerification`."""
-
-    draft: Callable[..., RoundDraft]
-    verification: Callable[..., RoundVerification]
-
-    @classmethod
-    def of(cls, head: DraftHead, shape: RoundShape, device: torch.device) -> RoundParts:
-        """Returns the fastest parts for a head."""
-        if not runs_fused(shape, device):
-            return PLAIN
-        # Triton is not installed where there is no CUDA.
-        from shared.runtime.round_fused import FusedRoundDraft
-
-        is_split = all(isinstance(layer, SplitHeadLayer) for layer in head.layers)
-        return cls(FusedRoundDraft if is_split else RoundDraft, verification_for(shape, device))
-
-
-def selection_for(device: torch.device) -> type[RoundSelection]:
-    """Returns the fastest choice among trees that were prepared."""
-    if not has_triton(device):
-        return RoundSelection
-    # Triton is not installed where there is no CUDA.
-    from shared.runtime.round_fused import FusedRoundSelection
-
-    return FusedRoundSelection
-
-
-def verification_for(shape: RoundShape, device: torch.device) -> type[RoundVerification]:
-    """Returns the fastest verification of trees of a shape."""
-    if not runs_fused(shape, device):
-        return RoundVerification
-    # Triton is not installed where there is no CUDA.
-    from shared.runtime.round_fused import FusedRoundVerification
-
-    return FusedRoundVerification
-
-
-PLAIN = RoundParts(RoundDraft, RoundVerification)
 
 
 def runs_fused(shape: RoundShape, device: torch.device) -> bool:
     """Whether the fused kernels take trees of this shape, and the device has them."""
     fits = shape.num_tree_rows <= _MAX_ROWS and shape.num_candidates <= _MAX_CANDIDATES
     return fits and has_triton(device)
+
+
+def fastest(plain: type[_Code], shape: RoundShape, device: torch.device) -> type[_Code]:
+    """Returns the class that does for trees of a shape what one in plain torch does, by the fused
+    kernels, which has its name behind `Fused`; or that one where they do not run."""
+    if not runs_fused(shape, device):
+        return plain
+    # Triton is not installed where there is no CUDA.
+    from shared.runtime import round_fused
+
+    fused: type[_Code] = getattr(round_fused, f"Fused{plain.__name__}")
+    return fused
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,34 +70,40 @@ class PassKind:
     is_plain: bool = False
 
 
-class RoundModel(Protocol):
+class RoundModel:
     """A model with its cache, as rounds use it."""
 
-    @property
-    def pool(self) -> KvPool: ...
+    __slots__ = ()
+    pool: KvPool
 
     @property
     def block_size(self) -> int:
         """See `RoundShape`."""
+        return 0
 
     @property
     def vocab_size(self) -> int:
         """Tokens it can propose."""
+        raise NotImplementedError
 
     @property
     def id_limit(self) -> int:
         """Their ids are below it."""
+        return self.vocab_size
 
     @property
     def feature_spec(self) -> FeatureSpec | None:
         """The target's hidden states that rows read beside tokens; None for none."""
+        raise NotImplementedError
 
     @property
     def token_lead(self) -> int:
         """By how many tokens a row reads ahead of its position."""
+        return 1
 
     def lane_states(self, num_slots: int) -> Tensor | None:
         """Returns room for `RoundState.last_states`; None where there is none of them."""
+        return None
 
     def compute(self, batch: ForwardBatch, features: Tensor | None) -> Tensor | None:
         """Computes rows for the cache, with the features `[R, W]` that they read.
@@ -139,6 +111,7 @@ class RoundModel(Protocol):
         Returns:
             What each layer but the last left on them, `[N, R, H]`; None where nobody reads it.
         """
+        raise NotImplementedError
 
     def code(self, batches: RoundBatches, source_rows: Tensor | None) -> DraftCode:
         """Returns what drafts in the shape of `batches` for rounds, by the fastest code for it.
@@ -147,20 +120,26 @@ class RoundModel(Protocol):
             source_rows: `[any, source_width]`, the features of open rows; None where they read
                 none.
         """
+        raise NotImplementedError
 
 
-class TreeModel(RoundModel, Protocol):
+class TreeModel(RoundModel):
     """A model that also grows trees in passes."""
 
+    __slots__ = ()
+
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> torch.dtype:
+        raise NotImplementedError
 
     @property
     def group(self) -> TensorGroup | None:
         """Processes that share the model and grow the same trees."""
+        return None
 
     def source_width(self, kind: PassKind) -> int:
         """Returns the width of what open rows read beside tokens; 0 when it is nothing."""
+        raise NotImplementedError
 
     def draft(self, batches: RoundBatches, source_rows: Tensor, kind: PassKind) -> TreeDraft:
         """Returns what drafts in the shape of `batches`, by the fastest code for it.
@@ -169,24 +148,12 @@ class TreeModel(RoundModel, Protocol):
             source_rows: `[any, source_width]`, the features of open rows or, in passes that are
                 split, states.
         """
-
-
-class _LevelByLevel:
-    """A model that grows trees level by level, and keeps nothing of lanes but its cache."""
-
-    __slots__ = ()
-
-    @property
-    def block_size(self) -> int:
-        return 0
-
-    def lane_states(self, num_slots: int) -> Tensor | None:
-        return None
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
-class _AnyHead(_LevelByLevel):
-    """A draft head with its cache, of one layer or several."""
+class _AnyHead(RoundModel):
+    """A draft head, of one layer or several."""
 
     head: DraftHead
     pool: KvPool
@@ -203,22 +170,14 @@ class _AnyHead(_LevelByLevel):
     def feature_spec(self) -> FeatureSpec:
         return self.head.feature_spec
 
-    @property
-    def token_lead(self) -> int:
-        return 1
-
 
 @dataclass(frozen=True, slots=True)
-class HeadModel(_AnyHead):
-    """See `TreeModel`."""
+class HeadModel(_AnyHead, TreeModel):
+    """A draft head of one layer."""
 
     @property
     def dtype(self) -> torch.dtype:
         return self.head.dtype
-
-    @property
-    def group(self) -> None:
-        return None
 
     def compute(self, batch: ForwardBatch, features: Tensor | None) -> None:
         assert features is not None, "a head reads features"
@@ -228,21 +187,22 @@ class HeadModel(_AnyHead):
         return self.head.embedding.shape[1] if kind.is_split else self.head.feature_spec.width
 
     def draft(self, batches: RoundBatches, source_rows: Tensor, kind: PassKind) -> TreeDraft:
-        parts = PLAIN if kind.is_plain else self._parts(batches)
-        code = parts.draft(self.head, self.pool, batches, source_rows, kind.is_split)
+        draft = RoundDraft if kind.is_plain else self._draft_for(batches)
+        code = draft(self.head, self.pool, batches, source_rows, kind.is_split)
         return TreeDraft(code, batches, kind.num_choices)
 
     def code(self, batches: RoundBatches, source_rows: Tensor | None) -> DraftCode:
         assert source_rows is not None, "a head reads features"
-        return self._parts(batches).draft(self.head, self.pool, batches, source_rows)
+        return self._draft_for(batches)(self.head, self.pool, batches, source_rows)
 
-    def _parts(self, batches: RoundBatches) -> RoundParts:
-        return RoundParts.of(self.head, batches.shape, self.pool.device)
+    def _draft_for(self, batches: RoundBatches) -> type[RoundDraft]:
+        is_split = all(isinstance(layer, SplitHeadLayer) for layer in self.head.layers)
+        return fastest(RoundDraft, batches.shape, self.pool.device) if is_split else RoundDraft
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderModel(_LevelByLevel):
-    """See `TreeModel`."""
+class DecoderModel(TreeModel):
+    """A language model."""
 
     decoder: Decoder
     pool: KvPool
@@ -278,47 +238,40 @@ class DecoderModel(_LevelByLevel):
         return 0
 
     def draft(self, batches: RoundBatches, source_rows: Tensor, kind: PassKind) -> TreeDraft:
-        code = self._plain(batches) if kind.is_plain else self.code(batches, None)
+        draft = DecoderDraft if kind.is_plain else self._draft_for(batches)
+        code = draft(self.decoder, self.pool, batches)
         return TreeDraft(code, batches, kind.num_choices)
 
     def code(self, batches: RoundBatches, source_rows: Tensor | None) -> DecoderDraft:
-        if not runs_fused(batches.shape, self.pool.device):
-            return self._plain(batches)
-        # Triton is not installed where there is no CUDA.
-        from shared.runtime.round_fused import FusedDecoderDraft
+        return self._draft_for(batches)(self.decoder, self.pool, batches)
 
-        return FusedDecoderDraft(self.decoder, self.pool, batches)
-
-    def _plain(self, batches: RoundBatches) -> DecoderDraft:
-        return DecoderDraft(self.decoder, self.pool, batches)
+    def _draft_for(self, batches: RoundBatches) -> type[DecoderDraft]:
+        return fastest(DecoderDraft, batches.shape, self.pool.device)
 
 
 @dataclass(frozen=True, slots=True)
-class BlockModel:
-    """A head that drafts blocks; see `RoundModel`."""
+class BlockModel(RoundModel):
+    """A head that drafts blocks.
+
+    Attributes:
+        num_rows: of a block.
+    """
 
     head: DflashHead
     pool: KvPool
-    block_size: int
+    num_rows: int
+
+    @property
+    def block_size(self) -> int:
+        return self.num_rows
 
     @property
     def vocab_size(self) -> int:
         return self.head.vocab_size
 
     @property
-    def id_limit(self) -> int:
-        return self.head.vocab_size
-
-    @property
     def feature_spec(self) -> FeatureSpec:
         return self.head.feature_spec
-
-    @property
-    def token_lead(self) -> int:
-        return 1
-
-    def lane_states(self, num_slots: int) -> None:
-        return None
 
     def compute(self, batch: ForwardBatch, features: Tensor | None) -> None:
         assert features is not None, "a head reads features"
@@ -326,17 +279,13 @@ class BlockModel:
 
     def code(self, batches: RoundBatches, source_rows: Tensor | None) -> BlockDraft:
         assert source_rows is not None, "a head reads features"
-        if not runs_fused(batches.shape, self.pool.device):
-            return BlockDraft(self.head, self.pool, batches, source_rows)
-        # Triton is not installed where there is no CUDA.
-        from shared.runtime.round_fused import FusedBlockDraft
-
-        return FusedBlockDraft(self.head, self.pool, batches, source_rows)
+        draft = fastest(BlockDraft, batches.shape, self.pool.device)
+        return draft(self.head, self.pool, batches, source_rows)
 
 
 @dataclass(frozen=True, slots=True)
 class LayeredModel(_AnyHead):
-    """A head of several next-token layers, which drafts chains; see `RoundModel`."""
+    """A head of several next-token layers, which drafts chains."""
 
     def lane_states(self, num_slots: int) -> Tensor:
         size = (num_slots, len(self.head.layers) - 1, self.head.embedding.shape[1])
@@ -358,9 +307,5 @@ class LayeredModel(_AnyHead):
 
     def code(self, batches: RoundBatches, source_rows: Tensor | None) -> LayeredDraft:
         assert source_rows is not None, "a head reads features"
-        if not runs_fused(batches.shape, self.pool.device):
-            return LayeredDraft(self.head, self.pool, batches, source_rows)
-        # Triton is not installed where there is no CUDA.
-        from shared.runtime.round_fused import FusedLayeredDraft
-
-        return FusedLayeredDraft(self.head, self.pool, batches, source_rows)
+        draft = fastest(LayeredDraft, batches.shape, self.pool.device)
+        return draft(self.head, self.pool, batches, source_rows)
