@@ -19,12 +19,17 @@ from torch import Tensor
 from shared.kv.batch import ForwardBatch
 from shared.layers.tensor_group import TensorGroup
 from shared.models.heads.feature_spec import FeatureSpec
-from shared.runtime.round_batches import PromptChunks, RoundBatches, RoundTree, SizedShape
+from shared.runtime.round_batches import (
+    PromptChunks,
+    RoundBatches,
+    RoundTree,
+    SizedShape,
+    TreeTensors,
+)
 from shared.runtime.round_graphs import TreeSource
 from shared.runtime.round_state import RoundSampling, RoundState
 from shared.runtime.tree_draft import Parts, RequestScores
 from shared.runtime.tree_pass import OpenSequence
-from shared.speculation.tree import TreeRows
 from shared.tokens import TreeShape
 
 # Kernels count on whole vector loads.
@@ -407,20 +412,9 @@ class ReceivedTrees:
 
     def grow(self, state: RoundState, sampling: RoundSampling) -> RoundTree:
         """See `TreeSource.grow`; of the state only its size counts."""
-        shape = self.batches.shape
-        tensors = received(_specs(state, shape.num_tree_rows), self.group, state.numbers.device)
-        token_ids, parents, depths, visible, batch_tokens, *places = tensors
-        positions, slots, kv_lengths, prefix_lengths, page_table = places
-        batch = self.batches.fixed(
-            token_ids=batch_tokens,
-            positions=positions,
-            slots=slots,
-            kv_lengths=kv_lengths,
-            prefix_lengths=prefix_lengths,
-            page_table=page_table,
-            tail_mask=None if shape.is_chain else visible.flatten(0, 1),
-        )
-        return RoundTree(TreeRows(token_ids, parents, depths, visible), batch)
+        specs = _specs(state, self.batches.shape.num_tree_rows)
+        tensors = received(specs, self.group, state.numbers.device)
+        return TreeTensors(*tensors[:-1]).laid_out(tensors[-1], self.batches)
 
 
 def _sent(tree: RoundTree) -> list[Tensor]:

@@ -18,7 +18,7 @@ from shared.layers.attention import ForwardContext, plan_for
 from shared.models.decoder import DecoderOutput
 from shared.models.heads.head import HeadRows, SplitHeadLayer
 from shared.runtime import round_selection as prepared
-from shared.runtime.round_batches import RoundBatches, RoundTree
+from shared.runtime.round_batches import RoundBatches, RoundTree, TreeTensors
 from shared.runtime.round_jit import (
     accept_trees,
     choose_tokens,
@@ -256,50 +256,6 @@ def num_warps_for(num_lists: int) -> int:
 # Launches the growth of a round's trees on CUDA, and holds what passes between its kernels.
 
 
-@dataclass(frozen=True, slots=True)
-class UnwrittenTrees:
-    """Output tensors for S trees of T rows; see `TreeRows` and `ForwardBatch`.
-
-    Attributes:
-        batch_tokens, positions, slots: `[S, T]` int64.
-        kv_lengths, prefix_lengths: `[S]` int32.
-    """
-
-    token_ids: Tensor
-    parents: Tensor
-    depths: Tensor
-    visible: Tensor
-    batch_tokens: Tensor
-    positions: Tensor
-    slots: Tensor
-    kv_lengths: Tensor
-    prefix_lengths: Tensor
-
-    @classmethod
-    def of(cls, num_slots: int, num_rows: int, device: torch.device) -> UnwrittenTrees:
-        wide = empties(6, (num_slots, num_rows), torch.int64, device)
-        token_ids, parents, depths, batch_tokens, positions, slots = wide
-        visible = torch.empty((num_slots, num_rows, num_rows), dtype=torch.bool, device=device)
-        lengths, prefixes = empties(2, (num_slots,), torch.int32, device)
-        return cls(
-            *(token_ids, parents, depths, visible),
-            *(batch_tokens, positions, slots, lengths, prefixes),
-        )
-
-    def written(self, state: RoundState, batches: RoundBatches) -> RoundTree:
-        """Returns the trees, which a kernel has written by now."""
-        batch = batches.fixed(
-            token_ids=self.batch_tokens,
-            positions=self.positions,
-            slots=self.slots,
-            kv_lengths=self.kv_lengths,
-            prefix_lengths=self.prefix_lengths,
-            page_table=state.page_table,
-            tail_mask=None if batches.shape.is_chain else self.visible.flatten(0, 1),
-        )
-        return RoundTree(TreeRows(self.token_ids, self.parents, self.depths, self.visible), batch)
-
-
 # Pairs of nodes that are compared at once.
 _COMPARED = 4096
 
@@ -393,7 +349,7 @@ class FusedGrowth(Growth):
         """Returns also the score `[S, T]` float32 of each node's path; the root's is 0."""
         state, shape, device = self._state, self._shape, self._tokens.device
         num_slots, num_rows = state.num_slots, shape.num_tree_rows
-        tree = UnwrittenTrees.of(num_slots, num_rows, device)
+        tree = TreeTensors.empty(num_slots, num_rows, device)
         paths = torch.empty((num_slots, num_rows), device=device)
         block_candidates = triton.next_power_of_2(self._num_candidates)
         finish_trees[(num_slots,)](
@@ -407,7 +363,7 @@ class FusedGrowth(Growth):
             BLOCK_ROWS=triton.next_power_of_2(num_rows), num_warps=8,
             **dependent_launch(device, num_slots),
         )  # fmt: skip
-        return tree.written(state, self._batches), paths
+        return tree.laid_out(state.page_table, self._batches), paths
 
 
 def _chunk(num_nodes: int) -> int:
@@ -456,7 +412,7 @@ def read_trees_fused(
         trees: `[at least S, 2, T]` int64, tokens and parents.
     """
     num_slots, num_rows = state.num_slots, batches.shape.num_tree_rows
-    tree = UnwrittenTrees.of(num_slots, num_rows, state.numbers.device)
+    tree = TreeTensors.empty(num_slots, num_rows, state.numbers.device)
     mend_trees[(num_slots,)](
         trees, vocab_size,
         tree.token_ids, tree.parents, tree.depths, tree.visible,
@@ -467,7 +423,7 @@ def read_trees_fused(
         IS_CHAIN=batches.shape.tree.topk == 1,
         BLOCK_ROWS=triton.next_power_of_2(num_rows), num_warps=4,
     )  # fmt: skip
-    return tree.written(state, batches)
+    return tree.laid_out(state.page_table, batches)
 
 
 # `RoundSelection` in one launch.
@@ -479,7 +435,7 @@ class FusedRoundSelection(RoundSelection):
 
     def grow(self, state: RoundState, sampling: RoundSampling) -> RoundTree:
         num_slots, num_rows = state.num_slots, self.batches.shape.num_tree_rows
-        tree = UnwrittenTrees.of(num_slots, num_rows, state.numbers.device)
+        tree = TreeTensors.empty(num_slots, num_rows, state.numbers.device)
         trees = self.block.trees(num_rows)
         select_trees[(num_slots,)](
             self.block.slots, trees,
@@ -495,7 +451,7 @@ class FusedRoundSelection(RoundSelection):
             BLOCK_TREES=triton.next_power_of_2(prepared.MAX_PREPARED),
             BLOCK_ROWS=triton.next_power_of_2(num_rows), num_warps=4,
         )  # fmt: skip
-        return tree.written(state, self.batches)
+        return tree.laid_out(state.page_table, self.batches)
 
 
 # CUDA code that all kinds of drafts share.

@@ -37,21 +37,45 @@ class ScoredRows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ComputedRows:
-    """Candidates and states of the root and of L computed levels of K nodes.
+class PackedTrees:
+    """Trees: `[S, 3 T + 2 L K]` int32, tokens, parents and the bits of the scores of T rows, then
+    tokens and parents of the rows of L levels."""
+
+    numbers: Tensor
+
+    @classmethod
+    def of(cls, part: ScoredRows) -> PackedTrees:
+        rows, beams = part.rows, part.beams.flatten(2).int().unbind()
+        bits = part.paths.view(torch.int32)
+        columns = (rows.token_ids.int(), rows.parents.int(), bits, *beams)
+        return cls(torch.cat(columns, dim=1))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedRows:
+    """Candidates and states of N rows: the root, then L computed levels of K nodes.
 
     Attributes:
-        choices: what may follow each row, `[S, 1 + L * K, W]`.
-        states: `[S, 1 + L * K, H]`, which rows below them read; None for a model without.
+        numbers: `[S, 2 N W]` int32, the tokens that may follow each row, then the bits of their
+            scores.
+        states: `[S, N, H]`, which rows below them read; None for a model without.
     """
 
-    choices: Children
+    numbers: Tensor
     states: Tensor | None
 
+    @classmethod
+    def of(cls, choices: Children, states: Tensor | None) -> PackedRows:
+        """Packs what may follow each row, `[S, N, W]`."""
+        bits = choices.log_probs.contiguous().view(torch.int32)
+        return cls(torch.cat((choices.token_ids.int(), bits), dim=1).flatten(1), states)
 
-GrowthLevels: TypeAlias = Iterator[ScoredRows | ComputedRows | None]
-"""Trees that grow in parts: nothing after each forward that others follow, then the trees, and at
-the end, where it was asked for, what is known of their rows."""
+
+Part: TypeAlias = PackedTrees | PackedRows | None
+Parts: TypeAlias = Iterator[Part]
+"""A pass under way, in parts: nothing after each forward that others follow, then the trees, and at
+the end, where it was asked for, what is known of their rows. Each step queues a part of it on the
+device; a result holds until the next pass."""
 
 
 KnownLevel: TypeAlias = tuple[ForwardBatch, Tensor]
@@ -65,7 +89,7 @@ class Scores(Protocol):
         """Takes the next level's logits `[S * N, Vd]`."""
 
     def choices(self) -> Children:
-        """Returns what may follow each row so far, see `ComputedRows`."""
+        """Returns what may follow each row so far, `[S, N, W]`; see `PackedRows`."""
 
 
 class RequestScores(Protocol):
@@ -103,7 +127,7 @@ class Forwards:
             yield self.next(*level)
 
     def states(self) -> Tensor | None:
-        """Returns the states of all rows, see `ComputedRows`; None where none are kept."""
+        """Returns the states of all rows, see `PackedRows`; None where none are kept."""
         return None
 
 
@@ -122,9 +146,7 @@ class TreeDraft:
     num_choices: int = 0
     scores: RequestScores | None = None
 
-    def grow_levels(
-        self, state: RoundState, sampling: RoundSampling, sources: Tensor
-    ) -> GrowthLevels:
+    def grow_levels(self, state: RoundState, sampling: RoundSampling, sources: Tensor) -> Parts:
         """Grows trees behind the open rows.
 
         Args:
@@ -139,14 +161,14 @@ class TreeDraft:
             growth = Growth(state, self.batches, scores)
         yield from grow(growth, forwards, self.batches.shape.tree.num_steps)
         leaves = growth.beam() if self.num_choices else None
-        yield growth.scored()
+        yield PackedTrees.of(growth.scored())
         if leaves is not None:
             growth.scores.look(forwards.next(*leaves))
-            yield ComputedRows(growth.scores.choices(), forwards.states())
+            yield PackedRows.of(growth.scores.choices(), forwards.states())
 
     def walk(
         self, state: RoundState, sampling: RoundSampling, sources: Tensor, walks: Tensor
-    ) -> ComputedRows:
+    ) -> PackedRows:
         """Computes given trees behind the open rows; see `grow_levels`.
 
         Args:
@@ -156,7 +178,7 @@ class TreeDraft:
         scores = self.code.scores(state, sampling, self.num_choices)
         for logits in forwards.walk(self.batches.of_walks(state, walks)):
             scores.look(logits)
-        return ComputedRows(scores.choices(), forwards.states())
+        return PackedRows.of(scores.choices(), forwards.states())
 
     def _forwards(self, state: RoundState, sources: Tensor) -> Forwards:
         batch, _ = self.code.open_rows(state)
@@ -189,51 +211,6 @@ def grown(
     for _ in grow(growth, forwards, code.batches.shape.tree.num_steps):
         pass
     return growth.finish()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedTrees:
-    """Trees: `[S, 3 T + 2 L K]` int32, tokens, parents and the bits of the scores of T rows, then
-    tokens and parents of the rows of L levels."""
-
-    numbers: Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedRows:
-    """Candidates and states of computed rows.
-
-    Attributes:
-        numbers: `[S, 2 N W]` int32, the tokens that may follow N rows, then the bits of their
-            scores.
-        states: `[S, N, H]`; None for a model without.
-    """
-
-    numbers: Tensor
-    states: Tensor | None
-
-
-Part: TypeAlias = PackedTrees | PackedRows | None
-Parts: TypeAlias = Iterator[Part]
-"""A pass under way: each step queues a part of it on the device, and some bring a result, which
-holds until the next pass."""
-
-
-def packed(part: ScoredRows | ComputedRows | None) -> Part:
-    """Returns what `GrowthLevels` yield."""
-    match part:
-        case ScoredRows():
-            rows, beams = part.rows, part.beams.flatten(2).int().unbind()
-            bits = part.paths.view(torch.int32)
-            columns = (rows.token_ids.int(), rows.parents.int(), bits, *beams)
-            return PackedTrees(torch.cat(columns, dim=1))
-        case ComputedRows():
-            choices = part.choices
-            bits = choices.log_probs.contiguous().view(torch.int32)
-            numbers = torch.cat((choices.token_ids.int(), bits), dim=1).flatten(1)
-            return PackedRows(numbers, part.states)
-        case None:
-            return None
 
 
 # Trees on the slots of a state, and what grows them.

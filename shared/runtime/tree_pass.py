@@ -49,7 +49,6 @@ from shared.runtime.tree_draft import (
     Parts,
     RequestScores,
     TreeDraft,
-    packed,
 )
 from shared.runtime.tree_model import PassKind, TreeModel
 from shared.speculation.row_sampling import sampling_columns, signed_seed
@@ -453,10 +452,9 @@ class TreePass:
     def _parts(self, draft: TreeDraft, inputs: OpenInputs, sampling: RoundSampling) -> Parts:
         kind, sources = draft.code.kind_of(sampling), inputs.sources.flatten()
         if self.kind.is_walk:
-            yield packed(draft.walk(inputs.state, kind, sources, inputs.walks))
-            return
-        for part in draft.grow_levels(inputs.state, kind, sources):
-            yield packed(part)
+            yield draft.walk(inputs.state, kind, sources, inputs.walks)
+        else:
+            yield from draft.grow_levels(inputs.state, kind, sources)
 
     def _graph_of(self, num_slots: int, sampling: RoundSampling) -> _Captured | None:
         """Returns the graph, captured when first asked for; None if it cannot be."""
