@@ -14,7 +14,6 @@ whom is computed on the device: reading lengths on the host would wait for it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,41 +33,39 @@ FIRST_SPLIT_KEYS = 64
 SPLITS_PER_LEVEL = 16
 
 
-class PagedRows(Protocol):
-    """The rows of a forward as attention reads them; see `ForwardBatch`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedRows:
+    """The rows of a forward as attention reads them: T in all, of B sequences, over P page-table
+    columns. `shared.kv.batch` says which keys a row sees.
 
-    @property
-    def positions(self) -> Tensor: ...
+    Attributes:
+        positions: `[T]` int64.
+        query_starts: `[B + 1]` int32; the rows of sequence b start at `query_starts[b]`.
+        kv_lengths: `[B]` int32, logical KV length including this forward's rows.
+        prefix_lengths: `[B]` int32, logical indices below it are visible to every row.
+        page_table: `[B, P]` int32, padded with page 0, which is never a live page.
+        tail_mask: `[T, W]` bool or None when every row is causal. Column w of a row of sequence b
+            is the logical index `prefix_lengths[b] + w`. Rows of causal sequences have their
+            causal mask written out only if W allows; `is_causal` says which rule holds.
+        is_causal: `[B]` bool.
+        max_query_length: most rows of one sequence; a host integer for launch grids.
+        max_kv_length: greatest of `kv_lengths`; a host integer.
+        page_size: tokens a page.
+        num_prompt_keys: sum of `kv_lengths` over prompts, causal sequences of more than
+            `MAX_PLAIN_ROWS` rows; a host integer, 0 where it is not known.
+    """
 
-    @property
-    def query_starts(self) -> Tensor: ...
-
-    @property
-    def kv_lengths(self) -> Tensor: ...
-
-    @property
-    def prefix_lengths(self) -> Tensor: ...
-
-    @property
-    def page_table(self) -> Tensor: ...
-
-    @property
-    def tail_mask(self) -> Tensor | None: ...
-
-    @property
-    def is_causal(self) -> Tensor: ...
-
-    @property
-    def max_query_length(self) -> int: ...
-
-    @property
-    def max_kv_length(self) -> int: ...
-
-    @property
-    def page_size(self) -> int: ...
-
-    @property
-    def num_prompt_keys(self) -> int: ...
+    positions: Tensor
+    query_starts: Tensor
+    kv_lengths: Tensor
+    prefix_lengths: Tensor
+    page_table: Tensor
+    tail_mask: Tensor | None
+    is_causal: Tensor
+    max_query_length: int
+    max_kv_length: int
+    page_size: int
+    num_prompt_keys: int = 0
 
 
 @dataclass(frozen=True, slots=True)

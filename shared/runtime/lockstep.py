@@ -135,7 +135,8 @@ def follow(
                 next(tensors) if isinstance(field, TensorSpec) else field
                 for field in message.fields
             ]
-            batch = ForwardBatch(*values)  # type: ignore[arg-type]
+            names = (field.name for field in dataclasses.fields(ForwardBatch))
+            batch = ForwardBatch(**dict(zip(names, values, strict=True)))  # type: ignore[arg-type]
             runner.run(batch, capture_layers=message.capture_layers)
         elif isinstance(message, Move):
             runner.move(message.moves)
