@@ -16,6 +16,7 @@ from shared.kernels.split_plan import (
     PagedRows,
     RowBlocks,
     cut_of,
+    most_plain_rows,
     plain_blocks,
     plain_rows,
     sequence_of_rows,
@@ -48,6 +49,18 @@ def is_prompt(batch: PagedRows) -> Tensor:
     """Returns `[B]` bool."""
     num_rows = batch.query_starts[1:] - batch.query_starts[:-1]
     return batch.is_causal & (num_rows > MAX_PLAIN_ROWS)
+
+
+def rows_beside_prompts(batch: PagedRows) -> Tensor:
+    """Returns `[R]` int64, the rows of a forward of T that are no prompt's; T where there are
+    fewer than there may be."""
+    num_rows, most = len(batch.positions), most_plain_rows(batch)
+    every = torch.arange(num_rows, device=batch.positions.device)
+    is_own = ~is_prompt(batch)[sequence_of_rows(batch)] & (every < batch.query_starts[-1])
+    # Rows of prompts all go to one more place, which is cut off.
+    places = torch.where(is_own, is_own.cumsum(0) - 1, most)
+    rows = torch.full((most + 1,), num_rows, device=is_own.device)
+    return rows.scatter_(0, places, every)[:most]
 
 
 def plan_prompts(batch: PagedRows, row_lengths: Tensor, num_query_groups: int) -> PromptPlan:
@@ -143,17 +156,9 @@ def plan_rows(batch: PagedRows, sliding_window: int | None, num_query_groups: in
 
 
 def _without_prompts(whole: RowPlan, num_query_groups: int) -> RowPlan:
-    batch, num_rows = whole.batch, len(whole.sequences)
-    most = num_rows
-    if batch.tail_mask is None:
-        most = min(num_rows, MAX_PLAIN_ROWS * len(batch.kv_lengths))
-    is_own = ~is_prompt(batch)[whole.sequences]
-    every = torch.arange(num_rows, device=is_own.device)
-    # Rows of prompts all go to one more place, which is cut off.
-    places = torch.where(is_own, is_own.cumsum(0) - 1, most)
-    rows = torch.full((most + 1,), num_rows, device=is_own.device).scatter_(0, places, every)[:most]
+    batch, num_rows, tail = whole.batch, len(whole.sequences), whole.tail_slots
+    rows = rows_beside_prompts(batch)
     taken = rows.clamp(max=num_rows - 1)
-    tail = whole.tail_slots
     return RowPlan(
         batch=batch,
         rows=rows,

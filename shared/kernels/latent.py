@@ -17,12 +17,12 @@ from shared.kernels.attention_rows import (
     has_prompts,
     is_prompt,
     plan_prompts,
+    rows_beside_prompts,
 )
 from shared.kernels.cache import store
 from shared.kernels.kernel_settings import dispatched
 from shared.kernels.pointwise import Norm, Partials, plain_rms_norm, rotate, total_of
 from shared.kernels.split_plan import (
-    MAX_PLAIN_ROWS,
     BlockCut,
     PagedRows,
     RowBlocks,
@@ -30,7 +30,6 @@ from shared.kernels.split_plan import (
     parts_of_rows,
     plain_blocks,
     plain_rows,
-    sequence_of_rows,
 )
 
 # Measured with MKL: a row of a product has the same bits for every multiple of 8 rows.
@@ -155,18 +154,10 @@ def _cut(num_rows: int, num_sequences: int, num_heads: int) -> BlockCut:
 
 def _plan_beside_prompts(batch: PagedRows, num_heads: int) -> LatentPlan:
     num_rows, num_sequences = len(batch.positions), len(batch.kv_lengths)
-    most = num_rows
-    if batch.tail_mask is None:
-        most = min(num_rows, MAX_PLAIN_ROWS * num_sequences)
     row_lengths, tail = plain_rows(batch)
-    own_sequences = ~is_prompt(batch)
-    every = torch.arange(num_rows, device=own_sequences.device)
-    is_own = own_sequences[sequence_of_rows(batch)] & (every < batch.query_starts[-1])
-    # Rows of prompts all go to one more place, which is cut off.
-    places = torch.where(is_own, is_own.cumsum(0) - 1, most)
-    rows = torch.full((most + 1,), num_rows, device=is_own.device).scatter_(0, places, every)[:most]
+    rows = rows_beside_prompts(batch)
     taken = rows.clamp(max=num_rows - 1)
-    counts = (batch.query_starts[1:] - batch.query_starts[:-1]) * own_sequences
+    counts = (batch.query_starts[1:] - batch.query_starts[:-1]) * ~is_prompt(batch)
     starts = counts.cumsum(0, dtype=torch.int32) - counts
     return LatentPlan(
         batch=batch,
@@ -174,7 +165,7 @@ def _plan_beside_prompts(batch: PagedRows, num_heads: int) -> LatentPlan:
         row_lengths=row_lengths[taken].masked_fill(rows == num_rows, 0),
         shared_lengths=torch.where(batch.is_causal, batch.kv_lengths, batch.prefix_lengths),
         tail_slots=None if tail is None else tail[taken],
-        blocks=plain_blocks(starts, counts, _cut(most, num_sequences, num_heads)),
+        blocks=plain_blocks(starts, counts, _cut(len(rows), num_sequences, num_heads)),
         # Expanded, every head has keys of its own.
         prompts=plan_prompts(batch, row_lengths, 1),
     )

@@ -167,9 +167,9 @@ class PlanParts:
     chunk_blocks: RowBlocks | None
 
 
-def num_splits(num_keys: int) -> int:
-    """Returns into how many splits a list of keys is cut."""
-    level_keys, level_split, count = 0, FIRST_SPLIT_KEYS, 0
+def num_splits(num_keys: int, first_keys: int = FIRST_SPLIT_KEYS) -> int:
+    """Returns into how many splits a list of keys is cut, the first of which has `first_keys`."""
+    level_keys, level_split, count = 0, first_keys, 0
     while num_keys - level_keys > level_split * SPLITS_PER_LEVEL:
         level_keys += level_split * SPLITS_PER_LEVEL
         level_split *= 2
@@ -193,7 +193,8 @@ def most_blocks(num_rows: int, num_sequences: int, rows_per_block: int) -> int:
     return min(num_rows, num_rows // rows_per_block + num_sequences)
 
 
-def _max_plain_rows(batch: PagedRows) -> int:
+def most_plain_rows(batch: PagedRows) -> int:
+    """Returns how many rows may be those of plain tokens and trees."""
     if batch.tail_mask is not None:
         return len(batch.positions)
     return min(len(batch.positions), len(batch.kv_lengths) * MAX_PLAIN_ROWS)
@@ -201,7 +202,7 @@ def _max_plain_rows(batch: PagedRows) -> int:
 
 def cuts_of(batch: PagedRows, num_query_groups: int) -> tuple[BlockCut, BlockCut | None]:
     """Returns how plain rows are cut, and chunks where there may be any."""
-    plain_cut = cut_of(batch, PLAIN_TILE, num_query_groups, _max_plain_rows(batch))
+    plain_cut = cut_of(batch, PLAIN_TILE, num_query_groups, most_plain_rows(batch))
     if batch.max_query_length <= MAX_PLAIN_ROWS:
         return plain_cut, None
     return plain_cut, cut_of(batch, CHUNK_TILE, num_query_groups, len(batch.positions))
