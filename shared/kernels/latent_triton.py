@@ -26,7 +26,6 @@ TILE_KEYS = 64
 _STAGES = 2
 _WARPS = 8
 TARGET_PROGRAMS = 528
-PARTS_DTYPE: torch.dtype | None = torch.float32
 # Parts that a program adds at once.
 _GROUP = 16
 _FEWEST_DIMS = 16
@@ -56,7 +55,7 @@ def latent_attention(
     head_blocks = triton.cdiv(num_heads, heads)
     max_splits = num_splits(max(batch.max_kv_length, 1), FIRST_SPLIT_KEYS)
     shape = (num_blocks * rows, num_heads, max_splits)
-    sums = queries.new_empty((*shape, latent_dim), dtype=PARTS_DTYPE or queries.dtype)
+    sums = queries.new_empty((*shape, latent_dim), dtype=torch.float32)
     maxima, masses = empties(2, shape, torch.float32, queries.device)
     wanted = triton.cdiv(TARGET_PROGRAMS, num_blocks * head_blocks)
     launch = dependent_launch(queries.device, num_rows)

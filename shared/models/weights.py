@@ -187,6 +187,18 @@ class WeightPart:
     keeps_order: bool = False
     may_stay: bool = False
 
+    @classmethod
+    def matrix(
+        cls,
+        key: str,
+        shape: tuple[int, int],
+        target: str,
+        cut: Cut | None = None,
+        row_order: tuple[int, ...] | None = None,
+    ) -> WeightPart:
+        """Returns a matrix that may stay in 8 bits."""
+        return cls(key, shape, target, cut=cut, row_order=row_order, may_stay=True)
+
     @property
     def read_shape(self) -> tuple[int, ...]:
         """Shape of the tensor as read."""
