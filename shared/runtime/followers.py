@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import torch
 
 from shared.runtime.lockstep import (
-    BeginTrees,
     CaptureRound,
-    CaptureTrees,
+    GrowerCall,
     OpenRounds,
-    QueuePart,
     QueueRound,
     ReceivedChunks,
     ReceivedTrees,
@@ -42,27 +41,15 @@ class TreeFollower:
     @torch.inference_mode()
     def take(self, message: object) -> None:
         """Does what rank 0 announces that it does."""
-        if isinstance(message, BeginTrees):
-            self._parts[message.is_split] = self._growers[message.is_split].begin_parts(
-                message.sequences,
-                (),
-                message.tree,
-                num_choices=message.num_choices,
-                is_walk=message.is_walk,
-                scores=message.scores,
-            )
-        elif isinstance(message, QueuePart):
+        assert isinstance(message, GrowerCall), message
+        if message.method is None:
             with suppress(StopIteration):
                 next(self._parts[message.is_split])
-        else:
-            assert isinstance(message, CaptureTrees), message
-            grower = self._growers[message.is_split]
-            grower.capture_next(
-                message.tree,
-                num_choices=message.num_choices,
-                is_walk=message.is_walk,
-                num_sequences=message.num_sequences,
-            )
+            return
+        grower = self._growers[message.is_split]
+        result = message.method(grower, *message.args, **message.options)
+        if isinstance(result, Iterator):
+            self._parts[message.is_split] = result
 
 
 class RoundFollower:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Concatenate, ParamSpec, Protocol
 
 import torch
 from torch import Tensor
@@ -28,10 +28,9 @@ from shared.runtime.round_batches import (
 )
 from shared.runtime.round_graphs import TreeSource
 from shared.runtime.round_state import RoundSampling, RoundState
-from shared.runtime.tree_draft import Parts, RequestScores
-from shared.runtime.tree_pass import OpenSequence
-from shared.tokens import TreeShape
+from shared.runtime.tree_draft import Parts
 
+_Params = ParamSpec("_Params")
 # Kernels count on whole vector loads.
 _ALIGNMENT = 16
 
@@ -184,37 +183,19 @@ def received(specs: Sequence[TensorSpec], group: TensorGroup, device: torch.devi
 
 
 @dataclass(frozen=True, slots=True)
-class BeginTrees:
-    """See `TreeGrower.begin_parts`.
+class GrowerCall:
+    """What one of the two growers of a model does.
 
     Attributes:
-        is_split: of the two growers of a model, the one whose passes can stop.
+        is_split: it is the one whose passes can stop.
+        method: of `TreeGrower`; None queues the next part of the pass that was begun last.
+        args, options: of the method.
     """
 
     is_split: bool
-    sequences: tuple[OpenSequence, ...]
-    tree: TreeShape
-    num_choices: int
-    is_walk: bool
-    scores: RequestScores | None
-
-
-@dataclass(frozen=True, slots=True)
-class QueuePart:
-    """The next part of the pass that was begun last."""
-
-    is_split: bool
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureTrees:
-    """See `TreeGrower.capture_next`."""
-
-    is_split: bool
-    tree: TreeShape
-    num_choices: int
-    num_sequences: int | None
-    is_walk: bool
+    method: Callable[..., object] | None = None
+    args: tuple[object, ...] = ()
+    options: Mapping[str, object] = field(default_factory=dict)
 
 
 class TreeLeader:
@@ -228,27 +209,22 @@ class TreeLeader:
         """Returns that of the grower's split."""
         return TreeLeader(self._leader, is_split=True)
 
-    def begin(
+    def call(
         self,
-        sequences: Sequence[OpenSequence],
-        tree: TreeShape,
-        num_choices: int,
-        *,
-        is_walk: bool = False,
-        scores: RequestScores | None = None,
+        method: Callable[Concatenate[Any, _Params], object],
+        *args: _Params.args,
+        **options: _Params.kwargs,
     ) -> None:
-        self._num_begun += 1
-        sent = tuple(sequences)
-        self._leader.tell(BeginTrees(self._is_split, sent, tree, num_choices, is_walk, scores))
-
-    def capture_next(
-        self, tree: TreeShape, num_choices: int, num_sequences: int | None, *, is_walk: bool
-    ) -> None:
-        self._leader.tell(CaptureTrees(self._is_split, tree, num_choices, num_sequences, is_walk))
+        """Announces a call of a method of the grower."""
+        self._leader.tell(GrowerCall(self._is_split, method, args, options))
 
     def announced(self, parts: Parts) -> Parts:
-        """Returns the pass that was begun last, each part of which is announced from now on."""
-        message, number = QueuePart(self._is_split), self._num_begun
+        """Returns a pass that was begun, each part of which is announced from now on."""
+        self._num_begun += 1
+        return self._announced(parts, self._num_begun)
+
+    def _announced(self, parts: Parts, number: int) -> Parts:
+        message = GrowerCall(self._is_split)
         while True:
             assert number == self._num_begun, "another pass has taken its place"
             self._leader.tell(message)

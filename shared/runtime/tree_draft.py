@@ -142,7 +142,6 @@ class TreeDraft:
     """
 
     code: DraftCode
-    batches: RoundBatches
     num_choices: int = 0
     scores: RequestScores | None = None
 
@@ -157,9 +156,10 @@ class TreeDraft:
         if self.scores is None:
             growth = self.code.growth(state, sampling, self.num_choices)
         else:
-            scores = plain_scores(state, self.batches, self.scores, self.num_choices)
-            growth = Growth(state, self.batches, scores)
-        yield from grow(growth, forwards, self.batches.shape.tree.num_steps)
+            batches = self.code.batches
+            scores = plain_scores(state, batches, self.scores, self.num_choices)
+            growth = Growth(state, batches, scores)
+        yield from grow(growth, forwards, self.code.batches.shape.tree.num_steps)
         leaves = growth.beam() if self.num_choices else None
         yield PackedTrees.of(growth.scored())
         if leaves is not None:
@@ -176,7 +176,7 @@ class TreeDraft:
         """
         forwards = self._forwards(state, sources)
         scores = self.code.scores(state, sampling, self.num_choices)
-        for logits in forwards.walk(self.batches.of_walks(state, walks)):
+        for logits in forwards.walk(self.code.batches.of_walks(state, walks)):
             scores.look(logits)
         return PackedRows.of(scores.choices(), forwards.states())
 

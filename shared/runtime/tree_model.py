@@ -25,7 +25,6 @@ from shared.runtime.tree_draft import (
     DraftCode,
     LayeredDraft,
     RoundDraft,
-    TreeDraft,
 )
 
 _Code = TypeVar("_Code")
@@ -113,12 +112,15 @@ class RoundModel:
         """
         raise NotImplementedError
 
-    def code(self, batches: RoundBatches, source_rows: Tensor | None) -> DraftCode:
-        """Returns what drafts in the shape of `batches` for rounds, by the fastest code for it.
+    def code(
+        self, batches: RoundBatches, source_rows: Tensor | None, kind: PassKind = PassKind()
+    ) -> DraftCode:
+        """Returns what drafts in the shape of `batches`, by the fastest code for it.
 
         Args:
-            source_rows: `[any, source_width]`, the features of open rows; None where they read
-                none.
+            source_rows: `[any, source_width]`, the features of open rows or, in passes that are
+                split, states; None where rows read none.
+            kind: of passes, of a model that grows trees in some.
         """
         raise NotImplementedError
 
@@ -139,15 +141,6 @@ class TreeModel(RoundModel):
 
     def source_width(self, kind: PassKind) -> int:
         """Returns the width of what open rows read beside tokens; 0 when it is nothing."""
-        raise NotImplementedError
-
-    def draft(self, batches: RoundBatches, source_rows: Tensor, kind: PassKind) -> TreeDraft:
-        """Returns what drafts in the shape of `batches`, by the fastest code for it.
-
-        Args:
-            source_rows: `[any, source_width]`, the features of open rows or, in passes that are
-                split, states.
-        """
         raise NotImplementedError
 
 
@@ -186,18 +179,14 @@ class HeadModel(_AnyHead, TreeModel):
     def source_width(self, kind: PassKind) -> int:
         return self.head.embedding.shape[1] if kind.is_split else self.head.feature_spec.width
 
-    def draft(self, batches: RoundBatches, source_rows: Tensor, kind: PassKind) -> TreeDraft:
-        draft = RoundDraft if kind.is_plain else self._draft_for(batches)
-        code = draft(self.head, self.pool, batches, source_rows, kind.is_split)
-        return TreeDraft(code, batches, kind.num_choices)
-
-    def code(self, batches: RoundBatches, source_rows: Tensor | None) -> DraftCode:
+    def code(
+        self, batches: RoundBatches, source_rows: Tensor | None, kind: PassKind = PassKind()
+    ) -> RoundDraft:
         assert source_rows is not None, "a head reads features"
-        return self._draft_for(batches)(self.head, self.pool, batches, source_rows)
-
-    def _draft_for(self, batches: RoundBatches) -> type[RoundDraft]:
-        is_split = all(isinstance(layer, SplitHeadLayer) for layer in self.head.layers)
-        return fastest(RoundDraft, batches.shape, self.pool.device) if is_split else RoundDraft
+        draft, is_split = RoundDraft, isinstance(self.head.layers[0], SplitHeadLayer)
+        if is_split and not kind.is_plain:
+            draft = fastest(RoundDraft, batches.shape, self.pool.device)
+        return draft(self.head, self.pool, batches, source_rows, kind.is_split)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,16 +226,13 @@ class DecoderModel(TreeModel):
     def source_width(self, kind: PassKind) -> int:
         return 0
 
-    def draft(self, batches: RoundBatches, source_rows: Tensor, kind: PassKind) -> TreeDraft:
-        draft = DecoderDraft if kind.is_plain else self._draft_for(batches)
-        code = draft(self.decoder, self.pool, batches)
-        return TreeDraft(code, batches, kind.num_choices)
-
-    def code(self, batches: RoundBatches, source_rows: Tensor | None) -> DecoderDraft:
-        return self._draft_for(batches)(self.decoder, self.pool, batches)
-
-    def _draft_for(self, batches: RoundBatches) -> type[DecoderDraft]:
-        return fastest(DecoderDraft, batches.shape, self.pool.device)
+    def code(
+        self, batches: RoundBatches, source_rows: Tensor | None, kind: PassKind = PassKind()
+    ) -> DecoderDraft:
+        draft = DecoderDraft
+        if not kind.is_plain:
+            draft = fastest(DecoderDraft, batches.shape, self.pool.device)
+        return draft(self.decoder, self.pool, batches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +263,9 @@ class BlockModel(RoundModel):
         assert features is not None, "a head reads features"
         self.head.write_context(features, batch.positions, batch.slots, self.pool)
 
-    def code(self, batches: RoundBatches, source_rows: Tensor | None) -> BlockDraft:
+    def code(
+        self, batches: RoundBatches, source_rows: Tensor | None, kind: PassKind = PassKind()
+    ) -> BlockDraft:
         assert source_rows is not None, "a head reads features"
         draft = fastest(BlockDraft, batches.shape, self.pool.device)
         return draft(self.head, self.pool, batches, source_rows)
@@ -305,7 +293,9 @@ class LayeredModel(_AnyHead):
             left.append(hidden)
         return torch.stack(left[:-1])
 
-    def code(self, batches: RoundBatches, source_rows: Tensor | None) -> LayeredDraft:
+    def code(
+        self, batches: RoundBatches, source_rows: Tensor | None, kind: PassKind = PassKind()
+    ) -> LayeredDraft:
         assert source_rows is not None, "a head reads features"
         draft = fastest(LayeredDraft, batches.shape, self.pool.device)
         return draft(self.head, self.pool, batches, source_rows)

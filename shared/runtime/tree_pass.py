@@ -447,7 +447,7 @@ class TreePass:
 
     def _draft(self, shape: RoundShape, sources: Tensor) -> TreeDraft:
         batches = RoundBatches(shape, self._pool.page_size)
-        return self._model.draft(batches, sources, self.kind)
+        return TreeDraft(self._model.code(batches, sources, self.kind), self.kind.num_choices)
 
     def _parts(self, draft: TreeDraft, inputs: OpenInputs, sampling: RoundSampling) -> Parts:
         kind, sources = draft.code.kind_of(sampling), inputs.sources.flatten()
