@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from shared.kernels.delta_rule import DeltaShape, DeltaWeights
 from shared.kernels.experts import ExpertWeight
 from shared.kernels.linear import can_be_batch_invariant
-from shared.kernels.pointwise import Activation
 from shared.kernels.quantised import StoredMatrix
 from shared.layers.attention import AttentionShape
 from shared.layers.decoder_layer import Mlp
@@ -25,7 +25,7 @@ from shared.models.checkpoint import Cut
 from shared.models.config import LatentConfig, ModelConfig
 from shared.models.families import NormPlacement
 from shared.models.layer_configs import ExpertConfig
-from shared.models.shard import WHOLE, Shard
+from shared.models.shard import WHOLE, Shard, shard_of
 from shared.models.weights import WeightPart, WeightTensors
 
 
@@ -38,6 +38,65 @@ def linear_from(
     """Takes weight and, if there is one, bias out of the dict."""
     weight, bias = tensors.pop_matrix(f"{name}.weight"), tensors.pop(f"{name}.bias", None)
     return Linear.of(weight, bias, quantisation, group)
+
+
+def norm_from(config: ModelConfig, tensors: dict[str, Tensor], name: str) -> RmsNorm:
+    """Takes the weight of a norm out of the dict.
+
+    One with an offset is held in float32: half precision would round away what was learnt.
+    """
+    weight = tensors.pop(name)
+    if config.family.norm_offset:
+        weight = weight.float() + config.family.norm_offset
+    return RmsNorm(weight, config.rms_norm_eps)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTensors:
+    """The tensors of one layer, see `layer_parts`, which its blocks take out of a dict.
+
+    Attributes:
+        group: of the whole model.
+    """
+
+    config: ModelConfig
+    tensors: WeightTensors
+    layer: int
+    quantisation: Quantisation
+    group: TensorGroup | None
+
+    @property
+    def prefix(self) -> str:
+        return f"layers.{self.layer}."
+
+    @property
+    def own_group(self) -> TensorGroup | None:
+        """The processes that compute the layer together."""
+        return None if self.group is None else self.group.of_layers
+
+    @property
+    def cache_layer(self) -> int:
+        """Where the layer's rows are in this process's cache."""
+        return shard_of(self.group).cache_layer(self.config, self.layer)
+
+    def has(self, name: str) -> bool:
+        return f"{self.prefix}{name}" in self.tensors
+
+    def pop(self, name: str) -> Tensor:
+        return self.tensors.pop(f"{self.prefix}{name}")
+
+    def pop_if_any(self, name: str) -> Tensor | None:
+        return self.tensors.pop(f"{self.prefix}{name}", None)
+
+    def linear(self, name: str, group: TensorGroup | None = None) -> Linear:
+        return linear_from(self.tensors, f"{self.prefix}{name}", self.quantisation, group)
+
+    def norm(self, name: str) -> RmsNorm:
+        return norm_from(self.config, self.tensors, f"{self.prefix}{name}")
+
+    def plain_norm(self, name: str) -> RmsNorm:
+        """Takes a norm that has no offset in any family."""
+        return RmsNorm(self.pop(name), self.config.rms_norm_eps)
 
 
 # The name map of gated delta layers, and the layer of its tensors.
@@ -75,32 +134,21 @@ def delta_parts(config: ModelConfig, source: str, target: str) -> Iterator[Weigh
     yield WeightPart.matrix(f"{source}out_proj.weight", (hidden, size), f"{target}output.weight")
 
 
-def build_delta(
-    config: ModelConfig,
-    tensors: WeightTensors,
-    shape: AttentionShape,
-    layer: int,
-    quantisation: Quantisation,
-) -> GatedDelta:
+def build_delta(own: LayerTensors, shape: AttentionShape) -> GatedDelta:
     """Takes the tensors of one layer out of the dict."""
+    config = own.config
     assert config.delta is not None
-    prefix = f"layers.{layer}."
-
     return GatedDelta(
         shape=shape,
         delta=config.delta.shape,
-        channels=linear_from(tensors, f"{prefix}channels", quantisation),
+        channels=own.linear("channels"),
         # A few rows, on which everything behind them depends.
-        gates=linear_from(tensors, f"{prefix}gates", Quantisation.UNQUANT),
-        weights=DeltaWeights(
-            tensors.pop(f"{prefix}taps").squeeze(1),
-            tensors.pop(f"{prefix}A_log"),
-            tensors.pop(f"{prefix}dt_bias"),
-        ),
-        norm=RmsNorm(tensors.pop(f"{prefix}delta_norm"), config.rms_norm_eps),
-        output=linear_from(tensors, f"{prefix}output", quantisation),
-        layer=config.first_cache_layer(layer),
-        state=config.delta.layers.index(layer),
+        gates=replace(own, quantisation=Quantisation.UNQUANT).linear("gates"),
+        weights=DeltaWeights(own.pop("taps").squeeze(1), own.pop("A_log"), own.pop("dt_bias")),
+        norm=own.plain_norm("delta_norm"),
+        output=own.linear("output"),
+        layer=config.first_cache_layer(own.layer),
+        state=config.delta.layers.index(own.layer),
     )
 
 
@@ -185,35 +233,22 @@ def latent_parts(
         yield WeightPart(f"{source}o_proj.bias", (hidden,), f"{target}output.bias")
 
 
-def build_latent(
-    config: ModelConfig,
-    tensors: WeightTensors,
-    shape: AttentionShape,
-    layer: int,
-    quantisation: Quantisation,
-    group: TensorGroup | None,
-    cache_layer: int,
-) -> LatentAttention:
-    """Takes the tensors of one layer's attention out of the dict.
-
-    Args:
-        cache_layer: where the layer's rows are in this process's cache.
-    """
-    latent, prefix, eps = config.latent, f"layers.{layer}.", config.rms_norm_eps
+def build_latent(own: LayerTensors, shape: AttentionShape) -> LatentAttention:
+    """Takes the tensors of one layer's attention out of the dict."""
+    latent = own.config.latent
     assert latent is not None
-
     is_short = latent.query_rank is None
-    expand = tensors.pop(f"{prefix}expand").view(shape.num_heads, -1, latent.latent_dim)
+    expand = own.pop("expand").view(shape.num_heads, -1, latent.latent_dim)
     return LatentAttention(
         shape=shape,
-        compress=linear_from(tensors, f"{prefix}compress", quantisation),
-        query_norm=None if is_short else RmsNorm(tensors.pop(f"{prefix}query_norm"), eps),
-        queries=None if is_short else linear_from(tensors, f"{prefix}queries", quantisation),
-        latent_norm=RmsNorm(tensors.pop(f"{prefix}latent_norm"), eps),
+        compress=own.linear("compress"),
+        query_norm=None if is_short else own.plain_norm("query_norm"),
+        queries=None if is_short else own.linear("queries"),
+        latent_norm=own.plain_norm("latent_norm"),
         key_up=expand[:, : latent.straight_dim].contiguous(),
         value_up=expand[:, latent.straight_dim :].contiguous(),
-        output=linear_from(tensors, f"{prefix}output", quantisation, group),
-        layer=cache_layer,
+        output=own.linear("output", own.own_group),
+        layer=own.cache_layer,
     )
 
 
@@ -352,30 +387,20 @@ def _shared_parts(
     yield WeightPart.matrix(f"{source}down_proj.weight", (hidden, wide), down, outer)
 
 
-def build_experts(
-    config: ExpertConfig,
-    tensors: WeightTensors,
-    prefix: str,
-    activation: Activation,
-    quantisation: Quantisation,
-    group: TensorGroup | None,
-    limit: float | None = None,
-    shared_limit: float | None = None,
-) -> Experts:
-    """Takes the tensors of one block out of the dict.
-
-    Args:
-        limit, shared_limit: see `Mlp`.
-    """
-    num_experts, stored = config.routing.num_experts, STORED_DTYPES.get(quantisation)
+def build_experts(own: LayerTensors) -> Experts:
+    """Takes the tensors of one block out of the dict."""
+    config, group, activation = own.config.experts, own.own_group, own.config.activation
+    assert config is not None
+    shared_limit, limit = own.config.layer_limits(own.layer)
+    num_experts, stored = config.routing.num_experts, STORED_DTYPES.get(own.quantisation)
     is_spread = group is not None and group.spreads_experts
     if is_spread:
         assert group is not None
         num_experts //= group.size
 
     def stacked(name: str) -> ExpertWeight:
-        weight = tensors.pop_matrix(f"{prefix}experts.{name}")
-        bias = tensors.pop(f"{prefix}experts.{name}_bias", None)
+        weight = own.tensors.pop_matrix(f"{own.prefix}experts.{name}")
+        bias = own.pop_if_any(f"experts.{name}_bias")
         if bias is not None:
             bias = bias.view(num_experts, -1)
             # What a group's processes compute is added up, and the bias counts once.
@@ -387,25 +412,17 @@ def build_experts(
 
     shared = None
     if config.shared_size:
-        shared = Mlp(
-            linear_from(tensors, f"{prefix}shared.gate_up", quantisation),
-            # Its sum over processes is that of the whole block.
-            replace(
-                linear_from(tensors, f"{prefix}shared.down", quantisation, group),
-                group=None,
-            ),
-            activation,
-            shared_limit,
-        )
-    shared_gate = tensors.pop(f"{prefix}shared.gate.weight", None)
-    router = tensors.pop(f"{prefix}router.weight")
-    is_wide = config.family.is_wide
+        # Its sum over processes is that of the whole block.
+        down = replace(own.linear("shared.down", group), group=None)
+        shared = Mlp(own.linear("shared.gate_up"), down, activation, shared_limit)
+    shared_gate = own.pop_if_any("shared.gate.weight")
+    router, is_wide = own.pop("router.weight"), config.family.is_wide
     if is_wide and not can_be_batch_invariant(router):
         router = router.float()
     return Experts(
         router=Router(
-            weight=Linear.of(router, tensors.pop(f"{prefix}router.bias", None)),
-            correction=tensors.pop(f"{prefix}router.correction", None),
+            weight=Linear.of(router, own.pop_if_any("router.bias")),
+            correction=own.pop_if_any("router.correction"),
             routing=config.routing,
             is_wide=is_wide,
         ),

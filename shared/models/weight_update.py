@@ -33,8 +33,9 @@ from shared.models.decoder_weights import (
     DecoderKeys,
     decoder_parts,
     keys_of_others,
+    norm_from,
 )
-from shared.models.loader import MTP_PREFIXES, build_layer, norm_from, read_decoder
+from shared.models.loader import MTP_PREFIXES, build_layer, read_decoder
 from shared.models.scaled_weights import StoredLayout
 from shared.models.weights import WeightTensors, cut_tensor, empty_targets, places_of, scales_of
 

@@ -25,7 +25,7 @@ from shared.layers.norm import RmsNorm
 from shared.layers.rotary import Rotary
 from shared.model_options import ModelOptions
 from shared.models.checkpoint import Checkpoint, open_weights
-from shared.models.decoder_weights import IGNORED_SUFFIXES
+from shared.models.decoder_weights import IGNORED_SUFFIXES, linear_from
 from shared.models.heads.config import HeadConfig, HeadKind
 from shared.models.heads.feature_spec import FeatureSpec
 from shared.models.heads.head import (
@@ -37,7 +37,6 @@ from shared.models.heads.head import (
     HeadLayer,
 )
 from shared.models.heads.target_tensors import TargetTensors
-from shared.models.loader import linear_from
 from shared.models.weights import AT_ONCE, CopyPace, WeightPart, WeightTensors, read_weights
 
 EMBEDDING = "embed_tokens.weight"

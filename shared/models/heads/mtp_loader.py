@@ -20,7 +20,7 @@ from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig, text_config
 from shared.models.config_file import CONFIG_FILE, ConfigFile
 from shared.models.decoder import attention_shape
-from shared.models.decoder_weights import IGNORED_SUFFIXES, DecoderKeys, layer_parts
+from shared.models.decoder_weights import IGNORED_SUFFIXES, DecoderKeys, layer_parts, norm_from
 from shared.models.heads.feature_spec import FeatureSpec
 from shared.models.heads.head import DraftHead, DraftVocabulary
 from shared.models.heads.target_tensors import TargetTensors
@@ -29,7 +29,6 @@ from shared.models.loader import (
     MtpStyle,
     build_layer,
     find_mtp_layers,
-    norm_from,
 )
 from shared.models.weights import (
     AT_ONCE,
