@@ -246,7 +246,7 @@ def build_layer(
     own = LayerTensors(config, tensors, layer, quantisation, group)
     has_input_norm = config.family.norms is not NormPlacement.AFTER
     has_output_norm = config.family.norms is not NormPlacement.BEFORE
-    build: Callable[[LayerTensors, AttentionShape], SelfAttention] = _attention
+    build: Callable[[LayerTensors, AttentionShape], SelfAttention] = build_attention
     if config.has_state(layer):
         build = build_delta
     elif config.latent is not None:
@@ -313,7 +313,8 @@ def _wider(rows: Tensor, rest: int) -> Tensor:
     return wider
 
 
-def _attention(own: LayerTensors, shape: AttentionShape) -> Attention:
+def build_attention(own: LayerTensors, shape: AttentionShape) -> Attention:
+    """Takes the tensors of one layer's attention out of the dict."""
     config, qk_norm, joint_norms = own.config, None, None
     gate = own.pop_if_any("head_gate.weight")
     if config.has_qk_norm:
