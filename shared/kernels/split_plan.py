@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shared.kernels.kernel_settings import runs_triton
+from shared.kernels.kernel_settings import dispatched
 
 # Longer causal runs are prompt chunks. Their keys need not be split: there are rows enough.
 MAX_PLAIN_ROWS = 16
@@ -66,6 +66,10 @@ class PagedRows:
     max_kv_length: int
     page_size: int
     num_prompt_keys: int = 0
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.positions.is_cuda
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,19 +220,11 @@ def cut_of(batch: PagedRows, tile: int, num_query_groups: int, max_rows: int) ->
     return BlockCut(rows_per_block, max_blocks, tile)
 
 
+@dispatched("split_plan_triton")
 def parts_of_rows(
     batch: PagedRows, plain_cut: BlockCut, chunk_cut: BlockCut | None = None
 ) -> PlanParts:
     """Computes the tensors of a plan; without `chunk_cut` no sequence is a chunk."""
-    if runs_triton(batch.positions):
-        from shared.kernels.split_plan_triton import parts_on_device
-
-        return parts_on_device(batch, plain_cut, chunk_cut)
-    return plain_parts(batch, plain_cut, chunk_cut)
-
-
-def plain_parts(batch: PagedRows, plain_cut: BlockCut, chunk_cut: BlockCut | None) -> PlanParts:
-    """Computes the plan in plain torch, on any device: the kernels' oracle."""
     row_lengths, tail_slots = plain_rows(batch)
     num_rows = batch.query_starts[1:] - batch.query_starts[:-1]
     is_chunk = batch.is_causal & (num_rows > MAX_PLAIN_ROWS)

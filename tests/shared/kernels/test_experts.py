@@ -14,7 +14,6 @@ from shared.kernels.experts import (
     ExpertWeight,
     expert_product,
     gated_product,
-    plain_expert_product,
     plain_tiles,
     tiles_of,
     weighted_parts,
@@ -89,11 +88,9 @@ def test_products_equal_plain_torch(num_rows: int, tile: int, has_bias: bool) ->
     weight = ExpertWeight.of(values, bias)
     oracle = ExpertWeight(tuple(map(LinearWeight.prepare, values)), None, None, bias)
     experts = _experts(num_rows)
-    for inputs, num_shared in (
-        (_random(num_rows, 40, seed=2), NUM_CHOSEN),
-        (_random(num_rows * NUM_CHOSEN, 40, seed=3), 1),
-    ):
-        expected = plain_expert_product(inputs, num_shared, experts.flatten(), oracle)
+    for num_inputs in (num_rows, num_rows * NUM_CHOSEN):
+        inputs = _random(num_inputs, 40, seed=2)
+        expected = expert_product.plain(inputs, experts, oracle, None)
         actual = _product(inputs, experts, weight, tile)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
@@ -107,7 +104,7 @@ def test_products_with_8_bit_weights_equal_plain_torch() -> None:
     weight = ExpertWeight.of(values, None, torch.int8)
     assert weight.num_saved_bytes == NUM_EXPERTS * (48 * 40 * 3 - 48 * 4)
     inputs, experts = _random(9, 40, seed=2), _experts(9)
-    expected = plain_expert_product(inputs, NUM_CHOSEN, experts.flatten(), oracle)
+    expected = expert_product.plain(inputs, experts, oracle, None)
     torch.testing.assert_close(_product(inputs, experts, weight), expected, rtol=1e-4, atol=1e-4)
 
 
