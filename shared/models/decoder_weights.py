@@ -108,7 +108,7 @@ def delta_parts(config: ModelConfig, source: str, target: str) -> Iterator[Weigh
     shape, hidden = config.delta.shape, config.hidden_size
     source, num_heads = f"{source}linear_attn.", shape.num_value_heads
     matrices: list[tuple[str, int, str, tuple[int, ...] | None]]
-    if config.delta.is_fused:
+    if config.family.has_fused_delta:
         size = shape.num_channels + shape.value_size
         matrices = [
             ("in_proj_qkvz", size, "channels", _channel_order(shape)),

@@ -425,7 +425,7 @@ def _check_keys(
     expected = {part.key for part in parts}
     missing = expected - checkpoint.files.keys()
     if missing:
-        raise CheckpointError(f"{checkpoint.folder} lacks {_listed(missing)}")
+        raise CheckpointError(f"{checkpoint.folder} lacks {listed(missing)}")
     unexpected = {
         key
         for key in checkpoint.files.keys() - expected - set(ignored_keys)
@@ -434,11 +434,12 @@ def _check_keys(
     if unexpected:
         raise CheckpointError(
             f"{checkpoint.folder} has weights that this architecture does not use: "
-            f"{_listed(unexpected)}"
+            f"{listed(unexpected)}"
         )
 
 
-def _listed(keys: Iterable[str]) -> str:
+def listed(keys: Iterable[str]) -> str:
+    """Returns the first names in words, and how many more there are."""
     names = sorted(keys)
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return ", ".join(names[:_MAX_NAMES]) + more

@@ -28,7 +28,6 @@ from shared.runtime.lane_sampling import (
     LaneSampling,
     LaneTree,
     QueuedLogprobs,
-    QueuedTrees,
     TreeCopies,
 )
 from shared.runtime.lane_states import LaneStates
@@ -91,7 +90,7 @@ class PlacedSequence:
 
 @dataclass(frozen=True, slots=True)
 class PendingRound:
-    """A launched round: its result on the way to the host, who took part, and its size.
+    """A launched round: its result on the way to the host, and who took part.
 
     Attributes:
         max_committed: most tokens that it commits to one sequence.
@@ -100,8 +99,6 @@ class PendingRound:
     result: HostCopy
     logprobs: QueuedLogprobs | None
     sequences: tuple[tuple[int, PlacedSequence], ...]
-    num_slots: int
-    sampling: RoundSampling
     max_committed: int
 
 
@@ -235,7 +232,7 @@ class RoundSlots:
             self._look()
             self.state.clear(slots)
 
-    def launched(self, output: RoundOutput, sampling: RoundSampling, max_committed: int) -> None:
+    def launched(self, output: RoundOutput, max_committed: int) -> None:
         """A round of all that are placed was queued."""
         result = output.result
         for each in self.placed.values():
@@ -244,10 +241,8 @@ class RoundSlots:
         if self._memory:
             assert self.num_pending < len(self._memory), "the oldest result would be overwritten"
             self._memory.rotate(1)
-        copy, num_slots = HostCopy(result, self._memory[0] if self._memory else None), len(result)
-        self._pending.append(
-            PendingRound(copy, output.logprobs, sequences, num_slots, sampling, max_committed)
-        )
+        copy = HostCopy(result, self._memory[0] if self._memory else None)
+        self._pending.append(PendingRound(copy, output.logprobs, sequences, max_committed))
         extra = [slot for each in self._chunks for slot in self._extra(each)]
         self._chunks = {}
         if extra:
@@ -307,12 +302,10 @@ class _OpenRound:
 
     Attributes:
         masked: slots by sequence.
-        trees: None where nobody is masked.
     """
 
     grown: _GrownRound
     masked: Mapping[int, int]
-    trees: QueuedTrees | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -610,12 +603,11 @@ class RoundRunner:
         grown, self._grown = self._grown, None
         assert grown is not None
         slots = {each: self._slots.placed[each].slot for each in masked}
-        trees = None
         if slots:
             are_chains = self.shape.tree.topk == 1
-            trees = self._tree_copies.queue(self._current.graphs.grown, are_chains=are_chains)
+            self._tree_copies.queue(self._current.graphs.grown, are_chains=are_chains)
         self._current.graphs.forward(grown.chunks)
-        self._open = _OpenRound(grown, slots, trees)
+        self._open = _OpenRound(grown, slots)
         if not slots:
             self.finish({})
 
@@ -644,8 +636,8 @@ class RoundRunner:
         """Returns the trees of masked lanes by sequence; waits until they have grown."""
         opened = self._open
         assert opened is not None, "nothing was launched"
-        assert opened.trees is not None, "nobody is masked"
-        trees = opened.trees.read(tuple(opened.masked.values()))
+        assert opened.masked, "nobody is masked"
+        trees = self._tree_copies.read(tuple(opened.masked.values()))
         return dict(zip(opened.masked, trees, strict=True))
 
     @torch.inference_mode()
@@ -667,7 +659,7 @@ class RoundRunner:
         )
         grown.announced.close()
         self._read, self._reading = self._reading, {}
-        self._slots.launched(output, grown.sampling, self.shape.max_committed)
+        self._slots.launched(output, self.shape.max_committed)
         self._last = self._current
 
     def result(self) -> tuple[SequenceRound, ...]:

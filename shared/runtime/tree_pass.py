@@ -487,17 +487,11 @@ class TreePass:
         parts = self._parts(draft, inputs, sampling)
         captured: list[tuple[torch.cuda.CUDAGraph, Part]] = []
         while not captured or not self.ends_with(captured[-1][1]):
-            graph = self._new_graph()
-            with capturing(graph, self._memory):
+            graph = torch.cuda.CUDAGraph()
+            with capturing(graph, self._memory, group=self._model.group):
                 part = next(parts) if self.kind.is_split else _next_result(parts)
             captured.append((graph, part))
         return captured
-
-    def _new_graph(self) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        if self._model.group is not None:
-            self._model.group.graphs.append(graph)
-        return graph
 
 
 def _replayed(captured: _Captured) -> Parts:

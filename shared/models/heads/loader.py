@@ -344,8 +344,7 @@ def _own_token_map(
             f"{path}: {TOKEN_MAP_KEY} has shape {list(offsets.shape)}; the config needs [{size}]"
         )
     token_ids = offsets + torch.arange(size, device=device)
-    low, high = int(token_ids.min()), int(token_ids.max())
-    num_distinct = len(set(token_ids.tolist()))
+    low, high, num_distinct = _extent(token_ids)
     if low < 0 or high >= config.vocab_size or num_distinct != size:
         raise CheckpointError(
             f"{path}: {TOKEN_MAP_KEY} maps to {num_distinct} ids in [{low}, {high}]; "
@@ -369,16 +368,21 @@ def read_token_map(path: Path, vocab_size: int) -> Tensor:
     token_ids = _as_tensor(path, _read(path))
     if token_ids.ndim != 1 or token_ids.numel() == 0:
         raise CheckpointError(f"{path} has shape {list(token_ids.shape)}; it must be a list of ids")
-    low, high = int(token_ids.min()), int(token_ids.max())
+    low, high, num_distinct = _extent(token_ids)
     if low < 0 or high >= vocab_size:
         token = low if low < 0 else high
         raise CheckpointError(f"{path} holds id {token}; ids must be in [0, {vocab_size})")
-    num_distinct = len(set(token_ids.tolist()))
     if num_distinct != len(token_ids):
         raise CheckpointError(
             f"{path} has {len(token_ids)} ids, of which {num_distinct} are distinct; all must be"
         )
     return token_ids
+
+
+def _extent(token_ids: Tensor) -> tuple[int, int, int]:
+    """Returns the lowest and the highest id, and how many are distinct."""
+    found = set(token_ids.tolist())
+    return min(found), max(found), len(found)
 
 
 def _read(path: Path) -> object:

@@ -153,8 +153,8 @@ def load_mtp(
     embedding = target.embedding()
     lm_head, numbers = Linear.of(target.lm_head()), range(len(layers.prefixes))
     norms = [norm_from(config, tensors, f"layers.{index}.state_norm") for index in numbers]
-    state_norms = [None] * len(norms) if config.has_raw_mtp else norms
-    head_norms = tuple(norms) if config.has_raw_mtp else ()
+    state_norms = [None] * len(norms) if config.family.has_raw_mtp else norms
+    head_norms = tuple(norms) if config.family.has_raw_mtp else ()
     head = DraftHead(
         config=config,
         feature_spec=FeatureSpec((target.config.mtp_feature_layer,), dtype, config.hidden_size),
@@ -213,7 +213,7 @@ def _of_layers(config: ModelConfig, file: ConfigFile, layers: MtpLayers) -> Mode
     """
     count, first = len(layers.prefixes), config.num_layers
     limits = (config.mlp_limits[-1:] * count, config.expert_limits[-1:] * count)
-    if config.has_raw_mtp:
+    if config.family.has_raw_mtp:
         values = {"num_hidden_layers": first + count}
         whole = ModelConfig.of(file.with_values(values), config.architecture)
         windows = whole.sliding_windows[first:]
