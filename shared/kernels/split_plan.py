@@ -90,20 +90,15 @@ class RowBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class SplitPlan:
-    """Plan of one forward of T rows of B sequences.
+class PlanParts:
+    """The tensors that are computed for a forward of T rows of B sequences.
 
     Attributes:
         row_lengths: `[T]` int32, keys each row sees before the window; 0 for padding rows.
         shared_lengths: `[B]` int32, how many keys all rows of a sequence take from its page table
             at equal places.
-        positions: `[T]` int64.
-        page_table: `[B, P]` int32.
-        page_size: tokens a page.
         tail_slots: `[T, W]` int64, slots of a tree row's visible tail keys, in order; None
             without trees.
-        sliding_window: as in `plan_attention`.
-        max_splits: splits of the longest row.
         counters: int32 zeros, `MAX_KV_HEADS` for each of the plain blocks.
         plain_blocks: blocks of plain tokens and trees.
         chunk_blocks: blocks of prompt chunks; None when no sequence can be one.
@@ -111,15 +106,25 @@ class SplitPlan:
 
     row_lengths: Tensor
     shared_lengths: Tensor
-    positions: Tensor
-    page_table: Tensor
-    page_size: int
     tail_slots: Tensor | None
-    sliding_window: int | None
-    max_splits: int
     counters: Tensor
     plain_blocks: RowBlocks
     chunk_blocks: RowBlocks | None
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPlan:
+    """Plan of one forward.
+
+    Attributes:
+        sliding_window: as in `plan_attention`.
+        max_splits: splits of the longest row.
+    """
+
+    batch: PagedRows
+    parts: PlanParts
+    sliding_window: int | None
+    max_splits: int
 
 
 def plan_splits(batch: PagedRows, sliding_window: int | None, num_query_groups: int) -> SplitPlan:
@@ -130,19 +135,7 @@ def plan_splits(batch: PagedRows, sliding_window: int | None, num_query_groups: 
     Rows past `query_starts[-1]` are padding: no block holds them, and their result is zero.
     """
     parts = parts_of_rows(batch, *cuts_of(batch, num_query_groups))
-    return SplitPlan(
-        row_lengths=parts.row_lengths,
-        shared_lengths=parts.shared_lengths,
-        positions=batch.positions,
-        page_table=batch.page_table,
-        page_size=batch.page_size,
-        tail_slots=parts.tail_slots,
-        sliding_window=sliding_window,
-        max_splits=num_splits(batch.max_kv_length),
-        counters=parts.counters,
-        plain_blocks=parts.plain_blocks,
-        chunk_blocks=parts.chunk_blocks,
-    )
+    return SplitPlan(batch, parts, sliding_window, num_splits(batch.max_kv_length))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,18 +150,6 @@ class BlockCut:
     rows_per_block: int
     max_blocks: int
     tile: int
-
-
-@dataclass(frozen=True, slots=True)
-class PlanParts:
-    """The computed tensors of a `SplitPlan`."""
-
-    row_lengths: Tensor
-    shared_lengths: Tensor
-    tail_slots: Tensor | None
-    counters: Tensor
-    plain_blocks: RowBlocks
-    chunk_blocks: RowBlocks | None
 
 
 def num_splits(num_keys: int, first_keys: int = FIRST_SPLIT_KEYS) -> int:
