@@ -84,15 +84,26 @@ def plan_prompts(batch: PagedRows, row_lengths: Tensor, num_query_groups: int) -
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RowsOfBatch:
-    """The R rows of a batch of T that a plan computes one by one.
+    """The R rows of a forward of T that are no prompt's; each sees its keys as one list in path
+    order, see `split_plan`.
 
     Attributes:
+        batch: as it came.
         rows: `[R]` int64, their places among the T, or T for nobody; None takes all of them.
+        row_lengths: `[R]` int32, keys each row sees before the window; 0 for padding rows.
+        shared_lengths: `[B]` int32, how many of them come from the page table.
+        tail_slots: `[R, W]` int64, slots of the others; None without trees.
+        prompts: the other rows; None where there are none.
     """
 
-    __slots__ = ()
+    batch: PagedRows
     rows: Tensor | None
+    row_lengths: Tensor
+    shared_lengths: Tensor
+    tail_slots: Tensor | None
+    prompts: PromptPlan | None
 
     def taken(self, rows: Tensor) -> Tensor:
         """Returns `[R, …]` of `[T, …]`."""
@@ -110,32 +121,19 @@ class RowsOfBatch:
         results.index_copy_(0, self.rows, own)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RowPlan(RowsOfBatch):
-    """The rows of a forward; each sees its keys as one list in path order, see `split_plan`.
+    """Rows that are computed one by one.
 
     Attributes:
-        batch: as it came.
-        rows: `[R]` int64, those that are no prompt's, of T; T where there are fewer. None takes
-            all, and R is T.
         sequences: `[R]` int64, the sequence of each row.
         positions: `[R]` int64.
-        row_lengths: `[R]` int32, keys each row sees before the window; 0 for padding rows.
-        shared_lengths: `[B]` int32, how many of them come from the page table.
-        tail_slots: `[R, W]` int64, slots of the others; None without trees.
         sliding_window: see `plan_attention`.
-        prompts: the others; None where there are none.
     """
 
-    batch: PagedRows
-    rows: Tensor | None
     sequences: Tensor
     positions: Tensor
-    row_lengths: Tensor
-    shared_lengths: Tensor
-    tail_slots: Tensor | None
     sliding_window: int | None
-    prompts: PromptPlan | None
 
 
 def plan_rows(batch: PagedRows, sliding_window: int | None, num_query_groups: int) -> RowPlan:

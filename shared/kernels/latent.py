@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shared.kernels.attention_rows import (
-    PromptPlan,
     RowsOfBatch,
     has_prompts,
     is_prompt,
@@ -101,28 +100,13 @@ def _by_head(rows: Tensor, matrices: Tensor) -> Tensor:
 _LANES = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatentPlan(RowsOfBatch):
-    """The rows of a forward; each sees its keys as one list in path order, see `split_plan`.
-
-    Attributes:
-        batch: as it came.
-        rows: `[R]` int64, those that are no prompt's, of T; T where there are fewer. None takes
-            all, and R is T.
-        row_lengths: `[R]` int32, keys each row sees; 0 for padding rows.
-        shared_lengths: `[B]` int32, how many of them come from the page table.
-        tail_slots: `[R, W]` int64, slots of the others; None without trees.
-        blocks: of the R rows.
-        prompts: the others; None where there are none.
+    """Attributes:
+    blocks: of the R rows.
     """
 
-    batch: PagedRows
-    rows: Tensor | None
-    row_lengths: Tensor
-    shared_lengths: Tensor
-    tail_slots: Tensor | None
     blocks: RowBlocks
-    prompts: PromptPlan | None
 
 
 def block_heads(num_heads: int) -> int:
