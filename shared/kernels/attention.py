@@ -21,7 +21,7 @@ from shared.kernels.attention_rows import RowPlan, plan_rows
 from shared.kernels.cache import CacheScales, load
 from shared.kernels.kernel_settings import runs_triton
 from shared.kernels.latent import LatentPlan, plan_latents
-from shared.kernels.split_plan import PagedRows, SplitPlan, plan_splits
+from shared.kernels.split_plan import PagedRows, SplitPlan, plan_splits, sequence_of_rows
 from shared.model_options import AttentionBackend
 
 # Measured with MKL: a row of a product has the same bits for every multiple of 8 rows, while
@@ -281,7 +281,7 @@ def _bias(batch: PagedRows, sliding_window: int | None) -> Tensor:
     """Returns `[T, S]` float32, 0 where a row sees a logical index and -inf elsewhere."""
     device = batch.positions.device
     num_keys = _round_up(batch.max_kv_length, _KEY_MULTIPLE)
-    sequence = _sequence_of_rows(batch)
+    sequence = sequence_of_rows(batch)
     indices = torch.arange(num_keys, device=device)
     rows = torch.arange(len(batch.positions), device=device)
     last_rows = batch.query_starts[1:].long() - 1
@@ -364,19 +364,13 @@ def _plan_as_one_tile(
     starts = batch.query_starts[:-1].long()
     offsets = torch.arange(num_rows, device=device)
     rows = (starts.unsqueeze(1) + offsets).clamp_(max=len(batch.positions) - 1).flatten()
-    sequence = _sequence_of_rows(batch)
+    sequence = sequence_of_rows(batch)
     own_rows = torch.arange(len(batch.positions), device=device)
     result_rows = sequence * num_rows + own_rows - starts[sequence]
     tile_bias = bias.index_select(0, rows).view(len(starts), 1, 1, num_rows, -1)
     # A padding row borrowed from another sequence may see keys this one lacks; slot 0 answers.
     tile = AttentionTile(rows, key_slots.flatten(), tile_bias)
     return TilePlan((tile,), result_rows)
-
-
-def _sequence_of_rows(batch: PagedRows) -> Tensor:
-    """Returns `[T]` int64, the sequence each row belongs to."""
-    rows = torch.arange(len(batch.positions), device=batch.positions.device, dtype=torch.int32)
-    return torch.bucketize(rows, batch.query_starts[1:], right=True)
 
 
 def _round_up(count: int, multiple: int) -> int:

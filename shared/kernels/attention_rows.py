@@ -16,6 +16,7 @@ from shared.kernels.split_plan import (
     PagedRows,
     RowBlocks,
     cut_of,
+    most_plain_rows,
     plain_blocks,
     plain_rows,
     sequence_of_rows,
@@ -50,6 +51,18 @@ def is_prompt(batch: PagedRows) -> Tensor:
     return batch.is_causal & (num_rows > MAX_PLAIN_ROWS)
 
 
+def rows_beside_prompts(batch: PagedRows) -> Tensor:
+    """Returns `[R]` int64, the rows of a forward of T that are no prompt's; T where there are
+    fewer than there may be."""
+    num_rows, most = len(batch.positions), most_plain_rows(batch)
+    every = torch.arange(num_rows, device=batch.positions.device)
+    is_own = ~is_prompt(batch)[sequence_of_rows(batch)] & (every < batch.query_starts[-1])
+    # Rows of prompts all go to one more place, which is cut off.
+    places = torch.where(is_own, is_own.cumsum(0) - 1, most)
+    rows = torch.full((most + 1,), num_rows, device=is_own.device)
+    return rows.scatter_(0, places, every)[:most]
+
+
 def plan_prompts(batch: PagedRows, row_lengths: Tensor, num_query_groups: int) -> PromptPlan:
     """Computes the plan without waiting for the device."""
     taken = is_prompt(batch)
@@ -71,15 +84,26 @@ def plan_prompts(batch: PagedRows, row_lengths: Tensor, num_query_groups: int) -
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RowsOfBatch:
-    """The R rows of a batch of T that a plan computes one by one.
+    """The R rows of a forward of T that are no prompt's; each sees its keys as one list in path
+    order, see `split_plan`.
 
     Attributes:
+        batch: as it came.
         rows: `[R]` int64, their places among the T, or T for nobody; None takes all of them.
+        row_lengths: `[R]` int32, keys each row sees before the window; 0 for padding rows.
+        shared_lengths: `[B]` int32, how many of them come from the page table.
+        tail_slots: `[R, W]` int64, slots of the others; None without trees.
+        prompts: the other rows; None where there are none.
     """
 
-    __slots__ = ()
+    batch: PagedRows
     rows: Tensor | None
+    row_lengths: Tensor
+    shared_lengths: Tensor
+    tail_slots: Tensor | None
+    prompts: PromptPlan | None
 
     def taken(self, rows: Tensor) -> Tensor:
         """Returns `[R, …]` of `[T, …]`."""
@@ -97,32 +121,19 @@ class RowsOfBatch:
         results.index_copy_(0, self.rows, own)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RowPlan(RowsOfBatch):
-    """The rows of a forward; each sees its keys as one list in path order, see `split_plan`.
+    """Rows that are computed one by one.
 
     Attributes:
-        batch: as it came.
-        rows: `[R]` int64, those that are no prompt's, of T; T where there are fewer. None takes
-            all, and R is T.
         sequences: `[R]` int64, the sequence of each row.
         positions: `[R]` int64.
-        row_lengths: `[R]` int32, keys each row sees before the window; 0 for padding rows.
-        shared_lengths: `[B]` int32, how many of them come from the page table.
-        tail_slots: `[R, W]` int64, slots of the others; None without trees.
         sliding_window: see `plan_attention`.
-        prompts: the others; None where there are none.
     """
 
-    batch: PagedRows
-    rows: Tensor | None
     sequences: Tensor
     positions: Tensor
-    row_lengths: Tensor
-    shared_lengths: Tensor
-    tail_slots: Tensor | None
     sliding_window: int | None
-    prompts: PromptPlan | None
 
 
 def plan_rows(batch: PagedRows, sliding_window: int | None, num_query_groups: int) -> RowPlan:
@@ -143,17 +154,9 @@ def plan_rows(batch: PagedRows, sliding_window: int | None, num_query_groups: in
 
 
 def _without_prompts(whole: RowPlan, num_query_groups: int) -> RowPlan:
-    batch, num_rows = whole.batch, len(whole.sequences)
-    most = num_rows
-    if batch.tail_mask is None:
-        most = min(num_rows, MAX_PLAIN_ROWS * len(batch.kv_lengths))
-    is_own = ~is_prompt(batch)[whole.sequences]
-    every = torch.arange(num_rows, device=is_own.device)
-    # Rows of prompts all go to one more place, which is cut off.
-    places = torch.where(is_own, is_own.cumsum(0) - 1, most)
-    rows = torch.full((most + 1,), num_rows, device=is_own.device).scatter_(0, places, every)[:most]
+    batch, num_rows, tail = whole.batch, len(whole.sequences), whole.tail_slots
+    rows = rows_beside_prompts(batch)
     taken = rows.clamp(max=num_rows - 1)
-    tail = whole.tail_slots
     return RowPlan(
         batch=batch,
         rows=rows,

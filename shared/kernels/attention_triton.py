@@ -74,8 +74,8 @@ def split_attention(
     scale_log2 = scale * math.log2(math.e)
     call = _Call(queries, keys, values, results, plan, scale_log2, cache_scales)
     _launch_plain(call)
-    if plan.chunk_blocks is not None:
-        _launch_chunks(call, plan.chunk_blocks)
+    if plan.parts.chunk_blocks is not None:
+        _launch_chunks(call, plan.parts.chunk_blocks)
     return results
 
 
@@ -120,7 +120,7 @@ class _Call:
         """Warps of plain rows and trees: one that has rows to itself need not wait for others."""
         if self.queries.element_size() != 2 or self.head_bytes > _NARROW_BYTES:
             return _MOST_WARPS
-        return min(_MOST_WARPS, self.plan.plain_blocks.tile // PLAIN_TILE)
+        return min(_MOST_WARPS, self.plan.parts.plain_blocks.tile // PLAIN_TILE)
 
     def stages_of(self, wanted: int) -> int:
         return wanted if self.head_bytes <= _NARROW_BYTES else self.num_stages
@@ -128,7 +128,7 @@ class _Call:
     def parts(self, rows_per_block: int) -> tuple[Tensor, Tensor, Tensor]:
         """Returns room for sums, maxima and masses of every split of the plain blocks' rows."""
         num_heads, head_dim = self.queries.shape[1:]
-        num_rows = len(self.plan.plain_blocks.counts) * rows_per_block
+        num_rows = len(self.plan.parts.plain_blocks.counts) * rows_per_block
         shape = (num_rows, num_heads, self.plan.max_splits)
         sums = self.queries.new_empty((*shape, head_dim), dtype=torch.float32)
         maxima, masses = empties(2, shape, torch.float32, sums.device)
@@ -142,14 +142,14 @@ class _Call:
             "NUM_GROUPS": self.num_groups,
             "HEAD_DIM": head_dim,
             "BLOCK_DIM": max(16, triton.next_power_of_2(head_dim)),
-            "PAGE_SIZE": self.plan.page_size,
+            "PAGE_SIZE": self.plan.batch.page_size,
             "HAS_WINDOW": self.plan.sliding_window is not None,
             "IS_E4M3": self.cache_scales is not None,
         }
 
 
 def _launch_plain(call: _Call) -> None:
-    num_programs = len(call.plan.plain_blocks.counts) * call.keys.shape[1]
+    num_programs = len(call.plan.parts.plain_blocks.counts) * call.keys.shape[1]
     if num_programs >= FEWEST_WHOLE:
         _launch_whole(call)
     else:
@@ -157,17 +157,18 @@ def _launch_plain(call: _Call) -> None:
 
 
 def _launch_whole(call: _Call) -> None:
-    queries, plan, blocks = call.queries, call.plan, call.plan.plain_blocks
+    queries, plan, parts, batch = call.queries, call.plan, call.plan.parts, call.plan.batch
+    blocks = parts.plain_blocks
     num_kv_heads, rows_per_block = call.keys.shape[1], blocks.tile // call.num_groups
-    assert num_kv_heads * len(blocks.counts) <= len(plan.counters)
-    has_tail = plan.tail_slots is not None
-    tail = plan.page_table if plan.tail_slots is None else plan.tail_slots
+    assert num_kv_heads * len(blocks.counts) <= len(parts.counters)
+    has_tail = parts.tail_slots is not None
+    tail = batch.page_table if parts.tail_slots is None else parts.tail_slots
     attend_whole[(num_kv_heads, len(blocks.counts), _LONG_PROGRAMS)](
         queries, call.keys, call.values, *call.scale_pointers, call.results,
-        *call.parts(rows_per_block), plan.counters,
+        *call.parts(rows_per_block), parts.counters,
         blocks.sequences, blocks.first_rows, blocks.counts,
-        plan.row_lengths, plan.shared_lengths, plan.positions, plan.page_table, tail,
-        queries.stride(0), plan.page_table.stride(0), tail.stride(0),
+        parts.row_lengths, parts.shared_lengths, batch.positions, batch.page_table, tail,
+        queries.stride(0), batch.page_table.stride(0), tail.stride(0),
         plan.max_splits, call.scale_log2, plan.sliding_window or 0, FEWEST_CHAINS,
         HAS_TAIL=has_tail, CHAIN_KEYS=CHAIN_KEYS,
         ROWS=rows_per_block, TILE_ROWS=blocks.tile, TILE_KEYS=_TILE_KEYS,
@@ -178,22 +179,23 @@ def _launch_whole(call: _Call) -> None:
 
 
 def _launch_splits(call: _Call) -> None:
-    queries, plan, blocks = call.queries, call.plan, call.plan.plain_blocks
+    queries, plan, parts, batch = call.queries, call.plan, call.plan.parts, call.plan.batch
+    blocks = parts.plain_blocks
     num_rows, num_heads, head_dim = queries.shape
     num_blocks, num_kv_heads = len(blocks.counts), call.keys.shape[1]
     rows_per_block = blocks.tile // call.num_groups
     sums, maxima, masses = call.parts(rows_per_block)
     wanted = -(-_TARGET_PROGRAMS // (num_blocks * num_kv_heads))
     num_shared = min(plan.max_splits, max(_MIN_SPLIT_PROGRAMS, wanted))
-    has_tail = plan.tail_slots is not None
+    has_tail = parts.tail_slots is not None
     num_own = -(-rows_per_block // OWN_ROWS) if has_tail else 0
-    tail = plan.page_table if plan.tail_slots is None else plan.tail_slots
+    tail = batch.page_table if parts.tail_slots is None else parts.tail_slots
     options, launch = call.shape_options(), dependent_launch(queries.device, num_rows)
     attend_splits[(num_kv_heads, num_blocks, num_shared + num_own)](
         queries, call.keys, call.values, *call.scale_pointers, sums, maxima, masses,
         blocks.sequences, blocks.first_rows, blocks.counts,
-        plan.row_lengths, plan.shared_lengths, plan.positions, plan.page_table, tail,
-        queries.stride(0), plan.page_table.stride(0), tail.stride(0),
+        parts.row_lengths, parts.shared_lengths, batch.positions, batch.page_table, tail,
+        queries.stride(0), batch.page_table.stride(0), tail.stride(0),
         plan.max_splits, num_shared, call.scale_log2, plan.sliding_window or 0,
         HAS_TAIL=has_tail, ROWS=rows_per_block, TILE_ROWS=blocks.tile, TILE_KEYS=_TILE_KEYS,
         FIRST_SPLIT=FIRST_SPLIT_KEYS, LEVEL_SPLITS=SPLITS_PER_LEVEL, OWN_ROWS=OWN_ROWS,
@@ -202,7 +204,7 @@ def _launch_splits(call: _Call) -> None:
     )  # fmt: skip
     combine[(num_blocks * rows_per_block, num_heads)](
         sums, maxima, masses, call.results,
-        blocks.first_rows, blocks.counts, plan.row_lengths, plan.max_splits,
+        blocks.first_rows, blocks.counts, parts.row_lengths, plan.max_splits,
         ROWS=rows_per_block, NUM_HEADS=num_heads, HEAD_DIM=head_dim,
         BLOCK_DIM=options["BLOCK_DIM"],
         FIRST_SPLIT=FIRST_SPLIT_KEYS, LEVEL_SPLITS=SPLITS_PER_LEVEL, num_warps=1,
@@ -215,8 +217,8 @@ def _launch_chunks(call: _Call, blocks: RowBlocks) -> None:
     attend_chunk[(len(blocks.counts), call.keys.shape[1])](
         queries, call.keys, call.values, *call.scale_pointers, call.results,
         blocks.sequences, blocks.first_rows, blocks.counts,
-        plan.row_lengths, plan.positions, plan.page_table,
-        queries.stride(0), plan.page_table.stride(0),
+        plan.parts.row_lengths, plan.batch.positions, plan.batch.page_table,
+        queries.stride(0), plan.batch.page_table.stride(0),
         call.scale_log2, plan.sliding_window or 0,
         TILE_ROWS=blocks.tile,
         TILE_KEYS=_CHUNK_TILE_KEYS if call.head_bytes < _WIDE_BYTES else _WIDE_TILE_KEYS,

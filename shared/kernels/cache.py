@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shared.kernels.kernel_settings import runs_triton
+from shared.kernels.kernel_settings import dispatched
 from shared.kernels.pointwise import Partials, plain_rms_norm, rotate, total_of
 
 LARGEST = 448.0
@@ -66,6 +66,7 @@ def load(cache: Tensor, slots: Tensor, scales: Tensor | None) -> Tensor:
     return rows.float() if scales is None else widened(rows) * scales.unsqueeze(1)
 
 
+@dispatched("fused_triton")
 def rotate_into_cache(
     heads: Tensor | Partials,
     norm_weight: Tensor | None,
@@ -75,7 +76,7 @@ def rotate_into_cache(
     slots: Tensor,
     scales: CacheScales | None = None,
 ) -> Tensor:
-    """Normalises and rotates queries and keys, and stores keys and values: one pass on CUDA.
+    """Normalises and rotates queries and keys, and stores keys and values.
 
     Args:
         heads: `[T, Hq + 2 * Hkv, D]`: query, key and value heads of each row.
@@ -89,24 +90,7 @@ def rotate_into_cache(
     Returns:
         The rotated queries `[T, Hq, D]`.
     """
-    if runs_triton(slots):
-        from shared.kernels.fused_triton import fused_rotate_store
-
-        return fused_rotate_store(heads, norm_weight, eps, tables, cache, slots, scales)
-    return plain_rotate_into_cache(total_of(heads), norm_weight, eps, tables, cache, slots, scales)
-
-
-def plain_rotate_into_cache(
-    heads: Tensor,
-    norm_weight: Tensor | None,
-    eps: float,
-    tables: tuple[Tensor, Tensor],
-    cache: tuple[Tensor, Tensor],
-    slots: Tensor,
-    scales: CacheScales | None = None,
-) -> Tensor:
-    """`rotate_into_cache` in plain torch, on any device: the kernel's oracle."""
-    keys, values = cache
+    heads, (keys, values) = total_of(heads), cache
     num_rotated = heads.shape[1] - keys.shape[1]
     num_heads = num_rotated - keys.shape[1]
     rotated = heads[:, :num_rotated]

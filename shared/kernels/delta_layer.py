@@ -1,7 +1,7 @@
 """The steps of a layer with a gated delta rule between its products: inputs are stored, states are
 advanced over stored inputs, what heads read is normalised.
 
-One kernel each on CUDA, plain torch elsewhere. A layer's stored rows are its part of the cache's
+A layer's stored rows are its part of the cache's
 storage, `[num_planes, layers_each, num_slots, num_kv_heads, head_dim]`: each begins with a stamp,
 behind which are the inputs of one token, over as many of the cache's layers as they take.
 """
@@ -21,7 +21,7 @@ from shared.kernels.delta_rule import (
     delta_chunk,
     delta_scan,
 )
-from shared.kernels.kernel_settings import runs_triton
+from shared.kernels.kernel_settings import dispatched
 from shared.kernels.pointwise import plain_rms_norm
 
 STAMP_SIZE = 8
@@ -68,6 +68,7 @@ class DeltaPrompts:
     places: Tensor
 
 
+@dispatched("delta_layer_triton")
 def store_inputs(
     stored: Tensor, slots: Tensor, stamps: Tensor, channels: Tensor, gates: Tensor
 ) -> None:
@@ -80,18 +81,6 @@ def store_inputs(
         channels: `[T, num_channels]`; rows may lie apart.
         gates: `[T, 2 * num_value_heads]`.
     """
-    if runs_triton(stored):
-        from shared.kernels.delta_layer_triton import fused_store_inputs
-
-        fused_store_inputs(stored, slots, stamps, channels, gates)
-        return
-    plain_store_inputs(stored, slots, stamps, channels, gates)
-
-
-def plain_store_inputs(
-    stored: Tensor, slots: Tensor, stamps: Tensor, channels: Tensor, gates: Tensor
-) -> None:
-    """`store_inputs` in plain torch, on any device: the kernel's oracle."""
     digits = stamps[:, None] >> 8 * torch.arange(STAMP_SIZE, device=stamps.device) & 255
     rows = torch.cat((digits.to(channels.dtype), channels, gates), dim=1)
     num_planes, num_layers, _, num_heads, head_dim = stored.shape
@@ -108,6 +97,7 @@ def stored_inputs(stored: Tensor, slots: Tensor) -> Tensor:
     return rows.permute(2, 0, 1, 3, 4).flatten(1)[:, STAMP_SIZE:]
 
 
+@dispatched("delta_layer_triton")
 def advance_lanes(
     stored: Tensor,
     lanes: DeltaLanes,
@@ -125,23 +115,6 @@ def advance_lanes(
         states: `[any, num_value_heads, key_dim, value_dim]` float32.
         read: `[T, value_size]`; rows that no place names stay as they are.
     """
-    if runs_triton(stored):
-        from shared.kernels.delta_layer_triton import fused_advance_lanes
-
-        fused_advance_lanes(stored, lanes, states, read, shape, weights)
-        return
-    plain_advance_lanes(stored, lanes, states, read, shape, weights)
-
-
-def plain_advance_lanes(
-    stored: Tensor,
-    lanes: DeltaLanes,
-    states: Tensor,
-    read: Tensor,
-    shape: DeltaShape,
-    weights: DeltaWeights,
-) -> None:
-    """`advance_lanes` in plain torch, on any device: the kernel's oracle."""
     table = lanes.table[: int(lanes.count)]
     for first in range(0, len(table), _GROUP_LANES):
         group = table[first : first + _GROUP_LANES]
@@ -161,6 +134,7 @@ def plain_advance_lanes(
         states.index_copy_(0, targets[has_target], own[has_target])
 
 
+@dispatched("delta_chunks_triton")
 def advance_prompts(
     stored: Tensor,
     prompts: DeltaPrompts,
@@ -174,23 +148,6 @@ def advance_prompts(
 
     Args: those of `advance_lanes`.
     """
-    if runs_triton(stored):
-        from shared.kernels.delta_chunks_triton import fused_advance_prompts
-
-        fused_advance_prompts(stored, prompts, states, read, shape, weights)
-        return
-    plain_advance_prompts(stored, prompts, states, read, shape, weights)
-
-
-def plain_advance_prompts(
-    stored: Tensor,
-    prompts: DeltaPrompts,
-    states: Tensor,
-    read: Tensor,
-    shape: DeltaShape,
-    weights: DeltaWeights,
-) -> None:
-    """`advance_prompts` in plain torch, on any device: the kernels' oracle."""
     history = shape.window - 1
     for source, target, first, count in prompts.table.tolist():
         state = states[source]
@@ -235,6 +192,7 @@ class _Block:
         return cls(torch.where(is_there, slots, 0), is_there, rows)
 
 
+@dispatched("delta_layer_triton")
 def gated_norm(read: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Returns the norm of each head times `silu(gates)`, `[T, num_heads * D]`.
 
@@ -243,14 +201,5 @@ def gated_norm(read: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tenso
         gates: of the same shape; rows may lie apart.
         weight: `[D]`.
     """
-    if runs_triton(read):
-        from shared.kernels.delta_layer_triton import fused_gated_norm
-
-        return fused_gated_norm(read, gates, weight, eps)
-    return plain_gated_norm(read, gates, weight, eps)
-
-
-def plain_gated_norm(read: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`gated_norm` in plain torch, on any device: the kernel's oracle."""
     normed = plain_rms_norm(read.view(-1, len(weight)), weight, eps).view(read.shape)
     return (normed.float() * batch_invariant_silu(gates)).to(read.dtype)

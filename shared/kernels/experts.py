@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shared.kernels.kernel_settings import has_triton, runs_triton
+from shared.kernels.kernel_settings import dispatched, has_triton, runs_triton
 from shared.kernels.linear import LinearWeight, keeps_row_bits, linear
 from shared.kernels.pointwise import Activation, Partials, gate_mul
 from shared.kernels.quantised import (
@@ -170,54 +170,25 @@ def tile_rows(num_pairs: int, weight: ExpertWeight) -> int:
     return next((rows for rows, most in _TILE_ROWS.items() if pairs_each < most), _MOST_ROWS)
 
 
+@dispatched("experts_triton")
 def expert_product(
-    inputs: Tensor, experts: Tensor, weight: ExpertWeight, tiles: ExpertTiles | None
+    inputs: Tensor,
+    experts: Tensor,
+    weight: ExpertWeight,
+    tiles: ExpertTiles | None,  # noqa: ARG001 - kernels read them
 ) -> Tensor:
-    """Returns the product `[P, N]` of every pair with its expert's weight.
+    """Returns the product `[P, N]` of every pair with its expert's weight; on devices without
+    kernels zeros for pairs of no expert.
 
     Args:
         inputs: `[P, K]`, one a pair, or `[T, K]`, one a row.
         experts: `[T, k]` int64.
         tiles: those of the pairs, on devices with kernels; else None.
     """
-    num_shared = experts.numel() // len(inputs)
-    if runs_triton(inputs):
-        from shared.kernels.experts_triton import tiled_product
-
-        assert tiles is not None
-        return tiled_product(inputs, num_shared, weight, tiles, experts.numel())
-    return plain_expert_product(inputs, num_shared, experts.flatten(), weight)
-
-
-def gated_product(
-    inputs: Tensor,
-    experts: Tensor,
-    weight: ExpertWeight,
-    tiles: ExpertTiles | None,
-    activation: Activation,
-) -> Tensor:
-    """Returns `gate_mul` `[P, N]` of `expert_product`, whose arguments it takes, by one kernel."""
-    if runs_triton(inputs):
-        from shared.kernels.experts_triton import tiled_product
-
-        assert tiles is not None
-        num_shared = experts.numel() // len(inputs)
-        return tiled_product(inputs, num_shared, weight, tiles, experts.numel(), activation)
-    return gate_mul(expert_product(inputs, experts, weight, None), activation)
-
-
-def plain_expert_product(
-    inputs: Tensor, num_shared: int, experts: Tensor, weight: ExpertWeight
-) -> Tensor:
-    """`expert_product` in plain torch, where `weight` has one an expert: the kernel's oracle.
-
-    Args:
-        num_shared: neighbouring pairs that share a row of `inputs`.
-        experts: `[P]` int64; the results of pairs of no expert are zeros.
-    """
+    num_shared, by_pair = experts.numel() // len(inputs), experts.flatten()
     results: Tensor | None = None
-    for expert in sorted({0, *experts.tolist()} - {weight.num_experts}):
-        pairs = (experts == expert).nonzero().squeeze(1)
+    for expert in sorted({0, *by_pair.tolist()} - {weight.num_experts}):
+        pairs = (by_pair == expert).nonzero().squeeze(1)
         rows = inputs.index_select(0, pairs // num_shared)
         bias = None if weight.bias is None else weight.bias[expert]
         own = weight.experts[expert]
@@ -226,21 +197,34 @@ def plain_expert_product(
         else:
             product = linear(rows, own, bias)
         if results is None:
-            results = product.new_zeros(len(experts), product.shape[1])
+            results = product.new_zeros(len(by_pair), product.shape[1])
         results.index_copy_(0, pairs, product)
     assert results is not None, "a forward has at least one row"
     return results
 
 
+@dispatched("experts_triton")
+def gated_product(
+    inputs: Tensor,
+    experts: Tensor,
+    weight: ExpertWeight,
+    tiles: ExpertTiles | None,
+    activation: Activation,
+) -> Tensor:
+    """Returns `gate_mul` `[P, N]` of `expert_product`, whose arguments it takes, by one kernel."""
+    return gate_mul(expert_product.plain(inputs, experts, weight, tiles), activation)
+
+
+@dispatched("experts_triton")
 def weighted_sum(pairs: Tensor, weights: Tensor, more: Tensor | None = None) -> Tensor:
     """Returns `[T, N]`: the pairs `[T * k, N]` of each row times its weights `[T, k]`, added in
     float32 in the order of its choices, rounded, and `more` `[T, N]` after that."""
-    if runs_triton(pairs):
-        from shared.kernels.experts_triton import fused_weighted_sum
-
-        return fused_weighted_sum(pairs, weights, more)
-    total = plain_weighted_sum(pairs, weights)
-    return total if more is None else total + more
+    choices = pairs.view(*weights.shape, -1).float()
+    total = torch.zeros_like(choices[:, 0])
+    for index in range(weights.shape[1]):
+        total += choices[:, index] * weights[:, index, None]
+    rounded = total.to(pairs.dtype)
+    return rounded if more is None else rounded + more
 
 
 def weighted_parts(
@@ -251,12 +235,3 @@ def weighted_parts(
     from shared.kernels.experts_triton import tiled_parts
 
     return tiled_parts(inputs, weight, tiles, weights)
-
-
-def plain_weighted_sum(pairs: Tensor, weights: Tensor) -> Tensor:
-    """`weighted_sum` in plain torch, on any device: the kernel's oracle."""
-    choices = pairs.view(*weights.shape, -1).float()
-    total = torch.zeros_like(choices[:, 0])
-    for index in range(weights.shape[1]):
-        total += choices[:, index] * weights[:, index, None]
-    return total.to(pairs.dtype)

@@ -317,22 +317,27 @@ def laid_tiles(experts: Tensor, num_experts: int, num_rows: int, num_tiles: int)
     return ExpertTiles(pairs, tile_experts, num_rows)
 
 
-def tiled_product(
-    inputs: Tensor,
-    num_shared: int,
-    weight: ExpertWeight,
-    tiles: ExpertTiles,
-    num_pairs: int,
-    activation: Activation | None = None,
+def fused_expert_product(
+    inputs: Tensor, experts: Tensor, weight: ExpertWeight, tiles: ExpertTiles | None
 ) -> Tensor:
-    """Multiplies as `expert_product` does, or as `gated_product`.
+    """Multiplies as `expert_product` does."""
+    return fused_gated_product(inputs, experts, weight, tiles, None)
 
-    Args:
-        num_shared: neighbouring pairs that share a row of `inputs`.
-    """
+
+def fused_gated_product(
+    inputs: Tensor,
+    experts: Tensor,
+    weight: ExpertWeight,
+    tiles: ExpertTiles | None,
+    activation: Activation | None,
+) -> Tensor:
+    """Multiplies as `gated_product` does; None gates nothing."""
     assert weight.values is not None
+    assert tiles is not None
+    num_pairs = experts.numel()
     num_channels = weight.values.shape[1] // (1 if activation is None else 2)
     results = inputs.new_empty((num_pairs, num_channels))
+    num_shared = num_pairs // len(inputs)
     _launch(inputs, num_shared, weight, tiles, num_pairs, results, activation, None)
     return results
 
@@ -406,7 +411,7 @@ def _launch(
     )  # fmt: skip
 
 
-def fused_weighted_sum(pairs: Tensor, weights: Tensor, more: Tensor | None) -> Tensor:
+def fused_weighted_sum(pairs: Tensor, weights: Tensor, more: Tensor | None = None) -> Tensor:
     """Adds as `weighted_sum` does."""
     num_rows, num_chosen = weights.shape
     num_columns = pairs.shape[1]

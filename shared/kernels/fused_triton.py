@@ -28,7 +28,7 @@ def norm_warps(block: int) -> int:
     return 8 if block >= _WIDE_BLOCK else 4
 
 
-def fused_add_norm(
+def fused_add_rms_norm(
     hidden: Tensor,
     update: Tensor | Partials | None,
     weight: Tensor,
@@ -107,7 +107,9 @@ def fused_own_embeddings(token_ids: Tensor, embedding: Tensor, first_token: int)
     return rows
 
 
-def fused_tables(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+def fused_position_tables(
+    positions: Tensor, frequencies: Tensor, factor: float
+) -> tuple[Tensor, Tensor]:
     """Does what `position_tables` of `shared.kernels.pointwise` does, in one pass."""
     num_rows, half = len(positions), frequencies.shape[-1]
     tables = torch.empty((2, num_rows, 1, 2 * half), device=positions.device)
@@ -122,7 +124,7 @@ def fused_tables(positions: Tensor, frequencies: Tensor, factor: float) -> tuple
     return cos, signed_sin
 
 
-def fused_rotate_store(
+def fused_rotate_into_cache(
     heads: Tensor | Partials,
     norm_weight: Tensor | None,
     eps: float,

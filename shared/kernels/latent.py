@@ -12,17 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shared.kernels.attention_rows import (
-    PromptPlan,
     RowsOfBatch,
     has_prompts,
     is_prompt,
     plan_prompts,
+    rows_beside_prompts,
 )
 from shared.kernels.cache import store
-from shared.kernels.kernel_settings import runs_triton
+from shared.kernels.kernel_settings import dispatched
 from shared.kernels.pointwise import Norm, Partials, plain_rms_norm, rotate, total_of
 from shared.kernels.split_plan import (
-    MAX_PLAIN_ROWS,
     BlockCut,
     PagedRows,
     RowBlocks,
@@ -30,13 +29,13 @@ from shared.kernels.split_plan import (
     parts_of_rows,
     plain_blocks,
     plain_rows,
-    sequence_of_rows,
 )
 
 # Measured with MKL: a row of a product has the same bits for every multiple of 8 rows.
 _ROW_MULTIPLE = 8
 
 
+@dispatched("latent_triton")
 def enter(
     made: Tensor | Partials,
     query_norm: Norm | None,
@@ -58,22 +57,7 @@ def enter(
     Returns:
         The normed queries `[T, Q]`, if they are normed.
     """
-    if runs_triton(slots):
-        from shared.kernels.latent_triton import fused_enter
-
-        return fused_enter(made, query_norm, latent_norm, tables, cache, slots)
-    return plain_enter(total_of(made), query_norm, latent_norm, tables, cache, slots)
-
-
-def plain_enter(
-    made: Tensor,
-    query_norm: Norm | None,
-    latent_norm: Norm,
-    tables: tuple[Tensor, Tensor],
-    cache: Tensor,
-    slots: Tensor,
-) -> Tensor | None:
-    """`enter` in plain torch, on any device: the kernel's oracle."""
+    made = total_of(made)
     latent_dim, rotary_dim = len(latent_norm[0]), tables[0].shape[-1]
     first_latent = made.shape[1] - latent_dim - rotary_dim
     queries, first_key = made[:, :first_latent], first_latent + latent_dim
@@ -84,40 +68,22 @@ def plain_enter(
     return None if query_norm is None else plain_rms_norm(queries, *query_norm)
 
 
+@dispatched("latent_triton")
 def absorbed_queries(queries: Tensor, key_up: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     """Returns `[T, H, L + R]` of `[T, H, N + R]`: the first dimensions multiplied by `key_up`
     `[H, N, L]`, which is then not applied to keys, and the last ones rotated.
 
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.2.
     """
-    if runs_triton(queries):
-        from shared.kernels.latent_triton import fused_head_products
-
-        return fused_head_products(queries, key_up, tables, is_transposed=True)
-    return plain_absorbed_queries(queries, key_up, tables)
-
-
-def plain_absorbed_queries(
-    queries: Tensor, key_up: Tensor, tables: tuple[Tensor, Tensor]
-) -> Tensor:
-    """`absorbed_queries` in plain torch, on any device: the kernel's oracle."""
     straight_dim = key_up.shape[1]
     turned = rotate(queries[..., straight_dim:], *tables)
     return torch.cat((_by_head(queries[..., :straight_dim], key_up), turned), dim=-1)
 
 
+@dispatched("latent_triton")
 def expanded_values(attended: Tensor, value_up: Tensor) -> Tensor:
     """Returns `[T, H, V]` of what latent vectors `[T, H, L]` are as values, by `value_up`
     `[H, V, L]`."""
-    if runs_triton(attended):
-        from shared.kernels.latent_triton import fused_head_products
-
-        return fused_head_products(attended, value_up, None, is_transposed=False)
-    return plain_expanded_values(attended, value_up)
-
-
-def plain_expanded_values(attended: Tensor, value_up: Tensor) -> Tensor:
-    """`expanded_values` in plain torch, on any device: the kernel's oracle."""
     return _by_head(attended, value_up.transpose(1, 2))
 
 
@@ -134,28 +100,13 @@ def _by_head(rows: Tensor, matrices: Tensor) -> Tensor:
 _LANES = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatentPlan(RowsOfBatch):
-    """The rows of a forward; each sees its keys as one list in path order, see `split_plan`.
-
-    Attributes:
-        batch: as it came.
-        rows: `[R]` int64, those that are no prompt's, of T; T where there are fewer. None takes
-            all, and R is T.
-        row_lengths: `[R]` int32, keys each row sees; 0 for padding rows.
-        shared_lengths: `[B]` int32, how many of them come from the page table.
-        tail_slots: `[R, W]` int64, slots of the others; None without trees.
-        blocks: of the R rows.
-        prompts: the others; None where there are none.
+    """Attributes:
+    blocks: of the R rows.
     """
 
-    batch: PagedRows
-    rows: Tensor | None
-    row_lengths: Tensor
-    shared_lengths: Tensor
-    tail_slots: Tensor | None
     blocks: RowBlocks
-    prompts: PromptPlan | None
 
 
 def block_heads(num_heads: int) -> int:
@@ -187,18 +138,10 @@ def _cut(num_rows: int, num_sequences: int, num_heads: int) -> BlockCut:
 
 def _plan_beside_prompts(batch: PagedRows, num_heads: int) -> LatentPlan:
     num_rows, num_sequences = len(batch.positions), len(batch.kv_lengths)
-    most = num_rows
-    if batch.tail_mask is None:
-        most = min(num_rows, MAX_PLAIN_ROWS * num_sequences)
     row_lengths, tail = plain_rows(batch)
-    own_sequences = ~is_prompt(batch)
-    every = torch.arange(num_rows, device=own_sequences.device)
-    is_own = own_sequences[sequence_of_rows(batch)] & (every < batch.query_starts[-1])
-    # Rows of prompts all go to one more place, which is cut off.
-    places = torch.where(is_own, is_own.cumsum(0) - 1, most)
-    rows = torch.full((most + 1,), num_rows, device=is_own.device).scatter_(0, places, every)[:most]
+    rows = rows_beside_prompts(batch)
     taken = rows.clamp(max=num_rows - 1)
-    counts = (batch.query_starts[1:] - batch.query_starts[:-1]) * own_sequences
+    counts = (batch.query_starts[1:] - batch.query_starts[:-1]) * ~is_prompt(batch)
     starts = counts.cumsum(0, dtype=torch.int32) - counts
     return LatentPlan(
         batch=batch,
@@ -206,7 +149,7 @@ def _plan_beside_prompts(batch: PagedRows, num_heads: int) -> LatentPlan:
         row_lengths=row_lengths[taken].masked_fill(rows == num_rows, 0),
         shared_lengths=torch.where(batch.is_causal, batch.kv_lengths, batch.prefix_lengths),
         tail_slots=None if tail is None else tail[taken],
-        blocks=plain_blocks(starts, counts, _cut(most, num_sequences, num_heads)),
+        blocks=plain_blocks(starts, counts, _cut(len(rows), num_sequences, num_heads)),
         # Expanded, every head has keys of its own.
         prompts=plan_prompts(batch, row_lengths, 1),
     )

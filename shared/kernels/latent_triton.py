@@ -17,31 +17,20 @@ from shared.kernels.latent_jit import (
 )
 from shared.kernels.launch import dependent_launch, empties
 from shared.kernels.pointwise import Norm, Partials
+from shared.kernels.split_plan import SPLITS_PER_LEVEL, num_splits
 
-# As in `split_plan`, of other lengths: a program of this kernel fills a multiprocessor.
+# A program of this kernel fills a multiprocessor, so that splits are longer than those of others.
 FIRST_SPLIT_KEYS = 512
-SPLITS_PER_LEVEL = 16
 TILE_KEYS = 64
 # Queries and two tiles of 64 keys fill the shared memory of a multiprocessor.
 _STAGES = 2
 _WARPS = 8
 TARGET_PROGRAMS = 528
-PARTS_DTYPE: torch.dtype | None = torch.float32
 # Parts that a program adds at once.
 _GROUP = 16
 _FEWEST_DIMS = 16
 _TILE_CHANNELS, _TILE_DEPTH = 64, 128
 _ROW_TILES = (16, 32, 64, 128)
-
-
-def num_splits(num_keys: int) -> int:
-    """Returns into how many splits a list of keys is cut."""
-    level_keys, level_split, count = 0, FIRST_SPLIT_KEYS, 0
-    while num_keys - level_keys > level_split * SPLITS_PER_LEVEL:
-        level_keys += level_split * SPLITS_PER_LEVEL
-        level_split *= 2
-        count += SPLITS_PER_LEVEL
-    return count + -(-(num_keys - level_keys) // level_split)
 
 
 def latent_attention(
@@ -64,9 +53,9 @@ def latent_attention(
     num_blocks, heads = len(blocks.counts), block_heads(num_heads)
     rows = blocks.tile // heads
     head_blocks = triton.cdiv(num_heads, heads)
-    max_splits = num_splits(max(batch.max_kv_length, 1))
+    max_splits = num_splits(max(batch.max_kv_length, 1), FIRST_SPLIT_KEYS)
     shape = (num_blocks * rows, num_heads, max_splits)
-    sums = queries.new_empty((*shape, latent_dim), dtype=PARTS_DTYPE or queries.dtype)
+    sums = queries.new_empty((*shape, latent_dim), dtype=torch.float32)
     maxima, masses = empties(2, shape, torch.float32, queries.device)
     wanted = triton.cdiv(TARGET_PROGRAMS, num_blocks * head_blocks)
     launch = dependent_launch(queries.device, num_rows)
@@ -125,6 +114,18 @@ def fused_enter(
             **dependent_launch(cache.device, num_rows),
         )  # fmt: skip
     return queries
+
+
+def fused_absorbed_queries(
+    queries: Tensor, key_up: Tensor, tables: tuple[Tensor, Tensor]
+) -> Tensor:
+    """Does what `latent.absorbed_queries` does."""
+    return fused_head_products(queries, key_up, tables, is_transposed=True)
+
+
+def fused_expanded_values(attended: Tensor, value_up: Tensor) -> Tensor:
+    """Does what `latent.expanded_values` does."""
+    return fused_head_products(attended, value_up, None, is_transposed=False)
 
 
 def fused_head_products(

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shared.kernels.kernel_settings import runs_triton
+from shared.kernels.kernel_settings import dispatched, runs_triton
 
 # Products whose parts are left for the kernel after them to add.
 #
@@ -37,6 +37,10 @@ class Partials:
     def shape(self) -> torch.Size:
         """Shape of the sum."""
         return self.parts.shape[1:]
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.parts.is_cuda
 
     def view(self, *shape: int) -> Partials:
         """Returns the same sum in another shape."""
@@ -103,20 +107,12 @@ def bounded_gate_mul(gate_up: Tensor, limit: float) -> Tensor:
     return F.silu(gate).clamp_(max=limit).mul_(up.clamp(-limit, limit))
 
 
+@dispatched("fused_triton")
 def silu_mul(gate_up: Tensor) -> Tensor:
     """Returns `silu(gate) * up` `[T, N]` for `gate_up` `[T, 2N]`, gate first.
 
     Source: Shazeer, arXiv 2002.05202, equation 6 (SwiGLU).
     """
-    if runs_triton(gate_up):
-        from shared.kernels.fused_triton import fused_silu_mul
-
-        return fused_silu_mul(gate_up)
-    return plain_silu_mul(gate_up)
-
-
-def plain_silu_mul(gate_up: Tensor) -> Tensor:
-    """`silu_mul` in plain torch, on any device: the kernel's oracle."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
@@ -131,12 +127,11 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     Source: Zhang and Sennrich, arXiv 1910.07467, equation 4.
     """
     if runs_triton(hidden) and weight.dim() == 1:
-        from shared.kernels.fused_triton import fused_add_norm
-
-        return fused_add_norm(hidden, None, weight, eps)[1]
+        return add_rms_norm(hidden, None, weight, eps)[1]
     return plain_rms_norm(hidden, weight, eps)
 
 
+@dispatched("fused_triton")
 def add_rms_norm(
     hidden: Tensor,
     update: Tensor | Partials | None,
@@ -151,10 +146,6 @@ def add_rms_norm(
     Args:
         rows: `[T]` int64, the rows of both that are wanted; None takes all.
     """
-    if runs_triton(hidden):
-        from shared.kernels.fused_triton import fused_add_norm
-
-        return fused_add_norm(hidden, update, weight, eps, rows)
     total = hidden if update is None else hidden + total_of(update)
     if rows is not None:
         total = total.index_select(0, rows)
@@ -171,6 +162,7 @@ def plain_rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (normed * weight).to(hidden.dtype)
 
 
+@dispatched("fused_triton")
 def own_embeddings(token_ids: Tensor, embedding: Tensor, first_token: int) -> Tensor:
     """Returns `[T, H]`: rows of `embedding` `[V, H]`, which are those of the tokens from
     `first_token` on, and zeros for tokens that others hold.
@@ -178,11 +170,10 @@ def own_embeddings(token_ids: Tensor, embedding: Tensor, first_token: int) -> Te
     Args:
         token_ids: `[T]` int64.
     """
-    if runs_triton(embedding):
-        from shared.kernels.fused_triton import fused_own_embeddings
-
-        return fused_own_embeddings(token_ids, embedding, first_token)
-    return plain_own_embeddings(token_ids, embedding, first_token)
+    own_ids = token_ids - first_token
+    is_own = (own_ids >= 0) & (own_ids < len(embedding))
+    rows = F.embedding(own_ids.masked_fill(~is_own, 0), embedding)
+    return rows.masked_fill(~is_own.unsqueeze(1), 0.0)
 
 
 def embeddings(token_ids: Tensor, embedding: Tensor) -> Tensor:
@@ -193,27 +184,16 @@ def embeddings(token_ids: Tensor, embedding: Tensor) -> Tensor:
     return F.embedding(token_ids, embedding)
 
 
-def plain_own_embeddings(token_ids: Tensor, embedding: Tensor, first_token: int) -> Tensor:
-    """`own_embeddings` in plain torch, on any device: the kernel's oracle."""
-    own_ids = token_ids - first_token
-    is_own = (own_ids >= 0) & (own_ids < len(embedding))
-    rows = F.embedding(own_ids.masked_fill(~is_own, 0), embedding)
-    return rows.masked_fill(~is_own.unsqueeze(1), 0.0)
-
-
+@dispatched("fused_triton")
 def position_tables(
     positions: Tensor, frequencies: Tensor, attention_factor: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns the rotation tables of positions: one pass on CUDA, plain torch elsewhere.
+    """Returns the rotation tables of positions, see `rotation_tables`.
 
     Args:
         positions: `[T]` int64.
         frequencies: `[D/2]` float32 radians a position, or `[T, D/2]`.
     """
-    if runs_triton(positions):
-        from shared.kernels.fused_triton import fused_tables
-
-        return fused_tables(positions, frequencies, attention_factor)
     return rotation_tables(positions.unsqueeze(1) * frequencies, attention_factor)
 
 
@@ -240,6 +220,7 @@ def rotate(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     return torch.addcmul(wide * cos, swapped, signed_sin).to(heads.dtype)
 
 
+@dispatched("fused_triton")
 def join_inputs(
     token_ids: Tensor,
     embedding: Tensor,
@@ -249,7 +230,7 @@ def join_inputs(
     *,
     normed_residual: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gathers, normalises and joins both halves: one pass on CUDA, plain torch elsewhere.
+    """Gathers, normalises and joins both halves of the input of a draft head.
 
     Args:
         token_ids: `[T]` int64.
@@ -262,27 +243,6 @@ def join_inputs(
     Returns:
         The joined rows `[T, 2H]`, embedding first, and the hidden states `[T, H]`.
     """
-    if runs_triton(hidden):
-        from shared.kernels.fused_triton import fused_join_inputs
-
-        return fused_join_inputs(
-            token_ids, embedding, hidden, rows, norms, normed_residual=normed_residual
-        )
-    return plain_join_inputs(
-        token_ids, embedding, hidden, rows, norms, normed_residual=normed_residual
-    )
-
-
-def plain_join_inputs(
-    token_ids: Tensor,
-    embedding: Tensor,
-    hidden: Tensor,
-    rows: Tensor | None,
-    norms: tuple[Norm, Norm] | None,
-    *,
-    normed_residual: bool,
-) -> tuple[Tensor, Tensor]:
-    """`join_inputs` in plain torch, on any device: the kernel's oracle."""
     embedded = F.embedding(token_ids, embedding)
     residual = hidden if rows is None else hidden.index_select(0, rows)
     normed = residual

@@ -1,4 +1,4 @@
-"""Chooses each row's experts and their weights: one kernel on CUDA, plain torch elsewhere."""
+"""Chooses each row's experts and their weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shared.kernels.kernel_settings import runs_triton
+from shared.kernels.kernel_settings import dispatched
 from shared.kernels.pointwise import Partials, total_of
 
 
@@ -46,6 +46,7 @@ class Routing:
     num_chosen_groups: int = 1
 
 
+@dispatched("routing_triton")
 def route(
     logits: Tensor | Partials, correction: Tensor | None, routing: Routing
 ) -> tuple[Tensor, Tensor]:
@@ -59,18 +60,7 @@ def route(
     Returns:
         Weights `[T, k]` float32 and experts `[T, k]` int64, best first.
     """
-    if runs_triton(logits.parts if isinstance(logits, Partials) else logits):
-        from shared.kernels.routing_triton import fused_route
-
-        return fused_route(logits, correction, routing)
-    return plain_route(total_of(logits), correction, routing)
-
-
-def plain_route(
-    logits: Tensor, correction: Tensor | None, routing: Routing
-) -> tuple[Tensor, Tensor]:
-    """`route` in plain torch, on any device: the kernel's oracle."""
-    wide = logits.float()
+    wide = total_of(logits).float()
     if routing.scores is RouterScores.SOFTMAX:
         scores = wide.softmax(-1)
     else:

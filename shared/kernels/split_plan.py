@@ -14,12 +14,11 @@ whom is computed on the device: reading lengths on the host would wait for it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from shared.kernels.kernel_settings import runs_triton
+from shared.kernels.kernel_settings import dispatched
 
 # Longer causal runs are prompt chunks. Their keys need not be split: there are rows enough.
 MAX_PLAIN_ROWS = 16
@@ -34,41 +33,43 @@ FIRST_SPLIT_KEYS = 64
 SPLITS_PER_LEVEL = 16
 
 
-class PagedRows(Protocol):
-    """The rows of a forward as attention reads them; see `ForwardBatch`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedRows:
+    """The rows of a forward as attention reads them: T in all, of B sequences, over P page-table
+    columns. `shared.kv.batch` says which keys a row sees.
+
+    Attributes:
+        positions: `[T]` int64.
+        query_starts: `[B + 1]` int32; the rows of sequence b start at `query_starts[b]`.
+        kv_lengths: `[B]` int32, logical KV length including this forward's rows.
+        prefix_lengths: `[B]` int32, logical indices below it are visible to every row.
+        page_table: `[B, P]` int32, padded with page 0, which is never a live page.
+        tail_mask: `[T, W]` bool or None when every row is causal. Column w of a row of sequence b
+            is the logical index `prefix_lengths[b] + w`. Rows of causal sequences have their
+            causal mask written out only if W allows; `is_causal` says which rule holds.
+        is_causal: `[B]` bool.
+        max_query_length: most rows of one sequence; a host integer for launch grids.
+        max_kv_length: greatest of `kv_lengths`; a host integer.
+        page_size: tokens a page.
+        num_prompt_keys: sum of `kv_lengths` over prompts, causal sequences of more than
+            `MAX_PLAIN_ROWS` rows; a host integer, 0 where it is not known.
+    """
+
+    positions: Tensor
+    query_starts: Tensor
+    kv_lengths: Tensor
+    prefix_lengths: Tensor
+    page_table: Tensor
+    tail_mask: Tensor | None
+    is_causal: Tensor
+    max_query_length: int
+    max_kv_length: int
+    page_size: int
+    num_prompt_keys: int = 0
 
     @property
-    def positions(self) -> Tensor: ...
-
-    @property
-    def query_starts(self) -> Tensor: ...
-
-    @property
-    def kv_lengths(self) -> Tensor: ...
-
-    @property
-    def prefix_lengths(self) -> Tensor: ...
-
-    @property
-    def page_table(self) -> Tensor: ...
-
-    @property
-    def tail_mask(self) -> Tensor | None: ...
-
-    @property
-    def is_causal(self) -> Tensor: ...
-
-    @property
-    def max_query_length(self) -> int: ...
-
-    @property
-    def max_kv_length(self) -> int: ...
-
-    @property
-    def page_size(self) -> int: ...
-
-    @property
-    def num_prompt_keys(self) -> int: ...
+    def is_cuda(self) -> bool:
+        return self.positions.is_cuda
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +90,15 @@ class RowBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class SplitPlan:
-    """Plan of one forward of T rows of B sequences.
+class PlanParts:
+    """The tensors that are computed for a forward of T rows of B sequences.
 
     Attributes:
         row_lengths: `[T]` int32, keys each row sees before the window; 0 for padding rows.
         shared_lengths: `[B]` int32, how many keys all rows of a sequence take from its page table
             at equal places.
-        positions: `[T]` int64.
-        page_table: `[B, P]` int32.
-        page_size: tokens a page.
         tail_slots: `[T, W]` int64, slots of a tree row's visible tail keys, in order; None
             without trees.
-        sliding_window: as in `plan_attention`.
-        max_splits: splits of the longest row.
         counters: int32 zeros, `MAX_KV_HEADS` for each of the plain blocks.
         plain_blocks: blocks of plain tokens and trees.
         chunk_blocks: blocks of prompt chunks; None when no sequence can be one.
@@ -110,15 +106,25 @@ class SplitPlan:
 
     row_lengths: Tensor
     shared_lengths: Tensor
-    positions: Tensor
-    page_table: Tensor
-    page_size: int
     tail_slots: Tensor | None
-    sliding_window: int | None
-    max_splits: int
     counters: Tensor
     plain_blocks: RowBlocks
     chunk_blocks: RowBlocks | None
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPlan:
+    """Plan of one forward.
+
+    Attributes:
+        sliding_window: as in `plan_attention`.
+        max_splits: splits of the longest row.
+    """
+
+    batch: PagedRows
+    parts: PlanParts
+    sliding_window: int | None
+    max_splits: int
 
 
 def plan_splits(batch: PagedRows, sliding_window: int | None, num_query_groups: int) -> SplitPlan:
@@ -129,19 +135,7 @@ def plan_splits(batch: PagedRows, sliding_window: int | None, num_query_groups: 
     Rows past `query_starts[-1]` are padding: no block holds them, and their result is zero.
     """
     parts = parts_of_rows(batch, *cuts_of(batch, num_query_groups))
-    return SplitPlan(
-        row_lengths=parts.row_lengths,
-        shared_lengths=parts.shared_lengths,
-        positions=batch.positions,
-        page_table=batch.page_table,
-        page_size=batch.page_size,
-        tail_slots=parts.tail_slots,
-        sliding_window=sliding_window,
-        max_splits=num_splits(batch.max_kv_length),
-        counters=parts.counters,
-        plain_blocks=parts.plain_blocks,
-        chunk_blocks=parts.chunk_blocks,
-    )
+    return SplitPlan(batch, parts, sliding_window, num_splits(batch.max_kv_length))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,21 +152,9 @@ class BlockCut:
     tile: int
 
 
-@dataclass(frozen=True, slots=True)
-class PlanParts:
-    """The computed tensors of a `SplitPlan`."""
-
-    row_lengths: Tensor
-    shared_lengths: Tensor
-    tail_slots: Tensor | None
-    counters: Tensor
-    plain_blocks: RowBlocks
-    chunk_blocks: RowBlocks | None
-
-
-def num_splits(num_keys: int) -> int:
-    """Returns into how many splits a list of keys is cut."""
-    level_keys, level_split, count = 0, FIRST_SPLIT_KEYS, 0
+def num_splits(num_keys: int, first_keys: int = FIRST_SPLIT_KEYS) -> int:
+    """Returns into how many splits a list of keys is cut, the first of which has `first_keys`."""
+    level_keys, level_split, count = 0, first_keys, 0
     while num_keys - level_keys > level_split * SPLITS_PER_LEVEL:
         level_keys += level_split * SPLITS_PER_LEVEL
         level_split *= 2
@@ -196,7 +178,8 @@ def most_blocks(num_rows: int, num_sequences: int, rows_per_block: int) -> int:
     return min(num_rows, num_rows // rows_per_block + num_sequences)
 
 
-def _max_plain_rows(batch: PagedRows) -> int:
+def most_plain_rows(batch: PagedRows) -> int:
+    """Returns how many rows may be those of plain tokens and trees."""
     if batch.tail_mask is not None:
         return len(batch.positions)
     return min(len(batch.positions), len(batch.kv_lengths) * MAX_PLAIN_ROWS)
@@ -204,7 +187,7 @@ def _max_plain_rows(batch: PagedRows) -> int:
 
 def cuts_of(batch: PagedRows, num_query_groups: int) -> tuple[BlockCut, BlockCut | None]:
     """Returns how plain rows are cut, and chunks where there may be any."""
-    plain_cut = cut_of(batch, PLAIN_TILE, num_query_groups, _max_plain_rows(batch))
+    plain_cut = cut_of(batch, PLAIN_TILE, num_query_groups, most_plain_rows(batch))
     if batch.max_query_length <= MAX_PLAIN_ROWS:
         return plain_cut, None
     return plain_cut, cut_of(batch, CHUNK_TILE, num_query_groups, len(batch.positions))
@@ -218,19 +201,11 @@ def cut_of(batch: PagedRows, tile: int, num_query_groups: int, max_rows: int) ->
     return BlockCut(rows_per_block, max_blocks, tile)
 
 
+@dispatched("split_plan_triton")
 def parts_of_rows(
     batch: PagedRows, plain_cut: BlockCut, chunk_cut: BlockCut | None = None
 ) -> PlanParts:
     """Computes the tensors of a plan; without `chunk_cut` no sequence is a chunk."""
-    if runs_triton(batch.positions):
-        from shared.kernels.split_plan_triton import parts_on_device
-
-        return parts_on_device(batch, plain_cut, chunk_cut)
-    return plain_parts(batch, plain_cut, chunk_cut)
-
-
-def plain_parts(batch: PagedRows, plain_cut: BlockCut, chunk_cut: BlockCut | None) -> PlanParts:
-    """Computes the plan in plain torch, on any device: the kernels' oracle."""
     row_lengths, tail_slots = plain_rows(batch)
     num_rows = batch.query_starts[1:] - batch.query_starts[:-1]
     is_chunk = batch.is_causal & (num_rows > MAX_PLAIN_ROWS)

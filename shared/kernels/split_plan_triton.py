@@ -136,8 +136,10 @@ def plan_block(  # type: ignore[no-untyped-def]
     tl.store(counts + block, tl.where(sequence < num_sequences, count, 0))
 
 
-def parts_on_device(batch: PagedRows, plain_cut: BlockCut, chunk_cut: BlockCut | None) -> PlanParts:
-    """Computes what `plain_parts` computes; where there are no chunks in one launch."""
+def fused_parts_of_rows(
+    batch: PagedRows, plain_cut: BlockCut, chunk_cut: BlockCut | None = None
+) -> PlanParts:
+    """Computes what `parts_of_rows` computes; where there are no chunks in one launch."""
     num_rows, num_sequences = len(batch.positions), len(batch.kv_lengths)
     mask, blocks = batch.tail_mask, _room_for(batch, plain_cut)
     row_lengths = batch.kv_lengths.new_empty(num_rows)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.kernels.split_plan import MAX_PLAIN_ROWS
+from shared.kernels.split_plan import MAX_PLAIN_ROWS, PagedRows
 from shared.kv.leases import KvLease
 from shared.kv.upload import Array, uploaded
 
@@ -78,45 +78,20 @@ class Extent:
     num_prompt_keys: int
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardBatch:
-    """Tensors of one forward. T rows in all, B sequences, P page-table columns, L logit rows.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBatch(PagedRows):
+    """Tensors of one forward: its rows, and L of them with logits.
 
     Attributes:
         token_ids: `[T]` int64.
-        positions: `[T]` int64.
         slots: `[T]` int64, where each row's key and value are written.
-        query_starts: `[B + 1]` int32; the rows of sequence b start at `query_starts[b]`.
-        kv_lengths: `[B]` int32, logical KV length including this forward's rows.
-        prefix_lengths: `[B]` int32, see the module's text.
-        page_table: `[B, P]` int32, padded with page 0, which is never a live page.
-        tail_mask: `[T, W]` bool or None when every row is causal. Column w of a row of sequence b
-            is the logical index `prefix_lengths[b] + w`. Rows of causal sequences have their
-            causal mask written out only if W allows; `is_causal` says which rule holds.
-        is_causal: `[B]` bool.
         logit_rows: `[L]` int64, indices into the T rows.
-        max_query_length: most rows of one sequence; a host integer for launch grids.
-        max_kv_length: greatest of `kv_lengths`; a host integer.
-        page_size: tokens a page.
-        num_prompt_keys: sum of `kv_lengths` over prompts, causal sequences of more than
-            `MAX_PLAIN_ROWS` rows; a host integer, 0 where it is not known.
         extents: of the B sequences; none where the host does not know them.
     """
 
     token_ids: Tensor
-    positions: Tensor
     slots: Tensor
-    query_starts: Tensor
-    kv_lengths: Tensor
-    prefix_lengths: Tensor
-    page_table: Tensor
-    tail_mask: Tensor | None
-    is_causal: Tensor
     logit_rows: Tensor
-    max_query_length: int
-    max_kv_length: int
-    page_size: int
-    num_prompt_keys: int = 0
     extents: tuple[Extent, ...] = ()
 
     def of_sequences(self, kept: Sequence[int]) -> tuple[ForwardBatch, Tensor]:

@@ -155,7 +155,6 @@ class ModelConfig:
         hybrid: where sliding layers have other heads than the rest; None elsewhere.
         full_heads: query heads of layers that see everything, where sliding layers have
             `num_heads`, which are as many or more; None where all have.
-        has_raw_mtp: see `Family`.
         delta: of layers with a gated delta rule in place of attention; None in most families.
         mlp_limits, expert_limits: see `Mlp.limit`, an entry a layer or none; the former are also
             those of blocks that all rows take beside experts.
@@ -192,7 +191,6 @@ class ModelConfig:
     unrotated_layers: frozenset[int] = frozenset()
     has_unit_norm: bool = False
     full_heads: int | None = None
-    has_raw_mtp: bool = False
     mlp_limits: tuple[float | None, ...] = ()
     expert_limits: tuple[float | None, ...] = ()
     delta: DeltaConfig | None = None
@@ -273,10 +271,9 @@ class ModelConfig:
             unrotated_layers=_unrotated_layers(config, family),
             has_unit_norm=family.skips_rotation and config.flag("use_qk_norm", True),
             full_heads=full_heads,
-            has_raw_mtp=family.has_raw_mtp,
             mlp_limits=layer_limits(config, "swiglu_limits_shared"),
             expert_limits=layer_limits(config, "swiglu_limits"),
-            delta=read_delta(config, is_fused=family.has_fused_delta) if family.has_delta else None,
+            delta=read_delta(config) if family.has_delta else None,
         )
 
     @property
@@ -292,7 +289,7 @@ class ModelConfig:
     @property
     def mtp_feature_layer(self) -> int:
         """What next-token layers read of this model, as `FeatureSpec` counts."""
-        return self.num_layers + (not self.has_raw_mtp)
+        return self.num_layers + (not self.family.has_raw_mtp)
 
     @property
     def num_cache_layers(self) -> int:

@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from shared.kernels.delta_rule import DeltaShape, DeltaWeights
 from shared.kernels.experts import ExpertWeight
 from shared.kernels.linear import can_be_batch_invariant
-from shared.kernels.pointwise import Activation
 from shared.kernels.quantised import StoredMatrix
 from shared.layers.attention import AttentionShape
 from shared.layers.decoder_layer import Mlp
@@ -25,7 +25,7 @@ from shared.models.checkpoint import Cut
 from shared.models.config import LatentConfig, ModelConfig
 from shared.models.families import NormPlacement
 from shared.models.layer_configs import ExpertConfig
-from shared.models.shard import WHOLE, Shard
+from shared.models.shard import WHOLE, Shard, shard_of
 from shared.models.weights import WeightPart, WeightTensors
 
 
@@ -40,6 +40,65 @@ def linear_from(
     return Linear.of(weight, bias, quantisation, group)
 
 
+def norm_from(config: ModelConfig, tensors: dict[str, Tensor], name: str) -> RmsNorm:
+    """Takes the weight of a norm out of the dict.
+
+    One with an offset is held in float32: half precision would round away what was learnt.
+    """
+    weight = tensors.pop(name)
+    if config.family.norm_offset:
+        weight = weight.float() + config.family.norm_offset
+    return RmsNorm(weight, config.rms_norm_eps)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTensors:
+    """The tensors of one layer, see `layer_parts`, which its blocks take out of a dict.
+
+    Attributes:
+        group: of the whole model.
+    """
+
+    config: ModelConfig
+    tensors: WeightTensors
+    layer: int
+    quantisation: Quantisation
+    group: TensorGroup | None
+
+    @property
+    def prefix(self) -> str:
+        return f"layers.{self.layer}."
+
+    @property
+    def own_group(self) -> TensorGroup | None:
+        """The processes that compute the layer together."""
+        return None if self.group is None else self.group.of_layers
+
+    @property
+    def cache_layer(self) -> int:
+        """Where the layer's rows are in this process's cache."""
+        return shard_of(self.group).cache_layer(self.config, self.layer)
+
+    def has(self, name: str) -> bool:
+        return f"{self.prefix}{name}" in self.tensors
+
+    def pop(self, name: str) -> Tensor:
+        return self.tensors.pop(f"{self.prefix}{name}")
+
+    def pop_if_any(self, name: str) -> Tensor | None:
+        return self.tensors.pop(f"{self.prefix}{name}", None)
+
+    def linear(self, name: str, group: TensorGroup | None = None) -> Linear:
+        return linear_from(self.tensors, f"{self.prefix}{name}", self.quantisation, group)
+
+    def norm(self, name: str) -> RmsNorm:
+        return norm_from(self.config, self.tensors, f"{self.prefix}{name}")
+
+    def plain_norm(self, name: str) -> RmsNorm:
+        """Takes a norm that has no offset in any family."""
+        return RmsNorm(self.pop(name), self.config.rms_norm_eps)
+
+
 # The name map of gated delta layers, and the layer of its tensors.
 
 
@@ -49,7 +108,7 @@ def delta_parts(config: ModelConfig, source: str, target: str) -> Iterator[Weigh
     shape, hidden = config.delta.shape, config.hidden_size
     source, num_heads = f"{source}linear_attn.", shape.num_value_heads
     matrices: list[tuple[str, int, str, tuple[int, ...] | None]]
-    if config.delta.is_fused:
+    if config.family.has_fused_delta:
         size = shape.num_channels + shape.value_size
         matrices = [
             ("in_proj_qkvz", size, "channels", _channel_order(shape)),
@@ -63,52 +122,33 @@ def delta_parts(config: ModelConfig, source: str, target: str) -> Iterator[Weigh
             ("in_proj_a", num_heads, "gates", None),
         ]
     for key, size, name, order in matrices:
-        yield WeightPart(
-            f"{source}{key}.weight",
-            (size, hidden),
-            f"{target}{name}.weight",
-            row_order=order,
-            may_stay=name == "channels",
-        )
+        own = f"{target}{name}.weight"
+        part = WeightPart.matrix(f"{source}{key}.weight", (size, hidden), own, None, order)
+        yield replace(part, may_stay=name == "channels")
     taps = (shape.num_channels, 1, shape.window)
     yield WeightPart(f"{source}conv1d.weight", taps, f"{target}taps")
     for key in ("A_log", "dt_bias"):
         yield WeightPart(f"{source}{key}", (num_heads,), f"{target}{key}", dtype=torch.float32)
     yield WeightPart(f"{source}norm.weight", (shape.value_dim,), f"{target}delta_norm")
-    yield WeightPart(
-        f"{source}out_proj.weight",
-        (hidden, shape.value_size),
-        f"{target}output.weight",
-        may_stay=True,
-    )
+    size = shape.value_size
+    yield WeightPart.matrix(f"{source}out_proj.weight", (hidden, size), f"{target}output.weight")
 
 
-def build_delta(
-    config: ModelConfig,
-    tensors: WeightTensors,
-    shape: AttentionShape,
-    layer: int,
-    quantisation: Quantisation,
-) -> GatedDelta:
+def build_delta(own: LayerTensors, shape: AttentionShape) -> GatedDelta:
     """Takes the tensors of one layer out of the dict."""
+    config = own.config
     assert config.delta is not None
-    prefix = f"layers.{layer}."
-
     return GatedDelta(
         shape=shape,
         delta=config.delta.shape,
-        channels=linear_from(tensors, f"{prefix}channels", quantisation),
+        channels=own.linear("channels"),
         # A few rows, on which everything behind them depends.
-        gates=linear_from(tensors, f"{prefix}gates", Quantisation.UNQUANT),
-        weights=DeltaWeights(
-            tensors.pop(f"{prefix}taps").squeeze(1),
-            tensors.pop(f"{prefix}A_log"),
-            tensors.pop(f"{prefix}dt_bias"),
-        ),
-        norm=RmsNorm(tensors.pop(f"{prefix}delta_norm"), config.rms_norm_eps),
-        output=linear_from(tensors, f"{prefix}output", quantisation),
-        layer=config.first_cache_layer(layer),
-        state=config.delta.layers.index(layer),
+        gates=replace(own, quantisation=Quantisation.UNQUANT).linear("gates"),
+        weights=DeltaWeights(own.pop("taps").squeeze(1), own.pop("A_log"), own.pop("dt_bias")),
+        norm=own.plain_norm("delta_norm"),
+        output=own.linear("output"),
+        layer=config.first_cache_layer(own.layer),
+        state=config.delta.layers.index(own.layer),
     )
 
 
@@ -157,7 +197,7 @@ def latent_parts(
         row_order: tuple[int, ...] | None = None,
     ) -> WeightPart:
         own = f"{target}{name}.weight"
-        return WeightPart(f"{source}{key}.weight", shape, own, 1, cut, row_order, may_stay=True)
+        return WeightPart.matrix(f"{source}{key}.weight", shape, own, cut, row_order)
 
     heads = config.num_heads * latent.query_dim
     cut = shard.cut(0, heads)
@@ -193,35 +233,22 @@ def latent_parts(
         yield WeightPart(f"{source}o_proj.bias", (hidden,), f"{target}output.bias")
 
 
-def build_latent(
-    config: ModelConfig,
-    tensors: WeightTensors,
-    shape: AttentionShape,
-    layer: int,
-    quantisation: Quantisation,
-    group: TensorGroup | None,
-    cache_layer: int,
-) -> LatentAttention:
-    """Takes the tensors of one layer's attention out of the dict.
-
-    Args:
-        cache_layer: where the layer's rows are in this process's cache.
-    """
-    latent, prefix, eps = config.latent, f"layers.{layer}.", config.rms_norm_eps
+def build_latent(own: LayerTensors, shape: AttentionShape) -> LatentAttention:
+    """Takes the tensors of one layer's attention out of the dict."""
+    latent = own.config.latent
     assert latent is not None
-
     is_short = latent.query_rank is None
-    expand = tensors.pop(f"{prefix}expand").view(shape.num_heads, -1, latent.latent_dim)
+    expand = own.pop("expand").view(shape.num_heads, -1, latent.latent_dim)
     return LatentAttention(
         shape=shape,
-        compress=linear_from(tensors, f"{prefix}compress", quantisation),
-        query_norm=None if is_short else RmsNorm(tensors.pop(f"{prefix}query_norm"), eps),
-        queries=None if is_short else linear_from(tensors, f"{prefix}queries", quantisation),
-        latent_norm=RmsNorm(tensors.pop(f"{prefix}latent_norm"), eps),
+        compress=own.linear("compress"),
+        query_norm=None if is_short else own.plain_norm("query_norm"),
+        queries=None if is_short else own.linear("queries"),
+        latent_norm=own.plain_norm("latent_norm"),
         key_up=expand[:, : latent.straight_dim].contiguous(),
         value_up=expand[:, latent.straight_dim :].contiguous(),
-        output=linear_from(tensors, f"{prefix}output", quantisation, group),
-        layer=cache_layer,
+        output=own.linear("output", own.own_group),
+        layer=own.cache_layer,
     )
 
 
@@ -279,20 +306,10 @@ def expert_parts(
             continue
         own = f"{source}experts.{expert}."
         for key in (keys.gate, keys.up):
-            yield WeightPart(
-                f"{own}{key}.weight",
-                (wide, hidden),
-                f"{target}experts.gate_up",
-                cut=inner,
-                may_stay=True,
-            )
-        yield WeightPart(
-            f"{own}{keys.down}.weight",
-            (hidden, wide),
-            f"{target}experts.down",
-            cut=outer,
-            may_stay=True,
-        )
+            both = f"{target}experts.gate_up"
+            yield WeightPart.matrix(f"{own}{key}.weight", (wide, hidden), both, inner)
+        down = f"{target}experts.down"
+        yield WeightPart.matrix(f"{own}{keys.down}.weight", (hidden, wide), down, outer)
     if config.shared_size:
         place = layer if keys.has_shared_apart else source
         yield from _shared_parts(config, hidden, place, target, shard)
@@ -364,46 +381,26 @@ def _shared_parts(
     inner, outer = shard.cut(0, wide), shard.cut(1, wide)
     source, target = f"{source}{keys.shared}", f"{target}shared."
     for key in ("gate_proj", "up_proj"):
-        yield WeightPart(
-            f"{source}{key}.weight",
-            (wide, hidden),
-            f"{target}gate_up.weight",
-            cut=inner,
-            may_stay=True,
-        )
-    yield WeightPart(
-        f"{source}down_proj.weight",
-        (hidden, wide),
-        f"{target}down.weight",
-        cut=outer,
-        may_stay=True,
-    )
+        both = f"{target}gate_up.weight"
+        yield WeightPart.matrix(f"{source}{key}.weight", (wide, hidden), both, inner)
+    down = f"{target}down.weight"
+    yield WeightPart.matrix(f"{source}down_proj.weight", (hidden, wide), down, outer)
 
 
-def build_experts(
-    config: ExpertConfig,
-    tensors: WeightTensors,
-    prefix: str,
-    activation: Activation,
-    quantisation: Quantisation,
-    group: TensorGroup | None,
-    limit: float | None = None,
-    shared_limit: float | None = None,
-) -> Experts:
-    """Takes the tensors of one block out of the dict.
-
-    Args:
-        limit, shared_limit: see `Mlp`.
-    """
-    num_experts, stored = config.routing.num_experts, STORED_DTYPES.get(quantisation)
+def build_experts(own: LayerTensors) -> Experts:
+    """Takes the tensors of one block out of the dict."""
+    config, group, activation = own.config.experts, own.own_group, own.config.activation
+    assert config is not None
+    shared_limit, limit = own.config.layer_limits(own.layer)
+    num_experts, stored = config.routing.num_experts, STORED_DTYPES.get(own.quantisation)
     is_spread = group is not None and group.spreads_experts
     if is_spread:
         assert group is not None
         num_experts //= group.size
 
     def stacked(name: str) -> ExpertWeight:
-        weight = tensors.pop_matrix(f"{prefix}experts.{name}")
-        bias = tensors.pop(f"{prefix}experts.{name}_bias", None)
+        weight = own.tensors.pop_matrix(f"{own.prefix}experts.{name}")
+        bias = own.pop_if_any(f"experts.{name}_bias")
         if bias is not None:
             bias = bias.view(num_experts, -1)
             # What a group's processes compute is added up, and the bias counts once.
@@ -415,25 +412,17 @@ def build_experts(
 
     shared = None
     if config.shared_size:
-        shared = Mlp(
-            linear_from(tensors, f"{prefix}shared.gate_up", quantisation),
-            # Its sum over processes is that of the whole block.
-            replace(
-                linear_from(tensors, f"{prefix}shared.down", quantisation, group),
-                group=None,
-            ),
-            activation,
-            shared_limit,
-        )
-    shared_gate = tensors.pop(f"{prefix}shared.gate.weight", None)
-    router = tensors.pop(f"{prefix}router.weight")
-    is_wide = config.family.is_wide
+        # Its sum over processes is that of the whole block.
+        down = replace(own.linear("shared.down", group), group=None)
+        shared = Mlp(own.linear("shared.gate_up"), down, activation, shared_limit)
+    shared_gate = own.pop_if_any("shared.gate.weight")
+    router, is_wide = own.pop("router.weight"), config.family.is_wide
     if is_wide and not can_be_batch_invariant(router):
         router = router.float()
     return Experts(
         router=Router(
-            weight=Linear.of(router, tensors.pop(f"{prefix}router.bias", None)),
-            correction=tensors.pop(f"{prefix}router.correction", None),
+            weight=Linear.of(router, own.pop_if_any("router.bias")),
+            correction=own.pop_if_any("router.correction"),
             routing=config.routing,
             is_wide=is_wide,
         ),
@@ -517,50 +506,35 @@ class DecoderKeys:
         return f"{self.root}{_EMBEDDING}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Matrix:
-    """A matrix of a layer.
+def _product(
+    key: str,
+    shape: tuple[int, int],
+    target: str,
+    cut: Cut | None,
+    row_order: tuple[int, ...] | None = None,
+    *,
+    rows: Cut | None = None,
+    has_bias: bool,
+) -> Iterator[WeightPart]:
+    """Yields the matrix of a layer, and its bias if it has one.
 
-    Attributes:
+    Args:
         key: name in the checkpoint, without `.weight`.
-        shape: of the whole tensor in the checkpoint.
-        first_row: where the matrix begins in it; others may stand before and after.
-        num_rows: of the matrix.
-        name: of the tensor it becomes part of.
+        shape: of the whole tensor there.
+        target: of the tensor that it becomes part of, without `.weight`.
         cut: the part of the matrix that the shard holds; None holds all.
-        row_order: see `WeightPart`.
+        rows: the matrix in the whole tensor, where others stand before or after; None is all.
     """
-
-    key: str
-    shape: tuple[int, int]
-    first_row: int
-    num_rows: int
-    name: str
-    has_bias: bool
-    cut: Cut | None
-    row_order: tuple[int, ...] | None = None
-
-    def parts(self, source: str, target: str) -> Iterator[WeightPart]:
-        cut, rows = self.cut, Cut(0, self.first_row, self.num_rows)
-        if cut is not None and cut.dim == 0:
-            rows = Cut(0, self.first_row + cut.start, cut.length)
-        is_whole = rows == Cut(0, 0, self.shape[0])
-        bias_cut = None if is_whole else rows
-        weight_cut = cut if cut is not None and cut.dim == 1 else bias_cut
-        key, name = f"{source}{self.key}", f"{target}{self.name}"
+    bias_cut = rows
+    if cut is not None and cut.dim == 0:
+        start = cut.start + (0 if rows is None else rows.start)
+        bias_cut = Cut(0, start, cut.length)
+    weight_cut = cut if cut is not None and cut.dim == 1 else bias_cut
+    yield WeightPart.matrix(f"{key}.weight", shape, f"{target}.weight", weight_cut, row_order)
+    if has_bias:
         yield WeightPart(
-            f"{key}.weight",
-            self.shape,
-            f"{name}.weight",
-            1,
-            weight_cut,
-            self.row_order,
-            may_stay=True,
+            f"{key}.bias", shape[:1], f"{target}.bias", cut=bias_cut, row_order=row_order
         )
-        if self.has_bias:
-            yield WeightPart(
-                f"{key}.bias", self.shape[:1], f"{name}.bias", 1, bias_cut, self.row_order
-            )
 
 
 def decoder_parts(
@@ -626,8 +600,7 @@ def layer_parts(
     if config.has_state(layer):
         yield from delta_parts(config, source, target)
     elif config.latent is None:
-        for matrix in _attention_matrices(config, heads, layer):
-            yield from matrix.parts(source, target)
+        yield from _attention_parts(config, f"{source}self_attn.", target, heads, layer)
     else:
         yield from latent_parts(config, source, target, heads)
     if has_experts:
@@ -636,8 +609,7 @@ def layer_parts(
             config.experts, config.hidden_size, source, target, shard, has_stacks=has_stacks
         )
     else:
-        for matrix in _mlp_matrices(config, shard):
-            yield from matrix.parts(source, target)
+        yield from _mlp_parts(config, f"{source}{config.family.mlp_block}", target, shard)
     if not config.has_state(layer):
         yield from _head_norms(config, source, target, heads, layer)
     if config.family.has_head_gates:
@@ -674,7 +646,9 @@ def _head_norms(
             )
 
 
-def _attention_matrices(config: ModelConfig, shard: Shard, layer: int) -> Iterator[_Matrix]:
+def _attention_parts(
+    config: ModelConfig, source: str, target: str, shard: Shard, layer: int
+) -> Iterator[WeightPart]:
     hidden, dim = config.hidden_size, config.head_dim
     value_dim = dim if config.hybrid is None else config.hybrid.value_dim
     num_kv_heads = config.layer_kv_heads(layer)
@@ -689,26 +663,28 @@ def _attention_matrices(config: ModelConfig, shard: Shard, layer: int) -> Iterat
     query_cut, output_cut, key_cut = shard.cut(0, size), shard.cut(1, size), None
     if shard.size > 1:
         key_cut = Cut(0, shard.first_kv_head(config) * dim, shard.num_kv_heads(config) * dim)
-    first_row = 0
-    for key, rows, cut, row_order in (
+    first_row, is_fused = 0, config.family.has_fused_matrices
+    for key, num_rows, cut, row_order in (
         ("q_proj", queries + gates, query_cut, query_order),
         ("k_proj", keys, key_cut, order),
         ("v_proj", values, key_cut, None),
     ):
-        whole = (queries + 2 * keys if config.family.has_fused_matrices else rows, hidden)
-        name = "qkv_proj" if config.family.has_fused_matrices else key
-        yield _Matrix(
-            f"self_attn.{name}", whole, first_row, rows, "qkv", config.has_qkv_bias, cut, row_order
+        yield from _product(
+            f"{source}{'qkv_proj' if is_fused else key}",
+            (queries + 2 * keys if is_fused else num_rows, hidden),
+            f"{target}qkv",
+            cut,
+            row_order,
+            rows=Cut(0, first_row, num_rows) if is_fused else None,
+            has_bias=config.has_qkv_bias,
         )
-        first_row += rows if config.family.has_fused_matrices else 0
-    yield _Matrix(
-        "self_attn.o_proj",
+        first_row += num_rows
+    yield from _product(
+        f"{source}o_proj",
         (hidden, attended),
-        0,
-        hidden,
-        "output",
-        config.has_output_bias,
+        f"{target}output",
         output_cut,
+        has_bias=config.has_output_bias,
     )
 
 
@@ -719,15 +695,17 @@ def _before_gates(num_heads: int, dim: int, order: tuple[int, ...] | None) -> tu
     return (*queries, *(first + place for first in firsts for place in range(dim, 2 * dim)))
 
 
-def _mlp_matrices(config: ModelConfig, shard: Shard) -> Iterator[_Matrix]:
+def _mlp_parts(config: ModelConfig, source: str, target: str, shard: Shard) -> Iterator[WeightPart]:
     hidden, wide, has_bias = config.hidden_size, config.intermediate_size, config.has_mlp_bias
-    is_fused, block = config.family.has_fused_matrices, config.family.mlp_block
     cut, down_cut = shard.cut(0, wide), shard.cut(1, wide)
     for index, key in enumerate(("gate_proj", "up_proj")):
-        whole = (2 * wide if is_fused else wide, hidden)
-        name, first_row = ("gate_up_proj", index * wide) if is_fused else (key, 0)
-        yield _Matrix(f"{block}{name}", whole, first_row, wide, "gate_up", has_bias, cut)
-    yield _Matrix(f"{block}down_proj", (hidden, wide), 0, hidden, "down", has_bias, down_cut)
+        name, rows, whole = key, None, (wide, hidden)
+        if config.family.has_fused_matrices:
+            name, rows, whole = "gate_up_proj", Cut(0, index * wide, wide), (2 * wide, hidden)
+        both = f"{target}gate_up"
+        yield from _product(f"{source}{name}", whole, both, cut, rows=rows, has_bias=has_bias)
+    down = f"{source}down_proj"
+    yield from _product(down, (hidden, wide), f"{target}down", down_cut, has_bias=has_bias)
 
 
 def _vocabulary_cut(config: ModelConfig, shard: Shard) -> Cut | None:

@@ -64,7 +64,8 @@ class Family:
             stands in front of the lm_head; else behind it.
         is_gated: see `Attention.is_gated`.
         has_delta: some layers have a gated delta rule in place of attention, see `DeltaConfig`.
-        has_fused_delta: see `DeltaConfig.is_fused`.
+        has_fused_delta: the checkpoint has the projections of such a layer as two matrices, grouped
+            by key heads; else as four.
         is_hybrid: sliding layers have other key heads than the rest, see `HybridConfig`.
         skips_rotation: some layers do not rotate, and the others attend in chunks.
         mlp_block: what the keys of a feed-forward block begin with, after those of the layer.

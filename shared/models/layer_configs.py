@@ -155,13 +155,10 @@ class DeltaConfig:
 
     Attributes:
         layers: which ones have it.
-        is_fused: the checkpoint has the projections of a layer as two matrices, grouped by key
-            heads; else as four.
     """
 
     shape: DeltaShape
     layers: tuple[int, ...]
-    is_fused: bool
 
     @property
     def state_bytes(self) -> int:
@@ -169,7 +166,7 @@ class DeltaConfig:
         return 4 * len(self.layers) * self.shape.value_size * self.shape.key_dim
 
 
-def read_delta(config: ConfigFile, *, is_fused: bool) -> DeltaConfig:
+def read_delta(config: ConfigFile) -> DeltaConfig:
     """Raises: CheckpointError for a missing or mistyped key, or counts that do not fit."""
     shape = DeltaShape(
         num_key_heads=config.integer("linear_num_key_heads"),
@@ -190,7 +187,7 @@ def read_delta(config: ConfigFile, *, is_fused: bool) -> DeltaConfig:
             f"{config.path}: layer_types has {len(layers)} layers of {LINEAR_ATTENTION} among "
             f"{len(kinds)}; both kinds are needed"
         )
-    return DeltaConfig(shape, layers, is_fused)
+    return DeltaConfig(shape, layers)
 
 
 def read_qwen(config: ConfigFile) -> ConfigFile:

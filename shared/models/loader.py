@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from shared.kernels.linear import WORD_BLOCK, is_hopper
 from shared.kernels.quantised import StoredMatrix
-from shared.layers.attention import Attention, AttentionShape, NarrowHeads
-from shared.layers.decoder_layer import DecoderLayer, FeedForward, Mlp
+from shared.layers.attention import Attention, AttentionShape, NarrowHeads, SelfAttention
+from shared.layers.decoder_layer import DecoderLayer, Mlp
 from shared.layers.linear import Linear, steadied
 from shared.layers.norm import RmsNorm
 from shared.layers.rotary import Rotary
@@ -26,14 +26,13 @@ from shared.models.decoder import Decoder, attention_shape
 from shared.models.decoder_weights import (
     IGNORED_SUFFIXES,
     DecoderKeys,
+    LayerTensors,
     build_delta,
     build_experts,
     build_latent,
     decoder_parts,
     keys_of_others,
-)
-from shared.models.decoder_weights import (
-    linear_from as linear_from,
+    norm_from,
 )
 from shared.models.families import NormPlacement
 from shared.models.other_vocabulary import in_other_vocabulary, with_ids
@@ -246,61 +245,38 @@ def build_layer(
     Args:
         group: of the whole model; see `build_decoder`.
     """
-    cache_layer = shard_of(group).cache_layer(config, layer)
-    own = None if group is None else group.of_layers
-    prefix = f"layers.{layer}."
+    own = LayerTensors(config, tensors, layer, quantisation, group)
     has_input_norm = config.family.norms is not NormPlacement.AFTER
     has_output_norm = config.family.norms is not NormPlacement.BEFORE
-
-    build = _attention if config.latent is None else build_latent
-
-    def norm(name: str, is_there: bool = True) -> RmsNorm | None:
-        return norm_from(config, tensors, f"{prefix}{name}") if is_there else None
-
+    build: Callable[[LayerTensors, AttentionShape], SelfAttention] = build_attention
+    if config.has_state(layer):
+        build = build_delta
+    elif config.latent is not None:
+        build = build_latent
     return DecoderLayer(
-        attention_norm=norm("attention_norm", has_input_norm),
-        attention=build_delta(config, tensors, shape, layer, quantisation)
-        if config.has_state(layer)
-        else build(config, tensors, shape, layer, quantisation, own, cache_layer),
-        mlp_norm=norm("mlp_norm", has_input_norm),
-        mlp=_feed_forward(config, tensors, prefix, layer, quantisation, own),
-        attention_output_norm=norm("attention_output_norm", has_output_norm),
-        mlp_output_norm=norm("mlp_output_norm", has_output_norm),
+        attention_norm=own.norm("attention_norm") if has_input_norm else None,
+        attention=build(own, shape),
+        mlp_norm=own.norm("mlp_norm") if has_input_norm else None,
+        mlp=build_experts(own) if own.has("router.weight") else _gated_block(own),
+        attention_output_norm=own.norm("attention_output_norm") if has_output_norm else None,
+        mlp_output_norm=own.norm("mlp_output_norm") if has_output_norm else None,
     )
 
 
-def _feed_forward(
-    config: ModelConfig,
-    tensors: WeightTensors,
-    prefix: str,
-    layer: int,
-    quantisation: Quantisation,
-    group: TensorGroup | None,
-) -> FeedForward:
-    limit, expert_limit = config.layer_limits(layer)
-    if f"{prefix}router.weight" in tensors:
-        assert config.experts is not None
-        return build_experts(
-            config.experts,
-            tensors,
-            prefix,
-            config.activation,
-            quantisation,
-            group,
-            limit=expert_limit,
-            shared_limit=limit,
-        )
-    gate_up, down = (tensors.pop_matrix(f"{prefix}{name}.weight") for name in ("gate_up", "down"))
-    bias, down_bias = (tensors.pop(f"{prefix}{name}.bias", None) for name in ("gate_up", "down"))
+def _gated_block(own: LayerTensors) -> Mlp:
+    gate_up, down = (
+        own.tensors.pop_matrix(f"{own.prefix}{name}.weight") for name in ("gate_up", "down")
+    )
+    bias, down_bias = own.pop_if_any("gate_up.bias"), own.pop_if_any("down.bias")
     # Of an update, what has not come is on the meta device.
     rest = -down.shape[1] % WORD_BLOCK
     if rest and (is_hopper(gate_up.device) or is_hopper(down.device)):
         gate_up, bias, down = _padded(gate_up, bias, down, rest)
     return Mlp(
-        Linear.of(gate_up, bias, quantisation),
-        Linear.of(down, down_bias, quantisation, group),
-        config.activation,
-        limit,
+        Linear.of(gate_up, bias, own.quantisation),
+        Linear.of(down, down_bias, own.quantisation, own.own_group),
+        own.config.activation,
+        own.config.layer_limits(own.layer)[0],
     )
 
 
@@ -339,40 +315,29 @@ def _wider(rows: Tensor, rest: int) -> Tensor:
     return wider
 
 
-def _attention(
-    config: ModelConfig,
-    tensors: WeightTensors,
-    shape: AttentionShape,
-    layer: int,
-    quantisation: Quantisation,
-    group: TensorGroup | None,
-    cache_layer: int,
-) -> Attention:
-    prefix, eps = f"layers.{layer}.", config.rms_norm_eps
-    qk_norm = joint_norms = None
-    gate = tensors.pop(f"{prefix}head_gate.weight", None)
+def build_attention(own: LayerTensors, shape: AttentionShape) -> Attention:
+    """Takes the tensors of one layer's attention out of the dict."""
+    config, qk_norm, joint_norms = own.config, None, None
+    gate = own.pop_if_any("head_gate.weight")
     if config.has_qk_norm:
-        own = norm_from(config, tensors, f"{prefix}qk_norm")
-        qk_norm = RmsNorm(own.weight.view(-1, config.head_dim), eps)
-    if config.has_unit_norm and layer not in config.unrotated_layers:
+        weight = own.norm("qk_norm").weight
+        qk_norm = RmsNorm(weight.view(-1, config.head_dim), config.rms_norm_eps)
+    if config.has_unit_norm and own.layer not in config.unrotated_layers:
         # Rotation leaves the length of a head as it is, so norms may stand before it.
         size = shape.num_heads + shape.num_kv_heads, config.head_dim
-        qkv = tensors[f"{prefix}qkv.weight"]
-        qk_norm = RmsNorm(qkv.new_ones(size, dtype=tensors.dtype), eps)
+        qkv = own.tensors[f"{own.prefix}qkv.weight"]
+        qk_norm = RmsNorm(qkv.new_ones(size, dtype=own.tensors.dtype), config.rms_norm_eps)
     if config.norms_all_heads:
-        joint_norms = (
-            norm_from(config, tensors, f"{prefix}query_norm"),
-            norm_from(config, tensors, f"{prefix}key_norm"),
-        )
+        joint_norms = own.norm("query_norm"), own.norm("key_norm")
     return Attention(
         shape=shape,
-        qkv=linear_from(tensors, f"{prefix}qkv", quantisation),
-        output=linear_from(tensors, f"{prefix}output", quantisation, group),
+        qkv=own.linear("qkv"),
+        output=own.linear("output", own.own_group),
         qk_norm=qk_norm,
-        layer=cache_layer,
+        layer=own.cache_layer,
         joint_norms=joint_norms,
-        sinks=tensors.pop(f"{prefix}sinks", None),
-        narrow=_narrow(config, layer),
+        sinks=own.pop_if_any("sinks"),
+        narrow=_narrow(config, own.layer),
         head_gate=Linear.of(gate) if gate is not None else None,
         is_gated=config.family.is_gated,
     )
@@ -383,14 +348,3 @@ def _narrow(config: ModelConfig, layer: int) -> NarrowHeads | None:
     if hybrid is None:
         return None
     return NarrowHeads(config.layer_kv_heads(layer), hybrid.value_dim, hybrid.value_scale)
-
-
-def norm_from(config: ModelConfig, tensors: dict[str, Tensor], name: str) -> RmsNorm:
-    """Takes the weight of a norm out of the dict.
-
-    One with an offset is held in float32: half precision would round away what was learnt.
-    """
-    weight = tensors.pop(name)
-    if config.family.norm_offset:
-        weight = weight.float() + config.family.norm_offset
-    return RmsNorm(weight, config.rms_norm_eps)

@@ -33,12 +33,19 @@ from shared.models.decoder_weights import (
     DecoderKeys,
     decoder_parts,
     keys_of_others,
+    norm_from,
 )
-from shared.models.loader import MTP_PREFIXES, build_layer, norm_from, read_decoder
+from shared.models.loader import MTP_PREFIXES, build_layer, read_decoder
 from shared.models.scaled_weights import StoredLayout
-from shared.models.weights import WeightTensors, cut_tensor, empty_targets, places_of, scales_of
+from shared.models.weights import (
+    WeightTensors,
+    cut_tensor,
+    empty_targets,
+    listed,
+    places_of,
+    scales_of,
+)
 
-_MAX_NAMES = 5
 _EMBEDDING, _LM_HEAD, _NORM = "embedding", "lm_head", "norm"
 _CPU = torch.device("cpu")
 
@@ -158,11 +165,9 @@ class WeightStage:
             if part.target in self._tensors and part.key not in self._arrived
         }
         if missing:
-            names = sorted(missing)
-            more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
             raise CheckpointError(
-                f"the update lacks {', '.join(names[:_MAX_NAMES])}{more}, which the server keeps "
-                f"in one tensor with others that it has"
+                f"the update lacks {listed(missing)}, which the server keeps in one tensor with "
+                f"others that it has"
             )
 
     @torch.inference_mode()

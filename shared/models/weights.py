@@ -187,6 +187,18 @@ class WeightPart:
     keeps_order: bool = False
     may_stay: bool = False
 
+    @classmethod
+    def matrix(
+        cls,
+        key: str,
+        shape: tuple[int, int],
+        target: str,
+        cut: Cut | None = None,
+        row_order: tuple[int, ...] | None = None,
+    ) -> WeightPart:
+        """Returns a matrix that may stay in 8 bits."""
+        return cls(key, shape, target, cut=cut, row_order=row_order, may_stay=True)
+
     @property
     def read_shape(self) -> tuple[int, ...]:
         """Shape of the tensor as read."""
@@ -413,7 +425,7 @@ def _check_keys(
     expected = {part.key for part in parts}
     missing = expected - checkpoint.files.keys()
     if missing:
-        raise CheckpointError(f"{checkpoint.folder} lacks {_listed(missing)}")
+        raise CheckpointError(f"{checkpoint.folder} lacks {listed(missing)}")
     unexpected = {
         key
         for key in checkpoint.files.keys() - expected - set(ignored_keys)
@@ -422,11 +434,12 @@ def _check_keys(
     if unexpected:
         raise CheckpointError(
             f"{checkpoint.folder} has weights that this architecture does not use: "
-            f"{_listed(unexpected)}"
+            f"{listed(unexpected)}"
         )
 
 
-def _listed(keys: Iterable[str]) -> str:
+def listed(keys: Iterable[str]) -> str:
+    """Returns the first names in words, and how many more there are."""
     names = sorted(keys)
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return ", ".join(names[:_MAX_NAMES]) + more

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import torch
 
 from shared.runtime.lockstep import (
-    BeginTrees,
     CaptureRound,
-    CaptureTrees,
+    GrowerCall,
     OpenRounds,
-    QueuePart,
     QueueRound,
     ReceivedChunks,
     ReceivedTrees,
@@ -21,10 +20,11 @@ from shared.runtime.lockstep import (
 from shared.runtime.round_batches import RoundBatches
 from shared.runtime.round_graphs import RoundGraphs
 from shared.runtime.round_state import RoundState
+from shared.runtime.round_verification import RoundVerification
 from shared.runtime.runner import ModelRunner
 from shared.runtime.tree_draft import Parts
 from shared.runtime.tree_grower import TreeGrower
-from shared.runtime.tree_model import verification_for
+from shared.runtime.tree_model import fastest
 
 
 class TreeFollower:
@@ -41,27 +41,15 @@ class TreeFollower:
     @torch.inference_mode()
     def take(self, message: object) -> None:
         """Does what rank 0 announces that it does."""
-        if isinstance(message, BeginTrees):
-            self._parts[message.is_split] = self._growers[message.is_split].begin_parts(
-                message.sequences,
-                (),
-                message.tree,
-                num_choices=message.num_choices,
-                is_walk=message.is_walk,
-                scores=message.scores,
-            )
-        elif isinstance(message, QueuePart):
+        assert isinstance(message, GrowerCall), message
+        if message.method is None:
             with suppress(StopIteration):
                 next(self._parts[message.is_split])
-        else:
-            assert isinstance(message, CaptureTrees), message
-            grower = self._growers[message.is_split]
-            grower.capture_next(
-                message.tree,
-                num_choices=message.num_choices,
-                is_walk=message.is_walk,
-                num_sequences=message.num_sequences,
-            )
+            return
+        grower = self._growers[message.is_split]
+        result = message.method(grower, *message.args, **message.options)
+        if isinstance(result, Iterator):
+            self._parts[message.is_split] = result
 
 
 class RoundFollower:
@@ -100,7 +88,7 @@ class RoundFollower:
 
     def _opened(self, message: OpenRounds) -> RoundGraphs:
         decoder, pool, shape = self._runner.decoder, self._runner.pool, message.sized.shape
-        verification = verification_for(shape, pool.device)
+        verification = fastest(RoundVerification, shape, pool.device)
         state = RoundState.empty(
             message.sized.max_sequences,
             max_open_rows=shape.max_committed,

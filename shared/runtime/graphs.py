@@ -26,6 +26,7 @@ from shared.kv.batch import ForwardBatch, empty_decode_batch
 from shared.kv.pool import KvLayout, KvPool
 from shared.kv.state_plan import StateInputs, StatePlan, StateSlots
 from shared.layers.linear import num_widened_bytes
+from shared.layers.tensor_group import TensorGroup
 from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder, DecoderOutput
 from shared.runtime.memory import CacheSize, Shortage
@@ -196,7 +197,10 @@ _ONE_AT_A_TIME = threading.Lock()
 
 @contextmanager
 def capturing(
-    graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream | None = None
+    graph: torch.cuda.CUDAGraph,
+    pool: Any,
+    stream: torch.cuda.Stream | None = None,
+    group: TensorGroup | None = None,
 ) -> Iterator[None]:
     """Captures into `graph` what its body queues.
 
@@ -208,7 +212,10 @@ def capturing(
         pool: of `torch.cuda.graph_pool_handle`.
         stream: on which the graph will run while others run elsewhere: libraries keep a workspace
             for each stream that captures. None is the one of all other captures.
+        group: whose collectives may be in the graph.
     """
+    if group is not None:
+        group.graphs.append(graph)
     with _ONE_AT_A_TIME:
         collects = gc.isenabled()
         gc.disable()
@@ -578,9 +585,7 @@ class ForwardGraphs:
         output, _ = self._forward(bucket, key)
         results = self._prompt_results_of(key, output) if key.has_prompts else None
         graph = torch.cuda.CUDAGraph()
-        if self._decoder.group is not None:
-            self._decoder.group.graphs.append(graph)
-        with capturing(graph, self._memory):
+        with capturing(graph, self._memory, group=self._decoder.group):
             output, logits = self._forward(bucket, key)
             if results is not None:
                 for result, found in zip(results, _tensors(output), strict=True):

@@ -76,31 +76,20 @@ class TreeCopies:
         self._memory: list[PinnedMemory | None] = [None, None]
         if device.type == "cuda":
             self._memory = [PinnedMemory(max_rows, torch.int64) for _ in range(2)]
+        self._tokens: HostCopy | None = None
+        self._parents: HostCopy | None = None
 
-    def queue(self, trees: TreeRows, *, are_chains: bool) -> QueuedTrees:
+    def queue(self, trees: TreeRows, *, are_chains: bool) -> None:
         """Queues the copy of all trees."""
         tokens, parents = self._memory
-        return QueuedTrees(
-            HostCopy(trees.token_ids, tokens),
-            None if are_chains else HostCopy(trees.parents, parents),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class QueuedTrees:
-    """Trees on their way to the host.
-
-    Attributes:
-        parents: None of chains.
-    """
-
-    tokens: HostCopy
-    parents: HostCopy | None
+        self._tokens = HostCopy(trees.token_ids, tokens)
+        self._parents = None if are_chains else HostCopy(trees.parents, parents)
 
     def read(self, slots: Sequence[int]) -> list[LaneTree]:
-        """Waits for the device; returns the trees of some slots."""
-        tokens = self.tokens.read()
-        parents = None if self.parents is None else self.parents.read()
+        """Waits for the device; returns the trees of some slots that were queued last."""
+        assert self._tokens is not None, "nothing was queued"
+        tokens = self._tokens.read()
+        parents = None if self._parents is None else self._parents.read()
         return [
             LaneTree.of(tokens[slot].tolist(), None if parents is None else parents[slot].tolist())
             for slot in slots

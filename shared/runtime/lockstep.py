@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Concatenate, ParamSpec, Protocol
 
 import torch
 from torch import Tensor
@@ -19,14 +19,18 @@ from torch import Tensor
 from shared.kv.batch import ForwardBatch
 from shared.layers.tensor_group import TensorGroup
 from shared.models.heads.feature_spec import FeatureSpec
-from shared.runtime.round_batches import PromptChunks, RoundBatches, RoundTree, SizedShape
+from shared.runtime.round_batches import (
+    PromptChunks,
+    RoundBatches,
+    RoundTree,
+    SizedShape,
+    TreeTensors,
+)
 from shared.runtime.round_graphs import TreeSource
 from shared.runtime.round_state import RoundSampling, RoundState
-from shared.runtime.tree_draft import Parts, RequestScores
-from shared.runtime.tree_pass import OpenSequence
-from shared.speculation.tree import TreeRows
-from shared.tokens import TreeShape
+from shared.runtime.tree_draft import Parts
 
+_Params = ParamSpec("_Params")
 # Kernels count on whole vector loads.
 _ALIGNMENT = 16
 
@@ -130,7 +134,8 @@ def follow(
                 next(tensors) if isinstance(field, TensorSpec) else field
                 for field in message.fields
             ]
-            batch = ForwardBatch(*values)  # type: ignore[arg-type]
+            names = (field.name for field in dataclasses.fields(ForwardBatch))
+            batch = ForwardBatch(**dict(zip(names, values, strict=True)))  # type: ignore[arg-type]
             runner.run(batch, capture_layers=message.capture_layers)
         elif isinstance(message, Move):
             runner.move(message.moves)
@@ -178,37 +183,19 @@ def received(specs: Sequence[TensorSpec], group: TensorGroup, device: torch.devi
 
 
 @dataclass(frozen=True, slots=True)
-class BeginTrees:
-    """See `TreeGrower.begin_parts`.
+class GrowerCall:
+    """What one of the two growers of a model does.
 
     Attributes:
-        is_split: of the two growers of a model, the one whose passes can stop.
+        is_split: it is the one whose passes can stop.
+        method: of `TreeGrower`; None queues the next part of the pass that was begun last.
+        args, options: of the method.
     """
 
     is_split: bool
-    sequences: tuple[OpenSequence, ...]
-    tree: TreeShape
-    num_choices: int
-    is_walk: bool
-    scores: RequestScores | None
-
-
-@dataclass(frozen=True, slots=True)
-class QueuePart:
-    """The next part of the pass that was begun last."""
-
-    is_split: bool
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureTrees:
-    """See `TreeGrower.capture_next`."""
-
-    is_split: bool
-    tree: TreeShape
-    num_choices: int
-    num_sequences: int | None
-    is_walk: bool
+    method: Callable[..., object] | None = None
+    args: tuple[object, ...] = ()
+    options: Mapping[str, object] = field(default_factory=dict)
 
 
 class TreeLeader:
@@ -222,27 +209,22 @@ class TreeLeader:
         """Returns that of the grower's split."""
         return TreeLeader(self._leader, is_split=True)
 
-    def begin(
+    def call(
         self,
-        sequences: Sequence[OpenSequence],
-        tree: TreeShape,
-        num_choices: int,
-        *,
-        is_walk: bool = False,
-        scores: RequestScores | None = None,
+        method: Callable[Concatenate[Any, _Params], object],
+        *args: _Params.args,
+        **options: _Params.kwargs,
     ) -> None:
-        self._num_begun += 1
-        sent = tuple(sequences)
-        self._leader.tell(BeginTrees(self._is_split, sent, tree, num_choices, is_walk, scores))
-
-    def capture_next(
-        self, tree: TreeShape, num_choices: int, num_sequences: int | None, *, is_walk: bool
-    ) -> None:
-        self._leader.tell(CaptureTrees(self._is_split, tree, num_choices, num_sequences, is_walk))
+        """Announces a call of a method of the grower."""
+        self._leader.tell(GrowerCall(self._is_split, method, args, options))
 
     def announced(self, parts: Parts) -> Parts:
-        """Returns the pass that was begun last, each part of which is announced from now on."""
-        message, number = QueuePart(self._is_split), self._num_begun
+        """Returns a pass that was begun, each part of which is announced from now on."""
+        self._num_begun += 1
+        return self._announced(parts, self._num_begun)
+
+    def _announced(self, parts: Parts, number: int) -> Parts:
+        message = GrowerCall(self._is_split)
         while True:
             assert number == self._num_begun, "another pass has taken its place"
             self._leader.tell(message)
@@ -407,20 +389,9 @@ class ReceivedTrees:
 
     def grow(self, state: RoundState, sampling: RoundSampling) -> RoundTree:
         """See `TreeSource.grow`; of the state only its size counts."""
-        shape = self.batches.shape
-        tensors = received(_specs(state, shape.num_tree_rows), self.group, state.numbers.device)
-        token_ids, parents, depths, visible, batch_tokens, *places = tensors
-        positions, slots, kv_lengths, prefix_lengths, page_table = places
-        batch = self.batches.fixed(
-            token_ids=batch_tokens,
-            positions=positions,
-            slots=slots,
-            kv_lengths=kv_lengths,
-            prefix_lengths=prefix_lengths,
-            page_table=page_table,
-            tail_mask=None if shape.is_chain else visible.flatten(0, 1),
-        )
-        return RoundTree(TreeRows(token_ids, parents, depths, visible), batch)
+        specs = _specs(state, self.batches.shape.num_tree_rows)
+        tensors = received(specs, self.group, state.numbers.device)
+        return TreeTensors(*tensors[:-1]).laid_out(tensors[-1], self.batches)
 
 
 def _sent(tree: RoundTree) -> list[Tensor]:

@@ -32,13 +32,10 @@ from shared.runtime.round_batches import (
     RoundTree,
     SizedShape,
     StateSizes,
-    state_of_shape,
 )
 from shared.runtime.round_graphs import TreeSource
-from shared.runtime.round_head import HeadBacklog, RoundHead, RoundSeconds, read_trees
+from shared.runtime.round_head import HeadBacklog, HeadPlace, RoundHead, RoundSeconds, read_trees
 from shared.runtime.round_state import TAIL, RoundSampling, RoundState
-from shared.runtime.round_verification import RoundVerification
-from shared.runtime.tree_model import verification_for
 from shared.tokens import TreeShape
 
 _ALIGNMENT = 256
@@ -220,8 +217,8 @@ class MappedSource:
     shapes: tuple[SizedShape, ...]
 
 
-class MappedHead:
-    """A head of another process. A `HeadPlace`; owned by the engine thread.
+class MappedHead(HeadPlace):
+    """A head of another process. Owned by the engine thread.
 
     Args:
         spec: the hidden states that it reads.
@@ -242,7 +239,7 @@ class MappedHead:
         """Raises:
         RingUnavailable: the memory cannot be shared.
         """
-        self.source = source
+        self.source, self.code = source, None
         self._send: Send = _nobody
         self.spec, self._shapes, self.page_size = spec, source.shapes, page_size
         self.target_vocab_size = target_vocab_size
@@ -264,7 +261,6 @@ class MappedHead:
         self._notes = torch.zeros(2, dtype=torch.int32, pin_memory=is_cuda)
 
     def shape(self, tree: TreeShape, max_context_tokens: int) -> RoundShape:
-        """See `TreePlace.shape`."""
         return RoundShape.of(
             tree,
             draft_vocab_size=self.source.vocab_size,
@@ -318,14 +314,9 @@ class MappedHead:
         """Rounds begin anew: what was late does not count."""
         self._late_before = int(self._notes[_LATE])
 
-    def verification(self, shape: RoundShape) -> Callable[..., RoundVerification]:
-        """See `TreePlace.verification`."""
-        return verification_for(shape, self._memory.elements.device)
-
     def in_rounds(
         self, shapes: Sequence[SizedShape], feature_rows: Tensor | None, target: KvPool
     ) -> RoundHead:
-        """See `TreePlace.in_rounds`."""
         assert self._shapes == tuple(shapes), "other shapes"
         memory = self._memory.elements
         state = self._layout.state_within(memory)
@@ -384,29 +375,24 @@ def _nobody(_: Sequence[MappedCommand]) -> bool:
     return False
 
 
-class _MappedRounds:
-    """See `RoundHead`.
-
-    Args:
-        trees: `[any]` int64, those of the round under way begin there.
+class _MappedRounds(RoundHead):
+    """Args:
+    trees: `[any]` int64, those of the round under way begin there.
     """
 
     def __init__(self, head: MappedHead, state: RoundState, trees: Tensor) -> None:
         self._head, self._trees = head, trees
         self.state, self.feature_spec = state, head.spec
-        self.catch_up = head.catch_up
         self._reads_open: int | None = None
 
     @property
     def is_late(self) -> bool:
         return self._head.is_late
 
-    def view(self, sized: SizedShape) -> RoundState:
-        """See `RoundHead.view`."""
-        return state_of_shape(self.state, sized)
+    def catch_up(self, backlogs: Iterable[HeadBacklog]) -> None:
+        self._head.catch_up(backlogs)
 
     def trees(self, number: int, sized: SizedShape) -> TreeSource:
-        """See `RoundHead.trees`."""
         head = self._head
         size = (sized.max_sequences, 2, sized.shape.num_tree_rows)
         trees = self._trees[: math.prod(size)].view(size)
@@ -421,7 +407,6 @@ class _MappedRounds:
     def begin(
         self, number: int, num_slots: int, sampling: RoundSampling, *, is_ahead: bool
     ) -> None:
-        """See `RoundHead.begin`."""
         reads_open, self._reads_open = self._reads_open, None
         self._head.begin(number, num_slots, sampling, is_ahead=is_ahead, reads_open=reads_open)
         if reads_open is not None:

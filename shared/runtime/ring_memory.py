@@ -170,13 +170,17 @@ def _mapped(path: Path, flags: int, size_bytes: int) -> Tensor:
         os.close(descriptor)
 
 
-class _CudaBytes:
-    """CUDA memory as `torch.as_tensor` takes it."""
+class CudaMemory:
+    """Memory of a GPU as `torch.as_tensor` takes it, which does not keep it.
 
-    def __init__(self, pointer: int, size_bytes: int) -> None:
+    Args:
+        kind: of its elements, as numpy writes it.
+    """
+
+    def __init__(self, pointer: int, count: int, kind: str = "|u1") -> None:
         self.__cuda_array_interface__ = {
-            "shape": (size_bytes,),
-            "typestr": "|u1",
+            "shape": (count,),
+            "typestr": kind,
             "data": (pointer, False),
             "version": 3,
         }
@@ -187,7 +191,7 @@ def _allocate_cuda(size_bytes: int) -> RingMemory:
     runtime = _cuda_runtime()
     (pointer,) = _checked(runtime.cudaMalloc(size_bytes))
     (handle,) = _checked(runtime.cudaIpcGetMemHandle(pointer))
-    elements = torch.as_tensor(_CudaBytes(pointer, size_bytes), device="cuda")
+    elements = torch.as_tensor(CudaMemory(pointer, size_bytes), device="cuda")
     memory = RingMemory(RingAddress(cuda_ipc_handle=bytes(handle.reserved)), elements)
     weakref.finalize(memory, runtime.cudaFree, pointer)
     return memory

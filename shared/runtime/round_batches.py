@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shared.kernels.launch import empties
 from shared.kernels.split_plan import MAX_PLAIN_ROWS
 from shared.kv.batch import ForwardBatch
 from shared.kv.upload import uploaded
@@ -436,6 +437,51 @@ class RoundBatches:
         pages = (indices // self.page_size).clamp_max(page_table.shape[1] - 1)
         slots = page_table.gather(1, pages).long() * self.page_size
         return slots + indices % self.page_size
+
+
+@dataclass(frozen=True, slots=True)
+class TreeTensors:
+    """The tensors that set S trees of T rows apart from others; see `TreeRows` and `ForwardBatch`.
+
+    Attributes:
+        batch_tokens, positions, slots: `[S, T]` int64.
+        kv_lengths, prefix_lengths: `[S]` int32.
+    """
+
+    token_ids: Tensor
+    parents: Tensor
+    depths: Tensor
+    visible: Tensor
+    batch_tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    kv_lengths: Tensor
+    prefix_lengths: Tensor
+
+    @classmethod
+    def empty(cls, num_slots: int, num_rows: int, device: torch.device) -> TreeTensors:
+        """Returns room for trees that a kernel will write."""
+        wide = empties(6, (num_slots, num_rows), torch.int64, device)
+        token_ids, parents, depths, batch_tokens, positions, slots = wide
+        visible = torch.empty((num_slots, num_rows, num_rows), dtype=torch.bool, device=device)
+        lengths, prefixes = empties(2, (num_slots,), torch.int32, device)
+        return cls(
+            *(token_ids, parents, depths, visible),
+            *(batch_tokens, positions, slots, lengths, prefixes),
+        )
+
+    def laid_out(self, page_table: Tensor, batches: RoundBatches) -> RoundTree:
+        """Returns the trees, which are written by now."""
+        batch = batches.fixed(
+            token_ids=self.batch_tokens,
+            positions=self.positions,
+            slots=self.slots,
+            kv_lengths=self.kv_lengths,
+            prefix_lengths=self.prefix_lengths,
+            page_table=page_table,
+            tail_mask=None if batches.shape.is_chain else self.visible.flatten(0, 1),
+        )
+        return RoundTree(TreeRows(self.token_ids, self.parents, self.depths, self.visible), batch)
 
 
 # Prompt tokens that slots compute in place of trees, in the forward of a round.

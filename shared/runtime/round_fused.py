@@ -18,7 +18,7 @@ from shared.layers.attention import ForwardContext, plan_for
 from shared.models.decoder import DecoderOutput
 from shared.models.heads.head import HeadRows, SplitHeadLayer
 from shared.runtime import round_selection as prepared
-from shared.runtime.round_batches import RoundBatches, RoundTree
+from shared.runtime.round_batches import RoundBatches, RoundTree, TreeTensors
 from shared.runtime.round_jit import (
     accept_trees,
     choose_tokens,
@@ -52,11 +52,11 @@ from shared.runtime.round_verification import (
 from shared.runtime.tree_draft import (
     BlockDraft,
     DecoderDraft,
+    DraftCode,
     Growth,
     LayeredDraft,
     RoundDraft,
     ScoredRows,
-    Scores,
 )
 from shared.speculation.draw_triton import fused_draw
 from shared.speculation.tree import NO_TOKEN, Children, TreeRows
@@ -86,7 +86,6 @@ class FusedRoundVerification(RoundVerification):
     def draw(
         self, logits: Tensor, state: RoundState, tree: TreeRows, sampling: RoundSampling
     ) -> Tensor:
-        """See `RoundVerification.draw`."""
         if sampling is RoundSampling.GREEDY:
             return fused_draw(logits, None, tree.depths.flatten()).view(tree.depths.shape)
         return sampling.draw(logits, state, tree.depths)
@@ -94,7 +93,6 @@ class FusedRoundVerification(RoundVerification):
     def finish(
         self, state: RoundState, tree: RoundTree, output: DecoderOutput, drawn: Tensor
     ) -> CommittedRound:
-        """See `RoundVerification.finish`."""
         num_slots, width = state.num_slots, self.shape.max_committed
         num_rows, device = self.shape.num_tree_rows, drawn.device
         rows, sources, targets = empties(3, (num_slots * width,), torch.int64, device)
@@ -209,11 +207,9 @@ class FusedScores:
         self._scores = torch.empty(size, dtype=torch.float32, device=device)
 
     def look(self, logits: Tensor) -> None:
-        """See `Scores.look`."""
         self.best(logits)
 
     def choices(self) -> Children:
-        """See `Scores.choices`; every level was looked at."""
         return Children(self._tokens, self._scores)
 
     def best(self, logits: Tensor) -> BestTokens:
@@ -260,61 +256,17 @@ def num_warps_for(num_lists: int) -> int:
 # Launches the growth of a round's trees on CUDA, and holds what passes between its kernels.
 
 
-@dataclass(frozen=True, slots=True)
-class UnwrittenTrees:
-    """Output tensors for S trees of T rows; see `TreeRows` and `ForwardBatch`.
-
-    Attributes:
-        batch_tokens, positions, slots: `[S, T]` int64.
-        kv_lengths, prefix_lengths: `[S]` int32.
-    """
-
-    token_ids: Tensor
-    parents: Tensor
-    depths: Tensor
-    visible: Tensor
-    batch_tokens: Tensor
-    positions: Tensor
-    slots: Tensor
-    kv_lengths: Tensor
-    prefix_lengths: Tensor
-
-    @classmethod
-    def of(cls, num_slots: int, num_rows: int, device: torch.device) -> UnwrittenTrees:
-        wide = empties(6, (num_slots, num_rows), torch.int64, device)
-        token_ids, parents, depths, batch_tokens, positions, slots = wide
-        visible = torch.empty((num_slots, num_rows, num_rows), dtype=torch.bool, device=device)
-        lengths, prefixes = empties(2, (num_slots,), torch.int32, device)
-        return cls(
-            *(token_ids, parents, depths, visible),
-            *(batch_tokens, positions, slots, lengths, prefixes),
-        )
-
-    def written(self, state: RoundState, batches: RoundBatches) -> RoundTree:
-        """Returns the trees, which a kernel has written by now."""
-        batch = batches.fixed(
-            token_ids=self.batch_tokens,
-            positions=self.positions,
-            slots=self.slots,
-            kv_lengths=self.kv_lengths,
-            prefix_lengths=self.prefix_lengths,
-            page_table=state.page_table,
-            tail_mask=None if batches.shape.is_chain else self.visible.flatten(0, 1),
-        )
-        return RoundTree(TreeRows(self.token_ids, self.parents, self.depths, self.visible), batch)
-
-
 # Pairs of nodes that are compared at once.
 _COMPARED = 4096
 
 
-class FusedGrowth:
-    """See `Growth`. Where choices are looked for, the leaves' level is computed as well."""
+class FusedGrowth(Growth):
+    """In a few launches. Where choices are looked for, the leaves' level is computed as well."""
 
     def __init__(self, state: RoundState, batches: RoundBatches, scores: FusedScores) -> None:
         tree, device = batches.shape.tree, state.numbers.device
         self._state, self._batches, self._shape = state, batches, batches.shape
-        self.scores = scores
+        self.scores, self._found = scores, scores.best
         self._level = 0
         self._num_levels = tree.num_steps if scores.num_choices else tree.num_steps - 1
         num_beams = max(self._num_levels, 1) * state.num_slots * tree.topk
@@ -335,8 +287,7 @@ class FusedGrowth:
         self._prefix_lengths = empty(state.num_slots)
 
     def add(self, logits: Tensor) -> None:
-        """See `Growth.add`."""
-        state, tree, scored = self._state, self._shape.tree, self.scores.best(logits)
+        state, tree, scored = self._state, self._shape.tree, self._found(logits)
         rows = len(logits) // state.num_slots
         (num_lists, list_size), num_blocks = scored.keys.shape[1:], scored.maxima.shape[1]
         block_rows, block_children = map(triton.next_power_of_2, (rows, rows * tree.topk))
@@ -363,7 +314,6 @@ class FusedGrowth:
         self._level += 1
 
     def beam(self) -> tuple[ForwardBatch, Tensor]:
-        """See `Growth.beam`."""
         level, tree = self._level - 1, self._shape.tree
         size = (self._state.num_slots, tree.topk)
         rows = slice(level * size[0] * size[1], (level + 1) * size[0] * size[1])
@@ -379,15 +329,13 @@ class FusedGrowth:
         return batch, self._parent_rows[rows]
 
     def scored(self) -> ScoredRows:
-        """See `Growth.scored`."""
         tree, paths = self._finish()
-        return ScoredRows(tree.rows, paths, self._beams())
+        return ScoredRows(tree.rows, paths, self._computed())
 
     def finish(self) -> RoundTree:
-        """See `Growth.finish`."""
         return self._finish()[0]
 
-    def _beams(self) -> Tensor:
+    def _computed(self) -> Tensor:
         """Returns the nodes that were computed, see `ScoredRows`."""
         num_slots, topk = self._state.num_slots, self._shape.tree.topk
         num_beams = self._num_levels * num_slots * topk
@@ -401,7 +349,7 @@ class FusedGrowth:
         """Returns also the score `[S, T]` float32 of each node's path; the root's is 0."""
         state, shape, device = self._state, self._shape, self._tokens.device
         num_slots, num_rows = state.num_slots, shape.num_tree_rows
-        tree = UnwrittenTrees.of(num_slots, num_rows, device)
+        tree = TreeTensors.empty(num_slots, num_rows, device)
         paths = torch.empty((num_slots, num_rows), device=device)
         block_candidates = triton.next_power_of_2(self._num_candidates)
         finish_trees[(num_slots,)](
@@ -415,7 +363,7 @@ class FusedGrowth:
             BLOCK_ROWS=triton.next_power_of_2(num_rows), num_warps=8,
             **dependent_launch(device, num_slots),
         )  # fmt: skip
-        return tree.written(state, self._batches), paths
+        return tree.laid_out(state.page_table, self._batches), paths
 
 
 def _chunk(num_nodes: int) -> int:
@@ -464,7 +412,7 @@ def read_trees_fused(
         trees: `[at least S, 2, T]` int64, tokens and parents.
     """
     num_slots, num_rows = state.num_slots, batches.shape.num_tree_rows
-    tree = UnwrittenTrees.of(num_slots, num_rows, state.numbers.device)
+    tree = TreeTensors.empty(num_slots, num_rows, state.numbers.device)
     mend_trees[(num_slots,)](
         trees, vocab_size,
         tree.token_ids, tree.parents, tree.depths, tree.visible,
@@ -475,7 +423,7 @@ def read_trees_fused(
         IS_CHAIN=batches.shape.tree.topk == 1,
         BLOCK_ROWS=triton.next_power_of_2(num_rows), num_warps=4,
     )  # fmt: skip
-    return tree.written(state, batches)
+    return tree.laid_out(state.page_table, batches)
 
 
 # `RoundSelection` in one launch.
@@ -486,9 +434,8 @@ class FusedRoundSelection(RoundSelection):
     """A slot is a program."""
 
     def grow(self, state: RoundState, sampling: RoundSampling) -> RoundTree:
-        """See `RoundSelection.grow`."""
         num_slots, num_rows = state.num_slots, self.batches.shape.num_tree_rows
-        tree = UnwrittenTrees.of(num_slots, num_rows, state.numbers.device)
+        tree = TreeTensors.empty(num_slots, num_rows, state.numbers.device)
         trees = self.block.trees(num_rows)
         select_trees[(num_slots,)](
             self.block.slots, trees,
@@ -504,39 +451,30 @@ class FusedRoundSelection(RoundSelection):
             BLOCK_TREES=triton.next_power_of_2(prepared.MAX_PREPARED),
             BLOCK_ROWS=triton.next_power_of_2(num_rows), num_warps=4,
         )  # fmt: skip
-        return tree.written(state, self.batches)
+        return tree.laid_out(state.page_table, self.batches)
 
 
 # CUDA code that all kinds of drafts share.
 
 
-class FusedCode:
-    """The part of `DraftCode` around the forwards.
+class FusedCode(DraftCode):
+    """The part around the forwards in a few launches.
 
     Top-k, top-p and min-p are left out of the draft's scores; they cost more than they gain.
     """
 
     __slots__ = ()
-    batches: RoundBatches
 
     def open_rows(self, state: RoundState) -> tuple[ForwardBatch, Tensor]:
-        """See `DraftCode.open_rows`."""
         return lay_out_open_rows(state, self.batches)
 
-    def scores(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> Scores:
-        """See `DraftCode.scores`."""
-        return self._scores(state, sampling, num_choices)
-
     def growth(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> Growth:
-        """See `DraftCode.growth`."""
-        scores = self._scores(state, sampling, num_choices)
-        return FusedGrowth(state, self.batches, scores)
+        return FusedGrowth(state, self.batches, self.scores(state, sampling, num_choices))
 
     def kind_of(self, sampling: RoundSampling) -> RoundSampling:
-        """See `DraftCode.kind_of`."""
         return RoundSampling.DRAWN if sampling is RoundSampling.CUT else sampling
 
-    def _scores(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> FusedScores:
+    def scores(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> FusedScores:
         tree = self.batches.shape.tree
         return FusedScores(state, tree, sampling, self._token_map, num_choices)
 
@@ -549,7 +487,6 @@ class FusedCode:
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedDecoderDraft(FusedCode, DecoderDraft):
     def logits(self, batch: ForwardBatch) -> Tensor:
-        """See `DecoderDraft.logits`."""
         hidden = self.decoder.forward(batch, self.pool).hidden
         # The kernels read any float type.
         return self.decoder.own_logits(hidden.index_select(0, batch.logit_rows), self.decoder.dtype)
@@ -562,7 +499,7 @@ class FusedDecoderDraft(FusedCode, DecoderDraft):
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedBlockDraft(FusedCode, BlockDraft):
     def logits(self, states: Tensor) -> Tensor:
-        """See `BlockDraft.logits`. The kernels read any float type."""
+        # The kernels read any float type.
         return self.head.lm_head(states)
 
     @property
@@ -573,7 +510,7 @@ class FusedBlockDraft(FusedCode, BlockDraft):
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedLayeredDraft(FusedCode, LayeredDraft):
     def logits(self, states: Tensor, layer: int) -> Tensor:
-        """See `LayeredDraft.logits`; over the head's own vocabulary."""
+        # Over the head's own vocabulary.
         vocabulary = self.head.vocabulary
         return vocabulary.lm_head(vocabulary.normed(states, layer))
 
@@ -589,7 +526,6 @@ class FusedRoundDraft(FusedCode, RoundDraft):
     def level(
         self, batch: ForwardBatch, hidden: Tensor, sources: Tensor | None, wanted: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """See `RoundDraft.level`."""
         head, layer = self.head, self.head.layers[0]
         assert isinstance(layer, SplitHeadLayer)
         rows = HeadRows(batch.token_ids, head.embedding, hidden, sources)
@@ -603,7 +539,7 @@ class FusedRoundDraft(FusedCode, RoundDraft):
         return states if layer.state_norm is None else normed, normed
 
     def logits(self, read: Tensor) -> Tensor:
-        """See `RoundDraft.logits`; over the head's own vocabulary."""
+        # Over the head's own vocabulary.
         return self.head.vocabulary.lm_head(read)
 
     def _context(self, batch: ForwardBatch) -> ForwardContext:

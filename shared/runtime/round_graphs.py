@@ -19,6 +19,7 @@ from torch import Tensor
 from shared.models.decoder import DecoderOutput
 from shared.runtime.graphs import capturing
 from shared.runtime.lane_sampling import LaneMasks, LaneSampling, QueuedLogprobs
+from shared.runtime.ring_memory import CudaMemory
 from shared.runtime.round_batches import RoundTree
 from shared.runtime.round_state import RoundSampling, RoundState
 from shared.runtime.round_verification import (
@@ -260,36 +261,23 @@ class RoundGraphs:
         drawn = torch.zeros_like(idle.rows.depths)
         del idle, verified, idle_drawn
         draft, forward, commit = (torch.cuda.CUDAGraph() for _ in range(3))
-        if self._group is not None:
-            self._group.graphs.extend((draft, forward, commit))
-        with capturing(draft, self._memory):
+        with capturing(draft, self._memory, group=self._group):
             tree = self._draft.grow(state, sampling)
-        with capturing(forward, self._memory):
+        with capturing(forward, self._memory, group=self._group):
             verified = self._verification.forward(tree)
-        with capturing(commit, self._memory):
+        with capturing(commit, self._memory, group=self._group):
             committed = self._finish(state, tree, verified.output, drawn)
         logits = _unowned(verified.logits)
         return CapturedRound(draft, forward, commit, state, tree, logits, drawn, committed)
-
-
-class _DeviceMemory:
-    """Some of a device's memory, as other libraries describe theirs."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        words = tensor.contiguous().view(torch.int16)
-        self.__cuda_array_interface__ = {
-            "shape": tuple(words.shape),
-            "typestr": "<i2",
-            "data": (words.data_ptr(), False),
-            "version": 3,
-        }
 
 
 def _unowned(tensor: Tensor) -> Tensor:
     """Returns a view that does not keep the memory of a graph's output, which is the largest of
     all: graphs of other sizes, which never run at the same time, write their own there."""
     assert tensor.is_contiguous()
-    words = torch.as_tensor(_DeviceMemory(tensor), device=tensor.device)
+    words = tensor.view(-1).view(torch.int16)
+    memory = CudaMemory(words.data_ptr(), len(words), "<i2")
+    words = torch.as_tensor(memory, device=tensor.device)
     return words.view(tensor.dtype).view(tensor.shape)
 
 

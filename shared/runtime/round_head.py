@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from shared.runtime.round_graphs import TreeSource, num_computed
 from shared.runtime.round_state import RoundSampling, RoundState
 from shared.runtime.round_verification import RoundVerification
 from shared.runtime.tree_draft import DraftCode, grown
-from shared.runtime.tree_model import RoundModel, runs_fused, verification_for
+from shared.runtime.tree_model import RoundModel, runs_fused
 from shared.speculation.tree import NO_TOKEN, TreeRows, rows_of_parents
 from shared.tokens import TreeShape
 
@@ -190,7 +189,7 @@ class _Chunk:
     ended: list[tuple[int, int]] = field(default_factory=list)
 
 
-class RoundHead(Protocol):
+class RoundHead:
     """The draft model in rounds of several shapes with the same lanes. It is in this process, or in
     another one. Shapes go by their numbers, from 0.
 
@@ -199,16 +198,22 @@ class RoundHead(Protocol):
         feature_spec: the hidden states that it reads; None for none.
     """
 
+    __slots__ = ()
+    state: RoundState
+    feature_spec: FeatureSpec | None
+
     @property
-    def state(self) -> RoundState: ...
-    @property
-    def feature_spec(self) -> FeatureSpec | None: ...
+    def is_late(self) -> bool:
+        """Whether trees did not come in time, so that rows are missing in the model's cache."""
+        return False
 
     def view(self, sized: SizedShape) -> RoundState:
         """Returns the view of the state that rounds of a shape have."""
+        return state_of_shape(self.state, sized)
 
     def trees(self, number: int, sized: SizedShape) -> TreeSource:
         """Returns what grows the trees of a shape."""
+        raise NotImplementedError
 
     def catch_up(self, backlogs: Iterable[HeadBacklog]) -> None:
         """Computes rows before the trees of the next round grow."""
@@ -230,16 +235,20 @@ class RoundHead(Protocol):
             is_ahead: see `TreeShape`. Where nothing was prepared, trees grow behind their verdicts.
         """
 
-    @property
-    def is_late(self) -> bool:
-        """Whether trees did not come in time, so that rows are missing in the model's cache."""
 
+class TreePlace:
+    """Where the trees of rounds come from.
 
-class TreePlace(Protocol):
-    """Where the trees of rounds come from."""
+    Attributes:
+        code: what verifies them; None takes the fastest.
+    """
+
+    __slots__ = ()
+    code: Callable[..., RoundVerification] | None
 
     def shape(self, tree: TreeShape, max_context_tokens: int) -> RoundShape:
         """Returns the sizes of rounds with trees of a shape, over sequences of some length."""
+        raise NotImplementedError
 
     def in_rounds(
         self, shapes: Sequence[SizedShape], feature_rows: Tensor | None, target: KvPool
@@ -251,18 +260,18 @@ class TreePlace(Protocol):
                 pool; None for a model that reads none.
             target: its pool.
         """
-
-    def verification(self, shape: RoundShape) -> Callable[..., RoundVerification]:
-        """Returns the code that verifies trees of a shape."""
+        raise NotImplementedError
 
 
 RoundSeconds = Callable[[TreeShape, int], float | None]
 """Returns what a round with trees of a shape takes for a number of lanes; None while unknown."""
 
 
-class HeadPlace(TreePlace, Protocol):
+class HeadPlace(TreePlace):
     """A draft model that rounds can have: a head or a language model, in this process or in another
-    one."""
+    one. In this one nothing is late, and it stays as it is when its draft leaves."""
+
+    __slots__ = ()
 
     def warmed_up(self, round_s: RoundSeconds | None) -> None:
         """Rounds of all shapes have run.
@@ -274,6 +283,7 @@ class HeadPlace(TreePlace, Protocol):
     @property
     def has_caught_up(self) -> bool:
         """Whether all rounds that were announced are done, and the next one may have trees."""
+        return True
 
     def forgive(self) -> None:
         """Sequences join rounds anew: trees that were late do not count any more."""
@@ -283,18 +293,14 @@ class HeadPlace(TreePlace, Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OwnHead:
-    """A draft model of this process, with pages as large as the target's.
-
-    Attributes:
-        code: what verifies its trees; None takes the fastest.
-    """
+class OwnHead(HeadPlace):
+    """A draft model of this process, with pages as large as the target's."""
 
     model: RoundModel
     code: Callable[..., RoundVerification] | None = None
 
     def shape(self, tree: TreeShape, max_context_tokens: int) -> RoundShape:
-        """See `TreePlace.shape`. Nothing is prepared: target and draft take turns on one device."""
+        # Nothing is prepared: target and draft take turns on one device.
         return RoundShape.of(
             tree,
             draft_vocab_size=self.model.vocab_size,
@@ -302,35 +308,14 @@ class OwnHead:
             block_size=self.model.block_size,
         )
 
-    def verification(self, shape: RoundShape) -> Callable[..., RoundVerification]:
-        """See `TreePlace.verification`."""
-        return self.code or verification_for(shape, self.model.pool.device)
-
-    def warmed_up(self, round_s: RoundSeconds | None) -> None:
-        """Nothing is late in one process."""
-
-    @property
-    def has_caught_up(self) -> bool:
-        """Nothing is late in one process."""
-        return True
-
-    def forgive(self) -> None:
-        """Nothing is late in one process."""
-
-    def close(self) -> None:
-        """It stays as it is."""
-
     def in_rounds(
         self, shapes: Sequence[SizedShape], feature_rows: Tensor | None, target: KvPool
     ) -> RoundHead:
-        """See `TreePlace.in_rounds`."""
         assert target.page_size == self.model.pool.page_size, "pages differ in size"
         return _OwnRounds(self.model, shapes, feature_rows)
 
 
-class _OwnRounds:
-    """See `RoundHead`."""
-
+class _OwnRounds(RoundHead):
     def __init__(
         self, model: RoundModel, shapes: Sequence[SizedShape], rows: Tensor | None
     ) -> None:
@@ -344,30 +329,21 @@ class _OwnRounds:
             for batches in (RoundBatches(each.shape, pool.page_size) for each in shapes)
         ]
         features = None if rows is None else rows.__getitem__
-        self.catch_up = CatchUp(model, features, self.state.last_states).run
-        self.is_late = False
-
-    def view(self, sized: SizedShape) -> RoundState:
-        """See `RoundHead.view`."""
-        return state_of_shape(self.state, sized)
+        self._catch_up = CatchUp(model, features, self.state.last_states)
 
     def trees(self, number: int, sized: SizedShape) -> TreeSource:
-        """See `RoundHead.trees`."""
         return self._trees[number]
 
+    def catch_up(self, backlogs: Iterable[HeadBacklog]) -> None:
+        self._catch_up.run(backlogs)
+
     def read_open_rows(self, number: int, num_slots: int) -> None:
-        """See `RoundHead.read_open_rows`."""
         sized = self._shapes[number]
         # As many as a round computes: no kernel is new.
         count, code = num_computed(num_slots, sized.max_sequences), self._trees[number].code
         seen = code.seen(state_of_shape(self.state, sized).first(count))
         code.forwards(seen, *code.open_rows(seen), keeps_states=False).read_open()
         self.state.limit_open(1)
-
-    def begin(
-        self, number: int, num_slots: int, sampling: RoundSampling, *, is_ahead: bool
-    ) -> None:
-        """It runs on the same stream."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

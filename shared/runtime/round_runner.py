@@ -28,7 +28,6 @@ from shared.runtime.lane_sampling import (
     LaneSampling,
     LaneTree,
     QueuedLogprobs,
-    QueuedTrees,
     TreeCopies,
 )
 from shared.runtime.lane_states import LaneStates
@@ -56,7 +55,8 @@ from shared.runtime.round_state import (
     SequenceRound,
     SlotSequence,
 )
-from shared.runtime.round_verification import RESULT_COUNTS
+from shared.runtime.round_verification import RESULT_COUNTS, RoundVerification
+from shared.runtime.tree_model import fastest
 from shared.tokens import SamplingParams, TreeShape
 
 # The host's map from sequences to slots of the round state.
@@ -90,7 +90,7 @@ class PlacedSequence:
 
 @dataclass(frozen=True, slots=True)
 class PendingRound:
-    """A launched round: its result on the way to the host, who took part, and its size.
+    """A launched round: its result on the way to the host, and who took part.
 
     Attributes:
         max_committed: most tokens that it commits to one sequence.
@@ -99,8 +99,6 @@ class PendingRound:
     result: HostCopy
     logprobs: QueuedLogprobs | None
     sequences: tuple[tuple[int, PlacedSequence], ...]
-    num_slots: int
-    sampling: RoundSampling
     max_committed: int
 
 
@@ -234,7 +232,7 @@ class RoundSlots:
             self._look()
             self.state.clear(slots)
 
-    def launched(self, output: RoundOutput, sampling: RoundSampling, max_committed: int) -> None:
+    def launched(self, output: RoundOutput, max_committed: int) -> None:
         """A round of all that are placed was queued."""
         result = output.result
         for each in self.placed.values():
@@ -243,10 +241,8 @@ class RoundSlots:
         if self._memory:
             assert self.num_pending < len(self._memory), "the oldest result would be overwritten"
             self._memory.rotate(1)
-        copy, num_slots = HostCopy(result, self._memory[0] if self._memory else None), len(result)
-        self._pending.append(
-            PendingRound(copy, output.logprobs, sequences, num_slots, sampling, max_committed)
-        )
+        copy = HostCopy(result, self._memory[0] if self._memory else None)
+        self._pending.append(PendingRound(copy, output.logprobs, sequences, max_committed))
         extra = [slot for each in self._chunks for slot in self._extra(each)]
         self._chunks = {}
         if extra:
@@ -306,12 +302,10 @@ class _OpenRound:
 
     Attributes:
         masked: slots by sequence.
-        trees: None where nobody is masked.
     """
 
     grown: _GrownRound
     masked: Mapping[int, int]
-    trees: QueuedTrees | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,7 +406,8 @@ class RoundRunner:
     def _made(self, sized: SizedShape) -> _Rounds:
         """Returns rounds of one more shape."""
         number, head, group = len(self._rounds), self._head, self._group
-        verification = self._place.verification(sized.shape)(
+        code = self._place.code or fastest(RoundVerification, sized.shape, self._device)
+        verification = code(
             self._decoder,
             self._pool,
             sized.shape,
@@ -608,12 +603,11 @@ class RoundRunner:
         grown, self._grown = self._grown, None
         assert grown is not None
         slots = {each: self._slots.placed[each].slot for each in masked}
-        trees = None
         if slots:
             are_chains = self.shape.tree.topk == 1
-            trees = self._tree_copies.queue(self._current.graphs.grown, are_chains=are_chains)
+            self._tree_copies.queue(self._current.graphs.grown, are_chains=are_chains)
         self._current.graphs.forward(grown.chunks)
-        self._open = _OpenRound(grown, slots, trees)
+        self._open = _OpenRound(grown, slots)
         if not slots:
             self.finish({})
 
@@ -642,8 +636,8 @@ class RoundRunner:
         """Returns the trees of masked lanes by sequence; waits until they have grown."""
         opened = self._open
         assert opened is not None, "nothing was launched"
-        assert opened.trees is not None, "nobody is masked"
-        trees = opened.trees.read(tuple(opened.masked.values()))
+        assert opened.masked, "nobody is masked"
+        trees = self._tree_copies.read(tuple(opened.masked.values()))
         return dict(zip(opened.masked, trees, strict=True))
 
     @torch.inference_mode()
@@ -665,7 +659,7 @@ class RoundRunner:
         )
         grown.announced.close()
         self._read, self._reading = self._reading, {}
-        self._slots.launched(output, grown.sampling, self.shape.max_committed)
+        self._slots.launched(output, self.shape.max_committed)
         self._last = self._current
 
     def result(self) -> tuple[SequenceRound, ...]:

@@ -8,7 +8,7 @@ next without the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -27,12 +27,11 @@ from shared.runtime.round_batches import (
     StateSizes,
 )
 from shared.runtime.round_graphs import TreeSource
-from shared.runtime.round_head import HeadBacklog, RoundHead
+from shared.runtime.round_head import RoundHead, TreePlace
 from shared.runtime.round_runner import RoundLimits, RoundRunner
-from shared.runtime.round_selection import PreparedBlock, PreparedTree
-from shared.runtime.round_state import RoundSampling, RoundState
-from shared.runtime.round_verification import RoundVerification
-from shared.runtime.tree_model import selection_for, verification_for
+from shared.runtime.round_selection import PreparedBlock, PreparedTree, RoundSelection
+from shared.runtime.round_state import RoundState
+from shared.runtime.tree_model import fastest
 from shared.tokens import TokenTree, TreeShape
 
 _ROWS = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -95,8 +94,8 @@ def _is_chain(tree: TokenTree) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PushedTrees:
-    """Trees that drafts push, in place of those that a head grows. See `TreePlace`.
+class PushedTrees(TreePlace):
+    """Trees that drafts push, in place of those that a head grows.
 
     Attributes:
         features: what is kept of the rows that are committed; None keeps nothing.
@@ -104,9 +103,9 @@ class PushedTrees:
 
     block: PreparedBlock
     features: FeatureSpec | None
+    code: None = None
 
     def shape(self, tree: TreeShape, max_context_tokens: int) -> RoundShape:
-        """See `TreePlace.shape`."""
         # Rounds may be under way when the host learns that a sequence has ended.
         spare = MAX_TREE_ROWS + MAX_PENDING_ROUNDS * (MAX_TREE_DEPTH + 1)
         return RoundShape(tree, tree.num_draft_tokens, max_context_tokens + spare)
@@ -114,44 +113,26 @@ class PushedTrees:
     def in_rounds(
         self, shapes: Sequence[SizedShape], feature_rows: Tensor | None, target: KvPool
     ) -> RoundHead:
-        """See `TreePlace.in_rounds`."""
         state = StateSizes.of(shapes, target.page_size).empty_state(target.device)
         return _PushedRounds(state, self.features, self.block, target.page_size)
 
-    def verification(self, shape: RoundShape) -> Callable[..., RoundVerification]:
-        """See `TreePlace.verification`."""
-        return verification_for(shape, self.block.device)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _PushedRounds:
-    """See `RoundHead`: nobody reads rows here."""
+class _PushedRounds(RoundHead):
+    """There is no model, and nobody reads rows."""
 
     state: RoundState
     feature_spec: FeatureSpec | None
     block: PreparedBlock
     page_size: int
-    is_late: bool = False
 
     def view(self, sized: SizedShape) -> RoundState:
         """Rows stay open for nobody, so any number of them may."""
         return self.state
 
     def trees(self, number: int, sized: SizedShape) -> TreeSource:
-        """See `RoundHead.trees`."""
         batches = RoundBatches(sized.shape, self.page_size)
-        return selection_for(self.block.device)(self.block, batches)
-
-    def catch_up(self, backlogs: Iterable[HeadBacklog]) -> None:
-        """There is no model."""
-
-    def read_open_rows(self, number: int, num_slots: int) -> None:
-        """There is no model."""
-
-    def begin(
-        self, number: int, num_slots: int, sampling: RoundSampling, *, is_ahead: bool
-    ) -> None:
-        """The trees are on the same stream."""
+        return fastest(RoundSelection, sized.shape, self.block.device)(self.block, batches)
 
 
 class SelectionRunner(RoundRunner):

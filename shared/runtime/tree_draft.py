@@ -3,7 +3,6 @@ head that scores all levels at once; in plain torch, or by kernels that are hand
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,21 +37,45 @@ class ScoredRows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ComputedRows:
-    """Candidates and states of the root and of L computed levels of K nodes.
+class PackedTrees:
+    """Trees: `[S, 3 T + 2 L K]` int32, tokens, parents and the bits of the scores of T rows, then
+    tokens and parents of the rows of L levels."""
+
+    numbers: Tensor
+
+    @classmethod
+    def of(cls, part: ScoredRows) -> PackedTrees:
+        rows, beams = part.rows, part.beams.flatten(2).int().unbind()
+        bits = part.paths.view(torch.int32)
+        columns = (rows.token_ids.int(), rows.parents.int(), bits, *beams)
+        return cls(torch.cat(columns, dim=1))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedRows:
+    """Candidates and states of N rows: the root, then L computed levels of K nodes.
 
     Attributes:
-        choices: what may follow each row, `[S, 1 + L * K, W]`.
-        states: `[S, 1 + L * K, H]`, which rows below them read; None for a model without.
+        numbers: `[S, 2 N W]` int32, the tokens that may follow each row, then the bits of their
+            scores.
+        states: `[S, N, H]`, which rows below them read; None for a model without.
     """
 
-    choices: Children
+    numbers: Tensor
     states: Tensor | None
 
+    @classmethod
+    def of(cls, choices: Children, states: Tensor | None) -> PackedRows:
+        """Packs what may follow each row, `[S, N, W]`."""
+        bits = choices.log_probs.contiguous().view(torch.int32)
+        return cls(torch.cat((choices.token_ids.int(), bits), dim=1).flatten(1), states)
 
-GrowthLevels: TypeAlias = Iterator[ScoredRows | ComputedRows | None]
-"""Trees that grow in parts: nothing after each forward that others follow, then the trees, and at
-the end, where it was asked for, what is known of their rows."""
+
+Part: TypeAlias = PackedTrees | PackedRows | None
+Parts: TypeAlias = Iterator[Part]
+"""A pass under way, in parts: nothing after each forward that others follow, then the trees, and at
+the end, where it was asked for, what is known of their rows. Each step queues a part of it on the
+device; a result holds until the next pass."""
 
 
 KnownLevel: TypeAlias = tuple[ForwardBatch, Tensor]
@@ -66,7 +89,7 @@ class Scores(Protocol):
         """Takes the next level's logits `[S * N, Vd]`."""
 
     def choices(self) -> Children:
-        """Returns what may follow each row so far, see `ComputedRows`."""
+        """Returns what may follow each row so far, `[S, N, W]`; see `PackedRows`."""
 
 
 class RequestScores(Protocol):
@@ -81,77 +104,31 @@ class RequestScores(Protocol):
         """
 
 
-class Growth(Protocol):
-    """`TreeGrowth` of S slots: `add` a level's logits, compute the rows of `beam`."""
-
-    @property
-    def scores(self) -> Scores:
-        """Scores of the rows that were added."""
-
-    def add(self, logits: Tensor) -> None:
-        """Adds the children of the root, later of the last beam, from logits `[S * N, Vd]`."""
-
-    def beam(self) -> tuple[ForwardBatch, Tensor]:
-        """Returns the rows of the last level's beam, and for each the row `[S * K]` int64 of the
-        level before whose state it reads."""
-
-    def scored(self) -> ScoredRows:
-        """Returns the trees with their best nodes."""
-
-    def finish(self) -> RoundTree:
-        """Returns them laid out for the target."""
-
-
-class Forwards(Protocol):
+class Forwards:
     """The forwards of one pass, each of which may read what the one before left."""
 
     def first(self) -> Tensor:
         """Computes the open rows; returns the logits of the last one of each slot."""
+        raise NotImplementedError
 
     def read_open(self) -> None:
         """Computes the open rows alone; the last one of each slot will be computed again."""
+        raise NotImplementedError
 
     def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor:
         """Computes a level; returns its logits. See `Growth.beam`."""
+        raise NotImplementedError
 
     def walk(self, levels: Iterable[KnownLevel]) -> Iterable[Tensor]:
         """Computes the open rows and levels that do not depend on what is found; returns the logits
         of each, those of the open rows first."""
+        yield self.first()
+        for level in levels:
+            yield self.next(*level)
 
     def states(self) -> Tensor | None:
-        """Returns the states of all rows, see `ComputedRows`."""
-
-
-class DraftCode(Protocol):
-    """A model with the kernels that draft with it."""
-
-    @property
-    def batches(self) -> RoundBatches: ...
-
-    def seen(self, state: RoundState) -> RoundState:
-        """Returns the state of lanes as this code counts their tokens."""
-
-    def open_rows(self, state: RoundState) -> tuple[ForwardBatch, Tensor]:
-        """See `RoundBatches.of_open_rows`."""
-
-    def forwards(
-        self, state: RoundState, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool
-    ) -> Forwards:
-        """Returns what computes open rows and levels.
-
-        Args:
-            batch: the open rows of `state`.
-            sources: the row of what is read beside tokens that each open row reads.
-        """
-
-    def scores(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> Scores:
-        """Returns what looks for so many tokens after each row; 0 finds what trees need."""
-
-    def growth(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> Growth:
-        """Returns trees without a level; see `scores`."""
-
-    def kind_of(self, sampling: RoundSampling) -> RoundSampling:
-        """Returns the kind that does all that this code does for `sampling`."""
+        """Returns the states of all rows, see `PackedRows`; None where none are kept."""
+        return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,13 +142,10 @@ class TreeDraft:
     """
 
     code: DraftCode
-    batches: RoundBatches
     num_choices: int = 0
     scores: RequestScores | None = None
 
-    def grow_levels(
-        self, state: RoundState, sampling: RoundSampling, sources: Tensor
-    ) -> GrowthLevels:
+    def grow_levels(self, state: RoundState, sampling: RoundSampling, sources: Tensor) -> Parts:
         """Grows trees behind the open rows.
 
         Args:
@@ -179,22 +153,22 @@ class TreeDraft:
             sources: `[S * W]` int64, see `DraftCode.forwards`.
         """
         forwards = self._forwards(state, sources)
-        growth: Growth
         if self.scores is None:
             growth = self.code.growth(state, sampling, self.num_choices)
         else:
-            scores = plain_scores(state, self.batches, self.scores, self.num_choices)
-            growth = PlainGrowth(state, self.batches, scores)
-        yield from grow(growth, forwards, self.batches.shape.tree.num_steps)
+            batches = self.code.batches
+            scores = plain_scores(state, batches, self.scores, self.num_choices)
+            growth = Growth(state, batches, scores)
+        yield from grow(growth, forwards, self.code.batches.shape.tree.num_steps)
         leaves = growth.beam() if self.num_choices else None
-        yield growth.scored()
+        yield PackedTrees.of(growth.scored())
         if leaves is not None:
             growth.scores.look(forwards.next(*leaves))
-            yield ComputedRows(growth.scores.choices(), forwards.states())
+            yield PackedRows.of(growth.scores.choices(), forwards.states())
 
     def walk(
         self, state: RoundState, sampling: RoundSampling, sources: Tensor, walks: Tensor
-    ) -> ComputedRows:
+    ) -> PackedRows:
         """Computes given trees behind the open rows; see `grow_levels`.
 
         Args:
@@ -202,9 +176,9 @@ class TreeDraft:
         """
         forwards = self._forwards(state, sources)
         scores = self.code.scores(state, sampling, self.num_choices)
-        for logits in forwards.walk(self.batches.of_walks(state, walks)):
+        for logits in forwards.walk(self.code.batches.of_walks(state, walks)):
             scores.look(logits)
-        return ComputedRows(scores.choices(), forwards.states())
+        return PackedRows.of(scores.choices(), forwards.states())
 
     def _forwards(self, state: RoundState, sources: Tensor) -> Forwards:
         batch, _ = self.code.open_rows(state)
@@ -239,52 +213,7 @@ def grown(
     return growth.finish()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedTrees:
-    """Trees: `[S, 3 T + 2 L K]` int32, tokens, parents and the bits of the scores of T rows, then
-    tokens and parents of the rows of L levels."""
-
-    numbers: Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedRows:
-    """Candidates and states of computed rows.
-
-    Attributes:
-        numbers: `[S, 2 N W]` int32, the tokens that may follow N rows, then the bits of their
-            scores.
-        states: `[S, N, H]`; None for a model without.
-    """
-
-    numbers: Tensor
-    states: Tensor | None
-
-
-Part: TypeAlias = PackedTrees | PackedRows | None
-Parts: TypeAlias = Iterator[Part]
-"""A pass under way: each step queues a part of it on the device, and some bring a result, which
-holds until the next pass."""
-
-
-def packed(part: ScoredRows | ComputedRows | None) -> Part:
-    """Returns what `GrowthLevels` yield."""
-    match part:
-        case ScoredRows():
-            rows, beams = part.rows, part.beams.flatten(2).int().unbind()
-            bits = part.paths.view(torch.int32)
-            columns = (rows.token_ids.int(), rows.parents.int(), bits, *beams)
-            return PackedTrees(torch.cat(columns, dim=1))
-        case ComputedRows():
-            choices = part.choices
-            bits = choices.log_probs.contiguous().view(torch.int32)
-            numbers = torch.cat((choices.token_ids.int(), bits), dim=1).flatten(1)
-            return PackedRows(numbers, part.states)
-        case None:
-            return None
-
-
-# The growth of trees in plain torch: `TreeGrowth` on the slots of a state.
+# Trees on the slots of a state, and what grows them.
 
 
 class PlainScores:
@@ -321,19 +250,29 @@ class PlainScores:
         )
 
 
-class PlainGrowth:
-    """See `Growth`."""
+class Growth:
+    """`TreeGrowth` of S slots, in plain torch: `add` a level's logits, compute the rows of `beam`.
+
+    Attributes:
+        scores: of the rows that were added.
+    """
+
+    scores: Scores
 
     def __init__(self, state: RoundState, batches: RoundBatches, scores: PlainScores) -> None:
-        self._state, self._batches, self.scores = state, batches, scores
+        self._state, self._batches = state, batches
+        self.scores, self._best = scores, scores.best
         self._growth, self._beams = TreeGrowth(batches.shape.tree), list[Beam]()
         self._paths = state.numbers.new_empty((state.num_slots, 1, 0))
 
     def add(self, logits: Tensor) -> None:
-        children = self.scores.best(logits, self._paths)
+        """Adds the children of the root, later of the last beam, from logits `[S * N, Vd]`."""
+        children = self._best(logits, self._paths)
         self._growth.add(children.best(self._batches.shape.tree.topk))
 
     def beam(self) -> tuple[ForwardBatch, Tensor]:
+        """Returns the rows of the last level's beam, and for each the row `[S * K]` int64 of the
+        level before whose state it reads."""
         beam, level = self._growth.select_beam(), len(self._beams)
         self._beams.append(beam)
         above = self._paths.gather(1, beam.parents.unsqueeze(2).expand(-1, -1, level))
@@ -344,6 +283,7 @@ class PlainGrowth:
         return self._batches.of_beam(self._state, beam, level), parents.flatten()
 
     def scored(self) -> ScoredRows:
+        """Returns the trees with their best nodes."""
         tree, roots = self._batches.shape.tree, self._state.roots
         nodes = self._growth.select()
         # A tree may have no level that is computed.
@@ -356,6 +296,7 @@ class PlainGrowth:
         )
 
     def finish(self) -> RoundTree:
+        """Returns them laid out for the target."""
         return self._batches.of_trees(self._state, self.scored().rows)
 
 
@@ -369,52 +310,51 @@ def plain_scores(
     return PlainScores(state, sampling, num_choices or batches.shape.tree.topk)
 
 
-class PlainCode:
-    """The part of `DraftCode` around the forwards, in plain torch."""
+class DraftCode:
+    """A model with the code that drafts with it: around the forwards in plain torch, unless said
+    otherwise."""
 
     __slots__ = ()
     batches: RoundBatches
 
     def seen(self, state: RoundState) -> RoundState:
+        """Returns the state of lanes as this code counts their tokens."""
         return state
 
     def open_rows(self, state: RoundState) -> tuple[ForwardBatch, Tensor]:
+        """See `RoundBatches.of_open_rows`."""
         return self.batches.of_open_rows(state)
 
+    def forwards(
+        self, state: RoundState, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool
+    ) -> Forwards:
+        """Returns what computes open rows and levels.
+
+        Args:
+            batch: the open rows of `state`.
+            sources: the row of what is read beside tokens that each open row reads.
+        """
+        raise NotImplementedError
+
     def scores(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> Scores:
+        """Returns what looks for so many tokens after each row; 0 finds what trees need."""
         return plain_scores(state, self.batches, sampling, num_choices)
 
     def growth(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> Growth:
+        """Returns trees without a level; see `scores`."""
         scores = plain_scores(state, self.batches, sampling, num_choices)
-        return PlainGrowth(state, self.batches, scores)
+        return Growth(state, self.batches, scores)
 
     def kind_of(self, sampling: RoundSampling) -> RoundSampling:
+        """Returns the kind that does all that this code does for `sampling`."""
         return sampling
-
-
-class LevelForwards(ABC):
-    """`Forwards` that compute one level after the other, and keep no states."""
-
-    @abstractmethod
-    def first(self) -> Tensor: ...
-
-    @abstractmethod
-    def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor: ...
-
-    def walk(self, levels: Iterable[KnownLevel]) -> Iterator[Tensor]:
-        yield self.first()
-        for level in levels:
-            yield self.next(*level)
-
-    def states(self) -> Tensor | None:
-        return None
 
 
 # A language model that drafts, for trees that are grown in one pass.
 
 
-class DecoderForwards(LevelForwards):
-    """See `Forwards`: rows read tokens alone."""
+class DecoderForwards(Forwards):
+    """Rows read tokens alone."""
 
     def __init__(self, logits: Callable[[ForwardBatch], Tensor], batch: ForwardBatch) -> None:
         self._logits, self._batch = logits, batch
@@ -423,7 +363,6 @@ class DecoderForwards(LevelForwards):
         return self._logits(self._batch)
 
     def read_open(self) -> None:
-        """See `Forwards.read_open`."""
         self.first()
 
     def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor:
@@ -431,11 +370,9 @@ class DecoderForwards(LevelForwards):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DecoderDraft(PlainCode):
-    """Drafts in plain torch. See `DraftCode`.
-
-    A model's rows are those of a head one token later: row i reads token i. So the state counts a
-    token more than are committed, and its first one is left out of the window.
+class DecoderDraft(DraftCode):
+    """A language model. Its rows are those of a head one token later: row i reads token i. So the
+    state counts a token more than are committed, and its first one is left out of the window.
     """
 
     decoder: Decoder
@@ -462,8 +399,8 @@ class DecoderDraft(PlainCode):
 # A head that drafts a whole block in one forward, from the target's features: DFlash.
 
 
-class BlockForwards(LevelForwards):
-    """See `Forwards`. The first one computes the block, whose rows score the levels in turn: all
+class BlockForwards(Forwards):
+    """The first one computes the block, whose rows score the levels in turn: all
     nodes of a level have the scores of its position.
 
     Args:
@@ -472,25 +409,27 @@ class BlockForwards(LevelForwards):
     """
 
     def __init__(self, read: Callable[[], None], scored: Callable[[], Tensor]) -> None:
-        self.read_open, self._scored = read, scored
+        self._read, self._scored = read, scored
         self._levels: Iterator[Tensor] = iter(())
 
+    def read_open(self) -> None:
+        self._read()
+
     def first(self) -> Tensor:
-        """See `Forwards.first`."""
-        self.read_open()
+        self._read()
         self._levels = iter(self._scored())
         return next(self._levels)
 
     def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor:
-        """See `Forwards.next`; of the level only its size counts."""
+        # Of the level only its size counts.
         logits = next(self._levels)
         num_nodes = len(parents) // len(logits)
         return logits if num_nodes == 1 else logits.repeat_interleave(num_nodes, dim=0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BlockDraft(PlainCode):
-    """Drafts in plain torch. See `DraftCode`.
+class BlockDraft(DraftCode):
+    """A head that drafts blocks.
 
     An open row turns the features of its position into keys and values; its token is the next one,
     so that of the last open row opens the block.
@@ -507,7 +446,6 @@ class BlockDraft(PlainCode):
     def forwards(
         self, state: RoundState, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool
     ) -> BlockForwards:
-        """See `DraftCode.forwards`."""
         return BlockForwards(partial(self._read, batch, sources), partial(self._scored, batch))
 
     def logits(self, states: Tensor) -> Tensor:
@@ -537,8 +475,8 @@ Level = Callable[[ForwardBatch, Tensor, Tensor | None, Tensor | None], tuple[Ten
 Logits = Callable[[Tensor], Tensor]
 
 
-class HeadForwards:
-    """See `Forwards`: each level reads the states of the one before.
+class HeadForwards(Forwards):
+    """Each level reads the states of the one before.
 
     Args:
         level, logits: see `RoundDraft`.
@@ -566,14 +504,13 @@ class HeadForwards:
         return self._logits(self._open())
 
     def read_open(self) -> None:
-        """See `Forwards.read_open`."""
         self._open()
 
     def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor:
         return self._logits(self._advance(batch, parents, None))
 
     def walk(self, levels: Iterable[KnownLevel]) -> Sequence[Tensor]:
-        """See `Forwards.walk`. The matrix of the vocabulary is the largest, and read once."""
+        # The matrix of the vocabulary is the largest, and read once.
         read = [self._open(), *(self._advance(*level, None) for level in levels)]
         return torch.split(self._logits(torch.cat(read)), [len(rows) for rows in read])
 
@@ -595,8 +532,8 @@ class HeadForwards:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RoundDraft(PlainCode):
-    """Drafts for all slots of a state, in plain torch. See `DraftCode`.
+class RoundDraft(DraftCode):
+    """A head of one layer.
 
     Attributes:
         pool: the head's; its pages are as large as the target's.
@@ -614,12 +551,13 @@ class RoundDraft(PlainCode):
     def forwards(
         self, state: RoundState, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool
     ) -> HeadForwards:
-        rows = self.source_rows
-        if rows.is_contiguous() and (self.reads_states or self.head.reads_rows(rows)):
-            return self._forwards(batch, rows, sources, keeps_states=keeps_states)
-        rows = rows.index_select(0, sources)
-        hidden = rows if self.reads_states else self.head.fuse(rows)
-        return self._forwards(batch, hidden, None, keeps_states=keeps_states)
+        hidden, read = self.source_rows, None
+        if hidden.is_contiguous() and (self.reads_states or self.head.reads_rows(hidden)):
+            read = sources
+        else:
+            rows = hidden.index_select(0, sources)
+            hidden = rows if self.reads_states else self.head.fuse(rows)
+        return HeadForwards(self.level, self.logits, batch, hidden, read, keeps_states=keeps_states)
 
     def level(
         self, batch: ForwardBatch, hidden: Tensor, sources: Tensor | None, wanted: Tensor | None
@@ -638,19 +576,12 @@ class RoundDraft(PlainCode):
         """Returns logits `[R, any]` of what levels return for that."""
         return self.head.logits(read)
 
-    def _forwards(
-        self, batch: ForwardBatch, hidden: Tensor, sources: Tensor | None, *, keeps_states: bool
-    ) -> HeadForwards:
-        return HeadForwards(
-            self.level, self.logits, batch, hidden, sources, keeps_states=keeps_states
-        )
-
 
 # A head of several next-token layers, whose chains have a layer a level.
 
 
-class LayeredForwards(LevelForwards):
-    """See `Forwards`; of chains.
+class LayeredForwards(Forwards):
+    """Those of chains.
 
     Layer k computes row i when token i + 1 + k is known, from the state that layer k - 1 left on
     row i. So the open tokens are read k rows earlier than by layer 0, behind the row that
@@ -676,12 +607,10 @@ class LayeredForwards(LevelForwards):
         self._tokens: list[Tensor] = []
 
     def first(self) -> Tensor:
-        """See `Forwards.first`."""
         self._read(num_kept=0)
         return self._draft.logits(self._ends[0], 0)
 
     def read_open(self) -> None:
-        """See `Forwards.read_open`."""
         self._read(num_kept=1)
 
     def _read(self, *, num_kept: int) -> None:
@@ -707,7 +636,7 @@ class LayeredForwards(LevelForwards):
         self._last_states.copy_(torch.cat(last, dim=1))
 
     def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor:
-        """See `Forwards.next`; of the level only its tokens count."""
+        # Of the level only its tokens count.
         assert len(batch.token_ids) == self._num_slots, "layers draft chains"
         self._tokens.append(batch.token_ids)
         level, num_layers = len(self._tokens), self._draft.num_layers
@@ -730,8 +659,8 @@ class LayeredForwards(LevelForwards):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayeredDraft(PlainCode):
-    """Drafts chains in plain torch. See `DraftCode`.
+class LayeredDraft(DraftCode):
+    """A head of several layers, which drafts chains.
 
     Attributes:
         source_rows: see `RoundDraft`.
@@ -750,7 +679,6 @@ class LayeredDraft(PlainCode):
     def forwards(
         self, state: RoundState, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool
     ) -> LayeredForwards:
-        """See `DraftCode.forwards`."""
         hidden = self.head.fuse(self.source_rows.index_select(0, sources))
         return LayeredForwards(self, state, batch, hidden)
 

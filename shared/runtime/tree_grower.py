@@ -95,7 +95,15 @@ class TreeGrower:
         """
         if self._leader is not None:
             assert not sources, "only what the host has is announced"
-            self._leader.begin(sequences, tree, num_choices, is_walk=is_walk, scores=scores)
+            self._leader.call(
+                TreeGrower.begin_parts,
+                tuple(sequences),
+                (),
+                tree,
+                num_choices=num_choices,
+                is_walk=is_walk,
+                scores=scores,
+            )
         parts = self.begin_parts(
             sequences, sources, tree, num_choices=num_choices, is_walk=is_walk, scores=scores
         )
@@ -162,7 +170,13 @@ class TreeGrower:
         if not (self._kinds and self.limits.has_graphs):
             return False
         if self._leader is not None:
-            self._leader.capture_next(tree, num_choices, num_sequences, is_walk=is_walk)
+            self._leader.call(
+                TreeGrower.capture_next,
+                tree,
+                num_choices=num_choices,
+                is_walk=is_walk,
+                num_sequences=num_sequences,
+            )
         chosen = self._pass_of(tree, num_choices, is_walk=is_walk)
         if num_sequences is None:
             return chosen.capture_first(chosen.left_of(self._kinds))

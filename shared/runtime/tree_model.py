@@ -3,9 +3,8 @@ head that drafts blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,70 +19,36 @@ from shared.models.heads.dflash import DflashHead
 from shared.models.heads.feature_spec import FeatureSpec
 from shared.models.heads.head import DraftHead, SplitHeadLayer
 from shared.runtime.round_batches import RoundBatches, RoundShape
-from shared.runtime.round_selection import RoundSelection
-from shared.runtime.round_verification import RoundVerification
 from shared.runtime.tree_draft import (
     BlockDraft,
     DecoderDraft,
     DraftCode,
     LayeredDraft,
     RoundDraft,
-    TreeDraft,
 )
 
-# Chooses the code that runs each of the two parts of a round.
-
+_Code = TypeVar("_Code")
 # A kernel holds a whole tree, row by row, in the registers of one program.
 _MAX_ROWS = 64
 _MAX_CANDIDATES = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class RoundParts:
-    """Makers of the parts, called with the fields of `RoundDraft` and `RoundVerification`."""
-
-    draft: Callable[..., RoundDraft]
-    verification: Callable[..., RoundVerification]
-
-    @classmethod
-    def of(cls, head: DraftHead, shape: RoundShape, device: torch.device) -> RoundParts:
-        """Returns the fastest parts for a head."""
-        if not runs_fused(shape, device):
-            return PLAIN
-        # Triton is not installed where there is no CUDA.
-        from shared.runtime.round_fused import FusedRoundDraft
-
-        is_split = all(isinstance(layer, SplitHeadLayer) for layer in head.layers)
-        return cls(FusedRoundDraft if is_split else RoundDraft, verification_for(shape, device))
-
-
-def selection_for(device: torch.device) -> type[RoundSelection]:
-    """Returns the fastest choice among trees that were prepared."""
-    if not has_triton(device):
-        return RoundSelection
-    # Triton is not installed where there is no CUDA.
-    from shared.runtime.round_fused import FusedRoundSelection
-
-    return FusedRoundSelection
-
-
-def verification_for(shape: RoundShape, device: torch.device) -> type[RoundVerification]:
-    """Returns the fastest verification of trees of a shape."""
-    if not runs_fused(shape, device):
-        return RoundVerification
-    # Triton is not installed where there is no CUDA.
-    from shared.runtime.round_fused import FusedRoundVerification
-
-    return FusedRoundVerification
-
-
-PLAIN = RoundParts(RoundDraft, RoundVerification)
 
 
 def runs_fused(shape: RoundShape, device: torch.device) -> bool:
     """Whether the fused kernels take trees of this shape, and the device has them."""
     fits = shape.num_tree_rows <= _MAX_ROWS and shape.num_candidates <= _MAX_CANDIDATES
     return fits and has_triton(device)
+
+
+def fastest(plain: type[_Code], shape: RoundShape, device: torch.device) -> type[_Code]:
+    """Returns the class that does for trees of a shape what one in plain torch does, by the fused
+    kernels, which has its name behind `Fused`; or that one where they do not run."""
+    if not runs_fused(shape, device):
+        return plain
+    # Triton is not installed where there is no CUDA.
+    from shared.runtime import round_fused
+
+    fused: type[_Code] = getattr(round_fused, f"Fused{plain.__name__}")
+    return fused
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,34 +69,40 @@ class PassKind:
     is_plain: bool = False
 
 
-class RoundModel(Protocol):
+class RoundModel:
     """A model with its cache, as rounds use it."""
 
-    @property
-    def pool(self) -> KvPool: ...
+    __slots__ = ()
+    pool: KvPool
 
     @property
     def block_size(self) -> int:
         """See `RoundShape`."""
+        return 0
 
     @property
     def vocab_size(self) -> int:
         """Tokens it can propose."""
+        raise NotImplementedError
 
     @property
     def id_limit(self) -> int:
         """Their ids are below it."""
+        return self.vocab_size
 
     @property
     def feature_spec(self) -> FeatureSpec | None:
         """The target's hidden states that rows read beside tokens; None for none."""
+        raise NotImplementedError
 
     @property
     def token_lead(self) -> int:
         """By how many tokens a row reads ahead of its position."""
+        return 1
 
     def lane_states(self, num_slots: int) -> Tensor | None:
         """Returns room for `RoundState.last_states`; None where there is none of them."""
+        return None
 
     def compute(self, batch: ForwardBatch, features: Tensor | None) -> Tensor | None:
         """Computes rows for the cache, with the features `[R, W]` that they read.
@@ -139,54 +110,43 @@ class RoundModel(Protocol):
         Returns:
             What each layer but the last left on them, `[N, R, H]`; None where nobody reads it.
         """
+        raise NotImplementedError
 
-    def code(self, batches: RoundBatches, source_rows: Tensor | None) -> DraftCode:
-        """Returns what drafts in the shape of `batches` for rounds, by the fastest code for it.
-
-        Args:
-            source_rows: `[any, source_width]`, the features of open rows; None where they read
-                none.
-        """
-
-
-class TreeModel(RoundModel, Protocol):
-    """A model that also grows trees in passes."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def group(self) -> TensorGroup | None:
-        """Processes that share the model and grow the same trees."""
-
-    def source_width(self, kind: PassKind) -> int:
-        """Returns the width of what open rows read beside tokens; 0 when it is nothing."""
-
-    def draft(self, batches: RoundBatches, source_rows: Tensor, kind: PassKind) -> TreeDraft:
+    def code(
+        self, batches: RoundBatches, source_rows: Tensor | None, kind: PassKind = PassKind()
+    ) -> DraftCode:
         """Returns what drafts in the shape of `batches`, by the fastest code for it.
 
         Args:
             source_rows: `[any, source_width]`, the features of open rows or, in passes that are
-                split, states.
+                split, states; None where rows read none.
+            kind: of passes, of a model that grows trees in some.
         """
+        raise NotImplementedError
 
 
-class _LevelByLevel:
-    """A model that grows trees level by level, and keeps nothing of lanes but its cache."""
+class TreeModel(RoundModel):
+    """A model that also grows trees in passes."""
 
     __slots__ = ()
 
     @property
-    def block_size(self) -> int:
-        return 0
+    def dtype(self) -> torch.dtype:
+        raise NotImplementedError
 
-    def lane_states(self, num_slots: int) -> Tensor | None:
+    @property
+    def group(self) -> TensorGroup | None:
+        """Processes that share the model and grow the same trees."""
         return None
+
+    def source_width(self, kind: PassKind) -> int:
+        """Returns the width of what open rows read beside tokens; 0 when it is nothing."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
-class _AnyHead(_LevelByLevel):
-    """A draft head with its cache, of one layer or several."""
+class _AnyHead(RoundModel):
+    """A draft head, of one layer or several."""
 
     head: DraftHead
     pool: KvPool
@@ -203,22 +163,14 @@ class _AnyHead(_LevelByLevel):
     def feature_spec(self) -> FeatureSpec:
         return self.head.feature_spec
 
-    @property
-    def token_lead(self) -> int:
-        return 1
-
 
 @dataclass(frozen=True, slots=True)
-class HeadModel(_AnyHead):
-    """See `TreeModel`."""
+class HeadModel(_AnyHead, TreeModel):
+    """A draft head of one layer."""
 
     @property
     def dtype(self) -> torch.dtype:
         return self.head.dtype
-
-    @property
-    def group(self) -> None:
-        return None
 
     def compute(self, batch: ForwardBatch, features: Tensor | None) -> None:
         assert features is not None, "a head reads features"
@@ -227,22 +179,19 @@ class HeadModel(_AnyHead):
     def source_width(self, kind: PassKind) -> int:
         return self.head.embedding.shape[1] if kind.is_split else self.head.feature_spec.width
 
-    def draft(self, batches: RoundBatches, source_rows: Tensor, kind: PassKind) -> TreeDraft:
-        parts = PLAIN if kind.is_plain else self._parts(batches)
-        code = parts.draft(self.head, self.pool, batches, source_rows, kind.is_split)
-        return TreeDraft(code, batches, kind.num_choices)
-
-    def code(self, batches: RoundBatches, source_rows: Tensor | None) -> DraftCode:
+    def code(
+        self, batches: RoundBatches, source_rows: Tensor | None, kind: PassKind = PassKind()
+    ) -> RoundDraft:
         assert source_rows is not None, "a head reads features"
-        return self._parts(batches).draft(self.head, self.pool, batches, source_rows)
-
-    def _parts(self, batches: RoundBatches) -> RoundParts:
-        return RoundParts.of(self.head, batches.shape, self.pool.device)
+        draft, is_split = RoundDraft, isinstance(self.head.layers[0], SplitHeadLayer)
+        if is_split and not kind.is_plain:
+            draft = fastest(RoundDraft, batches.shape, self.pool.device)
+        return draft(self.head, self.pool, batches, source_rows, kind.is_split)
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderModel(_LevelByLevel):
-    """See `TreeModel`."""
+class DecoderModel(TreeModel):
+    """A language model."""
 
     decoder: Decoder
     pool: KvPool
@@ -277,66 +226,54 @@ class DecoderModel(_LevelByLevel):
     def source_width(self, kind: PassKind) -> int:
         return 0
 
-    def draft(self, batches: RoundBatches, source_rows: Tensor, kind: PassKind) -> TreeDraft:
-        code = self._plain(batches) if kind.is_plain else self.code(batches, None)
-        return TreeDraft(code, batches, kind.num_choices)
-
-    def code(self, batches: RoundBatches, source_rows: Tensor | None) -> DecoderDraft:
-        if not runs_fused(batches.shape, self.pool.device):
-            return self._plain(batches)
-        # Triton is not installed where there is no CUDA.
-        from shared.runtime.round_fused import FusedDecoderDraft
-
-        return FusedDecoderDraft(self.decoder, self.pool, batches)
-
-    def _plain(self, batches: RoundBatches) -> DecoderDraft:
-        return DecoderDraft(self.decoder, self.pool, batches)
+    def code(
+        self, batches: RoundBatches, source_rows: Tensor | None, kind: PassKind = PassKind()
+    ) -> DecoderDraft:
+        draft = DecoderDraft
+        if not kind.is_plain:
+            draft = fastest(DecoderDraft, batches.shape, self.pool.device)
+        return draft(self.decoder, self.pool, batches)
 
 
 @dataclass(frozen=True, slots=True)
-class BlockModel:
-    """A head that drafts blocks; see `RoundModel`."""
+class BlockModel(RoundModel):
+    """A head that drafts blocks.
+
+    Attributes:
+        num_rows: of a block.
+    """
 
     head: DflashHead
     pool: KvPool
-    block_size: int
+    num_rows: int
+
+    @property
+    def block_size(self) -> int:
+        return self.num_rows
 
     @property
     def vocab_size(self) -> int:
         return self.head.vocab_size
 
     @property
-    def id_limit(self) -> int:
-        return self.head.vocab_size
-
-    @property
     def feature_spec(self) -> FeatureSpec:
         return self.head.feature_spec
-
-    @property
-    def token_lead(self) -> int:
-        return 1
-
-    def lane_states(self, num_slots: int) -> None:
-        return None
 
     def compute(self, batch: ForwardBatch, features: Tensor | None) -> None:
         assert features is not None, "a head reads features"
         self.head.write_context(features, batch.positions, batch.slots, self.pool)
 
-    def code(self, batches: RoundBatches, source_rows: Tensor | None) -> BlockDraft:
+    def code(
+        self, batches: RoundBatches, source_rows: Tensor | None, kind: PassKind = PassKind()
+    ) -> BlockDraft:
         assert source_rows is not None, "a head reads features"
-        if not runs_fused(batches.shape, self.pool.device):
-            return BlockDraft(self.head, self.pool, batches, source_rows)
-        # Triton is not installed where there is no CUDA.
-        from shared.runtime.round_fused import FusedBlockDraft
-
-        return FusedBlockDraft(self.head, self.pool, batches, source_rows)
+        draft = fastest(BlockDraft, batches.shape, self.pool.device)
+        return draft(self.head, self.pool, batches, source_rows)
 
 
 @dataclass(frozen=True, slots=True)
 class LayeredModel(_AnyHead):
-    """A head of several next-token layers, which drafts chains; see `RoundModel`."""
+    """A head of several next-token layers, which drafts chains."""
 
     def lane_states(self, num_slots: int) -> Tensor:
         size = (num_slots, len(self.head.layers) - 1, self.head.embedding.shape[1])
@@ -356,11 +293,9 @@ class LayeredModel(_AnyHead):
             left.append(hidden)
         return torch.stack(left[:-1])
 
-    def code(self, batches: RoundBatches, source_rows: Tensor | None) -> LayeredDraft:
+    def code(
+        self, batches: RoundBatches, source_rows: Tensor | None, kind: PassKind = PassKind()
+    ) -> LayeredDraft:
         assert source_rows is not None, "a head reads features"
-        if not runs_fused(batches.shape, self.pool.device):
-            return LayeredDraft(self.head, self.pool, batches, source_rows)
-        # Triton is not installed where there is no CUDA.
-        from shared.runtime.round_fused import FusedLayeredDraft
-
-        return FusedLayeredDraft(self.head, self.pool, batches, source_rows)
+        draft = fastest(LayeredDraft, batches.shape, self.pool.device)
+        return draft(self.head, self.pool, batches, source_rows)

@@ -49,7 +49,6 @@ from shared.runtime.tree_draft import (
     Parts,
     RequestScores,
     TreeDraft,
-    packed,
 )
 from shared.runtime.tree_model import PassKind, TreeModel
 from shared.speculation.row_sampling import sampling_columns, signed_seed
@@ -448,15 +447,14 @@ class TreePass:
 
     def _draft(self, shape: RoundShape, sources: Tensor) -> TreeDraft:
         batches = RoundBatches(shape, self._pool.page_size)
-        return self._model.draft(batches, sources, self.kind)
+        return TreeDraft(self._model.code(batches, sources, self.kind), self.kind.num_choices)
 
     def _parts(self, draft: TreeDraft, inputs: OpenInputs, sampling: RoundSampling) -> Parts:
         kind, sources = draft.code.kind_of(sampling), inputs.sources.flatten()
         if self.kind.is_walk:
-            yield packed(draft.walk(inputs.state, kind, sources, inputs.walks))
-            return
-        for part in draft.grow_levels(inputs.state, kind, sources):
-            yield packed(part)
+            yield draft.walk(inputs.state, kind, sources, inputs.walks)
+        else:
+            yield from draft.grow_levels(inputs.state, kind, sources)
 
     def _graph_of(self, num_slots: int, sampling: RoundSampling) -> _Captured | None:
         """Returns the graph, captured when first asked for; None if it cannot be."""
@@ -489,17 +487,11 @@ class TreePass:
         parts = self._parts(draft, inputs, sampling)
         captured: list[tuple[torch.cuda.CUDAGraph, Part]] = []
         while not captured or not self.ends_with(captured[-1][1]):
-            graph = self._new_graph()
-            with capturing(graph, self._memory):
+            graph = torch.cuda.CUDAGraph()
+            with capturing(graph, self._memory, group=self._model.group):
                 part = next(parts) if self.kind.is_split else _next_result(parts)
             captured.append((graph, part))
         return captured
-
-    def _new_graph(self) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        if self._model.group is not None:
-            self._model.group.graphs.append(graph)
-        return graph
 
 
 def _replayed(captured: _Captured) -> Parts:

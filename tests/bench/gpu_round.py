@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -113,26 +113,18 @@ def random_head(decoder: Decoder) -> DraftHead:
 
 
 def _head_config(decoder: Decoder, layers: tuple[int, ...]) -> HeadConfig:
-    config = decoder.config
+    rope = RopeConfig(500_000.0)
+    sizes = replace(decoder.config, rope=rope, max_position_embeddings=MAX_CONTEXT)
     return HeadConfig(
         kind=HeadKind.EAGLE3,
-        hidden_size=config.hidden_size,
-        target_hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        intermediate_size=config.intermediate_size,
-        vocab_size=config.vocab_size,
+        sizes=sizes,
+        target_hidden_size=sizes.hidden_size,
         draft_vocab_size=DRAFT_VOCAB_SIZE,
-        rms_norm_eps=1e-5,
-        rope=RopeConfig(500_000.0),
-        max_position_embeddings=MAX_CONTEXT,
         feature_layers=layers,
         fuses_features=True,
         norm_before_fc=False,
         feeds_back_norm=False,
         norm_before_residual=False,
-        dtype=torch.bfloat16,
     )
 
 

@@ -10,10 +10,10 @@ from typing import Self
 import torch
 
 from shared.errors import CheckpointError
-from shared.layers.rotary import RopeConfig
-from shared.models.config import ModelConfig, check_supported, saved_dtype
+from shared.models.config import ModelConfig
 from shared.models.config_file import CONFIG_FILE, ConfigFile
-from shared.models.layer_configs import read_rope
+
+_LAYERS_OF = "LlamaForCausalLM"
 
 
 class HeadKind(enum.Enum):
@@ -31,37 +31,26 @@ class HeadConfig:
     """Sizes and switches of a one-layer draft head.
 
     Attributes:
-        hidden_size: of the head; H below.
+        sizes: of the layer, which is Llama's, with the vocabulary of the target; H below is its
+            hidden size.
         target_hidden_size: of the target's hidden states.
-        vocab_size: of the target.
         draft_vocab_size: tokens the head itself scores; None takes the target's lm_head.
-        max_position_embeddings: longest context the head was trained on.
         feature_layers: see `FeatureSpec.layer_indices`.
         fuses_features: features pass through `fc` before they enter the head.
         norm_before_fc: EAGLE3, one norm over the concatenated features.
         feeds_back_norm: EAGLE-3.1, the recurrent state is the output after the final norm.
         norm_before_residual: EAGLE3, the residual is the hidden state after its norm.
-        dtype: what the checkpoint was saved in; None if the config does not say.
     """
 
     kind: HeadKind
-    hidden_size: int
+    sizes: ModelConfig
     target_hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
     draft_vocab_size: int | None
-    rms_norm_eps: float
-    rope: RopeConfig
-    max_position_embeddings: int
     feature_layers: tuple[int, ...]
     fuses_features: bool
     norm_before_fc: bool
     feeds_back_norm: bool
     norm_before_residual: bool
-    dtype: torch.dtype | None
 
     @classmethod
     def from_folder(cls, folder: Path, kind: HeadKind, target: ModelConfig) -> Self:
@@ -72,33 +61,49 @@ class HeadConfig:
                 size that does not fit the target; names key and values.
         """
         config = ConfigFile.read(folder / CONFIG_FILE)
-        check_supported(config)
         _check_num_layers(config)
-        is_eagle3 = kind is HeadKind.EAGLE3
-        hidden_size = config.integer("hidden_size")
-        num_heads = config.integer("num_attention_heads")
-        max_positions = config.integer("max_position_embeddings")
-        eagle = config.nested("eagle_config")
+        values = {"num_hidden_layers": 1, "vocab_size": target.vocab_size}
+        sizes = ModelConfig.of(config.with_values(values), _LAYERS_OF)
+        if sizes.rope.partial != 1.0:
+            raise CheckpointError(
+                f"{config.path}: partial_rotary_factor is {sizes.rope.partial:g}; it must be 1 in "
+                f"a head"
+            )
+        is_eagle3, eagle = kind is HeadKind.EAGLE3, config.nested("eagle_config")
         return cls(
             kind=kind,
-            hidden_size=hidden_size,
+            sizes=sizes,
             target_hidden_size=_target_hidden_size(config, kind, target),
-            num_heads=num_heads,
-            num_kv_heads=_num_kv_heads(config, num_heads),
-            head_dim=config.integer("head_dim", hidden_size // num_heads),
-            intermediate_size=config.integer("intermediate_size"),
-            vocab_size=target.vocab_size,
             draft_vocab_size=_draft_vocab_size(config, kind, target),
-            rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-            rope=_rope(config, max_positions),
-            max_position_embeddings=max_positions,
             feature_layers=_feature_layers(config, kind, target.num_layers),
             fuses_features=is_eagle3 and _uses_aux_states(config),
             norm_before_fc=is_eagle3 and _either_flag(config, eagle, "norm_before_fc"),
             feeds_back_norm=is_eagle3 and _either_flag(config, eagle, "norm_output"),
             norm_before_residual=is_eagle3 and _either_flag(config, eagle, "norm_before_residual"),
-            dtype=saved_dtype(config),
         )
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the target."""
+        return self.sizes.vocab_size
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Longest context the head was trained on."""
+        return self.sizes.max_position_embeddings
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.sizes.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.sizes.head_dim
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """See `ModelConfig`."""
+        return self.sizes.dtype
 
 
 def _check_num_layers(config: ConfigFile) -> None:
@@ -107,25 +112,6 @@ def _check_num_layers(config: ConfigFile) -> None:
         raise CheckpointError(
             f"{config.path}: num_hidden_layers is {num_layers}; a draft head has 1 layer"
         )
-
-
-def _rope(config: ConfigFile, max_positions: int) -> RopeConfig:
-    rope = read_rope(config, max_position_embeddings=max_positions)
-    if rope.partial != 1.0:
-        raise CheckpointError(
-            f"{config.path}: partial_rotary_factor is {rope.partial:g}; it must be 1 in a head"
-        )
-    return rope
-
-
-def _num_kv_heads(config: ConfigFile, num_heads: int) -> int:
-    num_kv_heads = config.integer("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise CheckpointError(
-            f"{config.path}: num_attention_heads is {num_heads}; it must be a multiple of "
-            f"num_key_value_heads, {num_kv_heads}"
-        )
-    return num_kv_heads
 
 
 def _target_hidden_size(config: ConfigFile, kind: HeadKind, target: ModelConfig) -> int:

@@ -27,6 +27,8 @@ from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm
 from shared.layers.rotary import Rotary
 from shared.model_options import AttentionBackend
+from shared.models.config import ModelConfig
+from shared.models.heads.config import HeadConfig
 from shared.models.heads.feature_spec import FeatureSpec
 
 
@@ -211,19 +213,6 @@ class Eagle3Layer:
         return mixed, self.mlp.partials(normed)
 
 
-class HeadSizes(Protocol):
-    """The sizes in the config of any kind of head."""
-
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_position_embeddings(self) -> int: ...
-
-
 @dataclass(frozen=True, slots=True)
 class DraftHead:
     """Weights and forward pass of one head.
@@ -236,7 +225,7 @@ class DraftHead:
         attention_backend: what computes attention.
     """
 
-    config: HeadSizes
+    config: HeadConfig | ModelConfig
     feature_spec: FeatureSpec
     fusion: FeatureFusion | None
     embedding: Tensor

@@ -11,21 +11,27 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from shared.errors import CheckpointError
-from shared.layers.attention import Attention, AttentionShape
+from shared.layers.attention import AttentionShape
 from shared.layers.decoder_layer import Mlp
 from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm
 from shared.layers.rotary import Rotary
 from shared.model_options import ModelOptions
 from shared.models.checkpoint import Checkpoint, open_weights
-from shared.models.decoder_weights import IGNORED_SUFFIXES
+from shared.models.config import ModelConfig
+from shared.models.decoder_weights import (
+    IGNORED_SUFFIXES,
+    LayerTensors,
+    layer_parts,
+    linear_from,
+)
 from shared.models.heads.config import HeadConfig, HeadKind
 from shared.models.heads.feature_spec import FeatureSpec
 from shared.models.heads.head import (
@@ -37,13 +43,15 @@ from shared.models.heads.head import (
     HeadLayer,
 )
 from shared.models.heads.target_tensors import TargetTensors
-from shared.models.loader import linear_from
+from shared.models.loader import build_attention
 from shared.models.weights import AT_ONCE, CopyPace, WeightPart, WeightTensors, read_weights
 
 EMBEDDING = "embed_tokens.weight"
 LM_HEAD_KEY = "lm_head.weight"
 TOKEN_MAP_KEY = "d2t"
 TOKEN_MASK_KEY = "t2d"
+# What the names of the layer's tensors begin with.
+_LAYER = "layers.0."
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +89,25 @@ class HeadKeys:
         """Norms of single feature layers; 0 in heads without them."""
         return sum(key.startswith(f"{self.root}fc_norm.") for key in self.keys)
 
+    def sizes(self, config: ModelConfig) -> ModelConfig:
+        """Returns the sizes of the layer with the biases and norms that it has. Of matrices that
+        are fused, one without a bias that another has is reported as missing."""
+
+        def has(*names: str) -> bool:
+            return any(f"{self.layer}{name}" in self.keys for name in names)
+
+        return replace(
+            config,
+            has_qkv_bias=has(*(f"self_attn.{each}_proj.bias" for each in "qkv")),
+            has_output_bias=has("self_attn.o_proj.bias"),
+            has_mlp_bias=has(*(f"mlp.{each}_proj.bias" for each in ("gate", "up", "down"))),
+            has_qk_norm=has("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
+        )
+
 
 def head_parts(config: HeadConfig, keys: HeadKeys) -> tuple[WeightPart, ...]:
     """Lists every tensor of the head, in the order in which fused ones are stacked."""
-    hidden, root = config.hidden_size, keys.root
+    hidden, root = config.sizes.hidden_size, keys.root
     parts = [*_fc_parts(config, keys), *_layer_parts(config, keys)]
     if keys.has(EMBEDDING):
         parts.append(WeightPart(f"{root}{EMBEDDING}", (config.vocab_size, hidden), "embedding"))
@@ -124,7 +147,7 @@ def ignored_keys(config: HeadConfig) -> tuple[str, ...]:
 
 def _fc_parts(config: HeadConfig, keys: HeadKeys) -> Iterator[WeightPart]:
     """Yields `fc` and the norms in front of it."""
-    root, hidden, wide = keys.root, config.hidden_size, 2 * config.hidden_size
+    root, hidden, wide = keys.root, config.sizes.hidden_size, 2 * config.sizes.hidden_size
     if config.kind is HeadKind.EAGLE3:
         if not config.fuses_features:
             return
@@ -140,42 +163,16 @@ def _fc_parts(config: HeadConfig, keys: HeadKeys) -> Iterator[WeightPart]:
 
 
 def _layer_parts(config: HeadConfig, keys: HeadKeys) -> Iterator[WeightPart]:
-    layer, hidden = keys.layer, (config.hidden_size,)
-    norms = {"post_attention_layernorm": "mlp_norm"}
-    if config.kind is HeadKind.EAGLE3:
-        norms |= {"input_layernorm": "embedding_norm", "hidden_norm": "hidden_norm"}
-    for key, name in norms.items():
-        yield WeightPart(f"{layer}{key}.weight", hidden, name)
-    for key, shape, name in _products(config):
-        yield WeightPart(f"{layer}{key}.weight", shape, f"{name}.weight")
-        # A bias of one of the fused matrices without the others is reported as missing.
-        if any(f"{layer}{other}.bias" in keys.keys for other in _fused_with(config, name)):
-            yield WeightPart(f"{layer}{key}.bias", shape[:1], f"{name}.bias")
-    for key, repeats in (("q_norm", config.num_heads), ("k_norm", config.num_kv_heads)):
-        name = f"{layer}self_attn.{key}.weight"
-        if name in keys.keys:
-            yield WeightPart(name, (config.head_dim,), "qk_norm", repeats)
-
-
-def _fused_with(config: HeadConfig, name: str) -> tuple[str, ...]:
-    return tuple(key for key, _, fused in _products(config) if fused == name)
-
-
-def _products(config: HeadConfig) -> tuple[tuple[str, tuple[int, ...], str], ...]:
-    """Returns key, shape and fused name of each matrix of the layer."""
-    hidden, wide = config.hidden_size, config.intermediate_size
-    read = 2 * hidden if config.kind is HeadKind.EAGLE3 else hidden
-    queries = config.num_heads * config.head_dim
-    keys = config.num_kv_heads * config.head_dim
-    return (
-        ("self_attn.q_proj", (queries, read), "qkv"),
-        ("self_attn.k_proj", (keys, read), "qkv"),
-        ("self_attn.v_proj", (keys, read), "qkv"),
-        ("self_attn.o_proj", (hidden, queries), "output"),
-        ("mlp.gate_proj", (wide, hidden), "gate_up"),
-        ("mlp.up_proj", (wide, hidden), "gate_up"),
-        ("mlp.down_proj", (hidden, wide), "down"),
-    )
+    """Yields the parts of a Llama layer. EAGLE's has no norm before the attention; EAGLE3's reads
+    embedding and hidden state, of which that norm is the former's."""
+    hidden, is_eagle3 = config.sizes.hidden_size, config.kind is HeadKind.EAGLE3
+    for part in layer_parts(config.sizes, keys.layer, _LAYER, layer=0):
+        if part.target == f"{_LAYER}qkv.weight" and is_eagle3:
+            yield replace(part, shape=(part.shape[0], 2 * hidden))
+        elif part.target != f"{_LAYER}attention_norm" or is_eagle3:
+            yield part
+    if is_eagle3:
+        yield WeightPart(f"{keys.layer}hidden_norm.weight", (hidden,), f"{_LAYER}hidden_norm")
 
 
 def load_head(
@@ -206,6 +203,7 @@ def load_head(
     config = HeadConfig.from_folder(folder, kind, target.config)
     checkpoint = Checkpoint.open(folder, options.load_format)
     keys = HeadKeys.of(checkpoint, kind)
+    config = replace(config, sizes=keys.sizes(config.sizes))
     tensors = read_weights(
         checkpoint,
         head_parts(config, keys),
@@ -254,7 +252,7 @@ class _HeadBuilder:
             embedding=embedding,
             layers=(self._layer(norm if self._config.feeds_back_norm else None),),
             vocabulary=vocabulary,
-            rotary=Rotary(self._config.rope, self._config.head_dim, device),
+            rotary=Rotary(self._config.sizes.rope, self._config.head_dim, device),
             attention_backend=self._options.attention_backend,
         )
 
@@ -263,10 +261,11 @@ class _HeadBuilder:
         if own is not None:
             return own
         config = self._config
-        if config.hidden_size != config.target_hidden_size:
+        if config.sizes.hidden_size != config.target_hidden_size:
             raise CheckpointError(
                 f"{self._folder}: {EMBEDDING} is missing; the target's is "
-                f"{config.target_hidden_size} wide, the head's hidden_size is {config.hidden_size}"
+                f"{config.target_hidden_size} wide, the head's hidden_size is "
+                f"{config.sizes.hidden_size}"
             )
         return self._target.embedding()
 
@@ -275,10 +274,10 @@ class _HeadBuilder:
         weight = self._tensors.pop("lm_head", None)
         if weight is None:
             weight = self._target.lm_head()
-            if weight.shape[1] != config.hidden_size:
+            if weight.shape[1] != config.sizes.hidden_size:
                 raise CheckpointError(
                     f"{self._folder}: lm_head.weight is missing; the target's has shape "
-                    f"{list(weight.shape)}, the head's hidden_size is {config.hidden_size}"
+                    f"{list(weight.shape)}, the head's hidden_size is {config.sizes.hidden_size}"
                 )
             if token_map is not None:
                 weight = weight.index_select(0, token_map)
@@ -299,45 +298,32 @@ class _HeadBuilder:
         joint = self._norm("input_norm") if config.norm_before_fc else None
         weight, bias = tensors.pop("fc.weight"), tensors.pop("fc.bias", None)
         if joint is None and not norms and bias is None:
-            return FeatureSpec(layers, dtype, config.hidden_size, weight), None
+            return FeatureSpec(layers, dtype, config.sizes.hidden_size, weight), None
         fc = Linear.of(weight, bias, self._options.quantisation)
         fusion = FeatureFusion(joint, norms, fc)
         return FeatureSpec(layers, dtype, width), fusion
 
     def _layer(self, state_norm: RmsNorm | None) -> HeadLayer:
-        config = self._config
-        attention, mlp_norm = self._attention(), self._norm("mlp_norm")
-        mlp = Mlp(self._linear("gate_up"), self._linear("down"))
-        if config.kind is HeadKind.EAGLE:
-            return EagleLayer(self._linear("fc"), attention, mlp_norm, mlp)
+        sizes = self._config.sizes
+        own = LayerTensors(sizes, self._tensors, 0, self._options.quantisation, None)
+        shape = AttentionShape(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim)
+        attention, mlp_norm = build_attention(own, shape), own.norm("mlp_norm")
+        mlp = Mlp(own.linear("gate_up"), own.linear("down"))
+        if self._config.kind is HeadKind.EAGLE:
+            fc = linear_from(self._tensors, "fc", self._options.quantisation)
+            return EagleLayer(fc, attention, mlp_norm, mlp)
         return Eagle3Layer(
-            embedding_norm=self._norm("embedding_norm"),
-            hidden_norm=self._norm("hidden_norm"),
+            embedding_norm=own.norm("attention_norm"),
+            hidden_norm=own.norm("hidden_norm"),
             attention=attention,
             mlp_norm=mlp_norm,
             mlp=mlp,
             state_norm=state_norm,
-            norm_before_residual=config.norm_before_residual,
-        )
-
-    def _attention(self) -> Attention:
-        config = self._config
-        qk_norm = self._tensors.pop("qk_norm", None)
-        if qk_norm is not None:
-            qk_norm = qk_norm.view(-1, config.head_dim)
-        return Attention(
-            shape=AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim),
-            qkv=self._linear("qkv"),
-            output=self._linear("output"),
-            qk_norm=None if qk_norm is None else RmsNorm(qk_norm, config.rms_norm_eps),
-            layer=0,
+            norm_before_residual=self._config.norm_before_residual,
         )
 
     def _norm(self, name: str) -> RmsNorm:
-        return RmsNorm(self._tensors.pop(name), self._config.rms_norm_eps)
-
-    def _linear(self, name: str) -> Linear:
-        return linear_from(self._tensors, name, self._options.quantisation)
+        return RmsNorm(self._tensors.pop(name), self._config.sizes.rms_norm_eps)
 
 
 def _own_token_map(
@@ -358,8 +344,7 @@ def _own_token_map(
             f"{path}: {TOKEN_MAP_KEY} has shape {list(offsets.shape)}; the config needs [{size}]"
         )
     token_ids = offsets + torch.arange(size, device=device)
-    low, high = int(token_ids.min()), int(token_ids.max())
-    num_distinct = len(set(token_ids.tolist()))
+    low, high, num_distinct = _extent(token_ids)
     if low < 0 or high >= config.vocab_size or num_distinct != size:
         raise CheckpointError(
             f"{path}: {TOKEN_MAP_KEY} maps to {num_distinct} ids in [{low}, {high}]; "
@@ -383,16 +368,21 @@ def read_token_map(path: Path, vocab_size: int) -> Tensor:
     token_ids = _as_tensor(path, _read(path))
     if token_ids.ndim != 1 or token_ids.numel() == 0:
         raise CheckpointError(f"{path} has shape {list(token_ids.shape)}; it must be a list of ids")
-    low, high = int(token_ids.min()), int(token_ids.max())
+    low, high, num_distinct = _extent(token_ids)
     if low < 0 or high >= vocab_size:
         token = low if low < 0 else high
         raise CheckpointError(f"{path} holds id {token}; ids must be in [0, {vocab_size})")
-    num_distinct = len(set(token_ids.tolist()))
     if num_distinct != len(token_ids):
         raise CheckpointError(
             f"{path} has {len(token_ids)} ids, of which {num_distinct} are distinct; all must be"
         )
     return token_ids
+
+
+def _extent(token_ids: Tensor) -> tuple[int, int, int]:
+    """Returns the lowest and the highest id, and how many are distinct."""
+    found = set(token_ids.tolist())
+    return min(found), max(found), len(found)
 
 
 def _read(path: Path) -> object:

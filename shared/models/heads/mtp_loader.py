@@ -20,7 +20,7 @@ from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig, text_config
 from shared.models.config_file import CONFIG_FILE, ConfigFile
 from shared.models.decoder import attention_shape
-from shared.models.decoder_weights import IGNORED_SUFFIXES, DecoderKeys, layer_parts
+from shared.models.decoder_weights import IGNORED_SUFFIXES, DecoderKeys, layer_parts, norm_from
 from shared.models.heads.feature_spec import FeatureSpec
 from shared.models.heads.head import DraftHead, DraftVocabulary
 from shared.models.heads.target_tensors import TargetTensors
@@ -29,7 +29,6 @@ from shared.models.loader import (
     MtpStyle,
     build_layer,
     find_mtp_layers,
-    norm_from,
 )
 from shared.models.weights import (
     AT_ONCE,
@@ -154,8 +153,8 @@ def load_mtp(
     embedding = target.embedding()
     lm_head, numbers = Linear.of(target.lm_head()), range(len(layers.prefixes))
     norms = [norm_from(config, tensors, f"layers.{index}.state_norm") for index in numbers]
-    state_norms = [None] * len(norms) if config.has_raw_mtp else norms
-    head_norms = tuple(norms) if config.has_raw_mtp else ()
+    state_norms = [None] * len(norms) if config.family.has_raw_mtp else norms
+    head_norms = tuple(norms) if config.family.has_raw_mtp else ()
     head = DraftHead(
         config=config,
         feature_spec=FeatureSpec((target.config.mtp_feature_layer,), dtype, config.hidden_size),
@@ -214,7 +213,7 @@ def _of_layers(config: ModelConfig, file: ConfigFile, layers: MtpLayers) -> Mode
     """
     count, first = len(layers.prefixes), config.num_layers
     limits = (config.mlp_limits[-1:] * count, config.expert_limits[-1:] * count)
-    if config.has_raw_mtp:
+    if config.family.has_raw_mtp:
         values = {"num_hidden_layers": first + count}
         whole = ModelConfig.of(file.with_values(values), config.architecture)
         windows = whole.sliding_windows[first:]

@@ -11,6 +11,7 @@ import torch
 from services.draft.drafters.model_factory import start_followers
 from shared.errors import SettingsError
 from shared.runtime.lockstep import Leader, TreeLeader
+from shared.runtime.tree_draft import PackedTrees
 from shared.runtime.tree_pass import OpenSequence
 from shared.tokens import SamplingParams, TokenTree, TreeShape
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
@@ -77,10 +78,9 @@ class _Silent:
 
 def test_a_pass_that_was_given_up_is_not_continued(draft: CutDraft) -> None:
     leader = TreeLeader(Leader(draft.followers.group, [_Silent()]))
-    leader.begin((), TREE, 0)
-    first = leader.announced(part for part in [torch.zeros(1)] * 2)  # type: ignore[arg-type]
+    first = leader.announced(iter([PackedTrees(torch.zeros(1))] * 2))
     next(first)
-    leader.begin((), TREE, 0)
+    leader.announced(iter(()))
     with pytest.raises(AssertionError, match="another pass has taken its place"):
         next(first)
 

@@ -12,7 +12,6 @@ from shared.kernels.experts import (
     ExpertWeight,
     expert_product,
     gated_product,
-    plain_expert_product,
     tiles_of,
 )
 from shared.kernels.kernel_settings import IS_INTERPRETING
@@ -141,7 +140,7 @@ def test_products_of_experts_equal_plain_torch(
     experts = _random(9, NUM_EXPERTS, seed=5).topk(NUM_CHOSEN, dim=-1).indices
     tiles = tiles_of(experts.flatten(), NUM_EXPERTS, tile)
     inputs = _random(9, depth, seed=2).half()
-    expected = plain_expert_product(inputs.float(), NUM_CHOSEN, experts.flatten(), oracle)
+    expected = expert_product.plain(inputs.float(), experts, oracle, None)
     found = expert_product(inputs, experts, weight, tiles)
     torch.testing.assert_close(found.float(), expected, rtol=2e-3, atol=0.05)
     wide = expert_product(inputs.float(), experts, weight, tiles)

@@ -17,10 +17,6 @@ from shared.kernels.delta_layer import (
     advance_lanes,
     advance_prompts,
     gated_norm,
-    plain_advance_lanes,
-    plain_advance_prompts,
-    plain_gated_norm,
-    plain_store_inputs,
     store_inputs,
 )
 from shared.kernels.delta_rule import CHUNK, DeltaShape, DeltaWeights
@@ -80,7 +76,7 @@ class Layer:
         return self._run(advance_lanes, lanes, num_rows, states)
 
     def plainly_advanced(self, lanes: DeltaLanes, num_rows: int) -> tuple[Tensor, Tensor]:
-        return self._run(plain_advance_lanes, lanes, num_rows, None)
+        return self._run(advance_lanes.plain, lanes, num_rows, None)
 
     def prompts_advanced(self, prompts: DeltaPrompts, num_rows: int) -> tuple[Tensor, Tensor]:
         return self._run(advance_prompts, prompts, num_rows, None)
@@ -88,7 +84,7 @@ class Layer:
     def prompts_plainly_advanced(
         self, prompts: DeltaPrompts, num_rows: int
     ) -> tuple[Tensor, Tensor]:
-        return self._run(plain_advance_prompts, prompts, num_rows, None)
+        return self._run(advance_prompts.plain, prompts, num_rows, None)
 
     def _run(self, advance, lanes, num_rows, states):  # type: ignore[no-untyped-def]
         states = (self.states if states is None else states).clone()
@@ -258,7 +254,7 @@ def test_inputs_are_stored(num_rows: int, dtype: torch.dtype) -> None:
         torch.randn(num_rows, 2 * SHAPE.num_value_heads, device=CUDA).to(dtype),
     )
     expected = layer.stored.clone()
-    plain_store_inputs(expected, *arguments)
+    store_inputs.plain(expected, *arguments)
     store_inputs(layer.stored, *arguments)
     columns = STAMP_SIZE + SHAPE.num_inputs
     found, exact = (
@@ -274,5 +270,5 @@ def test_norm_is_gated(num_heads: int, dim: int, dtype: torch.dtype) -> None:
     read = torch.randn(3, size, device=CUDA).to(dtype)
     gates = torch.randn(3, 2 * size, device=CUDA).to(dtype)[:, size:]
     weight = torch.randn(dim, device=CUDA).to(dtype)
-    found, exact = (each(read, gates, weight, 1e-6) for each in (gated_norm, plain_gated_norm))
+    found, exact = (each(read, gates, weight, 1e-6) for each in (gated_norm, gated_norm.plain))
     torch.testing.assert_close(found, exact, atol=ROUNDING[dtype], rtol=ROUNDING[dtype])

@@ -14,9 +14,7 @@ from shared.kernels.experts import (
     ExpertWeight,
     expert_product,
     gated_product,
-    plain_expert_product,
     plain_tiles,
-    plain_weighted_sum,
     tiles_of,
     weighted_parts,
     weighted_sum,
@@ -24,7 +22,7 @@ from shared.kernels.experts import (
 from shared.kernels.linear import LinearWeight
 from shared.kernels.pointwise import Activation, Partials, gate_mul
 from shared.kernels.quantised import QuantisedWeight, in_words
-from shared.kernels.routing import RouterScores, Routing, plain_route, route
+from shared.kernels.routing import RouterScores, Routing, route
 from tests.helpers.kernel_device import kernel_device
 
 NUM_EXPERTS, NUM_CHOSEN = 6, 2
@@ -90,11 +88,9 @@ def test_products_equal_plain_torch(num_rows: int, tile: int, has_bias: bool) ->
     weight = ExpertWeight.of(values, bias)
     oracle = ExpertWeight(tuple(map(LinearWeight.prepare, values)), None, None, bias)
     experts = _experts(num_rows)
-    for inputs, num_shared in (
-        (_random(num_rows, 40, seed=2), NUM_CHOSEN),
-        (_random(num_rows * NUM_CHOSEN, 40, seed=3), 1),
-    ):
-        expected = plain_expert_product(inputs, num_shared, experts.flatten(), oracle)
+    for num_inputs in (num_rows, num_rows * NUM_CHOSEN):
+        inputs = _random(num_inputs, 40, seed=2)
+        expected = expert_product.plain(inputs, experts, oracle, None)
         actual = _product(inputs, experts, weight, tile)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
@@ -108,7 +104,7 @@ def test_products_with_8_bit_weights_equal_plain_torch() -> None:
     weight = ExpertWeight.of(values, None, torch.int8)
     assert weight.num_saved_bytes == NUM_EXPERTS * (48 * 40 * 3 - 48 * 4)
     inputs, experts = _random(9, 40, seed=2), _experts(9)
-    expected = plain_expert_product(inputs, NUM_CHOSEN, experts.flatten(), oracle)
+    expected = expert_product.plain(inputs, experts, oracle, None)
     torch.testing.assert_close(_product(inputs, experts, weight), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -151,7 +147,7 @@ def test_gated_products_equal_plain_torch(activation: Activation, width: int) ->
 def test_weighted_sums_equal_plain_torch(has_more: bool) -> None:
     pairs, weights = _random(5 * NUM_CHOSEN, 70), _random(5, NUM_CHOSEN, seed=1)
     more = _random(5, 70, seed=2) if has_more else None
-    expected = plain_weighted_sum(pairs, weights)
+    expected = weighted_sum.plain(pairs, weights)
     found = weighted_sum(pairs, weights, more)
     expected = expected if more is None else expected + more
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
@@ -226,7 +222,7 @@ def test_logits_in_parts_are_added_before_the_choice() -> None:
     routing = ROUTINGS["normalised"]
     parts = torch.stack([_random(9, NUM_EXPERTS, seed=seed) for seed in range(3)])
     weights, experts = route(Partials(parts, torch.float32), None, routing)
-    expected_weights, expected = plain_route(parts.sum(0), None, routing)
+    expected_weights, expected = route.plain(parts.sum(0), None, routing)
     assert torch.equal(experts, expected)
     torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
 
@@ -239,7 +235,7 @@ def test_experts_are_chosen_as_by_plain_torch(name: str, is_corrected: bool) -> 
     logits = _random(33, NUM_EXPERTS)
     correction = _random(NUM_EXPERTS, seed=1) * 0.3 if is_corrected else None
     weights, experts = route(logits, correction, routing)
-    expected_weights, expected = plain_route(logits, correction, routing)
+    expected_weights, expected = route.plain(logits, correction, routing)
     assert torch.equal(experts, expected)
     torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
 
@@ -264,7 +260,7 @@ def test_rows_of_no_numbers_name_experts(name: str) -> None:
 def test_a_correction_moves_the_choice_and_not_the_weights() -> None:
     routing = Routing(3, 1, RouterScores.SIGMOID, normalises=False)
     logits = torch.tensor([[2.0, 1.0, 0.0]])
-    weights, experts = plain_route(logits, torch.tensor([-1.0, 0.0, 0.0]), routing)
+    weights, experts = route.plain(logits, torch.tensor([-1.0, 0.0, 0.0]), routing)
     assert experts.tolist() == [[1]]
     assert weights.item() == pytest.approx(1 / (1 + 2.718281828**-1.0))
 
@@ -272,7 +268,7 @@ def test_a_correction_moves_the_choice_and_not_the_weights() -> None:
 def test_experts_of_lost_groups_are_not_chosen() -> None:
     routing = Routing(4, 2, RouterScores.SIGMOID, False, 1.0, 2, 1)
     logits = torch.tensor([[3.0, -9.0, 2.0, 1.0]])
-    _, by_best = plain_route(logits, None, routing)
-    _, by_two = plain_route(logits, torch.zeros(4), routing)
+    _, by_best = route.plain(logits, None, routing)
+    _, by_two = route.plain(logits, torch.zeros(4), routing)
     assert sorted(by_best[0].tolist()) == [0, 1]
     assert sorted(by_two[0].tolist()) == [2, 3]

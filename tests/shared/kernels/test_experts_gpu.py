@@ -16,7 +16,6 @@ from shared.kernels.experts import (
     ExpertWeight,
     expert_product,
     gated_product,
-    plain_weighted_sum,
     tile_rows,
     tiles_of,
     weighted_parts,
@@ -26,7 +25,7 @@ from shared.kernels.latent import plan_latents
 from shared.kernels.linear import LinearWeight, wide_linear
 from shared.kernels.pointwise import Activation, gate_mul, total_of
 from shared.kernels.quantised import from_words
-from shared.kernels.routing import RouterScores, Routing, plain_route, route
+from shared.kernels.routing import RouterScores, Routing, route
 from shared.kv.batch import SequenceRows
 from tests.helpers.attention_batches import Heads, chunk, packed, random_layer, tree, with_pages
 
@@ -161,7 +160,7 @@ def test_experts_are_chosen_as_by_plain_torch(name: str, num_rows: int) -> None:
     if is_corrected:
         correction = _random(routing.num_experts, seed=1, dtype=torch.float32) * 0.1
     weights, experts = route(logits, correction, routing)
-    expected_weights, expected = plain_route(logits, correction, routing)
+    expected_weights, expected = route.plain(logits, correction, routing)
     # Two scores may be equal in one of the ways of computing them.
     assert float((experts == expected).float().mean()) > 0.999
     torch.testing.assert_close(weights, expected_weights, rtol=1e-4, atol=1e-5)
@@ -169,7 +168,7 @@ def test_experts_are_chosen_as_by_plain_torch(name: str, num_rows: int) -> None:
 
 def test_weighted_sums() -> None:
     pairs, weights = _random(500 * 8, 2048, seed=0), _random(500, 8, seed=1, dtype=torch.float32)
-    _assert_near(weighted_sum(pairs, weights), plain_weighted_sum(pairs.float(), weights), 5e-3)
+    _assert_near(weighted_sum(pairs, weights), weighted_sum.plain(pairs.float(), weights), 5e-3)
 
 
 @pytest.mark.parametrize("kind", ["sinks", "cap"])

@@ -6,17 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.kernels.cache import CacheScales, plain_rotate_into_cache, rotate_into_cache
+from shared.kernels.cache import CacheScales, rotate_into_cache
 from shared.kernels.kernel_settings import IS_INTERPRETING
 from shared.kernels.pointwise import (
     Partials,
     add_rms_norm,
     join_inputs,
     own_embeddings,
-    plain_join_inputs,
-    plain_own_embeddings,
     plain_rms_norm,
-    plain_silu_mul,
     position_tables,
     rms_norm,
     rotation_tables,
@@ -61,7 +58,7 @@ def test_a_float32_weight_is_multiplied_before_rounding(is_plain: bool) -> None:
     tables = rotation_tables(torch.zeros(9, 40, device=CUDA), 1.0)
     cache = tuple(torch.zeros((9, 1, 80), dtype=hidden.dtype, device=CUDA) for _ in range(2))
     norm, rotate = (
-        (plain_rms_norm, plain_rotate_into_cache) if is_plain else (rms_norm, rotate_into_cache)
+        (plain_rms_norm, rotate_into_cache.plain) if is_plain else (rms_norm, rotate_into_cache)
     )
     heads = rotate(hidden, weight, 1e-5, tables, cache, torch.arange(9, device=CUDA))
     rows = norm(hidden[:, 0].contiguous(), weight[0], 1e-5)
@@ -110,7 +107,7 @@ def test_embeddings_of_a_part_of_the_tokens(num_rows: int, dtype: torch.dtype) -
     token_ids = torch.tensor([0, 19, 20, 39, 40, 59, 21, 20, 7], device=CUDA)[:num_rows]
     for first_token in (0, 20, 40):
         found = own_embeddings(token_ids, embedding, first_token)
-        assert torch.equal(found, plain_own_embeddings(token_ids, embedding, first_token))
+        assert torch.equal(found, own_embeddings.plain(token_ids, embedding, first_token))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -125,7 +122,7 @@ def test_inputs_of_a_head(has_rows: bool, has_norms: bool, dtype: torch.dtype) -
     norms = ((weights[0], 1e-5), (weights[1], 1e-3)) if has_norms else None
     for normed in (False, True):
         found = join_inputs(token_ids, embedding, hidden, rows, norms, normed_residual=normed)
-        expected = plain_join_inputs(
+        expected = join_inputs.plain(
             token_ids, embedding, hidden, rows, norms, normed_residual=normed
         )
         _close(found[0], expected[0])
@@ -158,7 +155,7 @@ def test_norm_of_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("num_columns", [48, 1024, 14336])
 def test_activation(num_columns: int, dtype: torch.dtype) -> None:
     gate_up = torch.randn(5, 2 * num_columns, device=CUDA).to(dtype)
-    _close(silu_mul(gate_up), plain_silu_mul(gate_up))
+    _close(silu_mul(gate_up), silu_mul.plain(gate_up))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -181,7 +178,7 @@ def test_rotation_and_cache(
         for _ in range(2)
     ]  # fmt: skip
     found = rotate_into_cache(heads, weight, 1e-5, tables, caches[0], slots)
-    expected = plain_rotate_into_cache(heads, weight, 1e-5, tables, caches[1], slots)
+    expected = rotate_into_cache.plain(heads, weight, 1e-5, tables, caches[1], slots)
     _close(found, expected)
     _close(caches[0][0], caches[1][0])
     assert torch.equal(caches[0][1], caches[1][1])
@@ -213,7 +210,7 @@ def test_rotation_and_narrow_cache(dtype: torch.dtype) -> None:
     ]
     scales = CacheScales(*torch.exp2(torch.arange(16, device=CUDA) - 8.0).view(2, 8))
     found = rotate_into_cache(heads, None, 0.0, tables, caches[0], slots, scales)
-    expected = plain_rotate_into_cache(heads, None, 0.0, tables, caches[1], slots, scales)
+    expected = rotate_into_cache.plain(heads, None, 0.0, tables, caches[1], slots, scales)
     _close(found, expected)
     assert torch.equal(caches[0][1].view(torch.uint8), caches[1][1].view(torch.uint8))
     # Rotated keys may fall to the other side of a tie.

@@ -14,9 +14,9 @@ from torch import Tensor
 from shared.kernels.attention import paged_attention, plan_tiles
 from shared.kernels.kernel_settings import IS_INTERPRETING
 from shared.kernels.latent import (
-    plain_absorbed_queries,
-    plain_enter,
-    plain_expanded_values,
+    absorbed_queries,
+    enter,
+    expanded_values,
     plan_latents,
 )
 from shared.kernels.pointwise import Partials, rotation_tables
@@ -175,7 +175,7 @@ def test_what_enters_the_cache(num_parts: int, dims: tuple[int, int, int]) -> No
     latent_norm = _draw(latent, seed=2), 1e-5
     tables, slots = _tables(5, rotary), torch.tensor([3, 9, 4, 1, 7])
     expected_cache = torch.zeros(12, 1, latent + rotary)
-    expected = plain_enter(parts.sum(0), query_norm, latent_norm, tables, expected_cache, slots)
+    expected = enter.plain(parts.sum(0), query_norm, latent_norm, tables, expected_cache, slots)
     cache = torch.zeros_like(expected_cache).to(DEVICE)
     whole = parts[0].to(DEVICE)
     found = latent_triton.fused_enter(
@@ -208,13 +208,13 @@ def test_products_by_head(num_rows: int, dims: tuple[int, int, int]) -> None:
         (tables[0].to(DEVICE), tables[1].to(DEVICE)),
         is_transposed=True,
     )
-    expected = plain_absorbed_queries(queries, key_up, tables)
+    expected = absorbed_queries.plain(queries, key_up, tables)
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
     latents = _draw(num_rows, 3, latent, seed=3)
     found = latent_triton.fused_head_products(
         latents.to(DEVICE), value_up.to(DEVICE), None, is_transposed=False
     )
-    expected = plain_expanded_values(latents, value_up)
+    expected = expanded_values.plain(latents, value_up)
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
 
 

@@ -20,7 +20,7 @@ def test_partial_results_are_held_for_as_many_rows_as_blocks_have(
     sequences = [tree(rng, start=7 * i, num_nodes=1 + i) for i in range(num_trees)]
     placed, _ = with_pages(rng, [*sequences, chunk(4, 1)], 4)
     rows = packed(placed, 4, torch.device("cpu"))
-    blocks = plan_splits(rows, None, groups).plain_blocks
+    blocks = plan_splits(rows, None, groups).parts.plain_blocks
     rows_per_block = blocks.tile // groups
     expected = len(blocks.counts) * rows_per_block
     assert num_part_rows(len(rows.positions), len(placed), groups) == expected

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shared.kernels.kernel_settings import IS_INTERPRETING
-from shared.kernels.split_plan import PagedRows, cuts_of, plain_parts, plan_splits
+from shared.kernels.split_plan import PagedRows, cuts_of, parts_of_rows, plan_splits
 from shared.kv.batch import SequenceRows
 from tests.helpers.attention_batches import chunk, packed, tree, with_pages
 from tests.helpers.kernel_device import kernel_device
@@ -42,8 +42,8 @@ def both(kind: str) -> tuple[PagedRows, PagedRows]:
 )
 def test_plan_has_the_blocks_of_the_plain_one(kind: str, groups: int) -> None:
     on_cpu, on_gpu = both(kind)
-    expected = plain_parts(on_cpu, *cuts_of(on_cpu, groups))
-    found = plan_splits(on_gpu, None, groups)
+    expected = parts_of_rows.plain(on_cpu, *cuts_of(on_cpu, groups))
+    found = plan_splits(on_gpu, None, groups).parts
     assert torch.equal(found.row_lengths.cpu(), expected.row_lengths)
     assert torch.equal(found.shared_lengths.cpu(), expected.shared_lengths)
     assert torch.equal(found.counters.cpu(), expected.counters)
@@ -61,8 +61,8 @@ def test_plan_has_the_blocks_of_the_plain_one(kind: str, groups: int) -> None:
 @pytest.mark.parametrize("kind", ["trees"] if IS_INTERPRETING else ["trees", "both"])
 def test_visible_tail_keys_are_those_of_the_plain_plan(kind: str) -> None:
     on_cpu, on_gpu = both(kind)
-    expected = plain_parts(on_cpu, *cuts_of(on_cpu, 2)).tail_slots
-    found = plan_splits(on_gpu, None, 2).tail_slots
+    expected = parts_of_rows.plain(on_cpu, *cuts_of(on_cpu, 2)).tail_slots
+    found = plan_splits(on_gpu, None, 2).parts.tail_slots
     assert expected is not None
     assert found is not None
     assert on_cpu.tail_mask is not None
@@ -73,4 +73,4 @@ def test_visible_tail_keys_are_those_of_the_plain_plan(kind: str) -> None:
 def test_rows_past_the_last_sequence_see_nothing() -> None:
     _, rows = both("one")
     padded = replace(rows, positions=rows.positions.repeat(4))
-    assert plan_splits(padded, None, 2).row_lengths.tolist() == [4, 0, 0, 0]
+    assert plan_splits(padded, None, 2).parts.row_lengths.tolist() == [4, 0, 0, 0]
