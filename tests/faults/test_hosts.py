@@ -24,14 +24,16 @@ WALL_CLOCK = {
     "gateway/planner.py": "`created` of an answer",
     "gateway/process.py": "start times, shown",
     "gateway/responses/answer.py": "`created_at` of an answer",
-    "gateway/responses/routes.py": "`created_at` of an answer or a conversation",
+    "gateway/responses/kept_routes.py": "`created_at` of a conversation",
+    "gateway/responses/routes.py": "`created_at` of an answer",
     "gateway/model_text.py": "`strftime_now` of templates",
     "services/certs.py": "validity of certificates",
     "services/draft/learner/learner.py": "time of a lesson, recorded",
     "services/draft/process.py": "start time, shown",
     "services/embedded.py": "attach time, shown",
-    "services/target/process.py": "start time, shown",
+    "services/target/admin_service.py": "start time, shown",
     "services/target/drafts/speculation_service.py": "attach time, shown",
+    "services/target/requests/generate_service.py": "times of updates of the weights, shown",
     "services/target/vllm/vllm_engine_service.py": "times of the last request and report, shown",
 }
 
