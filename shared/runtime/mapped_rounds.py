@@ -190,8 +190,9 @@ MappedCommand = OpenMapped | PrepareMapped | MappedRound
 
 # The target's side.
 
-LONGEST_WAIT_US = {"cuda": 10_000, "cpu": 1_000_000}
-"""A tree that takes so much longer than a whole round should is not waited for."""
+LONGEST_WAIT_US = {"cuda": 40_000, "cpu": 1_000_000}
+"""A tree that takes so much longer than a whole round should is not waited for: a host that is busy
+announces rounds late."""
 UNKNOWN_ROUND_S = 0.03
 """What a round should take whose time was not measured."""
 WAIT_A_BACKLOG_US, WAIT_A_ROW_US = 50_000, 20

@@ -255,7 +255,7 @@ def test_a_launch_waits_for_nothing(heads: dict[str, DraftHead]) -> None:
 def test_graphs_captured_ahead_are_those_that_batches_need(
     heads: dict[str, DraftHead], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("no memory is left")
 
     draw, twins = random.Random(8), _twins(heads["eagle3"])
@@ -281,7 +281,7 @@ def test_graphs_captured_ahead_are_those_that_batches_need(
 def test_without_memory_for_a_graph_trees_grow_as_they_are(
     heads: dict[str, DraftHead], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("no memory is left")
 
     monkeypatch.setattr(tree_pass, "capturing", fail)
