@@ -1,11 +1,11 @@
-"""Products of few rows on one GPU: the library's, and the one that keeps a row's bits.
+"""Products on one GPU: the library's in bfloat16, and ours, of few rows that keep their bits.
 
-    python -m tests.bench.products
+    python -m tests.bench.products [--weights e4m3] [--rows 256 1024 2048]
 
 Matrices of Llama-3.1-8B in bfloat16, and of its half on each of two GPUs. Each case is one CUDA
 graph over as many matrices as the cache does not hold. *Parts* leaves the sums over the depth to
 the next kernel, and the product of gates and values computes SwiGLU as well, which the library's
-does not.
+does not. With weights in 8 bits ours are whole products.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shared.kernels.linear import LinearWeight, gated_linear, linear_partials
+from shared.kernels.linear import WORD_BLOCK, LinearWeight, gated_linear, linear_partials
+from shared.kernels.quantised import QuantisedWeight, StoredMatrix, quantised_linear
 from tests.bench.aims import figure
 from tests.bench.device_clock import copy_bandwidth, device_ms
 from tests.bench.figure import Figure, add_figures_flag
@@ -40,11 +42,19 @@ SIZES = {
 COUNTS = (1, 6, 32, 64)
 NUM_LAYERS = 32
 _MOST_BYTES = 2 * 10**9
+BFLOAT16 = "bfloat16"
+STORED = {
+    "e4m3": (torch.float8_e4m3fn, None),
+    "e4m3-blocks": (torch.float8_e4m3fn, WORD_BLOCK),
+    "int8": (torch.int8, None),
+}
+"""The type of weights in 8 bits, and how many channels share a scale of 128 columns."""
+Product = Callable[[Tensor], object]
 
 
 @dataclass(frozen=True, slots=True)
 class ProductRow:
-    """One matrix, with microseconds for each of `COUNTS`.
+    """One matrix, with microseconds for each number of rows.
 
     Attributes:
         bytes_us: of its bytes alone.
@@ -80,22 +90,43 @@ def cost_figure(rows: Sequence[ProductRow]) -> Figure:
     return figure("cost of the same bits, products up to 64 rows", *max(costs))
 
 
-def microseconds(product: Callable[[Tensor], object], weights: list[Tensor]) -> float:
+def microseconds(rows: Tensor, each: Sequence[Product]) -> float:
     """Returns the time of one product of several in a CUDA graph."""
 
     def products() -> None:
-        for weight in weights:
-            product(weight)
+        for product in each:
+            product(rows)
 
     products()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         products()
-    return 1e3 * device_ms(graph.replay) / len(weights)
+    return 1e3 * device_ms(graph.replay) / len(each)
 
 
-def measure(name: str, channels: int, depth: int, bandwidth: float) -> ProductRow:
+def own_product(name: str, weight: Tensor, kind: str) -> Product:
+    """Returns our product of rows with a weight.
+
+    Args:
+        kind: `BFLOAT16`, or a key of `STORED`.
+    """
+    if kind in STORED:
+        stored, block_rows = STORED[kind]
+        quantised = QuantisedWeight.kept(
+            StoredMatrix.rounded(weight, stored, block_rows=block_rows)
+        )
+        return lambda rows: quantised_linear(rows, quantised, None)
+    prepared = LinearWeight.prepare(weight)
+    if "gates" in name:
+        return lambda rows: gated_linear(rows, prepared)
+    return lambda rows: linear_partials(rows, prepared)
+
+
+def measure(
+    name: str, size: tuple[int, int], bandwidth: float, kind: str, counts: Sequence[int]
+) -> ProductRow:
     """Measures one matrix with several numbers of rows."""
+    channels, depth = size
     device = torch.device("cuda")
     size_bytes = 2 * channels * depth
     count = max(3, min(24, _MOST_BYTES // size_bytes))
@@ -103,30 +134,31 @@ def measure(name: str, channels: int, depth: int, bandwidth: float) -> ProductRo
         torch.randn(channels, depth, device=device).mul_(0.02).to(torch.bfloat16)
         for _ in range(count)
     ]
-    prepared = {weight: LinearWeight.prepare(weight) for weight in weights}
-    ours = gated_linear if "gates" in name else linear_partials
+    ours = [own_product(name, weight, kind) for weight in weights]
     library_us, own_us = [], []
-    for num_rows in COUNTS:
+    for num_rows in counts:
         inputs = torch.randn(num_rows, depth, device=device).to(torch.bfloat16)
-        library_us.append(microseconds(lambda weight, rows=inputs: F.linear(rows, weight), weights))
-        own_us.append(
-            microseconds(lambda weight, rows=inputs: ours(rows, prepared[weight]), weights)
-        )
+        theirs = [partial(F.linear, weight=weight) for weight in weights]
+        library_us.append(microseconds(inputs, theirs))
+        own_us.append(microseconds(inputs, ours))
     return ProductRow(name, tuple(library_us), tuple(own_us), 1e3 * size_bytes / bandwidth)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench-products", description=__doc__)
+    parser.add_argument("--weights", choices=(BFLOAT16, *STORED), default=BFLOAT16)
+    parser.add_argument("--rows", type=int, nargs="+", default=COUNTS)
     add_figures_flag(parser)
     flags = parser.parse_args()
+    is_usual = flags.weights == BFLOAT16 and flags.rows == COUNTS
     bandwidth = copy_bandwidth()
     rows = []
     for name, size in SIZES.items():
-        rows.append(measure(name, *size, bandwidth))
-        if name == VOCABULARY:  # the last one that a step of one GPU has
+        rows.append(measure(name, size, bandwidth, flags.weights, flags.rows))
+        if is_usual and name == VOCABULARY:  # the last one that a step of one GPU has
             flags.figures.add([cost_figure(rows)])
     print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e9:.2f} TB/s; microseconds")
-    heads = (f"{count} rows: library / parts" for count in COUNTS)
+    heads = (f"{count} rows: library / ours" for count in flags.rows)
     print(table(("product", *heads, "bytes alone"), [row.cells() for row in rows]))
     return 0
 
