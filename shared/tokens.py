@@ -93,10 +93,11 @@ class SamplingParams:
         if self.bad_words:
             self._check_words()
 
-    def __getstate__(self) -> list[object]:
-        # No pipe takes a read-only map.
+    def __reduce__(self) -> tuple[type[SamplingParams], tuple[object, ...]]:
+        # No pipe takes a read-only map. Some releases of Python 3.11 replace `__getstate__`.
         values = (getattr(self, each.name) for each in fields(self))
-        return [dict(each) if isinstance(each, MappingProxyType) else each for each in values]
+        plain = (dict(each) if isinstance(each, MappingProxyType) else each for each in values)
+        return SamplingParams, tuple(plain)
 
     def _check_words(self) -> None:
         if len(self.bad_words) > MAX_BAD_WORDS:

@@ -164,7 +164,7 @@ class RoundBench:
         place_all(runner, batch, sampling)
         # Replayed alone, the draft leaves the state as it is; the verification moves on.
         draft_ms = _replay_ms(captured.draft.replay)
-        verification_ms = _replay_ms(captured.verification.replay)
+        verification_ms = _replay_ms(lambda: (captured.forward.replay(), captured.commit.replay()))
         place_all(runner, batch, sampling)
         gap_us = 1e3 * (round_ms - _replayed_rounds_ms(captured))
         draft_floor_ms, verification_floor_ms = self._floors_ms(runner, batch)

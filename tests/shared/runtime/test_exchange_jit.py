@@ -68,8 +68,7 @@ def test_a_round_waits_for_a_head_that_may_answer(case: Case, *, is_late: bool) 
     go = torch.zeros(1, dtype=torch.int32)
     counters = torch.tensor([case.done, case.failed], dtype=torch.int32)
     notes = torch.tensor([case.late, case.gone], dtype=torch.int32)
-    places = (each.data_ptr() for each in (go, counters, notes))
-    exchange[(1,)](*places, case.forgiven, ROUND, case.limit_us)
+    exchange[(1,)](go, counters, notes, case.forgiven, ROUND, case.limit_us)
     assert go.item() == ROUND
     assert notes.tolist() == [ROUND if is_late else case.late, case.gone]
 
@@ -80,5 +79,5 @@ def test_a_head_waits_for_a_target_that_has_not_gone(go: int, gone: int) -> None
 
     told = torch.tensor([go, gone], dtype=torch.int32)
     current = torch.zeros(1, dtype=torch.int32)
-    await_go[(1,)](told.data_ptr(), told.data_ptr() + 4, current, ROUND, FOREVER_US)
+    await_go[(1,)](told, told[1:], current, ROUND, FOREVER_US)
     assert current.item() == ROUND
