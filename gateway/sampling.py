@@ -145,7 +145,7 @@ def stop_params(
     """Returns when to stop, clamped to what the context leaves after the prompt.
 
     Args:
-        num_least: tokens of output, however few are asked for.
+        num_least: tokens of output where none are asked for.
 
     Raises:
         InvalidArgument: the prompt is empty or fills the context, the context does not hold the
@@ -172,7 +172,7 @@ def stop_params(
     if len(stop_token_ids) < len(set(given)):  # others, perhaps of another model, end nothing
         give_notice(f"ids of stop_token_ids outside [0, {model.vocab_size}) have no effect")
     asked = StopParams(
-        max_output_tokens=num_left if max_tokens is None else max(max_tokens, num_least),
+        max_output_tokens=num_left if max_tokens is None else max_tokens or num_least,
         min_output_tokens=body.min_tokens or 0,
         stop_token_ids=stop_token_ids,
         ignore_eos=body.ignore_eos,

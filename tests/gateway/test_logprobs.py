@@ -109,8 +109,10 @@ async def test_scoring_alone_asks_for_no_token(
         assert len(choice["logprobs"]["tokens"]) == response.json()["usage"]["prompt_tokens"]
         assert response.json()["usage"]["completion_tokens"] == 0
     assert target.submits[-1].request.stop_params.max_output_token_count == 1
-    refused = await client.post("/v1/completions", json={**BODY, "max_tokens": 0})
-    assert (await error_of(refused))[:2] == (400, "max_tokens")
+    for number in (0, -1):
+        refused = await client.post("/v1/completions", json={**BODY, "max_tokens": number})
+        assert (await error_of(refused))[:2] == (400, "max_tokens")
+        assert f"max_tokens is {number}; it must be at least 1" in refused.text
 
 
 async def test_prompt_logprobs_by_token_id(client: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
