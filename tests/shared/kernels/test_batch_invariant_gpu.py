@@ -17,11 +17,11 @@ from shared.kernels.linear import (
 )
 from shared.kernels.pointwise import Partials, silu_mul, total_of
 from tests.helpers.kernel_device import kernel_device
+from tests.helpers.products import ROUNDING, product_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.interpreter]
 DEVICE = kernel_device()
 DTYPES = (torch.float16, torch.bfloat16)
-ROUNDING = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
 # Channels and depth; cut along the depth where there is some.
 SIZES = ((64, 128), (70, 256), (130, 1152)) if IS_INTERPRETING else (
     (64, 128), (70, 256), (200, 1152), (6144, 4096), (4096, 14336), (28672, 4096),
@@ -57,18 +57,12 @@ def _assert_same(found: Tensor, expected: Tensor) -> None:
         assert torch.equal(found, expected)
 
 
-def _error(found: Tensor, inputs: Tensor, weight: LinearWeight) -> float:
-    exact = inputs.double() @ weight.values.double().T
-    size = inputs.double().norm(dim=1, keepdim=True) * weight.values.double().norm(dim=1)
-    return float(((found.double() - exact).abs() / size).max())
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
 def test_few_rows_keep_their_bits(size: tuple[int, int], dtype: torch.dtype) -> None:
     inputs, weight = _case(*size, dtype)
     expected = linear(inputs, weight, None)
-    assert _error(expected, inputs, weight) < ROUNDING[dtype]
+    assert product_error(expected, inputs, weight.values) < ROUNDING[dtype]
     for num_rows in COUNTS:
         _assert_same(linear(inputs[:num_rows], weight, None), expected[:num_rows])
         _assert_same(linear(inputs[-num_rows:], weight, None), expected[-num_rows:])
@@ -115,7 +109,7 @@ def _many(channels: int, depth: int, dtype: torch.dtype) -> tuple[Tensor, Linear
 @pytest.mark.parametrize("size", SIZES)
 def test_many_rows_have_the_bits_of_few(size: tuple[int, int], dtype: torch.dtype) -> None:
     rows, weight, expected = _many(*size, dtype)
-    assert _error(expected, rows, weight) < ROUNDING[dtype]
+    assert product_error(expected, rows, weight.values) < ROUNDING[dtype]
     for num_rows in MANY:
         _assert_same(linear(rows[:num_rows], weight, None), expected[:num_rows])
         _assert_same(linear(rows[-num_rows:], weight, None), expected[-num_rows:])

@@ -18,6 +18,7 @@ from shared.kernels.kernel_settings import IS_INTERPRETING
 from shared.kernels.pointwise import Activation, gate_mul
 from shared.kernels.quantised import QuantisedWeight, StoredMatrix, quantised_linear
 from tests.helpers.kernel_device import kernel_device
+from tests.helpers.products import ROUNDING, product_error
 
 STORED = (torch.int8, torch.float8_e4m3fn)
 NUM_EXPERTS, NUM_CHOSEN = 5, 2
@@ -25,7 +26,6 @@ NUM_EXPERTS, NUM_CHOSEN = 5, 2
 ROWS = (128, 1)
 # bfloat16 is widened in assembler.
 DTYPES = (torch.float16,) if IS_INTERPRETING else (torch.float16, torch.bfloat16)
-ROUNDING = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
 # Channels and depth: a part of a block, several, and in segments of the depth.
 SIZES = ((70, 128), (256, 384), (200, 1152))
 LARGE = () if IS_INTERPRETING else ((2112, 7168), (7168, 2048), (4096, 7168))
@@ -97,13 +97,11 @@ def test_products_are_those_of_the_expanded_weight(
     weight = replace(QuantisedWeight.kept(matrix), is_batch_invariant=True)
     assert weight.is_packed
     inputs, bias = _random(300, size[1], seed=2).to(dtype), _random(size[0], seed=3).to(dtype)
-    length = inputs.double().norm(dim=1, keepdim=True) * expanded.norm(dim=1) + bias.double().abs()
     whole = quantised_linear(inputs, weight, bias)
     for num_rows in (1, 17, 300) if IS_INTERPRETING else (1, 2, 16, 17, 33, 64, 65, 129, 257, 300):
         own = inputs[:num_rows]
         found = quantised_linear(own, weight, bias)
-        exact = own.double() @ expanded.T + bias.double()
-        assert float(((found.double() - exact).abs() / length[:num_rows]).max()) < ROUNDING[dtype]
+        assert product_error(found, own, expanded, bias) < ROUNDING[dtype]
         if not IS_INTERPRETING:
             assert torch.equal(found, whole[:num_rows]), num_rows
             assert torch.equal(

@@ -12,13 +12,13 @@ from shared.kernels import quantised
 from shared.kernels.kernel_settings import IS_INTERPRETING
 from shared.kernels.quantised import QuantisedWeight, StoredMatrix, quantised_linear
 from tests.helpers.kernel_device import kernel_device
+from tests.helpers.products import ROUNDING, product_error
 
 STORED = (torch.int8, torch.float8_e4m3fn)
 # Channels that share a scale of 128 columns; None has one a channel.
 ROWS = (None, 128, 1)
 # bfloat16 is widened in assembler.
 DTYPES = (torch.float16,) if IS_INTERPRETING else (torch.float16, torch.bfloat16)
-ROUNDING = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
 # A part of a block, pieces of which the last is shorter, and more elements than a program takes.
 SIZES = ((70, 128), (300, 384), (200, 1152))
 LARGE = () if IS_INTERPRETING else ((6144, 4096), (28672, 4096), (4096, 14336))
@@ -79,17 +79,13 @@ def test_products_are_those_of_the_stored_numbers(
     size: tuple[int, int], dtype: torch.dtype, rows: int | None, stored: torch.dtype
 ) -> None:
     weight = _weight(size, stored, rows, dtype)
-    expanded = weight.dequantised(torch.float32).double()
+    expanded = weight.dequantised(torch.float32)
     inputs, bias = _random(MANY_ROWS, size[1], seed=1).to(dtype), _random(size[0], seed=2).to(dtype)
     assert weight.is_widened(len(inputs))
     for own in (None, bias):
-        exact = inputs.double() @ expanded.T
-        length = inputs.double().norm(dim=1, keepdim=True) * expanded.norm(dim=1)
-        if own is not None:
-            exact, length = exact + own.double(), length + own.double().abs()
         found = quantised_linear(inputs, weight, own)
         assert (found.dtype, found.is_contiguous()) == (dtype, True)
-        assert float(((found.double() - exact).abs() / length).max()) < ROUNDING[dtype]
+        assert product_error(found, inputs, expanded, own) < ROUNDING[dtype]
 
 
 @pytest.mark.gpu
