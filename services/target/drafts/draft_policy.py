@@ -204,11 +204,11 @@ class DraftPolicy:
 
     Attributes:
         base: the shape of the drafts' trees while no other is wanted.
-        costs: plain steps as they were measured at start, if they were: what is known of them for
-            numbers of sequences that have not taken any lately.
         config: shapes to choose from by number of sequences; None is the drafts' own.
         always_up_to: sequences that want trees even where plain steps are faster.
         is_pinned: an operator fixed the shape at the draft, so that no other is asked for.
+        costs: of plain steps, measured at start: taken where none with as many sequences has been
+            timed since. Empty where none were measured.
         choice: what is in force, trials aside.
         trial_s: time that trials have cost.
     """
@@ -337,7 +337,7 @@ class DraftPolicy:
         if gap_s > IDLE_S:
             self._trial = None
         elif self._trial is not None and not self._num_sequences:
-            self._trial.began_s += gap_s  # nobody was there who could have lost anything
+            self._trial.began_s += gap_s  # no sequence was decoding, so the trial cost nothing
         self._turned_s = now_s
         has_news = self._fold(num_sequences, number)
         if not number:

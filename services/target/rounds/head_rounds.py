@@ -288,7 +288,7 @@ class HeadSteps(RoundSteps[HeadLanes]):
         running, is_late = self._scheduler.running, self._is_head_late(lanes)
         suited = [each for each in running if lanes.holds(each) or lanes.suits(each)]
         if not suited:
-            self._draws = not is_late  # for who is admitted in this turn
+            self._draws = not is_late  # for sequences that are admitted in this turn
             return
         shape = None if is_late else self._choose(lanes, suited)
         if shape is None:
