@@ -12,6 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Defaults of this module's functions keep the process group that exists when it is first imported.
+# Optimisers import it. A group that is kept has threads that outlive `destroy_process_group`, and
+# they can abort the exit of the interpreter.
+import torch.distributed.nn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm  # type: ignore[import-untyped]

@@ -30,6 +30,15 @@ CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[4]
 VOCAB_SIZE = 64
 
+# A thread of the process group that is left could abort the exit of the interpreter.
+TRAIN_AND_LIST_THREADS = """
+from pathlib import Path
+from services.draft.training.__main__ import main
+
+main()
+print([path.read_text() for path in Path("/proc/self/task").glob("*/comm")])
+"""
+
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -218,9 +227,10 @@ def test_the_processes_of_torchs_launcher_train_together(
         "LOCAL_WORLD_SIZE": "2",
     }
     other = subprocess.Popen(
-        [sys.executable, "-m", "services.draft.training", *arguments],
+        [sys.executable, "-c", TRAIN_AND_LIST_THREADS, *arguments],
         cwd=ROOT,
         env={**os.environ, **told, "RANK": "1", "LOCAL_RANK": "1"},
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -228,10 +238,12 @@ def test_the_processes_of_torchs_launcher_train_together(
         monkeypatch.setenv(name, value)
     try:
         _command(*arguments)
-        _, errors = other.communicate(timeout=100)
+        threads, errors = other.communicate(timeout=100)
     finally:
         other.kill()
     assert other.returncode == 0, errors
+    assert "python" in threads
+    assert "gloo" not in threads
     assert "3 steps on 2 processes, 384 tokens" in capsys.readouterr().out
 
 
