@@ -1,4 +1,4 @@
-"""What steps cost, as it was measured at start. No torch."""
+"""Step times measured at start-up. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shared.tokens import Choice, TreeShape
 
 @dataclass(slots=True)
 class CostTable:
-    """Seconds of a step, by the number of sequences that take part.
+    """Seconds of a step by number of sequences.
 
     Attributes:
         plain: of plain steps.
@@ -22,7 +22,7 @@ class CostTable:
     rounds: dict[TreeShape, dict[int, float]] = field(default_factory=dict)
 
     def seconds(self, choice: Choice, num_sequences: int) -> float | None:
-        """Returns the time of a step; None where nothing like it was measured."""
+        """Returns the time of a step; None if the choice was never measured."""
         times = self.plain if choice is None else self.rounds.get(choice, {})
         return _between(times, num_sequences)
 
@@ -39,7 +39,7 @@ class CostTable:
 
 
 def _between(times: Mapping[int, float], num_sequences: int) -> float | None:
-    """Returns the time for a number of sequences between those that were measured."""
+    """Interpolates between the measured numbers of sequences."""
     if not times:
         return None
     sizes = sorted(times)

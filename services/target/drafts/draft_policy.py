@@ -1,8 +1,8 @@
-"""Chooses what the drafts of one kind are asked for: trees of one shape, or none. No torch.
+"""Chooses the tree shape that remote drafts of one kind are asked for, or plain steps. No torch.
 
-The choice is what commits most tokens a second, measured from one verdict of a sequence to the
-next: waits, misses and the host's work are in it. What is not in force is tried for a few rounds
-now and then, within a share of the time. The choice changes no token.
+The policy chooses the highest throughput. It measures the time from one verdict of a sequence to
+the next, so waiting, missing trees and host work count. Other choices are tried for a few rounds
+now and then, within a small share of the time. The choice never changes a token.
 """
 
 from __future__ import annotations
@@ -19,56 +19,59 @@ from services.target.step_report import compared
 from shared.tokens import ANY_TREE, NO_TREE, Choice, TreeRequest, TreeShape
 
 MIN_GAIN, MARGIN = 1.03, 0.1
-"""A choice must have been this much faster than the one in force to replace it, and by the second
-over the square root of its steps more: few steps say little."""
+"""The current choice is replaced by one whose throughput is `MIN_GAIN + MARGIN / sqrt(steps)` times
+as high, after so many measured steps: few steps are poor evidence."""
 FEWEST_ROUNDS = 4
-"""Rounds of each sequence before a choice is judged, and of a trial."""
+"""Rounds of each sequence that a choice, or a trial, needs before it is judged."""
 SKIPPED_ROUNDS = 2
-"""Rounds of a trial before those: steps begin to run ahead, or cease to."""
+"""Rounds at the beginning of a trial that are not measured: steps start or stop running ahead."""
 TRIAL_SHARE, ALLOWANCE_S = 0.015, 0.2
-"""Share of the time that trials may cost, and what is saved of it at most, as at first."""
+"""Share of the time that trials may cost, and the largest unused budget, which is also the first
+one."""
 LEAST_COST = 0.1
-"""A trial counts as costing this share of its time at least: a few rounds show less than they cost,
-and what a draft does before and behind them slows the other rounds."""
+"""Share of its duration that a trial is charged at least. Few rounds underestimate the cost, and
+the draft's work before and after them slows other rounds down."""
 MOST_COST_S = 0.1
-"""A trial ends once it has cost so much: drafts compile kernels for what they are asked first."""
+"""A trial that has cost so much ends: drafts compile kernels for a shape that is new to them."""
 FIRST_LIMIT_S, LAST_LIMIT_S = 1.0, 8.0
-"""Longest trial; doubles while drafts do not get to answer within one."""
+"""Longest duration of a trial. It doubles while drafts do not answer within a trial."""
 TRIAL_PAUSE_S, LAST_PAUSE_S = 0.25, 20.0
-"""Least and most time between two trials."""
+"""Shortest and longest time between two trials."""
 PROMISING_GAIN = 1.25
-"""What was this much faster with another number of sequences is tried at once."""
+"""A choice that was so much faster at another batch size is tried at once."""
 TRIAL_WORTH = 0.9
-"""What promises less than this share of the choice in force, when it is hopeful, is not tried."""
+"""A choice is tried if its optimistic throughput is at least this share of the current one's."""
 LOST_SHARE = 0.5
-"""A trial ends at once where a choice is slower than this share of the one in force."""
+"""A trial ends at once if its throughput is below this share of the current choice's."""
 HOPE = 0.15
-"""Added to the acceptance of trees that are not in force, to find out whether to try them."""
+"""Added to the acceptance rates of a choice in an optimistic estimate."""
 SLOW_S = 15.0
-"""Time after which trees that were too slow, whatever was accepted, are tried all the same."""
+"""Trees that were too slow at any acceptance rate are tried again after so long."""
 WINDOW = 64
-"""Steps of one choice and number of sequences that are remembered."""
+"""Last steps that are kept for each choice and batch size."""
 CHANGE = 1.5
-"""Steps in a row that took so many times longer or shorter than before replace what was before."""
+"""If the last few steps all took so many times longer, or shorter, than the average, the earlier
+steps are dropped."""
 OUTLIER = 3.0
-"""A round counts as at most this many times the usual one: first ones compile, others stall."""
+"""A round counts as at most this many times the median: first rounds compile kernels, others
+stall."""
 SHORTEST_ROUND_S = 1e-6
 ALWAYS = 1 << 30
-"""More sequences than there ever are."""
+"""A batch size above any possible one."""
 IDLE_S = 0.5
-"""After so long without a step a trial is void."""
+"""A trial is dropped after so long without a turn of the loop."""
 HOLD_S = 0.25
-"""Sequences that have ended count for so long, because others may come in their places: a draft
-that is given sequences has to read all of them."""
+"""Sequences that have ended count for so long in the batch size. Others may soon take their places,
+and a draft has to read every sequence that it is given."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """An average round.
+    """Means over rounds.
 
     Attributes:
-        seconds: from one verdict to the next.
-        tokens: that it committed.
+        seconds: from one verdict of a sequence to the next.
+        tokens: committed in a round.
         trees: share of the rounds that verified a tree of a draft.
     """
 
@@ -79,7 +82,7 @@ class Round:
 
 @dataclass(slots=True)
 class _Step:
-    """Rounds of one step that were asked for alike, added up."""
+    """Sums over the rounds of one step that had the same choice."""
 
     num_rounds: int = 0
     seconds: float = 0.0
@@ -92,7 +95,7 @@ class _Step:
 
 
 class Rounds:
-    """The last rounds of one choice with about one number of sequences, step by step."""
+    """The last steps of one choice at one batch size."""
 
     def __init__(self) -> None:
         self._steps: deque[_Step] = deque(maxlen=WINDOW)
@@ -102,78 +105,83 @@ class Rounds:
         return len(self._steps)
 
     def add(self, step: _Step) -> None:
-        """Takes in a step."""
+        """Adds a step."""
         self._steps.append(step)
-        last = list(self._steps)[-FEWEST_ROUNDS:]
-        if len(self._steps) > len(last) and self.mean is not None:
-            known_s = self.mean.seconds
-            is_slower = min(each.round_s for each in last) > CHANGE * known_s
-            if is_slower or max(each.round_s for each in last) < known_s / CHANGE:
-                self._steps = deque(last, maxlen=WINDOW)
+        latest = list(self._steps)[-FEWEST_ROUNDS:]
+        if len(self._steps) > len(latest) and self.mean is not None:
+            mean_s = self.mean.seconds
+            times_s = [step.round_s for step in latest]
+            if min(times_s) > CHANGE * mean_s or max(times_s) < mean_s / CHANGE:
+                self._steps = deque(latest, maxlen=WINDOW)
         self._mean = None
 
     def clear(self) -> None:
-        """Forgets all samples; the mean stays until the next one."""
+        """Drops all steps. `mean` keeps its value until the next step."""
         self._steps.clear()
 
     @property
     def mean(self) -> Round | None:
-        """The average; None before the first step, the last one known after `clear`."""
+        """Means over the steps; None before the first one."""
         if self._mean is None and self._steps:
-            number = sum(each.num_rounds for each in self._steps)
-            most_s = OUTLIER * self._median_s(number)
-            seconds = sum(each.num_rounds * min(each.round_s, most_s) for each in self._steps)
-            num_tokens = sum(each.num_tokens for each in self._steps)
-            num_trees = sum(each.num_trees for each in self._steps)
-            mean_s = max(seconds / number, SHORTEST_ROUND_S)
-            self._mean = Round(mean_s, num_tokens / number, num_trees / number)
+            num_rounds = sum(step.num_rounds for step in self._steps)
+            longest_s = OUTLIER * self._median_s(num_rounds)
+            seconds = sum(step.num_rounds * min(step.round_s, longest_s) for step in self._steps)
+            num_tokens = sum(step.num_tokens for step in self._steps)
+            num_trees = sum(step.num_trees for step in self._steps)
+            mean_s = max(seconds / num_rounds, SHORTEST_ROUND_S)
+            self._mean = Round(mean_s, num_tokens / num_rounds, num_trees / num_rounds)
         return self._mean
 
-    def _median_s(self, number: int) -> float:
-        num_left = (number + 1) // 2
-        ordered = sorted(self._steps, key=lambda each: each.round_s)
-        for each in ordered:
-            num_left -= each.num_rounds
+    def _median_s(self, num_rounds: int) -> float:
+        num_left = (num_rounds + 1) // 2
+        for step in sorted(self._steps, key=lambda step: step.round_s):
+            num_left -= step.num_rounds
             if num_left <= 0:
-                return each.round_s
+                return step.round_s
         raise AssertionError("fewer rounds than counted")
 
 
 class RoundTimes:
-    """Measured times of rounds, by choice and number of sequences.
+    """Measured rounds by choice and batch size.
 
-    Numbers of sequences within a factor of the square root of two share their averages.
+    Batch sizes are grouped: each power of the square root of two has a group.
     """
 
     def __init__(self) -> None:
         self._rounds: dict[Choice, dict[int, Rounds]] = {}
 
     def at(self, choice: Choice, num_sequences: int) -> Rounds:
-        """Returns the averages with about so many sequences, perhaps of no step yet."""
-        sizes = self._rounds.setdefault(choice, {})
-        return sizes.setdefault(_size(num_sequences), Rounds())
+        """Returns the rounds of the batch size's group, perhaps without a step yet."""
+        by_size = self._rounds.setdefault(choice, {})
+        return by_size.setdefault(_size(num_sequences), Rounds())
 
     def estimate(self, choice: Choice, num_sequences: int, like: Choice) -> Round | None:
-        """Returns the average round, or that of the nearest number of sequences that was measured;
-        None where nothing was. Its seconds are scaled as those of `like` were."""
-        found, size = self._rounds.get(choice, {}), _size(num_sequences)
-        means = {each: mean for each, rounds in found.items() if (mean := rounds.mean) is not None}
+        """Returns the means at a batch size, or at the nearest measured one; None where the choice
+        was never measured.
+
+        Args:
+            like: seconds of another batch size are scaled by the ratio that this choice's have.
+        """
+        by_size, size = self._rounds.get(choice, {}), _size(num_sequences)
+        means = {key: mean for key, rounds in by_size.items() if (mean := rounds.mean) is not None}
         if not means:
             return None
-        nearest = min(means, key=lambda each: abs(each - size))
-        others = self._rounds.get(like, {})
-        here, there = (others[each].mean if each in others else None for each in (size, nearest))
+        nearest = min(means, key=lambda key: abs(key - size))
+        like_by_size = self._rounds.get(like, {})
+        here, there = (
+            like_by_size[key].mean if key in like_by_size else None for key in (size, nearest)
+        )
         if nearest == size or here is None or there is None:
             return means[nearest]
         scale = here.seconds / there.seconds
         return replace(means[nearest], seconds=scale * means[nearest].seconds)
 
     def measured(self) -> dict[tuple[Choice, int], float]:
-        """Returns the seconds of rounds by choice and about how many sequences."""
+        """Returns the mean seconds of a round by choice and the middle of the batch-size group."""
         return {
             (choice, round(2.0 ** (size / 2))): mean.seconds
-            for choice, sizes in self._rounds.items()
-            for size, rounds in sizes.items()
+            for choice, by_size in self._rounds.items()
+            for size, rounds in by_size.items()
             if (mean := rounds.mean) is not None
         }
 
@@ -184,11 +192,11 @@ def _size(num_sequences: int) -> int:
 
 @dataclass(slots=True)
 class _Trial:
-    """A choice that is tried.
+    """A choice on trial.
 
     Attributes:
-        num_rounds: of each sequence that the choice has had.
-        num_tokens: of each sequence, since the trial began.
+        num_rounds: with this choice, a sequence.
+        num_tokens: committed since the trial began, a sequence.
     """
 
     choice: Choice
@@ -199,18 +207,18 @@ class _Trial:
 
 @dataclass(slots=True, eq=False)
 class DraftPolicy:
-    """The choice for the drafts of one kind: one algorithm, model and shape. Owned by the engine
-    thread.
+    """The tree shape, or plain steps, for all drafts of one algorithm, model and shape. Owned by
+    the engine thread.
 
     Attributes:
-        base: the shape of the drafts' trees while no other is wanted.
-        config: shapes to choose from by number of sequences; None is the drafts' own.
-        always_up_to: sequences that want trees even where plain steps are faster.
-        is_pinned: an operator fixed the shape at the draft, so that no other is asked for.
-        costs: of plain steps, measured at start: taken where none with as many sequences has been
-            timed since. Empty where none were measured.
-        choice: what is in force, trials aside.
-        trial_s: time that trials have cost.
+        base: the drafts' own shape, and the first choice.
+        config: shapes to choose from by batch size; None allows `base` alone.
+        always_up_to: batch sizes up to this one keep their trees even if plain steps are faster.
+        is_pinned: an operator fixed the shape at the draft, so other shapes are not requested.
+        costs: plain steps measured at start-up. They stand in for batch sizes without a measured
+            plain step. Empty if nothing was measured.
+        choice: the current choice; a trial does not change it.
+        trial_s: total time that trials have cost.
     """
 
     base: TreeShape
@@ -231,7 +239,7 @@ class DraftPolicy:
     _seen_s: dict[Choice, float] = field(default_factory=dict)
     _turned_s: float = -math.inf
     _may_try_s: float = -math.inf
-    _paid_s: float = -math.inf  # until when the time has paid for trials
+    _paid_s: float = -math.inf  # the trial budget is used up until this time
     _promised: set[tuple[Choice, int]] = field(default_factory=set)
     _limit_s: float = FIRST_LIMIT_S
 
@@ -240,189 +248,192 @@ class DraftPolicy:
 
     @property
     def is_always_on(self) -> bool:
-        """Whether trees are wanted of as many sequences as there are, whatever they bring."""
+        """Whether the batch keeps its trees even if plain steps are faster."""
         return max(self._num_sequences, 1) <= self.always_up_to
 
     @property
     def current(self) -> Choice:
-        """The choice that drafts are asked for now: the trial's, or the one in force."""
+        """The choice on trial, else the current choice."""
         return self.choice if self._trial is None else self._trial.choice
 
     @property
     def is_trying(self) -> bool:
-        """Whether something is tried that is not in force."""
+        """Whether a trial is under way."""
         return self._trial is not None
 
     @property
     def is_on(self) -> bool:
-        """Whether trees are wanted now. Drafts lose their sequences while none are: to tell them
-        of every round costs the host a part of what plain steps bring."""
+        """Whether trees are requested now. Otherwise drafts lose their sequences: sending them
+        every verdict would cost host time that plain steps need."""
         return self.current is not None
 
     @property
     def tree_request(self) -> TreeRequest:
-        """The tree request of a sequence that asks for nothing by itself."""
+        """The tree request of a sequence whose request sets nothing about it."""
         if self.current is None:
             return NO_TREE
         return ANY_TREE if self.current == self.base else TreeRequest(self.current)
 
     @property
     def pays(self) -> bool | None:
-        """Whether trees are faster than plain steps; None while that is not known."""
+        """Whether trees are faster than plain steps; None while unknown."""
         if self.is_always_on or self._rate(None, self._num_sequences) is None:
             return None
         return self.choice is not None
 
     @property
     def speed(self) -> float | None:
-        """The tokens a second of one sequence that has such a draft; None while unknown."""
-        known = len(self.times.at(self.choice, self._num_sequences))
-        return self._rate(self.choice, self._num_sequences) if known >= FEWEST_ROUNDS else None
+        """Throughput of one sequence with such a draft, in tokens/s; None while unknown."""
+        if len(self.times.at(self.choice, self._num_sequences)) < FEWEST_ROUNDS:
+            return None
+        return self._rate(self.choice, self._num_sequences)
 
     def comparison(self) -> str:
-        """Returns the tokens a second behind `pays`."""
-        number = max(self._num_sequences, 1)
-        rates = {each: number * rate for each, rate in self._rates(number).items()}
-        return f"measured {compared(rates, number)}"
+        """Returns the throughputs behind `pays`, in words."""
+        batch = max(self._num_sequences, 1)
+        rates = {choice: batch * rate for choice, rate in self._rates(batch).items()}
+        return f"measured {compared(rates, batch)}"
 
     def level_rates(self) -> list[float]:
-        """Returns the acceptance of each level of the trees that are wanted, or would be."""
+        """Returns the acceptance rate of each tree level."""
         return self._acceptance.rates(self.choice or self.base, is_greedy=True)
 
     def saw_round(self, choice: Choice, num_tokens: int, seconds: float, *, has_tree: bool) -> None:
-        """Learns from a round, whether its tree came or not.
+        """Adds a round, with or without a verified tree.
 
         Args:
-            choice: what was asked for; None where no tree was.
+            choice: the requested shape; None for a plain step.
             num_tokens: committed.
-            seconds: since the verdict before.
+            seconds: since the sequence's previous verdict.
             has_tree: a tree of the draft was verified.
         """
-        found = self._step.setdefault(choice, _Step())
-        found.num_rounds += 1
-        found.seconds += seconds
-        found.num_tokens += num_tokens
-        found.num_trees += has_tree
+        step = self._step.setdefault(choice, _Step())
+        step.num_rounds += 1
+        step.seconds += seconds
+        step.num_tokens += num_tokens
+        step.num_trees += has_tree
         self._num_step_tokens += num_tokens
 
     def saw_excused(self, num_tokens: int) -> None:
-        """A round went without a tree because its draft reads a prompt or warms up: the round says
-        nothing about the choice, but counts into what a trial costs."""
+        """Adds a round without a tree whose draft reads a prompt or warms up. Its time says nothing
+        about the choice; its tokens count for the cost of a trial."""
         self._num_step_tokens += num_tokens
 
     def saw_accepted(self, shape: TreeShape, num_accepted: int) -> None:
-        """Learns how many levels of a tree were accepted."""
+        """Adds the accepted length of a verified tree."""
         self._acceptance.observe(shape, is_greedy=True, accepted=(num_accepted,))
 
     def disregard(self) -> None:
-        """The step under way takes longer for a reason of its own: graphs are captured, kernels
-        compiled."""
+        """Ignores the time of the current step: it captures graphs or compiles kernels."""
         self._is_void = True
 
     def drafts_changed(self) -> None:
-        """Another draft of the kind attached: a trial may begin at once."""
+        """Allows a trial at once, because another draft of the kind attached."""
         self._may_try_s = -math.inf
         if self._trial is None and self.choice is None:
             self._seen_s.clear()
 
     def turn(self, num_sequences: int, now_s: float, num_reading: int = 0) -> None:
-        """Decides; called in each turn of the loop, and when sequences were admitted.
+        """Decides. Called in each turn of the loop, and after sequences were admitted.
 
         Args:
-            num_sequences: that decode.
-            num_reading: whose prompts are read. Drafts read them as well, unless no trees are
-                wanted of so many.
+            num_sequences: in decoding.
+            num_reading: whose prompts are being computed. They count in the batch size, since
+                drafts read prompts as well.
         """
-        gap_s, number = now_s - self._turned_s, num_sequences + num_reading
+        gap_s, batch = now_s - self._turned_s, num_sequences + num_reading
         if gap_s > IDLE_S:
             self._trial = None
         elif self._trial is not None and not self._num_sequences:
-            self._trial.began_s += gap_s  # no sequence was decoding, so the trial cost nothing
+            self._trial.began_s += (
+                gap_s  # nothing was decoding, so this time costs the trial nothing
+            )
         self._turned_s = now_s
-        has_news = self._fold(num_sequences, number)
-        if not number:
+        has_news = self._add_step(num_sequences, batch)
+        if not batch:
             self._num_sequences = 0
             return
-        number = self._held(number, now_s)
-        is_new = _size(number) != _size(self._num_sequences)
-        self._num_sequences = number
+        batch = self._held(batch, now_s)
+        is_new_size = _size(batch) != _size(self._num_sequences)
+        self._num_sequences = batch
         self._seen_s[self.current] = now_s
-        if self.choice not in (options := self._options(number)):
+        if self.choice not in (options := self._options(batch)):
             self.choice, self._trial = options[0], None
         elif len(options) == 1:
             return
         elif self._trial is not None:
-            self._continue(self._trial, number, now_s)
-        elif has_news or is_new:
-            self._decide(number, now_s, may_try=has_news)
+            self._continue(self._trial, batch, now_s)
+        elif has_news or is_new_size:
+            self._decide(batch, now_s, may_try=has_news)
 
-    def _held(self, number: int, now_s: float) -> int:
-        """Returns the most sequences of the last while, unless trees are wanted of so few."""
-        is_few = number <= self.always_up_to
-        if is_few or number >= self._num_sequences or now_s >= self._held_until_s:
+    def _held(self, num_sequences: int, now_s: float) -> int:
+        """Returns the largest batch size within `HOLD_S`, or the present one if such small batches
+        always have trees."""
+        is_small = num_sequences <= self.always_up_to
+        if is_small or num_sequences >= self._num_sequences or now_s >= self._held_until_s:
             self._held_until_s = now_s + HOLD_S
-            return number
+            return num_sequences
         return self._num_sequences
 
-    def _fold(self, num_decoding: int, num_sequences: int) -> bool:
-        """Takes in the rounds since the last turn; returns whether there were any.
+    def _add_step(self, num_decoding: int, num_sequences: int) -> bool:
+        """Adds the rounds since the last turn to `times`; returns whether there were any.
 
         Args:
-            num_sequences: that decode or whose prompts are read: what choices are made by.
+            num_sequences: the batch size, with sequences whose prompts are being computed.
         """
-        step, self._step = self._step, {}
+        by_choice, self._step = self._step, {}
         num_tokens, self._num_step_tokens = self._num_step_tokens, 0
         is_void, self._is_void = self._is_void, False
-        trial, number = self._trial, max(num_decoding, 1)
+        trial, num_decoding = self._trial, max(num_decoding, 1)
         if trial is not None:
-            trial.num_tokens += num_tokens / number
+            trial.num_tokens += num_tokens / num_decoding
         if is_void:
             return False
-        for choice, seen in step.items():
+        for choice, step in by_choice.items():
             if trial is not None and choice == trial.choice:
-                is_early = trial.num_rounds < SKIPPED_ROUNDS
-                trial.num_rounds += seen.num_rounds / number
-                if is_early:
+                is_skipped = trial.num_rounds < SKIPPED_ROUNDS
+                trial.num_rounds += step.num_rounds / num_decoding
+                if is_skipped:
                     continue
-            self.times.at(choice, num_sequences).add(seen)
-        return bool(step)
+            self.times.at(choice, num_sequences).add(step)
+        return bool(by_choice)
 
     def _continue(self, trial: _Trial, num_sequences: int, now_s: float) -> None:
-        """Ends a trial when it has had its rounds, or its time, or has cost too much."""
-        own = self._rate(self.choice, num_sequences)
+        """Ends a trial after enough rounds or time, or once it has cost too much."""
+        current = self._rate(self.choice, num_sequences)
         elapsed_s = now_s - trial.began_s
-        lost_s = max(elapsed_s - (trial.num_tokens / own if own else math.inf), 0.0)
+        lost_s = max(elapsed_s - (trial.num_tokens / current if current else math.inf), 0.0)
         has_its_rounds = trial.num_rounds >= SKIPPED_ROUNDS + FEWEST_ROUNDS
-        is_done = has_its_rounds or self._is_lost(trial, num_sequences, own)
+        is_done = has_its_rounds or self._is_lost(trial, num_sequences, current)
         if not (is_done or elapsed_s > self._limit_s or lost_s > MOST_COST_S):
             return
         self._trial = None
         self._limit_s = FIRST_LIMIT_S if is_done else min(2.0 * self._limit_s, LAST_LIMIT_S)
         if trial.choice is None:
-            lost_s += elapsed_s  # drafts have to catch up behind it
+            lost_s += elapsed_s  # drafts have to catch up afterwards
         self.trial_s += lost_s
         cost_s = max(lost_s, LEAST_COST * elapsed_s) / TRIAL_SHARE
-        # What was saved before pays for the trial, or the time until the next one does.
+        # The unused budget pays for the trial, or else the time until the next one.
         self._paid_s = max(self._paid_s, now_s - ALLOWANCE_S / TRIAL_SHARE) + cost_s
         pause_s = min(self._paid_s - now_s, cost_s, LAST_PAUSE_S)
         self._may_try_s = now_s + max(pause_s, TRIAL_PAUSE_S)
         if is_done:
             self._switch(num_sequences)
 
-    def _is_lost(self, trial: _Trial, num_sequences: int, own: float | None) -> bool:
-        """Whether the first rounds of a trial are so slow that no more are needed.
+    def _is_lost(self, trial: _Trial, num_sequences: int, current: float | None) -> bool:
+        """Whether the first rounds of a trial are so slow that it needs no more.
 
         Args:
-            own: tokens a second of one sequence with the choice in force; None while unknown.
+            current: throughput of one sequence with the current choice; None while unknown.
         """
-        if own is None or not len(self.times.at(trial.choice, num_sequences)):
+        if current is None or not len(self.times.at(trial.choice, num_sequences)):
             return False
-        found = self._rate(trial.choice, num_sequences)
-        return found is not None and found < LOST_SHARE * own
+        rate = self._rate(trial.choice, num_sequences)
+        return rate is not None and rate < LOST_SHARE * current
 
     def _decide(self, num_sequences: int, now_s: float, *, may_try: bool) -> None:
-        """Takes what was faster, or tries what might be."""
-        # What is known of a load that comes back holds until its rounds say otherwise.
+        """Switches to a faster choice, or begins a trial of one that may be faster."""
+        # Measurements of a batch size that comes back hold until new rounds contradict them.
         if self.times.at(self.choice, num_sequences).mean is not None:
             self._switch(num_sequences)
         if not may_try or len(self.times.at(self.choice, num_sequences)) < FEWEST_ROUNDS:
@@ -432,51 +443,53 @@ class DraftPolicy:
             self._try(num_sequences, now_s)
 
     def _switch(self, num_sequences: int) -> None:
-        """Takes the fastest of the choices that were measured with so many sequences."""
+        """Switches to the fastest choice with enough measured steps at this batch size."""
         rates = {
-            each: rate
-            for each, rate in self._rates(num_sequences).items()
-            if len(self.times.at(each, num_sequences)) >= FEWEST_ROUNDS - 1
-            or (each is None and self.costs.plain)
+            choice: rate
+            for choice, rate in self._rates(num_sequences).items()
+            if len(self.times.at(choice, num_sequences)) >= FEWEST_ROUNDS - 1
+            or (choice is None and self.costs.plain)
         }
-        own = self._rate(self.choice, num_sequences) or 0.0
-        best = max(rates, key=lambda each: rates[each], default=self.choice)
+        current = self._rate(self.choice, num_sequences) or 0.0
+        best = max(rates, key=lambda choice: rates[choice], default=self.choice)
         if best == self.choice:
             return
         gain = MIN_GAIN + MARGIN / math.sqrt(len(self.times.at(best, num_sequences)) or 1)
-        if rates[best] > gain * own:
+        if rates[best] > gain * current:
             self.choice = best
 
     def _try(self, num_sequences: int, now_s: float) -> None:
-        """Begins a trial of what might be the best: of plain steps if they were not measured with
-        so many sequences, else of what was not seen for longest."""
-        hopes = {
-            each: self._hope(each, num_sequences, now_s)
-            for each in self._options(num_sequences)
-            if each != self.choice
-        }
-        own = self._rate(self.choice, num_sequences) or 0.0
-        others = [each for each, hope in hopes.items() if hope > TRIAL_WORTH * own]
-        if not others:
+        """Begins a trial of a choice that may be the fastest: plain steps if they were not measured
+        at this batch size, else the choice with the oldest measurement."""
+        current = self._rate(self.choice, num_sequences) or 0.0
+        choices = [
+            choice
+            for choice in self._options(num_sequences)
+            if choice != self.choice
+            and self._hope(choice, num_sequences, now_s) > TRIAL_WORTH * current
+        ]
+        if not choices:
             return
-        choice = min(others, key=lambda each: self._seen_s.get(each, -math.inf))
-        if None in others and not len(self.times.at(None, num_sequences)):
-            choice = None
-        self._begin_trial(choice, num_sequences, now_s)
+        if None in choices and not len(self.times.at(None, num_sequences)):
+            choices = [None]
+        oldest = min(choices, key=lambda choice: self._seen_s.get(choice, -math.inf))
+        self._begin_trial(oldest, num_sequences, now_s)
 
     def _try_promising(self, num_sequences: int, now_s: float) -> None:
-        """The load has changed: begins a trial of what was not measured with so many sequences, and
-        was much faster with others than the choice in force is now. Once for each number."""
-        size, own = _size(num_sequences), self._rate(self.choice, num_sequences)
+        """After a change of the batch size: begins a trial of the choice that was fastest at other
+        sizes, if it was much faster there than the current choice is here. Once for each size."""
+        size, current = _size(num_sequences), self._rate(self.choice, num_sequences)
         promises = {
-            each: rate
-            for each in self._options(num_sequences)
-            if (each, size) not in self._promised
-            and not len(self.times.at(each, num_sequences))
-            and (rate := self._rate(each, num_sequences, is_scaled=False)) is not None
+            choice: rate
+            for choice in self._options(num_sequences)
+            if (choice, size) not in self._promised
+            and not len(self.times.at(choice, num_sequences))
+            and (rate := self._rate(choice, num_sequences, is_scaled=False)) is not None
         }
-        best = max(promises, key=lambda each: promises[each], default=self.choice)
-        if best != self.choice and own is not None and promises[best] > PROMISING_GAIN * own:
+        best = max(promises, key=lambda choice: promises[choice], default=self.choice)
+        if best == self.choice or current is None:
+            return
+        if promises[best] > PROMISING_GAIN * current:
             self._promised.add((best, size))
             self._begin_trial(best, num_sequences, now_s)
 
@@ -485,11 +498,11 @@ class DraftPolicy:
         self.times.at(choice, num_sequences).clear()
 
     def _hope(self, choice: Choice, num_sequences: int, now_s: float) -> float:
-        """Returns the tokens a second of one sequence that a choice may bring."""
+        """Returns an optimistic throughput of one sequence."""
         unseen_s = now_s - self._seen_s.get(choice, now_s)
         hope = HOPE
         if self.choice is None:
-            # While no trees are verified nothing tells whether they would be accepted.
+            # Without verified trees nothing shows whether drafts are accepted by now.
             hope = min(HOPE + unseen_s / FORGET_S, 1.0)
         rate = self._rate(choice, num_sequences, hope=hope)
         if rate is not None:
@@ -498,20 +511,21 @@ class DraftPolicy:
         plain = self._round(None, num_sequences, self.choice)
         if choice is None or plain is None:
             return math.inf
-        # A round with a tree takes no less than a plain step.
+        # A round with a tree takes at least as long as a plain step.
         return self._acceptance.tokens(choice, is_greedy=True, hope=HOPE) / plain.seconds
 
     def _rate(
         self, choice: Choice, num_sequences: int, hope: float = 0.0, *, is_scaled: bool = True
     ) -> float | None:
-        """Returns the tokens a second of one sequence, from the time of rounds and, for trees, from
-        acceptance by level, which few rounds show better than their tokens do; None where no round
-        was measured.
+        """Returns the throughput of one sequence, in tokens/s; None if never measured.
+
+        It follows from the measured time of a round and, for trees, from acceptance by level: after
+        few rounds these rates are better evidence than the tokens committed.
 
         Args:
-            hope: added to the acceptance of every level.
-            is_scaled: rounds that were measured with other numbers of sequences take so many times
-                longer or shorter as those of the choice in force.
+            hope: added to the acceptance rate of every level.
+            is_scaled: times measured at another batch size are scaled as those of the current
+                choice.
         """
         like = self.choice if is_scaled else choice
         rounds = self._round(choice, num_sequences, like)
@@ -523,8 +537,8 @@ class DraftPolicy:
         return (1.0 + rounds.trees * accepted) / rounds.seconds
 
     def _round(self, choice: Choice, num_sequences: int, like: Choice) -> Round | None:
-        """Returns the average round, see `RoundTimes.estimate`; plain ones as they were measured
-        at start, where none was with so many sequences since."""
+        """Returns the means of a choice, see `RoundTimes.estimate`. Plain steps without a
+        measurement at this batch size take the times measured at start-up."""
         if choice is None and not len(self.times.at(None, num_sequences)):
             seconds = self.costs.seconds(None, num_sequences)
             if seconds is not None:
@@ -532,13 +546,15 @@ class DraftPolicy:
         return self.times.estimate(choice, num_sequences, like)
 
     def _rates(self, num_sequences: int) -> dict[Choice, float]:
-        """Returns the tokens a second of one sequence for each choice that was measured."""
-        options = self._options(num_sequences)
-        found = {each: self._rate(each, num_sequences) for each in options}
-        return {each: rate for each, rate in found.items() if rate is not None}
+        """Returns the throughput of one sequence for each choice that was measured."""
+        return {
+            choice: rate
+            for choice in self._options(num_sequences)
+            if (rate := self._rate(choice, num_sequences)) is not None
+        }
 
     def _options(self, num_sequences: int) -> Sequence[Choice]:
-        """Returns what may be chosen with so many sequences; at least one."""
+        """Returns the choices that are allowed at a batch size; at least one."""
         shapes: tuple[TreeShape, ...] = (self.base,)
         may_pause = True
         if self.config is not None:
