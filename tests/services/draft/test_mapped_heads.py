@@ -84,7 +84,7 @@ def test_targets_have_pages_and_workers_of_their_own(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(WORKER, made)
     outputs: list[Output] = []
-    heads = MappedHeads(_Drafter(), outputs.append, most=2)
+    heads = MappedHeads(_Drafter(), outputs.append, max_targets=2)
 
     def open_link(link: int) -> Output:
         heads.take(MappedCommandArrived(link, NOWHERE), 100)
