@@ -108,8 +108,7 @@ class AttachClient:
         reload_tables: ReloadTables | None = None,
     ) -> None:
         """Args:
-        reload_tables: reads the tensors borrowed from the target again after its weights were
-            updated.
+        reload_tables: reads the tensors borrowed from the target again after a weight update.
         """
         self.status = LinkStatus(address)
         self._identity = identity

@@ -1,5 +1,4 @@
-"""Scores of draft tokens, by how likely the target accepts them, and chains drawn from the draft's
-distributions."""
+"""Scores of draft tokens, by their probability of acceptance, and chains drawn by the draft."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ class DraftScores:
 
         Args:
             logits: `[S * N, V]` raw draft logits.
-            paths: `[S][N]`, tree tokens on the path to each row, the row's own included; all of one
-                length.
+            paths: `[S][N]`, tree tokens on the path to each row, its own included; equally long.
         """
         depths = [[len(path) for path in sequence_paths] for sequence_paths in paths]
         return self._score(logits, paths, depths).view(len(self._sequences), -1, logits.shape[1])
@@ -72,8 +70,7 @@ class DraftScores:
 
         Args:
             logits: `[N * size, V]` raw draft logits, the blocks of each sequence end to end.
-            known: `[S][any]`, tokens between the committed ones and the first token that each block
-                drafts.
+            known: `[S][any]`, tokens between the committed ones and each block's first token.
         """
         paths = [[path for path in known_paths for _ in range(size)] for known_paths in known]
         depths = [

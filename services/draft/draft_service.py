@@ -1,5 +1,4 @@
-"""`DraftService`: proposes one tree on request, describes this worker, and updates its tree shape
-and outcome budget."""
+"""`DraftService`: proposes one tree on request, describes this worker, and updates its config."""
 
 from __future__ import annotations
 
@@ -110,8 +109,7 @@ class DraftBackend:
 
 
 class DraftServicer(pb_grpc.DraftServiceServicer):
-    """Checks requests and passes them to the engine. Answers UNAVAILABLE until an engine is
-    loaded."""
+    """Checks requests and passes them to the engine. Answers UNAVAILABLE until `load`."""
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle

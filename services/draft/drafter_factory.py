@@ -1,5 +1,4 @@
-"""Builds the drafter that the settings name, and reads its properties from configs and
-tokenizers."""
+"""Builds the drafter that the settings name; reads its properties from configs and tokenizers."""
 
 from __future__ import annotations
 
@@ -35,8 +34,8 @@ def read_corpus(path: Path, encode: Encode | None) -> Iterator[list[int]]:
         encode: the tokenizer; None when there is none.
 
     Raises:
-        SettingsError: the file is missing or malformed, or it holds text and there is no tokenizer;
-            names the line.
+        SettingsError: the file is missing or malformed, or has text without a tokenizer to encode
+            it; names the line.
     """
     try:
         content = path.read_text(encoding="utf-8")
@@ -129,8 +128,7 @@ def use_device(settings: DraftSettings) -> None:
 
 
 def compiles_kernels(settings: DraftSettings) -> bool:
-    """Whether the drafter that was built from `settings` uses kernels that are compiled on first
-    use."""
+    """Whether the drafter's kernels are compiled on first use."""
     if settings.speculative_algorithm is Algorithm.NGRAM:
         return False
     from shared.runtime.device import device_named

@@ -291,7 +291,7 @@ class DraftEngine:
         if isinstance(event, MappedCommandArrived):
             terms = self._table.terms(event.link)
             if terms is not None:
-                self._mapped.take(event, terms.vocab_size)
+                self._mapped.apply(event, terms.vocab_size)
             return
         if isinstance(event, LinkClosed):
             self._mapped.close(event.link)

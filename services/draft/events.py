@@ -1,5 +1,4 @@
-"""Events and outputs of the draft engine, the worker's identity and its link status. Plain data, no
-protobuf."""
+"""Events and outputs of the draft engine, worker identity and link status. No protobuf."""
 
 from __future__ import annotations
 
@@ -205,8 +204,7 @@ class MappedHeadReady:
     """The head is ready for mapped rounds.
 
     Attributes:
-        pages: pages of the head's KV cache for these rounds only; empty where the head could not be
-            prepared.
+        pages: pages of the head's KV cache for these rounds; empty where it takes no part in them.
     """
 
     link: int

@@ -1,5 +1,4 @@
-"""New weights for a draft while it serves: loaded beside the old ones, copied in between two
-rounds."""
+"""Swaps a serving draft's weights: loads them beside the old ones, copies them between rounds."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ class HeadWeights:
             the head in its rounds; None where there is no such target.
 
     Attributes:
-        version: version of the current weights, given by their sender; empty for those of the
-            start.
+        version: version of the current weights, given by their sender; empty until a swap.
         num_swaps: number of swaps since the start.
     """
 
@@ -59,8 +57,7 @@ class HeadWeights:
             How long rounds waited, in seconds.
 
         Raises:
-            FailedPrecondition: the drafter's weights cannot be swapped, or several processes hold
-                them.
+            FailedPrecondition: the drafter's weights cannot be swapped, or are sharded.
             InvalidArgument: the folder's weights are refused; the old weights stay.
             EngineFailed: the engine has died.
         """
@@ -147,8 +144,7 @@ class HeadWeights:
         return running, new
 
     def _swap(self, apply: Callable[[], None]) -> float:
-        """Runs on the engine's thread. Returns how long `apply` took, without the wait for the step
-        before it."""
+        """Runs on the engine's thread. Returns the time of `apply` without the step before it."""
         pause_s = 0.0
 
         def timed() -> None:

@@ -19,8 +19,7 @@ hundred rows add little to the time of a draft's forward; more rows add more."""
 
 
 def shared_budget(budget: int, num_sequences: int) -> int:
-    """Returns how many verdicts to prepare for on each of `num_sequences` sequences, at most
-    `budget`."""
+    """Returns how many verdicts to prepare for on each of the sequences, at most `budget`."""
     return min(budget, max(MAX_TOTAL_OUTCOMES // num_sequences, 1))
 
 

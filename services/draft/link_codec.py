@@ -115,6 +115,9 @@ def bad_features(message: str, *, field: str = "rows") -> InvalidArgument:
 
 def attach_request(identity: WorkerIdentity) -> pb.SpeculateRequest:
     """Returns the first message of a stream."""
+    host_id, ring = identity.host_id, None
+    if host_id:
+        ring = pb.FeatureRingOffer(host_id=host_id, reads_cuda=identity.reads_cuda)
     return pb.SpeculateRequest(
         attach=pb.Attach(
             worker_id=identity.worker_id,
@@ -125,11 +128,7 @@ def attach_request(identity: WorkerIdentity) -> pb.SpeculateRequest:
             algorithm=identity.algorithm,
             max_context_token_count=identity.max_context_tokens or 0,
             feature_spec=_spec_message(identity.feature_spec),
-            feature_ring=pb.FeatureRingOffer(
-                host_id=identity.host_id, reads_cuda=identity.reads_cuda
-            )
-            if identity.host_id
-            else None,
+            feature_ring=ring,
             shape=None if identity.shape is None else shape_message(identity.shape),
             learns=identity.learns,
             mapped_head=_mapped_offer(identity),
@@ -212,8 +211,7 @@ def event_from_response(
         ring: holds the rows that are not sent as bytes.
 
     Raises:
-        InvalidArgument: the message is malformed, holds features that were not asked for, or is a
-            second `attached`.
+        InvalidArgument: the message is malformed, has unexpected features, or attaches again.
     """
     match response.WhichOneof("message"):
         case "verdicts":

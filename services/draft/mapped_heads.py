@@ -61,7 +61,7 @@ class MappedHeads:
         self._shared: SharedHead | None = None
         self._shares: list[_Share] = []
 
-    def take(self, event: MappedCommandArrived, num_target_ids: int) -> None:
+    def apply(self, event: MappedCommandArrived, num_target_ids: int) -> None:
         """Runs a target's command. A command for rounds that could not be opened is dropped.
 
         Args:
@@ -99,8 +99,7 @@ class MappedHeads:
 
     @contextmanager
     def between_rounds(self) -> Iterator[None]:
-        """Runs GPU work that the body queues, such as new weights, between two rounds of each
-        target."""
+        """Runs what the body queues, such as new weights, between two rounds of each target."""
         workers = [share.worker for share in self._shares if share.worker is not None]
         for worker in workers:
             worker.hold_caller()

@@ -141,14 +141,14 @@ class DraftProcess:
         if borrowed is None or not borrowed.tables:
             return None
 
-        def between(function: Callable[[], None]) -> None:
+        def between_rounds(function: Callable[[], None]) -> None:
             def swap() -> None:
                 function()
                 drafter.retire_prefix_cache()
 
             engine.between_rounds(swap).result()
 
-        return BorrowedTables(borrowed, between).follow
+        return BorrowedTables(borrowed, between_rounds).reload
 
     @property
     def num_attached(self) -> int:
@@ -198,8 +198,7 @@ class DraftProcess:
             raise FailedPrecondition(f"refused for good by {reasons}", reason="DRAFT_REFUSED")
 
     async def stop(self) -> None:
-        """Reports NOT_SERVING, refuses new work, detaches from the targets, stops the engine and
-        closes the servers."""
+        """Reports NOT_SERVING, refuses work, detaches, stops the engine and closes the servers."""
         await self._lifecycle.drain()
         await self._detach()
         if self._engine is not None:

@@ -82,8 +82,7 @@ class DraftRecorder:
 
     @property
     def on_span(self) -> Callable[[str, float, float], None] | None:
-        """Records a name, start and end of the drafter's part of a target's round; None without a
-        round log."""
+        """Logs a name, start and end of the drafter's part of a round; None without a round log."""
         return None if self._log is None else self._span
 
     def _span(self, name: str, start_s: float, end_s: float) -> None:

@@ -3,8 +3,7 @@
 A `step` proposes trees for one batch of all due sequences, whatever target they came from. Then it
 computes one chunk of committed tokens for sequences that are behind. Where a batch or a chunk would
 be too large, targets take turns. So a long prompt delays the others by one chunk, never by the
-whole prompt. A sequence more than a chunk behind gets an empty tree at once, so that its target
-does not wait in vain.
+whole prompt. A sequence more than a chunk behind gets an empty tree at once: its target goes on.
 
 The remaining time is used to draft ahead for possible verdicts, one forward a step: a verdict that
 arrives waits for the forward in progress only. Requested shapes are warmed up between steps.
@@ -282,9 +281,8 @@ class Rounds:
         return self._look_ahead() or num_computed > 0 or len(batch) < len(ready)
 
     def _proposal_batch(self, ready: list[DraftSequence]) -> list[DraftSequence]:
-        """Returns the sequences of one proposal batch. The sequences of a single target are always
-        one batch. Where several targets' trees have more nodes than a chunk has tokens, targets
-        take turns."""
+        """Returns the sequences of one proposal batch. A single target's sequences are one batch;
+        several targets take turns if their trees have more nodes than a chunk has tokens."""
         is_shared = len({sequence.key.link for sequence in ready}) > 1
         if not is_shared or sum(map(self._num_nodes, ready)) <= self._chunk_tokens:
             return ready
@@ -303,12 +301,11 @@ class Rounds:
         return is_idle
 
     def prepare_next(self) -> float | None:
-        """Captures one graph for a shape that targets may request, if no sequence is open or was
+        """Captures one graph for a shape that targets may request, unless a sequence is open or was
         open lately.
 
         Returns:
-            How long to wait for an event until the next graph may be captured; None where no graph
-            is missing.
+            How long to wait for an event before the next call; None waits for an event alone.
         """
         # An open sequence is due once its target has verified a tree, which takes less time.
         if len(self._table):
@@ -410,8 +407,7 @@ class Rounds:
         return budget if requested is None else min(budget, requested)
 
     def _resume(self, sequence: DraftSequence) -> bool:
-        """Continues a due tree from what was computed ahead, if there is anything; returns whether
-        there was."""
+        """Continues a due tree from rows computed ahead; False where there are none."""
         lookahead = self._drafter.lookahead
         return (
             lookahead is not None

@@ -30,16 +30,14 @@ class InFlightTree:
     _pushed: dict[ConditionKey, tuple[int, TokenTree]] = field(default_factory=dict)
 
     def push(self, condition: ConditionKey, candidate_id: int, tree: TokenTree) -> ConditionKey:
-        """Records a candidate that was pushed for a verdict on this tree; returns the condition
-        with this tree's id."""
+        """Records a candidate for a verdict; returns the condition with this tree's id."""
         node_index, bonus_token_id, _ = condition
-        named = node_index, bonus_token_id, self.candidate_id
-        self._pushed[named] = candidate_id, tree
-        return named
+        named_condition = node_index, bonus_token_id, self.candidate_id
+        self._pushed[named_condition] = candidate_id, tree
+        return named_condition
 
     def successor(self, verdict: Verdict) -> InFlightTree | None:
-        """Returns the tree that the target verifies next; None when none was pushed for the
-        verdict."""
+        """Returns the tree that was pushed for a verdict, which the target verifies next."""
         pushed = self._pushed.get(condition_key(verdict.condition))
         return None if pushed is None else InFlightTree(*pushed)
 

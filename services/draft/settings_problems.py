@@ -93,8 +93,7 @@ def is_completable(given: GivenShape, algorithm: Algorithm) -> bool:
 
 
 def completed_ngram(given: GivenShape, max_trie_depth: int, max_breadth: int) -> TreeShape:
-    """Returns the shape of n-gram trees: the one that is set, else as deep and as wide as the
-    n-gram options allow."""
+    """Returns the shape that is set, else one as deep and wide as the n-gram options allow."""
     steps, topk, tokens = given
     if steps is not None and topk is not None and tokens is not None:
         return TreeShape(steps, topk, tokens)
@@ -227,8 +226,7 @@ def block_problems(settings: DraftSettings, block_size: int) -> tuple[str, ...]:
 
 
 def missing_model(settings: DraftSettings) -> tuple[str, ...]:
-    """Returns a line if the algorithm needs a head and the settings name none. Their paths must be
-    local."""
+    """Returns a line if a head is needed and the settings, whose paths are local, name none."""
     algorithm = settings.algorithm
     is_named = settings.speculative_draft_model_path is not None or settings.is_of_demo
     if is_named or not algorithm.reads_features or algorithm is Algorithm.MTP:

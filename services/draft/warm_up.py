@@ -1,5 +1,4 @@
-"""Warm-up proposals at start, before a target waits for one: kernels are compiled and tuned, and
-memory is allocated."""
+"""Warm-up proposals at start: kernels are compiled and tuned, and memory is allocated."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ def warm_up(
 def _propose(
     engine: DraftEngine, feature_spec: FeatureSpec | None, num_tokens: int, size: int
 ) -> int:
-    """Proposes for `size` prompts at once, for each kind of sampling; returns the number of tokens
-    in the trees."""
+    """Proposes for `size` prompts at once, for each kind of sampling; returns the trees' tokens."""
     num_proposed = 0
     features = None
     if feature_spec is not None:

@@ -248,8 +248,7 @@ class BranchLookahead(Lookahead, ABC):
 
     @abstractmethod
     def make_room(self) -> bool:
-        """Drops branches because memory is short, but none that a current round waits for; returns
-        whether there were any."""
+        """Frees all branches but those that a current round waits for; whether there were any."""
 
     def advance(self) -> list[Proposal]:
         """Queues a forward of a pass; returns the trees that it completed."""

@@ -92,8 +92,7 @@ class SequenceKv:
     Attributes:
         window_start: position of the row with index 0.
         num_computed: number of committed rows whose KV is computed.
-        subtree: the drafted subtree computed after the committed rows, until another forward
-            overwrites it.
+        subtree: the drafted subtree after the committed rows; None once it is overwritten.
     """
 
     lease: KvLease
@@ -184,8 +183,7 @@ class Contexts(ABC):
         """Whether all inputs of a tree after the last committed token are here."""
 
     def reserve(self, sequence: DraftSequence, num_tree_rows: int) -> bool:
-        """Reserves pages for the committed rows and a tree; False, with nothing changed, if there
-        are not enough."""
+        """Reserves pages for committed rows and a tree; False, changing nothing, if too few."""
         num_rows = self.num_window_rows(sequence) + num_tree_rows
         return self.leases.try_grow(self.kv_of(sequence).lease, num_rows)
 
@@ -196,11 +194,11 @@ class Contexts(ABC):
     def open_pass(
         self, sequences: Sequence[DraftSequence], max_rows: int
     ) -> tuple[list[OpenSequence], list[Tensor]]:
-        """Lays out the committed rows that are left for a pass, and counts them as computed.
+        """Lays out a pass over the committed rows that are left, and counts them as computed.
         Returns the rows, and the tensors that they read besides tokens, end to end.
 
         Args:
-            max_rows: most rows of a sequence in the pass; earlier rows are computed at once.
+            max_rows: most rows of a sequence in the pass; rows beyond that are computed before it.
         """
         counts = [(sequence, self.backlog(sequence)) for sequence in sequences]
         excess = [(sequence, count - max_rows) for sequence, count in counts if count > max_rows]

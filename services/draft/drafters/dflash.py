@@ -87,8 +87,7 @@ class BlockRows:
         """Appends a block.
 
         Args:
-            parent: row of the token before the block; None where the block opens with the last
-                committed token.
+            parent: row of the token before the block; None where `token` is the last committed one.
             token: the known token that opens the block.
             num_scored: drafted positions that are to be scored.
         """
@@ -349,8 +348,7 @@ class BlockLookahead(OneStepLookahead):
 
     def _lay_out(self, verified: VerifiedTree) -> _SequenceBlocks | None:
         """Lays out blocks for as many verdicts as there is memory for; None if there is none."""
-        # Continuations of the last committed token, then of each node; none after the last position
-        # that the block scored.
+        # Of the last committed token, then of each node; none after the last scored position.
         choices = self._choices[verified.sequence.key]
         continuations = [choices.at(depth) for depth in (0, *verified.tree.depths)]
         verdicts = likely_verdicts(verified.tree, continuations, self._shares, verified.budget)
@@ -415,8 +413,7 @@ def _with_ancestors(parents: Sequence[int], tree_rows: Sequence[int]) -> list[in
 
 
 class DflashDrafter(ContextDrafter):
-    """Drafts blocks with a DFlash head. The state per sequence is the keys and values of its
-    context.
+    """Drafts blocks with a DFlash head. Each sequence's state is its context's keys and values.
 
     Attributes:
         head: the head with its weights.
@@ -488,18 +485,15 @@ class DflashDrafter(ContextDrafter):
         # A verdict's bonus token may be one position deeper than the tree.
         depth = min(shape.num_steps, shape.max_node_count) + bool(budget)
         num_scored = min(self._block_size - 1, depth)
-        logits = contexts.run([self._block_rows(sequence, num_scored) for sequence in sequences])
+        layouts = [contexts.block_rows(sequence) for sequence in sequences]
+        for layout, sequence in zip(layouts, sequences, strict=True):
+            layout.add_block(None, sequence.token_ids[-1], num_scored)
+        logits = contexts.run([layout.lay_out() for layout in layouts])
         scores = DraftScores(sequences).of_blocks(logits, [[()]] * len(sequences), num_scored)
         proposals = []
-        for sequence, choices in zip(
-            sequences, best_choices(scores, shape.topk + budget), strict=True
-        ):
+        best = best_choices(scores, shape.topk + budget)
+        for sequence, choices in zip(sequences, best, strict=True):
             proposals.append(Proposal(sequence, choices.tree(shape)))
             if budget:
                 self._lookahead.keep(sequence, choices)
         return proposals
-
-    def _block_rows(self, sequence: DraftSequence, num_scored: int) -> SequenceRows:
-        rows = self._contexts.block_rows(sequence)
-        rows.add_block(None, sequence.token_ids[-1], num_scored)
-        return rows.lay_out()

@@ -48,8 +48,7 @@ class DrafterLimits:
         max_context_tokens: tokens that one forward can attend to; longer sequences are windowed.
             None is unbounded.
         feature_spec: hidden states that the drafter reads; None for token-level drafters.
-        mapped_head: sizes of the head that the drafter shares with a target's rounds; None where
-            it shares none.
+        mapped_head: sizes of the head that a target's rounds can share; None where there is none.
         num_ready_tokens: a sequence with at most this backlog catches up in its proposal. A round
             commits at most 33 tokens, so with 64 a sequence that was ready stays ready.
     """
@@ -103,8 +102,7 @@ class Lookahead(Protocol):
 
 
 class OneStepLookahead(Lookahead):
-    """Prepares for all verdicts on a tree at once. A new tree costs no more than continuing one, so
-    `resume` does nothing."""
+    """Prepares for all verdicts on a tree at once. A new tree costs no more than a resumed one."""
 
     def __init__(self) -> None:
         self.budget = 0
@@ -184,8 +182,7 @@ class Drafter(Protocol):
         """Frees the sequence's state."""
 
     def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
-        """Whether proposals of this shape for up to so many sequences need no one-time work, such
-        as capturing a graph."""
+        """Whether proposals of this shape for up to `num_sequences` need no one-time work."""
         return True
 
     def prepare(self, shape: TreeShape, num_sequences: int | None) -> bool:
@@ -224,8 +221,7 @@ _SHARED_EIGHTHS = 7
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedHead:
-    """A draft head or a language model for a target's rounds, with KV pages that its drafter leaves
-    to them.
+    """A draft head or a language model for a target's rounds, with KV pages for them alone.
 
     Attributes:
         pages: pages of the model's pool, leased permanently.

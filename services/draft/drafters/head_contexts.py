@@ -22,8 +22,7 @@ from shared.runtime.tree_model import HeadModel
 
 
 class FeatureBuffer:
-    """Feature rows that a head still needs: positions `[start, end)` of a sequence, in the pieces
-    they arrived in.
+    """Feature rows that a head still needs: positions `[start, end)` of a sequence, in pieces.
 
     Attributes:
         end: the position after the last row that ever arrived.
@@ -96,8 +95,7 @@ class FeatureContexts(Contexts):
         del self._features[sequence.key]
 
     def add_features(self, sequence: DraftSequence, rows: FeatureRows) -> bool:
-        """Adds rows; True when there was a gap before them, so that the context starts over at the
-        first of them."""
+        """Adds rows; True when there was a gap before them, so that the context starts over."""
         features = self._features[sequence.key]
         features.append(rows)
         has_gap = features.start > self._next_position(sequence)
@@ -148,8 +146,7 @@ class HeadContexts(FeatureContexts):
     computed from the head's own states, not from features, so they are not kept: once a verdict
     commits their tokens, their rows are computed again.
 
-    A sequence that outgrows the context starts over only as far back as its features are still
-    here.
+    A sequence that outgrows the context starts over only as far back as it has features.
 
     Args:
         keeps_features: keep the features that a new window starts with; needed where the target's

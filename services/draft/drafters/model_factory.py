@@ -403,8 +403,8 @@ def build_dflash(settings: DraftSettings, host: Host) -> DflashDrafter:
 
 
 def _window(settings: DraftSettings, context: int, block_size: int, num_pages: int) -> int:
-    """Returns the tokens before a block that the drafter may keep. While a window slides, it needs
-    a page more.
+    """Returns the tokens before a block that the drafter may keep. A sliding window needs a page
+    more.
 
     Raises:
         SettingsError: the pool is too small for a block and a token before it.

@@ -34,8 +34,7 @@ class LayerRows:
 
     *Row i* of layer k reads the token at i + 1 + k and the state of row i in layer k - 1. So each
     layer has one committed row fewer than the layer before it. The rows of the tree follow them. A
-    node's row reads its parent's state in the layer before; the root's row is the last committed
-    row.
+    node's row reads its parent's state in the layer before; the root is the last committed row.
 
     Attributes:
         paths: tree tokens on the path to each node of the last beam, the node's own included.
@@ -238,8 +237,7 @@ def _select_states(
 
 
 def _next_beam(growth: TreeGrowth, layouts: Sequence[LayerRows]) -> Beam:
-    """Adds the next beam to the layouts. Waits for the device once a level: the host lays out the
-    rows."""
+    """Adds the next beam to the layouts, which waits for the device: the host lays out rows."""
     beam = growth.select_beam()
     for layout, beam_rows in zip(layouts, beam.on_host(), strict=True):
         layout.add_beam(beam_rows)

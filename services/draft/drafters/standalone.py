@@ -1,8 +1,7 @@
 """Drafts with a smaller language model that has its own paged KV and prefix cache.
 
 The KV of the accepted path is kept: a chain's is in place already, a tree's is moved to the front
-of the drafted subtree. Branches for possible verdicts have pages of their own, see
-`branch_drafter`.
+of the drafted subtree. Branches have pages of their own, see `branch_drafter`.
 """
 
 from __future__ import annotations
@@ -121,8 +120,7 @@ arrives, the current pass delays the work for that one by a forward."""
 
 
 class BranchDrafter(BranchLookahead):
-    """Continues a sequence in the branch whose verdict arrives, and prepares for the verdicts on
-    that branch's tree."""
+    """Continues a sequence in the branch whose verdict arrives, and grows children of branches."""
 
     _contexts: StandaloneContexts
 

@@ -68,7 +68,7 @@ class BorrowedTables:
         self.num_updates = 0
         self._borrowed, self._between_rounds = borrowed, between_rounds
 
-    async def follow(self, channel: aio.Channel, num_updates: int) -> None:
+    async def reload(self, channel: aio.Channel, num_updates: int) -> None:
         """Reads the tables of the target's weight update `num_updates`. If that fails, the old
         tables stay: acceptance falls, and no generated token changes."""
         stub = pb_grpc.SpeculationServiceStub(channel)

@@ -148,7 +148,7 @@ class LearnerProcess:
         return AttachClient(
             *(address, identity, self.traffic, Backoff()),
             tls=settings.target_tls,
-            reload_tables=tables.follow,
+            reload_tables=tables.reload,
         )
 
     def _publish(self, folder: Path, version: int) -> None:
