@@ -99,7 +99,7 @@ class DraftProcess:
             outcome_budget=self._settings.speculative_outcome_budget,
             recorder=self._recorder,
             enter_thread=functools.partial(use_device, self._settings),
-            # On a CPU the engine thread runs the head's rounds itself, so for one target only.
+            # On a CPU the engine thread waits for a target in its rounds, so for one target only.
             num_targets=len(self._settings.target) if is_on_gpu else 1,
         )
         engine.start()

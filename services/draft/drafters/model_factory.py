@@ -274,12 +274,8 @@ def build_model_drafter(
         return build_dflash(settings, host)
     if settings.algorithm.reads_features:
         return build_head(settings, host)
-    built = build_model(
-        settings,
-        None if followers is None else followers.group,
-        None if followers is None else followers.leader,
-        host,
-    )
+    group, leader = (None, None) if followers is None else (followers.group, followers.leader)
+    built = build_model(settings, group, leader, host)
     return StandaloneDrafter(
         built.runner, built.leases, built.grower, max_context_tokens=built.max_context_tokens
     )
