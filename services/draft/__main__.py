@@ -31,8 +31,8 @@ from shared.telemetry.wire_meter import WireMeter, WireMetrics
 if TYPE_CHECKING:
     from services.followers import Followers
 
-# How long a thread may keep the interpreter from another, while trees wait to be sent: Python's own
-# 5 ms are longer than a round.
+# Longest time that a thread keeps the interpreter while another waits for it, for example to send
+# trees. Python's default of 5 ms is longer than a round.
 _SWITCH_INTERVAL_S = 0.0002
 
 
@@ -88,8 +88,9 @@ async def _serve(settings: DraftSettings) -> None:
 
 
 def _followers(settings: DraftSettings) -> Followers | None:
-    """Starts the other processes of the model, if there are any. They end with the thread that
-    starts them, see `end_with_parent`; one of the loop's lasts as long as the loop."""
+    """Starts the other processes of a sharded model, if there are any. They end with the thread
+    that starts them, see `end_with_parent`. A thread of the event loop's pool lasts as long as the
+    loop."""
     if settings.tp_size == 1:
         return None
     # A worker without a model runs where torch is not installed.

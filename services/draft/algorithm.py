@@ -1,4 +1,4 @@
-"""The drafters this worker has."""
+"""The drafting algorithms of a worker."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class Algorithm(enum.Enum):
 
     @property
     def reads_features(self) -> bool:
-        """Whether it is a head on the target's hidden states."""
+        """Whether the drafter is a head on the target's hidden states."""
         return self not in (Algorithm.STANDALONE, Algorithm.NGRAM)
 
     @property
     def has_model(self) -> bool:
-        """Whether it has weights, and needs torch."""
+        """Whether the drafter has weights and needs torch."""
         return self is not Algorithm.NGRAM
 
     @property
     def takes_token_map(self) -> bool:
-        """Whether `--speculative-token-map` means anything to it."""
+        """Whether `--speculative-token-map` is accepted; EAGLE3 heads ignore it, with a warning."""
         return self in (Algorithm.EAGLE, Algorithm.NEXTN, Algorithm.EAGLE3)
 
     @property
     def takes_cuda_graphs(self) -> bool:
-        """Whether its forwards can be CUDA graphs."""
+        """Whether the drafter's forwards can be captured as CUDA graphs."""
         return self not in (Algorithm.NGRAM, Algorithm.DFLASH)

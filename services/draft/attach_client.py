@@ -1,5 +1,5 @@
-"""Keeps one target supplied: dial, attach, carry events in and candidates out, dial again after a
-delay."""
+"""The stream to one target: dials, attaches, submits the target's events to the engine, sends its
+candidates, and dials again after a delay."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,9 +27,9 @@ from services.draft.link_codec import (
     event_from_response,
     open_ring,
     request_from_output,
-    taken_request,
+    ring_taken_request,
     terms_from_message,
-    updated_request,
+    weights_updated_request,
 )
 from shared.errors import FailedPrecondition, InvalidArgument, OutriderError, QueueFull, Unavailable
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
@@ -58,7 +58,7 @@ class Backoff:
     _num_failures: int = 0
 
     def reset(self) -> None:
-        """The last attempt succeeded."""
+        """Call after an attempt that succeeded."""
         self._num_failures = 0
 
     def next_s(self) -> float:
@@ -68,7 +68,7 @@ class Backoff:
         return delay_s * self.generator.uniform(0.5, 1.0)
 
     def slow_s(self) -> float:
-        """Returns the delay after a refusal that only an operator can mend."""
+        """Returns the delay after a refusal that only an operator can fix."""
         return self.longest_s * self.generator.uniform(0.5, 1.0)
 
 
@@ -77,8 +77,9 @@ ATTACH_TIMEOUT_S = 10.0
 DETACH_TIMEOUT_S = 1.0
 
 Requests = asyncio.Queue[pb.SpeculateRequest | None]
-"""None is the end."""
-Follow = Callable[[aio.Channel, int], Coroutine[Any, Any, None]]
+"""Requests to send; None ends the stream."""
+ReloadTables = Callable[[aio.Channel, int], Coroutine[Any, Any, None]]
+"""Takes the channel to the target and the number of the target's weight updates."""
 Stream = aio.StreamStreamCall[pb.SpeculateRequest, pb.SpeculateResponse]
 log = logging.getLogger(__name__)
 
@@ -104,10 +105,10 @@ class AttachClient:
         max_waiting_requests: int = MAX_WAITING_REQUESTS,
         tls: ClientTls | None = None,
         wire: WireMeter | None = None,
-        follow: Follow | None = None,
+        reload_tables: ReloadTables | None = None,
     ) -> None:
         """Args:
-        follow: reads what is borrowed of the target anew, after an update of its weights.
+        reload_tables: reads the tensors borrowed from the target again after a weight update.
         """
         self.status = LinkStatus(address)
         self._identity = identity
@@ -118,17 +119,17 @@ class AttachClient:
         self._wire = wire or WireMeter()
         self._meter = self._wire.stream("")
         self._detaching = asyncio.Event()
-        self._follow = follow
-        self._following: asyncio.Task[None] | None = None
+        self._reload_tables = reload_tables
+        self._reload_task: asyncio.Task[None] | None = None
         self._requests: Requests | None = None
 
     def weights_updated(self, version: str) -> None:
-        """Tells the target, if there is one, that the draft has other weights."""
+        """Tells the target, if one is attached, that the draft has new weights."""
         if self._requests is not None:
-            self._requests.put_nowait(updated_request(version))
+            self._requests.put_nowait(weights_updated_request(version))
 
     def detach(self) -> None:
-        """Makes `run` end, politely: what the target hears is the end of the stream."""
+        """Makes `run` end; the target sees a regular end of the stream."""
         self._detaching.set()
 
     async def run(self) -> None:
@@ -140,18 +141,19 @@ class AttachClient:
         self.status = LinkStatus(self.status.address)
 
     async def _serve_one_stream(self) -> float:
-        """Returns the seconds to wait before the next one."""
+        """Returns the seconds to wait before the next stream."""
         try:
             async with open_channel(self.status.address, self._tls) as channel:
-                await self._converse(channel)
-            return self._note_end(Unavailable("the target ended the stream", reason="STREAM_ENDED"))
+                await self._serve_channel(channel)
+            ended = Unavailable("the target ended the stream", reason="STREAM_ENDED")
+            return self._record_end(ended)
         except aio.AioRpcError as failure:
-            return self._note_end(error_from_rpc(failure))
+            return self._record_end(error_from_rpc(failure))
         except OutriderError as refusal:
-            return self._note_end(refusal)
+            return self._record_end(refusal)
 
-    def _note_end(self, error: OutriderError) -> float:
-        """Records why the stream ended; returns the delay that calls for."""
+    def _record_end(self, error: OutriderError) -> float:
+        """Records why the stream ended; returns the delay before the next stream."""
         if self._detaching.is_set():
             log.info("target %s: detached", self.status.address)
             return 0.0
@@ -164,7 +166,7 @@ class AttachClient:
         log.warning("target %s: %s", self.status.address, self.status.last_error)
         return self._backoff.next_s()
 
-    async def _converse(self, channel: aio.Channel) -> None:
+    async def _serve_channel(self, channel: aio.Channel) -> None:
         """Serves a stream until either side ends it."""
         stream = _open_stream(channel)
         attached = await self._attach(stream)
@@ -173,7 +175,7 @@ class AttachClient:
         loop = asyncio.get_running_loop()
 
         def enqueue(output: Output) -> None:
-            # None is the end: the target does not read as fast as it asks.
+            # A full queue ends the stream: the target reads more slowly than it asks for trees.
             is_full = requests.qsize() >= self._max_waiting_requests
             requests.put_nowait(None if is_full else request_from_output(output))
 
@@ -185,20 +187,22 @@ class AttachClient:
         ring = open_ring(attached, self._identity)
         self._requests = requests
         try:
-            await self._carry(stream, link, requests, ring, channel)
+            await self._transfer(stream, link, requests, ring, channel)
         finally:
             self._requests = None
             self._engine.close_link(link)
-            self._stop_following()
+            self._cancel_reload()
 
     async def _attach(self, stream: Stream) -> pb.Attached:
         """Raises:
         AioRpcError: the target refused or cannot be reached.
-        Unavailable: it does not answer.
+        Unavailable: the target does not answer.
         """
         try:
             async with asyncio.timeout(ATTACH_TIMEOUT_S):
-                await _write(stream, attach_request(self._identity))
+                # Writing to an ended stream is ignored: reading it raises the reason.
+                with contextlib.suppress(asyncio.InvalidStateError):
+                    await stream.write(attach_request(self._identity))
                 response = await _read(stream)
         except TimeoutError as error:
             message = f"no answer to attach within {ATTACH_TIMEOUT_S:g} s"
@@ -208,7 +212,7 @@ class AttachClient:
             raise Unavailable(f"{message} before `attached`", reason="ATTACH_UNANSWERED")
         return response.attached
 
-    async def _carry(
+    async def _transfer(
         self,
         stream: Stream,
         link: int,
@@ -216,9 +220,10 @@ class AttachClient:
         ring: FeatureRingReader | None,
         channel: aio.Channel,
     ) -> None:
+        """Reads and writes until the stream breaks, the target drains, or `detach` was called."""
         draining = asyncio.Event()
-        intake = self._read_all(stream, link, draining, requests, ring, channel)
-        reading = asyncio.create_task(intake)
+        reader = self._read_all(stream, link, draining, requests, ring, channel)
+        reading = asyncio.create_task(reader)
         writing = asyncio.create_task(self._write_all(stream, requests))
         leaving = [asyncio.create_task(event.wait()) for event in (draining, self._detaching)]
         tasks: list[asyncio.Task[Any]] = [reading, writing, *leaving]
@@ -229,7 +234,7 @@ class AttachClient:
                 await writing
             elif not reading.done():
                 await _half_close(stream, reading)
-            # The reader knows the status of a stream that has ended, however it was noticed.
+            # The reader raises the status of a stream that has ended, whichever task noticed first.
             if reading.done() or writing.done():
                 await reading
         finally:
@@ -248,7 +253,7 @@ class AttachClient:
     ) -> None:
         """Submits every event until the target ends the stream."""
         _free_ring(ring, requests)
-        async for response in _responses(stream):
+        while (response := await _read(stream)) is not None:
             self._meter.received(response.ByteSize(), response.WhichOneof("message") or "")
             if response.WhichOneof("message") == "drain":
                 grace_s = response.drain.grace_duration.ToMilliseconds() / 1e3
@@ -258,16 +263,16 @@ class AttachClient:
                 event = event_from_response(link, response, self._identity.feature_spec, ring)
                 if event is not None:
                     self._engine.submit(event)
-                if isinstance(event, WeightsUpdated) and self._follow is not None:
-                    self._stop_following()  # an older update is of no use
-                    reading = self._follow(channel, event.num_updates)
-                    self._following = asyncio.create_task(reading)
+                if isinstance(event, WeightsUpdated) and self._reload_tables is not None:
+                    self._cancel_reload()  # an older update is of no use
+                    reloading = self._reload_tables(channel, event.num_updates)
+                    self._reload_task = asyncio.create_task(reloading)
                 _free_ring(ring, requests)
 
-    def _stop_following(self) -> None:
-        if self._following is not None:
-            self._following.cancel()
-            self._following = None
+    def _cancel_reload(self) -> None:
+        if self._reload_task is not None:
+            self._reload_task.cancel()
+            self._reload_task = None
 
     async def _write_all(self, stream: Stream, requests: Requests) -> None:
         """Returns when the stream is broken.
@@ -283,39 +288,28 @@ class AttachClient:
 
 
 def _free_ring(ring: FeatureRingReader | None, requests: Requests) -> None:
-    """Tells the target which rows are copied, when it is time."""
+    """Tells the target which rows of the ring are copied, when that is due."""
     end = None if ring is None else ring.freed()
     if end is not None:
-        requests.put_nowait(taken_request(end))
+        requests.put_nowait(ring_taken_request(end))
 
 
 def _open_stream(channel: aio.Channel) -> Stream:
-    # Without an iterator of requests the call is written to step by step; the stubs of grpcio do
-    # not know that form.
+    # Called without an iterator of requests, the stream is written to message by message; the type
+    # stubs of grpcio lack that form.
     open_stream: Any = pb_grpc.SpeculationServiceStub(channel).Speculate
     stream: Stream = open_stream()
     return stream
 
 
 async def _read(stream: Stream) -> pb.SpeculateResponse | None:
-    """Returns the next message; None when the target has ended the stream well."""
+    """Returns the next message; None when the target has ended the stream without an error."""
     response: Any = await stream.read()
-    return response or None  # EOF is falsy, a message never
-
-
-async def _responses(stream: Stream) -> AsyncIterator[pb.SpeculateResponse]:
-    while (response := await _read(stream)) is not None:
-        yield response
-
-
-async def _write(stream: Stream, request: pb.SpeculateRequest) -> None:
-    """A stream that is over cannot be written to; what ended it shows when it is read."""
-    with contextlib.suppress(asyncio.InvalidStateError):
-        await stream.write(request)
+    return response or None  # EOF is falsy, a message never is
 
 
 async def _half_close(stream: Stream, reading: asyncio.Task[None]) -> None:
-    """Says that nothing more comes, and lets the target end the stream."""
+    """Ends the sending side and lets the target end the stream."""
     with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):
         await stream.done_writing()
     await asyncio.wait([reading], timeout=DETACH_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""`DraftService`: one tree on request, what this worker is, and its shape, which may be updated."""
+"""`DraftService`: proposes one tree on request, describes this worker, and updates its config."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shared.models.heads.feature_spec import FeatureSpec
 
 
-# Limits by wire name. 0 stands for an absent field, as it is in no field's range.
+# Limits by wire name. 0 means an absent field, as it is in no field's range.
 _SHAPE_FIELDS = {"step_count": (1, 32), "topk": (1, 16), "draft_token_count": (2, 257)}
 _SHAPE_PATHS = tuple(f"shape.{name}" for name in _SHAPE_FIELDS)
 _PATHS = ("shape", *_SHAPE_PATHS, "pinned", "outcome_budget")
@@ -41,10 +41,10 @@ def shape_of_message(
 
     Args:
         prefix: path of the message in its request, for errors.
-        named: fields that the request brings; others are known to be in range.
+        named: fields that the request sets; the others are known to be in range.
 
     Raises:
-        InvalidArgument: a value is out of range; names every one, as its sender wrote it.
+        InvalidArgument: a value is out of range; names every such field by its path.
     """
     values = {name: int(getattr(message, name)) for name in _SHAPE_FIELDS}
     violations = tuple(
@@ -53,20 +53,21 @@ def shape_of_message(
         if name in named and not low <= values[name] <= high
     )
     if violations:
-        problems = "; ".join(f"{each.field}: {each.description}" for each in violations)
+        problems = "; ".join(f"{v.field}: {v.description}" for v in violations)
         raise InvalidArgument(problems, reason="TREE_SHAPE_INVALID", violations=violations)
     return TreeShape(message.step_count, message.topk, message.draft_token_count)
 
 
 def updated_config(current: pb.DraftConfig, request: pb.UpdateDraftConfigRequest) -> pb.DraftConfig:
-    """Returns the configuration with what the mask names of a request, or all that it sets.
+    """Returns the configuration updated with the fields that the request's mask names, or without a
+    mask with all fields that the request sets.
 
-    A shape pins trees to it unless the request says otherwise.
+    A new shape is pinned unless the request says otherwise.
 
     Raises:
         InvalidArgument: an unknown path, or a value out of range.
     """
-    wanted, shape = request.config, request.config.shape
+    new, shape = request.config, request.config.shape
     paths = set(request.update_mask.paths)
     if not request.HasField("update_mask"):
         paths = {f"shape.{name}" for name in _SHAPE_FIELDS if getattr(shape, name)}
@@ -80,14 +81,14 @@ def updated_config(current: pb.DraftConfig, request: pb.UpdateDraftConfigRequest
     named = [path for path in _SHAPE_PATHS if path in paths]
     config = pb.DraftConfig()
     config.CopyFrom(current)
-    FieldMask(paths=named).MergeMessage(wanted, config)
+    FieldMask(paths=named).MergeMessage(new, config)
     shape_of_message(config.shape, "config.shape", [path.removeprefix("shape.") for path in named])
-    if "pinned" in paths and wanted.HasField("pinned"):
-        config.pinned = wanted.pinned
-    elif wanted.HasField("shape") and (named or not request.HasField("update_mask")):
+    if "pinned" in paths and new.HasField("pinned"):
+        config.pinned = new.pinned
+    elif new.HasField("shape") and (named or not request.HasField("update_mask")):
         config.pinned = True
-    if "outcome_budget" in paths and wanted.HasField("outcome_budget"):
-        config.outcome_budget = budget = wanted.outcome_budget
+    if "outcome_budget" in paths and new.HasField("outcome_budget"):
+        config.outcome_budget = budget = new.outcome_budget
         if not 0 <= budget <= MAX_BUDGET:
             message = f"outcome_budget is {budget}; it must be in [0, {MAX_BUDGET}]"
             raise InvalidArgument.of("OUTCOME_BUDGET_INVALID", "config.outcome_budget", message)
@@ -108,7 +109,7 @@ class DraftBackend:
 
 
 class DraftServicer(pb_grpc.DraftServiceServicer):
-    """Translates and checks; the engine does the work. Answers UNAVAILABLE until it has one."""
+    """Checks requests and passes them to the engine. Answers UNAVAILABLE until `load`."""
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
@@ -208,7 +209,7 @@ def _config_message(engine: DraftEngine) -> pb.DraftConfig:
 
 
 def _feature_fields(spec: FeatureSpec | None) -> dict[str, Any]:
-    """Returns the fields of `GetDraftInfoResponse` that say what a drafter reads."""
+    """Returns the fields of `GetDraftInfoResponse` that describe the features a drafter reads."""
     if spec is None:
         return {}
     from shared.runtime.tensor_codec import data_type_number

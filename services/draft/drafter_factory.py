@@ -1,4 +1,4 @@
-"""Builds the drafter that the settings name; reads what configs and tokenizers say of it."""
+"""Builds the drafter that the settings name; reads its properties from configs and tokenizers."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ Encode = Callable[[str], list[int]]
 
 
 def read_corpus(path: Path, encode: Encode | None) -> Iterator[list[int]]:
-    """Yields the token ids of each text: a `.txt` file is one, a `.jsonl` file has one a line,
-    either a JSON string or a list of token ids.
+    """Yields the token ids of each text: a `.txt` file is one text, a `.jsonl` file has one text a
+    line, either a JSON string or a list of token ids.
 
     Args:
         encode: the tokenizer; None when there is none.
 
     Raises:
-        SettingsError: the file is missing or malformed, or holds text and there is no tokenizer;
-            names the line.
+        SettingsError: the file is missing or malformed, or has text without a tokenizer to encode
+            it; names the line.
     """
     try:
         content = path.read_text(encoding="utf-8")
@@ -50,7 +50,7 @@ def read_corpus(path: Path, encode: Encode | None) -> Iterator[list[int]]:
 
 
 def load_encode(folder: Path) -> Encode:
-    """Returns the tokenizer of a folder without special tokens.
+    """Returns a function that tokenizes a text without special tokens.
 
     Raises:
         SettingsError: the folder has no `tokenizer.json`.
@@ -64,21 +64,21 @@ def load_encode(folder: Path) -> Encode:
     return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def _parsed(line: str, encode: Encode | None, place: str) -> list[int]:
+def _parsed(line: str, encode: Encode | None, location: str) -> list[int]:
     try:
         value = json.loads(line)
     except ValueError as error:
-        raise _problem(f"{place}: {error}") from error
+        raise _problem(f"{location}: {error}") from error
     if isinstance(value, str):
-        return _encoded(value, encode, place)
+        return _encoded(value, encode, location)
     if isinstance(value, list) and all(type(token) is int and token >= 0 for token in value):
         return value
-    raise _problem(f"{place}: neither a string nor a list of token ids")
+    raise _problem(f"{location}: neither a string nor a list of token ids")
 
 
-def _encoded(text: str, encode: Encode | None, place: str) -> list[int]:
+def _encoded(text: str, encode: Encode | None, location: str) -> list[int]:
     if encode is None:
-        raise _problem(f"{place} holds text; name its tokenizer with --tokenizer")
+        raise _problem(f"{location} holds text; name its tokenizer with --tokenizer")
     return encode(text)
 
 
@@ -92,11 +92,11 @@ log = logging.getLogger(__name__)
 def build_drafter(
     settings: DraftSettings, host: Host | None = None, followers: Followers | None = None
 ) -> Drafter:
-    """Loads weights or corpus.
+    """Builds the drafter with its weights or corpus loaded.
 
     Args:
         host: the target of this process, if there is one.
-        followers: the other processes of a model that is cut.
+        followers: the other processes of a sharded model.
 
     Raises:
         CheckpointError: the model folder cannot be served.
@@ -114,12 +114,12 @@ def build_drafter(
     except CacheTooSmall as error:
         if host.cache is None:
             raise
-        # The target has taken its share first, so that is the one to lower.
+        # The target reserved its memory first, so its settings are the ones to lower.
         raise SettingsError((host.no_memory(error.shortage),)) from error
 
 
 def use_device(settings: DraftSettings) -> None:
-    """Lets the calling thread run the drafter that was built from `settings`."""
+    """Makes the drafter's device the one that the calling thread launches kernels on."""
     if settings.speculative_algorithm is Algorithm.NGRAM:
         return
     from shared.runtime.device import device_named, launch_on
@@ -128,8 +128,7 @@ def use_device(settings: DraftSettings) -> None:
 
 
 def compiles_kernels(settings: DraftSettings) -> bool:
-    """Whether the drafter that was built from `settings` computes by kernels that are compiled on
-    first use."""
+    """Whether the drafter's kernels are compiled on first use."""
     if settings.speculative_algorithm is Algorithm.NGRAM:
         return False
     from shared.runtime.device import device_named
@@ -153,7 +152,7 @@ def worker_identity(
         max_sequences=settings.max_running_requests,
         max_context_tokens=limits.max_context_tokens,
         feature_spec=limits.feature_spec,
-        # Drafting ahead, trees are pushed.
+        # With an outcome budget trees are pushed, so the head takes part in no rounds.
         mapped_head=None if settings.speculative_outcome_budget else limits.mapped_head,
         shape=settings.shape,
     )
@@ -162,7 +161,7 @@ def worker_identity(
 
 
 def _sharing(identity: WorkerIdentity, settings: DraftSettings) -> WorkerIdentity:
-    """Adds what a target on the same host needs to share memory."""
+    """Adds the host and device that a target needs to share memory with the draft."""
     from shared.runtime.device import device_id, device_named
     from shared.runtime.ring_memory import host_id
 
@@ -193,7 +192,7 @@ def tokenizer_identity(settings: DraftSettings) -> str | None:
         return tokenizer_sha256(settings.tokenizer)
     if settings.speculative_algorithm is Algorithm.NGRAM:
         return None
-    # A head speaks the tokens of its target, and a model those that it was put into.
+    # A head uses its target's tokens; a model uses those of the target's tokenizer, if it is named.
     if settings.algorithm.reads_features:
         return tokenizer_sha256(settings.target_folder)
     return tokenizer_sha256(settings.target_tokenizer or settings.model_folder)
@@ -213,7 +212,8 @@ def _build_ngram(settings: DraftSettings) -> NgramDrafter:
 
 
 def feature_layers(settings: DraftSettings) -> tuple[int, ...]:
-    """Returns the layers as `FeatureSpec.layer_indices` counts them; none for other drafters.
+    """Returns the target layers whose features a head reads, as `FeatureSpec.layer_indices` counts
+    them; empty for other drafters.
 
     Raises:
         CheckpointError: a config is missing or cannot be served.
@@ -253,8 +253,8 @@ def check_no_states(settings: DraftSettings) -> None:
 
 
 def target_vocabulary(settings: DraftSettings) -> VocabularyMap | None:
-    """Returns how the draft's tokens become its target's; None where they are the same, or settings
-    do not name another tokenizer.
+    """Returns the map from the draft's tokens to its target's; None where they are the same, or the
+    settings do not name another tokenizer.
 
     Raises:
         CheckpointError: see `read_vocabulary_map`.

@@ -1,8 +1,8 @@
 """The draft engine: one thread that turns events of several targets into candidates.
 
-`open_link` and `submit` never block and may be called from an event loop; outputs are handed to
-the link's callback on the engine thread, which must not block either. Nothing here knows grpc, so
-the target process can host the same engine over an in-process channel.
+`open_link` and `submit` never block and may be called from an event loop. Outputs are handed to
+the link's callback on the engine thread; the callback must not block either. This module does not
+import grpc, so the target process can host the same engine over an in-process channel.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class DraftEngine:
     ) -> None:
         """Args:
         enter_thread: called first on the engine's thread.
-        num_targets: whose rounds the drafter's model can take part in.
+        num_targets: number of targets in whose rounds the drafter's model can take part.
         """
         self._enter_thread = enter_thread
         self._drafter = drafter
@@ -85,15 +85,15 @@ class DraftEngine:
         if outcome_budget and drafter.lookahead is None:
             log.warning("this drafter cannot draft ahead: every tree follows its verdict")
         self._mapped = MappedHeads(
-            drafter, self._deliver, most=num_targets, on_span=self.recorder.on_span
+            drafter, self._deliver, max_targets=num_targets, on_span=self.recorder.on_span
         )
         self._inbox = Inbox(max_waiting_events)
         self._probes: set[Future[ProbeDone]] = set()
         self._stop = threading.Event()
-        self._outlets: dict[int, Deliver] = {}
+        self._callbacks: dict[int, Deliver] = {}
         self._link_numbers = itertools.count(1)
         self._has_failed = self._has_ended = False
-        self._prepares = False
+        self._prepares_when_idle = False
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
 
     @property
@@ -120,7 +120,7 @@ class DraftEngine:
         """Ends the thread after the step in progress; waits for it."""
         self._stop.set()
         self._inbox.close(EngineFailed.of)
-        self._inbox.post_end(lambda: None)  # wakes it
+        self._inbox.post_end(lambda: None)  # wakes the thread
         self._thread.join()
 
     def open_link(self, terms: LinkTerms, deliver: Deliver) -> int:
@@ -130,17 +130,17 @@ class DraftEngine:
             QueueFull: see `submit`.
         """
         link = next(self._link_numbers)
-        self._outlets[link] = deliver
+        self._callbacks[link] = deliver
         try:
             self.submit(LinkOpened(link, terms))
         except BaseException:
-            del self._outlets[link]
+            del self._callbacks[link]
             raise
         return link
 
     def close_link(self, link: int) -> None:
-        """Ends a link with its sequences; nothing is delivered from then on. Never refused."""
-        if self._outlets.pop(link, None) is not None:
+        """Ends a link with its sequences. Nothing is delivered from then on. Never refused."""
+        if self._callbacks.pop(link, None) is not None:
             self._inbox.post_end(lambda: self._apply(LinkClosed(link)))
 
     def submit(self, event: Event) -> None:
@@ -161,12 +161,12 @@ class DraftEngine:
         *,
         features: FeatureRows | None = None,
     ) -> Future[ProbeDone]:
-        """Proposes one tree for a prompt, in a batch with whatever else is due: over a link of its
-        own with a single sequence. Cancelling the future gives the work up.
+        """Proposes one tree for a prompt, in a batch with other sequences that are due. The prompt
+        is the only sequence of a link of its own. Cancelling the future ends the work.
 
         Args:
-            features: of every position but the last; without them a drafter that reads features
-                proposes an empty tree.
+            features: the target's features of every position but the last. Without them a drafter
+                that reads features proposes an empty tree.
 
         Raises:
             QueueFull, EngineFailed: see `submit`.
@@ -192,7 +192,7 @@ class DraftEngine:
         """Replaces the shape of trees between two steps.
 
         Args:
-            is_pinned: False lets targets tree_request for others.
+            is_pinned: False lets targets request other shapes.
         """
 
         def replace() -> None:
@@ -204,18 +204,18 @@ class DraftEngine:
 
     @property
     def outcome_budget(self) -> int:
-        """The verdicts to prepare candidates for."""
+        """Most verdicts of a round to prepare candidates for."""
         return self._rounds.outcome_budget
 
     def set_outcome_budget(self, outcome_budget: int) -> Future[None]:
-        """Replaces which verdicts are prepared for, between two forwards."""
+        """Replaces the outcome budget between two forwards."""
         return self.between_rounds(lambda: setattr(self._rounds, "outcome_budget", outcome_budget))
 
     def prepare_when_idle(self) -> Future[None]:
-        """From now on prepares for trees of `shape` while no sequence is open."""
+        """From now on captures graphs for trees of `shape` while no sequence is open."""
 
         def begin() -> None:
-            self._prepares = True
+            self._prepares_when_idle = True
 
         return self.between_rounds(begin)
 
@@ -229,7 +229,7 @@ class DraftEngine:
             lambda: {
                 "sequence_count": float(len(self._table)),
                 "unprepared_shape_count": float(self._rounds.num_unprepared),
-                # What is in force, which an operator may have changed since the start.
+                # The live configuration: an operator may have changed it since the start.
                 "tree_step_count": float(self.shape.num_steps),
                 "tree_topk": float(self.shape.topk),
                 "tree_draft_token_count": float(self.shape.num_draft_tokens),
@@ -240,7 +240,7 @@ class DraftEngine:
         )
 
     def between_rounds(self, function: Callable[[], T]) -> Future[T]:
-        """Calls a function on the engine thread when no forward is under way.
+        """Calls a function on the engine thread between two forwards.
 
         Raises:
             QueueFull, EngineFailed: see `submit`.
@@ -271,10 +271,10 @@ class DraftEngine:
                 has_work = self._rounds.prepare() or has_work
                 wait_s = 0.0
                 if not has_work:
-                    wait_s = self._rounds.prepare_next() if self._prepares else None
+                    wait_s = self._rounds.prepare_next() if self._prepares_when_idle else None
         except BaseException:
-            # Losing the draft costs its targets speed, never a token; going on with state of
-            # unknown soundness could cost more.
+            # Losing the draft costs its targets speed, never a token. Going on with state that may
+            # be inconsistent could cost more.
             log.exception("the draft engine failed")
             self._has_failed = True
         finally:
@@ -291,7 +291,7 @@ class DraftEngine:
         if isinstance(event, MappedCommandArrived):
             terms = self._table.terms(event.link)
             if terms is not None:
-                self._mapped.take(event, terms.vocab_size)
+                self._mapped.apply(event, terms.vocab_size)
             return
         if isinstance(event, LinkClosed):
             self._mapped.close(event.link)
@@ -300,14 +300,14 @@ class DraftEngine:
             self._rounds.announce(event.link)
 
     def _deliver(self, output: Output) -> None:
-        deliver = self._outlets.get(output.link)
+        deliver = self._callbacks.get(output.link)
         if deliver is not None:
             deliver(output)
 
 
 def _resolve_probe(future: Future[ProbeDone], output: Output) -> None:
-    """Takes what the engine delivers on a probe's link: candidates never come there, announcements
-    do; a refused probe comes back as released."""
+    """Handles an output on a probe's link. `CandidatesReady` is only an announcement there, without
+    candidates; a refused probe comes back as `SequencesReleased`."""
     if isinstance(output, CandidatesReady):
         return
     if not future.set_running_or_notify_cancel():

@@ -1,5 +1,4 @@
-"""Inputs and outputs of the draft engine, and what a worker says of itself and its links. Plain
-data, no protobuf."""
+"""Events and outputs of the draft engine, worker identity and link status. No protobuf."""
 
 from __future__ import annotations
 
@@ -32,14 +31,14 @@ class LinkTerms:
     """The target's terms at attachment.
 
     Attributes:
-        vocab_size: trees may hold only tokens below it.
+        vocab_size: trees may hold only tokens below this id.
         max_nodes: most nodes of a tree.
-        max_sequences: sequences held on this link at most; further ones are released at once.
+        max_sequences: most sequences held on this link; further ones are released at once.
         mirrors_noise: the target draws with noise keyed by (seed, position, token).
         max_conditional: most candidates kept for the verdicts of one sequence's round.
         draws_chains: the target is in this process, and verifies chains by the distributions that
             their tokens were drawn from.
-        shapes: that trees may be requested in, beside the draft's own.
+        shapes: tree shapes that the target may request, besides the draft's own.
     """
 
     vocab_size: int
@@ -57,8 +56,8 @@ class FeatureRows:
 
     Attributes:
         position_offset: position of the first row.
-        rows: `[R, W]`, in host memory when they came off the wire, else where the target left
-            them; never written.
+        rows: `[R, W]`, in host memory when they came over the wire, else on the device where the
+            target computed them; never written.
     """
 
     position_offset: int
@@ -89,10 +88,10 @@ class Opening:
         num_prompt_tokens: how many of them are the prompt.
         round: round the first candidate is for.
         tree_request: what the target requests of the first tree.
-        request_id, traceparent: of the request, for logs and traces.
-        shape: of a probe; overrides the live tree shape.
+        request_id, traceparent: the request's, for logs and traces.
+        shape: tree shape of a probe; overrides the live tree shape.
         is_probe: see `DraftSequence`.
-        features: of the first positions, when they are known at once.
+        features: features of the first positions, when they arrive with the opening.
         cache_salt: see `DraftSequence`.
     """
 
@@ -145,10 +144,10 @@ class FeaturesArrived:
 
 @dataclass(frozen=True, slots=True)
 class WeightsUpdated:
-    """A target has other weights: what its features have made so far is out of date.
+    """A target has new weights: rows computed from its earlier features are out of date.
 
     Attributes:
-        num_updates: since the target started.
+        num_updates: weight updates since the target started.
     """
 
     link: int
@@ -157,7 +156,7 @@ class WeightsUpdated:
 
 @dataclass(frozen=True, slots=True)
 class MappedCommandArrived:
-    """A target asks for something of a head in mapped rounds."""
+    """A command of a target to the draft's head in mapped rounds."""
 
     link: int
     command: MappedCommand
@@ -205,7 +204,7 @@ class MappedHeadReady:
     """The head is ready for mapped rounds.
 
     Attributes:
-        pages: of its KV cache, for the rounds alone; none where it could not be prepared.
+        pages: pages of the head's KV cache for these rounds; empty where it takes no part in them.
     """
 
     link: int
@@ -218,7 +217,7 @@ class ProbeDone:
 
     Attributes:
         tree: None when the draft had no KV memory for the prompt.
-        draft_s: time in the drafter, queueing left out, in seconds.
+        draft_s: time in the drafter without queueing, in seconds.
     """
 
     link: int
@@ -238,10 +237,10 @@ class MappedHeadLimits:
     """Sizes of a head that can take part in rounds of a target through mapped memory.
 
     Attributes:
-        page_size: tokens in a page of its KV cache.
-        vocab_size: tokens that it can propose.
+        page_size: tokens in a page of the head's KV cache.
+        vocab_size: number of tokens that the head can propose.
         max_context_tokens: longest sequence that a round may start from.
-        num_outcomes: verdicts of a sequence that it can prepare chains for; 0 for none.
+        num_outcomes: most verdicts of a sequence that the head can prepare chains for; 0 for none.
     """
 
     page_size: int
@@ -252,21 +251,21 @@ class MappedHeadLimits:
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """Sent to every target.
+    """Identity of the worker, sent to every target.
 
     Attributes:
         worker_id: stable as long as the process lives.
         tokenizer_sha256: None for drafters that fit any tokenizer.
         max_context_tokens: None is unbounded.
         feature_spec: hidden states the drafter reads; None for token-level drafters.
-        shape: of its trees while a target wants no other; None does not say.
-        host_id: of a worker that can share memory with a target of its host; empty takes features
-            as bytes.
-        device: of the drafter, as torch names it. Only a GPU reads the memory of another.
-        device_id: tells a GPU from the others of its host; empty for a CPU.
-        mapped_head: see `MappedHeadLimits`; None where the drafter lends no head.
-        is_shape_pinned: an operator fixed the shape.
-        learns: it is shown sequences that have ended, and drafts for none.
+        shape: shape of the draft's trees while a target requests no other; None is unknown.
+        host_id: the host of a worker that can share memory with a target on it; empty for a worker
+            that takes features as bytes.
+        device: the drafter's device, as torch names it. Only a GPU reads the memory of another GPU.
+        device_id: identifies a GPU among those of its host; empty for a CPU.
+        mapped_head: see `MappedHeadLimits`; None where the drafter shares no head.
+        is_shape_pinned: whether an operator fixed the shape.
+        learns: the worker trains on sequences that have ended, and drafts for none.
     """
 
     worker_id: str
@@ -286,7 +285,7 @@ class WorkerIdentity:
 
     @property
     def reads_cuda(self) -> bool:
-        """Whether that memory may be a GPU's."""
+        """Whether the shared memory may be a GPU's."""
         return self.device.startswith("cuda")
 
 
@@ -297,7 +296,7 @@ class LinkStatus:
     Attributes:
         attachment_id: None when not attached.
         last_error: why the last stream ended; None when attached or never tried.
-        is_refused: the target refused this draft for good: the same again will not help.
+        is_refused: the target refused this draft permanently: dialing again will not help.
     """
 
     address: str

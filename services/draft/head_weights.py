@@ -1,4 +1,4 @@
-"""Other weights for a draft that serves: read beside it, taken between two rounds."""
+"""Swaps a serving draft's weights: loads them beside the old ones, copies them between rounds."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from shared.models.decoder import Decoder
     from shared.models.heads.head import DraftHead
 
-SWAPPED = (Algorithm.EAGLE, Algorithm.EAGLE3, Algorithm.MTP, Algorithm.STANDALONE)
+SWAPPABLE = (Algorithm.EAGLE, Algorithm.EAGLE3, Algorithm.MTP, Algorithm.STANDALONE)
 log = logging.getLogger(__name__)
 
 
 class HeadWeights:
-    """The weights that a drafter has now. Called from any thread.
+    """Swaps the weights of a drafter. Called from any thread.
 
     Args:
-        on_target: runs a function between two steps of the target in this process, which may have
-            borrowed the head; None where there is none.
+        on_target: runs a function between two steps of the target in this process, which may use
+            the head in its rounds; None where there is no such target.
 
     Attributes:
-        version: as whoever sent the weights counts; empty for those of the start.
-        num_swaps: since the start.
+        version: version of the current weights, given by their sender; empty until a swap.
+        num_swaps: number of swaps since the start.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class HeadWeights:
         self._one_at_a_time = threading.Lock()
 
     def take(self, folder: Path, version: str) -> float:
-        """Reads a folder as `--speculative-draft-model-path` does and swaps its weights in; blocks.
+        """Loads a folder as `--speculative-draft-model-path` does and swaps its weights in. Blocks.
 
         Returns:
             How long rounds waited, in seconds.
 
         Raises:
-            FailedPrecondition: the drafter has no weights, or shares them with other processes.
-            InvalidArgument: the folder's weights are refused; those that run go on.
+            FailedPrecondition: the drafter's weights cannot be swapped, or are sharded.
+            InvalidArgument: the folder's weights are refused; the old weights stay.
             EngineFailed: the engine has died.
         """
         with self._one_at_a_time:
@@ -72,11 +72,11 @@ class HeadWeights:
         return pause_s
 
     def _read(self, folder: Path) -> Callable[[], None]:
-        """Returns what copies the weights of a folder in."""
+        """Loads the weights of a folder; returns the function that copies them in."""
         algorithm = self._settings.algorithm
-        if algorithm not in SWAPPED:
-            known = ", ".join(each.value for each in SWAPPED)
-            message = f"{algorithm.value} takes no other weights; {known} do"
+        if algorithm not in SWAPPABLE:
+            swappable = ", ".join(swappable.value for swappable in SWAPPABLE)
+            message = f"{algorithm.value} takes no other weights; {swappable} do"
             raise FailedPrecondition(message, reason="WEIGHTS_FIXED")
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is no folder")
@@ -88,7 +88,7 @@ class HeadWeights:
         return WeightSwap(running, new).apply
 
     def _models(self, folder: Path) -> tuple[Decoder, Decoder]:
-        """Returns the draft model that runs, and the folder's, on the same device: so that the swap
+        """Returns the running draft model, and the folder's on the same device, so that the swap
         itself is a copy within the device."""
         from services.draft.drafter_factory import target_vocabulary
         from services.draft.drafters.standalone import StandaloneDrafter
@@ -112,7 +112,7 @@ class HeadWeights:
         return running, new
 
     def _heads(self, folder: Path) -> tuple[DraftHead, DraftHead]:
-        """Returns the head that runs, and the folder's."""
+        """Returns the running head, and the folder's."""
         from services.draft.drafters.eagle import EagleDrafter
         from services.draft.drafters.model_factory import read_head
         from shared.models.config import ModelConfig
@@ -121,7 +121,7 @@ class HeadWeights:
 
         assert isinstance(self._drafter, EagleDrafter)
         running, settings = self._drafter.head, self._settings
-        # The target's tensors as the head has them are not read again.
+        # The new head takes the target's tensors from the running head, without reading them again.
         tables = {
             Table.EMBEDDING: running.embedding,
             Table.LM_HEAD: running.vocabulary.lm_head.dense(),
@@ -136,17 +136,15 @@ class HeadWeights:
             options=settings.model_options,
             pace=BESIDE_STEPS,
         )
-        if (
-            settings.algorithm is Algorithm.EAGLE
-        ):  # its lm_head is what a token map left of the target's
-            known = running.vocabulary
-            vocabulary = replace(new.vocabulary, token_ids=known.token_ids, lm_head=known.lm_head)
+        if settings.algorithm is Algorithm.EAGLE:
+            # With a token map, the running lm_head holds only the target's rows that it selects.
+            mapped = running.vocabulary
+            vocabulary = replace(new.vocabulary, token_ids=mapped.token_ids, lm_head=mapped.lm_head)
             new = replace(new, vocabulary=vocabulary)
         return running, new
 
     def _swap(self, apply: Callable[[], None]) -> float:
-        """On the engine's thread. Returns how long `apply` took where rounds are made, not how long
-        the step before it went on."""
+        """Runs on the engine's thread. Returns the time of `apply` without the step before it."""
         pause_s = 0.0
 
         def timed() -> None:
@@ -159,6 +157,6 @@ class HeadWeights:
             timed()
         else:
             self._on_target(timed).result()
-        # Rows that other weights made are worth less to sequences to come.
+        # For later sequences, rows computed with the old weights would lower the acceptance.
         self._drafter.retire_prefix_cache()
         return pause_s

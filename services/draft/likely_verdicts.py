@@ -1,4 +1,4 @@
-"""The verdicts that a tree is likely to end in. No torch."""
+"""The likeliest verdicts on a tree, for which a draft prepares. No torch."""
 
 from __future__ import annotations
 
@@ -10,31 +10,28 @@ from dataclasses import dataclass
 from shared.rank_prior import MEASURED_WEIGHT, MEMORY_TOKENS, PRIOR_SHARE, PRIOR_TOKENS
 from shared.tokens import Condition, TokenTree
 
-# Chooses the verdicts that a draft prepares for. No torch.
-
 MAX_BUDGET = 64
+"""Largest outcome budget: verdicts per sequence and round."""
 
-
-MOST_OUTCOMES = 256
-"""Verdicts prepared for, those of all sequences together, but one of each: a draft's rows are not
-free beyond a few hundred."""
+MAX_TOTAL_OUTCOMES = 256
+"""Most verdicts to prepare for, of all sequences together, though at least one of each. A few
+hundred rows add little to the time of a draft's forward; more rows add more."""
 
 
 def shared_budget(budget: int, num_sequences: int) -> int:
-    """Returns the verdicts of each of that many sequences that are prepared for, where `budget` are
-    asked for."""
-    return min(budget, max(MOST_OUTCOMES // num_sequences, 1))
+    """Returns how many verdicts to prepare for on each of the sequences, at most `budget`."""
+    return min(budget, max(MAX_TOTAL_OUTCOMES // num_sequences, 1))
 
 
 NUM_RANKS = 32
 
 
 class RankShares:
-    """Frequencies over the ranks of the draft's choices, over all sequences of a worker.
+    """How often the target takes the draft's choice of each rank, over all sequences of a worker.
 
-    A draft's confidence says which of its choices are sure; what the target did before says how far
-    to believe it. A weak draft is often too sure of itself, and one whose target is its like is not
-    sure enough. Half of a step's probability comes from each.
+    A draft's confidence tells its sure choices from the others; the target's earlier choices tell
+    how far to trust it. A weak draft is often overconfident, and a draft much like its target is
+    underconfident. Half of the probability of a token comes from each.
     """
 
     def __init__(self) -> None:
@@ -42,7 +39,7 @@ class RankShares:
         self._total = PRIOR_TOKENS
 
     def observe(self, rank: int | None) -> None:
-        """Counts one token of the target; None is beyond the choices that were looked at."""
+        """Counts one token of the target; None is a token that was none of the choices."""
         if self._total >= MEMORY_TOKENS:
             self._counts = [count / 2 for count in self._counts]
             self._total /= 2
@@ -65,31 +62,31 @@ class RankShares:
 
 
 Continuation = tuple[int, float]
-"""A token and the log probability that the target takes it, given that it gets there."""
-_UNLIKELY = -3.0
+"""A token and the log probability that the target takes it, given that it reaches this node."""
+_UNLIKELY_LOG_PROB = -3.0
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class LikelyVerdict:
-    """A verdict, likeliest first.
+    """A possible verdict; sorts by probability, likeliest first.
 
     Attributes:
         cost: negated log probability.
-        place: of the last accepted node, 0 for the last committed token, else the node's index
-            plus 1; breaks ties with `rank`.
-        rank: of the bonus token among what may follow there.
+        tree_row: row of the last accepted node: its index plus 1, or 0 for the last committed
+            token. Breaks ties together with `rank`.
+        rank: rank of the bonus token among the continuations of that row.
         token: the bonus token.
     """
 
     cost: float
-    place: int
+    tree_row: int
     rank: int
     token: int
 
     @property
     def condition(self) -> Condition:
-        """The verdict as a condition that names no candidate yet."""
-        return Condition(self.place - 1 if self.place else None, self.token)
+        """The verdict as a condition, which names no candidate yet."""
+        return Condition(self.tree_row - 1 if self.tree_row else None, self.token)
 
 
 def likely_verdicts(
@@ -98,19 +95,19 @@ def likely_verdicts(
     shares: RankShares,
     budget: int,
 ) -> list[LikelyVerdict]:
-    """Returns the likeliest verdicts that end in a token the tree does not hold, at most `budget`.
+    """Returns the likeliest verdicts whose bonus token the tree does not hold, at most `budget`.
 
-    A verdict's probability is that of the path to its node times that of the bonus token after it,
-    see `RankShares`. So their number falls off geometrically along a path, and the end of a likely
-    one gets more than the node before it: what is likeliest to follow there is in no tree yet.
+    A verdict's probability is that of the path to its last node times that of the bonus token after
+    it, see `RankShares`. So the number of verdicts falls off geometrically along a path. The end of
+    a likely path gets more than the node before it: its likeliest continuation is in no tree yet.
 
     Args:
-        continuations: what may follow the last committed token, then each node, best first; where
-            there are none, no verdict is prepared for.
+        continuations: continuations of the last committed token, then of each node, best first. No
+            verdict ends after a node without continuations.
     """
     # Bare tuples are compared several times as fast.
     best = heapq.nsmallest(budget, _verdicts(tree, continuations, shares))
-    return [LikelyVerdict(*each) for each in best]
+    return [LikelyVerdict(*fields) for fields in best]
 
 
 def _verdicts(
@@ -119,27 +116,29 @@ def _verdicts(
     shares: RankShares,
 ) -> Iterator[tuple[float, int, int, int]]:
     """Yields the fields of each verdict."""
-    costs = [0.0]
-    held: list[set[int]] = [set() for _ in continuations]
+    path_costs = [0.0]
+    child_tokens: list[set[int]] = [set() for _ in continuations]
     for token, parent in zip(tree.token_ids, tree.parent_indices, strict=True):
-        above = 0 if parent is None else parent + 1
-        held[above].add(token)
-        costs.append(costs[above] + _cost(continuations[above], token, shares))
-    for place, (before, own) in enumerate(zip(costs, continuations, strict=True)):
-        for rank, (token, log_prob) in enumerate(own):
-            if token not in held[place] and log_prob > -math.inf:
-                cost = before - shares.log_prob(rank, log_prob)
-                yield cost, place, rank, token
+        parent_row = 0 if parent is None else parent + 1
+        child_tokens[parent_row].add(token)
+        cost = path_costs[parent_row] + _cost(continuations[parent_row], token, shares)
+        path_costs.append(cost)
+    for tree_row, (path_cost, choices) in enumerate(zip(path_costs, continuations, strict=True)):
+        for rank, (token, log_prob) in enumerate(choices):
+            if token not in child_tokens[tree_row] and log_prob > -math.inf:
+                cost = path_cost - shares.log_prob(rank, log_prob)
+                yield cost, tree_row, rank, token
 
 
 def rank_of(continuations: Sequence[Continuation], token: int) -> int | None:
-    """Returns a token's place among the continuations; None when it is none."""
-    return next((rank for rank, (each, _) in enumerate(continuations) if each == token), None)
+    """Returns the rank of a token among the continuations; None when it is none of them."""
+    ranks = (rank for rank, (candidate, _) in enumerate(continuations) if candidate == token)
+    return next(ranks, None)
 
 
 def _cost(continuations: Sequence[Continuation], token: int, shares: RankShares) -> float:
     rank = rank_of(continuations, token)
     if rank is None:
-        # Something else proposed it: not among the best, but likely enough to be drafted.
-        return -shares.log_prob(len(continuations), _UNLIKELY)
+        # Another source proposed the token: not among the best, but likely enough to be drafted.
+        return -shares.log_prob(len(continuations), _UNLIKELY_LOG_PROB)
     return -shares.log_prob(rank, continuations[rank][1])

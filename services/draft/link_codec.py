@@ -1,4 +1,4 @@
-"""Messages of `Speculate` to events, outputs to messages, and feature rows on the wire."""
+"""Codec of the `Speculate` stream: messages to events, outputs to messages, and feature rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ from shared.rpc.columns import (
     verdicts_from_message,
 )
 from shared.rpc.requests import sampling_from_message, shape_from_message, shape_message
-from shared.tokens import Verdict
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,15 +47,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-# Feature rows on the wire: checked against what the drafter reads, because what is not that would
-# only fail later, inside a forward.
+# Feature rows on the wire are checked against the drafter's spec here: malformed rows would
+# otherwise fail later, inside a forward.
 
 
 def rows_from_message(message: tensor_pb2.Tensor, spec: FeatureSpec) -> Tensor:
-    """Returns rows `[R, W]` of a target, in host memory.
+    """Returns feature rows `[R, W]` of a target, in host memory.
 
     Raises:
-        InvalidArgument: they are not as the spec asked for; names both shapes.
+        InvalidArgument: the rows do not match the spec; names both shapes.
     """
     from shared.runtime.tensor_codec import tensor_from_message
 
@@ -75,12 +74,12 @@ def probe_features(
     """Returns the features of a probe; None for a drafter that reads tokens.
 
     Args:
-        message: None when the request brings none.
-        num_tokens: of the prompt; each but the last has a row.
+        message: None when the request has no features.
+        num_tokens: length of the prompt; each token but the last has a row.
 
     Raises:
-        FailedPrecondition: the drafter reads features, and there are none.
-        InvalidArgument: they are not what it reads; names both shapes.
+        FailedPrecondition: the drafter reads features, and the request has none.
+        InvalidArgument: the features do not match the spec; names both shapes.
     """
     if spec is None:
         if message is not None:
@@ -89,11 +88,11 @@ def probe_features(
             )
         return None
     widths = sorted({spec.width, spec.layer_width})
-    wanted = " or ".join(f"[{num_tokens - 1}, {width}]" for width in widths)
+    expected = " or ".join(f"[{num_tokens - 1}, {width}]" for width in widths)
     if message is None:
         raise FailedPrecondition(
             f"{algorithm} drafts from the target's hidden states of layers "
-            f"{list(spec.layer_indices)}: give {wanted} of {spec.dtype} as features",
+            f"{list(spec.layer_indices)}: give {expected} of {spec.dtype} as features",
             reason="PROBE_NEEDS_FEATURES",
         )
     from shared.runtime.tensor_codec import tensor_from_message
@@ -103,19 +102,22 @@ def probe_features(
     if not fits or rows.dtype != spec.dtype:
         raise bad_features(
             f"features are {list(rows.shape)} of {rows.dtype}; {num_tokens:,} tokens need "
-            f"{wanted} of {spec.dtype}",
+            f"{expected} of {spec.dtype}",
             field="features",
         )
     return FeatureRows(0, spec.projected(rows))
 
 
 def bad_features(message: str, *, field: str = "rows") -> InvalidArgument:
-    """Returns the error for rows that no drafter asked for in this form."""
+    """Returns the error for features that the drafter did not ask for in this form."""
     return InvalidArgument.of("FEATURES_MALFORMED", field, message)
 
 
 def attach_request(identity: WorkerIdentity) -> pb.SpeculateRequest:
     """Returns the first message of a stream."""
+    host_id, ring = identity.host_id, None
+    if host_id:
+        ring = pb.FeatureRingOffer(host_id=host_id, reads_cuda=identity.reads_cuda)
     return pb.SpeculateRequest(
         attach=pb.Attach(
             worker_id=identity.worker_id,
@@ -126,7 +128,7 @@ def attach_request(identity: WorkerIdentity) -> pb.SpeculateRequest:
             algorithm=identity.algorithm,
             max_context_token_count=identity.max_context_tokens or 0,
             feature_spec=_spec_message(identity.feature_spec),
-            feature_ring=_ring_offer(identity),
+            feature_ring=ring,
             shape=None if identity.shape is None else shape_message(identity.shape),
             learns=identity.learns,
             mapped_head=_mapped_offer(identity),
@@ -138,11 +140,11 @@ def terms_from_message(attached: pb.Attached, spec: FeatureSpec | None) -> LinkT
     """Returns the terms of an attachment.
 
     Args:
-        spec: the features that were asked for.
+        spec: the features that the draft asked for.
 
     Raises:
         FailedPrecondition: a verification mode this draft does not know, or features of another
-            width than it reads.
+            width than the draft reads.
     """
     width = 0 if spec is None else spec.width
     if attached.feature_width != width:
@@ -167,31 +169,32 @@ def terms_from_message(attached: pb.Attached, spec: FeatureSpec | None) -> LinkT
 
 
 def open_ring(attached: pb.Attached, identity: WorkerIdentity) -> FeatureRingReader | None:
-    """Opens the memory that a target of this host shares; None when there is none, or it cannot
-    be opened: features then come as bytes."""
+    """Opens the feature ring that a target on this host shares. None when the target shares none or
+    the ring cannot be opened: features then come as bytes."""
     memory, ring = attached.feature_ring.WhichOneof("memory"), attached.feature_ring
     spec = identity.feature_spec
     if spec is None or memory is None:
         return None
-    from torch import device
+    import torch
 
     from shared.runtime.ring_memory import FeatureRingReader, RingAddress, RingUnavailable
 
-    address, place = RingAddress(ring.shared_file, ring.cuda_ipc_handle), device(identity.device)
+    address = RingAddress(ring.shared_file, ring.cuda_ipc_handle)
+    device = torch.device(identity.device)
     try:
-        return FeatureRingReader(address, ring.row_count, spec.width, spec.dtype, place)
+        return FeatureRingReader(address, ring.row_count, spec.width, spec.dtype, device)
     except RingUnavailable as error:
         log.warning("features come as bytes: %s", error)
         return None
 
 
-def taken_request(end: int) -> pb.SpeculateRequest:
-    """Returns the message that frees the rows of the ring before `end`."""
+def ring_taken_request(end: int) -> pb.SpeculateRequest:
+    """Returns the message that frees the ring's rows before `end`."""
     return pb.SpeculateRequest(feature_ring_taken=pb.FeatureRingTaken(end=end))
 
 
-def updated_request(version: str) -> pb.SpeculateRequest:
-    """Returns the message that the draft has other weights."""
+def weights_updated_request(version: str) -> pb.SpeculateRequest:
+    """Returns the message that the draft has new weights."""
     return pb.SpeculateRequest(weights_updated=pb.DraftWeightsUpdated(weight_version=version))
 
 
@@ -201,15 +204,14 @@ def event_from_response(
     spec: FeatureSpec | None,
     ring: FeatureRingReader | None = None,
 ) -> Event | None:
-    """Returns the event of a message after `attached`; None for kinds added later.
+    """Returns the event of a message after `attached`; None for kinds of a newer protocol.
 
     Args:
-        spec: the features that were asked for.
-        ring: where rows lie that do not travel as bytes.
+        spec: the features that the draft asked for.
+        ring: holds the rows that are not sent as bytes.
 
     Raises:
-        InvalidArgument: the message is malformed, holds features that were not asked for, or is a
-            second `attached`.
+        InvalidArgument: the message is malformed, has unexpected features, or attaches again.
     """
     match response.WhichOneof("message"):
         case "verdicts":
@@ -224,7 +226,10 @@ def event_from_response(
             features = _feature_rows(rows, chunk.position_offset)
             return FeaturesArrived(link, chunk.sequence_id, features)
         case "mapped_head":
-            return _mapped_command(link, response.mapped_head)
+            from shared.runtime.mapped_codec import command_from_message
+
+            command = command_from_message(response.mapped_head)
+            return None if command is None else MappedCommandArrived(link, command)
         case "weights_updated":
             return WeightsUpdated(link, response.weights_updated.update_count)
         case "attached":
@@ -244,19 +249,12 @@ def request_from_output(output: Output) -> pb.SpeculateRequest:
     return pb.SpeculateRequest(release=pb.Release(sequence_ids=output.sequence_ids))
 
 
-def _mapped_command(link: int, message: pb.MappedHeadCommand) -> Event | None:
-    from shared.runtime.mapped_codec import command_from_message
-
-    command = command_from_message(message)
-    return None if command is None else MappedCommandArrived(link, command)
-
-
 def _opening(message: pb.SequenceOpened) -> Opening:
     return Opening(
         sequence_id=message.sequence_id,
         token_ids=tuple(message.token_ids),
         num_prompt_tokens=message.prompt_token_count,
-        # The target always sends its seed; any will do for a draft that has none to mirror.
+        # The target always sends its seed. Without noise to mirror, any seed will do.
         sampling=sampling_from_message(message.sampling_params, draw_seed=lambda: 0),
         round=message.round,
         tree_request=opening_tree_request(message),
@@ -272,24 +270,19 @@ def _results(
     verdicts = verdicts_from_message(batch)
     if not batch.feature_row_counts:
         return tuple(map(RoundResult, verdicts))
-    rows = _verdict_rows(batch, spec, ring)
-    return tuple(
-        [
-            # The first row is the token the verified tree hung off.
-            RoundResult(each, None if own is None else _feature_rows(own, _root_position(each)))
-            for each, own in zip(verdicts, rows, strict=True)
-        ]
-    )
-
-
-def _root_position(verdict: Verdict) -> int:
-    return verdict.committed_token_count - len(verdict.committed_token_ids) - 1
+    results: list[RoundResult] = []
+    for verdict, rows in zip(verdicts, _verdict_rows(batch, spec, ring), strict=True):
+        # The first row is that of the verified tree's root.
+        root_position = verdict.committed_token_count - len(verdict.committed_token_ids) - 1
+        features = None if rows is None else _feature_rows(rows, root_position)
+        results.append(RoundResult(verdict, features))
+    return tuple(results)
 
 
 def _verdict_rows(
     batch: pb.VerdictBatch, spec: FeatureSpec | None, ring: FeatureRingReader | None
 ) -> list[Tensor | None]:
-    """Returns the rows of each verdict, None where there are none."""
+    """Returns the feature rows of each verdict; None for a verdict without rows."""
     columns = ColumnReader(batch, len(batch.sequence_ids), malformed_verdicts)
     counts: list[int] = columns.required("feature_row_counts")
     starts: list[int] = columns.optional("feature_ring_starts", -1)
@@ -297,39 +290,39 @@ def _verdict_rows(
         raise bad_features(f"a verdict has {min(counts)} rows; it must have 0 or more")
     inline_counts = [count if start < 0 else 0 for count, start in zip(counts, starts, strict=True)]
     rows = list(_inline_rows(batch, spec, inline_counts))
-    in_ring = [place for place, start in enumerate(starts) if start >= 0 and counts[place]]
-    for span in _side_by_side(sorted(in_ring, key=starts.__getitem__), starts, counts):
-        # One copy for all of a step: it costs as much as the copy of one row.
+    in_ring = [verdict for verdict, start in enumerate(starts) if start >= 0 and counts[verdict]]
+    for span in _contiguous_spans(sorted(in_ring, key=starts.__getitem__), starts, counts):
+        # One copy for all verdicts of a step: it takes as long as the copy of one row.
         end, first = starts[span[-1]] + counts[span[-1]], starts[span[0]]
         copied = _from_ring(first, end - first, ring)
-        for place in span:
-            own = starts[place] - first
-            rows[place] = copied[own : own + counts[place]]
-    return [own if count else None for own, count in zip(rows, counts, strict=True)]
+        for verdict in span:
+            offset = starts[verdict] - first
+            rows[verdict] = copied[offset : offset + counts[verdict]]
+    return [piece if count else None for piece, count in zip(rows, counts, strict=True)]
 
 
-def _side_by_side(
-    places: Sequence[int], starts: Sequence[int], counts: Sequence[int]
+def _contiguous_spans(
+    verdicts: Sequence[int], starts: Sequence[int], counts: Sequence[int]
 ) -> list[list[int]]:
-    """Returns places whose rows follow one another in the ring, together.
+    """Groups verdicts whose rows are contiguous in the ring.
 
     Args:
-        places: in the order of their rows.
+        verdicts: indices of verdicts, in the order of their rows in the ring.
     """
     spans: list[list[int]] = []
     end = -1
-    for place in places:
-        if starts[place] != end:
+    for verdict in verdicts:
+        if starts[verdict] != end:
             spans.append([])
-        spans[-1].append(place)
-        end = starts[place] + counts[place]
+        spans[-1].append(verdict)
+        end = starts[verdict] + counts[verdict]
     return spans
 
 
 def _inline_rows(
     batch: pb.VerdictBatch, spec: FeatureSpec | None, counts: list[int]
 ) -> Sequence[Tensor | None]:
-    """Returns the rows of each verdict that travel as bytes."""
+    """Returns, for each verdict, its rows that were sent as bytes."""
     if spec is None:
         raise bad_features("features arrived; none were asked for")
     if not any(counts):
@@ -344,7 +337,7 @@ def _inline_rows(
 def _chunk_rows(
     chunk: pb.FeatureChunk, spec: FeatureSpec | None, ring: FeatureRingReader | None
 ) -> Tensor:
-    """Returns the rows a chunk brings or names."""
+    """Returns the rows that a chunk holds as bytes or names in the ring."""
     if spec is None:
         raise bad_features("features arrived; none were asked for")
     if chunk.HasField("ring_rows"):
@@ -365,12 +358,6 @@ def _feature_rows(rows: Tensor, offset: int) -> FeatureRows:
     if offset < 0:
         raise bad_features(f"rows start at position {offset}; it must be 0 or more")
     return FeatureRows(offset, rows)
-
-
-def _ring_offer(identity: WorkerIdentity) -> pb.FeatureRingOffer | None:
-    if not identity.host_id:
-        return None
-    return pb.FeatureRingOffer(host_id=identity.host_id, reads_cuda=identity.reads_cuda)
 
 
 def _mapped_offer(identity: WorkerIdentity) -> pb.MappedHeadOffer | None:

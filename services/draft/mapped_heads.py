@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Share:
-    """A target's part of the head.
+    """A share of the head's pages, for one target at a time.
 
     Attributes:
-        link: of the target that has it; None where nobody has.
-        worker: runs its rounds.
-        stream: of the GPU, for all who have it, one after the other.
+        link: link of the target that has the share; None where no target has it.
+        worker: runs the head's part of that target's rounds.
+        stream: CUDA stream of the share, reused for its targets one after the other.
     """
 
     pages: tuple[int, ...]
@@ -39,13 +39,13 @@ class _Share:
 
 
 class MappedHeads:
-    """Takes the commands of targets, which have equal shares of the head's pages, and a stream of
-    the GPU each. Targets beyond as many are pushed trees. Owned by the engine thread.
+    """Runs the commands of targets. Each target has an equal share of the head's pages and a CUDA
+    stream. Further targets get pushed trees instead. Owned by the engine thread.
 
     Args:
-        deliver: says that the head is ready.
-        most: targets that take part.
-        on_span: hears when the head's parts of rounds began and ended.
+        deliver: delivers `MappedHeadReady`.
+        max_targets: number of targets whose rounds the head takes part in.
+        on_span: called with the begin and end of the head's part of each round.
     """
 
     def __init__(
@@ -53,19 +53,19 @@ class MappedHeads:
         drafter: Drafter,
         deliver: Callable[[Output], None],
         *,
-        most: int = 1,
+        max_targets: int = 1,
         on_span: OnSpan | None = None,
     ) -> None:
         self._drafter = drafter
-        self._deliver, self._most, self._on_span = deliver, most, on_span
+        self._deliver, self._max_targets, self._on_span = deliver, max_targets, on_span
         self._shared: SharedHead | None = None
         self._shares: list[_Share] = []
 
-    def take(self, event: MappedCommandArrived, num_target_ids: int) -> None:
-        """Does what a target asks for; a command of rounds that could not be opened is dropped.
+    def apply(self, event: MappedCommandArrived, num_target_ids: int) -> None:
+        """Runs a target's command. A command for rounds that could not be opened is dropped.
 
         Args:
-            num_target_ids: token ids of the target are below it.
+            num_target_ids: number of the target's token ids.
         """
         from shared.runtime.mapped_rounds import MappedRound, OpenMapped
 
@@ -73,7 +73,7 @@ class MappedHeads:
         if isinstance(command, OpenMapped):
             self._open(event.link, command, num_target_ids)
             return
-        share = next((each for each in self._shares if each.link == event.link), None)
+        share = next((share for share in self._shares if share.link == event.link), None)
         if share is None or share.worker is None:
             return
         if isinstance(command, MappedRound):
@@ -90,17 +90,17 @@ class MappedHeads:
         self._deliver(MappedHeadReady(event.link, share.pages))
 
     def close(self, link: int) -> None:
-        """A link has ended."""
-        for each in self._shares:
-            if each.link == link:
-                if each.worker is not None:
-                    each.worker.abandon()
-                each.link = each.worker = None
+        """Frees the share of a link that has ended."""
+        for share in self._shares:
+            if share.link == link:
+                if share.worker is not None:
+                    share.worker.abandon()
+                share.link = share.worker = None
 
     @contextmanager
     def between_rounds(self) -> Iterator[None]:
-        """What its body queues, such as other weights, comes between two rounds of each target."""
-        workers = [each.worker for each in self._shares if each.worker is not None]
+        """Runs what the body queues, such as new weights, between two rounds of each target."""
+        workers = [share.worker for share in self._shares if share.worker is not None]
         for worker in workers:
             worker.hold_caller()
         yield
@@ -116,11 +116,11 @@ class MappedHeads:
             self._deliver(MappedHeadReady(link, ()))
             return
         num_ids = self._shared.model.id_limit
-        if num_ids < num_target_ids:  # it would look tokens up past the end of its embedding
+        if num_ids < num_target_ids:  # the head would read past the end of its embedding
             self._decline(link, f"it has {num_ids} token ids, its target {num_target_ids}")
             return
         try:
-            # Its rounds come behind those of the target that had the pages before.
+            # On the share's stream, so that its rounds follow those of the share's last target.
             worker = MappedHeadWorker(self._shared.model, command, share.stream, self._on_span)
         except (RingUnavailable, RuntimeError) as error:
             self._decline(link, str(error))
@@ -128,14 +128,14 @@ class MappedHeads:
         share.link, share.worker, share.stream = link, worker, worker.stream
 
     def _free_share(self) -> _Share | None:
-        """Returns a part of the head that no target has; None where there is none."""
+        """Returns a share that no target has; None where all are taken."""
         if self._shared is None:
             self._shared = self._drafter.share_head()
             assert self._shared is not None, "targets take heads that are offered"
-            pages, count = self._shared.pages, len(self._shared.pages) // self._most
-            starts = (number * count for number in range(self._most))
+            pages, count = self._shared.pages, len(self._shared.pages) // self._max_targets
+            starts = (number * count for number in range(self._max_targets))
             self._shares = [_Share(pages[start : start + count]) for start in starts]
-        return next((each for each in self._shares if each.link is None), None)
+        return next((share for share in self._shares if share.link is None), None)
 
     def _decline(self, link: int, reason: str) -> None:
         log.warning("no rounds with this head, trees are pushed: %s", reason)

@@ -29,19 +29,19 @@ class DraftMetrics(Collector):
     | `outrider_draft_trees` | trees proposed | trees a second: its rate |
     | `outrider_draft_tree_tokens` | nodes proposed | nodes a tree: over trees |
     | `outrider_draft_batch_seconds` | seconds | p99 by `histogram_quantile(0.99, …)` |
-    | `outrider_draft_pushed_trees` | trees for verdicts to come | |
-    | `outrider_draft_ahead_steps` | steps for them, mostly of a forward | |
-    | `outrider_draft_ahead_seconds` | seconds of those | share of time: its rate |
-    | `outrider_draft_lookahead_hits` | verdicts one was for | hit rate: over verdicts |
-    | `outrider_draft_preparations`, `…_preparation_seconds` | graphs captured for tree_requests | |
+    | `outrider_draft_pushed_trees` | trees pushed ahead of their verdict | |
+    | `outrider_draft_ahead_steps` | steps that drafted ahead, mostly of a forward | |
+    | `outrider_draft_ahead_seconds` | seconds of these steps | share of time: its rate |
+    | `outrider_draft_lookahead_hits` | verdicts with a pushed tree | hit rate: over verdicts |
+    | `outrider_draft_preparations`, `…_preparation_seconds` | one-time work, such as graphs | |
     | `outrider_draft_wire_bytes`, `…_wire_messages` | by `direction` | |
-    | `outrider_draft_caught_up_tokens` | committed tokens taken in beside proposals | |
-    | `outrider_draft_caught_up_seconds` | seconds of that | share of time: its rate |
+    | `outrider_draft_caught_up_tokens` | committed tokens computed between proposals | |
+    | `outrider_draft_caught_up_seconds` | seconds of computing them | share of time: its rate |
     | `outrider_draft_verdicts` | rounds, by `outcome` | misses: rate of `missed` over all |
     | `outrider_draft_accepted_tokens` | nodes accepted | accepted a round: over verdicts |
-    | `outrider_draft_opened_sequences` | sequences taken | |
+    | `outrider_draft_opened_sequences` | sequences opened | |
     | `outrider_draft_released_sequences` | sequences given back | should be near 0 |
-    | `outrider_draft_attached_target_count` | targets | 0 helps nobody |
+    | `outrider_draft_attached_target_count` | targets | at 0 the draft is idle |
     | `outrider_draft_weight_swap_count` | swaps of weights since the start | |
     | `outrider_draft_sequence_count`, … | live figures of the drafter, as in `GetServerInfo` | |
 
@@ -86,7 +86,7 @@ class DraftMetrics(Collector):
 
 
 def engine_figures(engine: DraftEngine) -> Mapping[str, float]:
-    """Returns the engine's live figures; none when it does not answer. Waits a second at most."""
+    """Returns the engine's live figures; empty when it does not answer. Waits a second at most."""
     try:
         return engine.gauges().result(_GAUGES_TIMEOUT_S)
     except (OutriderError, TimeoutError):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from grpc import aio
 
-from services.draft.attach_client import AttachClient, Backoff, Follow
+from services.draft.attach_client import AttachClient, Backoff, ReloadTables
 from services.draft.draft_service import DraftBackend, DraftServicer
 from services.draft.drafter_factory import compiles_kernels, use_device
 from services.draft.drafters.drafter import Drafter
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class DraftProcess:
-    """One engine, two gRPC servers, and a stream to each target.
+    """See the module.
 
     Attributes:
         port: port of DraftService, after `listen`.
@@ -99,7 +99,7 @@ class DraftProcess:
             outcome_budget=self._settings.speculative_outcome_budget,
             recorder=self._recorder,
             enter_thread=functools.partial(use_device, self._settings),
-            # A CPU waits for one target at a time.
+            # On a CPU the engine thread waits for a target in its rounds, so for one target only.
             num_targets=len(self._settings.target) if is_on_gpu else 1,
         )
         engine.start()
@@ -107,7 +107,7 @@ class DraftProcess:
         self._weights = HeadWeights(self._settings, drafter, engine)
         most = self._settings.max_running_requests if is_on_gpu else None
         await asyncio.to_thread(warm_up, engine, drafter.limits.feature_spec, most_at_once=most)
-        follow = await asyncio.to_thread(self._follow, drafter, engine)
+        reload_tables = await asyncio.to_thread(self._table_reload, drafter, engine)
         self._clients = [
             AttachClient(
                 address,
@@ -116,7 +116,7 @@ class DraftProcess:
                 Backoff(),
                 tls=self._settings.target_tls,
                 wire=self._wire,
-                follow=follow,
+                reload_tables=reload_tables,
             )
             for address in self._settings.target
         ]
@@ -130,8 +130,8 @@ class DraftProcess:
         self._runs = [asyncio.create_task(client.run()) for client in self._clients]
         log.info("serving on port %d, shape %s", self.port, engine.shape)
 
-    def _follow(self, drafter: Drafter, engine: DraftEngine) -> Follow | None:
-        """Returns what reads borrowed tables anew; None where nothing is borrowed."""
+    def _table_reload(self, drafter: Drafter, engine: DraftEngine) -> ReloadTables | None:
+        """Returns the function that reads borrowed tables again; None where none is borrowed."""
         if not self._settings.algorithm.reads_features:
             return None
         # A worker without a model runs where torch is not installed.
@@ -141,18 +141,18 @@ class DraftProcess:
         if borrowed is None or not borrowed.tables:
             return None
 
-        def between(function: Callable[[], None]) -> None:
+        def between_rounds(function: Callable[[], None]) -> None:
             def swap() -> None:
                 function()
                 drafter.retire_prefix_cache()
 
             engine.between_rounds(swap).result()
 
-        return BorrowedTables(borrowed, between).follow
+        return BorrowedTables(borrowed, between_rounds).reload
 
     @property
     def num_attached(self) -> int:
-        """Targets that this draft is attached to."""
+        """Number of targets that this draft is attached to."""
         return sum(client.status.attachment_id is not None for client in self._clients)
 
     def metrics(self) -> DraftMetrics:
@@ -160,7 +160,7 @@ class DraftProcess:
         return DraftMetrics(self._recorder.counters, self._live_figures)
 
     def _live_figures(self) -> Mapping[str, float]:
-        """On the scraper's thread; nothing before the engine runs or after it died."""
+        """Called on the scraper's thread; empty before the engine has started."""
         engine = self._engine
         return {} if engine is None else self._with_links(engine_figures(engine))
 
@@ -176,9 +176,9 @@ class DraftProcess:
         """Waits for `stop`.
 
         Raises:
-            EngineFailed: the engine died; the process is of no more use.
-            FailedPrecondition: every target refused this draft for good, and the settings say that
-                this ends the process.
+            EngineFailed: the engine died, so the process must end.
+            FailedPrecondition: every target refused this draft permanently, and the settings say
+                that this ends the process.
         """
         while not stop.is_set():
             if self._settings.exit_when_refused:
@@ -198,7 +198,7 @@ class DraftProcess:
             raise FailedPrecondition(f"refused for good by {reasons}", reason="DRAFT_REFUSED")
 
     async def stop(self) -> None:
-        """NOT_SERVING, refuse new work, detach from targets, stop the engine, close."""
+        """Reports NOT_SERVING, refuses work, detaches, stops the engine and closes the servers."""
         await self._lifecycle.drain()
         await self._detach()
         if self._engine is not None:
@@ -224,12 +224,12 @@ class DraftProcess:
         return self._with_links(gauges)
 
     def _with_links(self, gauges: Mapping[str, float]) -> Mapping[str, float]:
-        swaps = 0 if self._weights is None else self._weights.num_swaps
-        figures = {
+        num_swaps = 0 if self._weights is None else self._weights.num_swaps
+        return {
+            **gauges,
             "attached_target_count": float(self.num_attached),
-            "weight_swap_count": float(swaps),
+            "weight_swap_count": float(num_swaps),
         }
-        return {**gauges, **figures}
 
     async def _flush(self) -> int:
         if self._engine is None:

@@ -25,23 +25,24 @@ _BATCH_SECONDS = (
 
 @dataclass(slots=True)
 class DraftCounters:
-    """Since the start. Filled by the engine thread, read by any.
+    """Counters since the start. The engine thread writes them, any thread reads them.
 
     Attributes:
-        num_trees, num_nodes: proposed.
-        num_caught_up: committed tokens taken in between proposals.
-        caught_up_s: time of taking them in.
+        num_trees, num_nodes: proposed trees and their nodes.
+        num_caught_up: committed tokens computed between proposals.
+        caught_up_s: time of computing them.
         num_accepted: nodes of verified trees that were committed.
         outcomes: verdicts by what happened to the tree.
-        num_pushed: trees for verdicts to come, on top of the others.
-        num_ahead: steps spent on them, mostly of one forward.
-        ahead_s: time of those and of choosing the verdicts, beside that of its batches.
-        num_lookahead_hits: verdicts that one of them was for.
-        num_prepared: things done once, such as graphs captured, while sequences were open or for a
-            requested shape.
-        prepared_s: time of those.
-        num_opened, num_released: sequences taken, and given back for want of memory or sense.
-        batch_seconds: of the drafter, for one batch of trees.
+        num_pushed: trees pushed ahead of their verdict; not counted in `num_trees`.
+        num_ahead: steps that drafted ahead, mostly of one forward.
+        ahead_s: time of these steps, choosing the verdicts included; not part of `batch_seconds`.
+        num_lookahead_hits: verdicts for which a tree had been pushed.
+        num_prepared: one-time preparations, such as capturing a graph, while sequences were open or
+            for a requested shape.
+        prepared_s: time of these preparations.
+        num_opened: sequences opened.
+        num_released: sequences given back, because memory was short or the target's data invalid.
+        batch_seconds: time of the drafter for one batch of trees.
     """
 
     num_trees: int = 0
@@ -71,7 +72,7 @@ class _Record:
 
 
 class DraftRecorder:
-    """Follows the sequences of an engine; on its thread."""
+    """Records the sequences of an engine. Called on the engine's thread."""
 
     def __init__(self, tracer: Tracer = NO_TRACER, log: RoundLog | None = None) -> None:
         self.counters = DraftCounters()
@@ -81,8 +82,7 @@ class DraftRecorder:
 
     @property
     def on_span(self) -> Callable[[str, float, float], None] | None:
-        """Takes a name, start and end of what the drafter's model did in rounds of a target; None
-        where nobody wants to know."""
+        """Logs a name, start and end of the drafter's part of a round; None without a round log."""
         return None if self._log is None else self._span
 
     def _span(self, name: str, start_s: float, end_s: float) -> None:
@@ -90,7 +90,7 @@ class DraftRecorder:
         self._log.span(name, end_s - start_s, end_s=end_s)
 
     def opened(self, key: SequenceKey, opening: Opening) -> None:
-        """A target handed a sequence over. Probes are no target's."""
+        """A target opened a sequence. Probes come from no target and are not recorded."""
         if opening.is_probe:
             return
         self.counters.num_opened += 1
@@ -102,7 +102,7 @@ class DraftRecorder:
         self._records[key] = _Record(opening.request_id or NO_REQUEST, span)
 
     def decided(self, key: SequenceKey, verdict: Verdict) -> None:
-        """A round of it was decided."""
+        """A verdict on a round of the sequence arrived."""
         num_accepted = len(verdict.accepted_node_indices)
         self.counters.outcomes[verdict.outcome] += 1
         self.counters.num_accepted += num_accepted
@@ -116,27 +116,27 @@ class DraftRecorder:
             record.num_accepted += num_accepted
 
     def closed(self, sequence: DraftSequence) -> None:
-        """It ended, was given back, or its target went."""
+        """The sequence ended, was released, or its link closed."""
         record = self._records.pop(sequence.key, None)
         if record is None:
             return
-        facts: dict[str, str | int | float] = {
+        figures: dict[str, str | int | float] = {
             "num_rounds": record.num_rounds,
             "num_verified_rounds": record.num_verified,
             "num_accepted": record.num_accepted,
             "draft_s": round(sequence.draft_s, 6),
         }
         token = current_request_id.set(record.request_id)
-        log.info("sequence closed", extra=facts)
+        log.info("sequence closed", extra=figures)
         current_request_id.reset(token)
-        record.span.end({f"outrider.{name}": value for name, value in facts.items()})
+        record.span.end({f"outrider.{name}": value for name, value in figures.items()})
 
     def released(self) -> None:
-        """A sequence was given back."""
+        """A sequence was given back to its target."""
         self.counters.num_released += 1
 
     def proposed(self, proposals: Sequence[Proposal], elapsed_s: float) -> None:
-        """The drafter made a batch of trees."""
+        """The drafter proposed a batch of trees."""
         counters = self.counters
         counters.num_trees += len(proposals)
         counters.num_nodes += sum(len(proposal.tree) for proposal in proposals)
@@ -145,7 +145,7 @@ class DraftRecorder:
             self._log.span("propose", elapsed_s, trees=len(proposals))
 
     def drafted_ahead(self, num_trees: int, elapsed_s: float) -> None:
-        """The drafter spent a step on verdicts to come, which completed that many trees."""
+        """The drafter spent a step on drafting ahead, which completed `num_trees` trees."""
         self.counters.num_pushed += num_trees
         self.counters.num_ahead += 1
         self.counters.ahead_s += elapsed_s
@@ -153,18 +153,18 @@ class DraftRecorder:
             self._log.span("ahead", elapsed_s, trees=num_trees)
 
     def prepared(self, elapsed_s: float) -> None:
-        """The drafter did something that is needed once."""
+        """The drafter did a one-time preparation."""
         self.counters.num_prepared += 1
         self.counters.prepared_s += elapsed_s
         if self._log is not None:
             self._log.span("prepare", elapsed_s, trees=0)
 
     def lookahead_hit(self) -> None:
-        """A verdict fell that a tree had been pushed for."""
+        """A verdict arrived for which a tree had been pushed."""
         self.counters.num_lookahead_hits += 1
 
     def caught_up(self, num_tokens: int, elapsed_s: float) -> None:
-        """The drafter took committed tokens in."""
+        """The drafter computed committed tokens."""
         self.counters.num_caught_up += num_tokens
         self.counters.caught_up_s += elapsed_s
         if self._log is not None:

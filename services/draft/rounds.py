@@ -1,12 +1,12 @@
-"""In which order the draft works off what it owes. No torch, no threads, no grpc.
+"""Schedules the draft's work. No torch, no threads, no grpc.
 
-A `step` is one proposal batch over every sequence that is due, whatever target it came from, and
-then one chunk of catching up. Where that is too much for one, targets take turns. So a long prompt
-delays the others by one chunk, never by the whole prompt. A sequence more than a chunk behind is
-answered with an empty tree at once: a target would wait for nothing.
+A `step` proposes trees for one batch of all due sequences, whatever target they came from. Then it
+computes one chunk of committed tokens for sequences that are behind. Where a batch or a chunk would
+be too large, targets take turns. So a long prompt delays the others by one chunk, never by the
+whole prompt. A sequence more than a chunk behind gets an empty tree at once: its target goes on.
 
-What time is left goes into the verdicts to come, one forward a step, so that a verdict that
-arrives is handled after the forward in progress. Requested shapes are prepared beside.
+The remaining time is used to draft ahead for possible verdicts, one forward a step: a verdict that
+arrives waits for the forward in progress only. Requested shapes are warmed up between steps.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from shared.tokens import EMPTY_TREE, DraftReport, TokenTree, TreeShape
 
 
 class FairShares:
-    """Shares the draft's work among its targets: of the links with work, the next sequence is that
-    of the one which has got the fewest tokens."""
+    """Fair queueing of the draft's work over its targets: the next sequence comes from the link
+    that has received the fewest tokens of those with work."""
 
     def __init__(self) -> None:
         self._num_tokens: dict[int, int] = {}
@@ -39,8 +39,8 @@ class FairShares:
         cost: Callable[[DraftSequence], int],
         budget: int,
     ) -> list[DraftSequence]:
-        """Returns sequences whose costs reach the budget, or all of them where they do not. Within
-        a link the order stays.
+        """Returns sequences until their costs reach the budget, or all sequences if they never do.
+        Sequences of one link keep their order.
 
         Args:
             cost: in tokens, at least 1.
@@ -48,8 +48,8 @@ class FairShares:
         queues: dict[int, deque[DraftSequence]] = {}
         for sequence in sequences:
             queues.setdefault(sequence.key.link, deque()).append(sequence)
-        known = [self._num_tokens[link] for link in queues if link in self._num_tokens]
-        least = min(known, default=0)
+        earlier = [self._num_tokens[link] for link in queues if link in self._num_tokens]
+        least = min(earlier, default=0)
         counts = {link: self._num_tokens.get(link, least) for link in queues}
         picked: list[DraftSequence] = []
         while queues and budget > 0:
@@ -60,7 +60,7 @@ class FairShares:
             budget -= cost(sequence)
             if not queues[link]:
                 del queues[link]
-        # Links whose work is done save nothing up.
+        # A link without work gains no credit for later.
         least = min((counts[link] for link in queues), default=0)
         self._num_tokens = {link: max(count, least) for link, count in counts.items() if queues}
         return picked
@@ -68,17 +68,17 @@ class FairShares:
 
 # Warm-up of tree shapes while the draft serves, and the shape of trees until then.
 #
-# A new shape needs CUDA graphs, which take as long as many rounds. Trees get a requested shape once
-# its graphs exist; until then they keep a shape that has them. Graphs are made one at a time: while
-# nobody waits, or else within a share of the time.
+# A new shape needs CUDA graphs, and capturing them takes as long as many rounds. Trees get a
+# requested shape once its graphs exist; until then they keep a shape that has graphs. Graphs are
+# captured one at a time: while no sequence is open, or else within a share of the time.
 
-PREPARED_SHARE = 0.25
+WARM_UP_SHARE = 0.25
 """Share of the time for warm-up while sequences are open; their rounds have no trees then."""
 
-LONGEST_PUT_OFF_S = 1.0
-"""Longest time that requested trees come before warm-up; under load some are always requested."""
+MAX_DEFERRAL_S = 1.0
+"""Longest time that due trees come before a warm-up. Under load some tree is always due."""
 
-MOST_WANTED = 8
+MAX_WAITING_SHAPES = 8
 """Most shapes that wait for warm-up; those requested longest ago are dropped."""
 
 
@@ -90,7 +90,7 @@ class Preparation:
         clock: in seconds.
 
     Attributes:
-        is_warming: a warm-up is under way, so trees are late.
+        is_warming: whether a warm-up is running, which delays trees.
         last_s: duration of the last warm-up.
     """
 
@@ -102,56 +102,57 @@ class Preparation:
         self._drafter = drafter
         self._announce = announce
         self._clock = clock
-        self._served: dict[TreeShape, TreeShape] = {}
-        self._last: TreeShape | None = None
-        self._wanted: OrderedDict[TreeShape, int] = OrderedDict()
+        self._chosen: dict[TreeShape, TreeShape] = {}
+        self._last_shape: TreeShape | None = None
+        # Most sequences that each waiting shape is warmed up for; the shape requested last first.
+        self._waiting: OrderedDict[TreeShape, int] = OrderedDict()
         self._not_before_s = -math.inf
         self._is_idling = False
-        self._put_off_s = -math.inf
+        self._deferred_until_s = -math.inf
 
     @property
-    def num_wanted(self) -> int:
+    def num_waiting(self) -> int:
         """Shapes that wait for warm-up."""
-        return len(self._wanted)
+        return len(self._waiting)
 
     def begin_step(self) -> None:
         """Forgets the shapes chosen in the last step: more may be ready now."""
-        self._served.clear()
+        self._chosen.clear()
 
-    def shape_for(self, requested: TreeShape, own: TreeShape, num_sequences: int) -> TreeShape:
+    def shape_for(self, requested: TreeShape, default: TreeShape, num_sequences: int) -> TreeShape:
         """Returns the shape of trees: the requested one if it is ready, else the one used last,
-        else the draft's own. The same until `begin_step`.
+        else the default. The choice stays the same until `begin_step`.
 
         Args:
-            num_sequences: open ones.
+            num_sequences: number of open sequences.
         """
-        served = self._served.get(requested)
-        if served is None:
-            served = self._served[requested] = self._choose(requested, own, num_sequences)
-        return served
+        chosen = self._chosen.get(requested)
+        if chosen is None:
+            chosen = self._chosen[requested] = self._choose(requested, default, num_sequences)
+        return chosen
 
-    def is_due(self, *, is_idle: bool, is_owed: bool = False) -> bool:
+    def is_due(self, *, is_idle: bool, is_tree_due: bool = False) -> bool:
         """Whether to warm up a shape now.
 
         Args:
             is_idle: no sequence is open.
-            is_owed: a target waits for a tree.
+            is_tree_due: a target waits for a tree.
         """
-        while self._wanted:
-            shape, num_sequences = next(iter(self._wanted.items()))
+        while self._waiting:
+            shape, num_sequences = next(iter(self._waiting.items()))
             if not self._drafter.is_prepared(shape, num_sequences):
-                put_off_s = self._put_off_s if is_owed else -math.inf
-                return is_idle or self._clock() >= max(self._not_before_s, put_off_s)
-            del self._wanted[shape]
+                deferred_until_s = self._deferred_until_s if is_tree_due else -math.inf
+                return is_idle or self._clock() >= max(self._not_before_s, deferred_until_s)
+            del self._waiting[shape]
         return False
 
     def advance(self) -> None:
-        """Makes one graph of the shape requested last; only if `is_due`."""
-        shape, num_sequences = next(iter(self._wanted.items()))
+        """Captures one graph of the shape requested last; only if `is_due`."""
+        shape, num_sequences = next(iter(self._waiting.items()))
         self._warm(lambda: self._drafter.prepare(shape, num_sequences))
 
     def ensure(self, shape: TreeShape, num_sequences: int) -> None:
-        """Makes all missing graphs of a shape that is used now."""
+        """Captures all missing graphs of a shape that is used now."""
 
         def prepare() -> None:
             while self._drafter.prepare(shape, num_sequences):
@@ -161,9 +162,9 @@ class Preparation:
             self._warm(prepare)
 
     def prepare_next(self, shapes: Iterable[TreeShape]) -> bool:
-        """Makes one graph while the draft is idle, for the first of some shapes that lacks one;
-        returns whether one was missing. Only the drafter knows, so targets are told from the second
-        graph on."""
+        """Captures one graph while the draft is idle, for the first of `shapes` that lacks one;
+        returns whether one was missing. Only the drafter's call tells, so `is_warming` is announced
+        from the second graph on."""
 
         def prepare() -> None:
             self._is_idling = any(self._drafter.prepare(shape, None) for shape in shapes)
@@ -174,22 +175,22 @@ class Preparation:
             prepare()
         return self._is_idling
 
-    def _choose(self, requested: TreeShape, own: TreeShape, num_sequences: int) -> TreeShape:
-        for shape in filter(None, (requested, self._last, own)):
+    def _choose(self, requested: TreeShape, default: TreeShape, num_sequences: int) -> TreeShape:
+        for shape in filter(None, (requested, self._last_shape, default)):
             if self._drafter.is_prepared(shape, num_sequences):
-                self._last = shape
+                self._last_shape = shape
                 return shape
-            self._want(shape, num_sequences)
-        # No shape is ready, so this one waits for its warm-up.
-        return own
+            self._enqueue(shape, num_sequences)
+        # No shape is ready, so trees of the default shape wait for its warm-up.
+        return default
 
-    def _want(self, shape: TreeShape, num_sequences: int) -> None:
-        if not self._wanted:
-            self._put_off_s = self._clock() + LONGEST_PUT_OFF_S
-        self._wanted[shape] = max(num_sequences, self._wanted.get(shape, 0))
-        self._wanted.move_to_end(shape, last=False)
-        while len(self._wanted) > MOST_WANTED:
-            self._wanted.popitem()
+    def _enqueue(self, shape: TreeShape, num_sequences: int) -> None:
+        if not self._waiting:
+            self._deferred_until_s = self._clock() + MAX_DEFERRAL_S
+        self._waiting[shape] = max(num_sequences, self._waiting.get(shape, 0))
+        self._waiting.move_to_end(shape, last=False)
+        while len(self._waiting) > MAX_WAITING_SHAPES:
+            self._waiting.popitem()
 
     def _warm(self, prepare: Callable[[], object]) -> None:
         """Runs a warm-up; targets do not wait for trees meanwhile."""
@@ -198,21 +199,21 @@ class Preparation:
         prepare()
         end_s, self.is_warming = self._clock(), False
         self.last_s = end_s - start_s
-        self._not_before_s = end_s + self.last_s * (1.0 / PREPARED_SHARE - 1.0)
-        self._put_off_s = self._not_before_s + LONGEST_PUT_OFF_S
+        self._not_before_s = end_s + self.last_s * (1.0 / WARM_UP_SHARE - 1.0)
+        self._deferred_until_s = self._not_before_s + MAX_DEFERRAL_S
         self._announce()
 
 
 IDLE_S = 1.0
-"""After its last sequence until a draft prepares what nobody has asked for: a target that tries
-whether speculation pays comes back soon, and its trial would meet a draft that is busy."""
+"""Time from the last sequence until a draft warms up shapes that no target has requested. A target
+that tests whether speculation pays comes back soon, and its test would find the draft busy."""
 
 
 class Rounds:
     """Plans the drafter's work over the sequences of a table.
 
     Attributes:
-        shape: bounds of every tree whose sequence does not bring its own; may be replaced
+        shape: bounds of every tree whose sequence has no shape of its own; may be replaced
             between steps.
         is_pinned: trees keep to `shape` whatever tree their targets request.
     """
@@ -239,12 +240,12 @@ class Rounds:
         self._clock = clock
         self._deliver = deliver
         self._preparation = Preparation(drafter, self._warming_changed, clock)
-        self._served_s = -math.inf
+        self._last_served_s = -math.inf
         self.outcome_budget = outcome_budget
 
     @property
     def outcome_budget(self) -> int:
-        """The verdicts to prepare candidates for; may be replaced between steps."""
+        """Most verdicts of a round to prepare candidates for; may be replaced between steps."""
         lookahead = self._drafter.lookahead
         return 0 if lookahead is None else lookahead.budget
 
@@ -255,17 +256,17 @@ class Rounds:
             lookahead.budget = outcome_budget
 
     def step(self) -> bool:
-        """Answers what can be answered, catches up by a chunk, then drafts ahead by a forward.
+        """Sends trees for due sequences, catches up by a chunk, then drafts ahead by a forward.
 
         True when another step has work without waiting for an event.
         """
         self._preparation.begin_step()
         if self._table.is_serving:
-            self._served_s = self._clock()
-        due = [each for each in self._table.due.values() if not self._resumes(each)]
+            self._last_served_s = self._clock()
+        due = [sequence for sequence in self._table.due.values() if not self._resume(sequence)]
         backlogs = [(sequence, self._drafter.backlog(sequence)) for sequence in due]
         ready = [sequence for sequence, backlog in backlogs if backlog <= self._num_ready_tokens]
-        batch = self._turn(ready)
+        batch = self._proposal_batch(ready)
         late = [
             sequence
             for sequence, backlog in backlogs
@@ -274,14 +275,14 @@ class Rounds:
         start_s = self._clock()
         proposals = self._propose(batch)
         elapsed_s = self._clock() - start_s
-        answers = [*(Proposal(s, EMPTY_TREE) for s in late), *proposals]
-        self.give(answers, self._report(elapsed_s))
-        num_taken = self._catch_up()
-        return self._look_ahead() or num_taken > 0 or len(batch) < len(ready)
+        answers = [*(Proposal(sequence, EMPTY_TREE) for sequence in late), *proposals]
+        self.send(answers, self._report(elapsed_s))
+        num_computed = self._catch_up()
+        return self._look_ahead() or num_computed > 0 or len(batch) < len(ready)
 
-    def _turn(self, ready: list[DraftSequence]) -> list[DraftSequence]:
-        """Returns what one proposal batch takes on. The sequences of one target belong together;
-        where those of several are more than a chunk's worth of nodes, targets take turns."""
+    def _proposal_batch(self, ready: list[DraftSequence]) -> list[DraftSequence]:
+        """Returns the sequences of one proposal batch. A single target's sequences are one batch;
+        several targets take turns if their trees have more nodes than a chunk has tokens."""
         is_shared = len({sequence.key.link for sequence in ready}) > 1
         if not is_shared or sum(map(self._num_nodes, ready)) <= self._chunk_tokens:
             return ready
@@ -291,24 +292,25 @@ class Rounds:
         return self._shape_for(sequence).max_node_count
 
     def prepare(self) -> bool:
-        """Prepares one thing for a requested shape, if it is time; whether there is more
+        """Captures one graph for a requested shape, if it is time. Returns whether there is more
         to do without waiting for an event."""
-        is_idle, is_owed = not len(self._table), bool(self._table.due)
-        if not self._preparation.is_due(is_idle=is_idle, is_owed=is_owed):
+        is_idle, is_tree_due = not len(self._table), bool(self._table.due)
+        if not self._preparation.is_due(is_idle=is_idle, is_tree_due=is_tree_due):
             return False
         self._preparation.advance()
         return is_idle
 
     def prepare_next(self) -> float | None:
-        """Prepares one thing that targets may ask for, if no sequence is open, nor was lately.
+        """Captures one graph for a shape that targets may request, unless a sequence is open or was
+        open lately.
 
         Returns:
-            How long to wait for an event until it is time for another; None where there is none.
+            How long to wait for an event before the next call; None waits for an event alone.
         """
         # An open sequence is due once its target has verified a tree, which takes less time.
         if len(self._table):
             return None
-        rest_s = self._served_s + IDLE_S - self._clock()
+        rest_s = self._last_served_s + IDLE_S - self._clock()
         if rest_s > 0.0:
             return rest_s
         requested = () if self.is_pinned else self._table.candidate_shapes
@@ -316,12 +318,12 @@ class Rounds:
 
     @property
     def num_unprepared(self) -> int:
-        """Requested shapes that are not prepared yet."""
-        return self._preparation.num_wanted
+        """Requested shapes that are not warmed up yet."""
+        return self._preparation.num_waiting
 
     def announce(self, link: int) -> None:
-        """Tells a target whether the shape is pinned, without waiting for a tree to send: it may
-        have paused every sequence."""
+        """Sends a target the pinned shape and the warm-up state at once, without a tree: the target
+        may have paused every sequence."""
         self._deliver(CandidatesReady(link, CandidateColumns(), self._report(None)))
 
     def _warming_changed(self) -> None:
@@ -330,7 +332,7 @@ class Rounds:
         if not self._preparation.is_warming:
             self._table.recorder.prepared(self._preparation.last_s)
 
-    def give(self, proposals: Iterable[Proposal], report: DraftReport) -> None:
+    def send(self, proposals: Iterable[Proposal], report: DraftReport) -> None:
         """Delivers one message a link; sequences with a tree for their round are due no more."""
         by_link: dict[int, list[CandidateRow]] = {}
         for proposal in proposals:
@@ -351,7 +353,7 @@ class Rounds:
             self._deliver(CandidatesReady(link, CandidateColumns.of_rows(rows), report))
 
     def _row(self, proposal: Proposal, tree: TokenTree) -> CandidateRow | None:
-        """Returns the candidate; None when no verdict can make use of it."""
+        """Returns the candidate's row; None when no verdict can use the tree."""
         sequence, condition = proposal.sequence, proposal.condition
         candidate_id, key = 0, UNCONDITIONAL
         if condition is not None:
@@ -361,7 +363,7 @@ class Rounds:
             candidate_id = sequence.new_candidate_id()
             key = sequence.in_flight.push(condition_key(condition), candidate_id, tree)
         elif self._budget(sequence) > 0 and tree.token_ids:
-            # Conditions can name it: it is the in-flight tree from now on.
+            # Conditions of later candidates name this tree: it is the in-flight tree from now on.
             candidate_id = sequence.new_candidate_id()
             sequence.in_flight = InFlightTree(candidate_id, tree)
             self._table.unprepared[sequence.key] = sequence
@@ -370,25 +372,25 @@ class Rounds:
         return *fence, candidate_id, *key, shape, tree
 
     def _look_ahead(self) -> bool:
-        """Prepares for verdicts by one forward; whether there is more to do."""
+        """Prepares for verdicts by one forward. Returns whether there is more to do."""
         lookahead, unprepared = self._drafter.lookahead, list(self._table.unprepared.values())
         self._table.unprepared.clear()
         if lookahead is None:
             return False
         start_s = self._clock()
         for sequence in unprepared:
-            # May wait for what follows the nodes of a tree that is out.
-            self._begin(lookahead, sequence)
+            # May wait for the device to find the continuations of the in-flight tree's nodes.
+            self._begin_lookahead(lookahead, sequence)
         if lookahead.has_work:
             begun_s = self._clock()
             proposals = lookahead.advance()
             end_s = self._clock()
-            num_pushed = sum(each.condition is not None for each in proposals)
+            num_pushed = sum(proposal.condition is not None for proposal in proposals)
             self._table.recorder.drafted_ahead(num_pushed, end_s - start_s)
-            self.give(proposals, self._report(end_s - begun_s))
+            self.send(proposals, self._report(end_s - begun_s))
         return lookahead.has_work or bool(self._table.unprepared)
 
-    def _begin(self, lookahead: Lookahead, sequence: DraftSequence) -> None:
+    def _begin_lookahead(self, lookahead: Lookahead, sequence: DraftSequence) -> None:
         budget = self._budget(sequence)
         if not budget or sequence.in_flight is None:
             return
@@ -398,14 +400,14 @@ class Rounds:
             lookahead.begin(VerifiedTree(sequence, tree, shape, budget))
 
     def _budget(self, sequence: DraftSequence) -> int:
-        """Returns how many verdicts a sequence's tree is prepared for at most: what is set here, or
-        less where the target finds that it does not pay."""
-        wanted = None if self.is_pinned else sequence.tree_request.num_outcomes
+        """Returns the most verdicts to prepare for on a sequence's tree: the outcome budget, or
+        fewer where the target finds that more do not pay."""
+        requested = None if self.is_pinned else sequence.tree_request.num_outcomes
         budget = self.outcome_budget
-        return budget if wanted is None else min(budget, wanted)
+        return budget if requested is None else min(budget, requested)
 
-    def _resumes(self, sequence: DraftSequence) -> bool:
-        """Whether a due tree goes on from what was computed ahead."""
+    def _resume(self, sequence: DraftSequence) -> bool:
+        """Continues a due tree from rows computed ahead; False where there are none."""
         lookahead = self._drafter.lookahead
         return (
             lookahead is not None
@@ -423,54 +425,55 @@ class Rounds:
         for (shape, _), sequences in by_shape.items():
             if any(self._needs_graphs(sequence) for sequence in sequences):
                 self._preparation.ensure(shape, len(self._table))
-            batch = self._with_room(sequences, shape)
+            batch = self._reserve_all(sequences, shape)
             start_s = self._clock()
             proposed = self._drafter.propose(batch, shape) if batch else []
             elapsed_s = self._clock() - start_s
-            self._charge(batch, elapsed_s)
+            self._add_draft_time(batch, elapsed_s)
             if proposed:
                 self._table.recorder.proposed(proposed, elapsed_s)
-            proposals += [Proposal(e.sequence, e.tree, e.condition, shape) for e in proposed]
+            proposals += [Proposal(p.sequence, p.tree, p.condition, shape) for p in proposed]
         return proposals
 
     def _catch_up(self) -> int:
-        """Takes in a chunk of the oldest backlogs; returns its tokens."""
+        """Computes a chunk of the oldest backlogs; returns the number of its tokens."""
         behind = self._table.behind(self._num_ready_tokens)
-        batch = self._with_room(self._prompts.pick(behind, self._chunk_of, self._chunk_tokens))
+        batch = self._reserve_all(self._prompts.pick(behind, self._chunk_size, self._chunk_tokens))
         start_s = self._clock()
-        num_taken = self._drafter.catch_up(batch, self._chunk_tokens) if batch else 0
+        num_computed = self._drafter.catch_up(batch, self._chunk_tokens) if batch else 0
         elapsed_s = self._clock() - start_s
-        self._charge(batch, elapsed_s)
-        if num_taken:
-            self._table.recorder.caught_up(num_taken, elapsed_s)
-        return num_taken
+        self._add_draft_time(batch, elapsed_s)
+        if num_computed:
+            self._table.recorder.caught_up(num_computed, elapsed_s)
+        return num_computed
 
-    def _chunk_of(self, sequence: DraftSequence) -> int:
+    def _chunk_size(self, sequence: DraftSequence) -> int:
         return min(self._drafter.backlog(sequence), self._chunk_tokens)
 
-    def _with_room(
+    def _reserve_all(
         self, sequences: Sequence[DraftSequence], shape: TreeShape | None = None
     ) -> list[DraftSequence]:
-        """Reserves memory for each, releasing the least recently used others where it is short;
-        returns those that got it.
+        """Reserves memory for each sequence; returns those for which that succeeded. Where memory
+        is short, the least recently used sequences are released.
 
         Args:
-            shape: of their trees; None where they differ.
+            shape: shape of all trees; None where the sequences' shapes differ.
         """
-        roomy: list[DraftSequence] = []
+        reserved: list[DraftSequence] = []
         for sequence in sequences:
-            own = shape or self._shape_for(sequence)
+            tree_shape = shape or self._shape_for(sequence)
             has_room = self._table.holds(sequence) and (
-                self._drafter.reserve(sequence, own) or self._make_room(sequence, own, roomy)
+                self._drafter.reserve(sequence, tree_shape)
+                or self._evict_for(sequence, tree_shape, reserved)
             )
             if has_room:
-                roomy.append(sequence)
-        return roomy
+                reserved.append(sequence)
+        return reserved
 
-    def _make_room(
-        self, sequence: DraftSequence, shape: TreeShape, roomy: Sequence[DraftSequence]
+    def _evict_for(
+        self, sequence: DraftSequence, shape: TreeShape, reserved: Sequence[DraftSequence]
     ) -> bool:
-        spared = {sequence.key, *(other.key for other in roomy)}
+        spared = {sequence.key, *(kept.key for kept in reserved)}
         while not self._drafter.reserve(sequence, shape):
             victim = self._table.least_recently_used(spared=spared)
             if victim is None or sequence.is_probe:
@@ -479,7 +482,7 @@ class Rounds:
             self._table.release(victim)
         return True
 
-    def _charge(self, batch: Iterable[DraftSequence], elapsed_s: float) -> None:
+    def _add_draft_time(self, batch: Iterable[DraftSequence], elapsed_s: float) -> None:
         for sequence in batch:
             sequence.draft_s += elapsed_s
 
@@ -488,12 +491,13 @@ class Rounds:
         if requested is not None and self._needs_graphs(sequence):
             requested = self._preparation.shape_for(requested, self.shape, len(self._table))
         shape = sequence.shape or requested or self.shape
-        most = sequence.max_nodes + 1
-        return replace(shape, num_draft_tokens=most) if shape.num_draft_tokens > most else shape
+        limit = sequence.max_nodes + 1
+        return replace(shape, num_draft_tokens=limit) if shape.num_draft_tokens > limit else shape
 
     @staticmethod
     def _needs_graphs(sequence: DraftSequence) -> bool:
-        """Whether its trees are grown by what a drafter prepares. A probe waits in any case."""
+        """Whether the sequence's trees are grown by graphs that a drafter captures ahead of time.
+        A probe waits for its graphs in any case."""
         return not sequence.is_probe and sequence.grows_whole
 
     def _report(self, draft_s: float | None) -> DraftReport:

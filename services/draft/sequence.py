@@ -1,4 +1,4 @@
-"""A sequence as the draft sees it: the committed tokens, and which answer is owed for it."""
+"""A sequence as the draft sees it: its committed tokens, its round and its in-flight tree."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import NamedTuple
 from shared.candidate_columns import ConditionKey, condition_key
 from shared.tokens import ANY_TREE, SamplingParams, TokenTree, TreeRequest, TreeShape, Verdict
 
-# What is cut away beyond these is drawn too often by a pass that leaves cuts out.
-_FEWEST_TOP_K = 4
-_LEAST_TOP_P = 0.5
-_MOST_MIN_P = 0.5
+# A pass scores tokens without top-k, top-p and min-p. With cuts deeper than these, too many of the
+# tokens it proposes are among those that the target cuts away.
+_MIN_TOP_K = 4
+_MIN_TOP_P = 0.5
+_MAX_MIN_P = 0.5
 
 
 @dataclass(slots=True)
@@ -21,7 +22,7 @@ class InFlightTree:
     """A candidate that was pushed and whose verdict has not arrived.
 
     Target and draft name it by `candidate_id`. Both choose the next tree by the verdict on this
-    one, so they agree on it even if a candidate arrived after the verdict.
+    one, so they agree on the next tree even if a candidate arrived after the verdict.
     """
 
     candidate_id: int
@@ -29,16 +30,16 @@ class InFlightTree:
     _pushed: dict[ConditionKey, tuple[int, TokenTree]] = field(default_factory=dict)
 
     def push(self, condition: ConditionKey, candidate_id: int, tree: TokenTree) -> ConditionKey:
-        """Notes a candidate for a verdict on this one; returns the condition that names it."""
+        """Records a candidate for a verdict; returns the condition with this tree's id."""
         node_index, bonus_token_id, _ = condition
-        named = node_index, bonus_token_id, self.candidate_id
-        self._pushed[named] = candidate_id, tree
-        return named
+        named_condition = node_index, bonus_token_id, self.candidate_id
+        self._pushed[named_condition] = candidate_id, tree
+        return named_condition
 
     def successor(self, verdict: Verdict) -> InFlightTree | None:
-        """Returns what the target verifies next; None when nothing was pushed for the verdict."""
-        found = self._pushed.get(condition_key(verdict.condition))
-        return None if found is None else InFlightTree(*found)
+        """Returns the tree that was pushed for a verdict, which the target verifies next."""
+        pushed = self._pushed.get(condition_key(verdict.condition))
+        return None if pushed is None else InFlightTree(*pushed)
 
 
 def drop_unknown_tokens(tree: TokenTree, vocab_size: int) -> TokenTree:
@@ -61,7 +62,7 @@ class SequenceKey(NamedTuple):
     """Names a sequence among those of every target this worker serves. Hashed many times a round.
 
     Attributes:
-        link: the attachment it came by; links are numbered by the engine and never reused.
+        link: number of the attachment; the engine numbers links and never reuses a number.
         sequence_id: unique on that link.
     """
 
@@ -74,21 +75,21 @@ class DraftSequence:
     """Committed tokens of one sequence; owned by the engine thread.
 
     Attributes:
-        token_ids: prompt and output committed so far. Only ever extended.
+        token_ids: prompt and output committed so far; only extended, never changed.
         round: round the next candidate is for.
         mirrors_noise: the target draws with noise keyed by (seed, position, token), so the draft
             adds the same noise before it picks candidates.
         draws_chains: the target verifies chains by the distributions that their tokens were drawn
             from.
-        vocab_size: trees may hold only tokens below it.
-        max_nodes: most nodes of a tree the target takes.
+        vocab_size: trees may hold only tokens below this id.
+        max_nodes: most nodes of a tree that the target accepts.
         tree_request: what the target requests of the next tree.
         max_conditional: most candidates the target keeps for the verdicts of a round.
-        in_flight: the tree under verification; None when the target has none of this draft.
-        shape: of a probe; overrides the engine's shape.
-        is_probe: asked for one tree by `ProposeTree`: answered however long it takes, and never
-            at the cost of another sequence.
-        cache_salt: the sequence's cache entries are for sequences with the same salt only.
+        in_flight: the tree under verification; None when the target has no tree of this draft.
+        shape: tree shape of a probe; overrides the engine's shape.
+        is_probe: whether it is a `ProposeTree` request for one tree. A probe is answered however
+            long that takes, and never evicts another sequence.
+        cache_salt: only sequences with the same salt share the sequence's prefix cache entries.
         draft_s: time the drafter has spent on forwards that included this sequence, in seconds.
     """
 
@@ -116,27 +117,27 @@ class DraftSequence:
 
     @property
     def pass_sampling(self) -> SamplingParams:
-        """What a pass on the device scores its tokens by: the request's own sampling, or greedy
-        where that leaves the target one token, whatever the noise is."""
+        """The sampling by which a pass on the device scores tokens: the request's own, or greedy
+        for top-k 1, which leaves the target one token whatever the noise is."""
         sampling = self.sampling
         return replace(sampling, temperature=0.0) if sampling.top_k == 1 else sampling
 
     @property
     def grows_whole(self) -> bool:
-        """Whether the kind of its sampling is all that a pass needs to score what the request asks
-        for: greedily, or by the coupled rule without penalties and bias, and without cuts that
-        leave a few tokens to draw from."""
+        """Whether a pass on the device can grow the sequence's whole tree. It can where the request
+        has no penalties or bias and is either greedy, or coupled without cuts that leave few tokens
+        to draw from: then the pass needs only the kind of sampling to score tokens."""
         sampling = self.pass_sampling
         cuts_deep = (
-            0 < sampling.top_k < _FEWEST_TOP_K
-            or sampling.top_p < _LEAST_TOP_P
-            or sampling.min_p > _MOST_MIN_P
+            0 < sampling.top_k < _MIN_TOP_K
+            or sampling.top_p < _MIN_TOP_P
+            or sampling.min_p > _MAX_MIN_P
         )
         is_coupled = self.mirrors_noise and not cuts_deep
-        is_of_a_kind = not sampling.shapes_logits and (sampling.is_greedy or is_coupled)
-        # One tree of a shape that somebody has made up is not worth a graph.
-        return is_of_a_kind and not self.draws_chains and self.shape is None
+        is_simple = not sampling.shapes_logits and (sampling.is_greedy or is_coupled)
+        # One tree of a probe's own shape is not worth capturing a graph.
+        return is_simple and not self.draws_chains and self.shape is None
 
     def new_candidate_id(self) -> int:
-        """Returns an id that no candidate of the sequence had before."""
+        """Returns an id that no earlier candidate of the sequence had."""
         return next(self._candidate_ids)

@@ -32,11 +32,11 @@ log = logging.getLogger(__name__)
 
 
 class SequenceTable:
-    """Sequences of every link, least recently used first, and those an answer is owed for.
+    """Sequences of every link, least recently used first.
 
     Attributes:
-        due: sequences whose candidate is owed, in the order they became due.
-        unprepared: sequences with an in-flight tree and no trees for its verdicts yet.
+        due: sequences whose target waits for a candidate, in the order they became due.
+        unprepared: sequences with an in-flight tree for whose verdicts nothing is prepared yet.
         recorder: records openings, proposals and endings.
     """
 
@@ -67,26 +67,29 @@ class SequenceTable:
 
     @property
     def links(self) -> tuple[int, ...]:
-        """Links to targets; those of probes, too."""
+        """Links to targets and links of probes."""
         return tuple(self._links)
 
     def terms(self, link: int) -> LinkTerms | None:
-        """Returns what a target asked for on a link; None where there is no such link."""
+        """Returns the target's terms of a link; None where there is no such link."""
         return self._links.get(link)
 
     @property
     def candidate_shapes(self) -> tuple[TreeShape, ...]:
-        """The shapes that targets may request trees in, each once."""
-        return tuple(dict.fromkeys(shape for each in self._links.values() for shape in each.shapes))
+        """The shapes that targets may request trees in, without duplicates."""
+        shapes = (shape for terms in self._links.values() for shape in terms.shapes)
+        return tuple(dict.fromkeys(shapes))
 
     def apply(self, event: SequenceEvent) -> None:
-        """Takes one event in; computes nothing. Whatever names an unknown link or sequence is
-        dropped: it crossed a release or a close on the wire."""
+        """Applies one event; computes nothing. An event or result that names an unknown link or
+        sequence is dropped: it crossed a release or a close on the wire."""
         match event:
             case LinkOpened():
                 self._links[event.link] = event.terms
             case LinkClosed():
-                self._close_link(event.link)
+                self._links.pop(event.link, None)
+                for key in [key for key in self._sequences if key.link == event.link]:
+                    self.close(key)
             case SequencesOpened():
                 self._open_all(event)
             case RoundsDecided():
@@ -105,7 +108,7 @@ class SequenceTable:
                 assert_never(event)
 
     def close(self, key: SequenceKey) -> None:
-        """Frees a sequence; unknown keys are nothing to do."""
+        """Frees a sequence; does nothing for an unknown key."""
         sequence = self._sequences.pop(key, None)
         if sequence is not None:
             self.due.pop(key, None)
@@ -124,7 +127,7 @@ class SequenceTable:
             self._deliver(SequencesReleased(link, (sequence_id,)))
 
     def least_recently_used(self, *, spared: Container[SequenceKey]) -> DraftSequence | None:
-        """Returns the sequence to give up first; never a spared one, never a probe."""
+        """Returns the sequence to evict first; never a spared one, never a probe."""
         for key, sequence in self._sequences.items():
             if key not in spared and not sequence.is_probe:
                 return sequence
@@ -134,7 +137,7 @@ class SequenceTable:
         return sequence.key in self._sequences
 
     def behind(self, num_tokens: int) -> Iterator[DraftSequence]:
-        """Yields the sequences with more than `num_tokens` to take in, longest unused first."""
+        """Yields the sequences whose backlog is over `num_tokens`, longest unused first."""
         for sequence in self._sequences.values():
             if self._drafter.backlog(sequence) > num_tokens:
                 yield sequence
@@ -149,10 +152,10 @@ class SequenceTable:
 
     def _open(self, link: int, terms: LinkTerms, opening: Opening) -> bool:
         key = SequenceKey(link, opening.sequence_id)
-        # An id that is open already is a target's bug: it gets both sequences back.
+        # An id that is open already is a bug of the target: both sequences are released.
         was_held = key in self._sequences
         self.close(key)
-        if was_held or self._is_full(link, terms) or not self._knows(opening.token_ids):
+        if was_held or self._is_full(link, terms) or not self._are_valid(opening.token_ids):
             return False
         sequence = DraftSequence(
             key=key,
@@ -168,7 +171,7 @@ class SequenceTable:
             tree_request=opening.tree_request,
             cache_salt=opening.cache_salt,
             max_conditional=terms.max_conditional,
-            # A greedy target takes the likeliest token, so that is what to propose.
+            # A greedy target takes the likeliest token, so the draft proposes that and draws none.
             draws_chains=terms.draws_chains and not opening.sampling.is_greedy,
         )
         self._sequences[key] = sequence
@@ -184,8 +187,8 @@ class SequenceTable:
         num_on_link = sum(1 for key in self._sequences if key.link == link)
         return len(self) >= self._max_sequences or num_on_link >= terms.max_sequences
 
-    def _knows(self, token_ids: Sequence[int]) -> bool:
-        """Whether there are tokens, and each is one the drafter has an embedding for."""
+    def _are_valid(self, token_ids: Sequence[int]) -> bool:
+        """Whether there are tokens, and the drafter has an embedding for each of them."""
         vocab_size = self._drafter.limits.vocab_size
         if not token_ids or min(token_ids) < 0:
             return False
@@ -196,8 +199,8 @@ class SequenceTable:
         if sequence is None:
             return
         committed = verdict.committed_token_ids
-        in_step = sequence.num_tokens + len(committed) == verdict.committed_token_count
-        if not in_step or not self._knows(committed):
+        is_in_sync = sequence.num_tokens + len(committed) == verdict.committed_token_count
+        if not is_in_sync or not self._are_valid(committed):
             log.warning(
                 "sequence %d released: round %d commits %d tokens to %d, the target counts %d",
                 *(key.sequence_id, verdict.round, len(committed)),
@@ -210,17 +213,17 @@ class SequenceTable:
         sequence.round = verdict.round + 1
         sequence.tree_request = verdict.tree_request
         self._sequences.move_to_end(key)
-        self._follow(sequence, verdict)
+        self._advance_in_flight(sequence, verdict)
         self.due[key] = sequence
         is_ahead = sequence.in_flight is not None or verdict.outcome is Outcome.VERIFIED_NEXT_READY
         if is_ahead or verdict.tree_request.is_paused:
-            # A tree pushed ahead is verified next, or none is wanted; a later verdict makes the
-            # next one due.
+            # The target verifies a tree that was pushed ahead, or requests none. A later verdict
+            # makes the sequence due again.
             del self.due[key]
         self._drafter.commit(sequence, verdict, result.features)
 
-    def _follow(self, sequence: DraftSequence, verdict: Verdict) -> None:
-        """Moves on to the tree that was pushed for the verdict, if one was."""
+    def _advance_in_flight(self, sequence: DraftSequence, verdict: Verdict) -> None:
+        """Makes the tree that was pushed for the verdict the in-flight tree, if one was pushed."""
         in_flight, sequence.in_flight = sequence.in_flight, None
         self.unprepared.pop(sequence.key, None)
         if in_flight is not None and not verdict.tree_request.is_paused:
@@ -228,8 +231,3 @@ class SequenceTable:
         if sequence.in_flight is not None:
             self.recorder.lookahead_hit()
             self.unprepared[sequence.key] = sequence
-
-    def _close_link(self, link: int) -> None:
-        self._links.pop(link, None)
-        for key in [key for key in self._sequences if key.link == link]:
-            self.close(key)

@@ -42,7 +42,7 @@ MOST_PAGE_TOKENS = 256
 
 
 class AttentionMode(enum.Enum):
-    """The way SGLang's drafts extend over committed tokens: as a prefill or row by row."""
+    """How SGLang's drafts compute committed tokens: as a prefill or row by row."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -50,7 +50,7 @@ class AttentionMode(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSettings(DialingSettings):
-    """Everything that can be set; the flag's help says what each is."""
+    """All settings of a draft; the flags' help texts describe them."""
 
     target: tuple[str, ...] = setting(
         ("127.0.0.1:50051",), "HOST:PORT of a target to dial, or unix:PATH; repeat for several"
@@ -209,15 +209,15 @@ class DraftSettings(DialingSettings):
 
     @property
     def admin_port(self) -> int:
-        """The maintenance port, resolved."""
+        """The maintenance port, or its default."""
         if self.maintenance_port is not None:
             return self.maintenance_port
         return self.port + 1 if self.port else 0
 
     @property
     def algorithm(self) -> Algorithm:
-        """The drafter's own name. EAGLE and NEXTN without a head of their own are the target's
-        next-token layers, where it has any."""
+        """The resolved algorithm. EAGLE and NEXTN without a named head are the target's next-token
+        layers, where it has any."""
         if self.speculative_algorithm not in (Algorithm.EAGLE, Algorithm.NEXTN):
             return self.speculative_algorithm
         has_own_head = self.speculative_draft_model_path is not None or self.is_of_demo
@@ -227,7 +227,7 @@ class DraftSettings(DialingSettings):
 
     @property
     def is_of_demo(self) -> bool:
-        """Whether it drafts for the demo's target, which has drafts of its own."""
+        """Whether the target is the demo's, for which the demo has drafts."""
         return self.target_folder.resolve() == DEMO_TARGET.resolve()
 
     @property
@@ -244,12 +244,12 @@ class DraftSettings(DialingSettings):
 
     @property
     def target_tokenizer(self) -> Path | None:
-        """Folder of the target's tokenizer, if it is named."""
+        """Folder of the target's tokenizer, if one is set."""
         return self.tokenizer or self.target_model_path
 
     @property
     def given_shape(self) -> GivenShape:
-        """Steps, topk and tokens, as far as they are set."""
+        """Steps, topk and tokens; None where a setting is unset."""
         return (
             self.speculative_num_steps,
             self.speculative_eagle_topk,
@@ -265,7 +265,7 @@ class DraftSettings(DialingSettings):
 
     @property
     def shape(self) -> TreeShape:
-        """The live shape at start: what is set, else the algorithm's default.
+        """The live shape at start: the one that is set, else the algorithm's default.
 
         Raises:
             CheckpointError: a head's default depends on its target, whose config is not readable.
@@ -306,7 +306,7 @@ class DraftSettings(DialingSettings):
 
 
 def read_settings(arguments: Sequence[str]) -> DraftSettings:
-    """Reads flags and environment; fetches models that are named by their id on the Hub.
+    """Reads flags and environment; fetches models that are named by a Hub id.
 
     Raises:
         SettingsError: names every bad setting.
@@ -317,10 +317,10 @@ def read_settings(arguments: Sequence[str]) -> DraftSettings:
 
 
 def with_local_models(settings: DraftSettings) -> DraftSettings:
-    """Returns the settings with paths on this machine in place of ids on the Hub.
+    """Returns the settings with local paths in place of Hub ids.
 
     Raises:
-        SettingsError: a model is not to be had, or the algorithm needs one and none is named.
+        SettingsError: a model cannot be fetched, or the algorithm needs one and none is named.
     """
     revision = settings.speculative_draft_model_revision
     local = replace(

@@ -23,31 +23,31 @@ DEMO_TARGET = DEMO / "target"
 DEMO_HEADS = DEMO / "heads"
 _LAYER_COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 _WEIGHTS_INDEX = "model.safetensors.index.json"
-# Qwen3-Next's config says nothing of its own.
+# Qwen3-Next's config has no key for its layers, so the weight names are checked.
 _LAYER_PREFIX = "mtp.layers."
 
 
 def has_next_token_layers(folder: Path) -> bool:
-    """Whether a target brings next-token layers (MTP) of its own; False where nothing is there."""
+    """Whether a target has next-token layers (MTP); False where the folder has no config."""
     path, index = folder / "config.json", folder / _WEIGHTS_INDEX
     if not path.is_file():
         return False
     config = ConfigFile.read(path)
-    for each in (config, config.nested("text_config")):
-        if any(each.integer(key, 0) > 0 for key in _LAYER_COUNT_KEYS):
+    for section in (config, config.nested("text_config")):
+        if any(section.integer(key, 0) > 0 for key in _LAYER_COUNT_KEYS):
             return True
     weights = ConfigFile.read(index).nested("weight_map") if index.is_file() else ()
     return any(key.startswith(_LAYER_PREFIX) for key in weights)
 
 
 def default_model_folder(algorithm: Algorithm, target_folder: Path) -> Path:
-    """Returns the folder of a drafter that has a model.
+    """Returns the default folder of a drafter's model.
 
     Args:
-        target_folder: of the target that a head belongs to.
+        target_folder: folder of the target that a head belongs to.
     """
     if algorithm is Algorithm.MTP and target_folder.resolve() != DEMO_TARGET.resolve():
-        # A model brings its own next-token layers.
+        # A target's next-token layers are in its own folder.
         return target_folder
     return DEMO_HEADS / algorithm.value.lower() if algorithm.reads_features else DEMO_DRAFT
 
@@ -60,7 +60,7 @@ NGRAM_DRAFT_TOKENS = 12
 _WIDE_FAMILIES = ("Llama", "Grok")
 
 GivenShape = tuple[int | None, int | None, int | None]
-"""Steps, topk and tokens, as far as they are set."""
+"""Steps, topk and tokens; None where a setting is unset."""
 
 
 def completed(given: GivenShape, default: TreeShape, *, is_block: bool) -> TreeShape:
@@ -68,8 +68,8 @@ def completed(given: GivenShape, default: TreeShape, *, is_block: bool) -> TreeS
 
     Args:
         given: a whole shape, nothing, or a part for which `is_completable` holds.
-        default: of the algorithm.
-        is_block: of a DFLASH head, whose tokens alone are the rows of its block.
+        default: the algorithm's default shape.
+        is_block: whether it is for a DFLASH head, where tokens alone are the rows of a block.
     """
     steps, topk, tokens = given
     if is_block and tokens is not None and steps in (None, 1) and topk in (None, 1):
@@ -82,8 +82,8 @@ def completed(given: GivenShape, default: TreeShape, *, is_block: bool) -> TreeS
 
 
 def is_completable(given: GivenShape, algorithm: Algorithm) -> bool:
-    """Whether what is set names one shape: all, nothing, a chain, or the rows of NGRAM or DFLASH,
-    which have flags of their own for the rest."""
+    """Whether the given parts define one shape: all parts, none, a chain, or the tokens of NGRAM or
+    DFLASH, which have other flags for the rest."""
     num_set = sum(value is not None for value in given)
     if num_set in (0, 3):
         return True
@@ -93,7 +93,7 @@ def is_completable(given: GivenShape, algorithm: Algorithm) -> bool:
 
 
 def completed_ngram(given: GivenShape, max_trie_depth: int, max_breadth: int) -> TreeShape:
-    """Returns the shape of n-gram trees, which are as deep and as wide as its options allow."""
+    """Returns the shape that is set, else one as deep and wide as the n-gram options allow."""
     steps, topk, tokens = given
     if steps is not None and topk is not None and tokens is not None:
         return TreeShape(steps, topk, tokens)
@@ -111,47 +111,32 @@ def _chain(num_steps: int) -> TreeShape:
 def model_shape(
     algorithm: Algorithm, model_folder: Path, target_folder: Path, *, block_size: int | None
 ) -> TreeShape:
-    """Returns the shape of an algorithm that has a model.
+    """Returns the default shape of an algorithm that has a model.
 
     Args:
-        block_size: of a DFLASH head; None takes the checkpoint's.
+        block_size: block size of a DFLASH head; None takes the checkpoint's.
 
     Raises:
         CheckpointError: a head's shape depends on a config.json that is not readable.
     """
     if algorithm is Algorithm.DFLASH:
-        return _block_shape(block_size or _head_block_size(model_folder))
-    if algorithm is Algorithm.MTP:
-        return _mtp_shape(target_folder)
-    return _head_shape(target_folder) if algorithm.reads_features else CHAIN_SHAPE
-
-
-def _head_shape(target_folder: Path) -> TreeShape:
-    """A tree for heads of Llama and Grok, else a chain."""
-    is_wide = _is_of(target_folder, _WIDE_FAMILIES)
+        size = block_size or read_block_size(ConfigFile.read(model_folder / "config.json"))
+        return _chain(size - 1)
+    if not algorithm.reads_features:
+        return CHAIN_SHAPE
+    # MiMo's layer was trained for one step.
+    if algorithm is Algorithm.MTP and _is_of_family(target_folder, ("MiMo",)):
+        return MIMO_SHAPE
+    is_wide = _is_of_family(target_folder, _WIDE_FAMILIES)
     return LLAMA_HEAD_SHAPE if is_wide else CHAIN_SHAPE
 
 
-def _mtp_shape(target_folder: Path) -> TreeShape:
-    """One step for MiMo, whose layer was trained for one, else that of any head."""
-    return MIMO_SHAPE if _is_of(target_folder, ("MiMo",)) else _head_shape(target_folder)
-
-
-def _block_shape(block_size: int) -> TreeShape:
-    """The chain over a whole block."""
-    return TreeShape(num_steps=block_size - 1, topk=1, num_draft_tokens=block_size)
-
-
-def _head_block_size(folder: Path) -> int:
-    return read_block_size(ConfigFile.read(folder / "config.json"))
-
-
-def _is_of(folder: Path, families: tuple[str, ...]) -> bool:
+def _is_of_family(folder: Path, families: tuple[str, ...]) -> bool:
     names = ConfigFile.read(folder / "config.json").texts("architectures")
     return any(name.startswith(families) for name in names)
 
 
-_OF_A_MODEL = frozenset(
+_MODEL_SETTINGS = frozenset(
     {
         "speculative_draft_model_path",
         "speculative_draft_load_format",
@@ -165,7 +150,7 @@ _OF_A_MODEL = frozenset(
 
 
 def settings_problems(settings: DraftSettings) -> tuple[str, ...]:
-    """Returns a line for each thing that is wrong, none when all is well."""
+    """Returns a line for each problem; empty when there is none."""
     return (
         *_shape_problems(settings),
         *_ngram_problems(settings),
@@ -203,7 +188,7 @@ def _ngram_problems(settings: DraftSettings) -> tuple[str, ...]:
     problems += [
         f"{field.flag}: NGRAM has no model"
         for field in declared_fields(type(settings))
-        if field.name in _OF_A_MODEL and getattr(settings, field.name) != field.default
+        if field.name in _MODEL_SETTINGS and getattr(settings, field.name) != field.default
     ]
     return tuple(problems)
 
@@ -211,7 +196,6 @@ def _ngram_problems(settings: DraftSettings) -> tuple[str, ...]:
 def _head_problems(settings: DraftSettings) -> tuple[str, ...]:
     algorithm, name = settings.algorithm, settings.speculative_algorithm.value
     problems = []
-    # EAGLE3 heads ignore a map, and say so.
     if settings.speculative_token_map is not None and not algorithm.takes_token_map:
         problems.append(f"--speculative-token-map: {name} has no head to confine; EAGLE has")
     if settings.target_model_path is not None and not algorithm.reads_features:
@@ -225,7 +209,7 @@ def _head_problems(settings: DraftSettings) -> tuple[str, ...]:
 
 
 def block_problems(settings: DraftSettings, block_size: int) -> tuple[str, ...]:
-    """Returns what is wrong with the shape that is set, if any is, for blocks of this size."""
+    """Returns a line for each part of the set shape that does not fit blocks of this size."""
     steps, topk, tokens = settings.given_shape
     problems = []
     if steps is not None and steps >= block_size:
@@ -242,7 +226,7 @@ def block_problems(settings: DraftSettings, block_size: int) -> tuple[str, ...]:
 
 
 def missing_model(settings: DraftSettings) -> tuple[str, ...]:
-    """Returns a line if a head is needed that nothing names. Paths are local by now."""
+    """Returns a line if a head is needed and the settings, whose paths are local, name none."""
     algorithm = settings.algorithm
     is_named = settings.speculative_draft_model_path is not None or settings.is_of_demo
     if is_named or not algorithm.reads_features or algorithm is Algorithm.MTP:

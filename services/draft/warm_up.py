@@ -1,5 +1,4 @@
-"""The first proposals of a drafter, before anyone waits for one: kernels are compiled and tuned,
-and memory is allocated, at start."""
+"""Warm-up proposals at start: kernels are compiled and tuned, and memory is allocated."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ if TYPE_CHECKING:
     from shared.models.heads.feature_spec import FeatureSpec
 
 _NUM_TOKENS = 16
-"""More than a head has layers: each reads a token further ahead."""
-# Kernels are compiled for kinds of prompt lengths, and for few or many rows at once.
+"""More tokens than a head has layers, as each layer reads a token further ahead."""
+# Kernels are specialised for prompt lengths and for few or many rows at once.
 _PROMPT_LENGTHS = (_NUM_TOKENS, 17, 40, 300, 700)
 _GROUP_SIZES = (1, 2, 8, 40)
-# Greedy and drawn trees are scored by kernels, and graphs, of their own.
+# Greedy and sampled trees have different scoring kernels and graphs.
 _SAMPLINGS = (SamplingParams(temperature=0.0), SamplingParams())
 
 log = logging.getLogger(__name__)
@@ -29,13 +28,13 @@ log = logging.getLogger(__name__)
 def warm_up(
     engine: DraftEngine, feature_spec: FeatureSpec | None, *, most_at_once: int | None = None
 ) -> None:
-    """Proposes trees of each kind and forgets them; waits until that is done.
+    """Proposes trees of each kind and discards them; waits until that is done.
 
     Args:
-        feature_spec: of the engine's drafter; its features are zeros.
-        most_at_once: sequences that there may be, on a device whose kernels are compiled on first
-            use: then prompts of many lengths are proposed for, alone and in groups. None proposes
-            for one short prompt.
+        feature_spec: of the engine's drafter; the features are zeros.
+        most_at_once: most sequences at once, on a device whose kernels are compiled on first use:
+            then the warm-up uses prompts of many lengths, alone and in groups. None uses one short
+            prompt.
 
     Raises:
         EngineFailed: the drafter cannot compute.
@@ -53,26 +52,24 @@ def warm_up(
 def _propose(
     engine: DraftEngine, feature_spec: FeatureSpec | None, num_tokens: int, size: int
 ) -> int:
-    """Proposes for as many prompts at once, for each kind of sampling; returns how many tokens the
-    trees have."""
+    """Proposes for `size` prompts at once, for each kind of sampling; returns the trees' tokens."""
     num_proposed = 0
-    features = None if feature_spec is None else _zero_features(feature_spec, num_tokens - 1)
+    features = None
+    if feature_spec is not None:
+        import torch
+
+        shape = (num_tokens - 1, feature_spec.width)
+        features = FeatureRows(0, torch.zeros(shape, dtype=feature_spec.dtype))
     for sampling in _SAMPLINGS:
         group: list[Future[ProbeDone]] = [
             engine.propose_once((0,) * num_tokens, sampling, None, features=features)
             for _ in range(size)
         ]
-        done = [each.result() for each in group]
-        count = sum(len(each.tree) for each in done if each.tree is not None)
+        probes = [future.result() for future in group]
+        count = sum(len(probe.tree) for probe in probes if probe.tree is not None)
         log.debug(
             "warm-up: %d prompts of %d tokens took %.3f s and proposed %d tokens",
-            *(size, num_tokens, max(each.draft_s for each in done), count),
+            *(size, num_tokens, max(probe.draft_s for probe in probes), count),
         )
         num_proposed += count
     return num_proposed
-
-
-def _zero_features(spec: FeatureSpec, num_rows: int) -> FeatureRows:
-    import torch
-
-    return FeatureRows(0, torch.zeros(num_rows, spec.width, dtype=spec.dtype))

@@ -114,7 +114,7 @@ class StepMessages:
 
     def _answer(self, proposals: list[Proposal]) -> list[bytes]:
         self.outputs.clear()
-        self.rounds.give(proposals, DraftReport(0.001))
+        self.rounds.send(proposals, DraftReport(0.001))
         return [request_from_output(each).SerializeToString() for each in self.outputs]
 
     def _take(self, requests: list[bytes], now_s: float) -> None:

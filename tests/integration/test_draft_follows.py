@@ -89,13 +89,13 @@ async def _update(target: Target, folder: Path) -> None:
 def followed(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[int]:
     """Gets the number of updates each time that a draft has followed one."""
     done: asyncio.Queue[int] = asyncio.Queue()
-    follow = BorrowedTables.follow
+    reload = BorrowedTables.reload
 
     async def noted(tables: BorrowedTables, channel: object, num_updates: int) -> None:
-        await follow(tables, channel, num_updates)  # type: ignore[arg-type]
+        await reload(tables, channel, num_updates)  # type: ignore[arg-type]
         done.put_nowait(tables.num_updates)
 
-    monkeypatch.setattr(BorrowedTables, "follow", noted)
+    monkeypatch.setattr(BorrowedTables, "reload", noted)
     return done
 
 

@@ -1,15 +1,15 @@
-"""Grows trees in passes of the device, those for the verdicts to come as well.
+"""Grows trees in passes on the device, for the current round and ahead for possible verdicts.
 
-Each likely verdict gets a *branch*: pages of its own behind those that all branches of a sequence
-share, holding the keys and values of the nodes that the verdict would accept. In it the bonus token
-is computed and a tree grown from it, as if the verdict had fallen. When it falls the sequence goes
-on in its branch, where everything is computed: nothing is moved, and the trees for the verdicts on
-the tree that is verified now can be begun at once.
+Each likely verdict gets a *branch*: KV pages of its own after those that all branches of a sequence
+share. They hold the keys and values of the nodes that the verdict would accept. In the branch the
+bonus token is computed and a tree is grown from it, as if the verdict had arrived. When it arrives,
+the sequence continues in that branch, where everything is computed: nothing is moved, and branches
+for the verdicts on its tree, which the target verifies now, can be begun at once.
 
-A pass for verdicts to come stops after each forward, so that a verdict that arrives meanwhile is
-heeded. If it is one of those that the pass is for, its tree is the current one when the pass ends.
-What time is left goes into the likeliest branch: trees for the verdicts on its tree, which are out
-at once if its verdict falls.
+A pass for branches pauses after each forward, so that a verdict that arrives meanwhile is handled.
+If the pass holds a branch for that verdict, the branch's tree is the current tree when the pass
+ends. The remaining time goes into children of the likeliest branch: trees for the verdicts on its
+tree, which are sent at once if its verdict arrives.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from services.draft.drafters.contexts import ContextDrafter, Contexts, GrownRows
 from services.draft.drafters.drafter import DrafterLimits, Lookahead, Proposal, VerifiedTree
 from services.draft.drafters.pass_trees import (
     Branch,
+    BranchQueue,
+    BranchRequest,
     PassTrees,
-    Wanted,
-    WantedBranches,
     grown_shape,
     num_choices,
 )
@@ -37,9 +37,8 @@ from shared.runtime.tree_pass import GrowingTrees
 from shared.speculation.tree import row_paths
 from shared.tokens import TreeShape
 
-# Passes that grow the trees of branches, one at a time, each of which can stop after any forward.
-#
-# What a pass has yet to compute is left out as soon as nobody may ask for it.
+# Passes that grow the trees of branches, one at a time. A pass can pause after any forward, and
+# ends early once none of its branches can be used any more.
 
 
 @dataclass(slots=True)
@@ -47,8 +46,8 @@ class BranchPass:
     """One pass for several branches.
 
     Attributes:
-        is_grown: the trees are there; what may follow their nodes is yet to be found.
-        unneeded: of its branches those that are freed when the pass ends, which writes to them.
+        is_grown: the trees are grown; the continuations of their nodes are yet to be found.
+        unneeded: branches to free when the pass ends, because it still writes to their pages.
     """
 
     trees: GrowingTrees
@@ -58,15 +57,15 @@ class BranchPass:
 
 
 class BranchPasses:
-    """Takes on verdicts that are wanted, as many as a pass grows trees for.
+    """Runs passes over the branch requests that wait, as many requests as fit a pass.
 
     Args:
         num_choices: how many tokens to find after each row of a tree, see `TreeGrower.begin`.
-        make_room: frees pages of branches that are wanted less; returns whether there were any.
+        make_room: frees pages of less important branches; returns whether there were any.
 
     Attributes:
-        wanted: verdicts that wait for a pass.
-        under_way: the pass, if there is one.
+        queue: branch requests that wait for a pass.
+        under_way: the current pass, if there is one.
     """
 
     def __init__(
@@ -77,115 +76,115 @@ class BranchPasses:
         num_choices: Callable[[TreeShape], int],
         make_room: Callable[[], bool],
     ) -> None:
-        self.wanted = WantedBranches()
+        self.queue = BranchQueue()
         self.under_way: BranchPass | None = None
         self._trees, self._contexts = trees, contexts
         self._num_choices, self._make_room = num_choices, make_room
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no pass, and none is wanted."""
-        return self.under_way is None and not self.wanted
+        """Whether there is no pass, and no request waits."""
+        return self.under_way is None and not self.queue
 
-    def advance(self, is_of_use: Callable[[BranchPass], bool]) -> Sequence[Branch]:
-        """Queues a forward of the pass under way, of the next one if there is none; returns the
-        branches whose trees are there since.
+    def advance(self, is_useful: Callable[[BranchPass], bool]) -> Sequence[Branch]:
+        """Queues a forward of the current pass, or of a new one if there is none; returns the
+        branches whose trees this completed.
 
         Args:
-            is_of_use: whether what the pass has yet to compute may be asked for.
+            is_useful: whether the remaining work of a pass may still be used.
         """
-        growing = self.under_way = self.under_way or self._begin()
-        if growing is None:
+        branch_pass = self.under_way = self.under_way or self._begin()
+        if branch_pass is None:
             return ()
-        if not is_of_use(growing):
+        if not is_useful(branch_pass):
             self.give_up()
             return ()
-        growing.trees.advance()
-        if growing.is_grown:
-            self._end(growing)
+        branch_pass.trees.advance()
+        if branch_pass.is_grown:
+            self._end(branch_pass)
             return ()
-        if not growing.trees.has_trees:
+        if not branch_pass.trees.has_trees:
             return ()
-        is_left = growing.trees.run_on()
-        for branch, grown in zip(growing.branches, growing.trees.read(), strict=True):
+        is_left = branch_pass.trees.run_on()
+        for branch, grown in zip(branch_pass.branches, branch_pass.trees.read(), strict=True):
             branch.grown = GrownRows(grown)
-        growing.is_grown = True
-        self.under_way = growing if is_left else None
-        return growing.branches
+        branch_pass.is_grown = True
+        self.under_way = branch_pass if is_left else None
+        return branch_pass.branches
 
-    def growing_behind(self, rows: GrownRows | None) -> list[Branch]:
-        """Returns the branches under way for verdicts on grown trees."""
-        growing = self.under_way
-        branches = () if growing is None or growing.is_grown else growing.branches
-        return [each for each in branches if each.wanted.rows is rows]
+    def growing_after(self, rows: GrownRows | None) -> list[Branch]:
+        """Returns the branches that grow in the current pass for verdicts on the tree of `rows`."""
+        branch_pass = self.under_way
+        branches = () if branch_pass is None or branch_pass.is_grown else branch_pass.branches
+        return [branch for branch in branches if branch.request.rows is rows]
 
-    def growing(self, rows: GrownRows | None, path: Path) -> Branch | None:
-        """Returns that of the verdict which commits a path."""
-        behind = self.growing_behind(rows)
-        return next((each for each in behind if each.wanted.path == path), None)
+    def growing_branch(self, rows: GrownRows | None, path: Path) -> Branch | None:
+        """Returns the one of these branches whose verdict commits `path`."""
+        branches = self.growing_after(rows)
+        return next((branch for branch in branches if branch.request.path == path), None)
 
-    def leave_pages(self, rows: GrownRows | None) -> None:
-        """Others may have the pages of rows from now on, so the pass that computed them there
-        writes no more. Another sequence may have gone on in what it has grown, and counts on the
-        leaves."""
+    def finish_writes(self, rows: GrownRows | None) -> None:
+        """Call before the pages of `rows` may be freed: queues the rest of the pass that writes to
+        them, so that it writes nothing later. The pass is not given up, because another sequence
+        may have continued in one of its trees and need the rows of the leaves."""
         if self.under_way is not None and self._has_grown(rows):
             self.under_way.trees.queue()
 
     def free(self, branch: Branch) -> None:
-        """Frees a branch that has grown, when the pass that writes to it ends."""
+        """Frees a grown branch, at the end of the current pass if that writes to its pages."""
         if self.under_way is not None and self._has_grown(branch.grown):
             self.under_way.unneeded.append(branch)
         else:
             self._contexts.leases.drop_branch(branch.kv.own)
 
     def give_up(self) -> None:
-        """Leaves out what the pass under way has yet to compute."""
-        growing = self.under_way
-        if growing is None:
+        """Ends the current pass without computing the rest of it."""
+        branch_pass = self.under_way
+        if branch_pass is None:
             return
-        growing.trees.give_up()
-        if not growing.is_grown:
-            growing.unneeded.extend(growing.branches)
-        self._end(growing)
+        branch_pass.trees.give_up()
+        if not branch_pass.is_grown:
+            branch_pass.unneeded.extend(branch_pass.branches)
+        self._end(branch_pass)
 
     def _begin(self) -> BranchPass | None:
-        """Begins a pass for verdicts that are wanted; None where there are no pages for any."""
-        wanted = self.wanted.take(self._trees.max_sequences)
-        branches = [each for each in map(self._branch, wanted) if each is not None]
+        """Begins a pass for waiting requests; None where there are no pages for any of them."""
+        requests = self.queue.take(self._trees.max_sequences)
+        branches = [branch for branch in map(self._open_branch, requests) if branch is not None]
         if not branches:
             return None
-        wanted = [each.wanted for each in branches]
+        requests = [branch.request for branch in branches]
         rows = [
             self._contexts.branch_sequence(
-                each.wanted.verified.sequence, each.kv, each.wanted.verdict.token
+                branch.request.verified.sequence, branch.kv, branch.request.verdict.token
             )
-            for each in branches
+            for branch in branches
         ]
-        trees = self._trees.begin(wanted, rows, self._num_choices(wanted[0].verified.shape))
+        trees = self._trees.begin(requests, rows, self._num_choices(requests[0].verified.shape))
         return BranchPass(trees, branches)
 
-    def _branch(self, wanted: Wanted) -> Branch | None:
-        behind = None if wanted.behind is None else wanted.behind.kv
-        sequence, path = wanted.verified.sequence, wanted.rows.line(wanted.accepted)
-        num_rows = self._trees.num_branch_rows(wanted.verified.shape)
-        kv = self._contexts.branch(sequence, behind, path, num_rows)
-        if kv is None and behind is None and self._make_room():
-            kv = self._contexts.branch(sequence, behind, path, num_rows)
-        return None if kv is None else Branch(wanted, kv)
+    def _open_branch(self, request: BranchRequest) -> Branch | None:
+        parent = None if request.parent is None else request.parent.kv
+        sequence, path_rows = request.verified.sequence, request.rows.rows_to(request.accepted)
+        num_rows = self._trees.num_branch_rows(request.verified.shape)
+        kv = self._contexts.branch(sequence, parent, path_rows, num_rows)
+        if kv is None and parent is None and self._make_room():
+            kv = self._contexts.branch(sequence, parent, path_rows, num_rows)
+        return None if kv is None else Branch(request, kv)
 
-    def _end(self, growing: BranchPass) -> None:
-        """A pass writes no more."""
+    def _end(self, branch_pass: BranchPass) -> None:
+        """Frees the branches that the pass does not write to any more."""
         self.under_way = None
-        for branch in growing.unneeded:
+        for branch in branch_pass.unneeded:
             self._contexts.leases.drop_branch(branch.kv.own)
 
     def _has_grown(self, rows: GrownRows | None) -> bool:
         branches = () if self.under_way is None else self.under_way.branches
-        return rows is not None and any(each.grown is rows for each in branches)
+        return rows is not None and any(branch.grown is rows for branch in branches)
 
 
 class BranchLookahead(Lookahead, ABC):
-    """See `Lookahead`. Those that do not `grows_whole` get no trees for verdicts to come."""
+    """A `Lookahead` by branches. Sequences that do not `grows_whole` get no branches."""
 
     _contexts: Contexts
 
@@ -194,11 +193,12 @@ class BranchLookahead(Lookahead, ABC):
         self._trees, self._contexts = trees, contexts
         self._shares = RankShares()
         self._passes = BranchPasses(
-            trees, contexts, num_choices=self._num_followed, make_room=self._drop_followers
+            trees, contexts, num_choices=self._num_branch_choices, make_room=self._drop_children
         )
-        # Of the trees that are verified, as far as they are computed.
+        # The computed rows of the trees under verification.
         self._rows: dict[SequenceKey, GrownRows] = {}
-        self._fallen: dict[SequenceKey, Branch] = {}
+        # Branches that still grow although their verdicts have arrived: their trees are due now.
+        self._decided: dict[SequenceKey, Branch] = {}
 
     @property
     def budget(self) -> int:
@@ -219,103 +219,103 @@ class BranchLookahead(Lookahead, ABC):
         return self._trees.prepare(self._trees.shape(shape), num_sequences, self.budget)
 
     def propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
-        """Grows trees for the current round behind reserved sequences that are complete."""
+        """Grows trees for the current round after reserved sequences that are complete."""
         shape = self._trees.shape(shape)
-        whole = [each for each in sequences if each.grows_whole]
-        rest = [each for each in sequences if not each.grows_whole]
+        whole = [sequence for sequence in sequences if sequence.grows_whole]
+        rest = [sequence for sequence in sequences if not sequence.grows_whole]
         for sequence in whole:
             self.drop(sequence)
         grown = self._trees.grow(whole, shape, num_choices(shape, self.budget))
-        self._rows.update(zip((each.key for each in whole), grown, strict=True))
+        self._rows.update(zip((sequence.key for sequence in whole), grown, strict=True))
         trees = [*(rows.tree for rows in grown), *self._trees.grow_scored(rest, shape)]
         return list(map(Proposal, (*whole, *rest), trees))
 
     def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
-        """The tree may be among those that grow; there is nothing else to go on from."""
-        return sequence.key in self._fallen
+        """Whether the tree for the current round grows already."""
+        return sequence.key in self._decided
 
     @abstractmethod
     def commit(self, sequence: DraftSequence, token_ids: Sequence[int]) -> None:
-        """Takes a verdict, see `Drafter.commit`, and drops the branches prepared for others.
+        """Applies a verdict, see `Drafter.commit`, and drops the branches for other verdicts.
 
         Args:
-            token_ids: what it commits.
+            token_ids: the tokens that the verdict commits.
         """
 
     @abstractmethod
     def drop(self, sequence: DraftSequence) -> None:
-        """Forgets a sequence and frees its branches; those that grow are freed when they end."""
+        """Forgets a sequence and frees its branches; growing ones at the end of their pass."""
 
     @abstractmethod
     def make_room(self) -> bool:
-        """Gives up all branches because memory is short, but for those of a pass that a current
-        round waits for; returns whether there were any."""
+        """Frees all branches but those that a current round waits for; whether there were any."""
 
     def advance(self) -> list[Proposal]:
-        """Queues a forward of a pass, or takes what the last one has grown."""
-        taken = map(self._take, self._passes.advance(self._is_of_use))
-        return [proposal for proposal in taken if proposal is not None]
+        """Queues a forward of a pass; returns the trees that it completed."""
+        collected = map(self._collect, self._passes.advance(self._is_useful))
+        return [proposal for proposal in collected if proposal is not None]
 
     @abstractmethod
     def _give_up(self) -> None:
-        """Nobody asks for what grows: trees of current rounds begin anew."""
+        """Forgets what grows ahead: trees of current rounds begin anew."""
 
     @abstractmethod
-    def _take(self, branch: Branch) -> Proposal | None:
-        """Takes a branch that has grown; returns its tree if it is asked for."""
+    def _collect(self, branch: Branch) -> Proposal | None:
+        """Handles a branch whose tree has grown; returns the tree if it can be used."""
 
-    def _likely(
-        self, verified: VerifiedTree, rows: GrownRows, behind: Branch | None = None
-    ) -> list[Wanted]:
-        """Returns the likeliest verdicts on a tree by what may follow its rows, and by how often
-        the target has taken which of its choices. Waits for the device to find what may follow.
+    def _likely_requests(
+        self, verified: VerifiedTree, rows: GrownRows, parent: Branch | None = None
+    ) -> list[BranchRequest]:
+        """Returns requests for the likeliest verdicts on a tree, by the continuations of its rows
+        and by how often the target took the choice of each rank. Waits for the device to find the
+        continuations.
 
         Args:
-            behind: see `Wanted`.
+            parent: see `BranchRequest`.
         """
         paths = row_paths(verified.tree)
-        continuations = [rows.after(path) for path in paths]
+        continuations = [rows.continuations(path) for path in paths]
         verdicts = likely_verdicts(verified.tree, continuations, self._shares, verified.budget)
-        return [Wanted(verified, each, paths[each.place], rows, behind) for each in verdicts]
+        return [BranchRequest(verified, v, paths[v.tree_row], rows, parent) for v in verdicts]
 
     def _observe(self, rows: GrownRows, path: Path) -> None:
-        """Learns which of its choices the target took; `path` is what a verdict commits."""
+        """Counts the ranks of the choices that the target took. A verdict commits `path`."""
         for depth, token in enumerate(path):
-            choices = rows.after(path[:depth])
+            choices = rows.continuations(path[:depth])
             if not choices:
                 return
             self._shares.observe(rank_of(choices, token))
 
-    def _is_of_use(self, growing: BranchPass) -> bool:
-        return any(map(self._may_fall, growing.branches))
+    def _is_useful(self, branch_pass: BranchPass) -> bool:
+        return any(map(self._is_possible, branch_pass.branches))
 
-    def _may_fall(self, branch: Branch) -> bool:
-        """Whether the verdict of a branch has fallen last, or may be the next."""
-        wanted = branch.wanted
-        is_next = self._rows.get(wanted.key) is wanted.rows
-        return is_next or self._fallen.get(wanted.key) is branch
+    def _is_possible(self, branch: Branch) -> bool:
+        """Whether the verdict of a branch was the last one, or may be the next one."""
+        request = branch.request
+        is_next = self._rows.get(request.key) is request.rows
+        return is_next or self._decided.get(request.key) is branch
 
-    def _num_followed(self, shape: TreeShape) -> int:
+    def _num_branch_choices(self, shape: TreeShape) -> int:
         """Returns how many tokens to find after each row of a branch, see `TreeGrower.begin`."""
         return 0
 
-    def _drop_followers(self) -> bool:
-        """Gives up what is prepared for verdicts after the next; returns whether there was any."""
+    def _drop_children(self) -> bool:
+        """Frees the children of all branches; returns whether there were any."""
         return False
 
 
 def branch_proposal(branch: Branch, *, is_current: bool) -> Proposal:
     """Returns the tree of a branch, for the round that its verdict begins."""
-    verified = branch.wanted.verified
-    condition = None if is_current else branch.wanted.verdict.condition
+    verified = branch.request.verified
+    condition = None if is_current else branch.request.verdict.condition
     return Proposal(verified.sequence, branch.rows.tree, condition, verified.shape)
 
 
 class TreeDrafter(ContextDrafter):
-    """See `Drafter`.
+    """A drafter whose trees and branches are grown by a `BranchLookahead`.
 
     Args:
-        branches: grows trees, and drafts ahead; None where the drafter has a way of its own.
+        branches: grows trees, and drafts ahead; None for a drafter that grows its trees itself.
     """
 
     _branches: BranchLookahead | None
@@ -346,22 +346,22 @@ class TreeDrafter(ContextDrafter):
 
     @property
     def _mapped_head(self) -> MappedHeadLimits | None:
-        """Sizes of the model in rounds of a target; None where it takes part in none."""
+        """Sizes of the model in a target's rounds; None where it takes part in none."""
         model = self._round_model
         if model is None:
             return None
         outcomes = MAX_OUTCOMES if model.feature_spec is None else 0
-        longest = self._contexts.longest
-        return MappedHeadLimits(model.pool.page_size, model.vocab_size, longest, outcomes)
+        max_context = self._contexts.max_rows
+        return MappedHeadLimits(model.pool.page_size, model.vocab_size, max_context, outcomes)
 
     @property
     def _round_model(self) -> RoundModel | None:
-        # One that several processes hold takes part in none.
+        # A model that is sharded over several processes takes part in none.
         return None if self._model.group is not None else self._model
 
     def reserve(self, sequence: DraftSequence, shape: TreeShape) -> bool:
         shape = self._grown_shape(shape)
-        # Where verdicts are prepared for, the leaves of trees are computed, too.
+        # Where the drafter prepares for verdicts, the rows of a tree's leaves are computed, too.
         is_ahead = self._branches is not None and self._branches.budget > 0
         num_levels = shape.num_steps if is_ahead else shape.num_steps - 1
         num_rows = num_levels * shape.topk

@@ -1,9 +1,9 @@
-"""The committed rows of sequences in a draft model: their pages, and what is computed in them.
+"""The committed rows of sequences in a draft model: their KV pages, and which rows are computed.
 
-*Index* counts rows from the sequence's window: index i is position `window_start + i`, and it is
-also the row's rotary position and its logical place in the KV cache. Committed rows take the
-indices `[0, num_computed)`; the rows of grown trees follow them as its tail, in the order in which
-they were computed, so a parent's is below its child's.
+*Index* counts rows from the start of the sequence's window: index i is position `window_start + i`,
+the row's rotary position and its logical place in the KV cache. Committed rows have the indices
+`[0, num_computed)`. The rows of a drafted subtree follow them in the order in which they were
+computed, so a parent's row is below its child's.
 """
 
 from __future__ import annotations
@@ -28,87 +28,88 @@ from shared.runtime.tree_pass import OpenSequence, PassRows, PassTree
 from shared.tokens import EMPTY_TREE, TreeShape
 
 Path = tuple[int, ...]
-"""Tokens behind the last committed one."""
+"""Tokens from the one after the last committed token to a node."""
 
 
 class GrownRows:
-    """What a pass has computed, by the tokens on the way to each row.
+    """The rows that a pass computed for a tree, looked up by token path.
 
     Attributes:
-        tree: the best nodes, whose rows are here but for the less likely leaves.
+        tree: the best nodes. The less likely leaves among them have no computed row.
     """
 
     def __init__(self, grown: PassTree) -> None:
         self.tree = grown.tree
         self._levels, self._rows = grown.levels, grown.rows
 
-    def line(self, path: Path) -> tuple[int, ...]:
-        """Returns the rows on the way to a computed node, its own last."""
-        return self._lines[path]
+    def rows_to(self, path: Path) -> tuple[int, ...]:
+        """Returns the rows of a computed node's ancestors, then the node's own row."""
+        return self._rows_by_path[path]
 
-    def matched(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Returns the rows of the longest path whose tokens begin `token_ids`."""
+    def longest_match(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Returns the rows of the longest computed path that is a prefix of `token_ids`."""
         path = tuple(token_ids)
-        while path not in self._lines:
+        while path not in self._rows_by_path:
             path = path[:-1]
-        return self._lines[path]
+        return self._rows_by_path[path]
 
-    def after(self, path: Path) -> Sequence[Continuation]:
-        """Returns the best tokens after a node, best first; none after one that is not computed."""
-        line = self._lines.get(path)
-        return () if line is None else self._rows.after(line[-1] + 1 if line else 0)
+    def continuations(self, path: Path) -> Sequence[Continuation]:
+        """Returns the best tokens after a node, best first; empty for a node without a row."""
+        rows = self._rows_by_path.get(path)
+        return () if rows is None else self._rows.after(rows[-1] + 1 if rows else 0)
 
-    def row(self, path: Path) -> tuple[PassRows, int]:
-        """Returns the row of a computed node among all that its pass computed."""
-        line = self._lines[path]
-        return self._rows, line[-1] + 1 if line else 0
+    def pass_row(self, path: Path) -> tuple[PassRows, int]:
+        """Returns all rows of the pass, and the index among them of a computed node's row."""
+        rows = self._rows_by_path[path]
+        return self._rows, rows[-1] + 1 if rows else 0
 
     @cached_property
-    def _lines(self) -> dict[Path, tuple[int, ...]]:
-        # Most trees are for verdicts that do not fall, and nobody asks for their rows.
-        lines: dict[Path, tuple[int, ...]] = {(): ()}
-        above: list[Path] = [()]
+    def _rows_by_path(self) -> dict[Path, tuple[int, ...]]:
+        # Computed when needed: most trees are for verdicts that never arrive.
+        rows_by_path: dict[Path, tuple[int, ...]] = {(): ()}
+        parent_paths: list[Path] = [()]
         row = 0
         for token_ids, parents in self._levels:
             paths = [
-                (*above[place], token) for token, place in zip(token_ids, parents, strict=True)
+                (*parent_paths[parent], token)
+                for token, parent in zip(token_ids, parents, strict=True)
             ]
             for path in paths:
-                lines.setdefault(path, (*lines[path[:-1]], row))
+                rows_by_path.setdefault(path, (*rows_by_path[path[:-1]], row))
                 row += 1
-            above = paths
-        return lines
+            parent_paths = paths
+        return rows_by_path
 
 
 CONTEXT_MARGIN = 33
-"""Rows of the context kept for the deepest tree and the row it hangs off."""
+"""Rows of the context that stay free for the deepest tree and its root."""
 
 
 @dataclass(slots=True, eq=False)
 class SequenceKv:
-    """Pages of one sequence and what is computed in them.
+    """The KV pages of one sequence and which rows are computed in them.
 
     Attributes:
-        window_start: position of the row that has index 0.
-        num_computed: indices below it hold the KV of committed rows.
-        tail: what is computed behind them, until another forward overwrites it.
+        window_start: position of the row with index 0.
+        num_computed: number of committed rows whose KV is computed.
+        subtree: the drafted subtree after the committed rows; None once it is overwritten.
     """
 
     lease: KvLease
     window_start: int
     num_computed: int
-    tail: GrownRows | None = None
+    subtree: GrownRows | None = None
     is_published: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BranchKv:
-    """Pages in which a sequence may go on.
+    """The KV pages of a branch: the sequence continues in them if the branch's verdict arrives.
 
     Attributes:
-        own: those that are the branch's alone.
-        pages: all of them, in logical order.
-        num_computed: indices below it hold committed rows, if the branch's verdict falls.
+        own: the pages that only the branch uses.
+        pages: shared and own pages, in logical order.
+        num_computed: number of committed rows, once the branch's verdict has arrived.
     """
 
     own: KvBranch
@@ -119,16 +120,16 @@ class BranchKv:
 class Contexts(ABC):
     """Opens, fills, slides and closes the contexts of sequences over one page pool.
 
-    A sequence that outgrows the model's context starts over with the younger half of it, so each
-    row is computed twice at most, and never at a position the model was not trained for.
+    A sequence that outgrows the model's context starts over with the younger half of it. So each
+    row is computed twice at most, and never at a position that the model was not trained for.
 
     Attributes:
-        longest: rows of a sequence that needs no window.
-        reads_ahead: how far the token that a row reads lies behind the row's own position.
-        keeps_tree_rows: rows of a tree stay good when a verdict commits their tokens.
+        max_rows: most rows of a sequence that needs no window.
+        token_offset: the row of position p reads the token at p + `token_offset`.
+        keeps_tree_rows: whether rows of a tree stay valid when a verdict commits their tokens.
     """
 
-    reads_ahead: ClassVar[int]
+    token_offset: ClassVar[int]
     keeps_tree_rows: ClassVar[bool]
 
     def __init__(
@@ -144,109 +145,106 @@ class Contexts(ABC):
         self.leases = leases
         self._pool = pool
         self._max_context_tokens = max_context_tokens
-        self.longest = max_context_tokens - margin_tokens
+        self.max_rows = max_context_tokens - margin_tokens
         self._kv: dict[SequenceKey, SequenceKv] = {}
-        # Source slot of each slot that is to be overwritten.
+        # Pending copies of keys and values: the source slot of each slot to overwrite.
         self._moves: dict[int, int] = {}
 
     @property
     def num_kept_rows(self) -> int:
-        """Rows a window starts over with."""
-        return max(self.longest // 2, 1)
+        """Rows that a new window starts with."""
+        return max(self.max_rows // 2, 1)
 
     def open(self, sequence: DraftSequence) -> None:
         """Starts a sequence on the longest cached prefix of its window."""
-        num_rows = sequence.num_tokens - self.reads_ahead
-        self._open_at(sequence, num_rows - self.num_kept_rows if num_rows > self.longest else 0)
+        num_rows = sequence.num_tokens - self.token_offset
+        self._open_at(sequence, num_rows - self.num_kept_rows if num_rows > self.max_rows else 0)
 
     def close(self, sequence: DraftSequence) -> None:
-        """Frees a sequence's pages; what is computed stays cached."""
+        """Frees a sequence's pages; its computed rows stay in the prefix cache."""
         kv = self._kv.pop(sequence.key)
-        self.leases.close(kv.lease, self._keys(sequence, kv.window_start, kv.num_computed))
+        self.leases.close(kv.lease, self._cache_keys(sequence, kv.window_start, kv.num_computed))
 
     def kv_of(self, sequence: DraftSequence) -> SequenceKv:
-        """Returns the pages of a sequence and what is computed in them."""
+        """Returns the KV pages of a sequence and which rows are computed in them."""
         return self._kv[sequence.key]
 
     def num_window_rows(self, sequence: DraftSequence) -> int:
-        """Returns the committed rows from the window's start on, computed or not."""
+        """Returns the number of committed rows from the window's start on, computed or not."""
         window_start = self.kv_of(sequence).window_start
-        return max(sequence.num_tokens - self.reads_ahead - window_start, 0)
+        return max(sequence.num_tokens - self.token_offset - window_start, 0)
 
     @abstractmethod
     def backlog(self, sequence: DraftSequence) -> int:
-        """Returns the committed rows that are not computed but could be."""
+        """Returns the number of committed rows that are not computed but could be."""
 
     @abstractmethod
     def is_complete(self, sequence: DraftSequence) -> bool:
-        """Whether there is all that a tree behind the last committed token needs."""
+        """Whether all inputs of a tree after the last committed token are here."""
 
-    def reserve(self, sequence: DraftSequence, num_tail_rows: int) -> bool:
-        """Makes room for the committed rows and a tree; False, with nothing changed, if there is
-        none."""
-        num_rows = self.num_window_rows(sequence) + num_tail_rows
+    def reserve(self, sequence: DraftSequence, num_tree_rows: int) -> bool:
+        """Reserves pages for committed rows and a tree; False, changing nothing, if too few."""
+        num_rows = self.num_window_rows(sequence) + num_tree_rows
         return self.leases.try_grow(self.kv_of(sequence).lease, num_rows)
 
-    def publish(self, sequence: DraftSequence) -> None:
-        """Shares the computed rows with other sequences, once."""
-        kv = self.kv_of(sequence)
-        if not kv.is_published:
-            kv.is_published = True
-            self.leases.publish(kv.lease, self._keys(sequence, kv.window_start, kv.num_computed))
-
     @abstractmethod
-    def take_in(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
-        """Computes the next committed rows of each sequence, as many as are counted."""
+    def compute_rows(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
+        """Computes the next `count` committed rows of each sequence."""
 
     def open_pass(
-        self, sequences: Sequence[DraftSequence], most: int
+        self, sequences: Sequence[DraftSequence], max_rows: int
     ) -> tuple[list[OpenSequence], list[Tensor]]:
-        """Lays out all committed rows that are left and counts them as computed; returns with them
-        what they read beside tokens, end to end.
+        """Lays out a pass over the committed rows that are left, and counts them as computed.
+        Returns the rows, and the tensors that they read besides tokens, end to end.
 
         Args:
-            most: rows of a sequence; those before them are computed.
+            max_rows: most rows of a sequence in the pass; rows beyond that are computed before it.
         """
-        counts = [(each, self.backlog(each)) for each in sequences]
-        excess = [(each, count - most) for each, count in counts if count > most]
+        counts = [(sequence, self.backlog(sequence)) for sequence in sequences]
+        excess = [(sequence, count - max_rows) for sequence, count in counts if count > max_rows]
         if excess:
-            self.take_in(excess)
-        sources = self.sources([(each, min(count, most)) for each, count in counts])
-        rows = [self._open_sequence(each) for each in sequences]
-        self.move()
+            self.compute_rows(excess)
+        sources = self.sources([(sequence, min(count, max_rows)) for sequence, count in counts])
+        rows = [self._open_sequence(sequence) for sequence in sequences]
+        self.apply_moves()
         return rows, sources
 
     def sources(self, counts: Sequence[tuple[DraftSequence, int]]) -> list[Tensor]:
-        """Returns what the next rows of each sequence read beside tokens, piece by piece."""
+        """Returns the tensors that the next rows of each sequence read besides tokens, in order."""
         return []
 
     def settle(self, sequence: DraftSequence) -> None:
-        """All committed rows are computed, or about to be."""
-        self.publish(sequence)
+        """Call when all committed rows are computed or queued: shares them with other sequences."""
+        kv = self.kv_of(sequence)
+        if not kv.is_published:
+            kv.is_published = True
+            keys = self._cache_keys(sequence, kv.window_start, kv.num_computed)
+            self.leases.publish(kv.lease, keys)
 
-    def plant(self, sequence: DraftSequence, rows: GrownRows) -> None:
-        """Takes in what is computed behind the last committed token."""
+    def set_subtree(self, sequence: DraftSequence, rows: GrownRows) -> None:
+        """Records the subtree computed after the last committed token, if its rows stay valid."""
         if self.keeps_tree_rows:
-            self.kv_of(sequence).tail = rows
+            self.kv_of(sequence).subtree = rows
 
     def branch(
-        self, sequence: DraftSequence, behind: BranchKv | None, path: Sequence[int], num_rows: int
+        self, sequence: DraftSequence, parent: BranchKv | None, path: Sequence[int], num_rows: int
     ) -> BranchKv | None:
-        """Returns pages in which computed rows and a path behind them are followed by room for a
-        token and a tree; None where there are none left, or the context ends before that.
+        """Returns the pages of a new branch: they hold the parent's committed rows and the rows of
+        a path, and have room for the bonus token and a tree. None where no pages are left, or the
+        context would be exceeded.
 
         Args:
-            behind: another branch of the sequence; None is the sequence itself.
-            path: rows of the tree behind it.
-            num_rows: of the tree.
+            parent: another branch of the sequence; None is the sequence itself.
+            path: rows of the accepted nodes in the parent's subtree.
+            num_rows: number of rows of the branch's tree.
         """
         kv = self.kv_of(sequence)
-        if behind is None:
+        if parent is None:
             base, pages = kv.num_computed, kv.lease.pages
         else:
-            base, pages = behind.num_computed, behind.pages
+            base, pages = parent.num_computed, parent.pages
         num_computed = base + len(path) + 1
-        # A pass counts the token that it finds behind its last row.
+        # A pass counts the token after its last row, too.
         if num_computed + max(num_rows, 1) > self._max_context_tokens:
             return None
         own = self.leases.try_branch(kv.lease, base, num_computed + num_rows)
@@ -255,27 +253,27 @@ class Contexts(ABC):
         start = own.first_page * self.leases.page_size
         sources = [*range(start, base), *(base + row for row in path)]
         branch = BranchKv(own, [*pages[: own.first_page], *own.pages], num_computed)
-        self._copy(pages, sources, branch.pages, range(start, start + len(sources)))
+        self._add_moves(pages, sources, branch.pages, range(start, start + len(sources)))
         return branch
 
     def branch_sequence(
         self, sequence: DraftSequence, branch: BranchKv, token_id: int
     ) -> OpenSequence:
-        """Lays out the row of the token that ends the verdict of a branch."""
+        """Lays out the row of the bonus token of a branch's verdict."""
         return OpenSequence(
             token_ids=(token_id,),
             num_computed=branch.num_computed - 1,
-            num_before=self.kv_of(sequence).window_start + self.reads_ahead - 1,
+            num_before=self.kv_of(sequence).window_start + self.token_offset - 1,
             sampling=sequence.pass_sampling,
             pages=branch.pages,
         )
 
-    def move(self) -> None:
-        """Moves the keys and values that wait to be, which is due before any forward that may read
-        them: as if all were read before any is written."""
+    def apply_moves(self) -> None:
+        """Copies the keys and values of all pending moves, as if all sources were read before any
+        target is written. Due before any forward that may read the targets."""
         moves, self._moves = self._moves, {}
         if moves:
-            self._move([(source, target) for target, source in moves.items()])
+            self._move_slots([(source, target) for target, source in moves.items()])
 
     def gauges(self) -> Mapping[str, float]:
         """See `Drafter.gauges`."""
@@ -288,28 +286,28 @@ class Contexts(ABC):
         }
 
     def _open_at(self, sequence: DraftSequence, window_start: int) -> None:
-        num_rows = max(sequence.num_tokens - self.reads_ahead - window_start, 0)
-        keys = self._keys(sequence, window_start, num_rows)
+        num_rows = max(sequence.num_tokens - self.token_offset - window_start, 0)
+        keys = self._cache_keys(sequence, window_start, num_rows)
         lease = self.leases.open(keys, sequence.cache_salt)
         self._kv[sequence.key] = SequenceKv(lease, window_start, lease.num_cached_tokens)
 
     def _restart(self, sequence: DraftSequence, window_start: int) -> None:
-        """Gives the window up for one that starts at the row of position `window_start`."""
+        """Replaces the window by one that starts at the row of position `window_start`."""
         Contexts.close(self, sequence)
         self._open_at(sequence, window_start)
 
     def _is_outgrown(self, sequence: DraftSequence) -> bool:
-        return self.num_window_rows(sequence) > self.longest
+        return self.num_window_rows(sequence) > self.max_rows
 
     def _open_sequence(self, sequence: DraftSequence) -> OpenSequence:
         """Lays out all committed rows that are left and counts them as computed."""
         kv = self.kv_of(sequence)
         start, kv.num_computed = kv.num_computed, self.num_window_rows(sequence)
-        kv.tail = None
+        kv.subtree = None
         return OpenSequence(
-            token_ids=sequence.token_ids[kv.window_start + start + self.reads_ahead :],
+            token_ids=sequence.token_ids[kv.window_start + start + self.token_offset :],
             num_computed=start,
-            num_before=kv.window_start + self.reads_ahead - 1,
+            num_before=kv.window_start + self.token_offset - 1,
             sampling=sequence.pass_sampling,
             pages=kv.lease.pages,
         )
@@ -317,30 +315,30 @@ class Contexts(ABC):
     def _next_rows(self, sequence: DraftSequence, count: int) -> SequenceRows:
         """Lays out the next `count` rows and counts them as computed."""
         kv = self.kv_of(sequence)
-        start, kv.tail = kv.num_computed, None
-        first_token = kv.window_start + start + self.reads_ahead
+        start, kv.subtree = kv.num_computed, None
+        first_token = kv.window_start + start + self.token_offset
         kv.num_computed += count
         return SequenceRows.causal(
             sequence.token_ids[first_token : first_token + count], start, kv.lease.pages
         )
 
     @abstractmethod
-    def _keys(self, sequence: DraftSequence, window_start: int, count: int) -> Sequence[int]:
-        """Returns what the prefix cache knows the first `count` rows of a window by."""
+    def _cache_keys(self, sequence: DraftSequence, window_start: int, count: int) -> Sequence[int]:
+        """Returns the prefix cache keys of the first `count` rows of a window."""
 
-    def _move(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copies keys and values from slots to slots."""
+    def _move_slots(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copies keys and values from source slots to target slots."""
         self._pool.move(*uploaded_pairs(moves, self._pool.device))
 
-    def _copy(
+    def _add_moves(
         self, pages: Sequence[int], sources: Iterable[int],
-        other_pages: Sequence[int], targets: Iterable[int],
+        target_pages: Sequence[int], targets: Iterable[int],
     ) -> None:  # fmt: skip
-        """Adds copies from indices to indices to those that wait, which later ones may build on."""
+        """Adds copies from source indices to target indices to the pending moves. Sources may be
+        the targets of earlier pending moves."""
         moves = self._moves
-        # Slots of other branches may themselves be yet to be copied.
-        found = [moves.get(slot, slot) for slot in self._slots(pages, sources)]
-        moves.update(zip(self._slots(other_pages, targets), found, strict=True))
+        source_slots = [moves.get(slot, slot) for slot in self._slots(pages, sources)]
+        moves.update(zip(self._slots(target_pages, targets), source_slots, strict=True))
 
     def _slots(self, pages: Sequence[int], indices: Iterable[int]) -> list[int]:
         size = self.leases.page_size
@@ -348,20 +346,20 @@ class Contexts(ABC):
 
 
 class ContextDrafter(Drafter):
-    """See `Drafter`. Computes trees behind contexts."""
+    """A drafter that computes its trees after the committed rows of `Contexts`."""
 
     _contexts: Contexts
 
     @property
     @abstractmethod
     def _round_model(self) -> RoundModel | None:
-        """The model as rounds of a target use it; None where it takes part in none."""
+        """The model as a target's rounds use it; None where it takes part in no rounds."""
 
     def share_head(self) -> SharedHead | None:
         model, contexts = self._round_model, self._contexts
         if model is None:
             return None
-        return SharedHead.of_most(model, contexts.leases, max_context_tokens=contexts.longest)
+        return SharedHead.leased(model, contexts.leases, max_context_tokens=contexts.max_rows)
 
     def open(self, sequence: DraftSequence) -> None:
         self._contexts.open(sequence)
@@ -371,15 +369,15 @@ class ContextDrafter(Drafter):
 
     def catch_up(self, sequences: Sequence[DraftSequence], max_tokens: int) -> int:
         chunk: list[tuple[DraftSequence, int]] = []
-        num_taken = 0
+        num_computed = 0
         for sequence in sequences:
-            count = min(self.backlog(sequence) - self._num_open_rows, max_tokens - num_taken)
+            count = min(self.backlog(sequence) - self._num_open_rows, max_tokens - num_computed)
             if count > 0:
                 chunk.append((sequence, count))
-                num_taken += count
+                num_computed += count
         if chunk:
-            self._take_in(chunk)
-        return num_taken
+            self._compute_rows(chunk)
+        return num_computed
 
     def propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
         complete: list[DraftSequence] = []
@@ -403,12 +401,12 @@ class ContextDrafter(Drafter):
 
     @property
     def _num_open_rows(self) -> int:
-        """Committed rows that only a proposal computes: the last one's logits start a tree."""
+        """Committed rows that only a proposal computes: a tree needs the last row's logits."""
         return 1
 
-    def _take_in(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
+    def _compute_rows(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
         """Computes the next committed rows of each sequence."""
-        self._contexts.take_in(counts)
+        self._contexts.compute_rows(counts)
 
     @abstractmethod
     def _propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:

@@ -1,9 +1,9 @@
 """Drafts a whole block in one forward, from the target's features: DFlash.
 
-A round costs one forward for all sequences together, whatever the length of the block. Before it
-the features that the last verdict brought become keys and values of their positions. Each row of
-the block scores the token at its own position; the candidates are the best of each, a chain, or a
-tree over the marginals when the shape has siblings (see `block_tree`).
+A round takes one forward for all sequences together, whatever the length of the block. Before it,
+the features that came with the last verdict are turned into keys and values of their positions.
+Each row of the block scores the token at its own position. The candidates are the best token of
+each position, a chain, or a tree over the marginals when the shape has siblings (see `block_tree`).
 
 Source: Chen et al., DFlash, arXiv 2602.06036.
 """
@@ -28,12 +28,7 @@ from services.draft.drafters.drafter import (
 )
 from services.draft.drafters.head_contexts import FeatureContexts
 from services.draft.events import FeatureRows
-from services.draft.likely_verdicts import (
-    Continuation,
-    LikelyVerdict,
-    likely_verdicts,
-    rank_of,
-)
+from services.draft.likely_verdicts import Continuation, LikelyVerdict, likely_verdicts, rank_of
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.kv.batch import SequenceRows, build_batch
 from shared.kv.leases import KvLeases
@@ -53,9 +48,10 @@ log = logging.getLogger(__name__)
 class BlockRows:
     """Lays out rows from the last committed token's position on.
 
-    A *known* row is a token whose features are not here: the last committed one, and those that a
-    verdict may commit. It sees the context, its ancestors and itself. A *block* opens with one that
-    is known as well; it and the masks behind it all see each other and the known rows above them.
+    A *known* row reads a token whose features are not here: the last committed token, or a token
+    that a verdict may commit. It attends to the context, its ancestors and itself. A *block* is a
+    row with a known token, followed by rows with the mask token. Its rows attend to each other, the
+    context and the known rows above the block.
 
     Args:
         kv: the context of the sequence; it ends right before the last committed token.
@@ -70,41 +66,40 @@ class BlockRows:
         self._tokens: list[int] = []
         self._depths: list[int] = []
         self._visible: list[list[int]] = []
-        self._wanted: list[int] = []
+        self._scored: list[int] = []
 
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def add_known(self, above: int | None, token: int) -> int:
+    def add_known(self, parent: int | None, token: int) -> int:
         """Appends a known token; returns its row.
 
         Args:
-            above: row of the token before it; None for the last committed token.
+            parent: row of the token before it; None for the last committed token.
         """
         row = len(self)
         self._tokens.append(token)
-        self._depths.append(self._depth_below(above))
-        self._visible.append([*self._path_to(above), row])
+        self._depths.append(self._child_depth(parent))
+        self._visible.append([*self._rows_to(parent), row])
         return row
 
-    def add_block(self, above: int | None, token: int, num_wanted: int) -> None:
+    def add_block(self, parent: int | None, token: int, num_scored: int) -> None:
         """Appends a block.
 
         Args:
-            above: row of the token before the block; None where it opens with the last committed
-                token.
-            token: opens the block.
-            num_wanted: drafted positions that are to be scored.
+            parent: row of the token before the block; None where `token` is the last committed one.
+            token: the known token that opens the block.
+            num_scored: drafted positions that are to be scored.
         """
         first, size = len(self), self._block_size
-        depth, above_it = self._depth_below(above), self._path_to(above)
+        depth, ancestors = self._child_depth(parent), self._rows_to(parent)
         self._tokens += [token, *[self._mask_token_id] * (size - 1)]
         self._depths += range(depth, depth + size)
-        self._visible += [[*above_it, *range(first, first + size)]] * size
-        self._wanted += range(first + 1, first + 1 + num_wanted)
+        self._visible += [[*ancestors, *range(first, first + size)]] * size
+        self._scored += range(first + 1, first + 1 + num_scored)
 
     def lay_out(self) -> SequenceRows:
-        """Returns the rows; their pages must reach as far."""
+        """Returns the rows; the sequence's pages must have room for them."""
         end, num_rows = self._kv.window_start + self._kv.num_computed, len(self)
         mask = np.zeros((num_rows, num_rows), dtype=np.bool_)
         for row, visible in enumerate(self._visible):
@@ -116,24 +111,24 @@ class BlockRows:
             pages=self._kv.lease.pages,
             prefix_length=self._kv.num_computed,
             tail_mask=mask,
-            logit_rows=self._wanted,
+            logit_rows=self._scored,
         )
 
-    def _depth_below(self, above: int | None) -> int:
-        return 0 if above is None else self._depths[above] + 1
+    def _child_depth(self, parent: int | None) -> int:
+        return 0 if parent is None else self._depths[parent] + 1
 
-    def _path_to(self, above: int | None) -> list[int]:
-        return [] if above is None else self._visible[above]
+    def _rows_to(self, parent: int | None) -> list[int]:
+        return [] if parent is None else self._visible[parent]
 
 
 class BlockContexts(FeatureContexts):
-    """A position's keys and values are made of its own features alone and stand at its own rotary
-    angle, so a window slides by letting go of its first pages; nothing is computed again, and
-    nothing is shared: features come for every sequence.
+    """Contexts of a block drafter. A position's keys and values are computed from its own features
+    alone, at its own rotary angle. So a window slides by freeing its first pages, and nothing is
+    computed again. Prefixes are not shared: features come for every sequence.
 
     Args:
-        leases: of the pool, without a prefix cache.
-        window_tokens: positions before a block that it sees, to the page.
+        leases: leases of the pool, without a prefix cache.
+        window_tokens: positions before a block that the block attends to, rounded to pages.
     """
 
     def __init__(
@@ -151,12 +146,12 @@ class BlockContexts(FeatureContexts):
 
     @property
     def num_kept_rows(self) -> int:
-        return self.longest
+        return self.max_rows
 
     def slide(self, sequence: DraftSequence) -> None:
-        """Lets go of positions that no block will see; they need not even be computed."""
+        """Frees positions that no block will attend to, computed or not."""
         kv = self.kv_of(sequence)
-        start = sequence.num_tokens - 1 - self.longest
+        start = sequence.num_tokens - 1 - self.max_rows
         if start >= kv.window_start + max(kv.num_computed, 1):
             self._restart(sequence, start)
         elif start > kv.window_start:
@@ -168,17 +163,17 @@ class BlockContexts(FeatureContexts):
         self.drop_features(sequence)
 
     def block_rows(self, sequence: DraftSequence) -> BlockRows:
-        """Returns rows behind the context, none yet."""
+        """Returns an empty layout of rows after the context."""
         mask = self._head.config.mask_token_id
         return BlockRows(self.kv_of(sequence), block_size=self._block_size, mask_token_id=mask)
 
     def trim(self, sequence: DraftSequence, num_rows: int) -> None:
-        """Frees the pages reserved beyond that many rows behind the context."""
+        """Frees the pages reserved for more than `num_rows` rows after the context."""
         num_kept = self.num_window_rows(sequence) + num_rows
         self.leases.shrink(self.kv_of(sequence).lease, num_kept)
 
     @torch.inference_mode()
-    def take_in(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
+    def compute_rows(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
         """Turns the features of the next positions of each sequence into keys and values."""
         counts = [(sequence, count) for sequence, count in counts if count]
         if not counts:
@@ -196,32 +191,33 @@ class BlockContexts(FeatureContexts):
 
     @torch.inference_mode()
     def run(self, rows: Sequence[SequenceRows]) -> Tensor:
-        """Returns the logits `[L, V]` float32 of the rows that ask for them."""
+        """Returns the logits `[L, V]` float32 of all rows to be scored."""
         pool = self._pool
         batch = build_batch(rows, page_size=pool.page_size, device=pool.device)
         states = self._head.forward(batch, pool)
         return self._head.logits(states.index_select(0, batch.logit_rows))
 
-    def _keys(self, sequence: DraftSequence, window_start: int, count: int) -> Sequence[int]:
+    def _cache_keys(self, sequence: DraftSequence, window_start: int, count: int) -> Sequence[int]:
         return ()
 
 
-# Prepares blocks for the verdicts to come: one forward for all verdicts of all sequences.
+# Lookahead: blocks for possible verdicts, in one forward for all verdicts of all sequences.
 #
-# The features that a verdict will bring are not here yet. In their place a block looks at the
-# tokens that the verdict would commit: known rows, each of which sees the context and the tokens
-# before it, shared by the blocks of all verdicts on one tree. A head was trained to find features
-# there, so such a block is drafted worse than one made after the verdict, the worse the more
-# tokens it commits; docs/decoding.md has figures. Where the whole block may be accepted nothing
-# scores the token after it, so that verdict gets a block when it has fallen, from its features.
+# The features of a verdict are not here before it. In their place a block attends to the tokens
+# that the verdict would commit. These are known rows, each of which attends to the context and the
+# tokens before it, and the blocks of all verdicts on one tree share them. The head was trained on
+# features instead, so the acceptance of such a block is lower than that of a block drafted after
+# the verdict, the more so the more tokens the verdict commits; docs/decoding.md has figures. No row
+# scores the token after a whole accepted block. So the verdict that accepts all of it gets a block
+# only after it arrived, from its features.
 #
-# A conditional block is never made of another: the features of a verdict are here before blocks
-# for the next one are drafted.
+# A conditional block never builds on another one: the features of a verdict arrive before blocks
+# for the next verdict are drafted.
 
 
 @dataclass(frozen=True, slots=True)
 class BlockChoices:
-    """Marginals of P positions, the best W tokens of each, best first.
+    """Marginals of P positions: the best W tokens of each position, best first.
 
     Attributes:
         token_ids, log_probs: `[P][W]`.
@@ -235,13 +231,13 @@ class BlockChoices:
         return (self.at(position) for position in range(len(self.token_ids)))
 
     def at(self, position: int) -> Sequence[Continuation]:
-        """Returns the choices of a position; none behind the last."""
+        """Returns the choices of a position; empty after the last position."""
         if position >= len(self.token_ids):
             return ()
         return list(zip(self.token_ids[position], self.log_probs[position], strict=True))
 
     def tree(self, shape: TreeShape) -> TokenTree:
-        """Returns the best nodes of the first `shape.num_steps` positions."""
+        """Returns the tree of the best nodes of the first `shape.num_steps` positions."""
         depth, topk = shape.num_steps, shape.topk
         return grow_block_tree(
             [row[:topk] for row in self.token_ids[:depth]],
@@ -255,10 +251,10 @@ def best_choices(scores: Tensor, width: int) -> list[BlockChoices]:
 
     Args:
         scores: `[N, P, V]` float32 log probabilities.
-        width: choices a position, V at most.
+        width: number of choices per position, at most V.
     """
     best = stable_topk(scores, min(width, scores.shape[2]))
-    # Token ids are exact in float64, so one transfer brings both.
+    # Token ids are exact in float64, so one transfer copies both.
     log_probs, token_ids = torch.stack([part.to(torch.float64) for part in best]).tolist()
     return [
         BlockChoices([[int(token) for token in row] for row in tokens], values)
@@ -267,16 +263,16 @@ def best_choices(scores: Tensor, width: int) -> list[BlockChoices]:
 
 
 MAX_ROWS = 2048
-"""Rows of one forward, but for those of a single sequence: a verdict that arrives meanwhile waits
-for it."""
+"""Rows from which on a forward gets no further sequence: a verdict that arrives meanwhile waits for
+the forward."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class _SequenceBlocks:
     """The blocks of one sequence in a forward.
 
     Attributes:
-        paths: by block, the tokens that its verdict commits.
+        paths: for each block, the tokens that its verdict commits.
     """
 
     verified: VerifiedTree
@@ -286,10 +282,11 @@ class _Work:
 
 
 class BlockLookahead(OneStepLookahead):
-    """A tree is drafted anew once its features have arrived: rows computed ahead lack them.
+    """Prepares blocks for the verdicts on a tree. The tree of a round that was not prepared is
+    drafted when its features have arrived: rows computed ahead have no features to build on.
 
     Args:
-        block_size: rows of a block, the token that opens it included.
+        block_size: rows of a block, the known token that opens it included.
     """
 
     def __init__(self, contexts: BlockContexts, *, block_size: int) -> None:
@@ -300,7 +297,7 @@ class BlockLookahead(OneStepLookahead):
         self._prepared: dict[SequenceKey, dict[Path, BlockChoices]] = {}
 
     def keep(self, sequence: DraftSequence, choices: BlockChoices) -> None:
-        """Takes what the tree for the current round was made of."""
+        """Records the choices that the tree for the current round was made from."""
         self._choices[sequence.key] = choices
 
     def begin(self, verified: VerifiedTree) -> None:
@@ -308,119 +305,118 @@ class BlockLookahead(OneStepLookahead):
             super().begin(verified)
 
     def observe(self, sequence: DraftSequence, token_ids: Sequence[int]) -> None:
-        """Learns which of its choices the target took, and moves on to what was prepared for it.
+        """Counts the ranks of the choices that the target took, and keeps the choices that were
+        prepared for the verdict.
 
         Args:
-            token_ids: what the verdict commits.
+            token_ids: the tokens that the verdict commits.
         """
         choices = self._choices.get(sequence.key)
         prepared = self._prepared.get(sequence.key, {}).get(tuple(token_ids))
         self.drop(sequence)
         if choices is not None:
-            for own, token in zip(choices, token_ids, strict=False):
-                self._shares.observe(rank_of(own, token))
+            for continuations, token in zip(choices, token_ids, strict=False):
+                self._shares.observe(rank_of(continuations, token))
         if prepared is not None:
             self._choices[sequence.key] = prepared
 
     def drop(self, sequence: DraftSequence) -> None:
         super().drop(sequence)
-        for kept in (self._choices, self._prepared):
-            kept.pop(sequence.key, None)
+        for state in (self._choices, self._prepared):
+            state.pop(sequence.key, None)
 
     def advance(self) -> list[Proposal]:
-        self._take_in()
-        work: list[_Work] = []
-        while self._verified and sum(len(each.rows) for each in work) < MAX_ROWS:
-            prepared = self._lay_out(self._next())
-            if prepared is not None:
-                work.append(prepared)
-        return self._draft(work) if work else []
+        self._compute_contexts()
+        batch: list[_SequenceBlocks] = []
+        while self._verified and sum(len(blocks.rows) for blocks in batch) < MAX_ROWS:
+            blocks = self._lay_out(self._next())
+            if blocks is not None:
+                batch.append(blocks)
+        return self._draft(batch) if batch else []
 
-    def _take_in(self) -> None:
-        """Computes the contexts, which end where the rows of blocks begin; gives up on sequences
-        whose features are not here, or have no room."""
+    def _compute_contexts(self) -> None:
+        """Computes the contexts up to the rows of blocks; drops sequences whose features are not
+        here, or for which no pages are left."""
         contexts = self._contexts
         self._verified = {
-            key: each
-            for key, each in self._verified.items()
-            if contexts.is_complete(each.sequence) and contexts.reserve(each.sequence, 1)
+            key: verified
+            for key, verified in self._verified.items()
+            if contexts.is_complete(verified.sequence) and contexts.reserve(verified.sequence, 1)
         }
-        sequences = [each.sequence for each in self._verified.values()]
-        contexts.take_in([(each, contexts.backlog(each)) for each in sequences])
+        sequences = [verified.sequence for verified in self._verified.values()]
+        contexts.compute_rows([(sequence, contexts.backlog(sequence)) for sequence in sequences])
 
-    def _lay_out(self, verified: VerifiedTree) -> _Work | None:
-        """Returns the rows of as many verdicts as there is memory for; None for none."""
-        sequence, contexts = verified.sequence, self._contexts
-        verdicts = likely_verdicts(
-            verified.tree, self._by_node(verified), self._shares, verified.budget
-        )
+    def _lay_out(self, verified: VerifiedTree) -> _SequenceBlocks | None:
+        """Lays out blocks for as many verdicts as there is memory for; None if there is none."""
+        # Of the last committed token, then of each node; none after the last scored position.
+        choices = self._choices[verified.sequence.key]
+        continuations = [choices.at(depth) for depth in (0, *verified.tree.depths)]
+        verdicts = likely_verdicts(verified.tree, continuations, self._shares, verified.budget)
         while verdicts:
-            work = self._work(verified, verdicts)
-            if contexts.reserve(sequence, len(work.rows)):
-                return work
+            blocks = self._sequence_blocks(verified, verdicts)
+            if self._contexts.reserve(verified.sequence, len(blocks.rows)):
+                return blocks
             verdicts = verdicts[: len(verdicts) // 2]
         return None
 
-    def _by_node(self, verified: VerifiedTree) -> list[Sequence[Continuation]]:
-        """Returns what may follow the last committed token, then each node; nothing behind the last
-        position that the block scored."""
-        choices = self._choices[verified.sequence.key]
-        return [choices.at(depth) for depth in (0, *verified.tree.depths)]
-
-    def _work(self, verified: VerifiedTree, verdicts: Sequence[LikelyVerdict]) -> _Work:
+    def _sequence_blocks(
+        self, verified: VerifiedTree, verdicts: Sequence[LikelyVerdict]
+    ) -> _SequenceBlocks:
         sequence, tree = verified.sequence, verified.tree
         rows = self._contexts.block_rows(sequence)
-        # By place: 0 is the last committed token, then come the nodes, parents first.
-        above = [0, *(0 if parent is None else parent + 1 for parent in tree.parent_indices)]
+        # Tree row 0 is the last committed token; the nodes follow, parents first.
+        parents = [0, *(0 if parent is None else parent + 1 for parent in tree.parent_indices)]
         paths = row_paths(tree)
         known = {0: rows.add_known(None, sequence.token_ids[-1])}
-        for place in _through(above, [verdict.place for verdict in verdicts]):
-            known[place] = rows.add_known(known[above[place]], tree.token_ids[place - 1])
+        for tree_row in _with_ancestors(parents, [verdict.tree_row for verdict in verdicts]):
+            known[tree_row] = rows.add_known(known[parents[tree_row]], tree.token_ids[tree_row - 1])
         for verdict in verdicts:
-            rows.add_block(known[verdict.place], verdict.token, self._block_size - 1)
-        committed = [(*paths[verdict.place], verdict.token) for verdict in verdicts]
-        return _Work(verified, verdicts, committed, rows)
+            rows.add_block(known[verdict.tree_row], verdict.token, self._block_size - 1)
+        committed = [(*paths[verdict.tree_row], verdict.token) for verdict in verdicts]
+        return _SequenceBlocks(verified, verdicts, committed, rows)
 
-    def _draft(self, work: Sequence[_Work]) -> list[Proposal]:
-        sequences = [each.verified.sequence for each in work]
-        logits = self._contexts.run([each.rows.lay_out() for each in work])
-        for each in work:
-            self._contexts.trim(each.verified.sequence, self._block_size)
+    def _draft(self, batch: Sequence[_SequenceBlocks]) -> list[Proposal]:
+        sequences = [blocks.verified.sequence for blocks in batch]
+        logits = self._contexts.run([blocks.rows.lay_out() for blocks in batch])
+        for sequence in sequences:
+            self._contexts.trim(sequence, self._block_size)
         scores = DraftScores(sequences).of_blocks(
-            logits, [each.paths for each in work], self._block_size - 1
+            logits, [blocks.paths for blocks in batch], self._block_size - 1
         )
-        width = max(each.verified.shape.topk for each in work) + self.budget
-        blocks = iter(best_choices(scores, width))
+        width = max(blocks.verified.shape.topk for blocks in batch) + self.budget
+        choices = iter(best_choices(scores, width))
         return [
             proposal
-            for each in work
-            for proposal in self._proposals(each, [next(blocks) for _ in each.paths])
+            for blocks in batch
+            for proposal in self._proposals(blocks, [next(choices) for _ in blocks.paths])
         ]
 
-    def _proposals(self, work: _Work, blocks: Sequence[BlockChoices]) -> list[Proposal]:
-        sequence, shape = work.verified.sequence, work.verified.shape
-        self._prepared[sequence.key] = dict(zip(work.paths, blocks, strict=True))
+    def _proposals(
+        self, blocks: _SequenceBlocks, block_choices: Sequence[BlockChoices]
+    ) -> list[Proposal]:
+        sequence, shape = blocks.verified.sequence, blocks.verified.shape
+        self._prepared[sequence.key] = dict(zip(blocks.paths, block_choices, strict=True))
         return [
             Proposal(sequence, choices.tree(shape), verdict.condition)
-            for verdict, choices in zip(work.verdicts, blocks, strict=True)
+            for verdict, choices in zip(blocks.verdicts, block_choices, strict=True)
         ]
 
 
-def _through(above: Sequence[int], places: Sequence[int]) -> list[int]:
-    """Returns the nodes' places on the way to any of `places`, parents first; 0 left out."""
+def _with_ancestors(parents: Sequence[int], tree_rows: Sequence[int]) -> list[int]:
+    """Returns tree rows and their ancestors without the root, row 0; parents come first."""
     needed: set[int] = set()
-    for place in places:
-        while place and place not in needed:
-            needed.add(place)
-            place = above[place]
+    for tree_row in tree_rows:
+        while tree_row and tree_row not in needed:
+            needed.add(tree_row)
+            tree_row = parents[tree_row]
     return sorted(needed)
 
 
 class DflashDrafter(ContextDrafter):
-    """State per sequence is the keys and values of its context.
+    """Drafts blocks with a DFlash head. Each sequence's state is its context's keys and values.
 
     Attributes:
-        head: the weights.
+        head: the head with its weights.
     """
 
     _contexts: BlockContexts
@@ -485,22 +481,19 @@ class DflashDrafter(ContextDrafter):
 
     def _propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
         contexts, budget = self._contexts, self._lookahead.budget
-        contexts.take_in([(sequence, self.backlog(sequence)) for sequence in sequences])
-        # A verdict's bonus token may lie one position behind the tree.
+        contexts.compute_rows([(sequence, self.backlog(sequence)) for sequence in sequences])
+        # A verdict's bonus token may be one position deeper than the tree.
         depth = min(shape.num_steps, shape.max_node_count) + bool(budget)
         num_scored = min(self._block_size - 1, depth)
-        logits = contexts.run([self._block_rows(sequence, num_scored) for sequence in sequences])
+        layouts = [contexts.block_rows(sequence) for sequence in sequences]
+        for layout, sequence in zip(layouts, sequences, strict=True):
+            layout.add_block(None, sequence.token_ids[-1], num_scored)
+        logits = contexts.run([layout.lay_out() for layout in layouts])
         scores = DraftScores(sequences).of_blocks(logits, [[()]] * len(sequences), num_scored)
         proposals = []
-        for sequence, choices in zip(
-            sequences, best_choices(scores, shape.topk + budget), strict=True
-        ):
+        best = best_choices(scores, shape.topk + budget)
+        for sequence, choices in zip(sequences, best, strict=True):
             proposals.append(Proposal(sequence, choices.tree(shape)))
             if budget:
                 self._lookahead.keep(sequence, choices)
         return proposals
-
-    def _block_rows(self, sequence: DraftSequence, num_scored: int) -> SequenceRows:
-        rows = self._contexts.block_rows(sequence)
-        rows.add_block(None, sequence.token_ids[-1], num_scored)
-        return rows.lay_out()

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A tree for a sequence's current round, or with a condition for the round after it.
+    """A tree for a sequence's current round or, with a condition, for the round after it.
 
     Attributes:
-        shape: that it was grown in, if it may have been begun while another one was wanted.
+        shape: the shape that the tree was grown in. It may differ from the one requested now.
     """
 
     sequence: DraftSequence
@@ -44,12 +44,12 @@ class DrafterLimits:
     """Limits and requirements of a drafter.
 
     Attributes:
-        vocab_size: tokens it knows; None takes any.
-        max_context_tokens: tokens one forward can look back on; longer sequences are windowed.
+        vocab_size: token ids must be below it; None accepts any token.
+        max_context_tokens: tokens that one forward can attend to; longer sequences are windowed.
             None is unbounded.
-        feature_spec: hidden states it reads; None for token-level drafters.
-        mapped_head: of a head that it lends to rounds of a target; None where it lends none.
-        num_ready_tokens: a sequence at most this far behind catches up in its proposal. A round
+        feature_spec: hidden states that the drafter reads; None for token-level drafters.
+        mapped_head: sizes of the head that a target's rounds can share; None where there is none.
+        num_ready_tokens: a sequence with at most this backlog catches up in its proposal. A round
             commits at most 33 tokens, so with 64 a sequence that was ready stays ready.
     """
 
@@ -62,11 +62,11 @@ class DrafterLimits:
 
 @dataclass(frozen=True, slots=True)
 class VerifiedTree:
-    """A tree that is verified in the current round, whose verdicts are yet to be prepared for.
+    """A tree under verification in the current round, for whose verdicts trees are to be prepared.
 
     Attributes:
-        shape: of the trees to prepare.
-        budget: verdicts to prepare for.
+        shape: shape of the trees to prepare.
+        budget: most verdicts to prepare for.
     """
 
     sequence: DraftSequence
@@ -76,11 +76,11 @@ class VerifiedTree:
 
 
 class Lookahead(Protocol):
-    """Prepares trees for the verdicts on a tree that is being verified.
+    """Prepares trees for the possible verdicts on a tree that is being verified.
 
     Attributes:
-        budget: verdicts a sequence and round; proposals keep what choosing among so many needs.
-            Set between forwards.
+        budget: most verdicts per sequence and round. Proposals keep enough continuations of each
+            node to choose that many. Set between forwards.
     """
 
     budget: int
@@ -93,8 +93,8 @@ class Lookahead(Protocol):
         """Prepares for the verdicts on a tree. Computes nothing."""
 
     def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
-        """Starts on the tree for the current round from what was computed ahead; `advance` will
-        return it, without a condition. False when there is nothing to go on from."""
+        """Continues the tree for the current round from what was computed ahead; `advance` will
+        return that tree, without a condition. False when nothing was computed for it."""
         return False
 
     def advance(self) -> list[Proposal]:
@@ -102,8 +102,7 @@ class Lookahead(Protocol):
 
 
 class OneStepLookahead(Lookahead):
-    """Prepares for all verdicts on a tree at once: a new tree costs no more than an old one, so
-    there is nothing to resume from."""
+    """Prepares for all verdicts on a tree at once. A new tree costs no more than a resumed one."""
 
     def __init__(self) -> None:
         self.budget = 0
@@ -118,17 +117,17 @@ class OneStepLookahead(Lookahead):
         self._verified[verified.sequence.key] = verified
 
     def drop(self, sequence: DraftSequence) -> None:
-        """Forgets a sequence: a verdict fell, or it ended."""
+        """Forgets a sequence: its verdict has arrived, or it ended."""
         self._verified.pop(sequence.key, None)
 
     def _next(self) -> VerifiedTree:
-        """Takes the oldest of those trees."""
+        """Removes and returns the oldest tree to prepare for."""
         return self._verified.pop(next(iter(self._verified)))
 
 
 class Drafter(Protocol):
-    """Proposes token trees that continue committed tokens. One that has nothing to prepare, shares
-    nothing between sequences or reads no features leaves those methods as they are."""
+    """Proposes token trees that continue committed tokens. Methods with a body are optional, for
+    drafters that capture graphs, have a prefix cache, read features or share a head."""
 
     @property
     def limits(self) -> DrafterLimits: ...
@@ -138,76 +137,75 @@ class Drafter(Protocol):
         """None for drafters that cannot draft ahead."""
 
     def open(self, sequence: DraftSequence) -> None:
-        """Takes a sequence on."""
+        """Opens a sequence."""
 
     def commit(
         self, sequence: DraftSequence, verdict: Verdict, features: FeatureRows | None
     ) -> None:
-        """Takes a round's result. `sequence.token_ids` already ends with the committed tokens.
+        """Applies a round's result. `sequence.token_ids` already ends with the committed tokens.
 
-        The verified tree need not be the one this drafter proposed last: another source may have
-        supplied it, or none.
+        The verified tree need not be the one this drafter proposed last: it may come from another
+        source, or there was none.
         """
 
     def add_features(self, sequence: DraftSequence, rows: FeatureRows) -> None:
-        """Takes features of committed positions, in the order of positions and without gaps from
-        the first row on. Rows it knows already are nothing new, and a drafter that reads tokens
+        """Adds features of committed positions, in the order of positions and without gaps from
+        the first row on. Rows that the drafter already has are ignored. A drafter that reads tokens
         alone needs none."""
         return
 
     def backlog(self, sequence: DraftSequence) -> int:
-        """Returns how many committed tokens the drafter has yet to take in, the last included.
+        """Returns how many committed tokens are not yet computed, the last token included.
 
-        A drafter that reads features counts those it has the features of.
+        A drafter that reads features counts only tokens whose features are here.
         """
 
     def reserve(self, sequence: DraftSequence, shape: TreeShape) -> bool:
-        """Makes room for the backlog and one tree.
+        """Reserves memory for the backlog and one tree.
 
         False, with nothing changed, when memory does not suffice.
         """
 
     def catch_up(self, sequences: Sequence[DraftSequence], max_tokens: int) -> int:
-        """Takes in up to `max_tokens` committed tokens of reserved sequences, in the order given.
+        """Computes up to `max_tokens` committed tokens of reserved sequences, in the order given.
 
-        Returns how many; 0 says that it waits for features.
+        Returns the number computed; 0 means that the drafter waits for features.
         """
 
     def propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
-        """Proposes for each of the reserved sequences, after taking in what is left of its backlog.
+        """Proposes for each of the reserved sequences, after computing the rest of its backlog.
 
-        At most one unconditional tree a sequence, empty when there is nothing to offer.
+        At most one unconditional tree a sequence, empty when there is nothing to propose.
         """
 
     def close(self, sequence: DraftSequence) -> None:
         """Frees the sequence's state."""
 
     def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
-        """Whether proposals of this shape for so many sequences, or fewer, wait for nothing that is
-        done once."""
+        """Whether proposals of this shape for up to `num_sequences` need no one-time work."""
         return True
 
     def prepare(self, shape: TreeShape, num_sequences: int | None) -> bool:
-        """Does one thing that a later proposal of this shape would otherwise wait for; returns
-        whether something was left to do.
+        """Does one piece of one-time work for proposals of this shape, such as capturing a graph;
+        returns whether some was left to do.
 
         Args:
-            num_sequences: what `is_prepared` asks for; None is any number, while there is nothing
-                else to do.
+            num_sequences: as for `is_prepared`; None is any number, used while the draft is idle.
         """
         return False
 
     def share_head(self) -> SharedHead | None:
-        """Lends the model and most of the free pages to rounds of a target, for good; None where no
-        round takes it."""
+        """Shares the model and most of the free pages with a target's rounds, permanently; None
+        where the model takes part in no rounds."""
         return None
 
     def flush_prefix_cache(self) -> int:
-        """Drops cached state no sequence uses; returns the pages freed."""
+        """Drops cached state that no sequence uses; returns the pages freed."""
         return 0
 
     def retire_prefix_cache(self) -> None:
-        """Other weights: sequences go on with the state they have, and none to come shares it."""
+        """Call after the weights changed: open sequences keep their state, and later sequences do
+        not share it."""
         return
 
     def gauges(self) -> Mapping[str, float]:
@@ -217,17 +215,16 @@ class Drafter(Protocol):
         """Asserts the drafter's invariants."""
 
 
-# A draft model with KV pages that its drafter keeps off, for the rounds of a target.
-
 _SHARED_EIGHTHS = 7
+"""Eighths of the free pages that a target's rounds get."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedHead:
-    """A draft head, or a language model, as rounds use it.
+    """A draft head or a language model for a target's rounds, with KV pages for them alone.
 
     Attributes:
-        pages: of the model's pool, for good.
+        pages: pages of the model's pool, leased permanently.
         max_context_tokens: longest sequence that needs no window.
     """
 
@@ -236,8 +233,8 @@ class SharedHead:
     max_context_tokens: int
 
     @classmethod
-    def of_most(cls, model: RoundModel, leases: KvLeases, *, max_context_tokens: int) -> SharedHead:
-        """Takes most of the free pages; the drafter keeps some for requests that have no lane."""
+    def leased(cls, model: RoundModel, leases: KvLeases, *, max_context_tokens: int) -> SharedHead:
+        """Leases most of the free pages; the drafter keeps some for requests without a lane."""
         lease = leases.open(())
         num_shared = leases.num_free_pages * _SHARED_EIGHTHS // 8
         leases.grow(lease, num_shared * leases.page_size)

@@ -1,17 +1,18 @@
 """Drafts with a one-layer head that continues the target's hidden states: EAGLE-2 and EAGLE-3.
 
-Sequences whose features have not arrived get an empty tree: their target need not wait.
+A sequence whose features have not arrived gets an empty tree, so that its target does not wait.
 
-Drafting ahead, the states of the verified tree's nodes stand in for the features that its verdict
-will bring. They are computed again from the features of each verdict, so that errors do not grow
-from round to round: nothing that was prepared for a verdict is gone on from but its tree. Once that
-is verified, a *walk* computes the committed rows and then the nodes of this very tree behind them,
-and finds what may follow each. The likeliest verdicts on it get branches, see `BranchPasses`, in
-which the bonus token is computed from the state of the last accepted node and a tree is grown from
-it, which is all that is kept.
+When drafting ahead, the head's states of the verified tree's nodes stand in for the features that
+come with the verdict. After each verdict the committed rows are computed again from its features,
+so that errors do not grow from round to round: of a branch only its tree is kept. While the target
+verifies that tree, a *walk* computes the committed rows and then the tree's nodes after them, and
+finds the continuations of each node. The likeliest verdicts on the tree get branches, see
+`BranchPasses`. In a branch the bonus token is computed from the state of the last accepted node,
+and a tree is grown from it.
 
-A verdict that falls while its tree is about to be there gets it late; with another one the features
-are here as soon as that tree would be, and make a better one.
+If a verdict arrives when its branch is at least half done, the branch's tree is finished and sent
+late. Otherwise a new tree is grown from the verdict's features: they are here as soon as the
+branch's tree would be, and make a better tree.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from shared.tokens import TreeShape, Verdict
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """A tree that is verified, and was grown before the features were here.
+    """A tree under verification that was grown before its sequence's features arrived.
 
     Attributes:
         shape: see `walked_shape`.
@@ -49,7 +50,7 @@ class _Walk:
 
 
 class HeadBranches(BranchLookahead):
-    """Walks the tree that is verified, and keeps nothing of branches but their trees."""
+    """Walks the tree that is verified, and keeps only the trees of branches, not their rows."""
 
     _contexts: HeadContexts
 
@@ -67,7 +68,7 @@ class HeadBranches(BranchLookahead):
         key, shape = verified.sequence.key, self._trees.shape(verified.shape)
         verified, rows = replace(verified, shape=shape), self._rows.get(key)
         if rows is not None:
-            self._want(verified, rows)
+            self._request_branches(verified, rows)
         else:
             self._walks[key] = _Walk(verified, walked_shape(verified.tree, shape))
 
@@ -76,24 +77,24 @@ class HeadBranches(BranchLookahead):
         rows, under_way = self._rows.get(key), self._passes.under_way
         growing = None
         if rows is not None and under_way is not None and under_way.trees.is_half_done:
-            growing = self._passes.growing(rows, path)
-        # Without a budget no pass finds what may follow a node, so there is nothing to learn from.
+            growing = self._passes.growing_branch(rows, path)
+        # Without a budget no pass finds continuations, so there are no ranks to count.
         if self._budget and rows is not None:
             self._observe(rows, path)
         self.drop(sequence)
         if growing is not None:
-            self._fallen[key] = growing
+            self._decided[key] = growing
 
     def drop(self, sequence: DraftSequence) -> None:
-        self._passes.wanted.drop(sequence.key)
-        for kept in (self._walks, self._rows, self._fallen):
-            kept.pop(sequence.key, None)
+        self._passes.queue.drop(sequence.key)
+        for state in (self._walks, self._rows, self._decided):
+            state.pop(sequence.key, None)
 
     def make_room(self) -> bool:
-        if self._fallen or self._passes.under_way is None:
+        if self._decided or self._passes.under_way is None:
             return False
         self._passes.give_up()
-        self._passes.wanted.clear()
+        self._passes.queue.clear()
         return True
 
     def advance(self) -> list[Proposal]:
@@ -103,54 +104,54 @@ class HeadBranches(BranchLookahead):
         return super().advance()
 
     def _give_up(self) -> None:
-        self._fallen.clear()
+        self._decided.clear()
         self._walks.clear()
 
     def _walk(self) -> None:
-        """Walks trees that go into one pass, and wants the verdicts on them. Waits for the device
-        to find what may follow their nodes."""
+        """Walks as many trees as fit one pass, and requests branches for the verdicts on them.
+        Waits for the device to find the continuations of their nodes."""
         shape = next(iter(self._walks.values())).shape
-        due = [each for each in self._walks.values() if each.shape == shape]
+        due = [walk for walk in self._walks.values() if walk.shape == shape]
         due = due[: self._trees.max_sequences]
-        for each in due:
-            del self._walks[each.verified.sequence.key]
+        for walk in due:
+            del self._walks[walk.verified.sequence.key]
         choices = num_choices(shape, self.budget)
-        # A tree larger than those wanted now may call for a shape that nobody has prepared for: its
-        # graph takes longer to capture than the round that the walk is for.
-        is_quick = self._trees.can_walk(shape, len(due), choices)
-        due = [each for each in due if is_quick or each.shape == each.verified.shape]
-        walks = [each.verified for each in due if self._can_walk(each)]
+        # A tree larger than the requested shape may need a walk of a shape without a graph.
+        # Capturing that takes longer than the round that the walk is for.
+        has_graph = self._trees.can_walk(shape, len(due), choices)
+        due = [walk for walk in due if has_graph or walk.shape == walk.verified.shape]
+        contexts, num_rows = self._contexts, shape.num_steps * shape.topk
+        walks = [
+            verified
+            for verified in (walk.verified for walk in due)
+            if contexts.is_complete(verified.sequence)
+            and contexts.reserve(verified.sequence, num_rows)
+        ]
         if not walks:
             return
-        sequences, trees = [each.sequence for each in walks], [each.tree for each in walks]
+        sequences, trees = [walk.sequence for walk in walks], [walk.tree for walk in walks]
         walked = self._trees.walk(sequences, trees, shape, choices)
         for verified, rows in zip(walks, walked, strict=True):
             self._rows[verified.sequence.key] = rows
-            self._want(verified, rows)
+            self._request_branches(verified, rows)
 
-    def _can_walk(self, walk: _Walk) -> bool:
-        """Whether the features are here, and there is memory."""
-        sequence, num_rows = walk.verified.sequence, walk.shape.num_steps * walk.shape.topk
-        contexts = self._contexts
-        return contexts.is_complete(sequence) and contexts.reserve(sequence, num_rows)
+    def _request_branches(self, verified: VerifiedTree, rows: GrownRows) -> None:
+        requests = self._likely_requests(verified, rows)
+        if requests:
+            self._passes.queue.put(verified.sequence.key, requests)
 
-    def _want(self, verified: VerifiedTree, rows: GrownRows) -> None:
-        wanted = self._likely(verified, rows)
-        if wanted:
-            self._passes.wanted.want(verified.sequence.key, wanted)
-
-    def _take(self, branch: Branch) -> Proposal | None:
-        key = branch.wanted.key
+    def _collect(self, branch: Branch) -> Proposal | None:
+        key = branch.request.key
         self._passes.free(branch)
-        if self._fallen.get(key) is branch:
-            del self._fallen[key]
+        if self._decided.get(key) is branch:
+            del self._decided[key]
             return branch_proposal(branch, is_current=True)
-        is_next = self._rows.get(key) is branch.wanted.rows
+        is_next = self._rows.get(key) is branch.request.rows
         return branch_proposal(branch, is_current=False) if is_next else None
 
 
 class EagleDrafter(TreeDrafter):
-    """See `TreeDrafter`. Whatever sets the heads apart is in `DraftHead`."""
+    """Drafts with a head; see `TreeDrafter`. `DraftHead` hides the differences between heads."""
 
     _contexts: HeadContexts
     _model: HeadModel
@@ -167,7 +168,7 @@ class EagleDrafter(TreeDrafter):
     ) -> None:
         """Args:
         keeps_features: see `HeadContexts`.
-        grower: of the model; None for heads of several layers.
+        grower: for the model; None for heads of several layers.
         generator: see `PassTrees`.
         """
         contexts = HeadContexts(
@@ -184,7 +185,7 @@ class EagleDrafter(TreeDrafter):
 
     @property
     def head(self) -> DraftHead:
-        """The weights, which others may copy into between two forwards."""
+        """The head; its weights may be overwritten between two forwards."""
         return self._model.head
 
     def commit(
@@ -195,10 +196,10 @@ class EagleDrafter(TreeDrafter):
         if self._branches is not None:
             self._branches.commit(sequence, verdict.committed_token_ids)
         if self._contexts.slide(sequence):
-            # A pass under way reads pages of the old window, which others may have from now on.
+            # A pass under way reads pages of the old window, which are free from now on.
             self._drop_ahead(sequence)
 
     def add_features(self, sequence: DraftSequence, rows: FeatureRows) -> None:
-        has_started_over = self._contexts.add_features(sequence, rows)
-        if has_started_over:
+        has_restarted = self._contexts.add_features(sequence, rows)
+        if has_restarted:
             self._drop_ahead(sequence)

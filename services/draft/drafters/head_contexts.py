@@ -22,17 +22,16 @@ from shared.runtime.tree_model import HeadModel
 
 
 class FeatureBuffer:
-    """Feature rows that a head has not used up: those of the positions `[start, end)` of a
-    sequence, in the pieces they came in.
+    """Feature rows that a head still needs: positions `[start, end)` of a sequence, in pieces.
 
     Attributes:
-        end: the position after the last row that ever came.
+        end: the position after the last row that ever arrived.
     """
 
     __slots__ = ("_pieces", "end")
 
     def __init__(self) -> None:
-        # With the positions that each begins and ends at: a tensor is slow to tell its length.
+        # Start position, end position and rows of each piece: reading a tensor's length is slow.
         self._pieces: deque[tuple[int, int, Tensor]] = deque()
         self.end = 0
 
@@ -42,8 +41,8 @@ class FeatureBuffer:
         return self._pieces[0][0] if self._pieces else self.end
 
     def append(self, rows: FeatureRows) -> None:
-        """Takes rows in; those it has had already are left out. After a gap everything before it
-        is dropped, because a head cannot step over a position."""
+        """Appends rows; rows that arrived before are ignored. A gap drops all earlier rows, because
+        a head cannot skip a position."""
         start, piece = rows.position_offset, rows.rows
         end = start + piece.shape[0]
         if start > self.end:
@@ -60,7 +59,7 @@ class FeatureBuffer:
             self._pieces.popleft()
 
     def read(self, start: int, count: int) -> Iterator[Tensor]:
-        """Yields the rows of `[start, start + count)`, piece by piece; all must be held."""
+        """Yields the rows of `[start, start + count)`, piece by piece; all must be here."""
         end = start + count
         assert self.start <= start <= end <= self.end, "these rows are not here"
         for first, last, piece in self._pieces:
@@ -73,10 +72,10 @@ class FeatureBuffer:
 
 
 class FeatureContexts(Contexts):
-    """The row of position p reads the target's features of p, so N committed tokens make N - 1
-    rows, which wait for their features."""
+    """Contexts whose row of position p reads the target's features of p. So N committed tokens have
+    N - 1 rows, which wait for their features."""
 
-    reads_ahead = 1
+    token_offset = 1
     keeps_tree_rows = False
 
     def __init__(
@@ -96,23 +95,23 @@ class FeatureContexts(Contexts):
         del self._features[sequence.key]
 
     def add_features(self, sequence: DraftSequence, rows: FeatureRows) -> bool:
-        """Takes rows in; True when the context had to start over at the first of them."""
+        """Adds rows; True when there was a gap before them, so that the context starts over."""
         features = self._features[sequence.key]
         features.append(rows)
         has_gap = features.start > self._next_position(sequence)
         if has_gap:
-            # The target cannot send what came before, so that is no part of the context.
+            # The target cannot send the rows before the gap again.
             self._restart(sequence, features.start)
         self.drop_features(sequence)
         return has_gap
 
     def backlog(self, sequence: DraftSequence) -> int:
-        """Returns the committed rows that are not computed but whose features are here."""
+        """Returns the number of committed rows not computed whose features are here."""
         end = min(self._features[sequence.key].end, sequence.num_tokens - 1)
         return max(end - self._next_position(sequence), 0)
 
     def is_complete(self, sequence: DraftSequence) -> bool:
-        """Whether there are committed rows, and the features of all that are not computed."""
+        """Whether there are committed rows, and the features of all rows not computed are here."""
         num_rows = self.num_window_rows(sequence)
         return 0 < num_rows == self.kv_of(sequence).num_computed + self.backlog(sequence)
 
@@ -125,11 +124,11 @@ class FeatureContexts(Contexts):
         ]
 
     def drop_features(self, sequence: DraftSequence) -> None:
-        """Frees the features that are needed no more."""
+        """Frees the features of computed rows."""
         self._features[sequence.key].drop_before(self._next_position(sequence))
 
     def gauges(self) -> Mapping[str, float]:
-        num_held = sum(each.end - each.start for each in self._features.values())
+        num_held = sum(buffer.end - buffer.start for buffer in self._features.values())
         return {**super().gauges(), "held_feature_row_count": float(num_held)}
 
     def _next_position(self, sequence: DraftSequence) -> int:
@@ -143,17 +142,16 @@ _DIGEST_BYTES = 16
 
 
 class HeadContexts(FeatureContexts):
-    """Each row reads the token after its position as well. Tree rows are computed from the head's
-    own states, not from features, so none of them is kept: once a verdict commits their tokens,
-    they are computed again.
+    """Contexts of a head whose rows also read the token after their position. Tree rows are
+    computed from the head's own states, not from features, so they are not kept: once a verdict
+    commits their tokens, their rows are computed again.
 
-    A sequence that outgrows the context starts over only as far back as its features are still
-    there.
+    A sequence that outgrows the context starts over only as far back as it has features.
 
     Args:
-        keeps_features: hold on to the features a sliding window starts over with; needed where
-            the target's context is longer than the draft's.
-        min_rows: committed rows that a tree needs.
+        keeps_features: keep the features that a new window starts with; needed where the target's
+            context is longer than the draft's.
+        min_rows: least committed rows that a tree needs.
     """
 
     def __init__(
@@ -176,8 +174,8 @@ class HeadContexts(FeatureContexts):
         self._min_rows = min_rows
 
     def slide(self, sequence: DraftSequence) -> bool:
-        """Starts over with the younger half of a context that is outgrown, as far back as there
-        are features; returns whether it was."""
+        """Starts over with the younger half of an outgrown context, as far back as there are
+        features; returns whether the context was outgrown."""
         is_outgrown = self._is_outgrown(sequence)
         if is_outgrown:
             start = sequence.num_tokens - 1 - self.num_kept_rows
@@ -185,14 +183,14 @@ class HeadContexts(FeatureContexts):
         return is_outgrown
 
     def is_complete(self, sequence: DraftSequence) -> bool:
-        """Whether besides some rows are not computed, and there are enough for a tree."""
+        """Also requires a row that is not computed, and enough rows for a tree."""
         is_due = self.backlog(sequence) > 0 and super().is_complete(sequence)
         return is_due and self.num_window_rows(sequence) >= self._min_rows
 
     @torch.inference_mode()
-    def take_in(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
+    def compute_rows(self, counts: Sequence[tuple[DraftSequence, int]]) -> None:
         hidden, pool = self.hidden(counts), self._pool
-        rows = [self._next_rows(*each) for each in counts]
+        rows = [self._next_rows(sequence, count) for sequence, count in counts]
         batch = build_batch(rows, page_size=pool.page_size, device=pool.device)
         self._head.forward(batch, hidden, pool)
         for sequence, _ in counts:
@@ -207,28 +205,30 @@ class HeadContexts(FeatureContexts):
         self.drop_features(sequence)
 
     def branch(
-        self, sequence: DraftSequence, behind: BranchKv | None, path: Sequence[int], num_rows: int
+        self, sequence: DraftSequence, parent: BranchKv | None, path: Sequence[int], num_rows: int
     ) -> BranchKv | None:
-        assert behind is None, "a head goes on from features, never from a branch"
-        return super().branch(sequence, behind, path, num_rows)
+        assert parent is None, "a head continues from features, never from a branch"
+        return super().branch(sequence, parent, path, num_rows)
 
     def drop_features(self, sequence: DraftSequence) -> None:
-        """Frees the features that neither the next rows nor a window to come needs."""
+        """Frees the features that neither the next rows nor a later window needs."""
         needed = self._next_position(sequence)
         if self._keeps_features:
             needed = min(needed, sequence.num_tokens - 1 - self.num_kept_rows)
         self._features[sequence.key].drop_before(needed)
 
-    def _keys(self, sequence: DraftSequence, window_start: int, count: int) -> Sequence[int]:
-        """A row depends on its own token, through the features, and on the one after it, so a key
-        holds both. Features depend on every earlier token, too: the first row of a window that
-        starts in the middle is known by a digest of all of them. The features of a probe are its
-        caller's, so its rows are not for others and the other way round: they have no keys.
+    def _cache_keys(self, sequence: DraftSequence, window_start: int, count: int) -> Sequence[int]:
+        """A row depends on its own token, through the features, and on the token after it, so a key
+        holds both. Features depend on every earlier token, too: where a window starts in the middle
+        of a sequence, the key of its first row is a digest of all of them. The features of a probe
+        come from its caller, so a probe shares no rows and has no keys.
         """
         if sequence.is_probe:
             return []
         tokens = sequence.token_ids[window_start : window_start + count + 1]
-        keys = [a << _TOKEN_BITS | b for a, b in itertools.pairwise(tokens)]
+        keys = [
+            token << _TOKEN_BITS | next_token for token, next_token in itertools.pairwise(tokens)
+        ]
         if keys and window_start:
             before = array("q", sequence.token_ids[: window_start + 2]).tobytes()
             digest = hashlib.blake2b(before, digest_size=_DIGEST_BYTES).digest()

@@ -1,4 +1,4 @@
-"""Loads the model of a drafter, what it borrows from its target, and its KV pool."""
+"""Loads a drafter's model and the tensors borrowed from its target; allocates its KV pool."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ log = logging.getLogger(__name__)
 
 
 def device_for(settings: DraftSettings) -> torch.device:
-    """Returns the device, on which this thread launches from now on.
+    """Returns the device, and makes this thread launch kernels on it.
 
     Raises:
-        SettingsError: it lacks what other settings need.
+        SettingsError: other settings need CUDA, and the device has none.
     """
     device = device_named(settings.device)
     if device.type == "cuda":
@@ -75,45 +75,45 @@ def device_for(settings: DraftSettings) -> torch.device:
 
 
 def log_quantisation(model: object) -> None:
-    """Says what 8-bit weights save; silent without them."""
+    """Logs the memory that 8-bit weights save, if there are any."""
     size_bytes = num_saved_bytes(model)
     if size_bytes:
         log.info("8-bit layers save %.1f MiB", size_bytes / 2**20)
 
 
 def context_for(settings: DraftSettings, longest: int, *, margin_tokens: int) -> int:
-    """Returns the tokens a forward can look back on: those of `--context-length`, or all that the
-    checkpoint has positions for. A larger `--context-length` is cut to that, with a warning.
+    """Returns the tokens a forward can attend to: `--context-length`, or all positions of the
+    checkpoint. A larger `--context-length` is cut to these, with a warning.
 
     Args:
-        longest: positions of the checkpoint.
-        margin_tokens: what a tree takes of it; a window size leaves it out of account.
+        longest: number of positions of the checkpoint.
+        margin_tokens: tokens of the context that a tree needs; a window size does not count them.
 
     Raises:
         CheckpointError: no room is left for a context beside a tree.
     """
-    wanted = settings.context_length or longest
-    if wanted > longest:
+    length = settings.context_length or longest
+    if length > longest:
         log.warning(
             "--context-length is %d; the draft's checkpoint has positions for %d, which are taken",
-            *(wanted, longest),
+            *(length, longest),
         )
-    context = min(wanted, longest, settings.max_total_tokens or longest)
+    context = min(length, longest, settings.max_total_tokens or longest)
     if settings.speculative_draft_window_size is not None:
         context = min(context, settings.speculative_draft_window_size + margin_tokens)
     if context < 2 * margin_tokens:
         raise CheckpointError(
             f"the draft's context is {context} tokens; trees need {margin_tokens} of it, so at "
-            f"least {2 * margin_tokens} are wanted"
+            f"least {2 * margin_tokens} are needed"
         )
     return context
 
 
 def is_cut_short(context: int, target_tokens: int) -> bool:
-    """Whether a head looks back on less than its target's longest sequence, which it then says.
+    """Whether a head's context is shorter than its target's longest sequence; logs a warning then.
 
     Args:
-        target_tokens: what the target was trained on.
+        target_tokens: the target's context.
     """
     if context >= target_tokens:
         return False
@@ -138,7 +138,7 @@ def allocate_kv(
     """Allocates the KV pool; call it once the weights are loaded.
 
     Args:
-        reserved_bytes: memory that something else will take.
+        reserved_bytes: memory to leave free for other uses.
         most_tokens: see `num_pages_for`.
         group: processes that hold a part of each page; all of them call this at the same time.
 
@@ -157,26 +157,25 @@ def allocate_kv(
         most_tokens=most_tokens,
     )
     if group is not None:
-        # Pages are leased by rank 0 alone, so all must have them.
+        # Rank 0 leases pages for all ranks, so all must have as many.
         num_pages = group.least(num_pages, device)
     leases = KvLeases(num_pages, settings.page_size, prefix_cache=not settings.disable_radix_cache)
     log.info("%s KV pages of %d tokens", f"{leases.num_pages:,}", settings.page_size)
     return KvPool(layout, num_pages, device), leases
 
 
-# The target in whose process a drafter runs, as far as the drafter's memory depends on it.
-
-
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Objects that a target shares with a drafter in its process.
+    """The target in whose process a drafter runs, as far as the drafter's memory depends on it.
 
     Attributes:
-        decoder: shares its tensors; None where they are read from the target's folder.
-        num_tokens: of the target's cache; None where that is in another process.
-        cache: of the target, which takes what the drafter may lack; None likewise.
-        round_bytes: of the GPU's memory, what rounds of the target with the drafter's model take.
-        vocab_size: of the target; 0 where it is in another process.
+        decoder: the target's decoder, whose tensors a head uses; None where they are read from the
+            target's folder.
+        num_tokens: tokens in the target's KV cache; None where the target is in another process.
+        cache: the target's KV cache, which takes memory that the drafter may lack; None where the
+            target is in another process.
+        round_bytes: GPU memory that the target's rounds with the drafter's model need.
+        vocab_size: the target's vocabulary size; 0 where the target is in another process.
     """
 
     decoder: Decoder | None = None
@@ -188,26 +187,27 @@ class Host:
     def reserved_bytes(
         self, device: torch.device, own_bytes: int, spec: FeatureSpec | None = None
     ) -> int:
-        """Returns what a drafter's cache leaves to others: to its own passes, to the features that
-        it reads, and to rounds, of what is free beside those at most half.
+        """Returns the bytes that a drafter's cache leaves free: for its own passes, for the
+        features it reads, and for the target's rounds. Rounds get at most half of the memory that
+        is free beside the other two.
 
         Args:
-            own_bytes: of its own passes.
+            own_bytes: bytes of the drafter's own passes.
             spec: None for a drafter that reads no features.
         """
-        taken = own_bytes + (0 if spec is None else self.feature_bytes(spec))
+        reserved = own_bytes + (0 if spec is None else self.feature_bytes(spec))
         if not self.round_bytes:
-            return taken
-        return taken + min(self.round_bytes, max(0, free_memory_bytes(device) - taken) // 2)
+            return reserved
+        return reserved + min(self.round_bytes, max(0, free_memory_bytes(device) - reserved) // 2)
 
     @property
     def most_tokens(self) -> int | None:
-        """Tokens beyond which a head's cache is of no use: as many as the target's, and as many
+        """Most tokens that a head's cache can use: as many as the target's cache has, and as many
         again for rounds on the device, which get half of the pages."""
         return None if self.num_tokens is None else 2 * self.num_tokens
 
     def no_memory(self, shortage: Shortage) -> str:
-        """Returns that the drafter does not fit, and what to lower."""
+        """Returns the error message that the drafter does not fit, and what to lower."""
         if self.cache is not None:
             return f"the draft does not fit beside its target: {self.cache.advice(shortage)}"
         return (
@@ -216,8 +216,8 @@ class Host:
         )
 
     def feature_bytes(self, spec: FeatureSpec) -> int:
-        """Returns the memory that the target will want once it knows of the head: it keeps a row
-        for each token of its cache."""
+        """Returns the memory of the target's features: it keeps a row for each token of its cache,
+        and allocates them once the head is attached."""
         return (self.num_tokens or 0) * spec.width * spec.dtype.itemsize
 
 
@@ -228,7 +228,7 @@ def pass_limits(
     settings: DraftSettings, device: torch.device, *, max_context_tokens: int
 ) -> PassLimits:
     """Returns the sizes of passes."""
-    # The plain kernels ask the device for sizes, which no graph can hold.
+    # The plain torch kernels read sizes from the device, which a graph cannot capture.
     has_kernels = settings.speculative_draft_attention_backend is not AttentionBackend.TORCH
     return PassLimits(
         max_sequences=settings.max_running_requests,
@@ -240,16 +240,16 @@ def pass_limits(
 
 
 def reserved_for_head(settings: DraftSettings, head: DraftHead, limits: PassLimits) -> int:
-    """Returns the bytes that the cache has to leave for the passes of a head."""
+    """Returns the bytes that the cache must leave free for the passes of a head."""
     if not limits.has_graphs:
         return 0
-    return _num_memories(settings) * head_memory_bytes(head, settings.shape, limits)
+    return _num_growers(settings) * head_memory_bytes(head, settings.shape, limits)
 
 
 def reserved_for_model(
     settings: DraftSettings, config: ModelConfig, dtype: torch.dtype, limits: PassLimits
 ) -> int:
-    """Returns the bytes that the cache has to leave for the passes of a language model."""
+    """Returns the bytes that the cache must leave free for the passes of a language model."""
     if not limits.has_graphs:
         return 0
     largest = GraphLimits(
@@ -258,11 +258,11 @@ def reserved_for_model(
         max_tail_width=settings.shape.num_steps * settings.shape.topk,
         max_context_tokens=limits.max_context_tokens,
     )
-    return _num_memories(settings) * graph_memory_bytes(config, largest, dtype)
+    return _num_growers(settings) * graph_memory_bytes(config, largest, dtype)
 
 
-def _num_memories(settings: DraftSettings) -> int:
-    """Passes for verdicts to come have memory of their own."""
+def _num_growers(settings: DraftSettings) -> int:
+    """Passes that draft ahead have a grower with memory of its own."""
     return 2 if settings.speculative_outcome_budget else 1
 
 
@@ -274,12 +274,8 @@ def build_model_drafter(
         return build_dflash(settings, host)
     if settings.algorithm.reads_features:
         return build_head(settings, host)
-    built = build_model(
-        settings,
-        None if followers is None else followers.group,
-        None if followers is None else followers.leader,
-        host,
-    )
+    group, leader = (None, None) if followers is None else (followers.group, followers.leader)
+    built = build_model(settings, group, leader, host)
     return StandaloneDrafter(
         built.runner, built.leases, built.grower, max_context_tokens=built.max_context_tokens
     )
@@ -303,10 +299,10 @@ def build_head(settings: DraftSettings, host: Host) -> EagleDrafter:
     tensors = target_tensors(settings.target_folder, host.decoder, dtype=dtype, device=device)
     context = context_for(settings, config.max_position_embeddings, margin_tokens=CONTEXT_MARGIN)
     is_shorter = is_cut_short(context, target.max_position_embeddings)
-    how: dict[str, Any] = {"dtype": dtype, "device": device, "options": settings.model_options}
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "options": settings.model_options}
     if algorithm is not Algorithm.MTP:
-        how["token_map"] = _token_map(settings, target.vocab_size)
-    head = read_head(algorithm, folder, tensors, **how)
+        options["token_map"] = _token_map(settings, target.vocab_size)
+    head = read_head(algorithm, folder, tensors, **options)
     log.info(
         "%s in %s on %s: %d layers, %d of %d tokens, features of layers %s, %d wide",
         *(folder.name, head.dtype, head.device, len(head.layers)),
@@ -316,7 +312,7 @@ def build_head(settings: DraftSettings, host: Host) -> EagleDrafter:
     log_quantisation(head)
     has_one_layer = len(head.layers) == 1
     limits = pass_limits(settings, device, max_context_tokens=context)
-    # Several layers grow no whole trees in one pass, and share no prefixes.
+    # A head of several layers does not grow whole trees in one pass, and has no prefix cache.
     reserved = reserved_for_head(settings, head, limits) if has_one_layer else 0
     pool, leases = allocate_kv(
         settings if has_one_layer else replace(settings, disable_radix_cache=True),
@@ -349,11 +345,13 @@ def head_config(
     return HeadConfig.from_folder(folder, HeadKind(algorithm.value), target)
 
 
-def read_head(algorithm: Algorithm, folder: Path, tensors: TargetTensors, **how: Any) -> DraftHead:
-    """Returns such a head; for `how` see `load_head` and `load_mtp`."""
+def read_head(
+    algorithm: Algorithm, folder: Path, tensors: TargetTensors, **options: Any
+) -> DraftHead:
+    """Loads an EAGLE or EAGLE3 head, or next-token layers. Options: see `load_head`, `load_mtp`."""
     if algorithm is Algorithm.MTP:
-        return load_mtp(folder, tensors, **how)
-    return load_head(folder, HeadKind(algorithm.value), tensors, **how)
+        return load_mtp(folder, tensors, **options)
+    return load_head(folder, HeadKind(algorithm.value), tensors, **options)
 
 
 def _token_map(settings: DraftSettings, vocab_size: int) -> torch.Tensor | None:
@@ -401,10 +399,11 @@ def build_dflash(settings: DraftSettings, host: Host) -> DflashDrafter:
 
 
 def _window(settings: DraftSettings, context: int, block_size: int, num_pages: int) -> int:
-    """Returns the tokens before a block that the drafter may keep, a page more while it slides.
+    """Returns the tokens before a block that the drafter may keep. A sliding window needs a page
+    more.
 
     Raises:
-        SettingsError: the pool is too small for any.
+        SettingsError: the pool is too small for a block and a token before it.
     """
     num_slots = num_pages * settings.page_size
     window = min(context, num_slots - settings.page_size + 1) - block_size
@@ -426,7 +425,7 @@ class BuiltModel:
     """The model runner and the tree grower of a standalone draft.
 
     Attributes:
-        max_context_tokens: that a forward can look back on.
+        max_context_tokens: tokens that a forward can attend to.
     """
 
     runner: ModelRunner
@@ -441,11 +440,11 @@ def build_model(
     leader: Leader | None = None,
     host: Host | None = None,
 ) -> BuiltModel:
-    """Loads the model, or this process's part of it, and allocates its KV pool.
+    """Loads the model, or this process's shard of it, and allocates its KV pool.
 
     Args:
         group: processes that share the model; all of them call this at the same time.
-        leader: of rank 0.
+        leader: rank 0's leader; None on other ranks.
         host: the target of this process, if there is one.
 
     Raises:
@@ -496,15 +495,13 @@ def build_model(
     return BuiltModel(runner, grower, leases, context)
 
 
-# The processes that share the model.
-
-
 def start_followers(settings: DraftSettings) -> Followers:
-    """Starts them and returns once all have joined; they load their weights meanwhile.
+    """Starts the other processes of a sharded model. Returns once all have joined; they load their
+    weights meanwhile.
 
     Raises:
         CheckpointError: the model folder has no usable config.
-        SettingsError: the model cannot be cut so, or there are not as many GPUs.
+        SettingsError: the model cannot be split over so many GPUs, or there are too few GPUs.
     """
     check_shard(Shard(0, settings.tp_size), ModelConfig.from_folder(settings.model_folder))
     ranks = Ranks(settings.tp_size)

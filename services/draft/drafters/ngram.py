@@ -1,8 +1,8 @@
-"""Drafts by looking up what followed the same words before: no model, no torch.
+"""Drafts by looking up which tokens followed the same n-gram before: no model, no torch.
 
-One index holds the n-grams of every sequence this worker has seen, prompts, outputs and an
-optional corpus, so a text that was written once drafts itself the next time. What it proposes
-depends on what other sequences wrote; what is generated never does.
+One index holds the n-grams of every sequence that this worker has seen (prompts and outputs) and of
+an optional corpus, so a text that was generated once is proposed the next time. The proposals
+depend on the texts of other sequences; the generated tokens never do.
 """
 
 from __future__ import annotations
@@ -17,26 +17,22 @@ from services.draft.drafters.drafter import (
     VerifiedTree,
 )
 from services.draft.events import FeatureRows
-from services.draft.likely_verdicts import (
-    Continuation,
-    likely_verdicts,
-    rank_of,
-)
+from services.draft.likely_verdicts import Continuation, likely_verdicts, rank_of
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.ngram import Cursor, NgramIndex, NgramOptions, Text
 from shared.tokens import TokenTree, TreeShape, Verdict
 
 _CHOICES = TreeShape(num_steps=1, topk=16, num_draft_tokens=17)
-"""The candidates after a node: trees of one level."""
+"""Shape of the continuations after a node: a tree of one level."""
 _LIMITS = DrafterLimits(num_ready_tokens=4096)
-"""They are taken in within a millisecond."""
+"""The index takes in as many tokens within a millisecond."""
 
 
 class NgramLookahead(OneStepLookahead):
-    """See `Lookahead`.
+    """Looks up a tree for each likely verdict; see `Lookahead`.
 
     Args:
-        cursors: of the open sequences.
+        cursors: cursors of the open sequences.
     """
 
     def __init__(self, index: NgramIndex, cursors: Mapping[SequenceKey, Cursor]) -> None:
@@ -49,14 +45,15 @@ class NgramLookahead(OneStepLookahead):
         return list(self._prepare(self._next())) if self._verified else []
 
     def observe(self, sequence: DraftSequence, num_committed: int) -> None:
-        """Learns which of its choices the target took in a verdict that is not taken in yet."""
+        """Counts the ranks of the choices that the target took. The index must not have taken in
+        the committed tokens yet."""
         token_ids = sequence.token_ids
-        places = range(len(token_ids) - num_committed, len(token_ids))
-        first = max(places.start - self._index.context_tokens, 0)
-        texts = [token_ids[first:place] for place in places]
-        for place, choices in zip(places, self._choices(sequence, texts), strict=True):
+        positions = range(len(token_ids) - num_committed, len(token_ids))
+        first = max(positions.start - self._index.context_tokens, 0)
+        texts = [token_ids[first:position] for position in positions]
+        for position, choices in zip(positions, self._choices(sequence, texts), strict=True):
             if choices:
-                self._shares.observe(rank_of(choices, token_ids[place]))
+                self._shares.observe(rank_of(choices, token_ids[position]))
 
     def _prepare(self, verified: VerifiedTree) -> Iterator[Proposal]:
         sequence, tree = verified.sequence, verified.tree
@@ -66,16 +63,16 @@ class NgramLookahead(OneStepLookahead):
             texts.append([*texts[0 if parent is None else parent + 1], token])
         choices = self._choices(sequence, texts)
         verdicts = likely_verdicts(tree, choices, self._shares, verified.budget)
-        ends = [[*texts[each.place], each.token] for each in verdicts]
+        ends = [[*texts[verdict.tree_row], verdict.token] for verdict in verdicts]
         trees = self._grow(sequence, ends, verified.shape)
-        for each, next_tree in zip(verdicts, trees, strict=True):
-            yield Proposal(sequence, next_tree, each.condition)
+        for verdict, next_tree in zip(verdicts, trees, strict=True):
+            yield Proposal(sequence, next_tree, verdict.condition)
 
     def _choices(
         self, sequence: DraftSequence, texts: Iterable[list[int]]
     ) -> list[list[Continuation]]:
         trees = self._grow(sequence, texts, _CHOICES)
-        return [list(zip(each.token_ids, each.log_probs, strict=True)) for each in trees]
+        return [list(zip(tree.token_ids, tree.log_probs, strict=True)) for tree in trees]
 
     def _grow(
         self, sequence: DraftSequence, texts: Iterable[list[int]], shape: TreeShape
@@ -88,7 +85,8 @@ class NgramLookahead(OneStepLookahead):
 
 
 class NgramDrafter(Drafter):
-    """State per sequence is a cursor into the shared index, which forgets by age, not by page."""
+    """Drafts from an n-gram index. The state per sequence is a cursor into the shared index, which
+    evicts n-grams by age and has no pages."""
 
     def __init__(self, options: NgramOptions) -> None:
         self._index = NgramIndex(options)
@@ -104,7 +102,7 @@ class NgramDrafter(Drafter):
         return _LIMITS
 
     def learn(self, token_ids: Sequence[int]) -> None:
-        """Takes a text of the corpus in."""
+        """Adds a text of the corpus to the index."""
         self._index.take_in([(Cursor(), token_ids)])
 
     def open(self, sequence: DraftSequence) -> None:
@@ -113,7 +111,7 @@ class NgramDrafter(Drafter):
     def commit(
         self, sequence: DraftSequence, verdict: Verdict, features: FeatureRows | None
     ) -> None:
-        """Committed tokens are taken in with the next proposal."""
+        """Observes a verdict; the next proposal takes its tokens into the index."""
         self._lookahead.drop(sequence)
         num_committed = len(verdict.committed_token_ids)
         if self._lookahead.budget and self.backlog(sequence) == num_committed:
@@ -137,13 +135,13 @@ class NgramDrafter(Drafter):
         return num_taken
 
     def propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
-        texts = [(self._cursors[each.key], each.token_ids) for each in sequences]
+        texts = [(self._cursors[sequence.key], sequence.token_ids) for sequence in sequences]
         trees = self._index.grow(texts, shape)
-        return [Proposal(*each) for each in zip(sequences, trees, strict=True)]
+        return [Proposal(*pair) for pair in zip(sequences, trees, strict=True)]
 
     def close(self, sequence: DraftSequence) -> None:
         self._lookahead.drop(sequence)
-        # Its last tokens too draft the next text of its kind.
+        # Later sequences draft from the last committed tokens, too.
         self._index.take_in([(self._cursors.pop(sequence.key), sequence.token_ids)])
 
     def gauges(self) -> Mapping[str, float]:

@@ -1,5 +1,5 @@
-"""Trees that grow in passes of the device, with one copy to the host: behind committed tokens, and
-in branches, which are computed for verdicts that may fall."""
+"""Trees that passes on the device grow, with one copy to the host: after committed tokens, and in
+branches, which are computed ahead for possible verdicts."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from shared.tokens import TokenTree, TreeShape
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A verdict that gets a branch.
+class BranchRequest:
+    """A verdict that is to get a branch.
 
     Attributes:
-        verified: the tree that it is on, and the shape of the branch's.
-        accepted: tokens of the nodes that it accepts.
-        rows: of the tree that it is on.
-        behind: the branch with that tree; None where the target verifies it already.
+        verified: the tree that the verdict is on, and the shape of the branch's tree.
+        accepted: tokens of the nodes that the verdict accepts.
+        rows: rows of the tree that the verdict is on.
+        parent: the branch with that tree; None where the target verifies the tree already.
     """
 
     verified: VerifiedTree
     verdict: LikelyVerdict
     accepted: Path
     rows: GrownRows
-    behind: Branch | None
+    parent: Branch | None
 
     @property
     def path(self) -> Path:
@@ -49,37 +49,37 @@ class Wanted:
 
 @dataclass(slots=True, eq=False)
 class Branch:
-    """The rows computed ahead for one verdict.
+    """The pages and the tree computed ahead for one verdict.
 
     Attributes:
-        grown: its tree's; None while the device is at work on it.
-        followers: by the tokens that it commits, what is computed for a verdict on its tree.
+        grown: rows of the branch's tree; None while the device computes them.
+        children: branches for verdicts on the branch's tree, by the tokens that they commit.
     """
 
-    wanted: Wanted
+    request: BranchRequest
     kv: BranchKv
     grown: GrownRows | None = None
-    followers: dict[Path, Branch] = field(default_factory=dict)
+    children: dict[Path, Branch] = field(default_factory=dict)
 
     @property
     def rows(self) -> GrownRows:
-        """Those that have grown."""
+        """Rows of the branch's tree, which must have grown."""
         assert self.grown is not None
         return self.grown
 
 
-class WantedBranches:
-    """Verdicts that get a branch when their turn comes, sequence by sequence."""
+class BranchQueue:
+    """Branch requests that wait for a pass, sequence by sequence."""
 
     def __init__(self) -> None:
-        self._by_key: dict[SequenceKey, list[Wanted]] = {}
+        self._by_key: dict[SequenceKey, list[BranchRequest]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._by_key)
 
-    def want(self, key: SequenceKey, wanted: list[Wanted]) -> None:
-        """Takes those of a sequence in place of any before."""
-        self._by_key[key] = wanted
+    def put(self, key: SequenceKey, requests: list[BranchRequest]) -> None:
+        """Replaces the waiting requests of a sequence."""
+        self._by_key[key] = requests
 
     def drop(self, key: SequenceKey) -> None:
         self._by_key.pop(key, None)
@@ -87,41 +87,41 @@ class WantedBranches:
     def clear(self) -> None:
         self._by_key.clear()
 
-    def take(self, count: int) -> list[Wanted]:
-        """Takes verdicts whose trees have one shape, as many as a pass grows."""
-        batch: list[Wanted] = []
-        for key, wanted in list(self._by_key.items()):
+    def take(self, count: int) -> list[BranchRequest]:
+        """Removes and returns up to `count` requests whose trees have the same shape."""
+        batch: list[BranchRequest] = []
+        for key, requests in list(self._by_key.items()):
             room = count - len(batch)
-            if batch and wanted and wanted[0].verified.shape != batch[0].verified.shape:
+            if batch and requests and requests[0].verified.shape != batch[0].verified.shape:
                 continue
-            batch += wanted[:room]
-            if len(wanted) > room:
-                self._by_key[key] = wanted[room:]
+            batch += requests[:room]
+            if len(requests) > room:
+                self._by_key[key] = requests[room:]
                 break
             del self._by_key[key]
         return batch
 
 
-def all_of(branches: Iterable[Branch]) -> Iterator[Branch]:
-    """Yields branches and what follows them."""
+def with_descendants(branches: Iterable[Branch]) -> Iterator[Branch]:
+    """Yields branches and all their descendants."""
     for branch in branches:
         yield branch
-        yield from all_of(branch.followers.values())
+        yield from with_descendants(branch.children.values())
 
 
 def num_choices(shape: TreeShape, budget: int) -> int:
-    """Returns how many tokens to find after each node: a verdict ends in one that its tree does not
-    hold.
+    """Returns how many tokens to find after each node. They are more than its children, because the
+    bonus token of a verdict is none of them.
 
     Args:
-        budget: verdicts to choose.
+        budget: most verdicts to prepare for.
     """
     return max(shape.topk + 1, budget) if budget else 0
 
 
 def grown_shape(shape: TreeShape, vocab_size: int) -> TreeShape:
-    """Returns a shape without useless parts: levels beyond the last kept node of a
-    chain, and children beyond the vocabulary."""
+    """Returns a shape without levels deeper than a chain of all its nodes, and without children
+    beyond the vocabulary."""
     num_steps, topk = min(shape.num_steps, shape.max_node_count), min(shape.topk, vocab_size)
     if (num_steps, topk) == (shape.num_steps, shape.topk):
         return shape
@@ -129,11 +129,11 @@ def grown_shape(shape: TreeShape, vocab_size: int) -> TreeShape:
 
 
 class PassTrees:
-    """Grows trees behind committed rows and in branches.
+    """Grows trees after committed rows and in branches.
 
     Args:
-        generator: of the host; the source of what is drawn for targets that verify by the draft's
-            distributions. Seeded by the system when left out.
+        generator: random generator on the host, for chains drawn for targets that verify by the
+            draft's distributions. Seeded by the system when left out.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class PassTrees:
 
     @property
     def max_sequences(self) -> int:
-        """Trees of one pass."""
+        """Most trees of one pass."""
         return self._grower.limits.max_sequences
 
     def shape(self, shape: TreeShape) -> TreeShape:
@@ -152,16 +152,16 @@ class PassTrees:
         return grown_shape(shape, self._grower.model.vocab_size)
 
     def is_prepared(self, shape: TreeShape, num_sequences: int, budget: int) -> bool:
-        """Whether all graphs are there for trees of a shape, of so many sequences that prepare for
-        so many verdicts each."""
+        """Whether all graphs exist for trees of a shape, for so many sequences with `budget`
+        verdicts to prepare for each."""
         return all(
             grower.is_ready(shape, count, num_choices=choices, is_walk=is_walk)
             for grower, count, choices, is_walk in self._uses(shape, num_sequences, budget)
         )
 
     def prepare(self, shape: TreeShape, num_sequences: int | None, budget: int) -> bool:
-        """Captures one of them, or one for any number of sequences; returns whether one was
-        left."""
+        """Captures one of these graphs, or with None one for any number of sequences; returns
+        whether one was missing."""
         return any(
             grower.capture_next(
                 shape,
@@ -175,30 +175,30 @@ class PassTrees:
     def grow(
         self, sequences: Sequence[DraftSequence], shape: TreeShape, num_choices: int
     ) -> list[GrownRows]:
-        """Computes the committed rows that are left of each sequence, and a tree behind them.
+        """Computes the committed rows that are left of each sequence, and a tree after them.
 
         Args:
-            sequences: that `grows_whole`, complete, with room for both.
+            sequences: sequences that `grows_whole`, complete, with pages for rows and tree.
             num_choices: see `TreeGrower.begin`.
         """
         return [
-            each
+            grown
             for batch in self._batches(sequences)
-            for each in self._grow(batch, shape, num_choices)
+            for grown in self._grow(batch, shape, num_choices)
         ]
 
     def grow_scored(
         self, sequences: Sequence[DraftSequence], shape: TreeShape
     ) -> Iterator[TokenTree]:
-        """Yields a tree for each sequence that does not grow whole, by all that its request asks
-        for; see `grow`."""
+        """Yields a tree for each sequence that does not `grows_whole`, scored by all sampling
+        parameters of its request; see `grow`."""
         for batch in self._batches(sequences):
             scores = request_scores(batch, shape, self._generator)
             grown = self._grow(batch, shape, 0, scores)
-            yield from scores.finished([each.tree for each in grown])
+            yield from scores.finished([rows.tree for rows in grown])
 
     def can_walk(self, shape: TreeShape, num_sequences: int, num_choices: int) -> bool:
-        """Whether a `walk` of so many trees waits for no graph."""
+        """Whether a `walk` of so many trees has its graph."""
         return self._grower.is_ready(shape, num_sequences, num_choices=num_choices, is_walk=True)
 
     def walk(
@@ -208,8 +208,8 @@ class PassTrees:
         shape: TreeShape,
         num_choices: int,
     ) -> list[GrownRows]:
-        """Computes the committed rows that are left of each sequence, and a given tree behind them;
-        waits for nothing.
+        """Computes the committed rows that are left of each sequence, and the nodes of a given tree
+        after them. Only queues work on the device.
 
         Args:
             sequences: at most `max_sequences`; see `grow`.
@@ -221,33 +221,35 @@ class PassTrees:
         return list(map(GrownRows, walked))
 
     def num_branch_rows(self, shape: TreeShape) -> int:
-        """Returns the rows of a tree that are computed in a branch: where none is kept, nothing is
-        chosen behind the leaves."""
+        """Returns how many rows of a branch's tree are computed. Where tree rows are not kept, the
+        leaves need none: nothing continues from them."""
         num_levels = shape.num_steps if self._contexts.keeps_tree_rows else shape.num_steps - 1
         return num_levels * shape.topk
 
     def begin(
-        self, wanted: Sequence[Wanted], rows: Sequence[OpenSequence], num_choices: int
+        self, requests: Sequence[BranchRequest], rows: Sequence[OpenSequence], num_choices: int
     ) -> GrowingTrees:
-        """Begins to grow a tree of one shape in each branch, behind the token that ends its
-        verdict. The pass can stop while other trees are grown; the next one gives it up."""
-        self._contexts.move()
+        """Begins to grow a tree in each branch, all of one shape, after the bonus token of its
+        verdict. The pass can pause while other trees are grown; the next `begin` ends it."""
+        self._contexts.apply_moves()
         states: Sequence[Tensor] = ()
         if not self._contexts.keeps_tree_rows:
-            # The states of accepted nodes stand in for features.
-            states = PassRows.states(each.rows.row(each.accepted) for each in wanted)
-        return self._split.begin(rows, states, wanted[0].verified.shape, num_choices=num_choices)
+            # The states of the accepted nodes stand in for features.
+            states = PassRows.states(
+                request.rows.pass_row(request.accepted) for request in requests
+            )
+        return self._split.begin(rows, states, requests[0].verified.shape, num_choices=num_choices)
 
     def _batches(self, sequences: Sequence[DraftSequence]) -> Iterator[Sequence[DraftSequence]]:
-        """Yields the sequences, as many at a time as a pass takes."""
+        """Yields the sequences in batches of one pass."""
         for start in range(0, len(sequences), self.max_sequences):
             yield sequences[start : start + self.max_sequences]
 
     def _uses(
         self, shape: TreeShape, num_sequences: int, budget: int
     ) -> list[tuple[TreeGrower, int, int, bool]]:
-        """Returns what passes are used for: the trees at a time, the tokens to find after each row,
-        and whether trees are walked."""
+        """Returns the kinds of passes in use: the grower, the number of trees, the number of tokens
+        to find after each row, and whether trees are walked."""
         choices, num_branches = num_choices(shape, budget), num_sequences * budget
         grown = self._grower, num_sequences, choices, False
         if not budget:
@@ -270,14 +272,14 @@ class PassTrees:
         # The device computes meanwhile.
         self._settle(sequences)
         grown = list(map(GrownRows, growing.read()))
-        for sequence, each in zip(sequences, grown, strict=True):
-            self._contexts.plant(sequence, each)
+        for sequence, rows_of_tree in zip(sequences, grown, strict=True):
+            self._contexts.set_subtree(sequence, rows_of_tree)
         return grown
 
     def _open(
         self, sequences: Sequence[DraftSequence], shape: TreeShape
     ) -> tuple[list[OpenSequence], list[Tensor]]:
-        # After a prompt, or a deeper tree of another draft, there is more than a pass can take.
+        # After a prompt, or a deeper tree of another draft, more rows are open than fit a pass.
         return self._contexts.open_pass(sequences, self._grower.max_open_rows(shape))
 
     def _settle(self, sequences: Sequence[DraftSequence]) -> None:

@@ -33,10 +33,11 @@ log = logging.getLogger(__name__)
 def borrowed_tensors(
     settings: DraftSettings, drafter: Drafter, decoder: Decoder | None = None
 ) -> BorrowedTensors | None:
-    """Returns what a drafter borrows; None where it has no head.
+    """Returns the target's tensors that a drafter uses; None where it has no head.
 
     Args:
-        decoder: that the head was loaded beside; None where it was loaded from the target's folder.
+        decoder: the target's decoder, if the head uses its tensors; None where they were loaded
+            from the target's folder.
     """
     if isinstance(drafter, DflashDrafter):
         lm_head, token_ids = drafter.head.lm_head, None
@@ -45,37 +46,38 @@ def borrowed_tensors(
         token_ids = drafter.head.vocabulary.token_ids
     else:
         return None
-    own = drafter.head.embedding
-    target = target_tensors(settings.target_folder, decoder, dtype=own.dtype, device=own.device)
-    return BorrowedTensors(target, own, lm_head, token_ids)
+    embedding = drafter.head.embedding
+    dtype, device = embedding.dtype, embedding.device
+    target = target_tensors(settings.target_folder, decoder, dtype=dtype, device=device)
+    return BorrowedTensors(target, embedding, lm_head, token_ids)
 
 
 class BorrowedTables:
-    """Reads borrowed tables of a target in another process anew, and swaps them in.
+    """Reads the borrowed tables of a target in another process again, and swaps them in.
 
     Args:
-        between: runs a function between two rounds; blocks.
+        between_rounds: runs a function between two rounds; blocks.
 
     Attributes:
-        num_updates: of the target whose tables are in force; 0 for those of the start.
+        num_updates: weight update of the target that the tables are from; 0 for those of the start.
     """
 
     def __init__(
-        self, borrowed: BorrowedTensors, between: Callable[[Callable[[], None]], None]
+        self, borrowed: BorrowedTensors, between_rounds: Callable[[Callable[[], None]], None]
     ) -> None:
         self.num_updates = 0
-        self._borrowed, self._between = borrowed, between
+        self._borrowed, self._between_rounds = borrowed, between_rounds
 
-    async def follow(self, channel: aio.Channel, num_updates: int) -> None:
-        """The target has had `num_updates`. The old tables stay where it cannot be read: trees get
-        worse, and no token wrong."""
+    async def reload(self, channel: aio.Channel, num_updates: int) -> None:
+        """Reads the tables of the target's weight update `num_updates`. If that fails, the old
+        tables stay: acceptance falls, and no generated token changes."""
         stub = pb_grpc.SpeculationServiceStub(channel)
         try:
             tables = {
-                each: await self._read(stub, each, num_updates) for each in self._borrowed.tables
+                table: await self._read(stub, table, num_updates) for table in self._borrowed.tables
             }
             target = TargetTensors(self._borrowed.config, tables.__getitem__)
-            await asyncio.to_thread(self._between, lambda: self._borrowed.follow(target))
+            await asyncio.to_thread(self._between_rounds, lambda: self._borrowed.follow(target))
         except (aio.AioRpcError, OutriderError) as failure:
             error = error_from_rpc(failure) if isinstance(failure, aio.AioRpcError) else failure
             log.warning("old tables stay in the head: %s: %s", error.reason, error.message)

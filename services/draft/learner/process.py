@@ -144,9 +144,11 @@ class LearnerProcess:
             feature_spec=self._spec,
             learns=True,
         )
-        follow = BorrowedTables(self._borrowed, self.learner.between_updates).follow
+        tables = BorrowedTables(self._borrowed, self.learner.between_updates)
         return AttachClient(
-            address, identity, self.traffic, Backoff(), tls=settings.target_tls, follow=follow
+            *(address, identity, self.traffic, Backoff()),
+            tls=settings.target_tls,
+            reload_tables=tables.reload,
         )
 
     def _publish(self, folder: Path, version: int) -> None:

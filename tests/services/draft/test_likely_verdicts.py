@@ -45,7 +45,7 @@ def _chosen(probability: float, budget: int, num_observed: int = 2000) -> list[L
 
 
 def _by_position(chosen: list[LikelyVerdict]) -> list[int]:
-    counts = Counter(each.place for each in chosen)
+    counts = Counter(each.tree_row for each in chosen)
     return [counts[place] for place in range(DEPTH + 1)]
 
 
@@ -55,12 +55,12 @@ def test_the_end_of_a_likely_path_gets_more_than_the_node_before_it(probability:
     counts = _by_position(chosen)
     assert counts[DEPTH] > counts[DEPTH - 1]
     assert sum(counts) == 8
-    assert (DEPTH, 0) in {(each.place, each.rank) for each in chosen}
+    assert (DEPTH, 0) in {(each.tree_row, each.rank) for each in chosen}
 
 
 def test_of_a_sure_draft_the_whole_path_is_the_likeliest_verdict() -> None:
     first = _chosen(0.9, budget=8)[0]
-    assert (first.place, first.rank) == (DEPTH, 0)
+    assert (first.tree_row, first.rank) == (DEPTH, 0)
 
 
 @pytest.mark.parametrize("budget", [4, 8, 16])
@@ -75,7 +75,7 @@ def test_likeliest_verdicts_come_first_and_none_is_a_path_the_tree_holds() -> No
     chosen = _chosen(0.7, budget=32)
     assert [each.cost for each in chosen] == sorted(each.cost for each in chosen)
     held = {(place, token) for place, token in enumerate(CHAIN.token_ids)}
-    assert not held & {(each.place, each.token) for each in chosen}
+    assert not held & {(each.tree_row, each.token) for each in chosen}
     conditions = {(each.condition.node_index, each.condition.bonus_token_id) for each in chosen}
     assert len(conditions) == len(chosen)
 
@@ -84,4 +84,4 @@ def test_where_nothing_is_known_to_follow_nothing_is_prepared() -> None:
     continuations = _continuations(0.9)
     continuations[DEPTH] = []
     chosen = likely_verdicts(CHAIN, continuations, RankShares(), 64)
-    assert {each.place for each in chosen} == set(range(DEPTH))
+    assert {each.tree_row for each in chosen} == set(range(DEPTH))

@@ -70,7 +70,7 @@ def test_a_target_with_more_token_ids_than_the_head_gets_none(
     monkeypatch.setattr(WORKER, unavailable)
     outputs: list[Output] = []
     heads = MappedHeads(_Drafter(), outputs.append)
-    heads.take(MappedCommandArrived(7, NOWHERE), num_target_ids)
+    heads.apply(MappedCommandArrived(7, NOWHERE), num_target_ids)
     assert outputs == [MappedHeadReady(7, ())]
     assert reason in caplog.text
 
@@ -84,18 +84,18 @@ def test_targets_have_pages_and_workers_of_their_own(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(WORKER, made)
     outputs: list[Output] = []
-    heads = MappedHeads(_Drafter(), outputs.append, most=2)
+    heads = MappedHeads(_Drafter(), outputs.append, max_targets=2)
 
     def open_link(link: int) -> Output:
-        heads.take(MappedCommandArrived(link, NOWHERE), 100)
-        heads.take(MappedCommandArrived(link, LAST), 100)
+        heads.apply(MappedCommandArrived(link, NOWHERE), 100)
+        heads.apply(MappedCommandArrived(link, LAST), 100)
         return outputs[-1]
 
     assert open_link(1) == MappedHeadReady(1, (1, 2, 3))
     assert open_link(2) == MappedHeadReady(2, (4, 5, 6))
     assert open_link(3) == MappedHeadReady(3, ())
     for link in (1, 2, 2, 3):
-        heads.take(MappedCommandArrived(link, ROUND), 100)
+        heads.apply(MappedCommandArrived(link, ROUND), 100)
     assert [worker.events.count(ROUND) for worker in workers] == [1, 2]
     # Who comes next has the pages of the one that left, behind whatever that one queued.
     heads.close(1)

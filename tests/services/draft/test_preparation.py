@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from services.draft.rounds import (
-    LONGEST_PUT_OFF_S,
-    MOST_WANTED,
-    PREPARED_SHARE,
+    MAX_DEFERRAL_S,
+    MAX_WAITING_SHAPES,
+    WARM_UP_SHARE,
     Preparation,
 )
 from shared.tokens import TreeShape
@@ -76,7 +76,7 @@ def test_a_wish_is_served_once_it_is_prepared_for(bench: Bench) -> None:
     assert bench.work_off(is_idle=True) == 2
     assert bench.serve(DEEP) == DEEP
     assert bench.announced == [True, False] * 2
-    assert bench.preparation.num_wanted == 0
+    assert bench.preparation.num_waiting == 0
 
 
 def test_until_then_trees_keep_to_what_was_served_last(bench: Bench) -> None:
@@ -111,7 +111,7 @@ def test_more_sequences_are_prepared_for_anew(bench: Bench) -> None:
     bench.serve(DEEP)
     bench.work_off(is_idle=True)
     assert bench.serve(DEEP, num_sequences=4) == OWN, "which nobody has prepared for 4 either"
-    assert bench.preparation.num_wanted == 2
+    assert bench.preparation.num_waiting == 2
     bench.work_off(is_idle=True)
     assert bench.serve(DEEP, num_sequences=4) == DEEP
 
@@ -122,13 +122,13 @@ def test_while_sequences_are_open_preparing_takes_a_share_of_the_time(bench: Ben
     start_s = bench.drafter.now_s
     assert bench.work_off(is_idle=False) == 0, "what was prepared last has used the share up"
     num_turns = 0
-    while bench.preparation.num_wanted:
+    while bench.preparation.num_waiting:
         bench.work_off(is_idle=False)
         bench.drafter.now_s += 0.01
         num_turns += 1
         assert num_turns < 1000
     elapsed_s = bench.drafter.now_s - start_s
-    assert PREPARED_SHARE * elapsed_s * 1.1 >= 2 * PART_S
+    assert WARM_UP_SHARE * elapsed_s * 1.1 >= 2 * PART_S
 
 
 def test_trees_that_are_owed_go_first_but_not_for_ever(bench: Bench) -> None:
@@ -136,12 +136,12 @@ def test_trees_that_are_owed_go_first_but_not_for_ever(bench: Bench) -> None:
     bench.drafter.now_s += 100.0
     bench.serve(DEEP)
     assert bench.preparation.is_due(is_idle=False)
-    assert not bench.preparation.is_due(is_idle=False, is_owed=True)
-    bench.drafter.now_s += LONGEST_PUT_OFF_S
-    assert bench.preparation.is_due(is_idle=False, is_owed=True)
+    assert not bench.preparation.is_due(is_idle=False, is_tree_due=True)
+    bench.drafter.now_s += MAX_DEFERRAL_S
+    assert bench.preparation.is_due(is_idle=False, is_tree_due=True)
     bench.preparation.advance()
-    bench.drafter.now_s += LONGEST_PUT_OFF_S
-    assert not bench.preparation.is_due(is_idle=False, is_owed=True)
+    bench.drafter.now_s += MAX_DEFERRAL_S
+    assert not bench.preparation.is_due(is_idle=False, is_tree_due=True)
 
 
 def test_the_shape_that_was_wished_for_last_comes_first(bench: Bench) -> None:
@@ -156,8 +156,8 @@ def test_the_shape_that_was_wished_for_last_comes_first(bench: Bench) -> None:
 
 def test_tree_requests_that_are_old_are_given_up(bench: Bench) -> None:
     bench.prepare_own()
-    for steps in range(4, 6 + MOST_WANTED):
+    for steps in range(4, 6 + MAX_WAITING_SHAPES):
         bench.serve(TreeShape(steps, 1, steps + 1))
-    assert bench.preparation.num_wanted == MOST_WANTED
+    assert bench.preparation.num_waiting == MAX_WAITING_SHAPES
     bench.work_off(is_idle=True)
     assert not bench.drafter.is_prepared(TreeShape(4, 1, 5), 1)

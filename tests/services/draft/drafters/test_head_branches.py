@@ -178,8 +178,8 @@ def test_a_verdict_falls_while_its_tree_grows(
     lookahead.begin(VerifiedTree(sequence, tree, TREE, OUTCOME_BUDGET))
     for _ in range(max(num_forwards, 1)):
         assert lookahead.advance() == []
-    wanted = _under_way(twins).branches[0].wanted
-    twins.commit(sequence, wanted.path, is_late=False)
+    request = _under_way(twins).branches[0].request
+    twins.commit(sequence, request.path, is_late=False)
     is_late = num_forwards == 2
     assert lookahead.resume(sequence, TREE) == is_late
     proposals: list[Proposal] = []
@@ -188,7 +188,9 @@ def test_a_verdict_falls_while_its_tree_grows(
     if is_late:
         [late] = proposals
         assert late.condition is None
-        assert path_values(late.tree) == pytest.approx(expected[wanted.verdict.condition], abs=1e-3)
+        assert path_values(late.tree) == pytest.approx(
+            expected[request.verdict.condition], abs=1e-3
+        )
         # What comes next goes on from the features all the same.
         _prepared(twins, TREE, (sequence, late.tree))
     else:
@@ -207,7 +209,7 @@ def test_a_verdict_after_one_whose_tree_is_growing(twins: TwinDrafters) -> None:
         lookahead.begin(VerifiedTree(each, tree, TREE, OUTCOME_BUDGET))
     for _ in range(2):
         assert lookahead.advance() == []
-    twins.commit(sequence, _under_way(twins).branches[0].wanted.path, is_late=False)
+    twins.commit(sequence, _under_way(twins).branches[0].request.path, is_late=False)
     assert lookahead.resume(sequence, TREE)
     twins.commit(sequence, (7, 9), is_late=False)
     assert not lookahead.resume(sequence, TREE)
@@ -226,7 +228,7 @@ def test_nobody_resumes_where_drafting_ahead_ends(twins: TwinDrafters) -> None:
     lookahead.begin(VerifiedTree(sequence, tree, TREE, OUTCOME_BUDGET))
     for _ in range(2):
         assert lookahead.advance() == []
-    twins.commit(sequence, _under_way(twins).branches[0].wanted.path, is_late=False)
+    twins.commit(sequence, _under_way(twins).branches[0].request.path, is_late=False)
     lookahead.budget = 0
     assert not lookahead.resume(sequence, TREE)
     twins.trees(TREE, sequence)
@@ -305,7 +307,7 @@ def test_a_window_that_slides_leaves_no_tree_growing_behind_the_old_one(
     lookahead.begin(VerifiedTree(sequence, tree, TREE, OUTCOME_BUDGET))
     for _ in range(2):
         assert lookahead.advance() == []
-    twins.commit(sequence, _under_way(twins).branches[0].wanted.path, is_late=False)
+    twins.commit(sequence, _under_way(twins).branches[0].request.path, is_late=False)
     assert not lookahead.resume(sequence, TREE)
     assert lookahead.advance() == []
     twins.trees(TREE, sequence)
@@ -324,7 +326,7 @@ def test_a_verdict_that_fills_the_context_gets_no_branch(
 
     def at_the_end(*arguments: Any) -> list[LikelyVerdict]:
         verdicts = likely_verdicts(*arguments[:-1], 10_000)
-        chosen[:] = [each for each in verdicts if each.place == len(tree)]
+        chosen[:] = [each for each in verdicts if each.tree_row == len(tree)]
         return chosen
 
     monkeypatch.setattr(branch_drafter, "likely_verdicts", at_the_end)

@@ -110,7 +110,7 @@ def _fresh_after(
 @pytest.fixture
 def follows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The likeliest branch is followed however unlikely it is."""
-    monkeypatch.setattr(standalone, "LEAST_FOLLOWED", 1e-30)
+    monkeypatch.setattr(standalone, "MIN_PARENT_PROBABILITY", 1e-30)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_verdict_after_one_whose_tree_is_growing(decoder: Decoder) -> None:
         bench.begin(each, tree)
     lookahead = bench.drafter.lookahead
     assert lookahead.advance() == []
-    condition = next(iter(lookahead._passes.under_way.branches)).wanted
+    condition = next(iter(lookahead._passes.under_way.branches)).request
     bench.commit(sequence, condition.path)
     assert lookahead.resume(sequence, shape)
     bench.drafter.check()
@@ -444,7 +444,7 @@ def test_a_window_slides_where_drafting_ahead_ends_before_its_tree_has_grown(
     bench.begin(sequence, tree)
     lookahead = bench.drafter.lookahead
     assert lookahead.advance() == []
-    bench.commit(sequence, lookahead._passes.under_way.branches[0].wanted.path)
+    bench.commit(sequence, lookahead._passes.under_way.branches[0].request.path)
     assert lookahead.resume(sequence, shape)
     lookahead.budget = 0
     assert not lookahead.resume(sequence, shape)

@@ -117,7 +117,7 @@ def test_what_a_sequence_goes_on_in_is_computed_whole_where_memory_gets_short(
     assert branches.advance() == []
     under_way = branches._passes.under_way
     assert under_way is not None
-    twins.commit(sequence, under_way.branches[0].wanted.path, is_late=False)
+    twins.commit(sequence, under_way.branches[0].request.path, is_late=False)
     grown = [each for _ in range(chain.num_steps - 1) for each in branches.advance()]
     [late] = [each.tree for each in grown if each.condition is None]
     branches.make_room()
