@@ -1,7 +1,7 @@
-"""The JSON bodies clients send, as far as the gateway reads them.
+"""The JSON bodies of requests: the fields that the gateway reads.
 
-Null means "not given" everywhere, as in OpenAI's interface. Unknown fields are kept aside so that
-they can be named in the log. Ranges are checked where a field is used, with OpenAI's field name.
+Null means "not given" everywhere, as in OpenAI's interface. Unknown fields are kept apart so that a
+notice can name them. Ranges are checked where a field is used, with OpenAI's field name.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ def _bounded(value: object) -> object:
 Flag = Annotated[bool, BeforeValidator(_null_is_absent)]
 T = TypeVar("T")
 Items = Annotated[list[T], _FirstErrorOnly()]
-"""Refused at its first wrong item: an error for each of a million costs gigabytes."""
+"""A list that is refused at its first wrong item: a million errors cost gigabytes."""
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
-"""OpenAI's; all are served alike."""
+"""OpenAI's tiers; all are served alike."""
 MAX_BIASED_TOKENS = 65_536
 Bias = Annotated[dict[int, float], BeforeValidator(_bounded)]
 
 
 class Body(BaseModel):
-    """A JSON object that may hold fields nobody here knows: they are its `model_extra`."""
+    """A JSON object that may hold unknown fields: they are its `model_extra`."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
@@ -392,7 +392,7 @@ class ChatCompletionRequest(GenerationBody):
 
 # Fields that would change the answer and are not implemented: refused by name, never ignored.
 
-_MAX_TOLD = 8  # unknown fields by name
+_MAX_NAMED = 8  # unknown fields that a notice names
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,10 +400,10 @@ class KnownFields:
     """Fields that clients of an interface send and the gateway does not read.
 
     Attributes:
-        harmless: without effect on the text; accepted in silence.
-        unimplemented: refused by name unless they are null, false or empty; those that an empty
-            object turns on unless they are null.
-        neutral: values of further fields that ask for what happens anyway; others are refused.
+        harmless: fields without effect on the text; accepted without a notice.
+        unimplemented: refused by name unless the value is null, false or empty. Fields that an
+            empty object turns on are refused unless null.
+        neutral: by field, the values that ask for what happens anyway; other values are refused.
     """
 
     harmless: frozenset[str]
@@ -417,32 +417,32 @@ class KnownFields:
         unimplemented: frozenset[str] = frozenset(),
         neutral: Mapping[str, tuple[Any, ...]] | None = None,
     ) -> Self:
-        """Returns the fields of an interface that generates: what another of them reads would
-        change the answer here as well."""
-        refused = unimplemented | (_UNIMPLEMENTED | _OF_OTHERS) - harmless
+        """Returns the fields of an interface that generates text. Fields that only another of these
+        interfaces reads are refused: they would change the answer here as well."""
+        refused = unimplemented | (_UNIMPLEMENTED | _OPENAI_FIELDS) - harmless
         return cls(harmless, refused, {**_NEUTRAL, **(neutral or {})})
 
     def refuse(self, body: Body, prefix: str = "") -> None:
-        """Tells the client of fields of the body that nobody knows.
+        """Gives the client a notice of the body's unknown fields.
 
         Raises:
             InvalidArgument: a field asks for something the gateway cannot do; names it.
         """
-        unknown = (body.model_extra or {}).items()
-        strange = [name for name, value in unknown if not self._check(name, value, prefix)]
-        if strange:
-            names = ", ".join(repr(prefix + name[:64]) for name in strange[:_MAX_TOLD])
+        unread_fields = (body.model_extra or {}).items()
+        unknown = [name for name, value in unread_fields if not self._check(name, value, prefix)]
+        if unknown:
+            names = ", ".join(repr(prefix + name[:64]) for name in unknown[:_MAX_NAMED])
             give_notice(f"unknown fields are ignored: {names}")
 
     def _check(self, name: str, value: object, prefix: str) -> bool:
-        """Returns whether the field is known and asks for nothing."""
+        """Returns whether the field is known; refuses a known one that asks for something."""
         if name in self.harmless:
             return True
         if name not in self.unimplemented and name not in self.neutral:
             return False
         neutral = self.neutral.get(name, ())
-        is_on = any(each is True for each in neutral)  # unless it is turned off
-        is_asked = value is False if is_on else value and value not in neutral
+        is_on_by_default = any(choice is True for choice in neutral)
+        is_asked = value is False if is_on_by_default else value and value not in neutral
         if is_asked or (name in _ON_IF_EMPTY and value is not None):
             raise unimplemented(prefix + name)
         return True
@@ -458,7 +458,7 @@ _HARMLESS = frozenset(
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
-        # Fast tokenizers put no space between special tokens, whatever is asked for.
+        # Fast tokenizers never put spaces between special tokens.
         "spaces_between_special_tokens",
     }
 )
@@ -468,7 +468,7 @@ _UNIMPLEMENTED = frozenset(
         "audio",
         "custom_logit_processor",
         "custom_params",
-        # llama.cpp's and others' samplers, and names of theirs for what has another name here.
+        # Samplers of llama.cpp and others, and their names of fields with another name here.
         "dry_multiplier",
         "dynatemp_range",
         "mirostat",
@@ -485,7 +485,7 @@ _UNIMPLEMENTED = frozenset(
         "post_sampling_probs",
         "response_fields",
         "t_max_predict_ms",
-        # vLLM's and SGLang's: further parts of an answer, and what ends or marks it.
+        # vLLM's and SGLang's: further parts of an answer, stop conditions and watermarks.
         "enable_response_messages",
         "previous_input_messages",
         "repetition_detection",
@@ -558,18 +558,18 @@ _NEUTRAL = {
     "typical_p": (1.0,),
 }
 
-_OF_OTHERS = (ChatCompletionRequest.model_fields.keys() | CompletionRequest.model_fields.keys()) - {
-    *("metadata", "model", "priority", "service_tier", "store", "stream", "stream_options")
-}
+_OPENAI_FIELDS = (
+    ChatCompletionRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
+) - {*("metadata", "model", "priority", "service_tier", "store", "stream", "stream_options")}
 
-_OF_THOUGHTS = frozenset({"include_reasoning", "separate_reasoning"})
+_REASONING_FIELDS = frozenset({"include_reasoning", "separate_reasoning"})
 CHAT_FIELDS = KnownFields.of_generation(_HARMLESS)
-COMPLETION_FIELDS = KnownFields.of_generation(_HARMLESS | _OF_THOUGHTS)
-"""All of a completion is text, thoughts as well."""
+COMPLETION_FIELDS = KnownFields.of_generation(_HARMLESS | _REASONING_FIELDS)
+"""A completion's output is all text, reasoning included."""
 
 
 def refuse_unimplemented(body: GenerationBody) -> None:
-    """Tells the client of fields that nobody knows.
+    """Gives the client a notice of unknown fields.
 
     Raises:
         InvalidArgument: a field asks for something the gateway cannot do; names it.
@@ -585,14 +585,16 @@ def refuse_unimplemented(body: GenerationBody) -> None:
 
 
 def leave_out_hosted(field: str, kind: str) -> None:
-    """Tells that a tool which its maker's own servers run is left out: the model may answer without
-    it, and agents bring it with every request."""
+    """Gives the notice that a hosted tool, which only its vendor's servers run, is left out. It is
+    no error: agents send such tools with every request, and the model may answer without them."""
     give_notice(f"{field} is left out: tools of type {kind[:64]!r} are not run here")
 
 
 def refuse_rounds(speculation: Speculation | None) -> None:
-    """Raises:
-    InvalidArgument: an interface whose answers have no place for rounds is asked for them.
+    """Refuses `speculation.trace` in an interface whose answers cannot hold rounds.
+
+    Raises:
+        InvalidArgument: the request asks for rounds.
     """
     if speculation is not None and speculation.trace:
         raise unimplemented("speculation.trace", "speculation.trace in this interface")
@@ -600,7 +602,7 @@ def refuse_rounds(speculation: Speculation | None) -> None:
 
 def check_texts(field: str, content: str | Sequence[ContentPart] | None) -> None:
     """Raises:
-    InvalidArgument: a part of the content is no text.
+    InvalidArgument: a part of the content is not text.
     """
     for index, part in enumerate(() if isinstance(content, str) else content or ()):
         if part.type != "text":
@@ -608,7 +610,7 @@ def check_texts(field: str, content: str | Sequence[ContentPart] | None) -> None
 
 
 def unread(field: str, kind: str) -> InvalidArgument:
-    """Returns the refusal of a part of a message that is of another type than text."""
+    """Returns the refusal of a message part that is not text."""
     return unimplemented(f"{field}.type", f"content of type {kind[:64]!r}")
 
 
@@ -622,5 +624,5 @@ def required(field: str, value: str | None) -> str:
 
 
 def unimplemented(field: str, what: str | None = None) -> InvalidArgument:
-    """Returns the refusal of a field; `what` says more than its name."""
+    """Returns the refusal of a field; `what` describes it where its name is not enough."""
     return InvalidArgument.of("NOT_IMPLEMENTED", field, f"{what or field} is not implemented")
