@@ -126,8 +126,8 @@ def _key(path: Path, name: str, table: object, limits: KeyLimits) -> ApiKey:
     where = f"--api-key-file {path}, key {name!r}"
     if not isinstance(table, dict) or not _NAME.fullmatch(name):
         raise SettingsError((f"{where} must be a table named by letters, digits, _.-",))
-    known = {"key", "key_sha256", "scope", *(field.name for field in fields(KeyLimits))}
-    unknown = sorted(set(table) - known)
+    allowed = {"key", "key_sha256", "scope", *(field.name for field in fields(KeyLimits))}
+    unknown = sorted(set(table) - allowed)
     if unknown:
         raise SettingsError((f"{where} has unknown {', '.join(unknown)}",))
     return ApiKey(name, _digest(where, table), _limits(where, table, limits), _scope(where, table))
@@ -148,8 +148,8 @@ def _scope(where: str, table: Mapping[str, Any]) -> Scope:
     try:
         return Scope(given)
     except ValueError:
-        known = ", ".join(scope.value for scope in Scope)
-        raise SettingsError((f"{where}: scope is {given!r}; it must be one of {known}",)) from None
+        scopes = ", ".join(scope.value for scope in Scope)
+        raise SettingsError((f"{where}: scope is {given!r}; it must be one of {scopes}",)) from None
 
 
 def _limits(where: str, table: Mapping[str, Any], defaults: KeyLimits) -> KeyLimits:

@@ -119,7 +119,7 @@ def usage_of_prompt(plan: Plan, choices: Sequence[Choice]) -> dict[str, Any]:
 def metrics(choices: Sequence[Choice]) -> dict[str, Any]:
     """Returns the root `metrics` object, summed over the choices.
 
-    Its fields are those that vLLM reports and AIPerf reads. Times run from the first choice's begin
+    Its fields are those that vLLM reports and AIPerf reads. Times run from the first choice's start
     to the last choice's end. `speculative_decoding` is null when no tree was verified.
     """
     begun_s, first_s = min(choice.begun_s for choice in choices), _first_s(choices)

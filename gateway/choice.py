@@ -115,7 +115,7 @@ class Choice:
         self._nodes = NodeBudget()
         self._taken: list[Piece] = []
         self._last: Piece | None = None
-        self._is_whole = False
+        self._is_collected = False
         self.schema_check: Verdict | None = None
 
     @property
@@ -180,7 +180,7 @@ class Choice:
 
         Rounds alone are returned without text: the playground shows them as they happen.
         """
-        if self._is_whole:
+        if self._is_collected:
             piece, self._last = self._last, None
             return piece
         parts: Sequence[Part] = ()
@@ -211,9 +211,9 @@ class Choice:
 
     def whole_output(self) -> Piece:
         """Returns the whole output of an ended choice; the next `take` still returns its end."""
-        if not self._is_whole:
+        if not self._is_collected:
             self._last = self.take()
-            self._is_whole = True
+            self._is_collected = True
         pieces = self._taken
         return Piece(
             "".join(piece.text for piece in pieces),

@@ -111,13 +111,13 @@ class Problem:
         return problem
 
     def openai_body(self) -> dict[str, Any]:
-        kind = _TYPES.get(self.status, self._kind("server_error"))
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        name = _TYPES.get(self.status, self._type("server_error"))
+        error = {"message": self.message, "type": name, "param": self.param, "code": self.code}
         return {"error": error}
 
     def anthropic_body(self) -> dict[str, Any]:
-        kind = _ANTHROPIC_TYPES.get(self.status, self._kind("api_error"))
-        error = {"type": kind, "message": self.message}
+        name = _ANTHROPIC_TYPES.get(self.status, self._type("api_error"))
+        error = {"type": name, "message": self.message}
         return {"type": "error", "error": error, "request_id": current_request_id.get()}
 
     def response(self, path: str, headers: Mapping[str, str] | None = None) -> Response:
@@ -127,9 +127,9 @@ class Problem:
         content = orjson.dumps(body)
         return Response(content, self.status, headers, media_type="application/json")
 
-    def _kind(self, ours: str) -> str:
-        is_theirs = self.status < HTTPStatus.INTERNAL_SERVER_ERROR
-        return "invalid_request_error" if is_theirs else ours
+    def _type(self, server_error: str) -> str:
+        is_client_error = self.status < HTTPStatus.INTERNAL_SERVER_ERROR
+        return "invalid_request_error" if is_client_error else server_error
 
 
 def error_body(error: OutriderError) -> dict[str, Any]:

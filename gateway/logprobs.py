@@ -10,7 +10,7 @@ from gateway.choice import Choice, TokenScore
 from gateway.planner import Plan
 from shared.text import Detokenizer, Tokenizer
 
-_LEAST = -9999.0  # OpenAI's value for minus infinity, which JSON cannot express
+_MIN_LOG_PROB = -9999.0  # OpenAI's value for minus infinity, which JSON cannot express
 
 
 def chat_logprobs(
@@ -73,7 +73,7 @@ def _top(score: TokenScore, tokenizer: Tokenizer, as_ids: bool) -> dict[str, flo
     for token_id, log_prob in ((score.token_id, score.logprobs.log_prob), *score.logprobs.top):
         # Two tokens may have the same spelling; the more probable one is shown.
         word = _spelling(token_id, tokenizer, as_ids)
-        top[word] = max(top.get(word, _LEAST), finite(log_prob))
+        top[word] = max(top.get(word, _MIN_LOG_PROB), finite(log_prob))
     return top
 
 
@@ -90,7 +90,7 @@ def _spelling(token_id: int, tokenizer: Tokenizer, as_ids: bool) -> str:
 
 def finite(log_prob: float) -> float:
     """Returns a log probability that JSON can express."""
-    return max(log_prob, _LEAST)
+    return max(log_prob, _MIN_LOG_PROB)
 
 
 def echoed_logprobs(

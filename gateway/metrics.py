@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Interval:
-    """Speculation counters of the requests that ended within one interval.
+    """Running speculation counters of the requests that end within one interval.
 
     Attributes:
         number: number of the interval, counted from the epoch.
@@ -264,7 +264,7 @@ class RequestRecord:
         self._metrics.vllm.tokens(figures, num_tokens, now_s, num_drafted, num_accepted)
 
     def end(self, choices: Sequence[Choice], error: BaseException | None) -> int:
-        """Called after the last byte, or when the client is gone; returns the output tokens."""
+        """Called after the last byte or when the client is gone; returns the output token count."""
         plan, metrics, now_s = self._plan, self._metrics, time.perf_counter()
         # A failed stream raises another error, with the failure as its cause.
         kinds = type(error), type(getattr(error, "__cause__", None))

@@ -213,7 +213,7 @@ class WantedOutput:
             sampling=sampling,
             # A target draws one token even where no output is asked for.
             stop=stop_params(
-                body, self.length, len(prompt), self.model, num_least=int(self.hides_output)
+                body, self.length, len(prompt), self.model, least_tokens=int(self.hides_output)
             ),
             has_seed=body.seed is not None,
             # A request that names tokens gets those alone, unless it wants the likeliest as well.
@@ -302,7 +302,7 @@ class Planner:
         self, body: ChatCompletionRequest, model: TargetModel, *, length: OutputLength | None = None
     ) -> Plan:
         """Args:
-        length: of the output; None takes it from the body.
+        length: limit on the output length; None takes it from the body.
         """
         refuse_unimplemented(body)
         if body.top_logprobs is not None and not body.logprobs:
@@ -350,18 +350,18 @@ class Planner:
             token_ids = await self.text.tokenizer.encode(prediction.text, add_special_tokens=False)
         return token_ids[: model.max_context_tokens]
 
-    def thinking_budget(self, asked: int | None, thinking: Thinking | None) -> int | None:
+    def thinking_budget(self, requested: int | None, thinking: Thinking | None) -> int | None:
         """Returns the limit on reasoning tokens; None for no limit.
 
         Clients send `thinking` to any model, so its limit is dropped where it cannot be kept.
         """
         budget = None if thinking is None else thinking.budget_tokens
-        if asked is not None or budget is None:
-            return asked
+        if requested is not None or budget is None:
+            return requested
         if self.text.style.reasoning is ReasoningParser.NONE:
             return None
         if self.text.thinking_marks is None:
-            what = "thoughts of this model have no bound"
+            what = "the reasoning of this model cannot be limited"
             give_notice(f"thinking.budget_tokens has no effect: {what}")
             return None
         return budget
@@ -511,7 +511,7 @@ async def _output_constraint(
     """Builds the constraint on the event loop if it is small, else in a worker thread."""
     build = partial(output_constraint, requested, output)
     size_bytes = 0 if requested is None else requested.grammar.size_bytes
-    if output is not None and output.constrains_calls(is_asked=requested is not None):
+    if output is not None and output.constrains_calls(is_constrained=requested is not None):
         size_bytes += output.schemas_size
     is_small = size_bytes <= _INLINE_GRAMMAR_BYTES
     constraint = build() if is_small else await off_loop("the schemas", build)

@@ -38,7 +38,7 @@ class RoutedGeneration:
         self.timer: asyncio.TimerHandle
         self._pool = pool
         self._deliver = deliver
-        self._placed: tuple[TargetLink, int] | None = None
+        self._placement: tuple[TargetLink, int] | None = None
         self._has_started = False
         self._is_over = False
 
@@ -47,12 +47,12 @@ class RoutedGeneration:
         OutriderError: the link does not take the generation.
         """
         self.tried.add((link.address, link.epoch))
-        self._placed = (link, link.submit(self.generation, self.receive, self._deliver))
+        self._placement = (link, link.submit(self.generation, self.receive, self._deliver))
 
     def receive(self, event: Event) -> None:
         """Takes any event but a delta, from the link or from a pool that gave up."""
         if isinstance(event, Failed) and event.may_retry and not self._has_started:
-            self._placed = None
+            self._placement = None
             self._pool.place_again(self, event.error)
             return
         self._has_started = True
@@ -64,8 +64,8 @@ class RoutedGeneration:
         if self._is_over:
             return
         self._is_over = True
-        if self._placed is not None:
-            link, request_id = self._placed
+        if self._placement is not None:
+            link, request_id = self._placement
             link.cancel(request_id)
         self._pool.stop_waiting(self)
 
@@ -74,17 +74,17 @@ class TargetPool:
     """Picks the target with the fewest reserved tokens.
 
     Args:
-        tokenizer_sha256: of the gateway's tokenizer; a target with another one is not used.
+        tokenizer_sha256: hash of the gateway's tokenizer; a target with another one is not used.
 
     Attributes:
-        links: to each target.
+        links: one for each target.
     """
 
     def __init__(
         self, settings: GatewaySettings, tokenizer_sha256: str, timing: LinkTiming = LINK_TIMING
     ) -> None:
         self._settings = settings
-        self._waiting: dict[RoutedGeneration, None] = {}  # in order
+        self._waiting: dict[RoutedGeneration, None] = {}  # in order of arrival
         self._tasks: list[asyncio.Task[None]] = []
         self.links: Sequence[TargetLink] = tuple(
             TargetLink(

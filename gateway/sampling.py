@@ -140,12 +140,12 @@ def stop_params(
     num_prompt_tokens: int,
     model: TargetModel,
     *,
-    num_least: int = 0,
+    least_tokens: int = 0,
 ) -> StopParams:
     """Returns the stop parameters, with the length capped at what the context leaves.
 
     Args:
-        num_least: output tokens of a request with `max_tokens` 0.
+        least_tokens: output tokens of a request with `max_tokens` 0.
 
     Raises:
         InvalidArgument: the prompt is empty or fills the context, the context does not hold the
@@ -172,7 +172,7 @@ def stop_params(
     if len(stop_token_ids) < len(set(given)):  # some may be of another model's vocabulary
         give_notice(f"ids of stop_token_ids outside [0, {model.vocab_size}) have no effect")
     params = StopParams(
-        max_output_tokens=num_left if max_tokens is None else max_tokens or num_least,
+        max_output_tokens=num_left if max_tokens is None else max_tokens or least_tokens,
         min_output_tokens=body.min_tokens or 0,
         stop_token_ids=stop_token_ids,
         ignore_eos=body.ignore_eos,
@@ -296,7 +296,7 @@ def output_constraint(constraint: Constraint | None, output: ChatOutput | None) 
         with client_names({"grammar": field}):
             grammar, text = _enforceable_grammar(grammar, notices)
     if output is not None:
-        if toolbox is not None and output.constrains_calls(is_asked=grammar is not None):
+        if toolbox is not None and output.constrains_calls(is_constrained=grammar is not None):
             with client_names({"grammar": "tools"}):
                 toolbox, calls = _enforceable_tools(toolbox, notices)
             output = replace(output, toolbox=toolbox)

@@ -80,18 +80,18 @@ class Speculation(Body):
         default=None, description="only drafts of this algorithm; any when absent"
     )
     num_steps: int | None = Field(
-        default=None, description="depth of draft trees; what pays best when absent"
+        default=None, description="depth of draft trees; by default the depth that pays best"
     )
     num_draft_tokens: int | None = Field(
         default=None,
-        description="rows of a draft tree that are verified at most, root included; "
-        "what pays best when absent",
+        description="most rows of a draft tree to verify, root included; "
+        "by default the number that pays best",
     )
     outcome_budget: int | None = Field(
         default=None,
-        description="verdicts a draft prepares for ahead of them at most; 0 drafts after each",
+        description="most verdicts that a draft prepares for in advance; 0 drafts after a verdict",
     )
-    trace: Flag = Field(default=False, description="tell what every round did, token by token")
+    trace: Flag = Field(default=False, description="report every round, token by token")
 
 
 class JsonSchemaFormat(Body):
@@ -103,17 +103,17 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """The format of the output; for `structural_tag`, its fields stand beside the type."""
+    """The format of the output. The fields of a `structural_tag` are given next to its type."""
 
     type: str = Field(description="text, json_object, json_schema or structural_tag")
     json_schema: JsonSchemaFormat | None = None
     content: dict[str, Any] | bool | None = Field(
-        default=None, alias="schema", description="of a json_object, as llama.cpp has it"
+        default=None, alias="schema", description="schema of a json_object, as in llama.cpp"
     )
 
 
 class StructuredOutputs(Body):
-    """vLLM's way to say what the output must match; one of the fields."""
+    """vLLM's constraints on the output; only one of the fields may be set."""
 
     content: dict[str, Any] | str | None = Field(
         default=None, alias="json", description="a JSON schema"
@@ -170,7 +170,7 @@ class ContentPart(Body):
 
 
 class Prediction(Body):
-    """Text that the answer is likely to hold in long runs: it is then there sooner."""
+    """Text whose long runs the answer is likely to repeat; they are then generated faster."""
 
     type: Literal["content"] = "content"
     content: str | Items[ContentPart]
@@ -186,16 +186,16 @@ class ServingFields(Body):
     """Fields about how a request is served, the same in every interface."""
 
     priority: int | None = Field(
-        default=None, description="whose turn it is when requests wait; the least first, 0 if none"
+        default=None, description="order of waiting requests: the lowest first; 0 by default"
     )
     truncate_prompt_tokens: int | None = Field(
-        default=None, description="only so many tokens of the prompt's end; -1: what fits"
+        default=None, description="keeps this many tokens of the prompt's end; -1: all that fit"
     )
     truncation_side: Literal["left", "right"] | None = Field(
-        default=None, description="where `truncate_prompt_tokens` cuts; left if none"
+        default=None, description="the side that `truncate_prompt_tokens` cuts; left by default"
     )
     cache_salt: str | None = Field(
-        default=None, description="shares computed prefixes with requests of the same salt only"
+        default=None, description="shares cached prefixes with requests of the same salt only"
     )
     extra_key: str | None = Field(default=None, description="SGLang's name of `cache_salt`")
     prediction: Prediction | None = None
@@ -230,10 +230,10 @@ class GenerationBody(SharedFields):
         default=False, description="log probabilities name tokens as `token_id:ID`"
     )
     logprob_token_ids: Items[int] | None = Field(
-        default=None, description="tokens whose log probabilities stand behind the likeliest"
+        default=None, description="tokens whose log probabilities replace those of the likeliest"
     )
     prompt_logprobs: int | None = Field(
-        default=None, description="log probabilities of the prompt's tokens, with so many others"
+        default=None, description="log probabilities of prompt tokens and of this many likeliest"
     )
     rid: str | None = Field(
         default=None, max_length=128, description="the answer's `id`, for /abort_request"
@@ -304,7 +304,7 @@ class FunctionDefinition(Body):
 
 
 class ToolDefinition(Body):
-    """A tool the model may use. Its function may also stand beside the type, as in responses."""
+    """A tool the model may use. As in responses, the function's fields may be next to the type."""
 
     type: Literal["function"]
     function: FunctionDefinition
@@ -379,7 +379,7 @@ class ChatCompletionRequest(GenerationBody):
         default=False, description="the answer continues the last message"
     )
     input_ids: Items[int] | None = Field(
-        default=None, description="the prompt as tokens, in place of what the template writes"
+        default=None, description="the prompt as token ids, in place of the rendered messages"
     )
     separate_reasoning: bool | None = Field(default=None, description="true by default")
     verbosity: str | None = Field(default=None, description="handed to the chat template")
@@ -450,14 +450,8 @@ class KnownFields:
 
 _HARMLESS = frozenset(
     {
-        "user",
-        "store",
-        "metadata",
-        "stream_reasoning",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
+        *("user", "store", "metadata", "stream_reasoning", "safety_identifier", "prompt_cache_key"),
+        *("prompt_cache_options", "prompt_cache_retention"),
         # Fast tokenizers never put spaces between special tokens.
         "spaces_between_special_tokens",
     }
@@ -465,74 +459,25 @@ _HARMLESS = frozenset(
 
 _UNIMPLEMENTED = frozenset(
     {
-        "audio",
-        "custom_logit_processor",
-        "custom_params",
+        *("audio", "custom_logit_processor", "custom_params"),
         # Samplers of llama.cpp and others, and their names of fields with another name here.
-        "dry_multiplier",
-        "dynatemp_range",
-        "mirostat",
-        "n_predict",
-        "repeat_penalty",
-        "samplers",
-        "tfs_z",
-        "top_a",
-        "top_n_sigma",
-        "typical_p",
-        "xtc_probability",
-        "lora",
-        "n_probs",
-        "post_sampling_probs",
-        "response_fields",
-        "t_max_predict_ms",
+        *("dry_multiplier", "dynatemp_range", "mirostat", "n_predict", "repeat_penalty"),
+        *("samplers", "tfs_z", "top_a", "top_n_sigma", "typical_p", "xtc_probability", "lora"),
+        *("n_probs", "post_sampling_probs", "response_fields", "t_max_predict_ms"),
         # vLLM's and SGLang's: further parts of an answer, stop conditions and watermarks.
-        "enable_response_messages",
-        "previous_input_messages",
-        "repetition_detection",
-        "require_reasoning",
-        "max_thinking_tokens",
-        "return_bytes",
-        "return_cached_tokens_details",
-        "return_entropy",
-        "return_flat_raw_output_top_logprobs",
-        "return_flat_raw_top_logprobs",
-        "return_indexer_topk",
-        "return_input_ids_in_sglext",
-        "return_meta_info",
-        "return_output_ids_in_sglext",
-        "return_prompt_text",
-        "return_prompt_token_ids",
-        "return_routed_experts",
-        "return_sampling_mask",
-        "return_spec_tokens_details",
-        "return_weight_versions",
-        "routed_experts_prompt_start",
-        "routed_experts_start_len",
-        "sampling_logprobs_mode",
-        "task",
-        "thinking_budget",
-        "watermark",
-        "watermarking",
-        "chat_template",
-        "documents",
-        "ec_transfer_params",
-        "kv_transfer_params",
-        "function_call",
-        "functions",
-        "input_embeds",
-        "length_penalty",
-        "lora_id",
-        "lora_path",
-        "lora_request",
-        "logits_processors",
-        "moderation",
-        "prompt_embeds",
-        "return_hidden_states",
-        "session_params",
-        "suffix",
-        "token_ids_logprob",
-        "use_beam_search",
-        "web_search_options",
+        *("enable_response_messages", "previous_input_messages", "repetition_detection"),
+        *("require_reasoning", "max_thinking_tokens", "return_bytes"),
+        *("return_cached_tokens_details", "return_entropy", "return_flat_raw_output_top_logprobs"),
+        *("return_flat_raw_top_logprobs", "return_indexer_topk", "return_input_ids_in_sglext"),
+        *("return_meta_info", "return_output_ids_in_sglext", "return_prompt_text"),
+        *("return_prompt_token_ids", "return_routed_experts", "return_sampling_mask"),
+        *("return_spec_tokens_details", "return_weight_versions", "routed_experts_prompt_start"),
+        *("routed_experts_start_len", "sampling_logprobs_mode", "task", "thinking_budget"),
+        *("watermark", "watermarking", "chat_template", "documents", "ec_transfer_params"),
+        *("kv_transfer_params", "function_call", "functions", "input_embeds", "length_penalty"),
+        *("lora_id", "lora_path", "lora_request", "logits_processors", "moderation"),
+        *("prompt_embeds", "return_hidden_states", "session_params", "suffix", "token_ids_logprob"),
+        *("use_beam_search", "web_search_options"),
     }
 )
 
@@ -591,10 +536,8 @@ def leave_out_hosted(field: str, kind: str) -> None:
 
 
 def refuse_rounds(speculation: Speculation | None) -> None:
-    """Refuses `speculation.trace` in an interface whose answers cannot hold rounds.
-
-    Raises:
-        InvalidArgument: the request asks for rounds.
+    """Raises:
+    InvalidArgument: the request asks for rounds, which this interface's answers cannot hold.
     """
     if speculation is not None and speculation.trace:
         raise unimplemented("speculation.trace", "speculation.trace in this interface")

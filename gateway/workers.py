@@ -33,7 +33,7 @@ _SUMMED = frozenset(
     ("/load", "/server_info", "/get_server_info", "/speculation_history", "/abort_request")
 )
 _RUNNING = ("queued", "in_progress")
-_KEPT = re.compile(r"/v1/responses/[^/]+")
+_RESPONSE = re.compile(r"/v1/responses/[^/]+")
 _CANCEL = re.compile(r"/v1/responses/[^/]+/cancel")
 
 
@@ -111,7 +111,7 @@ def _merge(method: str, path: str) -> Merge | None:
         return _metrics
     if path in _SUMMED:
         return _summed
-    if (method == "DELETE" and _KEPT.fullmatch(path)) or _CANCEL.fullmatch(path):
+    if (method == "DELETE" and _RESPONSE.fullmatch(path)) or _CANCEL.fullmatch(path):
         return _best
     return None
 

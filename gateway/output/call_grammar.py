@@ -262,13 +262,6 @@ def _calls(family: str, tools: tuple[Tool, ...], *, is_single: bool) -> Tag:
     }
 
 
-def tool_format(family: str, toolbox: Toolbox) -> Tag | None:
-    """Returns the format that tools impose on the answer; None where they impose none."""
-    if toolbox.must_call:
-        return calls_format(family, toolbox)
-    return strict_format(family, toolbox)
-
-
 def format_of(grammar: Grammar) -> Tag | None:
     """Returns a grammar as a part of a structural tag; None for a kind that cannot be a part."""
     if grammar.kind is GrammarKind.JSON_SCHEMA:
@@ -287,8 +280,8 @@ def format_of(grammar: Grammar) -> Tag | None:
 def after_thinking(answer: Tag, tags: ThinkTags, *, starts_inside: bool) -> Tag:
     """Returns the format of any reasoning between its tags, then the answer."""
     begin = "" if starts_inside else tags.begin
-    thought = sequence(tag(begin, ANY_TEXT, tags.end), regex(r"\s{0,4}"), answer)
-    return thought if starts_inside else any_of([thought, answer])
+    with_reasoning = sequence(tag(begin, ANY_TEXT, tags.end), regex(r"\s{0,4}"), answer)
+    return with_reasoning if starts_inside else any_of([with_reasoning, answer])
 
 
 def final_message(answer: Tag) -> Tag:
@@ -303,8 +296,8 @@ def after_analysis(answer: Tag) -> Tag:
         answer: the answer with its header.
     """
     end = f"<|end|>{START}assistant"
-    thought = sequence(tag(f"{CHANNEL}analysis{MESSAGE}", ANY_TEXT, end), answer)
-    return any_of([thought, answer])
+    with_reasoning = sequence(tag(f"{CHANNEL}analysis{MESSAGE}", ANY_TEXT, end), answer)
+    return any_of([with_reasoning, answer])
 
 
 def structural_tag(content: Tag) -> Grammar:
@@ -336,7 +329,7 @@ def _tagged_call(tags: Tags, tool: Tool, *, has_section: bool) -> Tag:
     Args:
         has_section: all calls share one section; else each call has its own.
     """
-    # The line break is part of the end: as a separator it would look like the begin of other text.
+    # The line break belongs to the end: as a separator it would look like the start of other text.
     begin, end = ("", "\n") if has_section else (f"{tags.begin}\n", f"\n{tags.end}")
     arguments = tagged_arguments(tags, tool)
     if not tags.call_end:

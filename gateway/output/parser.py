@@ -205,7 +205,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """The begin of a tool call: its name is known.
+    """The beginning of a tool call: its name is known.
 
     Attributes:
         index: index of the call in the output, from 0.
@@ -244,7 +244,7 @@ class Parts:
         self._switches: list[int] = []
         self._num_calls = 0
         self._space = ""
-        self._is_margin = True
+        self._awaits_content = True
         self._is_answer_plain = True
 
     @property
@@ -269,13 +269,13 @@ class Parts:
 
     def content(self, text: str) -> None:
         """Adds text for the user."""
-        if self._is_margin:
+        if self._awaits_content:
             text = self._space + text
             if not text.strip():
                 self._space = text
                 return
             text = text if self._is_answer_plain else text.lstrip()
-            self._is_margin, self._space = False, ""
+            self._awaits_content, self._space = False, ""
         self._add(Content(text))
 
     def reasoning(self, text: str) -> None:
@@ -292,7 +292,7 @@ class Parts:
         """
         index = self._num_calls
         self._num_calls += 1
-        self._is_margin, self._is_answer_plain, self._space = True, False, ""
+        self._awaits_content, self._is_answer_plain, self._space = True, False, ""
         self._parts.append(CallBegun(index, call_id or self._new_call_id(), name))
 
         return lambda text: self._add(CallArguments(index, text))
@@ -311,7 +311,7 @@ class Parts:
 
     def finish(self) -> None:
         """Adds the white space of an answer that consists of white space alone."""
-        if self._is_margin and self._is_answer_plain and self._space:
+        if self._awaits_content and self._is_answer_plain and self._space:
             self._parts.append(Content(self._space))
         self._space = ""
 

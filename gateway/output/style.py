@@ -137,7 +137,7 @@ class OutputStyle:
             raise InvalidArgument.of("TOOLS_OFF", "tools", message)
 
     def output(self, prompt: str, toolbox: Toolbox | None) -> ChatOutput | None:
-        """Returns the reading of a prompt's answer; None when the answer is all text."""
+        """Returns the formats in the answer to a prompt; None when the answer is all text."""
         is_harmony = self.reasoning is ReasoningParser.HARMONY
         if toolbox is None and self.reasoning is ReasoningParser.NONE:
             return None
@@ -233,18 +233,18 @@ class ChatOutput:
             content = call_grammar.after_thinking(content, tags, starts_inside=self.starts_inside)
         return call_grammar.structural_tag(content)
 
-    def _calls(self, is_asked: bool) -> Tag | None:
+    def _calls(self, is_constrained: bool) -> Tag | None:
         """Returns the format of calls; None where calls are not constrained, or without tools.
 
         Args:
-            is_asked: the request constrains the answer, so that a call must be constrained, too.
+            is_constrained: the request constrains the answer, so that a call must be, too.
         """
         if self.toolbox is None:
             return None
         family = self.style.tools.value
-        if is_asked:
+        if is_constrained or self.toolbox.must_call:
             return call_grammar.calls_format(family, self.toolbox)
-        return call_grammar.tool_format(family, self.toolbox)
+        return call_grammar.strict_format(family, self.toolbox)
 
     def _without_tools(self, requested: Grammar) -> Grammar:
         """Returns a grammar that cannot be part of another grammar.
@@ -263,17 +263,17 @@ class ChatOutput:
         tools = () if self.toolbox is None else self.toolbox.tools
         return sum(len(orjson.dumps(tool.schema)) for tool in tools)
 
-    def constrains_calls(self, *, is_asked: bool) -> bool:
+    def constrains_calls(self, *, is_constrained: bool) -> bool:
         """Returns whether a grammar may enforce schemas on calls.
 
         Args:
-            is_asked: the request constrains the answer.
+            is_constrained: the request constrains the answer.
         """
         tools = self.toolbox
         if tools is None:
             return False
         is_strict = any(tool.is_strict for tool in tools.tools)
-        return is_asked or is_strict or tools.must_call
+        return is_constrained or is_strict or tools.must_call
 
     def new_call_id(self) -> str:
         """Returns a new id; Mistral's templates take exactly nine letters and digits."""

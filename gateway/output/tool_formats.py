@@ -293,14 +293,8 @@ class CallFamily:
     ends_reasoning: bool = False
 
 
-_DEEPSEEK_MARKS = (
-    DEEPSEEK_CALLS,
-    DEEPSEEK_CALLS_END,
-    DEEPSEEK_SEP,
-    DEEPSEEK_CALL,
-    DEEPSEEK_CALL_END,
-)
 _DEEPSEEK_SECTION = (DEEPSEEK_CALLS, DEEPSEEK_CALLS_END)
+_DEEPSEEK_MARKS = (*_DEEPSEEK_SECTION, DEEPSEEK_SEP, DEEPSEEK_CALL, DEEPSEEK_CALL_END)
 _KIMI_SECTION = (KIMI_CALLS, KIMI_CALLS_END)
 FAMILIES: Mapping[str, CallFamily] = {
     **{
@@ -356,7 +350,7 @@ FAMILIES: Mapping[str, CallFamily] = {
     ),
     "kimi-k2": CallFamily(
         lambda _: kimi,
-        (KIMI_CALLS, KIMI_CALLS_END, KIMI_ARGS, KIMI_CALL, KIMI_CALL_END),
+        (*_KIMI_SECTION, KIMI_ARGS, KIMI_CALL, KIMI_CALL_END),
         section=_KIMI_SECTION,
         trigger=KIMI_CALLS,
         ends_reasoning=True,
