@@ -9,7 +9,7 @@ from dataclasses import replace
 from shared.garbage import collect_none
 
 if __name__ == "__main__":
-    collect_none()  # while the rest is loaded
+    collect_none()  # no garbage collection during the imports
 
 import uvloop
 

@@ -26,15 +26,15 @@ TakeNow = Callable[[int, Delta], bool]
 
 
 class Inbox:
-    """Events by choice index, in the order they happened.
+    """Unread events of one answer, each with its choice index, in order of arrival.
 
-    The session's reader puts and never waits: one slow client must not hold up the others that
-    share the stream. What a client leaves unread is bounded by tokens; at the bound the backlog is
-    dropped and `on_overflow` called once. Rounds lose their trees before they cost too much.
+    `put` never waits: it is called by the reader of the session, which a slow client shares with
+    others. The number of unread tokens is bounded; at the bound the backlog is dropped and
+    `on_overflow` called once. Unread rounds lose their trees above `MAX_UNSENT_NODES`.
 
     Attributes:
-        take_now: takes a delta at once where the task waits for nothing else, which saves waking
-            it; returns False to leave it to the task.
+        take_now: takes a delta at once while the task waits in `take`, which saves waking the
+            task; returns False to leave the delta to the task.
     """
 
     def __init__(self, max_unread_tokens: int, on_overflow: Callable[[], None]) -> None:
@@ -66,23 +66,23 @@ class Inbox:
         self.wake()
 
     def close(self, reason: Exception) -> None:
-        """Drops what is unread and makes `take` raise `reason`."""
+        """Drops the unread events and makes `take` raise `reason`."""
         if self._closed is None:
             self._closed = reason
             self._events.clear()
             self.wake()
 
     def end(self, reason: Exception) -> None:
-        """Lets what is unread be taken, then makes `take` raise `reason`."""
+        """Makes `take` raise `reason` after the unread events are taken."""
         if self._closed is None:
             self._closed = reason
             self.wake()
 
     async def take(self) -> list[IndexedEvent]:
-        """Returns all unread events; none only when `wake` was called.
+        """Waits for events and returns all unread ones; none only after `wake`.
 
         Raises:
-            ClientGone, ClientTooSlow, Aborted: what `close` or `end` was given.
+            ClientGone, ClientTooSlow, Aborted: the reason given to `close` or `end`.
         """
         if not self._events and self._closed is None:
             self._waiter = asyncio.get_running_loop().create_future()
@@ -98,13 +98,13 @@ class Inbox:
         return events
 
     def wake(self) -> None:
-        """Lets a `take` that waits return."""
+        """Makes a waiting `take` return."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
 class OpenAnswers:
-    """Knows the open answers: HTTP requests, however many choices each has."""
+    """The open answers: one for each HTTP request, with any number of choices."""
 
     def __init__(self) -> None:
         self._answers: set[Answer] = set()
@@ -128,24 +128,24 @@ class OpenAnswers:
                 self._idle.set()
 
     def abort(self, request_id: str | None, owner: str | None = None) -> int:
-        """Aborts the answers known by this id or `x-request-id`; returns how many there were.
+        """Aborts the answers with this id or `x-request-id`; returns how many there were.
 
         Args:
             request_id: None aborts all.
-            owner: whose answers alone it may reach; None reaches everybody's.
+            owner: aborts only answers of this owner; None aborts everybody's.
         """
-        found = [
+        matches = [
             answer
             for answer in self._answers
             if request_id in (None, answer.request_id, answer.trace_id)
             and owner in (None, answer.owner)
         ]
-        for answer in found:
+        for answer in matches:
             answer.abort()
-        return len(found)
+        return len(matches)
 
     async def wait_idle(self, grace_s: float) -> int:
-        """Waits until none is open, at most `grace_s` seconds; returns how many are left."""
+        """Waits until no answer is open, at most `grace_s` seconds; returns how many are left."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace_s)
         return self.num_open
@@ -175,7 +175,7 @@ class Answer:
         self._record: RequestRecord
         self._inbox = Inbox(gateway.settings.max_unread_tokens, self.cancel)
         self._routed: list[RoutedGeneration] = []
-        self._is_checked = any(text.schemas is not None for text in self._texts)
+        self._has_schemas = any(text.schemas is not None for text in self._texts)
         self._quota = current_quota.get()
         self.owner = "" if self._quota is None else self._quota.name
 
@@ -189,8 +189,8 @@ class Answer:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Submits everything, and begins when the target starts on the first choice. Nothing has
-        been sent to the client until then. The end cancels what still runs, whatever the reason: an
+        """Submits every generation and enters the block at the first event. Nothing has been sent
+        to the client until then. Leaving the block cancels the generations that still run, after an
         error, a client that went away, or choices that a stop string ended.
 
         Raises:
@@ -204,13 +204,13 @@ class Answer:
                 self._submit(record.traceparent)
                 await self.step()
                 yield
-            except BaseException as caught:
-                error = caught
+            except BaseException as raised:
+                error = raised
                 raise
             finally:
                 self.cancel()
                 num_output = record.end(self.choices, error)
-                if self._quota is not None and num_output:  # what no target took costs nothing
+                if self._quota is not None and num_output:  # a request without output is free
                     self._quota.charge(self.plan.num_prompt_tokens + num_output)
 
     def _submit(self, traceparent: str | None) -> None:
@@ -225,19 +225,19 @@ class Answer:
             self._routed.append(self._gateway.pool.submit(generation, self.plan.model, deliver))
 
     async def step(self) -> Collection[Choice]:
-        """Waits for news and applies it; returns the choices it is about, each once.
+        """Waits for events and applies them; returns the changed choices, each once.
 
         Raises:
             OutriderError: a generation failed; the others are of no use without it.
             ClientGone, ClientTooSlow: nobody reads.
-            Aborted: somebody asked for that.
+            Aborted: the request was aborted by its id.
         """
-        touched: dict[int, Choice] = {}
+        changed: dict[int, Choice] = {}
         for index, event in await self._inbox.take():
             choice = self.choices[index]
-            if choice.finish_reason is not None:  # a stop string did, while a step was under way
+            if choice.finish_reason is not None:  # a stop string ended it during a step
                 continue
-            touched[index] = choice
+            changed[index] = choice
             if isinstance(event, Delta):
                 self._push(choice, event)
             elif isinstance(event, Started):
@@ -251,15 +251,17 @@ class Answer:
             else:
                 with client_names({"grammar": self.plan.grammar_field}):
                     raise event.error
-        if self._is_checked:
-            for choice in touched.values():
-                await self._check(choice)
-        return touched.values()
+        if self._has_schemas:
+            for choice in changed.values():
+                schemas = self._texts[choice.index].schemas
+                if schemas is not None and choice.finish_reason is not None:
+                    choice.schema_check = await self._gateway.schema_checks.run(schemas, choice)
+        return changed.values()
 
     def send_at_once(self, can_send: Callable[[], bool], send: Callable[[Choice], None]) -> None:
-        """Sends tokens while they arrive, where `step` waits and the client reads: waking the task
-        of a stream costs more than all else that a step does for it."""
-        if self._is_checked:  # which `step` waits for
+        """Makes tokens go out as they arrive, while `step` waits and the client reads: waking the
+        task of a stream costs more than all its other work in a step."""
+        if self._has_schemas:  # `step` waits for the schema check before the last chunk
             return
         choices = self.choices
 
@@ -272,7 +274,7 @@ class Answer:
             try:
                 self._push(choice, delta)
                 send(choice)
-            except Exception as error:  # for `step` to raise
+            except Exception as error:  # `step` raises it
                 self._inbox.close(error)
             if choice.finish_reason is not None:
                 self._inbox.wake()
@@ -281,29 +283,24 @@ class Answer:
         self._inbox.take_now = take_now
 
     def abandon(self) -> None:
-        """The client went away: cancels everything and makes `step` raise `ClientGone`."""
+        """Cancels every generation and makes `step` raise `ClientGone`: the client went away."""
         self.cancel()
         self._inbox.close(ClientGone())
 
     def abort(self) -> None:
-        """Cancels everything and makes `step` raise `Aborted` once all that had arrived is read:
-        the client gets an answer."""
+        """Cancels every generation and makes `step` raise `Aborted` after the events that have
+        arrived: the client gets the output so far."""
         self.cancel()
         self._inbox.end(Aborted.of(self.request_id))
 
     def cancel(self) -> None:
-        """Cancels every generation that still runs, each once."""
+        """Cancels every generation that still runs."""
         for routed in self._routed:
             routed.cancel()
-
-    async def _check(self, choice: Choice) -> None:
-        schemas = self._texts[choice.index].schemas
-        if schemas is not None and choice.finish_reason is not None:
-            choice.schema_check = await self._gateway.schema_checks.run(schemas, choice)
 
     def _push(self, choice: Choice, delta: Delta) -> None:
         self._record.tokens(choice, delta)
         choice.push(delta)
-        if choice.finish_reason is not None:  # a stop string, of which the target knows nothing
+        if choice.finish_reason is not None:  # a stop string, which the target does not know
             self._routed[choice.index].cancel()
             self.num_open -= 1

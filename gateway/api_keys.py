@@ -1,4 +1,4 @@
-"""API keys with names, the scope and limits of each, and the usage of its client against them."""
+"""Named API keys with their scopes and limits, and the usage of each key's client."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 Clock = Callable[[], float]
 _BUSY_RETRY_S = 1.0
 current_quota: ContextVar[Quota | None] = ContextVar("quota", default=None)
-"""Of the client whose request is being answered."""
+"""Quota of the client whose request is being answered."""
 
 
 class Scope(enum.Enum):
@@ -36,7 +36,7 @@ class Scope(enum.Enum):
 
     @property
     def may_operate(self) -> bool:
-        """Whether it reaches what is everybody's: caches, and requests of others."""
+        """Whether the key may reach shared state: caches, and requests of other clients."""
         return self is not Scope.USE
 
 
@@ -61,7 +61,7 @@ class ApiKey:
 
     Attributes:
         sha256: digest of the key.
-        scope: what it may reach beside its own requests.
+        scope: what the key may reach beside its own requests.
     """
 
     name: str
@@ -74,15 +74,17 @@ def keys_from_texts(texts: Sequence[str], limits: KeyLimits) -> tuple[ApiKey, ..
     """Reads keys given as `KEY` or `NAME:KEY`.
 
     Raises:
-        SettingsError: a name or a key is missing or comes twice. The message shows no key.
+        SettingsError: a name or a key is missing. The message shows no key.
     """
     keys = []
-    for place, text in enumerate(texts, start=1):
+    for number, text in enumerate(texts, start=1):
         name, has_name, key = text.partition(":")
         if not has_name:
             name, key = _DEFAULT_NAME, text
         if not _NAME.fullmatch(name) or not key:
-            message = f"--api-key {place} must be KEY or NAME:KEY, its name of letters, digits, _.-"
+            message = (
+                f"--api-key {number} must be KEY or NAME:KEY, its name of letters, digits, _.-"
+            )
             raise SettingsError((message,))
         keys.append(ApiKey(name, _sha256_of(key), limits))
     return tuple(keys)
@@ -91,9 +93,8 @@ def keys_from_texts(texts: Sequence[str], limits: KeyLimits) -> tuple[ApiKey, ..
 def keys_from_file(path: Path, limits: KeyLimits) -> tuple[ApiKey, ...]:
     """Reads a TOML file with a table `[keys.NAME]` for each key.
 
-    A table holds `key`, or `key_sha256` in hexadecimal, and its own limits where they differ:
-    `requests_per_minute`, `tokens_per_minute`, `max_concurrent`; and its `scope`, `use` unless it
-    is given.
+    A table holds `key`, or `key_sha256` in hexadecimal. Optional are limits of its own,
+    `requests_per_minute`, `tokens_per_minute` and `max_concurrent`, and `scope`, by default `use`.
 
     Raises:
         SettingsError: the file cannot be read, or a table is wrong. The message shows no key.
@@ -113,7 +114,7 @@ def keys_from_file(path: Path, limits: KeyLimits) -> tuple[ApiKey, ...]:
 
 def check_keys(keys: Sequence[ApiKey]) -> None:
     """Raises:
-    SettingsError: a name or a key comes twice.
+    SettingsError: two keys have the same name or the same digest.
     """
     for what, values in (("name", [k.name for k in keys]), ("key", [k.sha256 for k in keys])):
         if len(set(values)) < len(values):
@@ -125,8 +126,8 @@ def _key(path: Path, name: str, table: object, limits: KeyLimits) -> ApiKey:
     where = f"--api-key-file {path}, key {name!r}"
     if not isinstance(table, dict) or not _NAME.fullmatch(name):
         raise SettingsError((f"{where} must be a table named by letters, digits, _.-",))
-    known = {"key", "key_sha256", "scope", *(field.name for field in fields(KeyLimits))}
-    unknown = sorted(set(table) - known)
+    allowed = {"key", "key_sha256", "scope", *(field.name for field in fields(KeyLimits))}
+    unknown = sorted(set(table) - allowed)
     if unknown:
         raise SettingsError((f"{where} has unknown {', '.join(unknown)}",))
     return ApiKey(name, _digest(where, table), _limits(where, table, limits), _scope(where, table))
@@ -147,8 +148,8 @@ def _scope(where: str, table: Mapping[str, Any]) -> Scope:
     try:
         return Scope(given)
     except ValueError:
-        known = ", ".join(scope.value for scope in Scope)
-        raise SettingsError((f"{where}: scope is {given!r}; it must be one of {known}",)) from None
+        scopes = ", ".join(scope.value for scope in Scope)
+        raise SettingsError((f"{where}: scope is {given!r}; it must be one of {scopes}",)) from None
 
 
 def _limits(where: str, table: Mapping[str, Any], defaults: KeyLimits) -> KeyLimits:
@@ -162,15 +163,16 @@ def _limits(where: str, table: Mapping[str, Any], defaults: KeyLimits) -> KeyLim
 
 
 class LimitExceeded(OutriderError):
-    """A client asks for more than its key may use; another client is not held up by it."""
+    """A client exceeds the limits of its key; other clients are not affected."""
 
     code = StatusCode.RESOURCE_EXHAUSTED
 
 
 class Allowance:
-    """So much a minute, in advance for one minute at most (a token bucket).
+    """A token bucket, filled at a rate per minute and holding one minute's amount at most.
 
-    Taking may overdraw it, by what one request turns out to cost; the debt is waited off.
+    `take` may overdraw it, because the cost of a request is known only at its end. New requests
+    then wait until the debt is refilled.
     """
 
     def __init__(self, per_minute: int, clock: Clock) -> None:
@@ -180,9 +182,9 @@ class Allowance:
         self._updated_s = clock()
 
     def wait_s(self, amount: float) -> float:
-        """Returns the seconds until `amount` is there; 0 when it is."""
+        """Returns the seconds until the bucket holds `amount`; 0 when it does."""
         now_s = self._clock()
-        # A clock that jumps back must not take allowance away.
+        # A clock that jumps back must not empty the bucket.
         gained = max(now_s - self._updated_s, 0.0) * self.per_minute / 60.0
         self._level = min(self._level + gained, float(self.per_minute))
         self._updated_s = now_s
@@ -193,14 +195,14 @@ class Allowance:
 
 
 class Quota:
-    """One client: counts, and refuses what is above its limits.
+    """The usage of one client's key; refuses requests above the key's limits.
 
     Attributes:
-        scope: what its key may reach.
-        never_learnt: no draft may learn from its requests.
-        num_requests, num_tokens: since the start.
+        scope: what the key may reach.
+        never_learnt: no draft may learn from the client's requests.
+        num_requests, num_tokens: counts since the start.
         num_open: requests that are being answered.
-        refusals: by what was exceeded: requests, tokens, concurrency.
+        refusals: counts by the exceeded limit: requests, tokens, concurrency.
     """
 
     def __init__(
@@ -224,10 +226,10 @@ class Quota:
         self._tokens = _allowance(limits.tokens_per_minute, clock)
 
     def admit(self) -> None:
-        """Counts a request that is about to take its place.
+        """Admits and counts a request, which then holds a `place`.
 
         Raises:
-            LimitExceeded: says which limit, and when to come back. Nothing is counted then.
+            LimitExceeded: names the limit and the time to retry. The request is not counted.
         """
         limits = self._limits
         if limits.max_concurrent is not None and self.num_open >= limits.max_concurrent:
@@ -243,7 +245,7 @@ class Quota:
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """Holds a concurrency slot while a request is answered, or works on after its response."""
+        """Holds a concurrency slot while a request is answered, or runs on after its response."""
         self.num_open += 1
         try:
             yield
@@ -251,7 +253,7 @@ class Quota:
             self.num_open -= 1
 
     def charge(self, num_tokens: int) -> None:
-        """Counts the tokens of a request, when they are known."""
+        """Counts the tokens of an ended request."""
         self.num_tokens += num_tokens
         if self._tokens is not None:
             self._tokens.take(num_tokens)
@@ -263,7 +265,7 @@ class Quota:
 
 
 class Quotas:
-    """The quotas of every key; without keys, one for everybody."""
+    """The quotas of all keys; without keys, one quota for everybody."""
 
     def __init__(
         self,
@@ -272,14 +274,16 @@ class Quotas:
         clock: Clock = time.monotonic,
         never_learnt: Collection[str] = (),
     ) -> None:
-        """`never_learnt` names the keys that no draft may learn from."""
+        """Args:
+        never_learnt: names of the keys from whose requests no draft may learn.
+        """
         self._is_open = not keys
-        known = keys or (ApiKey(ANONYMOUS, b"", anonymous or KeyLimits(), Scope.ADMIN),)
+        keys = keys or (ApiKey(ANONYMOUS, b"", anonymous or KeyLimits(), Scope.ADMIN),)
         self._by_digest = {
             key.sha256: Quota(
                 key.name, key.limits, clock, key.scope, never_learnt=key.name in never_learnt
             )
-            for key in known
+            for key in keys
         }
 
     @property
@@ -287,20 +291,20 @@ class Quotas:
         return tuple(self._by_digest.values())
 
     def of(self, given: str) -> Quota | None:
-        """Returns the quota of the key's client; None when nobody has it. A key is found by its
-        digest, and nobody can make one that is nearly right."""
+        """Returns the quota of a key; None for an unknown key. Keys are looked up by digest, so a
+        guessed key cannot be nearly right."""
         return self._by_digest.get(b"" if self._is_open else _sha256_of(given))
 
 
 def owner_of_request() -> str:
-    """Returns the name of the client's key: what the client keeps is found by it alone."""
+    """Returns the name of the client's key, which owns everything that the client stores."""
     quota = current_quota.get()
     return "" if quota is None else quota.name
 
 
 def check_may_operate(what: str) -> None:
     """Raises:
-    PermissionDenied: the client's key is for its own requests only.
+    PermissionDenied: the scope of the client's key covers its own requests only.
     """
     quota = current_quota.get()
     if quota is not None and not quota.scope.may_operate:

@@ -1,6 +1,6 @@
-"""The gateway's routes. One request walks: here → `planner.py` → `answer.py` → `pool.py` →
-`target_link.py`, and back through `answer.py` and `choice.py` into `event_stream.py` (streams) or
-`bodies.py` (whole)."""
+"""The gateway's routes. A request goes from here to `planner.py` → `answer.py` → `pool.py` →
+`target_link.py`. Its tokens come back through `answer.py` and `choice.py` into `event_stream.py`
+(streamed responses) or `bodies.py` (whole responses)."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ _JSON = "application/json"
 
 def create_app(gateway: Gateway) -> FastAPI:
     """Returns the ASGI application."""
-    # FastAPI's own pages load their scripts from elsewhere.
+    # FastAPI's own documentation pages load their scripts from another host.
     app = DocumentedApp(title="Outrider", version=gateway.version, docs_url=None, redoc_url=None)
     app.router.route_class = JsonRoute
-    for kind in (*FAILURES, Exception):
-        app.add_exception_handler(kind, on_error)
+    for error_class in (*FAILURES, Exception):
+        app.add_exception_handler(error_class, on_error)
     _add_openai_routes(app, gateway)
     add_kept_routes(app, gateway.response_store)
     add_response_routes(app, gateway)
@@ -59,13 +59,13 @@ def create_app(gateway: Gateway) -> FastAPI:
     _add_operations_routes(app, gateway)
     add_playground_routes(app)
     add_reference_routes(app)
-    # The last one added runs first.
+    # The middleware added last runs first.
     if gateway.place is not None:
         app.add_middleware(ForAllWorkers, place=gateway.place)
     app.add_middleware(BodyLimit, settings=gateway.settings)
     app.add_middleware(Access, quotas=gateway.quotas)
     if gateway.settings.cors_origin:
-        # Before the key is asked for: a browser sends none with its preflight.
+        # Runs before the key is checked: a browser's preflight request carries no key.
         app.add_middleware(
             CORSMiddleware,
             allow_origins=gateway.settings.cors_origin,
@@ -115,9 +115,9 @@ def _add_openai_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/v1/models", tags=["openai"])
     async def models() -> dict[str, Any]:
         created = int(gateway.start_time_s)
-        found = gateway.pool.models()
-        names = {name: name for name in found} | gateway.pool.aliases()
-        data = [bodies.model(name, created, found[root]) for name, root in sorted(names.items())]
+        served = gateway.pool.models()
+        names = {name: name for name in served} | gateway.pool.aliases()
+        data = [bodies.model(name, created, served[root]) for name, root in sorted(names.items())]
         return {"object": "list", "data": data}
 
     @app.get("/v1/models/{name:path}", tags=["openai"])
@@ -138,16 +138,16 @@ def _add_operations_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/metrics", tags=["operations"])
     async def metrics() -> Response:
-        statuses = [each for each in await target_statuses(gateway) if each is not None]
+        statuses = [status for status in await target_statuses(gateway) if status is not None]
         content = gateway.metrics.exposition() + kv_usage_exposition(gateway.pool, statuses)
         return Response(content, media_type="text/plain; version=1.0.0; charset=utf-8")
 
 
 def _model_of(body: bytes) -> str | None:
-    """Returns the model that a body names, whatever else it holds."""
+    """Returns the `model` of a body that may be any bytes; None where there is none."""
     try:
-        given = orjson.loads(body)
+        content = orjson.loads(body)
     except ValueError:
         return None
-    name = given.get("model") if isinstance(given, dict) else None
+    name = content.get("model") if isinstance(content, dict) else None
     return name if isinstance(name, str) else None

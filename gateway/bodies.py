@@ -1,4 +1,4 @@
-"""Whole responses in OpenAI's shapes, and what streams share with them: calls, reasoning, usage."""
+"""Whole responses in OpenAI's shapes, and the parts that streams share: calls, reasoning, usage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shared.text import Tokenizer
 
 
 def message_fields(piece: Piece) -> dict[str, Any]:
-    """Returns what a whole message has of a piece."""
+    """Returns the fields of a whole message with a piece's output."""
     calls = whole_calls(piece.parts)
     fields: dict[str, Any] = {"content": piece.text or None if calls else piece.text}
     if calls:
@@ -36,7 +36,7 @@ def message_fields(piece: Piece) -> dict[str, Any]:
 
 
 def delta_fields(piece: Piece) -> dict[str, Any]:
-    """Returns the delta of a stream that a piece is."""
+    """Returns a piece as the `delta` of a stream."""
     fields: dict[str, Any] = {"content": piece.text} if piece.text else {}
     calls = [
         _call_delta(part) for part in piece.parts if isinstance(part, CallBegun | CallArguments)
@@ -64,7 +64,7 @@ def whole_calls(parts: Sequence[Part]) -> list[tuple[CallBegun, str]]:
 
 
 def _reasoning(piece: Piece) -> dict[str, Any]:
-    """Both spellings are in use: vLLM's and DeepSeek's older one, and the one it has now."""
+    """Both names are in use: `reasoning` is vLLM's new name, the other its old and DeepSeek's."""
     text = reasoning_text(piece.parts)
     return {"reasoning_content": text, "reasoning": text} if text else {}
 
@@ -105,7 +105,7 @@ def usage(plan: Plan, choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def usage_of_prompt(plan: Plan, choices: Sequence[Choice]) -> dict[str, Any]:
-    """Returns `usage` before anything of the output is told, though some of it may be there."""
+    """Returns the `usage` of a stream's first chunk, without the output that may have arrived."""
     whole = usage(plan, choices)
     return {
         **whole,
@@ -119,8 +119,8 @@ def usage_of_prompt(plan: Plan, choices: Sequence[Choice]) -> dict[str, Any]:
 def metrics(choices: Sequence[Choice]) -> dict[str, Any]:
     """Returns the root `metrics` object, summed over the choices.
 
-    Its fields are the ones vLLM reports and AIPerf reads; times from the first choice to begin to
-    the last to end. `speculative_decoding` is null when no tree was verified.
+    Its fields are those that vLLM reports and AIPerf reads. Times run from the first choice's start
+    to the last choice's end. `speculative_decoding` is null when no tree was verified.
     """
     begun_s, first_s = min(choice.begun_s for choice in choices), _first_s(choices)
     generation_ms = 1e3 * (max(choice.ended_s for choice in choices) - first_s)
@@ -137,13 +137,13 @@ def metrics(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def _first_s(choices: Sequence[Choice]) -> float:
-    """Returns when the first token of any choice came."""
+    """Returns the time of the first token of any choice."""
     return min(choice.ended_s if choice.first_s is None else choice.first_s for choice in choices)
 
 
 def timings(plan: Plan, choices: Sequence[Choice]) -> dict[str, Any]:
-    """Returns llama.cpp's `timings`, in milliseconds; of several choices from the first token of
-    any to the last of all. The prompt's begin when it has left the target's queue."""
+    """Returns llama.cpp's `timings`, in milliseconds. Prediction runs from the first token of any
+    choice to the last token of all. The prompt's time begins when it leaves the target's queue."""
     first_s = _first_s(choices)
     prompt_ms = 1e3 * (first_s - min(choice.started_s for choice in choices))
     predicted_ms = 1e3 * (max(choice.ended_s for choice in choices) - first_s)
@@ -160,19 +160,19 @@ def timings(plan: Plan, choices: Sequence[Choice]) -> dict[str, Any]:
         "predicted_n": num_predicted,
         "predicted_ms": predicted_ms,
         "predicted_per_second": 1e3 * num_predicted / predicted_ms if predicted_ms else 0.0,
-        "draft_n": sum(each.num_drafted for each in stats),
-        "draft_n_accepted": sum(each.num_accepted for each in stats),
+        "draft_n": sum(counters.num_drafted for counters in stats),
+        "draft_n_accepted": sum(counters.num_accepted for counters in stats),
     }
 
 
 def speculative_decoding(choices: Sequence[Choice]) -> dict[str, Any] | None:
-    """Returns the speculation figures, or None when there are none to tell."""
+    """Returns the speculation figures; None when no round was verified."""
     stats = [choice.stats for choice in choices]
-    num_rounds = sum(each.num_verified_rounds for each in stats)
+    num_rounds = sum(counters.num_verified_rounds for counters in stats)
     if num_rounds == 0:
         return None
-    num_accepted = sum(each.num_accepted for each in stats)
-    num_drafted = sum(each.num_drafted for each in stats)
+    num_accepted = sum(counters.num_accepted for counters in stats)
+    num_drafted = sum(counters.num_drafted for counters in stats)
     histogram = [sum(counts) for counts in zip_longest(*(s.histogram for s in stats), fillvalue=0)]
     return {
         # Tokens a verified round commits, the bonus token included.
@@ -183,7 +183,7 @@ def speculative_decoding(choices: Sequence[Choice]) -> dict[str, Any] | None:
         "num_spec_steps": num_rounds,
         "num_accepted_draft_tokens": num_accepted,
         "num_draft_tokens": num_drafted,
-        # The wire carries no tree depth; the deepest path that was accepted is its lower bound.
+        # The wire carries no tree depth; the longest accepted path is its lower bound.
         # AIPerf takes the histogram only when it has one element more than this.
         "num_spec_tokens": len(histogram) - 1,
     }
@@ -193,7 +193,7 @@ def chat_completion(
     plan: Plan, final_choices: Sequence[FinalChoice], tokenizer: Tokenizer
 ) -> dict[str, Any]:
     """Returns the response of `/v1/chat/completions`, a `ChatAnswer`."""
-    shown = [_chat_choice(plan, each, tokenizer) for each in final_choices]
+    shown = [_chat_choice(plan, final_choice, tokenizer) for final_choice in final_choices]
     body = _body(plan, final_choices, "chat.completion", shown)
     prompt, choice = plan.generations[0].prompt_token_ids, final_choices[0].choice
     body["prompt_token_ids"] = prompt if plan.return_token_ids else None
@@ -206,24 +206,24 @@ def completion(
 ) -> dict[str, Any]:
     """Returns the response of `/v1/completions`, a `CompletionAnswer`."""
     best = best_choices(plan, final_choices)
-    shown = [_completion_choice(plan, each, tokenizer) for each in best]
+    shown = [_completion_choice(plan, final_choice, tokenizer) for final_choice in best]
     return _body(plan, final_choices, "text_completion", shown)
 
 
-def model(name: str, created: int, found: TargetModel) -> dict[str, Any]:
+def model(name: str, created: int, target_model: TargetModel) -> dict[str, Any]:
     """Returns an entry of `/v1/models`; `name` may be an alias."""
     return {
         "id": name,
         "created": created,
         "object": "model",
         "owned_by": "outrider",
-        "root": found.name,
-        "max_model_len": found.max_context_tokens,
+        "root": target_model.name,
+        "max_model_len": target_model.max_context_tokens,
     }
 
 
 def head(plan: Plan, kind: str) -> dict[str, Any]:
-    """Returns what OpenAI's answers and each of their chunks begin with."""
+    """Returns the first fields of OpenAI's answers and of every chunk."""
     return {
         "id": plan.request_id,
         "object": kind,
@@ -235,7 +235,7 @@ def head(plan: Plan, kind: str) -> dict[str, Any]:
 
 
 def ending(plan: Plan, choices: Sequence[Choice]) -> dict[str, Any]:
-    """Returns what is told of a whole answer at its end."""
+    """Returns the last fields of an answer: usage, metrics and timings."""
     return {
         "usage": usage(plan, choices),
         "metrics": metrics(choices),
@@ -246,12 +246,12 @@ def ending(plan: Plan, choices: Sequence[Choice]) -> dict[str, Any]:
 def _body(
     plan: Plan, final_choices: Sequence[FinalChoice], kind: str, shown: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    choices = [each.choice for each in final_choices]
+    choices = [final_choice.choice for final_choice in final_choices]
     return {**head(plan, kind), "choices": shown, **ending(plan, choices)}
 
 
 def rounds_field(piece: Piece) -> dict[str, Any]:
-    """Returns the extra field of a choice whose request asked what its rounds did."""
+    """Returns the extra field of a choice whose request asks for its rounds."""
     return {} if not piece.rounds else {"speculation": {"rounds": piece.rounds}}
 
 
@@ -274,21 +274,21 @@ def _chat_choice(plan: Plan, final_choice: FinalChoice, tokenizer: Tokenizer) ->
 def _completion_choice(
     plan: Plan, final_choice: FinalChoice, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    piece, drawn = final_choice.piece, final_choice.choice
-    prompt = plan.generations[drawn.index].prompt_token_ids
+    piece, choice = final_choice.piece, final_choice.choice
+    prompt = plan.generations[choice.index].prompt_token_ids
     scores = None
     if plan.echoes_scores:
-        scores = echoed_logprobs(plan, drawn, piece.scores, tokenizer)
+        scores = echoed_logprobs(plan, choice, piece.scores, tokenizer)
     elif plan.shows_logprobs:
-        scores = completion_logprobs(plan, drawn, piece.scores, tokenizer)
+        scores = completion_logprobs(plan, choice, piece.scores, tokenizer)
     return {
         "index": final_choice.index,
-        "text": plan.echoed_text_of(drawn.index) + piece.text,
+        "text": plan.echoed_text_of(choice.index) + piece.text,
         "logprobs": scores,
         "finish_reason": final_choice.finish_reason,
-        **stop_fields(plan, drawn),
+        **stop_fields(plan, choice),
         "prompt_token_ids": prompt if plan.return_token_ids else None,
         "token_ids": list(piece.token_ids) if plan.return_token_ids else None,
-        "prompt_logprobs": vllm_prompt_logprobs(plan, drawn, tokenizer),
+        "prompt_logprobs": vllm_prompt_logprobs(plan, choice, tokenizer),
         **rounds_field(piece),
     }

@@ -1,4 +1,4 @@
-"""One choice: events in, text out while it is generated, and all of its output at the end."""
+"""One choice of an answer: token deltas in, text pieces out, and the whole output at the end."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class TokenScore:
 
 
 class Piece(NamedTuple):
-    """Output that has not been sent yet. `text` may be shorter than what the tokens spell: the
-    rest may still become a stop string or be half a character.
+    """Output that has not been sent yet. `text` may be shorter than the text of the tokens: the
+    rest may be the beginning of a stop string, or half a character.
 
-    A tuple, because one is made for every choice and step, and a frozen dataclass costs twice.
+    A tuple: one is made for every choice and step, and a frozen dataclass costs twice as much.
 
     Attributes:
-        text: for the user; without calls and reasoning, where those are parsed.
+        text: text for the user, without parsed calls and reasoning.
         rounds: as JSON objects.
-        parts: text, calls and reasoning in order; empty where all of it is text.
+        parts: text, calls and reasoning in order; empty where all output is text.
     """
 
     text: str
@@ -53,18 +53,18 @@ class Choice:
     """Turns the tokens of one generation into text and counts them.
 
     Attributes:
-        finish_reason: None while it runs.
-        num_output_tokens: tokens of the output; when a stop string ends it, up to the token that
-            completed the string, even where a step brought more.
-        num_accepted: how many of them are accepted draft tokens.
-        prompt_scores: log probabilities of the prompt's tokens, from where they were asked for; all
-            of them are there before the first token of output.
-        matched_stop: the stop string, or the pattern as it was written, that ended it.
-        stop_token_id: the token that ended it, where one did and no stop string.
-        begun_s, started_s, first_s, ended_s: when it was asked for, left the target's queue, and
-            had its first and its last token; of `time.perf_counter`.
-        weight_spans: each version of the weights, and the place of the first token drawn with it.
-        schema_check: whether it keeps to its schema, where a grammar does not hold all of that.
+        finish_reason: None while the choice runs.
+        num_output_tokens: tokens of the output. A stop string ends it at the token that completed
+            the string, even where the step brought more tokens.
+        num_accepted: how many of the output tokens are accepted draft tokens.
+        prompt_scores: log probabilities of the prompt's tokens from the requested start on;
+            complete before the first output token.
+        matched_stop: the stop string, or the pattern as it was written, that ended the choice.
+        stop_token_id: the token that ended the choice; None where a stop string did.
+        begun_s, started_s, first_s, ended_s: times of the request, of leaving the target's queue,
+            of the first and of the last token, by `time.perf_counter`.
+        weight_spans: each weight version with the index of the first token drawn with it.
+        schema_check: whether the output matches its schema, where a grammar enforces only part.
         stats: speculation counters of the steps so far. Counted here, because a generation that a
             stop string ends is cancelled and sends no last event.
     """
@@ -113,9 +113,9 @@ class Choice:
         self._scores: list[TokenScore] = []
         self._rounds: list[dict[str, Any]] = []
         self._nodes = NodeBudget()
-        self._kept: list[Piece] = []
+        self._taken: list[Piece] = []
         self._last: Piece | None = None
-        self._is_held = False
+        self._is_collected = False
         self.schema_check: Verdict | None = None
 
     @property
@@ -125,7 +125,7 @@ class Choice:
 
     @property
     def finish_name(self) -> str | None:
-        """OpenAI's name of the reason; None while it runs. For after the last `take`."""
+        """OpenAI's finish reason; None while the choice runs. Final only after the last `take`."""
         has_calls = self._parser is not None and self._parser.has_calls
         if self.finish_reason is FinishReason.STOP and has_calls:
             return "tool_calls"
@@ -145,7 +145,7 @@ class Choice:
             self._push_token_wise(delta)
             return
         shown = token_ids = delta.token_ids
-        # Only the last one can have ended the generation.
+        # Only the last token can have ended the generation.
         if token_ids and token_ids[-1] in self._hidden_ids:
             shown = token_ids[:-1]
         self._texts.append(self._detokenizer.push(shown))
@@ -155,9 +155,9 @@ class Choice:
 
     def finish(self, event: Finished) -> None:
         """Ends the choice; text that was held back becomes output."""
-        tail = self._detokenizer.flush()
-        if tail:
-            self._add_text(tail)
+        rest = self._detokenizer.flush()
+        if rest:
+            self._add_text(rest)
         if self._stops is not None and self.matched_stop is None:
             self._texts.append(self._stops.flush())
         self.ended_s = time.perf_counter()
@@ -176,11 +176,11 @@ class Choice:
         return Piece(text, self._token_ids, self._scores, self._rounds)
 
     def take(self) -> Piece | None:
-        """Returns what is new. None while there is no text: scores and token ids go with text.
+        """Returns the new output. None while there is no text: scores and token ids go with text.
 
-        Rounds are news by themselves: a page shows them as they happen.
+        Rounds alone are returned without text: the playground shows them as they happen.
         """
-        if self._is_held:
+        if self._is_collected:
             piece, self._last = self._last, None
             return piece
         parts: Sequence[Part] = ()
@@ -188,10 +188,9 @@ class Choice:
             text = "".join(self._texts)
         else:
             parts = self._parsed(self._parser)
-            text = _content(parts)
+            text = "".join(part.text for part in parts if isinstance(part, Content))
         self._texts.clear()
-        is_news = text or parts or self._rounds or (self.finish_reason and self._token_ids)
-        if not is_news:
+        if not (text or parts or self._rounds or (self.finish_reason and self._token_ids)):
             return None
         piece = Piece(text, self._token_ids, self._scores, self._rounds, parts)
         self._token_ids = []
@@ -199,43 +198,44 @@ class Choice:
             self._scores, self._rounds = [], []
             self._nodes.num_nodes = 0
         if self._options.keeps_output:
-            self._kept.append(piece)
+            self._taken.append(piece)
         return piece
 
     def take_text(self) -> str:
-        """Returns the new text, like `take`, where nobody asks for more: all of the output is text
-        and it still runs."""
+        """Returns the new text of a choice that still runs: a fast `take` where all output is text
+        and nothing else is asked for."""
         text = "".join(self._texts)
         self._texts.clear()
         self._token_ids.clear()
         return text
 
-    def hold(self) -> Piece:
-        """Returns all of the output, once it has ended; the next `take` still returns its end."""
-        if not self._is_held:
+    def whole_output(self) -> Piece:
+        """Returns the whole output of an ended choice; the next `take` still returns its end."""
+        if not self._is_collected:
             self._last = self.take()
-            self._is_held = True
-        kept = self._kept
+            self._is_collected = True
+        pieces = self._taken
         return Piece(
-            "".join(piece.text for piece in kept),
-            [each for piece in kept for each in piece.token_ids],
-            [each for piece in kept for each in piece.scores],
-            [each for piece in kept for each in piece.rounds],
-            [each for piece in kept for each in piece.parts],
+            "".join(piece.text for piece in pieces),
+            [token_id for piece in pieces for token_id in piece.token_ids],
+            [score for piece in pieces for score in piece.scores],
+            [round_ for piece in pieces for round_ in piece.rounds],
+            [part for piece in pieces for part in piece.parts],
         )
 
     def _parsed(self, parser: OutputParser) -> list[Part]:
         """Returns the parts of the new text."""
-        found = parser.push_tokens(self._texts)
+        parts = parser.push_tokens(self._texts)
         if self.finish_reason is not None:
-            found += parser.flush()
+            parts += parser.flush()
         if self._options.include_reasoning:
-            return found
-        return [part for part in found if not isinstance(part, Reasoning)]
+            return parts
+        return [part for part in parts if not isinstance(part, Reasoning)]
 
     def _push_token_wise(self, delta: Delta) -> None:
-        """Adds what must be looked at token by token, or told of each."""
-        num_taken = self._push_each(delta)
+        """Adds a step's tokens one by one: stop strings, scores, rounds and reasoning need the text
+        of each token."""
+        num_taken = self._push_tokens(delta)
         if delta.trace is not None:
             round_ = self._nodes.admit(delta.trace)
             texts = self._texts[-num_taken:]
@@ -250,29 +250,25 @@ class Choice:
             self.matched_stop = self._stops.matched
         self._texts.append(text)
 
-    def _push_each(self, delta: Delta) -> int:
-        """Adds tokens one at a time; returns how many there are up to a stop string's end."""
-        for number, token_id in enumerate(delta.token_ids):
+    def _push_tokens(self, delta: Delta) -> int:
+        """Adds tokens one by one; returns the number of tokens up to the end of a stop string."""
+        for index, token_id in enumerate(delta.token_ids):
             text = self._detokenizer.push(() if token_id in self._hidden_ids else (token_id,))
             if delta.logprobs:
-                score = TokenScore(token_id, self._num_characters, delta.logprobs[number])
+                score = TokenScore(token_id, self._num_characters, delta.logprobs[index])
                 self._scores.append(score)
             self._num_characters += len(text)
             self._add_text(text)
             if self.matched_stop is not None:
                 self.finish_reason = FinishReason.STOP
                 self.ended_s = time.perf_counter()
-                return number + 1
+                return index + 1
         return len(delta.token_ids)
-
-
-def _content(parts: Sequence[Part]) -> str:
-    return "".join(part.text for part in parts if isinstance(part, Content))
 
 
 @dataclass(frozen=True, slots=True)
 class FinalChoice:
-    """A choice with all of its output.
+    """A choice with its whole output.
 
     Attributes:
         index: its number in the answer.
@@ -285,36 +281,36 @@ class FinalChoice:
     @property
     def finish_reason(self) -> str:
         name = self.choice.finish_name
-        assert name is not None, "a response is built when all is finished"
+        assert name is not None, "a response is built after its choices have ended"
         return name
 
 
 def best_choices(plan: Plan, final_choices: Sequence[FinalChoice]) -> Sequence[FinalChoice]:
-    """Returns the `n` best of the `best_of` choices of each prompt, best first, numbered anew.
+    """Returns the `n` best of the `best_of` choices of each prompt, best first, renumbered.
 
-    The best are those whose tokens the model finds likeliest on average.
+    Choices are ranked by the mean log probability of their tokens.
     """
     num_drawn, num_shown = plan.num_choices, plan.num_shown
     if num_drawn == num_shown:
         return final_choices
     best: list[FinalChoice] = []
     for start in range(0, len(final_choices), num_drawn):
-        own = sorted(final_choices[start : start + num_drawn], key=_mean_log_prob, reverse=True)
-        best += own[:num_shown]
+        drawn = final_choices[start : start + num_drawn]
+        best += sorted(drawn, key=_mean_log_prob, reverse=True)[:num_shown]
     return [replace(final_choice, index=index) for index, final_choice in enumerate(best)]
 
 
 def check_field(choice: Choice) -> dict[str, Any]:
-    """Returns whether a choice keeps to its schema, where that had to be checked."""
+    """Returns the field `schema_check` of a choice whose schema had to be checked."""
     return {} if choice.schema_check is None else {"schema_check": choice.schema_check}
 
 
 def stop_fields(plan: Plan, choice: Choice) -> dict[str, Any]:
-    """Returns what ended a choice: vLLM's `stop_reason`, null at the model's own end, and SGLang's
-    `matched_stop`, which names that token too."""
+    """Returns what ended a choice: vLLM's `stop_reason`, null at an end-of-sequence token, and
+    SGLang's `matched_stop`, which names that token too."""
     token_id = choice.stop_token_id
-    asked = plan.generations[choice.index].stop.stop_token_ids
-    reason = token_id if token_id in asked else None
+    requested = plan.generations[choice.index].stop.stop_token_ids
+    reason = token_id if token_id in requested else None
     matched = choice.matched_stop
     if matched is not None:
         return {"stop_reason": matched, "matched_stop": matched} | check_field(choice)

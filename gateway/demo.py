@@ -43,12 +43,12 @@ class Run:
 
     @property
     def rounds(self) -> int:
-        """Rounds in which candidate tokens of a draft were verified."""
+        """Number of rounds in which the target verified draft tokens."""
         return 0 if self.speculation is None else int(self.speculation["num_spec_steps"])
 
     @property
     def length(self) -> float:
-        """Mean tokens that such a round brought, the target's own included."""
+        """Mean acceptance length of those rounds, bonus token included."""
         return (
             0.0 if self.speculation is None else float(self.speculation["mean_acceptance_length"])
         )
@@ -65,7 +65,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One question answered both ways; `plain` is None where no draft took part."""
+    """One question answered with and without speculation; `plain` is None without a draft."""
 
     drafted: Run
     plain: Run | None
@@ -77,10 +77,10 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Demo:
-    """Asks a running gateway, and writes what it answers.
+    """Asks a running gateway and writes its answers.
 
     Raises (every method):
-        openai.APIConnectionError, openai.APIStatusError: nothing answers, or it refuses.
+        openai.APIConnectionError, openai.APIStatusError: the gateway does not answer, or refuses.
     """
 
     client: OpenAI
@@ -140,12 +140,12 @@ class Demo:
 
 
 def conclusion(pairs: Sequence[Pair], detail: str = "") -> str:
-    """Returns what the answers showed, in words, a loss included.
+    """Returns the result of the comparison in words, also where speculation is slower.
 
     Args:
-        detail: why the target verifies no trees, in its words; empty where it does.
+        detail: the target's reason for verifying no trees; empty where it does.
     """
-    compared = [(each.drafted, each.plain) for each in pairs if each.plain is not None]
+    compared = [(pair.drafted, pair.plain) for pair in pairs if pair.plain is not None]
     if not compared:
         reason = detail or "none is attached (`make serve ALGORITHM=STANDALONE` starts one)"
         return f"No draft took part, so there was nothing to compare: {reason}."
@@ -193,11 +193,11 @@ def main(argv: Sequence[str] | None = None, out: TextIO = sys.stdout) -> int:
     try:
         with OpenAI(base_url=arguments.base_url, api_key=arguments.api_key) as client:
             model = client.models.list().data[0].id
-            # Warmed up by answers that nobody reads.
+            # The answers of the warm-up are not shown.
             warm_up = Demo(client, model, arguments.temperature, io.StringIO())
             warm_up.compare(arguments.questions[0], _WARM_UP_TOKENS)
             demo = Demo(client, model, arguments.temperature, out)
-            pairs = [demo.compare(each, arguments.max_tokens) for each in arguments.questions]
+            pairs = [demo.compare(text, arguments.max_tokens) for text in arguments.questions]
             detail = demo.speculation_detail()
     except APIConnectionError:
         out.write(f"nothing answers at {arguments.base_url}; run `make serve` first\n")
@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None, out: TextIO = sys.stdout) -> int:
         out.write(f"\nthe gateway answers {error.status_code}: {error.message}\n")
         return 1
     out.write(f"\n{conclusion(pairs, detail)}\n")
-    return 0 if all(each.is_same for each in pairs) else 1
+    return 0 if all(pair.is_same for pair in pairs) else 1
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Answers over HTTP, as server-sent events or whole. Both end when the client goes away.
+"""HTTP answers, streamed as server-sent events or whole. Both end when the client goes away.
 
-A chunk is built once per choice and engine step, so it must cost microseconds: what does not
-change within a stream is encoded once, and only the text goes through the JSON encoder."""
+A chunk is built for every choice and engine step, so it must cost microseconds: the constant part
+of a stream's chunks is encoded once, and only the text goes through the JSON encoder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OnEnd = Callable[[Sequence[Choice]], None]
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would collect chunks otherwise
+    (b"x-accel-buffering", b"no"),  # else nginx buffers the chunks
 ]
 _BODY = "http.response.body"
 _UNFINISHED = {"logprobs": None, "finish_reason": None}
@@ -38,31 +38,31 @@ _START = {"type": "http.response.start", "status": 200, "headers": _HEADERS}
 
 
 class Chunks(Protocol):
-    """The chunks of one stream, in the order their interface wants."""
+    """Encodes the events of one stream, in the order of its interface."""
 
     def opening(self, choice: Choice, usage_so_far: bytes) -> bytes:
-        """Returns what comes before the first text of a choice; may be empty."""
+        """Returns the events before the first text of a choice; may be empty."""
 
     def news(self, choice: Choice, usage_so_far: bytes) -> bytes:
-        """Returns what a choice has to say after a step; may be empty."""
+        """Returns the events for a choice's new output after a step; may be empty."""
 
     def closing(self, choices: tuple[Choice, ...]) -> bytes:
         """Returns the last events of a stream that ended well."""
 
     def failure(self, error: OutriderError) -> bytes:
-        """Returns the last event of a stream that did not: nobody may take it for complete."""
+        """Returns the last event of a failed stream, which clients must not take for complete."""
 
 
 def event(body: dict[str, Any]) -> bytes:
-    """Returns one event."""
+    """Returns one server-sent event."""
     return b"data: " + orjson.dumps(body) + b"\n\n"
 
 
 class _OpenAiChunks:
-    """What OpenAI's two streams share: the fields of a chunk around its choice, and their end.
+    """The shared part of OpenAI's two streams: the fields around a choice, and the last events.
 
     Args:
-        on_end: is given the choices when all have ended.
+        on_end: called with the choices when all have ended.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class _OpenAiChunks:
         self._tokenizer = tokenizer
         self._head = head(plan, kind)
         self._before = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":[{"index":'
-        # With usage asked for, chunks before the last carry null.
+        # With `include_usage`, chunks before the last have a null usage.
         self._after = b'}],"usage":null}\n\n' if plan.include_usage else b"}]}\n\n"
 
     def _chunk(self, choice: Choice, fields: dict[str, Any], usage_so_far: bytes) -> bytes:
-        """Returns a chunk with these fields of a choice."""
+        """Returns a chunk with the given fields of a choice."""
         after = b'}],"usage":%b}\n\n' % usage_so_far if usage_so_far else self._after
         return b"%b%d,%b%b" % (self._before, choice.index, orjson.dumps(fields)[1:-1], after)
 
@@ -128,11 +128,13 @@ class ChatChunks(_OpenAiChunks):
             text = choice.take_text()
             if not text:
                 return b""
-            # Nearly all streams consist of such chunks.
+            # Nearly all chunks of nearly all streams take this path.
             before, content, after = self._before, orjson.dumps(text), self._after_text
             return b'%b%d,"delta":{"content":%b%b' % (before, choice.index, content, after)
         piece, chunks = choice.take(), b""
-        if piece is not None and self._is_worth_a_chunk(piece):
+        # An end token alone has no text; only clients that want tokens or scores get its chunk.
+        wants_ids = self._plan.return_token_ids
+        if piece and (piece.text or piece.parts or piece.scores or piece.rounds or wants_ids):
             delta = delta_fields(piece) if piece.parts else {"content": piece.text}
             scores = chat_logprobs(self._plan, piece.scores, self._tokenizer)
             fields = {"delta": delta, **_UNFINISHED, "logprobs": scores, **self._extras(piece)}
@@ -143,11 +145,6 @@ class ChatChunks(_OpenAiChunks):
             chunks += self._chunk(choice, {"delta": {}, **_UNFINISHED, **reason}, usage_so_far)
         return chunks
 
-    def _is_worth_a_chunk(self, piece: Piece) -> bool:
-        """An end token alone has no text; sent only to clients that asked for tokens or scores."""
-        has_news = piece.text or piece.parts or piece.scores or piece.rounds
-        return bool(has_news) or self._plan.return_token_ids
-
 
 class CompletionChunks(_OpenAiChunks):
     """`/v1/completions`: text chunks, the last of each choice with its finish reason."""
@@ -157,8 +154,8 @@ class CompletionChunks(_OpenAiChunks):
         self._echoed: set[int] = set()
 
     def opening(self, choice: Choice, usage_so_far: bytes) -> bytes:
-        """Echoes the prompt, and names its token ids, before any output."""
-        # Scores of the prompt are not there yet.
+        """Echoes the prompt, and lists its token ids, before any output."""
+        # With scores the echo waits: the prompt's scores have not arrived yet.
         return b"" if self._plan.echoes_scores else self._echo(choice, usage_so_far)
 
     def _echo(self, choice: Choice, usage_so_far: bytes) -> bytes:
@@ -192,16 +189,16 @@ class CompletionChunks(_OpenAiChunks):
 
 
 class _Reported(Exception):
-    """The failure of an answer, already told to the client."""
+    """The answer failed, and the client has already been sent the error."""
 
 
 class EventStream(Response):
     """Sends chunks as the target's steps arrive.
 
-    A raw ASGI response: Starlette's own costs half as much again per chunk. Headers go out when
-    the target starts on the request, so that a refusal can still be a status. `send` waits while
-    the client does not read; what arrives meanwhile is merged into one chunk per choice. While it
-    reads, and the server has a `BodyWriter`, chunks are written as tokens arrive.
+    A raw ASGI response: Starlette's own costs half as much again per chunk. Headers are sent when
+    the target starts the request, so that a refusal can still have its HTTP status. `send` waits
+    while the client does not read; tokens of that time are merged into one chunk for each choice.
+    While the client reads, and the server has a `BodyWriter`, chunks are written as tokens arrive.
     """
 
     def __init__(self, answer: Answer, chunks: Chunks) -> None:
@@ -215,8 +212,8 @@ class EventStream(Response):
             answer = self._answer
             async with answer.running():
                 await send(_START)
-                # A task of its own, with a short stack: waking this one walks through the frame of
-                # every middleware, and a stream is woken once a step.
+                # A task with a short stack: waking the request's task walks through the frames of
+                # all middleware, and a stream is woken once a step.
                 writer = scope.get("extensions", {}).get(BODY_WRITER)
                 await asyncio.create_task(self._send_choices(answer, send, writer))
         except (ClientGone, _Reported):
@@ -228,11 +225,12 @@ class EventStream(Response):
         chunks = self._chunks
         try:
             plan = answer.plan
-            at_first = usage_of_prompt(plan, answer.choices) if plan.continuous_usage else None
-            told = b"" if at_first is None else orjson.dumps(at_first)
-            body = b"".join([chunks.opening(each, told) for each in answer.choices])
+            first_usage = b""
+            if plan.continuous_usage:
+                first_usage = orjson.dumps(usage_of_prompt(plan, answer.choices))
+            body = b"".join([chunks.opening(choice, first_usage) for choice in answer.choices])
             body += self._news(answer.choices)
-            if writer is not None and len(answer.choices) == 1:  # several share a write
+            if writer is not None and len(answer.choices) == 1:  # several choices share a write
                 answer.send_at_once(writer.is_ready, partial(self._write_news, writer))
             while answer.num_open:
                 if body:
@@ -250,7 +248,7 @@ class EventStream(Response):
             writer.write(news)
 
     def _news(self, choices: Collection[Choice]) -> bytes:
-        """Returns the chunks of choices, with the usage so far where somebody asks for it."""
+        """Returns the chunks of choices, with the usage so far where the request asks for it."""
         answer, usage_so_far = self._answer, b""
         if answer.plan.continuous_usage:
             usage_so_far = orjson.dumps(usage(answer.plan, answer.choices))
@@ -258,11 +256,11 @@ class EventStream(Response):
 
 
 async def whole_answer(answer: Answer, receive: Receive) -> list[FinalChoice]:
-    """Waits for the end and returns every choice with all of its output.
+    """Waits for the end and returns every choice with its whole output.
 
     Raises:
         OutriderError: a generation failed.
-        ClientGone: nobody is left to answer.
+        ClientGone: the client closed the connection.
     """
     watch = asyncio.create_task(_watch_disconnect(answer, receive))
     try:

@@ -1,7 +1,7 @@
-"""Errors to a client, in the shape of the interface that was called.
+"""Error responses, in the shape of the called interface.
 
-OpenAI's shape of an error is `{"error": {message, type, param, code}}`; everything uses it but
-Anthropic's routes, whose shape is `{"type": "error", "error": {type, message}, "request_id"}`."""
+All routes use OpenAI's shape, `{"error": {message, type, param, code}}`, except Anthropic's routes:
+`{"type": "error", "error": {type, message}, "request_id"}`."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _FIELD_NAME = re.compile(r"[a-z_][a-z0-9_]*")
 _UNION_FORMS = frozenset({"str", "int", "float", "bool"})
 _MAX_SHOWN = 64  # characters of a value in a message
 _ANTHROPIC_ROUTES = "/v1/messages"
-_CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody reads it but the log
+_CLIENT_CLOSED_REQUEST = 499  # nginx's code; only the log sees it
 
 _HTTP_STATUS = {
     StatusCode.INVALID_ARGUMENT: HTTPStatus.BAD_REQUEST,
     StatusCode.NOT_FOUND: HTTPStatus.NOT_FOUND,
     StatusCode.PERMISSION_DENIED: HTTPStatus.FORBIDDEN,
-    # What an operator must change, which asking again does not.
+    # An operator must change something; a retry does not help.
     StatusCode.FAILED_PRECONDITION: HTTPStatus.NOT_IMPLEMENTED,
     StatusCode.UNIMPLEMENTED: HTTPStatus.NOT_IMPLEMENTED,
     StatusCode.RESOURCE_EXHAUSTED: HTTPStatus.TOO_MANY_REQUESTS,
     StatusCode.UNAVAILABLE: HTTPStatus.SERVICE_UNAVAILABLE,
     StatusCode.DEADLINE_EXCEEDED: HTTPStatus.GATEWAY_TIMEOUT,
-    # Clients retry 409, 429 and 5xx; an aborted request must not come back.
+    # Clients retry 409, 429 and 5xx; an aborted request must not be retried.
     StatusCode.CANCELLED: HTTPStatus.GONE,
 }
 _TYPES = {
@@ -64,11 +64,11 @@ _ANTHROPIC_TYPES = {
 
 
 class ClientGone(Exception):
-    """The client closed the connection; nobody is left to answer."""
+    """The client closed the connection before its answer ended."""
 
 
 class Aborted(Cancelled):
-    """Somebody aborted the request by its id."""
+    """The request was aborted by its id."""
 
     @classmethod
     def of(cls, request_id: str) -> Self:
@@ -76,7 +76,7 @@ class Aborted(Cancelled):
 
 
 class ClientTooSlow(OutriderError):
-    """The client did not read for so long that its backlog reached the bound."""
+    """The client left so much unread that its backlog reached the bound."""
 
     code = StatusCode.RESOURCE_EXHAUSTED
 
@@ -103,21 +103,21 @@ class Problem:
 
     @classmethod
     def of_request(cls, error: OutriderError) -> Problem:
-        """Returns the problem of a request about the server, which the state of a target refuses:
-        a 400, as SGLang has it."""
+        """Returns the problem of a request to administer targets. A target's refusal because of its
+        state is a 400, as in SGLang."""
         problem = cls.of(error)
         if error.code is StatusCode.FAILED_PRECONDITION:
             return replace(problem, status=HTTPStatus.BAD_REQUEST)
         return problem
 
     def openai_body(self) -> dict[str, Any]:
-        kind = _TYPES.get(self.status, self._kind("server_error"))
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        name = _TYPES.get(self.status, self._type("server_error"))
+        error = {"message": self.message, "type": name, "param": self.param, "code": self.code}
         return {"error": error}
 
     def anthropic_body(self) -> dict[str, Any]:
-        kind = _ANTHROPIC_TYPES.get(self.status, self._kind("api_error"))
-        error = {"type": kind, "message": self.message}
+        name = _ANTHROPIC_TYPES.get(self.status, self._type("api_error"))
+        error = {"type": name, "message": self.message}
         return {"type": "error", "error": error, "request_id": current_request_id.get()}
 
     def response(self, path: str, headers: Mapping[str, str] | None = None) -> Response:
@@ -127,9 +127,9 @@ class Problem:
         content = orjson.dumps(body)
         return Response(content, self.status, headers, media_type="application/json")
 
-    def _kind(self, ours: str) -> str:
-        is_theirs = self.status < HTTPStatus.INTERNAL_SERVER_ERROR
-        return "invalid_request_error" if is_theirs else ours
+    def _type(self, server_error: str) -> str:
+        is_client_error = self.status < HTTPStatus.INTERNAL_SERVER_ERROR
+        return "invalid_request_error" if is_client_error else server_error
 
 
 def error_body(error: OutriderError) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def http_status(error: OutriderError) -> HTTPStatus:
 
 
 def error_response(error: OutriderError, path: str) -> Response:
-    """Returns the response of an error, with the time to come back if there is one."""
+    """Returns the response of an error, with its `retry-after` if it has one."""
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(math.ceil(error.retry_after_s))
@@ -151,11 +151,11 @@ def error_response(error: OutriderError, path: str) -> Response:
 
 
 FAILURES = (OutriderError, MalformedBody, RequestValidationError, HTTPException, ClientGone)
-"""What ends a request, beside our bugs."""
+"""Exceptions that end a request and are no bugs of the gateway."""
 
 
 async def on_error(request: Request, error: Exception) -> Response:
-    """Ends a request before its first byte."""
+    """Returns the error response of a request that has sent no byte yet."""
     path = request.url.path
     match error:
         case OutriderError():
@@ -170,19 +170,19 @@ async def on_error(request: Request, error: Exception) -> Response:
             return Problem(status, str(error.detail), code).response(path, error.headers)
         case ClientGone():
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
-    # The traceback goes to the log; the client learns that it is not its fault.
+    # The traceback goes to the log; the client learns that the error is not its own.
     message = "the gateway failed; see its log"
     problem = Problem(HTTPStatus.INTERNAL_SERVER_ERROR, message, "gateway_failed")
-    # The server ends the connection after an exception; a client must not send the next request.
+    # The server closes the connection after an exception; a client must not reuse it.
     return problem.response(path, {"connection": "close"})
 
 
 def _invalid_body(problems: Sequence[Any]) -> InvalidArgument:
-    """Returns the problem of the first wrong field. Of a union, that of the form which was read
-    furthest: a list of parts that lacks a type is meant as a list, not as a text."""
-    place = problems[0]["loc"][:2]
-    same = [each for each in problems if each["loc"][:2] == place]
-    problem = max(same, key=lambda each: len(_names(each["loc"][1:])))
+    """Returns the error of the first wrong field. Of a union's errors it is that of the member that
+    was parsed furthest: a list of parts without a type is meant as a list, not as a string."""
+    first = problems[0]["loc"][:2]
+    same_field = [problem for problem in problems if problem["loc"][:2] == first]
+    problem = max(same_field, key=lambda candidate: len(_names(candidate["loc"][1:])))
     field = _field(problem["loc"][1:])
     if not field:
         message = "the body must be a JSON object, sent as content-type application/json"
@@ -194,7 +194,7 @@ def _invalid_body(problems: Sequence[Any]) -> InvalidArgument:
 
 
 def _field(path: Sequence[str | int]) -> str:
-    """Returns a field as messages spell it: `messages[0].role`."""
+    """Returns a field's path as in messages: `messages[0].role`."""
     written = (f"[{n}]" if isinstance(n, int) else f".{n}" for n in _names(path))
     return "".join(written).removeprefix(".")
 
@@ -202,27 +202,27 @@ def _field(path: Sequence[str | int]) -> str:
 def _names(path: Sequence[str | int]) -> list[str | int]:
     """Returns the names and indices of a path.
 
-    Pydantic puts the form of a union it tried into the path, too: `str`, `list[int]`, a class.
+    Pydantic also puts the tried member of a union into the path: `str`, `list[int]`, a class.
     """
-    return [part for part in path if isinstance(part, int) or _is_name(part)]
-
-
-def _is_name(part: str) -> bool:
-    return _FIELD_NAME.fullmatch(part) is not None and part not in _UNION_FORMS
+    return [
+        part
+        for part in path
+        if isinstance(part, int) or (_FIELD_NAME.fullmatch(part) and part not in _UNION_FORMS)
+    ]
 
 
 def _shown(value: object) -> str:
-    """Returns a value as a message shows it: its beginning, if it is long."""
+    """Returns a value for a message, cut if it is long."""
     shown = repr(value)
     return shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}…"
 
 
 @contextlib.contextmanager
 def client_names(names: Mapping[str, str]) -> Iterator[None]:
-    """Renames the field an error is about.
+    """Renames the field of an `InvalidArgument` that the block raises.
 
     Args:
-        names: OpenAI's name to the one that the client's interface has for it.
+        names: OpenAI's field name to the name in the client's interface.
 
     Raises:
         InvalidArgument: the error of the block, with the client's name of the field.
@@ -230,8 +230,8 @@ def client_names(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except InvalidArgument as error:
-        inside = error.violations[0].field if error.violations else ""
-        if inside not in names:
+        field = error.violations[0].field if error.violations else ""
+        if field not in names:
             raise
-        message = re.sub(rf"^{re.escape(inside)}\b", names[inside], error.message)
-        raise InvalidArgument.of(error.reason, names[inside], message) from error
+        message = re.sub(rf"^{re.escape(field)}\b", names[field], error.message)
+        raise InvalidArgument.of(error.reason, names[field], message) from error

@@ -1,4 +1,4 @@
-"""Requests of the gateway to a target, and the target's answers. Plain data.
+"""Requests of the gateway to a target and the target's events, as plain data.
 
 A generation is one choice of one HTTP request: one prompt continued once."""
 
@@ -11,26 +11,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from shared.generation import (
-    Delta,
-    Failed,
-    GenerationParams,
-    PromptScored,
-    RoundTrace,
-    Started,
-)
+from shared.generation import Delta, Failed, GenerationParams, PromptScored, RoundTrace, Started
 from shared.grammar import Grammar
 from shared.text import Tokenizer
-from shared.tokens import (
-    EMPTY_TREE,
-    FinishReason,
-    TokenTree,
-    WeightChange,
-)
+from shared.tokens import EMPTY_TREE, FinishReason, TokenTree, WeightChange
 from shared.version import package_version
 
 MAX_UNSENT_NODES = 8192
-"""Nodes of the trees kept for one client, or one answer, until they are sent; about 1 MB."""
+"""Most unsent tree nodes of one answer; about 1 MB."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -38,9 +26,9 @@ class Generation(GenerationParams):
     """One prompt to continue, for a target.
 
     Attributes:
-        has_seed: whether the seed of `sampling` counts; else the target draws one.
-        grammar: what the output must match; None lets it be anything.
-        timeout_s: most time it may take on a target, queueing included.
+        has_seed: whether the seed of `sampling` is used; else the target draws one.
+        grammar: constrains the output; None allows any output.
+        timeout_s: longest time on a target, queueing included.
     """
 
     has_seed: bool = False
@@ -53,14 +41,14 @@ class TargetModel:
     """The model that a target serves, with its limits.
 
     Attributes:
-        name: what clients call it.
+        name: clients' name of the model.
         max_context_tokens: largest prompt plus output.
         tokenizer_sha256: lower-case hexadecimal.
-        draft_algorithms: of the drafts attached when the target was asked.
+        draft_algorithms: algorithms of the drafts attached when the target was asked.
         speculation_detail: why no trees are verified; empty while they are.
-        output_fingerprint: of weights and settings; empty from a target that does not tell.
-        weight_version: of the weights in force.
-        weight_changes: the latest, oldest first.
+        output_fingerprint: hash of weights and settings; empty if the target reports none.
+        weight_version: version of the current weights.
+        weight_changes: the latest changes, oldest first.
     """
 
     model_id: str
@@ -91,8 +79,8 @@ class Finished:
     """Last event of a generation that ended well.
 
     Attributes:
-        stop_token_id: the token that ended it; None when the length did.
-        routes: the experts of all tokens but the last, little-endian int32; empty unless wanted.
+        stop_token_id: the token that ended the output; None when the length limit did.
+        routes: experts of all tokens but the last, little-endian int32; empty unless requested.
     """
 
     reason: FinishReason
@@ -107,17 +95,17 @@ Event = Started | PromptScored | Delta | Finished | Failed
 
 @dataclass(slots=True)
 class NodeBudget:
-    """Bounds what rounds may keep in memory: past it they go on without their trees.
+    """Bounds the memory of unsent rounds: above the bound rounds are kept without their trees.
 
     Attributes:
-        num_nodes: of the rounds that have not been taken.
+        num_nodes: tree nodes of the rounds that have not been taken.
     """
 
     max_nodes: int = MAX_UNSENT_NODES
     num_nodes: int = 0
 
     def admit(self, round_: RoundTrace) -> RoundTrace:
-        """Returns the round, with its tree if there is room for it."""
+        """Returns the round, without its tree if the budget is used up."""
         self.num_nodes += len(round_.tree)
         if self.num_nodes <= self.max_nodes:
             return round_
@@ -134,9 +122,9 @@ def round_fields(
     verified) or `plain` (drawn in a step without a tree).
 
     Args:
-        texts: what of the output's text each token released; shorter where a stop string ended the
-            output. The texts of all tokens, and what the end of the output adds, are the output as
-            it was generated, reasoning and calls included.
+        texts: the text that each token released; fewer than the tokens where a stop string ended
+            the output. The texts of all tokens and the text held back until the end are together
+            the output as generated, reasoning and calls included.
     """
     drawn = "bonus" if delta.num_drafted else "plain"
     draft_s = None if round_.draft is None else round_.draft.response_s
@@ -153,9 +141,9 @@ def round_fields(
             {
                 "id": token_id,
                 "text": text,
-                "source": "accepted" if place < delta.num_accepted else drawn,
+                "source": "accepted" if index < delta.num_accepted else drawn,
             }
-            for place, (token_id, text) in enumerate(zip(delta.token_ids, texts, strict=False))
+            for index, (token_id, text) in enumerate(zip(delta.token_ids, texts, strict=False))
         ],
     }
 
@@ -163,9 +151,9 @@ def round_fields(
 def _tree_fields(tree: TokenTree, tokenizer: Tokenizer) -> dict[str, Any]:
     return {
         "token_ids": tree.token_ids,
-        "texts": [tokenizer.decode([each], skip_special_tokens=False) for each in tree.token_ids],
+        "texts": [tokenizer.decode([node], skip_special_tokens=False) for node in tree.token_ids],
         "parents": tree.parent_indices,
-        "log_probs": [round(each, 4) for each in tree.log_probs],
+        "log_probs": [round(log_prob, 4) for log_prob in tree.log_probs],
     }
 
 
@@ -175,7 +163,7 @@ def _milliseconds(duration_s: float) -> float:
 
 @lru_cache(maxsize=64)
 def fingerprint(model: TargetModel) -> str:
-    """Returns the same text for the same weights, settings, tokenizer and version."""
+    """Returns an id that is the same for the same weights, settings, tokenizer and version."""
     weights = (model.output_fingerprint, model.weight_version)
     parts = (package_version(), model.model_id, model.tokenizer_sha256, *weights)
     return f"fp_{hashlib.sha256(':'.join(parts).encode()).hexdigest()[:12]}"

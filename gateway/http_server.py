@@ -1,4 +1,4 @@
-"""uvicorn, run by us: our signal handling, our drain, and bounds on what a client may keep open."""
+"""uvicorn with the gateway's own signal handling and drain, and with limits on connections."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from gateway.settings import GatewaySettings
 from shared.errors import SettingsError
 
-BODY_WRITER = "outrider.body_writer"  # of a scope's extensions: a `BodyWriter`
+BODY_WRITER = "outrider.body_writer"  # key of the `BodyWriter` in an ASGI scope's extensions
 _TOO_MANY = b"503 Service Unavailable"
 _TOO_SLOW = b"408 Request Timeout"
 _TOO_LARGE = b"431 Request Header Fields Too Large"
@@ -26,7 +26,7 @@ _BACKLOG = 2048
 
 
 class BodyWriter:
-    """Writes parts of a response that has begun and has no length, without a coroutine."""
+    """Writes chunks of a response that has begun and has no content length, without a coroutine."""
 
     __slots__ = ("_cycle", "_flow", "_write")
 
@@ -36,16 +36,16 @@ class BodyWriter:
         self._write = cycle.transport.write
 
     def is_ready(self) -> bool:
-        """Returns whether `send` would not wait."""
+        """Returns whether ASGI's `send` would return without waiting."""
         return not (self._flow.write_paused or self._cycle.disconnected)
 
-    def write(self, part: bytes) -> None:
-        """Writes a part that is not empty."""
-        self._write(b"%x\r\n%b\r\n" % (len(part), part))
+    def write(self, chunk: bytes) -> None:
+        """Writes one chunk, which must not be empty."""
+        self._write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Closes connections that exceed a bound, with a status where one can still be sent."""
+    """Closes a connection that exceeds a limit, with an HTTP status where one can still be sent."""
 
     def __init__(self, settings: GatewaySettings, **options: Any) -> None:
         super().__init__(**options)
@@ -71,7 +71,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_in_headers:
             self._num_header_bytes += len(data)
         super().data_received(data)
-        # What came in one piece with its body is counted by `on_headers_complete`.
+        # Headers that arrive together with the body are counted by `on_headers_complete`.
         if self._is_in_headers and self._num_header_bytes > self._settings.max_header_bytes:
             self._refuse(_TOO_LARGE)
 
@@ -100,7 +100,7 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def _expect_headers(self) -> None:
-        if self._is_in_headers:  # the connection's own first request
+        if self._is_in_headers:  # first request: `connection_made` has set the deadline
             return
         self._is_in_headers = True
         self._num_header_bytes = 0
@@ -108,7 +108,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._deadline = loop.call_later(self._settings.header_timeout_s, self._refuse, _TOO_SLOW)
 
     def _refuse(self, status: bytes) -> None:
-        """Answers and closes; while another answer is on its way it only closes."""
+        """Sends a status and closes the connection; during another response it only closes."""
         self._deadline.cancel()
         self._is_refused = True
         if self.transport.is_closing():
@@ -120,7 +120,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class _Server(uvicorn.Server):
-    """Leaves the process's signals alone; a drain comes before uvicorn's own shutdown."""
+    """Installs no signal handlers: the gateway drains before uvicorn's own shutdown."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -128,7 +128,7 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    """Serves an ASGI application on a socket, or at a path of the file system, without TLS then."""
+    """Serves an ASGI application on a TCP socket, or on a Unix socket at a path without TLS."""
 
     def __init__(
         self, app: ASGIApp, listener: socket.socket | Path, settings: GatewaySettings
@@ -155,7 +155,7 @@ class HttpServer:
         self._task = asyncio.create_task(self._server.serve(sockets=sockets))
 
     async def run_until(self, stop: asyncio.Event) -> None:
-        """Returns when `stop` is set; raises what ended the server before that."""
+        """Returns when `stop` is set or the server has ended; raises the server's error."""
         assert self._task is not None, "started first"
         waiter = asyncio.create_task(stop.wait())
         await asyncio.wait((waiter, self._task), return_when=asyncio.FIRST_COMPLETED)
@@ -180,14 +180,14 @@ class HttpServer:
 def listen(
     host: str, port: int, *, is_shared: bool = False, backlog: int | None = _BACKLOG
 ) -> socket.socket:
-    """Returns a socket that listens.
+    """Returns a listening socket.
 
     Args:
-        is_shared: other sockets may listen there, and the kernel spreads connections over them.
-        backlog: None only takes the address.
+        is_shared: other sockets may listen on the address; the kernel spreads connections.
+        backlog: None reserves the address without listening.
 
     Raises:
-        SettingsError: the address is taken or not this host's.
+        SettingsError: the address is in use or not this host's.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

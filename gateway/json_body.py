@@ -1,7 +1,7 @@
-"""JSON as clients send it: only what can be passed on is let in.
+"""Parses clients' JSON and refuses values that cannot be encoded again.
 
-Python's own parser takes lone surrogates, `NaN`, integers of any length and any depth. Nothing
-behind it can encode those: neither UTF-8, nor protobuf, nor another JSON writer.
+Python's own parser accepts lone surrogates, `NaN`, and integers and nesting of any size. Neither
+UTF-8, nor protobuf, nor other JSON writers can encode those.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from shared.errors import InvalidArgument
 
 MAX_DEPTH = 128
 _OPENING = (b"{", b"[")
-_MAX_SHOWN_PATH = 200  # characters of a field's name in a message
+_MAX_SHOWN_PATH = 200  # characters of a field's path in a message
 
 
 class MalformedBody(HTTPException):
-    """A body that is refused while it is read. FastAPI passes on no other kind of exception then.
+    """A body is refused while it is read. An `HTTPException`, because FastAPI passes on no other
+    kind of exception then.
 
     Attributes:
-        error: what is wrong.
+        error: the error for the client.
     """
 
     def __init__(self, error: InvalidArgument) -> None:
@@ -36,7 +37,7 @@ class MalformedBody(HTTPException):
 
 
 class JsonRoute(APIRoute):
-    """A route that reads its body by `parse_json`."""
+    """A route that reads its body with `parse_json`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -56,19 +57,19 @@ class _JsonRequest(Request):
 
 
 def parse_json(content: bytes, field: str = "") -> Any:
-    """Returns what `content` says.
+    """Returns the value of JSON text.
 
     Args:
-        field: that `content` came in; empty for a whole body.
+        field: the field that `content` came in; empty for a whole body.
 
     Raises:
-        InvalidArgument: it is no JSON, holds a lone surrogate or is nested too deeply.
+        InvalidArgument: `content` is not JSON, holds a lone surrogate or is nested too deeply.
     """
     try:
         value = orjson.loads(content)
     except orjson.JSONDecodeError as error:
         raise _malformed(content, field, error) from error
-    # Where there are too few brackets for it, nothing needs to be looked at.
+    # With few opening brackets the nesting cannot be too deep.
     if sum(content.count(bracket) for bracket in _OPENING) > MAX_DEPTH:
         _check_depth(value, field)
     return value
@@ -112,32 +113,33 @@ def _has_surrogate(text: str) -> bool:
 
 
 def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Yields each text with the field it is in; a key counts as text of its object."""
-    waiting = [(path, value)]
-    while waiting:
-        path, value = waiting.pop()
+    """Yields each text with the path of its field; a key counts as text of its object."""
+    unvisited = [(path, value)]
+    while unvisited:
+        path, value = unvisited.pop()
         if isinstance(value, str):
             yield path, value
         elif isinstance(value, dict):
             for key, inner in value.items():
                 yield path, key
                 shown = f"{path}.{key}" if path else key
-                waiting.append((shown[:_MAX_SHOWN_PATH], inner))
+                unvisited.append((shown[:_MAX_SHOWN_PATH], inner))
         elif isinstance(value, list):
-            waiting += [(f"{path}[{n}]", inner) for n, inner in enumerate(value)]
+            unvisited += [(f"{path}[{n}]", inner) for n, inner in enumerate(value)]
 
 
 def _check_depth(value: Any, field: str) -> None:
-    """Walks level by level, so that depth costs no stack."""
+    """Walks level by level: recursion would use the stack for each level."""
     level: list[tuple[str, Any]] = [(field, value)]
     for _ in range(MAX_DEPTH):
-        inner: list[tuple[str, Any]] = []
-        for top, each in level:
-            if isinstance(each, dict):
-                inner += [(top or key, v) for key, v in each.items() if type(v) in (dict, list)]
-            elif isinstance(each, list):
-                inner += [(top, v) for v in each if type(v) in (dict, list)]
-        if not inner:
+        next_level: list[tuple[str, Any]] = []
+        for top, outer in level:
+            if isinstance(outer, dict):
+                items = outer.items()
+                next_level += [(top or key, v) for key, v in items if type(v) in (dict, list)]
+            elif isinstance(outer, list):
+                next_level += [(top, v) for v in outer if type(v) in (dict, list)]
+        if not next_level:
             return
-        level = inner
+        level = next_level
     raise _too_deep(level[0][0] or "the body")

@@ -1,7 +1,7 @@
-"""The gateway's metrics: every counter, gauge and histogram with its unit and meaning; and what is
-recorded of one request, its log line and span included.
+"""The gateway's metrics: every counter, gauge and histogram with its unit and meaning; and the
+record of one request in metrics, log line and span.
 
-Names are without the `_total` that Prometheus adds to counters. Nothing here is touched per token:
+Names are without the `_total` that Prometheus adds to counters. Nothing here runs per token:
 requests are observed when they begin, at each step and when they end."""
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Interval:
-    """Requests that ended within one interval. Not frozen: each adds to it.
+    """Running speculation counters of the requests that end within one interval.
 
     Attributes:
-        number: of the interval since the epoch.
+        number: number of the interval, counted from the epoch.
         num_verified_rounds, num_accepted: as in `SpeculationStats`.
     """
 
@@ -70,10 +70,10 @@ class Interval:
 
 
 class AcceptanceHistory:
-    """The latest half an hour, by model. Owned by the event loop.
+    """The intervals of the latest half hour, by model. Owned by the event loop.
 
     Attributes:
-        total: of all models since the start.
+        total: counters of all models since the start.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
@@ -87,27 +87,27 @@ class AcceptanceHistory:
         """Counts a generation that has ended."""
         if not stats.num_verified_rounds:
             return
-        number, known = int(self._clock()) // INTERVAL_S, self._by_model[model]
-        if not known or known[-1].number < number:
-            known.append(Interval(number))
-        for interval in (known[-1], self.total):
+        number, intervals = int(self._clock()) // INTERVAL_S, self._by_model[model]
+        if not intervals or intervals[-1].number < number:
+            intervals.append(Interval(number))
+        for interval in (intervals[-1], self.total):
             interval.num_verified_rounds += stats.num_verified_rounds
             interval.num_accepted += stats.num_accepted
 
     def intervals(self, model: str) -> list[Interval]:
-        """Returns all `NUM_INTERVALS`, oldest first and with those that nothing ended in, so that
-        those of several workers are alike."""
-        known = {each.number: each for each in self._by_model.get(model, ())}
+        """Returns all `NUM_INTERVALS`, oldest first, empty ones included, so that the lists of
+        several workers line up."""
+        by_number = {interval.number: interval for interval in self._by_model.get(model, ())}
         last = int(self._clock()) // INTERVAL_S
-        return [known.get(n) or Interval(n) for n in range(last - NUM_INTERVALS + 1, last + 1)]
+        return [by_number.get(n) or Interval(n) for n in range(last - NUM_INTERVALS + 1, last + 1)]
 
 
 class GatewayMetrics:
     """Owns the registry behind `/metrics`.
 
     Attributes:
-        acceptance: over the latest requests.
-        vllm: the same requests under the names that vLLM gives them.
+        acceptance: acceptance lengths of the latest half hour.
+        vllm: the same requests under vLLM's metric names.
         requests, tokens, first_token, duration, per_token: filled by `RequestRecord`.
     """
 
@@ -153,7 +153,7 @@ class GatewayMetrics:
 
 
 def kv_usage_exposition(pool: TargetPool, statuses: Sequence[TargetStatus]) -> bytes:
-    """Returns vLLM's share of KV tokens held, over the targets that tell; empty if none does."""
+    """Returns vLLM's KV cache usage over the targets that report it; empty if none does."""
     num_tokens = sum(status.num_max_tokens for status in statuses)
     if not num_tokens:
         return b""
@@ -165,19 +165,23 @@ def kv_usage_exposition(pool: TargetPool, statuses: Sequence[TargetStatus]) -> b
 
 
 class _PoolCollector(Collector):
-    """Reads the pool when it is scraped, so that steps need not report."""
+    """Reads the pool at a scrape, so that steps need not update metrics."""
 
     def __init__(self, pool: TargetPool) -> None:
         self._pool = pool
 
     def collect(self) -> Iterator[Metric]:
-        prefix, of = "outrider_gateway_target", ("target",)
+        prefix, labels = "outrider_gateway_target", ("target",)
         families: tuple[_Family, ...] = (
-            GaugeMetricFamily(f"{prefix}_serving", "1 while the target takes requests", labels=of),
             GaugeMetricFamily(
-                f"{prefix}_requests", "Generations submitted and not ended", labels=of
+                f"{prefix}_serving", "1 while the target takes requests", labels=labels
             ),
-            CounterMetricFamily(f"{prefix}_tokens", "Tokens received from the target", labels=of),
+            GaugeMetricFamily(
+                f"{prefix}_requests", "Generations submitted and not ended", labels=labels
+            ),
+            CounterMetricFamily(
+                f"{prefix}_tokens", "Tokens received from the target", labels=labels
+            ),
         )
         for link in self._pool.links:
             values = link.state is TargetState.SERVING, link.num_live, link.num_tokens
@@ -192,17 +196,17 @@ class _PoolCollector(Collector):
 
 
 class ClientCollector(Collector):
-    """Clients are the names of keys, so their number is bounded."""
+    """Reads the quotas at a scrape. Labels are names of keys, so their number is bounded."""
 
     def __init__(self, quotas: Quotas) -> None:
         self._quotas = quotas
 
     def collect(self) -> Iterator[Metric]:
-        prefix, of = "outrider_gateway_client", ("client",)
+        prefix, labels = "outrider_gateway_client", ("client",)
         families: tuple[_Family, ...] = (
-            CounterMetricFamily(f"{prefix}_requests", "POST requests let in", labels=of),
-            CounterMetricFamily(f"{prefix}_tokens", "Prompt and output tokens", labels=of),
-            GaugeMetricFamily(f"{prefix}_open_requests", "Requests being answered", labels=of),
+            CounterMetricFamily(f"{prefix}_requests", "POST requests let in", labels=labels),
+            CounterMetricFamily(f"{prefix}_tokens", "Prompt and output tokens", labels=labels),
+            GaugeMetricFamily(f"{prefix}_open_requests", "Requests being answered", labels=labels),
         )
         refusals = CounterMetricFamily(
             f"{prefix}_refusals",
@@ -244,13 +248,13 @@ class RequestRecord:
         self.traceparent = self._span.traceparent
 
     def started(self, choice: Choice) -> float:
-        """Called when a choice left the target's queue; returns when that is."""
+        """Called when a choice leaves the target's queue; returns that time."""
         now_s, figures = time.perf_counter(), self._figures[choice.index]
         self._metrics.vllm.start(figures, choice.num_cached_tokens, now_s)
         return now_s
 
     def tokens(self, choice: Choice, delta: Delta) -> None:
-        """Called when tokens of a choice arrived."""
+        """Called when tokens of a choice arrive."""
         if not self._has_tokens:
             self._has_tokens = True
             self._span.event("first_token")
@@ -260,9 +264,9 @@ class RequestRecord:
         self._metrics.vllm.tokens(figures, num_tokens, now_s, num_drafted, num_accepted)
 
     def end(self, choices: Sequence[Choice], error: BaseException | None) -> int:
-        """Called after the last byte, or when the client is gone; returns the tokens of output."""
+        """Called after the last byte or when the client is gone; returns the output token count."""
         plan, metrics, now_s = self._plan, self._metrics, time.perf_counter()
-        # A stream that failed raises another error, with the failure as its cause.
+        # A failed stream raises another error, with the failure as its cause.
         kinds = type(error), type(getattr(error, "__cause__", None))
         outcome = next((_OUTCOMES[kind] for kind in kinds if kind in _OUTCOMES), "failed")
         outcome = "finished" if error is None else outcome
@@ -290,10 +294,10 @@ class RequestRecord:
             "num_accepted": counts["accepted_draft"],
             "duration_s": round(now_s - self._begin_s, 6),
         }
-        firsts = [(each.first_s, each.num_first_tokens) for each in self._figures]
-        begun = [(first_s, count) for first_s, count in firsts if first_s is not None]
-        if begun:
-            first_s, num_first_tokens = min(begun)
+        firsts = [(figures.first_s, figures.num_first_tokens) for figures in self._figures]
+        started = [(first_s, count) for first_s, count in firsts if first_s is not None]
+        if started:
+            first_s, num_first_tokens = min(started)
             facts["first_token_s"] = round(first_s - self._begin_s, 6)
             if outcome == "finished":
                 metrics.first_token.observe(first_s - self._begin_s)
@@ -310,6 +314,7 @@ class RequestRecord:
 
 
 def _reason(error: BaseException | None, outcome: str) -> str:
-    told = (each.reason for each in (error, getattr(error, "__cause__", None))
-            if isinstance(each, OutriderError))  # fmt: skip
-    return next(told, outcome)
+    for failure in (error, getattr(error, "__cause__", None)):
+        if isinstance(failure, OutriderError):
+            return failure.reason
+    return outcome

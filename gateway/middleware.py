@@ -1,5 +1,5 @@
-"""Pure ASGI middleware. Starlette's function style would cost every chunk a task switch. The server
-hands on HTTP alone."""
+"""Pure ASGI middleware, because Starlette's function style costs a task switch for every chunk. All
+scopes are HTTP scopes: the server has no others."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _BUSY = HTTPStatus.SERVICE_UNAVAILABLE
 _OPEN_PATHS = frozenset(
     {"/", "/health", "/ready", "/metrics", "/version", "/docs", "/openapi.json"}
 )
-_FREE_PATHS = frozenset({"/abort_request"})  # who is at a limit must be able to end something
+_FREE_PATHS = frozenset({"/abort_request"})  # a client at its limit must be able to abort requests
 _SAFE_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 
 class RequestId:
-    """Takes the client's `x-request-id` when it is harmless, else makes one; sends it back."""
+    """Takes the client's `x-request-id` if it is well-formed, else makes one; sends it back."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -63,9 +63,9 @@ class RequestId:
 class Access:
     """Admits requests with an API key, within the key's limits.
 
-    Probes, scrapers and people without a key get in where they must, and see the playground's page.
-    OpenAI's clients send the key as `Authorization: Bearer KEY`, Anthropic's as `x-api-key: KEY`.
-    What is counted is POST: what costs something.
+    Probes, metrics, documentation and the playground's page need no key. OpenAI's clients send the
+    key as `Authorization: Bearer KEY`, Anthropic's as `x-api-key: KEY`. Only POST requests count
+    against the limits: others cost nearly nothing.
     """
 
     def __init__(self, app: ASGIApp, quotas: Quotas) -> None:
@@ -101,8 +101,8 @@ class Access:
 
 
 class BodyLimit:
-    """Refuses a request body above the bound, whether it says its length or not; one that does not
-    arrive in time; and bodies that are too much to hold together while they arrive."""
+    """Refuses a body that is too large, with or without a content length, or does not arrive in
+    time. Also refuses bodies while all arriving bodies together take too much memory."""
 
     def __init__(self, app: ASGIApp, settings: GatewaySettings) -> None:
         self._app = app
@@ -121,7 +121,7 @@ class BodyLimit:
 
         async def receive_counted() -> Message:
             nonlocal num_bytes, is_complete
-            if is_complete:  # it waits for the client to leave
+            if is_complete:  # the application waits for the client's disconnect
                 return await receive()
             try:
                 message = await asyncio.wait_for(receive(), deadline_s - loop.time())
@@ -132,7 +132,7 @@ class BodyLimit:
             num_bytes += num_new
             self._num_buffered += num_new
             if num_bytes > self._settings.max_body_bytes:
-                # The one kind of exception that FastAPI passes on while it reads a body.
+                # FastAPI passes on only this kind of exception while it reads a body.
                 raise HTTPException(_TOO_LARGE, self._message(num_bytes))
             if not message.get("more_body", False):
                 is_complete = True
@@ -150,7 +150,7 @@ class BodyLimit:
 
     def _message(self, num_bytes: int) -> str:
         """Args:
-        num_bytes: that the body says it has, or that have come so far.
+        num_bytes: the body's content length, or the bytes that have arrived so far.
         """
         limit = self._settings.max_body_bytes
         return f"the body has {num_bytes:,} bytes or more; it may have {limit:,}"

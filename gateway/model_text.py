@@ -1,9 +1,9 @@
-"""Everything the gateway reads from a model folder; among it the template of chats.
+"""The text side of a model folder: tokenizer, chat template, sampling defaults and output style.
 
 Templates come with checkpoints, so they are untrusted code: they run in Jinja's immutable sandbox
-and see plain JSON values only. The environment is the one templates are written for: block
+and see plain JSON values only. The environment is the one that templates are written for: block
 trimming, loop controls, `raise_exception`, `strftime_now`, a `tojson` that does not escape HTML,
-and `{% generation %}` blocks, which mark text for training and print as they are.
+and `{% generation %}` blocks, which mark text for training and print it unchanged.
 
 Source: transformers, "Writing a chat template"."""
 
@@ -36,22 +36,22 @@ _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token",
 
 
 class ChatTemplate:
-    """A compiled template and the special tokens it may name.
+    """A compiled template and the special tokens that it may name.
 
     Attributes:
         source: the template as written.
-        reads_tools: whether it tells the model of tools.
+        reads_tools: whether the template reads the variable `tools`.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Raises:
-        jinja2.TemplateSyntaxError: `source` is no template.
+        jinja2.TemplateSyntaxError: `source` is not a template.
         """
         environment = _environment()
         self._template = environment.from_string(source)
         self.source = source
         parsed = environment.parse(source)
-        self._compared = _compared_texts(parsed)  # before jinja folds its constants
+        self._compared = _compared_texts(parsed)  # before jinja folds constants
         self.reads_tools = "tools" in find_undeclared_variables(parsed)
         self._special_tokens = dict(special_tokens)
 
@@ -78,7 +78,7 @@ class ChatTemplate:
         """Returns another template with the same special tokens.
 
         Raises:
-            InvalidArgument: `source`, which a request brought, is no template.
+            InvalidArgument: `source`, which comes from a request, is not a template.
         """
         try:
             return ChatTemplate(source, self._special_tokens)
@@ -88,18 +88,19 @@ class ChatTemplate:
 
     def check_role(self, messages: Sequence[Message], index: int) -> None:
         """Raises:
-        InvalidArgument: the template does not write the message, because of its role.
+        InvalidArgument: the template does not render the message, because of its role.
         """
         role = messages[index]["role"]
-        if self._writes(role, messages, index):
+        if self._renders(role, messages, index):
             return
-        known = [each for each in self._compared if self._writes(each, messages, index)]
+        roles = [text for text in self._compared if self._renders(text, messages, index)]
         field = f"messages[{index}].role"
-        taken = f"it takes {', '.join(known)}" if known else "it takes no other there"
+        taken = f"it takes {', '.join(roles)}" if roles else "it takes no other there"
         message = f"{field} is {role[:64]!r}, which the model's chat template ignores; {taken}"
         raise InvalidArgument.of("ROLE_UNKNOWN", field, message)
 
-    def _writes(self, role: str, messages: Sequence[Message], index: int) -> bool:
+    def _renders(self, role: str, messages: Sequence[Message], index: int) -> bool:
+        """Returns whether the message at `index` would be rendered if it had this role."""
         mark = uuid.uuid4().hex
         marked = {**messages[index], "role": role, "content": mark}
         try:
@@ -117,7 +118,7 @@ class ChatTemplate:
         """Returns the prompt.
 
         Args:
-            variables: what else the template may read (`chat_template_kwargs`).
+            variables: further variables for the template (`chat_template_kwargs`).
 
         Raises:
             InvalidArgument: the template refuses the messages.
@@ -132,7 +133,7 @@ class ChatTemplate:
         context.setdefault("documents", None)
         try:
             return self._template.render(context)
-        # A template is foreign code; whatever it trips over is in what the client sent.
+        # A template is foreign code; its exceptions are caused by the client's messages.
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             message = f"the model's chat template refuses the messages: {error}"
             raise InvalidArgument.of("MESSAGES_REFUSED", "messages", message) from error
@@ -149,19 +150,16 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 def _compared_texts(template: nodes.Template) -> list[str]:
-    """Returns the texts that a template compares something with, among them the roles it knows."""
-    found = (
-        each.value for c in template.find_all(nodes.Compare) for each in c.find_all(nodes.Const)
-    )
-    texts = {each for each in found if isinstance(each, str) and each.isidentifier()}
+    """Returns identifiers that a template compares values with; its roles are among them."""
+    comparisons = template.find_all(nodes.Compare)
+    values = (const.value for compare in comparisons for const in compare.find_all(nodes.Const))
+    texts = {value for value in values if isinstance(value, str) and value.isidentifier()}
     return sorted(texts)[:_MAX_COMPARED]
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
@@ -191,7 +189,7 @@ def _to_json(
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
     """Raises:
-    CheckpointError: the file is no JSON object.
+    CheckpointError: the file is not a JSON object.
     """
     path = folder / "tokenizer_config.json"
     return read_json(path) if path.is_file() else {}
@@ -219,9 +217,9 @@ class ModelText:
     """The text side of one model.
 
     Attributes:
-        style: how it writes calls of tools and reasoning.
-        template: None when the model has none; it then serves completions only.
-        tokenizer_config: what the model's file of that name says.
+        style: the format of the model's tool calls and reasoning.
+        template: None when the model has none and serves completions only.
+        tokenizer_config: content of `tokenizer_config.json`.
     """
 
     tokenizer: Tokenizer
@@ -232,11 +230,11 @@ class ModelText:
 
     @property
     def thinking_marks(self) -> tuple[int, int] | None:
-        """The tokens before and behind reasoning; None where they are not one each."""
+        """Token ids of the tags around reasoning; None without tags of a single token each."""
         tags, encode = self.style.reasoning.tags, self.tokenizer.encode_word
         start, end = encode(tags.begin), encode(tags.end)
-        parts = ReasoningParser.NONE, ReasoningParser.HARMONY  # which have other marks
-        if self.style.reasoning in parts or len(start) != 1 or len(end) != 1:
+        without_tags = ReasoningParser.NONE, ReasoningParser.HARMONY
+        if self.style.reasoning in without_tags or len(start) != 1 or len(end) != 1:
             return None
         return start[0], end[0]
 
@@ -250,7 +248,7 @@ class ModelText:
         reasoning: ReasoningParser = ReasoningParser.AUTO,
     ) -> ModelText:
         """Raises:
-        CheckpointError: a file is missing or malformed; names it.
+        CheckpointError: a file is missing or malformed; the message names it.
         """
         tokenizer = Tokenizer.read(folder, max_prompt_characters)
         template = ChatTemplate.read(folder)

@@ -1,5 +1,4 @@
-"""Notices to a client, for which no interface has a field: the header `x-outrider-notice` and a log
-line."""
+"""Notices to a client in the header `x-outrider-notice`; no interface has a field for them."""
 
 from __future__ import annotations
 
@@ -10,11 +9,11 @@ NOTICE_HEADER = "x-outrider-notice"
 _MAX_CHARACTERS = 1024
 _log = logging.getLogger(__name__)
 current_notices: ContextVar[list[str] | None] = ContextVar("notices", default=None)
-"""Where the notices of the request that is served go to."""
+"""Notices of the request that is being served."""
 
 
 def give_notice(text: str) -> None:
-    """Tells the client, if its headers are not out yet."""
+    """Logs a notice, and sends it to the client if the headers are not sent yet."""
     _log.warning("%s", text[:_MAX_CHARACTERS])
     notices = current_notices.get()
     if notices is not None:

@@ -1,4 +1,4 @@
-"""Work on a request that would hold up the event loop, and every stream with it."""
+"""Runs work in a thread that would block the event loop, and every stream with it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from shared.errors import DeadlineExceeded
 
 T = TypeVar("T")
 WORK_TIMEOUT_S = 30.0
-# Of its own: what is given up on runs to its end all the same.
+# A separate pool, because work that has timed out still runs to its end.
 _THREADS = ThreadPoolExecutor(2, "gateway-work")
 
 
 async def off_loop(field: str, work: Callable[[], T], timeout_s: float = WORK_TIMEOUT_S) -> T:
-    """Returns what `work` returns, of the data that came in `field`.
+    """Returns the result of `work`, which prepares the data of the request's `field`.
 
     Raises:
-        DeadlineExceeded: it takes too long, its wait for a thread included.
+        DeadlineExceeded: the work takes too long, its wait for a thread included.
     """
     running = asyncio.get_running_loop().run_in_executor(_THREADS, work)
     try:

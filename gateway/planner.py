@@ -1,5 +1,5 @@
-"""Plans of HTTP requests, and the planner that makes them of request bodies: checked, tokenized,
-multiplied by prompts and choices."""
+"""Turns a request body into a plan: fields checked, prompts tokenized, and one generation for each
+prompt and choice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gateway.generation import Generation, TargetModel, fingerprint
 from gateway.model_text import ModelText
 from gateway.notices import give_notice
 from gateway.off_loop import off_loop
-from gateway.output.held_schema import AnswerSchemas
+from gateway.output.grammar_schema import AnswerSchemas
 from gateway.output.style import ChatOutput, OutputStyle, ReasoningParser
 from gateway.output.tools import Toolbox
 from gateway.prompts import (
@@ -31,13 +31,13 @@ from gateway.prompts import (
 )
 from gateway.sampling import (
     Constraint,
-    HeldOutput,
+    OutputConstraint,
     OutputLength,
     check_priority,
     check_salt,
     check_stops,
     constraint_of,
-    held_output,
+    output_constraint,
     sampling_params,
     stop_params,
     with_speculation,
@@ -66,13 +66,13 @@ class TextOptions:
     """Options for turning the tokens of every choice into text.
 
     Attributes:
-        hidden_token_ids: tokens that end generation and are not shown, unless a stop is.
-        output: parsers of tool calls and reasoning; None when all of it is text.
+        hidden_token_ids: tokens that end generation and are not shown; none with `include_stop`.
+        output: parsers of tool calls and reasoning; None when all output is text.
         include_reasoning: whether reasoning is shown.
-        hides_output: the request asks for no token at all, only for what a target says of its
-            prompt. A target always draws one.
-        schemas: that it is checked against when it ends.
-        keeps_output: all of it is needed again when it has ended.
+        hides_output: the request asks only about its prompt. A target always draws a token, which
+            is then not shown.
+        schemas: checked against the output at its end.
+        keeps_output: the whole output is needed again at its end.
     """
 
     stop_strings: tuple[str, ...] = ()
@@ -95,19 +95,19 @@ class Plan:
 
     Attributes:
         request_id: shown to the client as `id`.
-        texts: of each generation, where they differ; else `text` is that of all.
+        texts: options of each generation, where they differ; else empty, and `text` is for all.
         created: Unix time in seconds.
         generations: in order of choice index, which is prompt · `num_choices` + choice.
         num_choices: choices drawn for each prompt: `n`, or `best_of`.
-        num_shown: how many of them are the answer.
-        echoes_scores: the log probabilities of an echo hold those of the prompt.
+        num_shown: choices shown for each prompt.
+        echoes_scores: an echo's log probabilities include the prompt's.
         shows_logprobs: False when log probabilities only serve to find the best choices.
         shows_prompt_logprobs: the answer has vLLM's `prompt_logprobs`.
         tokens_as_ids: log probabilities name tokens by their ids.
-        fingerprint: what the answer depends on beside the request.
-        service_tier: as OpenAI names what the request was served by; None where it was not asked.
-        grammar_field: where the client said what the output must match.
-        echoed_texts: what goes before the output, one for each prompt; empty without echo.
+        fingerprint: identifies what the answer depends on beside the request.
+        service_tier: OpenAI's name of the tier; None where the request names no tier.
+        grammar_field: the request field that constrains the output.
+        echoed_texts: texts before the output, one for each prompt; empty without echo.
     """
 
     request_id: str
@@ -137,7 +137,7 @@ class Plan:
         return bool(self.generations[0].logprob_token_ids)
 
     def echoed_text_of(self, index: int) -> str:
-        """Returns what goes before the output of a choice; empty without echo."""
+        """Returns the text before the output of a choice; empty without echo."""
         return self.echoed_texts[index // self.num_choices] if self.echoed_texts else ""
 
     @property
@@ -149,21 +149,20 @@ class Plan:
 
 @dataclass(slots=True)
 class WantedOutput:
-    """The two kinds of body reduced to what they share, before prompts and choices multiply it.
+    """The output that a chat or completion body asks for, the same for all prompts and choices.
 
     Attributes:
-        top_logprobs: None wants no log probabilities.
+        top_logprobs: None for no log probabilities.
         length: most tokens of a choice.
-        output: parsers of tool calls and reasoning; None when all of it is text.
-        echo_scoring: which prompt tokens an echo needs log probabilities of.
-        num_drawn: `best_of`; None where it is `n`.
-        thinking: bounds the reasoning; None leaves it free.
+        output: parsers of tool calls and reasoning; None when all output is text.
+        echo_scoring: the prompt tokens whose log probabilities an echo needs.
+        num_drawn: `best_of`; None where it equals `n`.
+        thinking: limit on the reasoning; None for no limit.
         predicted: tokens of `prediction`.
-        keeps_likeliest: the likeliest tokens have log probabilities beside those that the request
-            names.
-        num_shown, num_choices: of the answer, and drawn; for each prompt.
+        keeps_likeliest: log probabilities of the likeliest tokens beside those of the named tokens.
+        num_shown, num_choices: choices shown and drawn for each prompt.
         prompt_scoring: for `prompt_logprobs`, or for an echo with log probabilities.
-        hides_output: no output is asked for, but what the target says of the prompt.
+        hides_output: the request asks only about its prompt, for no output.
     """
 
     body: GenerationBody
@@ -194,8 +193,8 @@ class WantedOutput:
         is_echo = isinstance(body, CompletionRequest) and body.echo
         is_scored = is_echo or self.prompt_scoring is not None
         self.hides_output = self.length.max_tokens == 0 and is_scored
-        self.stop_strings = _listed(body.stop)
-        self.stop_regexes = _listed(body.stop_regex)
+        self.stop_strings = _as_tuple(body.stop)
+        self.stop_regexes = _as_tuple(body.stop_regex)
 
     def generations(
         self, prompt: list[int], grammar: Grammar | None, text: ModelText
@@ -207,23 +206,23 @@ class WantedOutput:
         """
         body, salt = self.body, self.body.salt
         sampling = sampling_params(body, text.defaults, self.model, text.tokenizer, self.thinking)
-        names_others = body.logprob_token_ids and not self.keeps_likeliest
+        only_named = body.logprob_token_ids and not self.keeps_likeliest
         generation = Generation(
             request_id=current_request_id.get(),
             prompt_token_ids=prompt,
             sampling=sampling,
-            # A target draws one token even so.
+            # A target draws one token even where no output is asked for.
             stop=stop_params(
-                body, self.length, len(prompt), self.model, num_least=int(self.hides_output)
+                body, self.length, len(prompt), self.model, least_tokens=int(self.hides_output)
             ),
             has_seed=body.seed is not None,
-            # None of the likeliest where the request names others, unless it wants both.
-            top_logprobs=0 if names_others else self.top_logprobs,
+            # A request that names tokens gets those alone, unless it wants the likeliest as well.
+            top_logprobs=0 if only_named else self.top_logprobs,
             grammar=grammar,
             priority=0 if body.priority is None else check_priority(body.priority),
             cache_salt="" if salt is None else check_salt(salt),
             predicted_token_ids=self.predicted,
-            logprob_token_ids=self._named() if body.logprob_token_ids else (),
+            logprob_token_ids=self._named_tokens() if body.logprob_token_ids else (),
             prompt_scoring=self.prompt_scoring,
         )
         if body.speculation is not None:
@@ -234,14 +233,14 @@ class WantedOutput:
                 "prompt_logprob_start", scoring.start, f"[0, {len(prompt) - 1}]"
             )
         # The first choice has the request's own seed.
-        others = (choice_seed(sampling.seed, choice) for choice in range(1, self.num_choices))
+        seeds = (choice_seed(sampling.seed, choice) for choice in range(1, self.num_choices))
         return [
             generation,
-            *(replace(generation, sampling=replace(sampling, seed=seed)) for seed in others),
+            *(replace(generation, sampling=replace(sampling, seed=seed)) for seed in seeds),
         ]
 
-    def _named(self) -> Sequence[int]:
-        """Returns the tokens whose log probabilities are wanted, each once.
+    def _named_tokens(self) -> Sequence[int]:
+        """Returns the tokens of `logprob_token_ids` without repeats.
 
         Raises:
             InvalidArgument: there are too many, one is no token, or log probabilities are off.
@@ -263,7 +262,7 @@ class WantedOutput:
         body = self.body
         eos = frozenset() if body.ignore_eos else self.model.eos_token_ids
         hidden = frozenset() if body.keeps_stop else stop.stop_token_ids | eos
-        # All of a completion is text, reasoning as well.
+        # A completion's output is all text, reasoning included.
         hides_reasoning = isinstance(body, ChatCompletionRequest) and (
             body.include_reasoning is False
         )
@@ -283,14 +282,14 @@ class WantedOutput:
         )
 
 
-_INLINE_GRAMMAR_BYTES = 1 << 16  # a walk through a schema of that length takes a millisecond
-_INLINE_MESSAGES = 64  # a template writes that many in about a millisecond
+_INLINE_GRAMMAR_BYTES = 1 << 16  # a schema of this size takes a millisecond on the event loop
+_INLINE_MESSAGES = 64  # rendering this many takes about a millisecond on the event loop
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Plans what a body asks for.
+    """Makes plans of request bodies.
 
     Raises (every method):
         InvalidArgument: the request can never be served; names the field, value and limit.
@@ -300,14 +299,10 @@ class Planner:
     settings: GatewaySettings
 
     async def chat(
-        self,
-        body: ChatCompletionRequest,
-        model: TargetModel,
-        *,
-        length: OutputLength | None = None,
+        self, body: ChatCompletionRequest, model: TargetModel, *, length: OutputLength | None = None
     ) -> Plan:
         """Args:
-        length: of the output; None takes it from the body.
+        length: limit on the output length; None takes it from the body.
         """
         refuse_unimplemented(body)
         if body.top_logprobs is not None and not body.logprobs:
@@ -318,7 +313,7 @@ class Planner:
         )
         tokenizer, toolbox, style = self.text.tokenizer, toolbox_of(body), self.text.style
         if body.separate_reasoning is False and style.reasoning is not ReasoningParser.NONE:
-            style = _unseparated(style, body, toolbox)
+            style = _without_reasoning(style, body, toolbox)
         if body.input_ids is None:
             text = await self._chat_text(body, toolbox)
         else:
@@ -342,7 +337,7 @@ class Planner:
         length_field = wanted.length.field or "max_tokens"
         with client_names({"prompt": prompt_field, "max_tokens": length_field}):
             prompt = body.input_ids
-            if prompt is None:  # whose special tokens the template writes itself
+            if prompt is None:  # the template writes the special tokens itself
                 longest = longest_prompt(body, model)
                 prompt = await tokenizer.encode(text, add_special_tokens=False, max_tokens=longest)
             request_id = body.rid or f"chatcmpl-{uuid.uuid4().hex}"
@@ -350,20 +345,23 @@ class Planner:
         return replace(plan, echoed_texts=echoed_text(body)) if body.echo else plan
 
     async def _predicted(self, prediction: Prediction, model: TargetModel) -> Sequence[int]:
-        """Returns the tokens that the output may hold in long runs; no more than can come."""
+        """Returns the tokens of `prediction`, no more than the context holds."""
         with client_names({"prompt": "prediction"}):
             token_ids = await self.text.tokenizer.encode(prediction.text, add_special_tokens=False)
         return token_ids[: model.max_context_tokens]
 
-    def thinking_budget(self, asked: int | None, thinking: Thinking | None) -> int | None:
-        """Returns the bound of thoughts; that of `thinking` is given whatever the model is."""
+    def thinking_budget(self, requested: int | None, thinking: Thinking | None) -> int | None:
+        """Returns the limit on reasoning tokens; None for no limit.
+
+        Clients send `thinking` to any model, so its limit is dropped where it cannot be kept.
+        """
         budget = None if thinking is None else thinking.budget_tokens
-        if asked is not None or budget is None:
-            return asked
+        if requested is not None or budget is None:
+            return requested
         if self.text.style.reasoning is ReasoningParser.NONE:
             return None
         if self.text.thinking_marks is None:
-            what = "thoughts of this model have no bound"
+            what = "the reasoning of this model cannot be limited"
             give_notice(f"thinking.budget_tokens has no effect: {what}")
             return None
         return budget
@@ -371,17 +369,17 @@ class Planner:
     def _thinking(
         self, body: ChatCompletionRequest, prompt: str, model: TargetModel
     ) -> ThinkingBudget | None:
-        """Returns the limit on reasoning; None where it is free, or does not think."""
-        asked = self.thinking_budget(body.thinking_token_budget, body.thinking)
-        read = self.text.style.output(prompt, None)
-        if asked is None or read is None:
+        """Returns the limit on reasoning; None where there is no limit or no reasoning."""
+        budget = self.thinking_budget(body.thinking_token_budget, body.thinking)
+        output = self.text.style.output(prompt, None)
+        if budget is None or output is None:
             return None
         marks = self.text.thinking_marks
         if marks is None:
             what = "thinking_token_budget of a model whose marks of reasoning are not single tokens"
             raise unimplemented("thinking_token_budget", what)
-        max_tokens = min(asked, model.max_context_tokens)
-        return ThinkingBudget(max_tokens, marks[1], None if read.starts_inside else marks[0])
+        max_tokens = min(budget, model.max_context_tokens)
+        return ThinkingBudget(max_tokens, marks[1], None if output.starts_inside else marks[0])
 
     async def chat_prompt(self, body: ChatCompletionRequest) -> list[int]:
         """Returns the token ids of a chat."""
@@ -405,7 +403,7 @@ class Planner:
         keeps_likeliest: bool = False,
     ) -> Plan:
         """Args:
-        scored_from: first prompt token that gets log probabilities, whatever is echoed.
+        scored_from: first prompt token that gets log probabilities, with or without echo.
         default_tokens: `max_tokens` where the body has none.
         keeps_likeliest: `logprob_token_ids` does not replace the likeliest tokens.
         """
@@ -418,12 +416,12 @@ class Planner:
         if body.logprobs is not None:
             top_logprobs = check_num_top("logprobs", body.logprobs)
         scoring = _scoring(body, top_logprobs, scored_from)
-        if num_drawn is not None:  # the best are found by them
+        if num_drawn is not None:  # the choices are ranked by log probability
             top_logprobs = top_logprobs or 0
         tokenizer = self.text.tokenizer
-        given = given_prompts(body)
-        check_prompts(self.settings, len(given))
-        prompts = [await prompt_tokens(prompt, body, model, tokenizer) for prompt in given]
+        inputs = given_prompts(body)
+        check_prompts(self.settings, len(inputs))
+        prompts = [await prompt_tokens(prompt, body, model, tokenizer) for prompt in inputs]
         length = OutputLength(body.max_tokens, "max_tokens")
         if body.max_tokens is None:
             length = OutputLength(default_tokens)
@@ -440,7 +438,8 @@ class Planner:
         )
         request_id = body.rid or f"cmpl-{uuid.uuid4().hex}"
         plan = await self._plan(wanted, request_id, prompts)
-        kept = [each.prompt_token_ids for each in plan.generations[:: plan.num_choices]]
+        firsts = plan.generations[:: plan.num_choices]
+        kept = [generation.prompt_token_ids for generation in firsts]
         return replace(
             plan,
             echoed_texts=echoed_texts(body, prompts, kept, tokenizer),
@@ -449,7 +448,7 @@ class Planner:
         )
 
     def _num_drawn(self, body: CompletionRequest) -> int | None:
-        """Returns `best_of`; None where it is `n`."""
+        """Returns `best_of`; None where it equals `n`."""
         num_shown = 1 if body.n is None else body.n
         if body.best_of is None or body.best_of == num_shown:
             return None
@@ -475,16 +474,16 @@ class Planner:
         if options is not None and not body.stream:
             message = "stream_options is set; it needs stream to be true"
             raise InvalidArgument.of("STREAM_OFF", "stream_options", message)
-        constraint, held = constraint_of(body), HeldOutput()
-        if constraint is not None or wanted.output is not None:
-            held = await _held(constraint, wanted.output)
+        requested, constraint = constraint_of(body), OutputConstraint()
+        if requested is not None or wanted.output is not None:
+            constraint = await _output_constraint(requested, wanted.output)
         if body.truncate_prompt_tokens is not None:
             limits = body, wanted.model, wanted.length.max_tokens
             prompts = [truncated(prompt, *limits) for prompt in prompts]
         generations = [
             generation
             for prompt in prompts
-            for generation in wanted.generations(prompt, held.grammar, self.text)
+            for generation in wanted.generations(prompt, constraint.grammar, self.text)
         ]
         return Plan(
             request_id=request_id,
@@ -492,7 +491,7 @@ class Planner:
             model=wanted.model.name,
             generations=tuple(generations),
             num_choices=wanted.num_choices,
-            text=wanted.text_options(generations[0].stop, held.schemas),
+            text=wanted.text_options(generations[0].stop, constraint.schemas),
             is_stream=body.stream,
             include_usage=options is not None and options.include_usage,
             continuous_usage=options is not None and options.is_continuous,
@@ -502,30 +501,34 @@ class Planner:
             service_tier=None if body.service_tier is None else "default",
             num_shown=wanted.num_shown,
             shows_prompt_logprobs=body.prompt_logprobs is not None,
-            grammar_field=held.field,
+            grammar_field=constraint.field,
         )
 
 
-async def _held(constraint: Constraint | None, output: ChatOutput | None) -> HeldOutput:
-    hold = partial(held_output, constraint, output)
-    size = 0 if constraint is None else constraint.grammar.size_bytes
-    if output is not None and output.holds_calls(is_asked=constraint is not None):
-        size += output.schemas_size
-    held = hold() if size <= _INLINE_GRAMMAR_BYTES else await off_loop("the schemas", hold)
-    for notice in held.notices:
+async def _output_constraint(
+    requested: Constraint | None, output: ChatOutput | None
+) -> OutputConstraint:
+    """Builds the constraint on the event loop if it is small, else in a worker thread."""
+    build = partial(output_constraint, requested, output)
+    size_bytes = 0 if requested is None else requested.grammar.size_bytes
+    if output is not None and output.constrains_calls(is_constrained=requested is not None):
+        size_bytes += output.schemas_size
+    is_small = size_bytes <= _INLINE_GRAMMAR_BYTES
+    constraint = build() if is_small else await off_loop("the schemas", build)
+    for notice in constraint.notices:
         give_notice(notice)
-    return held
+    return constraint
 
 
-def _listed(texts: str | Sequence[str] | None) -> tuple[str, ...]:
+def _as_tuple(texts: str | Sequence[str] | None) -> tuple[str, ...]:
     """Returns the texts of a field that takes one or several."""
     return (texts,) if isinstance(texts, str) else tuple(texts or ())
 
 
-def _unseparated(
+def _without_reasoning(
     style: OutputStyle, body: ChatCompletionRequest, toolbox: Toolbox | None
 ) -> OutputStyle:
-    """Returns how output is read whose thoughts are text like any."""
+    """Returns the style of an output whose reasoning is left in the text."""
     if toolbox is not None or constraint_of(body) is not None:
         what = "separate_reasoning: false beside tools or a grammar"
         raise unimplemented("separate_reasoning", what)
@@ -535,7 +538,7 @@ def _unseparated(
 def _scoring(
     body: CompletionRequest, top_logprobs: int | None, scored_from: int | None
 ) -> PromptScoring | None:
-    """Returns what prompt tokens get: an echo with log probabilities holds the prompt's, too."""
+    """Returns the scoring of prompt tokens: an echo with log probabilities needs the prompt's."""
     if scored_from is not None:
         return PromptScoring(scored_from, top_logprobs or 0)
     return PromptScoring(0, top_logprobs) if body.echo and top_logprobs is not None else None

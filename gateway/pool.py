@@ -1,4 +1,4 @@
-"""The targets together: which one takes a generation, and where it goes when that one cannot."""
+"""The pool of targets: picks the target of each generation, and another one when that one fails."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Deliver = Callable[[Event], None]
 
 
 class RoutedGeneration:
-    """One generation: on a target, waiting for one, or over.
+    """One generation: on a target, waiting for a target, or over.
 
-    Until the first event arrives it may move to another target; after that its tokens may have
-    been sent on, and a failure is final.
+    Until its first event arrives a generation may move to another target. After that its tokens
+    may have been sent to the client, and a failure is final.
 
     Attributes:
-        tried: targets that refused or lost it, each with its `epoch` at that time.
-        error: of the target that it had last.
+        tried: addresses of the targets it was sent to, each with the target's `epoch` then.
+        error: the error of its last target.
         wait_until_s: event loop time at which waiting ends; None before it first waited.
-        timer: ends its waiting.
+        timer: ends the waiting.
     """
 
     def __init__(
@@ -38,21 +38,21 @@ class RoutedGeneration:
         self.timer: asyncio.TimerHandle
         self._pool = pool
         self._deliver = deliver
-        self._placed: tuple[TargetLink, int] | None = None
+        self._placement: tuple[TargetLink, int] | None = None
         self._has_started = False
         self._is_over = False
 
     def place(self, link: TargetLink) -> None:
         """Raises:
-        OutriderError: the link does not take it.
+        OutriderError: the link does not take the generation.
         """
         self.tried.add((link.address, link.epoch))
-        self._placed = (link, link.submit(self.generation, self.receive, self._deliver))
+        self._placement = (link, link.submit(self.generation, self.receive, self._deliver))
 
     def receive(self, event: Event) -> None:
-        """Takes an event that is no delta from the link, or from the pool that gave up."""
+        """Takes any event but a delta, from the link or from a pool that gave up."""
         if isinstance(event, Failed) and event.may_retry and not self._has_started:
-            self._placed = None
+            self._placement = None
             self._pool.place_again(self, event.error)
             return
         self._has_started = True
@@ -60,12 +60,12 @@ class RoutedGeneration:
         self._deliver(event)
 
     def cancel(self) -> None:
-        """Ends interest in the generation; does nothing when it is over."""
+        """Cancels the generation; does nothing when it is over."""
         if self._is_over:
             return
         self._is_over = True
-        if self._placed is not None:
-            link, request_id = self._placed
+        if self._placement is not None:
+            link, request_id = self._placement
             link.cancel(request_id)
         self._pool.stop_waiting(self)
 
@@ -74,17 +74,17 @@ class TargetPool:
     """Picks the target with the fewest reserved tokens.
 
     Args:
-        tokenizer_sha256: of the gateway's tokenizer; a target with another one is not used.
+        tokenizer_sha256: hash of the gateway's tokenizer; a target with another one is not used.
 
     Attributes:
-        links: to each target.
+        links: one for each target.
     """
 
     def __init__(
         self, settings: GatewaySettings, tokenizer_sha256: str, timing: LinkTiming = LINK_TIMING
     ) -> None:
         self._settings = settings
-        self._waiting: dict[RoutedGeneration, None] = {}  # in order
+        self._waiting: dict[RoutedGeneration, None] = {}  # in order of arrival
         self._tasks: list[asyncio.Task[None]] = []
         self.links: Sequence[TargetLink] = tuple(
             TargetLink(
@@ -99,7 +99,7 @@ class TargetPool:
         self._tasks = [asyncio.create_task(link.run()) for link in self.links]
 
     async def close(self) -> None:
-        """Closes every link; what is live fails."""
+        """Closes every link; live generations fail."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -111,18 +111,18 @@ class TargetPool:
 
     @property
     def num_live(self) -> int:
-        """Generations submitted and not over."""
+        """Number of generations submitted and not over."""
         return sum(link.num_live for link in self.links) + len(self._waiting)
 
     @property
     def num_waiting(self) -> int:
-        """Generations that lost their target and wait for another."""
+        """Number of generations that lost their target and wait for another."""
         return len(self._waiting)
 
     def models(self) -> dict[str, TargetModel]:
         """Returns the models of all targets seen so far by the name clients use.
 
-        Of targets that serve the same model, one that takes requests speaks for it.
+        Of several targets with the same model, a serving one describes it.
         """
         by_name: dict[str, TargetModel] = {}
         for link in sorted(self.links, key=lambda link: link.state is TargetState.SERVING):
@@ -131,7 +131,7 @@ class TargetPool:
         return by_name
 
     def aliases(self) -> dict[str, str]:
-        """Returns the model's name by each of its further names; none while there are several."""
+        """Returns the model's name by each of its aliases; none while there are several models."""
         models = self.models()
         name = next(iter(models)) if len(models) == 1 else None
         return {} if name is None else dict.fromkeys(self._settings.model_alias, name)
@@ -149,8 +149,7 @@ class TargetPool:
         if len(models) == 1 and (not name or name in self._settings.model_alias):
             return next(iter(models.values()))
         if name not in models:
-            known = ", ".join(sorted(models))
-            message = f"model {name!r} is not served here; there is {known}"
+            message = f"model {name!r} is not served here; there is {', '.join(sorted(models))}"
             raise NotFound(message, reason="MODEL_NOT_FOUND")
         return models[name]
 
@@ -159,7 +158,7 @@ class TargetPool:
 
         Raises:
             Unavailable: no target takes requests.
-            QueueFull: the one that would does not read.
+            QueueFull: the picked target does not read its session.
         """
         routed = RoutedGeneration(self, generation, name, deliver)
         link = self._pick(routed)
@@ -169,7 +168,8 @@ class TargetPool:
         return routed
 
     def place_again(self, routed: RoutedGeneration, error: OutriderError) -> None:
-        """Moves a generation whose target refused or lost it; fails it when there is no other."""
+        """Moves a generation whose target refused or lost it. Without another target it waits, or
+        fails."""
         link = self._pick(routed)
         if link is not None:
             try:
@@ -177,15 +177,15 @@ class TargetPool:
             except OutriderError as next_error:
                 routed.receive(Failed(next_error, may_retry=is_retryable(next_error)))
             return
-        # A full target will be full for a while, and the client can decide better whether to wait.
+        # A full target stays full for a while; the client can decide better whether to wait.
         if error.code is StatusCode.RESOURCE_EXHAUSTED:
             routed.receive(Failed(error))
             return
         self._wait(routed, error)
 
     def _wait(self, routed: RoutedGeneration, error: OutriderError) -> None:
-        """Keeps a generation until a target takes it, or its retry window, which begins when it
-        first waits, has ended; it then fails with the error."""
+        """Keeps a generation until a target takes it. It fails with the error at the end of its
+        retry window, which begins when it first waits."""
         loop = asyncio.get_running_loop()
         if routed.wait_until_s is None:
             routed.wait_until_s = loop.time() + self._settings.retry_window_s
@@ -198,7 +198,7 @@ class TargetPool:
         routed.receive(Failed(routed.error))
 
     def stop_waiting(self, routed: RoutedGeneration) -> None:
-        """Does nothing to a generation that does not wait."""
+        """Ends a generation's waiting; does nothing to one that does not wait."""
         if routed in self._waiting:
             del self._waiting[routed]
             routed.timer.cancel()

@@ -1,9 +1,9 @@
-"""The gateway's processes: what one is made of, its maintenance port, and its life.
+"""The gateway's processes: their parts, their maintenance port, their start and their stop.
 
-With `--workers N` several processes are behind one port, and the kernel spreads connections over
-them. The first process accepts none: it has the maintenance port, starts the workers and stops them
-together. When one dies the gateway ends, as it would have alone, and whoever started it starts it
-again."""
+With `--workers N` several processes share one port, and the kernel spreads connections over them.
+The first process accepts no connections: it has the maintenance port, starts the workers and stops
+them together. When one worker dies the whole gateway ends, as a single process would, so that its
+supervisor starts it again."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ from shared.telemetry.logs import configure_logs
 from shared.telemetry.tracing import tracer_for
 from shared.version import package_version
 
-_MAX_RECEIVE_BYTES = 64 * 1024  # its requests are a few numbers
+_MAX_RECEIVE_BYTES = 64 * 1024  # requests to AdminService are a few numbers
 _CALL_S = 5.0
 _ADMIN = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
 
-_FLUSH_GRACE_S = 2  # for responses whose generation is over but whose bytes are not out
-_STOP_GRACE_S = 10.0  # beyond the drain
+_FLUSH_GRACE_S = 2  # for ended generations whose last bytes are not sent yet
+_STOP_GRACE_S = 10.0  # for a worker to exit after its drain
 _START_TIMEOUT_S = 300.0
 _POLL_S = 0.05
 _log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ _log = logging.getLogger(__name__)
 async def maintenance_server(
     info: ProcessInfo, lifecycle: Lifecycle, hooks: AdminHooks
 ) -> aio.Server:
-    """Returns the server, neither bound nor started."""
+    """Returns the maintenance server, neither bound nor started."""
 
     def register(server: aio.Server) -> None:
         servicer = AdminServicer(info, lifecycle, hooks)
@@ -71,7 +71,7 @@ async def maintenance_server(
 
 
 async def drain_all(addresses: Sequence[str], grace_s: float) -> int:
-    """Drains the workers with these maintenance addresses; returns what still runs."""
+    """Drains the workers with these maintenance addresses; returns how many requests still run."""
     request = admin_service_pb2.DrainServerRequest()
     request.grace_duration.FromNanoseconds(round(grace_s * 1e9))
 
@@ -85,15 +85,15 @@ async def drain_all(addresses: Sequence[str], grace_s: float) -> int:
 
 
 async def summed_gauges(addresses: Sequence[str]) -> Mapping[str, float]:
-    """Returns the sums over the workers, and how many of those answer."""
+    """Returns the sums of the workers' gauges, and the number of workers that answer."""
     total: Counter[str] = Counter(worker_count=0)
     for address in addresses:
         with suppress(aio.AioRpcError):
             async with open_channel(address) as channel:
                 stub = admin_service_pb2_grpc.AdminServiceStub(channel)
                 request = admin_service_pb2.GetServerInfoRequest()
-                found = await stub.GetServerInfo(request, timeout=_CALL_S)
-            total.update({"worker_count": 1, **found.gauges})
+                info = await stub.GetServerInfo(request, timeout=_CALL_S)
+            total.update({"worker_count": 1, **info.gauges})
     return total
 
 
@@ -101,7 +101,7 @@ async def serve(settings: GatewaySettings, place: WorkerPlace | None = None) -> 
     """Serves until SIGINT or SIGTERM.
 
     Args:
-        place: among the workers; None for the only process.
+        place: this worker's index and sockets; None for the only process.
     """
     stop = asyncio.Event()
     stop_on_signals(stop)
@@ -157,19 +157,19 @@ def _compose(settings: GatewaySettings, place: WorkerPlace | None) -> Gateway:
 
 
 def response_store(settings: GatewaySettings, *, is_shared: bool) -> ResponseStore | None:
-    """Returns the store that the settings ask for.
+    """Returns the store of the settings; None when it is off.
 
     Args:
-        is_shared: other workers have it open; what runs in them goes on.
+        is_shared: other workers have the file open, and their running responses are left alone.
 
     Raises:
-    SettingsError: the file cannot be used.
+        SettingsError: the file cannot be used.
     """
-    where = settings.response_store
-    if where == "off":
+    location = settings.response_store
+    if location == "off":
         return None
     return ResponseStore(
-        MEMORY if where == "memory" else where,
+        MEMORY if location == "memory" else location,
         max_bytes=settings.response_store_bytes,
         max_age_s=settings.response_store_hours * 3600.0,
         max_history_bytes=settings.max_body_bytes,
@@ -184,9 +184,9 @@ def stop_on_signals(stop: asyncio.Event) -> None:
 
 
 def stop_with_parent(stop: asyncio.Event) -> None:
-    """Sets the event when the process that started this one is gone."""
+    """Sets the event when the parent process has ended."""
     parent = multiprocessing.parent_process()
-    assert parent is not None, "only a worker has one"
+    assert parent is not None, "only a worker has a parent"
     asyncio.get_running_loop().add_reader(parent.sentinel, stop.set)
 
 
@@ -209,9 +209,9 @@ async def serve_with_workers(settings: GatewaySettings) -> None:
     stop_on_signals(stop)
     store = response_store(settings, is_shared=False)
     if store is not None:
-        store.close()  # what a process before left unfinished is marked now, and only now
+        store.close()  # opening it marked responses that an earlier process left unfinished
     admin_port = settings.admin_port
-    listen(settings.host, settings.port).close()  # nobody else has it
+    listen(settings.host, settings.port).close()  # fails if another program has the port
     reserved = listen(settings.host, settings.port, is_shared=True, backlog=None)
     settings = replace(settings, port=reserved.getsockname()[1])
     with reserved, tempfile.TemporaryDirectory(prefix="outrider-gateway-") as folder:
@@ -239,10 +239,10 @@ async def _supervise(
     for worker in workers:
         asyncio.get_running_loop().add_reader(worker.sentinel, ended.set)
     try:
-        await _first(stop, ended, asyncio.create_task(_activate(lifecycle, places)))
+        await _wait_any(stop, ended, asyncio.create_task(_activate(lifecycle, places)))
     finally:
         dead: list[BaseProcess] = []
-        if not stop.is_set():  # its pipe closes a little before its exit code is there
+        if not stop.is_set():  # a worker's pipe closes a little before its exit code is set
             await _until(lambda: any(worker.exitcode is not None for worker in workers), _CALL_S)
             dead = [worker for worker in workers if worker.exitcode is not None]
         await lifecycle.drain()
@@ -269,15 +269,17 @@ def _work(settings: GatewaySettings, place: WorkerPlace) -> None:
         sys.exit(f"outrider-gateway: worker {place.index}: {error.message}")
 
 
-async def _first(stop: asyncio.Event, ended: asyncio.Event, activation: asyncio.Task[None]) -> None:
+async def _wait_any(
+    stop: asyncio.Event, ended: asyncio.Event, activation: asyncio.Task[None]
+) -> None:
     waits = [asyncio.create_task(event.wait()) for event in (stop, ended)]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    for each in (*waits, activation):
-        each.cancel()
+    for task in (*waits, activation):
+        task.cancel()
 
 
 async def _activate(lifecycle: Lifecycle, places: Sequence[WorkerPlace]) -> None:
-    """Serves once every worker does."""
+    """Reports the gateway as serving once every worker serves."""
     await _until(lambda: all(place.http_path.exists() for place in places), _START_TIMEOUT_S)
     await lifecycle.activate()
     _log.info("workers serve", extra={"count": len(places)})
@@ -292,9 +294,9 @@ async def _stop(workers: Sequence[BaseProcess], grace_s: float) -> None:
         worker.join()
 
 
-async def _until(is_so: Callable[[], bool], timeout_s: float) -> None:
+async def _until(condition: Callable[[], bool], timeout_s: float) -> None:
     deadline_s = time.monotonic() + timeout_s
     while True:
-        if is_so() or time.monotonic() > deadline_s:
+        if condition() or time.monotonic() > deadline_s:
             return
         await asyncio.sleep(_POLL_S)

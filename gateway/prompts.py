@@ -1,4 +1,4 @@
-"""The prompts of a request: chats as templates write them, strings and token ids of completions."""
+"""The prompts of a request: rendered chats, and the strings or token ids of completions."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from shared.generation import check_token_ids
 from shared.text import Tokenizer
 
 _ROLES = frozenset({"system", "user", "assistant", "tool"})
-_UNIMPLEMENTED = ("function_call", "audio", "prefix", "partial")  # of a message
-_MAX_CUSTOM_ROLES = 8  # a template is rendered for each
+_UNIMPLEMENTED = ("function_call", "audio", "prefix", "partial")  # fields of a message
+_MAX_CUSTOM_ROLES = 8  # checking one renders the template
 
 
 def toolbox_of(body: ChatCompletionRequest) -> Toolbox | None:
-    """Returns what the model may call; None when nothing.
+    """Returns the tools that the model may call; None without any.
 
     Raises:
         InvalidArgument: a tool or the choice is wrong.
@@ -54,8 +54,8 @@ def toolbox_of(body: ChatCompletionRequest) -> Toolbox | None:
         functions = _allowed(functions, choice)
     toolbox = Toolbox(
         tools=tuple(
-            Tool(each.name, each.description, schema_of(each.parameters), each.strict)
-            for each in functions
+            Tool(tool.name, tool.description, schema_of(tool.parameters), tool.strict)
+            for tool in functions
         ),
         must_call=mode not in (None, "auto"),
         forced_name=choice.function.name if isinstance(choice, NamedTool) else None,
@@ -69,7 +69,7 @@ def _allowed(
     functions: Sequence[FunctionDefinition], choice: AllowedToolChoice
 ) -> list[FunctionDefinition]:
     """Raises:
-    InvalidArgument: a tool that may be called is not there, or none may be.
+    InvalidArgument: the choice allows an unknown tool, or none.
     """
     field = "tool_choice.allowed_tools.tools"
     allowed = {tool.function.name for tool in choice.allowed_tools.tools}
@@ -83,10 +83,10 @@ def _allowed(
 def chat_text(
     body: ChatCompletionRequest, toolbox: Toolbox | None, text: ModelText, max_template: int
 ) -> str:
-    """Returns the prompt of a chat, as the model's template writes it.
+    """Returns the prompt of a chat, rendered by the chat template.
 
     Args:
-        max_template: characters that a template of the request's own may have; 0 refuses any.
+        max_template: most characters of a request's own `chat_template`; 0 refuses any.
 
     Raises:
         InvalidArgument: there is no template, or it refuses the messages.
@@ -101,7 +101,7 @@ def chat_text(
     if body.chat_template is not None:
         _check_template(body.chat_template, max_template)
         template = template.replaced(body.chat_template)
-    messages = [_template_message(index, each) for index, each in enumerate(body.messages)]
+    messages = [_template_message(index, message) for index, message in enumerate(body.messages)]
     if toolbox is not None:
         text.style.check_tools()
         variables["tools"] = [tool.definition for tool in toolbox.tools]
@@ -130,14 +130,18 @@ def _check_template(source: str, limit: int) -> None:
 
 
 def _variables(body: ChatCompletionRequest) -> dict[str, Any]:
-    """Returns what the template is told; its own names go before other fields."""
-    told: dict[str, Any] = {"reasoning_effort": body.reasoning_effort, "verbosity": body.verbosity}
+    """Returns the template's variables; `chat_template_kwargs` overrides the request's fields."""
     thinks = body.enable_thinking
     if body.thinking is not None and body.thinking.type != "adaptive":
         thinks = body.thinking.type == "enabled"
-    # Templates of models that can do without have one of these.
-    told |= {"enable_thinking": thinks, "thinking": thinks}
-    given = {name: value for name, value in told.items() if value is not None}
+    variables: dict[str, Any] = {
+        "reasoning_effort": body.reasoning_effort,
+        "verbosity": body.verbosity,
+        # Templates of models with optional reasoning read one of these two.
+        "enable_thinking": thinks,
+        "thinking": thinks,
+    }
+    given = {name: value for name, value in variables.items() if value is not None}
     return given | (body.chat_template_kwargs or {})
 
 
@@ -145,7 +149,8 @@ def _check_roles(
     template: ChatTemplate, messages: Sequence[dict[str, Any]], custom: Collection[str]
 ) -> None:
     """Raises:
-    InvalidArgument: a message is of a role that the template ignores, or there are too many.
+    InvalidArgument: the template ignores a message because of its role, or there are too many
+        custom roles.
     """
     roles = [message["role"] for message in messages]
     if len(custom) > _MAX_CUSTOM_ROLES:
@@ -156,8 +161,8 @@ def _check_roles(
 
 
 def echoed_text(body: ChatCompletionRequest) -> tuple[str, ...]:
-    """Returns what `echo` puts before the answer: the last message, where the answer continues it
-    or is of the same role. Empty where it is neither."""
+    """Returns the text that `echo` puts before the answer: the last message, if it is of the
+    assistant or the answer continues it. Otherwise empty."""
     last = body.messages[-1] if body.messages else None
     if last is None or not (last.role == "assistant" or body.add_generation_prompt is False):
         return ()
@@ -173,7 +178,7 @@ def _text_of(message: ChatMessage) -> str:
 
 
 def _up_to_final(rendered: str, final: str) -> str:
-    """Returns a prompt up to the end of its last message's text, which the answer continues.
+    """Returns the prompt up to the end of the last message's text, which the answer continues.
 
     Raises:
         InvalidArgument: the message has no text, or the template does not write it.
@@ -183,13 +188,13 @@ def _up_to_final(rendered: str, final: str) -> str:
     if start < 0:
         message = "continue_final_message needs text in the last message, written by the template"
         raise InvalidArgument.of("FIELD_INVALID", "continue_final_message", message)
-    whole = final.lstrip()  # some templates trim it
+    whole = final.lstrip()  # some templates trim the text
     kept = whole if rendered.startswith(whole, start) else bare
     return rendered[: start + len(kept)]
 
 
 def _with_tools_prompt(messages: list[dict[str, Any]], toolbox: Toolbox) -> list[dict[str, Any]]:
-    """Returns the messages with the tools told in the system message."""
+    """Returns the messages with the tools described in the system message."""
     prompt = tools_prompt(toolbox.tools)
     if messages and messages[0]["role"] == "system":
         first = {**messages[0], "content": f"{messages[0]['content']}\n\n{prompt}"}
@@ -198,10 +203,10 @@ def _with_tools_prompt(messages: list[dict[str, Any]], toolbox: Toolbox) -> list
 
 
 def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
-    """Returns the message as templates read it; `developer` is a newer name for `system`.
+    """Returns the message in the form that templates read; `developer` is a newer name of `system`.
 
     Raises:
-        InvalidArgument: the message needs media, or an interface of calls that is no more.
+        InvalidArgument: the message holds media, or a call in OpenAI's former interface.
     """
     extra = message.model_extra or {}
     for name in _UNIMPLEMENTED:
@@ -236,12 +241,13 @@ def _template_call(field: str, call: ToolCall) -> dict[str, Any]:
 
 
 def read_arguments(text: str, field: str) -> Any:
-    """Returns what the arguments of a call say.
+    """Returns the value of a call's arguments.
 
-    `max_tokens` cuts calls, and clients send them back in the history: of those, what is whole.
+    `max_tokens` may cut a call off, and clients send it back in the history: then this returns the
+    complete part.
 
     Raises:
-        InvalidArgument: they are no beginning of JSON either.
+        InvalidArgument: the text is neither JSON nor the beginning of JSON.
     """
     content = text.encode(errors="surrogatepass") or b"{}"
     try:
@@ -250,7 +256,7 @@ def read_arguments(text: str, field: str) -> Any:
         if error.reason != "JSON_INVALID":
             raise
         try:
-            # Where a value is cut, its object ends before it.
+            # An incomplete value is left out of its object.
             return from_json(content, allow_partial=True, allow_inf_nan=False)
         except ValueError:
             raise error from None
@@ -258,7 +264,7 @@ def read_arguments(text: str, field: str) -> Any:
 
 def check_prompts(settings: GatewaySettings, num_prompts: int) -> None:
     """Raises:
-    InvalidArgument: a completion has none, or too many.
+    InvalidArgument: a completion has no prompt, or too many.
     """
     if not 1 <= num_prompts <= settings.max_prompts:
         message = f"prompt holds {num_prompts} prompts; it must hold [1, {settings.max_prompts}]"
@@ -267,7 +273,7 @@ def check_prompts(settings: GatewaySettings, num_prompts: int) -> None:
 
 def check_choices(settings: GatewaySettings, num_choices: int, num_prompts: int) -> None:
     """Raises:
-    InvalidArgument: more is asked for than one request may.
+    InvalidArgument: the request asks for too many choices or generations.
     """
     if not 1 <= num_choices <= settings.max_choices:
         raise InvalidArgument.out_of_range("n", num_choices, f"[1, {settings.max_choices}]")
@@ -280,7 +286,7 @@ def check_choices(settings: GatewaySettings, num_choices: int, num_prompts: int)
 
 
 def given_prompts(body: CompletionRequest) -> Sequence[str | list[int]]:
-    """Returns the prompts as they were sent: a list of numbers is one prompt, not many."""
+    """Returns the prompts of a body: a list of token ids is one prompt, not many."""
     prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]
@@ -297,14 +303,12 @@ async def prompt_tokens(
     Raises:
         InvalidArgument: the text is too long, or an id is not in the vocabulary.
     """
+    longest = longest_prompt(body, model)
     if isinstance(prompt, str):
         add_special_tokens = body.add_special_tokens is not False
         return await tokenizer.encode(
-            prompt,
-            add_special_tokens=add_special_tokens,
-            max_tokens=longest_prompt(body, model),
+            prompt, add_special_tokens=add_special_tokens, max_tokens=longest
         )
-    longest = longest_prompt(body, model)
     if longest is not None and len(prompt) > longest:
         raise InvalidArgument.prompt_too_long(len(prompt), longest)
     check_token_ids("prompt", prompt, model.vocab_size, reason="TOKEN_OUT_OF_RANGE")
@@ -312,20 +316,20 @@ async def prompt_tokens(
 
 
 def longest_prompt(body: GenerationBody, model: TargetModel) -> int | None:
-    """Returns the tokens a prompt may have; None where what is too long is cut."""
+    """Returns the most tokens of a prompt; None where a longer prompt is truncated."""
     return model.max_context_tokens - 1 if body.truncate_prompt_tokens is None else None
 
 
 def truncated(
     prompt: list[int], body: GenerationBody, model: TargetModel, max_tokens: int | None
 ) -> list[int]:
-    """Returns the end of a prompt that `truncate_prompt_tokens` leaves, or its begin.
+    """Returns the end, or the beginning, of a prompt that `truncate_prompt_tokens` keeps.
 
     Args:
-        max_tokens: of the output, which -1 leaves room for; None is room for one.
+        max_tokens: output tokens that -1 leaves room for; None leaves room for one.
 
     Raises:
-        InvalidArgument: it asks for none, or for more than the context holds.
+        InvalidArgument: `truncate_prompt_tokens` is 0, or more than the context holds.
     """
     num_kept, limit = body.truncate_prompt_tokens, model.max_context_tokens - 1
     if num_kept is None:
@@ -345,18 +349,18 @@ def echoed_texts(
     kept: Sequence[Sequence[int]],
     tokenizer: Tokenizer,
 ) -> tuple[str, ...]:
-    """Returns what `echo` puts before the outputs: strings as they were sent, and for token ids
-    the text they stand for. Empty without `echo`.
+    """Returns the texts that `echo` puts before the outputs: whole strings as they were sent, else
+    the decoded token ids. Empty without `echo`.
 
     Args:
-        prompts: the token ids of each.
-        kept: what `truncate_prompt_tokens` left of them; what was cut off is not echoed.
+        prompts: token ids of the prompts.
+        kept: the token ids that `truncate_prompt_tokens` left; only they are echoed.
     """
     if not body.echo:
         return ()
     return tuple(
         prompt
-        if isinstance(prompt, str) and len(own) == len(token_ids)
-        else tokenizer.decode(own, skip_special_tokens=False)
-        for prompt, token_ids, own in zip(given_prompts(body), prompts, kept, strict=True)
+        if isinstance(prompt, str) and len(kept_ids) == len(token_ids)
+        else tokenizer.decode(kept_ids, skip_special_tokens=False)
+        for prompt, token_ids, kept_ids in zip(given_prompts(body), prompts, kept, strict=True)
     )

@@ -1,5 +1,5 @@
-"""Request fields to sampling parameters, stop parameters and constraints on the output, with the
-model's defaults and limits applied."""
+"""Turns request fields into sampling parameters, stop parameters and constraints on the output,
+with the model's defaults and limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import orjson
 from gateway.failures import client_names
 from gateway.generation import Generation, TargetModel
 from gateway.notices import give_notice
-from gateway.output.held_schema import AnswerSchemas, check_schema, held_schema
+from gateway.output.grammar_schema import AnswerSchemas, check_schema, grammar_schema
 from gateway.output.style import ChatOutput
 from gateway.output.tools import Toolbox
 from gateway.schema import (
@@ -39,7 +39,7 @@ from shared.tokens import (
 )
 
 _NAMES = {field.name for field in fields(SamplingParams)} & SamplingFields.model_fields.keys()
-_MAX_BAD_WORDS = MAX_BAD_WORDS // 2  # each has two spellings
+_MAX_BAD_WORDS = MAX_BAD_WORDS // 2  # a word has two spellings
 _MAX_WORD_CHARACTERS = 64
 _MAX_STOP_CHARACTERS = 1024
 _SEED_LIMIT = 2**63
@@ -54,27 +54,27 @@ def sampling_params(
     tokenizer: Tokenizer,
     thinking: ThinkingBudget | None = None,
 ) -> SamplingParams:
-    """Returns what a body says, the model's defaults for the rest.
+    """Returns the parameters of a body, with the model's defaults for absent fields.
 
-    Fields of bodies have the names of the parameters; those that need more than that stand here.
+    Body fields have the names of the parameters. Only fields that need conversion are named here.
 
     Raises:
         InvalidArgument: a value is out of its range; names the field.
     """
-    given = {name: getattr(body, name) for name in _NAMES}
-    said = {name: value for name, value in given.items() if value is not None}
-    seed, top_k = said.get("seed", 0), said.get("top_k", 0)
+    fields_of_body = {name: getattr(body, name) for name in _NAMES}
+    given = {name: value for name, value in fields_of_body.items() if value is not None}
+    seed, top_k = given.get("seed", 0), given.get("top_k", 0)
     if not -_SEED_LIMIT <= seed < _SEED_LIMIT:
         raise InvalidArgument.out_of_range("seed", seed, "[-2^63, 2^63)")
     if top_k >= _INT32_LIMIT:
         raise InvalidArgument.out_of_range("top_k", top_k, "[-1, 2^31)")
     if top_k == -1:
-        said["top_k"] = 0
-    if "allowed_token_ids" in said:
-        said["allowed_token_ids"] = _allowed(said["allowed_token_ids"])
-    if "bad_words" in said:
-        said["bad_words"] = _word_tokens(said["bad_words"], tokenizer)
-    params = SamplingParams(**{**asdict(defaults), **said}, thinking=thinking)
+        given["top_k"] = 0
+    if "allowed_token_ids" in given:
+        given["allowed_token_ids"] = _allowed(given["allowed_token_ids"])
+    if "bad_words" in given:
+        given["bad_words"] = _word_tokens(given["bad_words"], tokenizer)
+    params = SamplingParams(**{**asdict(defaults), **given}, thinking=thinking)
     for name, token_ids in params.named_token_ids.items():
         check_token_ids(name, token_ids, model.vocab_size)
     return params
@@ -88,19 +88,19 @@ def _allowed(token_ids: Sequence[int]) -> tuple[int, ...]:
 
 
 def _word_tokens(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Returns the tokens of words, at the beginning of a text and behind a space."""
+    """Returns the tokens of words as spelled at the beginning of a text and after a space."""
     if len(words) > _MAX_BAD_WORDS:
         limit = f"at most {_MAX_BAD_WORDS}"
         raise InvalidArgument.wrong_count("bad_words", len(words), "words", limit)
-    runs: dict[tuple[int, ...], None] = {}
+    spellings: dict[tuple[int, ...], None] = {}
     for index, word in enumerate(words):
         bare = word.lstrip()
         if not 1 <= len(bare) <= _MAX_WORD_CHARACTERS:
             field, limit = f"bad_words[{index}]", f"[1, {_MAX_WORD_CHARACTERS}]"
             raise InvalidArgument.wrong_count(field, len(bare), "characters", limit)
-        for spelled in (bare, f" {bare}"):
-            runs[tuple(tokenizer.encode_word(spelled))] = None
-    return tuple(runs)
+        for spelling in (bare, f" {bare}"):
+            spellings[tuple(tokenizer.encode_word(spelling))] = None
+    return tuple(spellings)
 
 
 def check_stops(settings: GatewaySettings, field: str, stops: Sequence[str]) -> None:
@@ -120,13 +120,13 @@ def check_stops(settings: GatewaySettings, field: str, stops: Sequence[str]) -> 
 
 @dataclass(frozen=True, slots=True)
 class OutputLength:
-    """The limits on the output's length in a request.
+    """A request's limit on the output length.
 
     Attributes:
-        max_tokens: None is all that the context leaves.
-        field: that named it; None is a default, which is cut in silence.
-        is_capped: more than the context leaves is cut with a notice, as clients of the interface
-            rely on; else it is refused, as vLLM and SGLang do.
+        max_tokens: None allows as many as the context leaves.
+        field: the field with the limit; None for a default, which is capped without a notice.
+        is_capped: a limit above what the context leaves is capped with a notice, as clients of the
+            interface rely on; else it is refused, as vLLM and SGLang do.
     """
 
     max_tokens: int | None
@@ -140,12 +140,12 @@ def stop_params(
     num_prompt_tokens: int,
     model: TargetModel,
     *,
-    num_least: int = 0,
+    least_tokens: int = 0,
 ) -> StopParams:
-    """Returns when to stop, clamped to what the context leaves after the prompt.
+    """Returns the stop parameters, with the length capped at what the context leaves.
 
     Args:
-        num_least: tokens of output where none are asked for.
+        least_tokens: output tokens of a request with `max_tokens` 0.
 
     Raises:
         InvalidArgument: the prompt is empty or fills the context, the context does not hold the
@@ -158,7 +158,7 @@ def stop_params(
         raise InvalidArgument.prompt_too_long(num_prompt_tokens, limit - 1)
     num_left = limit - num_prompt_tokens
     if length.field is not None and max_tokens is not None and max_tokens > num_left:
-        # Client libraries look for the words "maximum context length is".
+        # Client libraries search for the words "maximum context length is".
         message = (
             f"{length.field} is {max_tokens:,}; it must be at most {num_left:,}, because this "
             f"model's maximum context length is {limit:,} tokens and the prompt has "
@@ -168,26 +168,26 @@ def stop_params(
             raise InvalidArgument.of("OUTPUT_TOO_LONG", length.field, message)
         give_notice(f"{length.field} is {max_tokens:,}; the context leaves {num_left:,}")
     given = body.stop_token_ids or ()
-    stop_token_ids = frozenset(each for each in given if 0 <= each < model.vocab_size)
-    if len(stop_token_ids) < len(set(given)):  # others, perhaps of another model, end nothing
+    stop_token_ids = frozenset(token_id for token_id in given if 0 <= token_id < model.vocab_size)
+    if len(stop_token_ids) < len(set(given)):  # some may be of another model's vocabulary
         give_notice(f"ids of stop_token_ids outside [0, {model.vocab_size}) have no effect")
-    asked = StopParams(
-        max_output_tokens=num_left if max_tokens is None else max_tokens or num_least,
+    params = StopParams(
+        max_output_tokens=num_left if max_tokens is None else max_tokens or least_tokens,
         min_output_tokens=body.min_tokens or 0,
         stop_token_ids=stop_token_ids,
         ignore_eos=body.ignore_eos,
     )
-    return asked.within(num_left)
+    return params.within(num_left)
 
 
-def with_speculation(generation: Generation, asked: Speculation) -> Generation:
-    """Returns a generation with what its request says of speculation. Whether there is a draft of
-    that algorithm is the target's to say.
+def with_speculation(generation: Generation, settings: Speculation) -> Generation:
+    """Returns a generation with its request's speculation settings. The target checks whether a
+    draft of the algorithm is attached.
 
     Raises:
         InvalidArgument: a value is out of its range; names the field.
     """
-    name = asked.algorithm
+    name = settings.algorithm
     if name is not None and not 1 <= len(name) <= _MAX_ALGORITHM_CHARACTERS:
         message = (
             f"speculation.algorithm has {len(name)} characters; "
@@ -196,18 +196,18 @@ def with_speculation(generation: Generation, asked: Speculation) -> Generation:
         raise InvalidArgument.of("ALGORITHM_UNKNOWN", "speculation.algorithm", message)
     return replace(
         generation,
-        speculation_disabled=asked.disable,
+        speculation_disabled=settings.disable,
         draft_algorithm=None if name is None else name.upper(),
-        num_draft_steps=TREE_STEPS.checked(asked.num_steps),
-        num_draft_tokens=TREE_TOKENS.checked(asked.num_draft_tokens),
-        num_outcomes=OUTCOMES.checked(asked.outcome_budget),
-        wants_trace=asked.trace,
+        num_draft_steps=TREE_STEPS.checked(settings.num_steps),
+        num_draft_tokens=TREE_TOKENS.checked(settings.num_draft_tokens),
+        num_outcomes=OUTCOMES.checked(settings.outcome_budget),
+        wants_trace=settings.trace,
     )
 
 
 def check_priority(priority: int) -> int:
     """Raises:
-    InvalidArgument: it does not fit the wire.
+    InvalidArgument: the priority does not fit the wire's int32.
     """
     if not -_INT32_LIMIT <= priority < _INT32_LIMIT:
         raise InvalidArgument.out_of_range("priority", priority, "[-2^31, 2^31)")
@@ -216,7 +216,7 @@ def check_priority(priority: int) -> int:
 
 def check_salt(salt: str) -> str:
     """Raises:
-    InvalidArgument: it is empty or too long.
+    InvalidArgument: the salt is empty or too long.
     """
     if not 1 <= len(salt) <= MAX_SALT_CHARACTERS:
         limit = f"[1, {MAX_SALT_CHARACTERS}]"
@@ -224,7 +224,7 @@ def check_salt(salt: str) -> str:
     return salt
 
 
-# Constraints on the output, read from the request fields of each interface.
+# Constraints on the output, from the request fields of each interface.
 
 _ANY_OBJECT = '{"type":"object"}'
 _STRUCTURED_FIELDS = KnownFields(
@@ -247,15 +247,15 @@ _CONSTRAINT_FIELDS = (
     ("structural_tag", GrammarKind.STRUCTURAL_TAG),
 )
 
-_Given = tuple[str, GrammarKind, Any]
+_FieldGrammar = tuple[str, GrammarKind, Any]  # field, kind, value
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A grammar, and the field it came in.
+    """A grammar that a request field asks for.
 
     Attributes:
-        field: as the client spells it; errors about the grammar name it.
+        field: the field as the client spells it; errors about the grammar name it.
     """
 
     grammar: Grammar
@@ -263,14 +263,14 @@ class Constraint:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldOutput:
+class OutputConstraint:
     """The grammar that constrains a request's output, and the schemas that check it at its end.
 
     Attributes:
-        grammar: None lets it be anything.
-        field: errors about the grammar name it.
-        schemas: to check it against; None where the grammar holds all that was asked.
-        notices: which keywords are only checked.
+        grammar: None allows any output.
+        field: the field that errors about the grammar name.
+        schemas: checked at the end; None where the grammar enforces the schemas fully.
+        notices: tell the client which keywords are only checked.
     """
 
     grammar: Grammar | None = None
@@ -279,11 +279,11 @@ class HeldOutput:
     notices: Sequence[str] = ()
 
 
-def held_output(constraint: Constraint | None, output: ChatOutput | None) -> HeldOutput:
-    """Returns what the output must match because of a constraint and of its tools.
+def output_constraint(constraint: Constraint | None, output: ChatOutput | None) -> OutputConstraint:
+    """Returns the constraint that results from the requested constraint and the tools.
 
     Raises:
-        InvalidArgument: a schema is wrong, or calls cannot be held to theirs.
+        InvalidArgument: a schema is wrong, or a tool's schema cannot be enforced on its calls.
     """
     grammar, field = (
         (None, "tools") if constraint is None else (constraint.grammar, constraint.field)
@@ -294,11 +294,11 @@ def held_output(constraint: Constraint | None, output: ChatOutput | None) -> Hel
     calls: dict[str, JsonSchema] = {}
     if grammar is not None and (toolbox is None or not toolbox.must_call):
         with client_names({"grammar": field}):
-            grammar, text = _held_grammar(grammar, notices)
+            grammar, text = _enforceable_grammar(grammar, notices)
     if output is not None:
-        if toolbox is not None and output.holds_calls(is_asked=grammar is not None):
+        if toolbox is not None and output.constrains_calls(is_constrained=grammar is not None):
             with client_names({"grammar": "tools"}):
-                toolbox, calls = _held_tools(toolbox, notices)
+                toolbox, calls = _enforceable_tools(toolbox, notices)
             output = replace(output, toolbox=toolbox)
         try:
             grammar = output.grammar(grammar)
@@ -306,46 +306,48 @@ def held_output(constraint: Constraint | None, output: ChatOutput | None) -> Hel
             message = "the schema of a tool refers to itself too deeply"
             raise InvalidArgument.of("TOOL_SCHEMA_UNSUPPORTED", "tools", message) from error
     schemas = AnswerSchemas(text, calls) if text is not None or calls else None
-    return HeldOutput(grammar, field, schemas, notices)
+    return OutputConstraint(grammar, field, schemas, notices)
 
 
-def _held_grammar(grammar: Grammar, notices: list[str]) -> tuple[Grammar, JsonSchema | None]:
-    """Returns the grammar without what none can hold, and the schema if that leaves something."""
+def _enforceable_grammar(grammar: Grammar, notices: list[str]) -> tuple[Grammar, JsonSchema | None]:
+    """Returns the grammar without unenforceable keywords, and the whole schema if it has any."""
     if grammar.kind is not GrammarKind.JSON_SCHEMA:
         return grammar, None
     try:
         whole = orjson.loads(grammar.text)
-    except ValueError:  # which the target says
+    except ValueError:  # the target refuses it
         return grammar, None
     if not isinstance(whole, dict):
         return grammar, None
-    held = held_schema(whole)
-    if not held.unheld:
+    enforced = grammar_schema(whole)
+    if not enforced.unenforced:
         return grammar, None
-    notices.append(_notice("the schema of the answer", held.unheld))
-    return Grammar.of(GrammarKind.JSON_SCHEMA, orjson.dumps(held.schema).decode()), whole
+    notices.append(_notice("the schema of the answer", enforced.unenforced))
+    return Grammar.of(GrammarKind.JSON_SCHEMA, orjson.dumps(enforced.schema).decode()), whole
 
 
-def _held_tools(toolbox: Toolbox, notices: list[str]) -> tuple[Toolbox, dict[str, JsonSchema]]:
-    """Returns the tools likewise, and the schemas of those that are only held in part."""
+def _enforceable_tools(
+    toolbox: Toolbox, notices: list[str]
+) -> tuple[Toolbox, dict[str, JsonSchema]]:
+    """Returns the tools without unenforceable keywords, and the whole schemas that have any."""
     tools, calls = [], {}
     for tool in toolbox.tools:
         whole = dict(tool.schema)
-        check_schema(whole)  # which is read here, in part
-        held = held_schema(whole)
-        if held.unheld:
+        check_schema(whole)  # the gateway itself reads parts of it
+        enforced = grammar_schema(whole)
+        if enforced.unenforced:
             calls[tool.name] = whole
-            notices.append(_notice(f"the schema of the tool {tool.name!r}", held.unheld))
-        tools.append(replace(tool, schema=held.schema))
+            notices.append(_notice(f"the schema of the tool {tool.name!r}", enforced.unenforced))
+        tools.append(replace(tool, schema=enforced.schema))
     return replace(toolbox, tools=tuple(tools)), calls
 
 
-def _notice(what: str, unheld: Sequence[str]) -> str:
-    return f"{', '.join(unheld)} in {what} is checked at the end only; see schema_check"
+def _notice(what: str, unenforced: Sequence[str]) -> str:
+    return f"{', '.join(unenforced)} in {what} is checked at the end only; see schema_check"
 
 
 def json_schema_format(schema: dict[str, Any] | bool) -> ResponseFormat:
-    """Returns the `response_format` of a schema that came in another interface's field."""
+    """Returns the `response_format` of a schema from another interface's field."""
     content = {"name": "output", "schema": schema}
     return ResponseFormat.model_validate({"type": "json_schema", "json_schema": content})
 
@@ -356,24 +358,24 @@ def constraint_of(body: GenerationBody) -> Constraint | None:
     Raises:
         InvalidArgument: there are several, or one is malformed.
     """
-    given: list[_Given] = []
+    candidates: list[_FieldGrammar] = []
     if body.response_format is not None:
-        given.append(_of_format(body.response_format))
+        candidates.append(_response_format_grammar(body.response_format))
     if body.structured_outputs is not None:
-        given += _of_structured(body.structured_outputs)
-    given += [(field, kind, getattr(body, field)) for field, kind in _CONSTRAINT_FIELDS]
-    found = [
+        candidates += _structured_grammars(body.structured_outputs)
+    candidates += [(field, kind, getattr(body, field)) for field, kind in _CONSTRAINT_FIELDS]
+    constraints = [
         Constraint(_grammar(kind, value), field)
-        for field, kind, value in given
+        for field, kind, value in candidates
         if value is not None
     ]
-    if len(found) > 1:
-        message = f"{found[1].field} is set beside {found[0].field}; only one may be"
-        raise InvalidArgument.of("CONSTRAINT_AMBIGUOUS", found[1].field, message)
-    return found[0] if found else None
+    if len(constraints) > 1:
+        message = f"{constraints[1].field} is set beside {constraints[0].field}; only one may be"
+        raise InvalidArgument.of("CONSTRAINT_AMBIGUOUS", constraints[1].field, message)
+    return constraints[0] if constraints else None
 
 
-def _of_format(given: ResponseFormat) -> _Given:
+def _response_format_grammar(given: ResponseFormat) -> _FieldGrammar:
     if given.type == "text":
         return "response_format", GrammarKind.JSON_SCHEMA, None
     if given.type == "json_object":
@@ -392,7 +394,7 @@ def _of_format(given: ResponseFormat) -> _Given:
     raise unimplemented("response_format.type", f"response_format of type {given.type[:64]!r}")
 
 
-def _of_structured(given: StructuredOutputs) -> Iterator[_Given]:
+def _structured_grammars(given: StructuredOutputs) -> Iterator[_FieldGrammar]:
     prefix = "structured_outputs."
     _STRUCTURED_FIELDS.refuse(given, prefix)
     yield f"{prefix}json", GrammarKind.JSON_SCHEMA, given.content
@@ -404,8 +406,8 @@ def _of_structured(given: StructuredOutputs) -> Iterator[_Given]:
         yield f"{prefix}json_object", GrammarKind.JSON_SCHEMA, _ANY_OBJECT
 
 
-def _grammar(kind: GrammarKind, given: Any) -> Grammar:
+def _grammar(kind: GrammarKind, value: Any) -> Grammar:
     """Returns the grammar of a field, whose JSON may come as text or as JSON."""
     if kind is GrammarKind.CHOICES:
-        return Grammar(kind, tuple(given))
-    return Grammar.of(kind, given if isinstance(given, str) else orjson.dumps(given).decode())
+        return Grammar(kind, tuple(value))
+    return Grammar.of(kind, value if isinstance(value, str) else orjson.dumps(value).decode())

@@ -1,7 +1,7 @@
-"""The JSON bodies clients send, as far as the gateway reads them.
+"""The JSON bodies of requests: the fields that the gateway reads.
 
-Null means "not given" everywhere, as in OpenAI's interface. Unknown fields are kept aside so that
-they can be named in the log. Ranges are checked where a field is used, with OpenAI's field name.
+Null means "not given" everywhere, as in OpenAI's interface. Unknown fields are kept apart so that a
+notice can name them. Ranges are checked where a field is used, with OpenAI's field name.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ def _bounded(value: object) -> object:
 Flag = Annotated[bool, BeforeValidator(_null_is_absent)]
 T = TypeVar("T")
 Items = Annotated[list[T], _FirstErrorOnly()]
-"""Refused at its first wrong item: an error for each of a million costs gigabytes."""
+"""A list that is refused at its first wrong item: a million errors cost gigabytes."""
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
-"""OpenAI's; all are served alike."""
+"""OpenAI's tiers; all are served alike."""
 MAX_BIASED_TOKENS = 65_536
 Bias = Annotated[dict[int, float], BeforeValidator(_bounded)]
 
 
 class Body(BaseModel):
-    """A JSON object that may hold fields nobody here knows: they are its `model_extra`."""
+    """A JSON object that may hold unknown fields: they are its `model_extra`."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
@@ -80,18 +80,18 @@ class Speculation(Body):
         default=None, description="only drafts of this algorithm; any when absent"
     )
     num_steps: int | None = Field(
-        default=None, description="depth of draft trees; what pays best when absent"
+        default=None, description="depth of draft trees; by default the depth that pays best"
     )
     num_draft_tokens: int | None = Field(
         default=None,
-        description="rows of a draft tree that are verified at most, root included; "
-        "what pays best when absent",
+        description="most rows of a draft tree to verify, root included; "
+        "by default the number that pays best",
     )
     outcome_budget: int | None = Field(
         default=None,
-        description="verdicts a draft prepares for ahead of them at most; 0 drafts after each",
+        description="most verdicts that a draft prepares for in advance; 0 drafts after a verdict",
     )
-    trace: Flag = Field(default=False, description="tell what every round did, token by token")
+    trace: Flag = Field(default=False, description="report every round, token by token")
 
 
 class JsonSchemaFormat(Body):
@@ -103,17 +103,17 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """The format of the output; for `structural_tag`, its fields stand beside the type."""
+    """The format of the output. The fields of a `structural_tag` are given next to its type."""
 
     type: str = Field(description="text, json_object, json_schema or structural_tag")
     json_schema: JsonSchemaFormat | None = None
     content: dict[str, Any] | bool | None = Field(
-        default=None, alias="schema", description="of a json_object, as llama.cpp has it"
+        default=None, alias="schema", description="schema of a json_object, as in llama.cpp"
     )
 
 
 class StructuredOutputs(Body):
-    """vLLM's way to say what the output must match; one of the fields."""
+    """vLLM's constraints on the output; only one of the fields may be set."""
 
     content: dict[str, Any] | str | None = Field(
         default=None, alias="json", description="a JSON schema"
@@ -170,7 +170,7 @@ class ContentPart(Body):
 
 
 class Prediction(Body):
-    """Text that the answer is likely to hold in long runs: it is then there sooner."""
+    """Text whose long runs the answer is likely to repeat; they are then generated faster."""
 
     type: Literal["content"] = "content"
     content: str | Items[ContentPart]
@@ -186,16 +186,16 @@ class ServingFields(Body):
     """Fields about how a request is served, the same in every interface."""
 
     priority: int | None = Field(
-        default=None, description="whose turn it is when requests wait; the least first, 0 if none"
+        default=None, description="order of waiting requests: the lowest first; 0 by default"
     )
     truncate_prompt_tokens: int | None = Field(
-        default=None, description="only so many tokens of the prompt's end; -1: what fits"
+        default=None, description="keeps this many tokens of the prompt's end; -1: all that fit"
     )
     truncation_side: Literal["left", "right"] | None = Field(
-        default=None, description="where `truncate_prompt_tokens` cuts; left if none"
+        default=None, description="the side that `truncate_prompt_tokens` cuts; left by default"
     )
     cache_salt: str | None = Field(
-        default=None, description="shares computed prefixes with requests of the same salt only"
+        default=None, description="shares cached prefixes with requests of the same salt only"
     )
     extra_key: str | None = Field(default=None, description="SGLang's name of `cache_salt`")
     prediction: Prediction | None = None
@@ -230,10 +230,10 @@ class GenerationBody(SharedFields):
         default=False, description="log probabilities name tokens as `token_id:ID`"
     )
     logprob_token_ids: Items[int] | None = Field(
-        default=None, description="tokens whose log probabilities stand behind the likeliest"
+        default=None, description="tokens whose log probabilities replace those of the likeliest"
     )
     prompt_logprobs: int | None = Field(
-        default=None, description="log probabilities of the prompt's tokens, with so many others"
+        default=None, description="log probabilities of prompt tokens and of this many likeliest"
     )
     rid: str | None = Field(
         default=None, max_length=128, description="the answer's `id`, for /abort_request"
@@ -304,7 +304,7 @@ class FunctionDefinition(Body):
 
 
 class ToolDefinition(Body):
-    """A tool the model may use. Its function may also stand beside the type, as in responses."""
+    """A tool the model may use. As in responses, the function's fields may be next to the type."""
 
     type: Literal["function"]
     function: FunctionDefinition
@@ -379,7 +379,7 @@ class ChatCompletionRequest(GenerationBody):
         default=False, description="the answer continues the last message"
     )
     input_ids: Items[int] | None = Field(
-        default=None, description="the prompt as tokens, in place of what the template writes"
+        default=None, description="the prompt as token ids, in place of the rendered messages"
     )
     separate_reasoning: bool | None = Field(default=None, description="true by default")
     verbosity: str | None = Field(default=None, description="handed to the chat template")
@@ -392,7 +392,7 @@ class ChatCompletionRequest(GenerationBody):
 
 # Fields that would change the answer and are not implemented: refused by name, never ignored.
 
-_MAX_TOLD = 8  # unknown fields by name
+_MAX_NAMED = 8  # unknown fields that a notice names
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,10 +400,10 @@ class KnownFields:
     """Fields that clients of an interface send and the gateway does not read.
 
     Attributes:
-        harmless: without effect on the text; accepted in silence.
-        unimplemented: refused by name unless they are null, false or empty; those that an empty
-            object turns on unless they are null.
-        neutral: values of further fields that ask for what happens anyway; others are refused.
+        harmless: fields without effect on the text; accepted without a notice.
+        unimplemented: refused by name unless the value is null, false or empty. Fields that an
+            empty object turns on are refused unless null.
+        neutral: by field, the values that ask for what happens anyway; other values are refused.
     """
 
     harmless: frozenset[str]
@@ -417,32 +417,32 @@ class KnownFields:
         unimplemented: frozenset[str] = frozenset(),
         neutral: Mapping[str, tuple[Any, ...]] | None = None,
     ) -> Self:
-        """Returns the fields of an interface that generates: what another of them reads would
-        change the answer here as well."""
-        refused = unimplemented | (_UNIMPLEMENTED | _OF_OTHERS) - harmless
+        """Returns the fields of an interface that generates text. Fields that only another of these
+        interfaces reads are refused: they would change the answer here as well."""
+        refused = unimplemented | (_UNIMPLEMENTED | _OPENAI_FIELDS) - harmless
         return cls(harmless, refused, {**_NEUTRAL, **(neutral or {})})
 
     def refuse(self, body: Body, prefix: str = "") -> None:
-        """Tells the client of fields of the body that nobody knows.
+        """Gives the client a notice of the body's unknown fields.
 
         Raises:
             InvalidArgument: a field asks for something the gateway cannot do; names it.
         """
-        unknown = (body.model_extra or {}).items()
-        strange = [name for name, value in unknown if not self._check(name, value, prefix)]
-        if strange:
-            names = ", ".join(repr(prefix + name[:64]) for name in strange[:_MAX_TOLD])
+        unread_fields = (body.model_extra or {}).items()
+        unknown = [name for name, value in unread_fields if not self._check(name, value, prefix)]
+        if unknown:
+            names = ", ".join(repr(prefix + name[:64]) for name in unknown[:_MAX_NAMED])
             give_notice(f"unknown fields are ignored: {names}")
 
     def _check(self, name: str, value: object, prefix: str) -> bool:
-        """Returns whether the field is known and asks for nothing."""
+        """Returns whether the field is known; refuses a known one that asks for something."""
         if name in self.harmless:
             return True
         if name not in self.unimplemented and name not in self.neutral:
             return False
         neutral = self.neutral.get(name, ())
-        is_on = any(each is True for each in neutral)  # unless it is turned off
-        is_asked = value is False if is_on else value and value not in neutral
+        is_on_by_default = any(choice is True for choice in neutral)
+        is_asked = value is False if is_on_by_default else value and value not in neutral
         if is_asked or (name in _ON_IF_EMPTY and value is not None):
             raise unimplemented(prefix + name)
         return True
@@ -450,89 +450,34 @@ class KnownFields:
 
 _HARMLESS = frozenset(
     {
-        "user",
-        "store",
-        "metadata",
-        "stream_reasoning",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        # Fast tokenizers put no space between special tokens, whatever is asked for.
+        *("user", "store", "metadata", "stream_reasoning", "safety_identifier", "prompt_cache_key"),
+        *("prompt_cache_options", "prompt_cache_retention"),
+        # Fast tokenizers never put spaces between special tokens.
         "spaces_between_special_tokens",
     }
 )
 
 _UNIMPLEMENTED = frozenset(
     {
-        "audio",
-        "custom_logit_processor",
-        "custom_params",
-        # llama.cpp's and others' samplers, and names of theirs for what has another name here.
-        "dry_multiplier",
-        "dynatemp_range",
-        "mirostat",
-        "n_predict",
-        "repeat_penalty",
-        "samplers",
-        "tfs_z",
-        "top_a",
-        "top_n_sigma",
-        "typical_p",
-        "xtc_probability",
-        "lora",
-        "n_probs",
-        "post_sampling_probs",
-        "response_fields",
-        "t_max_predict_ms",
-        # vLLM's and SGLang's: further parts of an answer, and what ends or marks it.
-        "enable_response_messages",
-        "previous_input_messages",
-        "repetition_detection",
-        "require_reasoning",
-        "max_thinking_tokens",
-        "return_bytes",
-        "return_cached_tokens_details",
-        "return_entropy",
-        "return_flat_raw_output_top_logprobs",
-        "return_flat_raw_top_logprobs",
-        "return_indexer_topk",
-        "return_input_ids_in_sglext",
-        "return_meta_info",
-        "return_output_ids_in_sglext",
-        "return_prompt_text",
-        "return_prompt_token_ids",
-        "return_routed_experts",
-        "return_sampling_mask",
-        "return_spec_tokens_details",
-        "return_weight_versions",
-        "routed_experts_prompt_start",
-        "routed_experts_start_len",
-        "sampling_logprobs_mode",
-        "task",
-        "thinking_budget",
-        "watermark",
-        "watermarking",
-        "chat_template",
-        "documents",
-        "ec_transfer_params",
-        "kv_transfer_params",
-        "function_call",
-        "functions",
-        "input_embeds",
-        "length_penalty",
-        "lora_id",
-        "lora_path",
-        "lora_request",
-        "logits_processors",
-        "moderation",
-        "prompt_embeds",
-        "return_hidden_states",
-        "session_params",
-        "suffix",
-        "token_ids_logprob",
-        "use_beam_search",
-        "web_search_options",
+        *("audio", "custom_logit_processor", "custom_params"),
+        # Samplers of llama.cpp and others, and their names of fields with another name here.
+        *("dry_multiplier", "dynatemp_range", "mirostat", "n_predict", "repeat_penalty"),
+        *("samplers", "tfs_z", "top_a", "top_n_sigma", "typical_p", "xtc_probability", "lora"),
+        *("n_probs", "post_sampling_probs", "response_fields", "t_max_predict_ms"),
+        # vLLM's and SGLang's: further parts of an answer, stop conditions and watermarks.
+        *("enable_response_messages", "previous_input_messages", "repetition_detection"),
+        *("require_reasoning", "max_thinking_tokens", "return_bytes"),
+        *("return_cached_tokens_details", "return_entropy", "return_flat_raw_output_top_logprobs"),
+        *("return_flat_raw_top_logprobs", "return_indexer_topk", "return_input_ids_in_sglext"),
+        *("return_meta_info", "return_output_ids_in_sglext", "return_prompt_text"),
+        *("return_prompt_token_ids", "return_routed_experts", "return_sampling_mask"),
+        *("return_spec_tokens_details", "return_weight_versions", "routed_experts_prompt_start"),
+        *("routed_experts_start_len", "sampling_logprobs_mode", "task", "thinking_budget"),
+        *("watermark", "watermarking", "chat_template", "documents", "ec_transfer_params"),
+        *("kv_transfer_params", "function_call", "functions", "input_embeds", "length_penalty"),
+        *("lora_id", "lora_path", "lora_request", "logits_processors", "moderation"),
+        *("prompt_embeds", "return_hidden_states", "session_params", "suffix", "token_ids_logprob"),
+        *("use_beam_search", "web_search_options"),
     }
 )
 
@@ -558,18 +503,18 @@ _NEUTRAL = {
     "typical_p": (1.0,),
 }
 
-_OF_OTHERS = (ChatCompletionRequest.model_fields.keys() | CompletionRequest.model_fields.keys()) - {
-    *("metadata", "model", "priority", "service_tier", "store", "stream", "stream_options")
-}
+_OPENAI_FIELDS = (
+    ChatCompletionRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
+) - {*("metadata", "model", "priority", "service_tier", "store", "stream", "stream_options")}
 
-_OF_THOUGHTS = frozenset({"include_reasoning", "separate_reasoning"})
+_REASONING_FIELDS = frozenset({"include_reasoning", "separate_reasoning"})
 CHAT_FIELDS = KnownFields.of_generation(_HARMLESS)
-COMPLETION_FIELDS = KnownFields.of_generation(_HARMLESS | _OF_THOUGHTS)
-"""All of a completion is text, thoughts as well."""
+COMPLETION_FIELDS = KnownFields.of_generation(_HARMLESS | _REASONING_FIELDS)
+"""A completion's output is all text, reasoning included."""
 
 
 def refuse_unimplemented(body: GenerationBody) -> None:
-    """Tells the client of fields that nobody knows.
+    """Gives the client a notice of unknown fields.
 
     Raises:
         InvalidArgument: a field asks for something the gateway cannot do; names it.
@@ -585,14 +530,14 @@ def refuse_unimplemented(body: GenerationBody) -> None:
 
 
 def leave_out_hosted(field: str, kind: str) -> None:
-    """Tells that a tool which its maker's own servers run is left out: the model may answer without
-    it, and agents bring it with every request."""
+    """Gives the notice that a hosted tool, which only its vendor's servers run, is left out. It is
+    no error: agents send such tools with every request, and the model may answer without them."""
     give_notice(f"{field} is left out: tools of type {kind[:64]!r} are not run here")
 
 
 def refuse_rounds(speculation: Speculation | None) -> None:
     """Raises:
-    InvalidArgument: an interface whose answers have no place for rounds is asked for them.
+    InvalidArgument: the request asks for rounds, which this interface's answers cannot hold.
     """
     if speculation is not None and speculation.trace:
         raise unimplemented("speculation.trace", "speculation.trace in this interface")
@@ -600,7 +545,7 @@ def refuse_rounds(speculation: Speculation | None) -> None:
 
 def check_texts(field: str, content: str | Sequence[ContentPart] | None) -> None:
     """Raises:
-    InvalidArgument: a part of the content is no text.
+    InvalidArgument: a part of the content is not text.
     """
     for index, part in enumerate(() if isinstance(content, str) else content or ()):
         if part.type != "text":
@@ -608,7 +553,7 @@ def check_texts(field: str, content: str | Sequence[ContentPart] | None) -> None
 
 
 def unread(field: str, kind: str) -> InvalidArgument:
-    """Returns the refusal of a part of a message that is of another type than text."""
+    """Returns the refusal of a message part that is not text."""
     return unimplemented(f"{field}.type", f"content of type {kind[:64]!r}")
 
 
@@ -622,5 +567,5 @@ def required(field: str, value: str | None) -> str:
 
 
 def unimplemented(field: str, what: str | None = None) -> InvalidArgument:
-    """Returns the refusal of a field; `what` says more than its name."""
+    """Returns the refusal of a field; `what` describes it where its name is not enough."""
     return InvalidArgument.of("NOT_IMPLEMENTED", field, f"{what or field} is not implemented")

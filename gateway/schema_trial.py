@@ -1,4 +1,4 @@
-"""Checks JSON against schemas in a process that may be killed: a schema can take for ever.
+"""Checks JSON against schemas in a process that may be killed: some schemas take for ever to check.
 
 `python -m gateway.schema_trial` reads pairs of a schema and a text, as one JSON list, and writes a
 `Verdict`.
@@ -19,9 +19,9 @@ class Verdict(TypedDict):
     """The result of a check.
 
     Attributes:
-        valid: None where the check could not be made.
-        error: the first thing that is wrong; None where nothing is.
-        path: where in the JSON, as a pointer; None where nothing is wrong.
+        valid: None where the check failed to run.
+        error: the first error; None where there is none.
+        path: JSON pointer to the first error; None where there is none.
     """
 
     valid: bool | None
@@ -30,13 +30,13 @@ class Verdict(TypedDict):
 
 
 def unknown(error: str) -> Verdict:
-    """Returns the verdict where there is none."""
+    """Returns the verdict of a check that failed to run."""
     return Verdict(valid=None, error=error[:_MAX_CHARACTERS], path=None)
 
 
 def verdict(schema: dict[str, Any], text: str) -> Verdict:
-    """Returns whether a text is JSON that keeps to a schema."""
-    import jsonschema_rs  # only here: the gateway's own process has no need of it
+    """Returns whether a text is JSON that matches a schema."""
+    import jsonschema_rs  # not at the top: the gateway's process imports this module, too
 
     try:
         value = json.loads(text)
@@ -46,21 +46,21 @@ def verdict(schema: dict[str, Any], text: str) -> Verdict:
         validator = jsonschema_rs.validator_for(schema, offline=True)
     except (ValueError, jsonschema_rs.ReferencingError) as error:
         return unknown(f"the schema is wrong: {error}")
-    for found in validator.iter_errors(value):
-        path = "".join(f"/{each}" for each in found.instance_path)
-        return Verdict(valid=False, error=found.message[:_MAX_CHARACTERS], path=path)
+    for violation in validator.iter_errors(value):
+        path = "".join(f"/{part}" for part in violation.instance_path)
+        return Verdict(valid=False, error=violation.message[:_MAX_CHARACTERS], path=path)
     return Verdict(valid=True, error=None, path=None)
 
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    found = Verdict(valid=True, error=None, path=None)
+    result = Verdict(valid=True, error=None, path=None)
     for schema, text in json.load(sys.stdin):
-        found = verdict(schema, text)
-        if not found["valid"]:
+        result = verdict(schema, text)
+        if not result["valid"]:
             break
-    print(json.dumps(found))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ class Gateway:
 
     Attributes:
         quotas: the clients and their limits.
-        place: among the workers of one port; None for the only process.
-        response_store: of `/v1/responses`; None keeps nothing.
+        place: this worker's index and sockets; None for the only process.
+        response_store: store of `/v1/responses`; None stores nothing.
         start_time_s: seconds since the epoch.
     """
 
@@ -68,14 +68,14 @@ class Gateway:
         return [TargetAdmin(address, tls) for address in addresses]
 
     def health(self) -> tuple[HTTPStatus, dict[str, Any]]:
-        """Returns 200 when requests would be answered, else 503, with the reasons."""
-        serving = self.pool.is_serving and self.lifecycle.state is not State.DRAINING
+        """Returns 200 while requests can be served, else 503, with the state of every target."""
+        is_serving = self.pool.is_serving and self.lifecycle.state is not State.DRAINING
         detail = {
-            "status": "serving" if serving else "not_serving",
+            "status": "serving" if is_serving else "not_serving",
             "lifecycle": self.lifecycle.state.value,
             "targets": [
                 {"address": link.address, "state": link.state.value, "detail": link.detail}
                 for link in self.pool.links
             ],
         }
-        return HTTPStatus.OK if serving else HTTPStatus.SERVICE_UNAVAILABLE, detail
+        return HTTPStatus.OK if is_serving else HTTPStatus.SERVICE_UNAVAILABLE, detail

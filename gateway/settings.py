@@ -50,8 +50,7 @@ class GatewaySettings(DialingSettings):
         ("127.0.0.1:50051",), "HOST:PORT of a target, or unix:PATH; repeat the flag for several"
     )
     target_maintenance: tuple[str, ...] = setting(
-        (),
-        "HOST:PORT of a target's maintenance port; repeat for several; port plus one when unset",
+        (), "HOST:PORT of a target's maintenance port; repeat for several; port plus one when unset"
     )
     remote_operators: bool = setting(
         False, "operators' keys may change weights and pause generation from other hosts, too"
@@ -138,18 +137,14 @@ class GatewaySettings(DialingSettings):
         MAX_PROMPT_CHARACTERS, "longest prompt in characters", minimum=1
     )
     max_template_characters: int = setting(
-        0,
-        "longest `chat_template` of a request; 0 refuses any",
-        minimum=0,
+        0, "longest `chat_template` of a request; 0 refuses any", minimum=0
     )
     max_choices: int = setting(128, "largest `n`", minimum=1)
     max_prompts: int = setting(1024, "most prompts of one completion", minimum=1)
     max_generations: int = setting(1024, "largest `n` times prompts", minimum=1)
     max_stop_strings: int = setting(16, "most entries of `stop`", minimum=0)
     max_unread_tokens: int = setting(
-        8192,
-        "most unread tokens of a slow client; its request is then cancelled",
-        minimum=1,
+        8192, "most unread tokens of a slow client; its request is then cancelled", minimum=1
     )
 
     def __post_init__(self) -> None:
@@ -176,16 +171,16 @@ class GatewaySettings(DialingSettings):
             raise SettingsError(problems)
 
     def _unknown_names(self) -> tuple[str, ...]:
-        known = [key.name for key in self.api_keys] or [ANONYMOUS]
+        keys = [key.name for key in self.api_keys] or [ANONYMOUS]
         return tuple(
-            f"--never-learn-from is {name!r}; the keys are {', '.join(known)}"
+            f"--never-learn-from is {name!r}; the keys are {', '.join(keys)}"
             for name in self.never_learn_from
-            if name not in known
+            if name not in keys
         )
 
     @property
     def http_tls(self) -> ServerTls | None:
-        """TLS of the HTTP port: the servers' certificate, but clients of its own."""
+        """TLS of the HTTP port: the shared server certificate, with a separate client authority."""
         return checked_server_tls(
             self.tls_cert, self.tls_key, self.http_client_ca, ca_flag="--http-client-ca"
         )
@@ -195,7 +190,7 @@ class GatewaySettings(DialingSettings):
         """The targets' maintenance ports, resolved."""
         if self.target_maintenance:
             return self.target_maintenance
-        targets = (each.rpartition(":") for each in dict.fromkeys(self.target))
+        targets = (address.rpartition(":") for address in dict.fromkeys(self.target))
         return tuple(
             f"{host}:{int(port) + 1}"
             for host, _, port in targets
@@ -211,7 +206,7 @@ class GatewaySettings(DialingSettings):
 
     @property
     def key_limits(self) -> KeyLimits:
-        """Limits of API keys that have none of their own."""
+        """Default limits of API keys."""
         return KeyLimits(
             self.key_requests_per_minute, self.key_tokens_per_minute, self.key_max_concurrent
         )

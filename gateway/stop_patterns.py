@@ -14,7 +14,7 @@ from shared.text import StopStrings
 _FIELD = "stop_regex"
 _TIMEOUT_S = 0.05
 _CONTEXT_CHARACTERS = 64
-"""Text before what is held back, for patterns that look behind."""
+"""Characters kept before the held-back text, for patterns with look-behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class StopPattern:
 
     Attributes:
         source: as the client wrote it.
-        compiled: of the `regex` package, which has no types.
+        compiled: pattern of the `regex` package, which has no types.
     """
 
     source: str
@@ -32,7 +32,7 @@ class StopPattern:
     @classmethod
     def of(cls, source: str) -> StopPattern:
         """Raises:
-        InvalidArgument: it is no pattern, or matches nothing at all.
+        InvalidArgument: it is no pattern, or matches the empty text.
         """
         try:
             pattern = cls(source, regex.compile(source, cache_pattern=False))
@@ -45,29 +45,29 @@ class StopPattern:
         return pattern
 
     def search(self, text: str, start: int, *, partial: bool = False) -> tuple[int, int] | None:
-        """Returns start and end of the first match from `start` on.
+        """Returns start and end of the first match at or after `start`.
 
         Args:
-            partial: the beginning of a match at the end of the text is one, too.
+            partial: also find the beginning of a match at the end of the text.
 
         Raises:
-            InvalidArgument: it takes too long.
+            InvalidArgument: the search takes too long.
         """
         try:
-            found = self.compiled.search(text, start, partial=partial, timeout=_TIMEOUT_S)
+            match = self.compiled.search(text, start, partial=partial, timeout=_TIMEOUT_S)
         except TimeoutError as error:
             message = f"{_FIELD} {self.source[:80]!r} takes longer than {_TIMEOUT_S:g} s"
             raise InvalidArgument.of("STOP_REGEX_SLOW", _FIELD, message) from error
-        return None if found is None else found.span()
+        return None if match is None else match.span()
 
 
 class StopPatterns:
-    """Finds the first match of a stop string or of a pattern, as soon as there is one.
+    """Finds the first match of a stop string or of a pattern in streamed text.
 
     Text is held back only while it may be the beginning of a match. Used like `StopStrings`.
 
     Attributes:
-        matched: the stop string, or the pattern as it was written.
+        matched: the stop string, or the source of the pattern; None before a match.
     """
 
     def __init__(
@@ -81,37 +81,38 @@ class StopPatterns:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """Returns the text that is safe to send. After a match that is all there will be.
+        """Returns the text that is safe to send; after a match it is the last text.
 
         Raises:
             InvalidArgument: a pattern takes too long.
         """
         assert self.matched is None, "no text comes after a stop"
         self._text += self._strings.push(text)
-        found = [
+        matches = [
             (end, start, pattern.source)
             for pattern in self._patterns
             for start, end in [pattern.search(self._text, self._num_sent) or (0, 0)]
             if end
         ]
-        if found:
-            end, start, self.matched = min(found)
-            return self._taken(end if self._include_in_output else start)
+        if matches:
+            end, start, self.matched = min(matches)
+            return self._send_to(end if self._include_in_output else start)
         self.matched = self._strings.matched
-        return self._taken(self._safe_end() if self.matched is None else len(self._text))
+        return self._send_to(self._safe_end() if self.matched is None else len(self._text))
 
     def flush(self) -> str:
-        """Returns the text held back: nothing completed it."""
+        """Returns the held-back text at the end of the output."""
         self._text += self._strings.flush()
-        return self._taken(len(self._text))
+        return self._send_to(len(self._text))
 
-    def _taken(self, end: int) -> str:
-        taken = self._text[self._num_sent : end]
+    def _send_to(self, end: int) -> str:
+        text = self._text[self._num_sent : end]
         kept_from = max(end - _CONTEXT_CHARACTERS, 0)
         self._text, self._num_sent = self._text[kept_from:], end - kept_from
-        return taken
+        return text
 
     def _safe_end(self) -> int:
-        """Returns the first character that may begin a match."""
-        begun = [each.search(self._text, self._num_sent, partial=True) for each in self._patterns]
-        return min((span[0] for span in begun if span is not None), default=len(self._text))
+        """Returns the index of the first character that may begin a match."""
+        text, start = self._text, self._num_sent
+        spans = [pattern.search(text, start, partial=True) for pattern in self._patterns]
+        return min((span[0] for span in spans if span is not None), default=len(text))

@@ -1,7 +1,7 @@
-"""The connection to one target: found, greeted, watched, and made again when it breaks.
+"""The connection to one target: handshake, session, health watch and reconnection.
 
-Its requests are carried together by one stream of `TargetService.Session`, whose messages of
-`outrider.target.v1` become the gateway's plain data here."""
+One stream of `TargetService.Session` carries all requests. Its messages of `outrider.target.v1`
+become the gateway's plain data here."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ _RETRYABLE = frozenset({StatusCode.RESOURCE_EXHAUSTED, StatusCode.UNAVAILABLE})
 
 
 @dataclass(frozen=True, slots=True)
-class _Live:
-    receive: Receive
-    take: Receive
+class _LiveRequest:
+    on_event: Receive
+    on_delta: Receive
     num_reserved_tokens: int
 
 
@@ -65,9 +65,9 @@ class LinkTiming:
     """Waits of a link, in seconds.
 
     Attributes:
-        call_timeout_s: of `GetModel`.
-        first_backoff_s: before connecting again; doubles with every failure in a row.
-        longest_backoff_s: upper bound of that doubling, and the wait after a mismatch.
+        call_timeout_s: timeout of `GetModel`.
+        first_backoff_s: wait before the first reconnection; doubles with every failure in a row.
+        longest_backoff_s: upper bound of the backoff, and the wait after a tokenizer mismatch.
     """
 
     call_timeout_s: float = 5.0
@@ -75,7 +75,8 @@ class LinkTiming:
     longest_backoff_s: float = 5.0
 
     def backoff_s(self, num_failures: int) -> float:
-        """Returns a wait between half and all of the bound, so that gateways do not march in step.
+        """Returns a random wait between half the bound and the bound, so that gateways do not all
+        reconnect at once.
 
         Args:
             num_failures: failures in a row, at least 1.
@@ -89,13 +90,13 @@ LINK_TIMING = LinkTiming()
 
 
 class TargetLink:
-    """Connection to one target: kept up for ever, its requests failed when it breaks.
+    """Connection to one target. It reconnects for ever; live requests fail when it breaks.
 
     Attributes:
         state: only `SERVING` takes requests.
-        detail: why it does not serve; empty when it does.
-        model: what the target serves; None until it said so.
-        epoch: times it began to serve; what failed in one epoch may work in the next.
+        detail: why the target does not serve; empty when it does.
+        model: the model that the target serves; None before the first handshake.
+        epoch: how often the target began to serve; what failed in one epoch may work in the next.
         num_reserved_tokens: most tokens the live requests can grow to.
         num_tokens: tokens received since the start.
     """
@@ -110,7 +111,7 @@ class TargetLink:
         model_name: str | None = None,
     ) -> None:
         """Args:
-        model_name: what clients call the model; None takes the target's own id.
+        model_name: clients' name of the model; None takes the target's own id.
         """
         self.address = address
         self.state = TargetState.CONNECTING
@@ -125,62 +126,63 @@ class TargetLink:
         self._tls = tls
         self._model_name = model_name
         self._request_ids = itertools.count(1)
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, _LiveRequest] = {}
         self._unsent: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
 
     @property
     def num_live(self) -> int:
-        """Requests submitted and not ended."""
+        """Number of requests submitted and not ended."""
         return len(self._live)
 
-    def submit(self, generation: Generation, receive: Receive, take: Receive | None = None) -> int:
-        """Sends a generation; its events go to `receive`, the last one is Finished or Failed.
+    def submit(
+        self, generation: Generation, on_event: Receive, on_delta: Receive | None = None
+    ) -> int:
+        """Sends a generation; its events go to `on_event`, the last one is Finished or Failed.
 
         Args:
-            take: gets the deltas, of which there is one every step; None leaves them to `receive`.
+            on_delta: gets the deltas, one every step; None sends them to `on_event`.
 
         Returns:
             The id to cancel it by.
 
         Raises:
             Unavailable: the target does not serve.
-            QueueFull: the target does not read what it is sent.
-            InvalidArgument: the request does not fit the wire.
+            QueueFull: the target does not read its session.
+            InvalidArgument: the request cannot be encoded as protobuf.
         """
         if self.state is not TargetState.SERVING:
-            told = f"target {self.address} is {self.state.value}: {self.detail}"
-            raise Unavailable(told, reason="TARGET_UNAVAILABLE", retry_after_s=1.0)
+            message = f"target {self.address} is {self.state.value}: {self.detail}"
+            raise Unavailable(message, reason="TARGET_UNAVAILABLE", retry_after_s=1.0)
         if self._unsent.qsize() >= _MAX_UNSENT_MESSAGES:
             raise QueueFull.of(self._unsent.qsize(), _MAX_UNSENT_MESSAGES)
         request_id = next(self._request_ids)
         try:
-            message = submit_message(request_id, generation)
+            request = submit_message(request_id, generation)
         except (ValueError, TypeError, OverflowError) as error:
-            # A value that no check has named is too large, or no Unicode. Nothing is counted yet.
-            told = f"the request cannot be sent to a target: {error}"
-            raise InvalidArgument(told, reason="REQUEST_UNENCODABLE") from error
-        # The most that the sequence can grow to.
+            # A value that no check covers is too large or not Unicode. Nothing is counted yet.
+            message = f"the request cannot be sent to a target: {error}"
+            raise InvalidArgument(message, reason="REQUEST_UNENCODABLE") from error
         num_reserved = len(generation.prompt_token_ids) + generation.stop.max_output_tokens
-        live = _Live(receive, take or receive, num_reserved)
-        self._live[request_id] = live
-        self.num_reserved_tokens += live.num_reserved_tokens
-        self._unsent.put_nowait(message)
+        self._live[request_id] = _LiveRequest(on_event, on_delta or on_event, num_reserved)
+        self.num_reserved_tokens += num_reserved
+        self._unsent.put_nowait(request)
         return request_id
 
     def cancel(self, request_id: int) -> None:
-        """Ends interest in a request; does nothing when it has ended."""
-        if self._end(request_id):
+        """Cancels a request; does nothing when it has ended."""
+        if self._forget(request_id):
             self._unsent.put_nowait(cancel_message(request_id))
 
     async def ask_model(self) -> TargetModel | None:
-        """Returns what the target says of its model at this moment; None when it does not say.
-        `model` is that from then on: its weights may be others since the target was found."""
+        """Asks the target for its model, whose weights may have changed since the handshake, and
+        updates `model` if the tokenizer is the same. Returns None when the target does not answer.
+        """
         if self.state is not TargetState.SERVING:
             return None
         try:
-            # A channel of its own: that of the session may close under the call at any time.
+            # A separate channel: the session's channel may close during the call.
             async with open_channel(self.address, self._tls) as channel:
-                model = await self._ask(channel)
+                model = await self._get_model(channel)
         except aio.AioRpcError:
             return None
         if self.model is not None and model.tokenizer_sha256 == self.model.tokenizer_sha256:
@@ -188,42 +190,42 @@ class TargetLink:
         return model
 
     async def run(self) -> None:
-        """Connects, and connects again, until cancelled."""
+        """Connects and reconnects until cancelled."""
         num_failures = 0
         try:
             while True:
                 epoch = self.epoch
                 state, detail = await self._serve()
                 num_failures = 1 if self.epoch > epoch else num_failures + 1
-                self._lose(state, detail)
-                mismatched = state is TargetState.MISMATCHED
+                self._disconnect(state, detail)
+                is_mismatched = state is TargetState.MISMATCHED
                 backoff_s = self._timing.backoff_s(num_failures)
-                await asyncio.sleep(self._timing.longest_backoff_s if mismatched else backoff_s)
+                await asyncio.sleep(self._timing.longest_backoff_s if is_mismatched else backoff_s)
         finally:
-            self._lose(TargetState.CLOSED, "the gateway is stopping")
+            self._disconnect(TargetState.CLOSED, "the gateway is stopping")
 
     async def _serve(self) -> tuple[TargetState, str]:
-        """Serves one connection until it breaks; returns the state it leaves and why."""
+        """Serves one connection until it breaks; returns the next state and the reason."""
         try:
             async with open_channel(self.address, self._tls) as channel:
-                await self._greet(channel)
-                await self._carry(channel)
+                await self._handshake(channel)
+                await self._run_session(channel)
         except aio.AioRpcError as error:
             return TargetState.CONNECTING, f"{error.code().name}: {error.details()}"
         except FailedPrecondition as error:
             return TargetState.MISMATCHED, error.message
         except SessionEnded:
             return TargetState.CONNECTING, "the target closed the session"
-        except Exception as error:  # a link that ends is never dialled again
+        except Exception as error:  # ending the task would end all reconnection
             _log.exception("the link to target %s failed", self.address)
             return TargetState.CONNECTING, f"{type(error).__name__} on the gateway; see its log"
         raise AssertionError("a session ends by raising only")
 
-    async def _greet(self, channel: aio.Channel) -> None:
+    async def _handshake(self, channel: aio.Channel) -> None:
         """Raises:
-        FailedPrecondition: the target's token ids do not mean what the gateway's do.
+        FailedPrecondition: the target's tokenizer differs from the gateway's.
         """
-        self.model = await self._ask(channel)
+        self.model = await self._get_model(channel)
         if self.model.tokenizer_sha256 != self._tokenizer_sha256:
             raise FailedPrecondition(
                 f"target {self.address} has tokenizer {self.model.tokenizer_sha256}; "
@@ -231,16 +233,16 @@ class TargetLink:
                 reason="TOKENIZER_MISMATCH",
             )
 
-    async def _ask(self, channel: aio.Channel) -> TargetModel:
+    async def _get_model(self, channel: aio.Channel) -> TargetModel:
         stub, timeout_s = pb_grpc.TargetServiceStub(channel), self._timing.call_timeout_s
         message = await stub.GetModel(pb.GetModelRequest(), timeout=timeout_s)
         return model_from_message(message, self._model_name or message.model_id)
 
-    async def _carry(self, channel: aio.Channel) -> None:
-        """Runs the session and the health watch; ends by raising, when either ends. Live requests
-        outlive the session: the next one carries on."""
+    async def _run_session(self, channel: aio.Channel) -> None:
+        """Runs the session and the health watch; when either ends, raises. `_disconnect` then fails
+        the live requests."""
         self._unsent = asyncio.Queue()
-        # The stubs of grpc do not know that a stream may be written to by hand.
+        # The type stubs of grpc do not know calls without a request iterator.
         call: SessionCall = pb_grpc.TargetServiceStub(channel).Session()  # type: ignore[call-arg]
         tasks = [
             asyncio.create_task(self._read(call)),
@@ -257,70 +259,71 @@ class TargetLink:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _read(self, call: SessionCall) -> None:
-        """Hands events on until the stream ends.
+        """Passes events to their requests until the stream ends.
 
         Raises:
-            SessionEnded, grpc.aio.AioRpcError: how it did.
+            SessionEnded, grpc.aio.AioRpcError: how the stream ended.
         """
         async for response in call:
             for request_id, event in events_from_response(response):
-                live = self._live.get(request_id)
-                if live is None:  # cancelled while the event travelled
+                request = self._live.get(request_id)
+                if request is None:  # cancelled while the event was on the wire
                     continue
                 if isinstance(event, Delta):
                     self.num_tokens += len(event.token_ids)
-                    live.take(event)
+                    request.on_delta(event)
                     continue
                 if not isinstance(event, (Started, PromptScored)):
-                    self._end(request_id)
-                live.receive(event)
+                    self._forget(request_id)
+                request.on_event(event)
         raise SessionEnded
 
     async def _write(self, call: SessionCall) -> None:
-        """Sends what is submitted and cancelled; ends by being cancelled only."""
+        """Sends submit and cancel messages; ends only when the task is cancelled."""
         with contextlib.suppress(asyncio.InvalidStateError):
             while True:
                 await call.write(await self._unsent.get())
-        await asyncio.Event().wait()  # the call is over, and the reader tells why
+        await asyncio.Event().wait()  # the call is over; `_read` raises the reason
 
     async def _watch_health(self, channel: aio.Channel) -> None:
-        """Follows the target's own word on whether it serves."""
+        """Follows the target's gRPC health status."""
         stub = health_pb2_grpc.HealthStub(channel)
         serving = health_pb2.HealthCheckResponse.SERVING
         try:
             async for response in stub.Watch(health_pb2.HealthCheckRequest()):
                 if response.status == serving:
-                    self._enter(TargetState.SERVING, "")
+                    self._set_state(TargetState.SERVING, "")
                 else:
                     name = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
-                    self._enter(TargetState.NOT_SERVING, f"health is {name}")
+                    self._set_state(TargetState.NOT_SERVING, f"health is {name}")
         except aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                 raise
-            self._enter(TargetState.SERVING, "")
-            await asyncio.Event().wait()  # the session tells when the target is gone
+            self._set_state(TargetState.SERVING, "")
+            await asyncio.Event().wait()  # `_read` notices when the target is gone
         raise SessionEnded
 
-    def _end(self, request_id: int) -> bool:
-        """Forgets a request; returns whether it was live."""
-        live = self._live.pop(request_id, None)
-        if live is not None:
-            self.num_reserved_tokens -= live.num_reserved_tokens
-        return live is not None
+    def _forget(self, request_id: int) -> bool:
+        """Removes a request; returns whether it was live."""
+        request = self._live.pop(request_id, None)
+        if request is not None:
+            self.num_reserved_tokens -= request.num_reserved_tokens
+        return request is not None
 
-    def _lose(self, state: TargetState, detail: str) -> None:
-        """Leaves the state of service and fails what is live; another target may do better."""
-        self._enter(state, detail)
+    def _disconnect(self, state: TargetState, detail: str) -> None:
+        """Enters a state without service and fails the live requests, which another target may
+        take."""
+        self._set_state(state, detail)
         message = f"target {self.address} was lost: {detail}"
         error = Unavailable(message, reason="TARGET_LOST", retry_after_s=1.0)
         lost, self._live, self.num_reserved_tokens = self._live, {}, 0
-        for live in lost.values():
+        for request in lost.values():
             try:
-                live.receive(Failed(error, may_retry=True))
-            except Exception:  # the others must hear of it all the same
+                request.on_event(Failed(error, may_retry=True))
+            except Exception:  # the other requests must still fail
                 _log.exception("a request could not be told that its target was lost")
 
-    def _enter(self, state: TargetState, detail: str) -> None:
+    def _set_state(self, state: TargetState, detail: str) -> None:
         if (state, detail) == (self.state, self.detail):
             return
         level = logging.ERROR if state is TargetState.MISMATCHED else logging.INFO
@@ -331,7 +334,7 @@ class TargetLink:
 
 
 def is_retryable(error: OutriderError) -> bool:
-    """Returns whether another target may do better."""
+    """Returns whether another target may succeed where this error occurred."""
     return error.code in _RETRYABLE
 
 
@@ -386,7 +389,7 @@ def cancel_message(request_id: int) -> pb.SessionRequest:
 
 
 def model_from_message(message: pb.GetModelResponse, name: str) -> TargetModel:
-    """Returns what a target says it serves, which clients call `name`."""
+    """Returns the model that a target serves and clients call `name`."""
     return TargetModel(
         model_id=message.model_id,
         tokenizer_sha256=message.tokenizer_sha256,
@@ -399,9 +402,9 @@ def model_from_message(message: pb.GetModelResponse, name: str) -> TargetModel:
         output_fingerprint=message.output_fingerprint,
         weight_changes=tuple(
             WeightChange(
-                each.change_time.ToNanoseconds() / 1e9, each.algorithm, each.weight_version
+                change.change_time.ToNanoseconds() / 1e9, change.algorithm, change.weight_version
             )
-            for each in message.weight_changes
+            for change in message.weight_changes
         ),
         name=name,
     )
@@ -410,7 +413,7 @@ def model_from_message(message: pb.GetModelResponse, name: str) -> TargetModel:
 def events_from_response(response: pb.SessionResponse) -> Iterator[tuple[int, Event]]:
     """Yields the events of one step, each with the id of its request, in order."""
     deltas, start = response.deltas, 0
-    # There is a delta for every request and step: a slice of a column costs a tenth of a message.
+    # Every step has a delta for each request. Slices of columns cost a tenth of messages.
     token_ids = deltas.token_ids[:]
     for request_id, num_tokens, num_accepted, num_drafted in zip(
         deltas.request_ids[:],
@@ -429,7 +432,7 @@ def events_from_response(response: pb.SessionResponse) -> Iterator[tuple[int, Ev
 
 
 def _event(message: pb.SessionEvent) -> Event | None:
-    """Returns the event; None for a kind that a newer target may send."""
+    """Returns the event; None for an unknown kind, which a newer target may send."""
     response = message.response
     kind = response.WhichOneof("event")
     if kind == "delta" and response.delta.token_ids:
@@ -439,7 +442,7 @@ def _event(message: pb.SessionEvent) -> Event | None:
         return Started(response.started.cached_token_count, queue_s)
     if kind == "prompt_logprobs":
         scored = response.prompt_logprobs
-        return PromptScored(scored.start_position, [_logprobs(each) for each in scored.logprobs])
+        return PromptScored(scored.start_position, list(map(_logprobs, scored.logprobs)))
     if kind == "finished":
         return _finished(response.finished)
     return _failed(message.failure) if message.HasField("failure") else None
@@ -448,7 +451,7 @@ def _event(message: pb.SessionEvent) -> Event | None:
 def _delta(message: pb.TokenDelta) -> Delta:
     return Delta(
         message.token_ids[:],
-        [_logprobs(each) for each in message.logprobs],
+        list(map(_logprobs, message.logprobs)),
         message.accepted_token_count,
         message.drafted_token_count,
         _round(message.trace) if message.HasField("trace") else None,
@@ -457,8 +460,8 @@ def _delta(message: pb.TokenDelta) -> Delta:
 
 
 def _round(message: pb.RoundTrace) -> RoundTrace:
-    has_answer = message.HasField("draft_duration")
-    response_s = message.draft_duration.ToNanoseconds() / 1e9 if has_answer else None
+    is_timed = message.HasField("draft_duration")
+    response_s = message.draft_duration.ToNanoseconds() / 1e9 if is_timed else None
     return RoundTrace(
         round=message.round,
         tree=tree_from_message(message.tree),
@@ -477,7 +480,7 @@ def _logprobs(message: pb.TokenLogprobs) -> TokenLogprobs:
 
 def _finished(message: pb.GenerationFinished) -> Finished | Failed:
     reason = _FINISH_REASONS.get(message.finish_reason)
-    if reason is None:  # cancelled, but not by us: we forget a request when we cancel it
+    if reason is None:  # not cancelled by the gateway, which forgets a request as it cancels it
         name = pb.FinishReason.Name(message.finish_reason)
         if message.finish_reason == pb.FINISH_REASON_CANCELLED:
             return Failed(Aborted("an operator ended the request", reason="REQUEST_ABORTED"))

@@ -1,4 +1,4 @@
-"""The workers of one gateway: where they find each other, and requests that all of them answer."""
+"""The workers of one gateway: their sockets, and requests that all workers answer together."""
 
 from __future__ import annotations
 
@@ -30,24 +30,21 @@ _COUNTS = frozenset(
     }
 )
 _SUMMED = frozenset(
-    {
-        *("/load", "/server_info", "/get_server_info", "/speculation_history"),
-        "/abort_request",
-    }
+    ("/load", "/server_info", "/get_server_info", "/speculation_history", "/abort_request")
 )
 _RUNNING = ("queued", "in_progress")
-_KEPT = re.compile(r"/v1/responses/[^/]+")
+_RESPONSE = re.compile(r"/v1/responses/[^/]+")
 _CANCEL = re.compile(r"/v1/responses/[^/]+/cancel")
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """One worker among all of a gateway.
+    """One worker's place among the workers of a gateway.
 
     Attributes:
-        index: from 0.
-        count: of the workers.
-        folder: of their sockets, which only this user may enter.
+        index: index of the worker, from 0.
+        count: number of workers.
+        folder: folder of the workers' sockets, which only this user may enter.
     """
 
     index: int
@@ -56,7 +53,7 @@ class WorkerPlace:
 
     @property
     def http_path(self) -> Path:
-        """The socket on which the worker answers the others."""
+        """The Unix socket on which the worker answers other workers."""
         return self.folder / f"{self.index}.http"
 
     @property
@@ -64,14 +61,13 @@ class WorkerPlace:
         return f"unix:{self.folder / str(self.index)}.maintenance"
 
     @property
-    def others(self) -> list[WorkerPlace]:
-        """The other workers."""
-        places = (WorkerPlace(index, self.count, self.folder) for index in range(self.count))
-        return [place for place in places if place.index != self.index]
+    def all(self) -> list[WorkerPlace]:
+        """All workers of the gateway, by index."""
+        return [WorkerPlace(index, self.count, self.folder) for index in range(self.count)]
 
 
 class Reply(NamedTuple):
-    """The answer of one worker; `status` is 503 if it did not answer."""
+    """The answer of one worker; `status` is 503 if the worker did not answer."""
 
     status: int
     media_type: str
@@ -82,9 +78,9 @@ Merge = Callable[[Sequence[Reply]], Reply]
 
 
 class ForAllWorkers:
-    """Asks every worker, this one included, and sends on one answer.
+    """Asks every worker, this one included, and sends the client one merged answer.
 
-    What comes in over a worker's own socket is from another worker, and is for this one alone.
+    A request over a worker's own socket comes from another worker and is answered by this one only.
     """
 
     def __init__(self, app: ASGIApp, place: WorkerPlace) -> None:
@@ -97,8 +93,7 @@ class ForAllWorkers:
             await self._app(scope, receive, send)
             return
         message = _message(scope, await Request(scope, receive).body())
-        asked = sorted((self._place, *self._place.others), key=lambda place: place.index)
-        reply = merge(await asyncio.gather(*(_ask(place, message) for place in asked)))
+        reply = merge(await asyncio.gather(*(_ask(place, message) for place in self._place.all)))
         response = Response(reply.body, reply.status, media_type=reply.media_type)
         await response(scope, receive, send)
 
@@ -109,20 +104,20 @@ def _is_from_client(scope: Scope) -> bool:
 
 
 def _merge(method: str, path: str) -> Merge | None:
-    """Returns how answers become one; None for what one worker answers alone."""
+    """Returns the function that merges the answers; None for requests that one worker answers."""
     if path in ("/health", "/ready"):
         return _health
     if path == "/metrics":
         return _metrics
     if path in _SUMMED:
         return _summed
-    if (method == "DELETE" and _KEPT.fullmatch(path)) or _CANCEL.fullmatch(path):
+    if (method == "DELETE" and _RESPONSE.fullmatch(path)) or _CANCEL.fullmatch(path):
         return _best
     return None
 
 
 def _message(scope: Scope, body: bytes) -> bytes:
-    """Returns the same request, as HTTP/1.0: its answer ends with the connection."""
+    """Returns the same request as HTTP/1.0, whose response ends with the connection."""
     target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
     lines = [scope["method"].encode() + b" " + target + b" HTTP/1.0"]
     lines += [name + b": " + value for name, value in scope["headers"] if name in _FORWARDED]
@@ -140,19 +135,16 @@ async def _ask(place: WorkerPlace, message: bytes) -> Reply:
             finally:
                 writer.close()
         head, _, body = answer.partition(b"\r\n\r\n")
-        return Reply(int(head.split(b" ", 2)[1]), _media_type(head), body)
+        match = re.search(rb"\r\ncontent-type: ([^\r]*)", head, re.IGNORECASE)
+        media_type = _JSON if match is None else match[1].decode()
+        return Reply(int(head.split(b" ", 2)[1]), media_type, body)
     except (OSError, TimeoutError, IndexError):
         body = orjson.dumps({"status": "not_serving", "detail": "the worker does not answer"})
         return Reply(HTTPStatus.SERVICE_UNAVAILABLE, _JSON, body)
 
 
-def _media_type(head: bytes) -> str:
-    found = re.search(rb"\r\ncontent-type: ([^\r]*)", head, re.IGNORECASE)
-    return _JSON if found is None else found[1].decode()
-
-
 def _health(replies: Sequence[Reply]) -> Reply:
-    """The worst of them: a connection may come to any worker."""
+    """Returns the worst reply: a connection may come to any worker."""
     worst = max(replies, key=lambda reply: reply.status)
     states = [orjson.loads(reply.body)["status"] for reply in replies]
     body = orjson.dumps({**orjson.loads(worst.body), "workers": states})
@@ -160,38 +152,38 @@ def _health(replies: Sequence[Reply]) -> Reply:
 
 
 def _best(replies: Sequence[Reply]) -> Reply:
-    """The one that found something and tells its end."""
+    """Returns a successful reply if there is one, preferably of a response that has ended."""
 
     def rank(reply: Reply) -> tuple[int, bool]:
-        is_found = reply.status == HTTPStatus.OK
-        return reply.status, is_found and orjson.loads(reply.body).get("status") in _RUNNING
+        is_ok = reply.status == HTTPStatus.OK
+        return reply.status, is_ok and orjson.loads(reply.body).get("status") in _RUNNING
 
     return min(replies, key=rank)
 
 
 def _summed(replies: Sequence[Reply]) -> Reply:
-    """The first one that is well, with counts of all."""
-    well = [reply for reply in replies if reply.status == HTTPStatus.OK]
-    if not well:
+    """Returns the first successful reply, with its counts summed over all successful replies."""
+    bodies = [orjson.loads(reply.body) for reply in replies if reply.status == HTTPStatus.OK]
+    if not bodies:
         return _best(replies)
-    return Reply(HTTPStatus.OK, _JSON, orjson.dumps(_sum([orjson.loads(r.body) for r in well])))
+    return Reply(HTTPStatus.OK, _JSON, orjson.dumps(_sum(bodies)))
 
 
 def _sum(values: Sequence[Any]) -> Any:
     first = values[0]
     if isinstance(first, list):
-        return [_sum(each) for each in zip(*values, strict=False)]
+        return [_sum(items) for items in zip(*values, strict=False)]
     if not isinstance(first, dict):
         return first
-    found: dict[str, Any] = {}
+    total: dict[str, Any] = {}
     for key in first:
-        each = [value[key] for value in values if key in value]
-        found[key] = sum(each) if key in _COUNTS else _sum(each)
-    return found
+        fields = [value[key] for value in values if key in value]
+        total[key] = sum(fields) if key in _COUNTS else _sum(fields)
+    return total
 
 
 def _metrics(replies: Sequence[Reply]) -> Reply:
-    """All samples, each with a label that names its worker."""
+    """Returns the samples of all workers, labelled with the worker's index."""
     return Reply(HTTPStatus.OK, replies[0].media_type, generate_latest(_Labelled(replies)))
 
 

@@ -1,7 +1,7 @@
-"""Arguments of calls that do not come as one JSON object, and their types in the tool's schema.
+"""Call arguments that are not written as one JSON object, and their types in the tool's schema.
 
-Families that put every argument between tags of its own write strings as they are and all else as
-JSON. The text `12` is then a string or a number by the schema alone."""
+Model families that write every argument between tags write strings without quotes and all other
+values as JSON. Only the schema tells whether the text `12` is a string or a number."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _NO_LITERAL = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
 
 
 def property_schema(schema: Schema, name: str) -> Schema:
-    """Returns the schema of an argument; an empty one where the tool's says nothing of it."""
+    """Returns the schema of an argument; an empty one where the tool's schema has none."""
     properties = schema.get("properties")
-    found = properties.get(name) if isinstance(properties, Mapping) else None
-    return resolved(found if isinstance(found, Mapping) else {}, schema)
+    argument = properties.get(name) if isinstance(properties, Mapping) else None
+    return resolved(argument if isinstance(argument, Mapping) else {}, schema)
 
 
 def resolved(schema: Schema, root: Schema) -> Schema:
-    """Returns a schema with a reference at its top, or an `allOf` of one, put in."""
+    """Returns a schema with a `$ref` at its top, or an `allOf` of one schema, replaced."""
     for _ in range(_MAX_REFERENCES):
         inner: Any = None
         if isinstance(schema.get("$ref"), str):
@@ -44,7 +44,7 @@ def resolved(schema: Schema, root: Schema) -> Schema:
 
 
 def own_types(schema: Schema) -> frozenset[str]:
-    """Returns the JSON types that a schema allows, by itself."""
+    """Returns the JSON types that a schema allows, without its alternatives."""
     given = schema.get("type")
     if isinstance(given, str | list):
         return frozenset([given] if isinstance(given, str) else map(str, given)) & JSON_TYPES
@@ -54,26 +54,26 @@ def own_types(schema: Schema) -> frozenset[str]:
 
 
 def types_of(
-    schema: Schema, root: Schema, known: dict[int, frozenset[str]] | None = None
+    schema: Schema, root: Schema, memo: dict[int, frozenset[str]] | None = None
 ) -> frozenset[str]:
     """Returns the JSON types that a schema and its alternatives allow.
 
     Args:
-        known: what it has found, so that it looks at each part of `root` once.
+        memo: results by `id` of the schema, so that each part of `root` is visited once.
     """
-    known = {} if known is None else known
-    if (part := id(schema)) in known:
-        return known[part]
-    known[part] = frozenset()  # where it refers to itself, nothing more
+    memo = {} if memo is None else memo
+    if (part := id(schema)) in memo:
+        return memo[part]
+    memo[part] = frozenset()  # a reference of a schema to itself adds no type
     schema = resolved(schema, root)
-    found = own_types(schema)
+    types = own_types(schema)
     for key in ("anyOf", "oneOf"):
         branches = schema.get(key)
         if isinstance(branches, list):
-            inner = [types_of(each, root, known) for each in branches if _is_schema(each)]
-            found &= frozenset().union(*inner)
-    known[part] = found | {"null"} if schema.get("nullable") is True else found
-    return known[part]
+            schemas = (branch for branch in branches if isinstance(branch, Mapping))
+            types &= frozenset().union(*[types_of(branch, root, memo) for branch in schemas])
+    memo[part] = types | {"null"} if schema.get("nullable") is True else types
+    return memo[part]
 
 
 def type_of(value: Any) -> str:
@@ -87,11 +87,11 @@ def type_of(value: Any) -> str:
 def argument_json(text: str, types: frozenset[str]) -> str:
     """Returns an argument as JSON.
 
-    Text that is of none of the types stays what it says: JSON if it is, or else a string.
+    Text of none of the types is kept as it is: as JSON if it is JSON, else as a string.
 
     Args:
-        text: as the model wrote it.
-        types: that the schema allows.
+        text: the argument as the model wrote it.
+        types: JSON types that the schema allows.
     """
     if types == {"string"}:
         return json.dumps(text, ensure_ascii=False)
@@ -100,16 +100,16 @@ def argument_json(text: str, types: frozenset[str]) -> str:
         value = json.loads(written, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return _literal_json(text, types)
-    if "string" in types and (isinstance(value, str) or not _is_of(value, types)):
+    if "string" in types and (isinstance(value, str) or not _has_type(value, types)):
         return json.dumps(text, ensure_ascii=False)
     return written
 
 
 def literal_value(text: str) -> Any:
-    """Returns the value of JSON or of a Python literal, in which JSON's names may stand as well.
+    """Returns the value of JSON or of a Python literal, which may hold `true`, `false` and `null`.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the text is neither.
     """
     try:
         return json.loads(text, parse_constant=_refuse)
@@ -120,7 +120,7 @@ def literal_value(text: str) -> Any:
         raise ValueError(message)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            warnings.simplefilter("ignore")  # warnings of invalid escapes
             tree = ast.parse(text.strip(), mode="eval")
         value = ast.literal_eval(_JsonNames().visit(tree))
         json.dumps(value, allow_nan=False)
@@ -141,7 +141,8 @@ class _JsonNames(ast.NodeTransformer):
 
 
 def _literal_json(text: str, types: frozenset[str]) -> str:
-    """Returns text that is not JSON: Python's `True` or `{'a': 1}` where no string can be meant."""
+    """Returns text that is not JSON as JSON: a Python literal such as `True` or `{'a': 1}` if the
+    schema allows no string, else a string."""
     if "string" not in types:
         try:
             return json.dumps(literal_value(text), ensure_ascii=False)
@@ -150,24 +151,20 @@ def _literal_json(text: str, types: frozenset[str]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _is_of(value: Any, types: frozenset[str]) -> bool:
+def _has_type(value: Any, types: frozenset[str]) -> bool:
     name = type_of(value)
     return name in types or (name == "integer" and "number" in types)
 
 
-def _is_schema(value: Any) -> bool:
-    return isinstance(value, Mapping)
-
-
 def _target(reference: str, root: Schema) -> Any:
-    """Returns what a reference within the schema points at; None where there is nothing."""
-    found: Any = root
+    """Returns the target of a reference within the schema; None where it does not exist."""
+    value: Any = root
     for part in reference.removeprefix("#").split("/")[1:]:
         part = part.replace("~1", "/").replace("~0", "~")
-        if not isinstance(found, Mapping) or part not in found:
+        if not isinstance(value, Mapping) or part not in value:
             return None
-        found = found[part]
-    return found if reference.startswith("#") else None
+        value = value[part]
+    return value if reference.startswith("#") else None
 
 
 def _refuse(name: str) -> NoReturn:
@@ -175,24 +172,25 @@ def _refuse(name: str) -> NoReturn:
 
 
 class ArgumentWriter:
-    """Writes one object, key by key. One that `end` never closed was cut off or garbled."""
+    """Writes one JSON object, key by key. Without `end` the object stays open: the model's output
+    was cut off or malformed."""
 
     def __init__(self, emit: Emit) -> None:
         self._emit = emit
         self._has_keys = False
 
     def key(self, name: str) -> None:
-        """Writes a key; its value comes next."""
+        """Writes a key; the caller writes its value next."""
         lead = ", " if self._has_keys else "{"
         self._has_keys = True
         self._emit(f"{lead}{json.dumps(name, ensure_ascii=False)}: ")
 
     def value(self, written: str) -> None:
-        """Writes JSON, or a piece of it."""
+        """Writes a JSON value, or a piece of one."""
         self._emit(written)
 
     def text(self, piece: str) -> None:
-        """Writes a piece of a string, between quotes that the caller writes."""
+        """Writes a piece of a string; the caller writes the quotes."""
         self._emit(json.dumps(piece, ensure_ascii=False)[1:-1])
 
     def end(self) -> None:

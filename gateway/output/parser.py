@@ -1,7 +1,7 @@
-"""Tells the parts of one output apart while it streams: text, reasoning and tool calls.
+"""Splits one streamed output into its parts: text, reasoning and tool calls.
 
-A format is a coroutine that reads and waits for more text. Every method of `Reader` that may wait
-is a generator: `yield from` it. Where the pieces are cut has no effect on what is read."""
+A format is a coroutine that reads text and waits for more. Every method of `Reader` that may wait
+is a generator: `yield from` it. Where the stream is cut into pieces has no effect on the parts."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _IN_STRING = re.compile(r'["\\]')
 _AFTER_SCALAR = re.compile(r"[,}\]\s]")
 
 Steps: TypeAlias = Generator[None, None, None]
-"""A format at work: it reads, adds parts, and yields where it needs more text."""
+"""A running format: it reads text, adds parts, and yields where it needs more text."""
 
 
 class Reader:
     """Text that has arrived and is not read yet.
 
     Attributes:
-        num_fed: characters that have arrived since the start.
+        num_fed: number of characters that have arrived since the start.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Reader:
 
     @property
     def num_read(self) -> int:
-        """Characters read since the start."""
+        """Number of characters read since the start."""
         return self.num_fed - len(self._text)
 
     def feed(self, text: str) -> None:
@@ -48,11 +48,11 @@ class Reader:
         self.num_fed += len(text)
 
     def end(self) -> None:
-        """There will be no more."""
+        """Marks the end of the text."""
         self._has_ended = True
 
     def copy_until(self, markers: Sequence[str], emit: Emit) -> Waiting[str | None]:
-        """Hands text to `emit` up to the first marker, and reads past that.
+        """Passes text up to the first marker to `emit`, and reads past the marker.
 
         Text that may be the beginning of a marker is held back.
 
@@ -60,9 +60,9 @@ class Reader:
             The marker; None at the end of the text.
         """
         while True:
-            found = [(start, m) for m in markers if (start := self._text.find(m)) >= 0]
-            if found:
-                start, marker = min(found)
+            matches = [(start, m) for m in markers if (start := self._text.find(m)) >= 0]
+            if matches:
+                start, marker = min(matches)
                 self._emit(start, emit)
                 self._text = self._text[len(marker) :]
                 return marker
@@ -73,13 +73,13 @@ class Reader:
             yield
 
     def take_until(self, markers: Sequence[str]) -> Waiting[tuple[str, str | None]]:
-        """Returns the text up to the first marker, and the marker; None at the end."""
+        """Returns the text up to the first marker, and the marker; None at the end of the text."""
         parts: list[str] = []
         marker = yield from self.copy_until(markers, parts.append)
         return "".join(parts), marker
 
     def take(self, text: str) -> Waiting[bool]:
-        """Reads past `text` if it comes next; returns whether it did."""
+        """Reads past `text` if it comes next; returns whether it came next."""
         while True:
             if self._text.startswith(text):
                 self._text = self._text[len(text) :]
@@ -100,7 +100,7 @@ class Reader:
             yield
 
     def take_to(self, end: re.Pattern[str]) -> Waiting[str]:
-        """Returns the text before the first match of a pattern of one character, which stays."""
+        """Reads and returns the text before the first match of a one-character pattern."""
         text = ""
         while True:
             match = end.search(self._text)
@@ -116,7 +116,7 @@ class Reader:
         self._text = text + self._text
 
     def peek(self) -> Waiting[str]:
-        """Returns the next character without reading it; empty at the end."""
+        """Returns the next character without reading it; empty at the end of the text."""
         while not self._text and not self._has_ended:
             yield
         return self._text[:1]
@@ -127,7 +127,7 @@ class Reader:
         return text
 
     def copy_json(self, emit: Emit) -> Waiting[bool]:
-        """Hands one JSON value to `emit` as it comes; returns whether it came to its end."""
+        """Passes one JSON value to `emit` as it arrives; returns whether the value is complete."""
         first = yield from self.peek()
         if first == '"':
             return (yield from self._copy_string(emit))
@@ -153,7 +153,7 @@ class Reader:
                 return True
 
     def take_json(self) -> Waiting[str]:
-        """Returns one JSON value as it is written, perhaps cut off."""
+        """Returns one JSON value as written, which may be cut off."""
         parts: list[str] = []
         yield from self.copy_json(parts.append)
         return "".join(parts)
@@ -168,7 +168,7 @@ class Reader:
             if match is not None and match.end() < len(self._text):
                 self._emit(match.end() + 1, emit)
                 continue
-            # A backslash waits for what it escapes.
+            # A backslash is held back until the character that it escapes arrives.
             self._emit(len(self._text) if match is None else match.start(), emit)
             if self._has_ended:
                 self._emit(len(self._text), emit)
@@ -198,17 +198,17 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text the model thinks with."""
+    """Reasoning text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """A call of a tool, of which the name is known.
+    """The beginning of a tool call: its name is known.
 
     Attributes:
-        index: of the call in the output, from 0.
+        index: index of the call in the output, from 0.
     """
 
     index: int
@@ -218,7 +218,7 @@ class CallBegun:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of a call's arguments. All of them joined are what the model wrote, JSON if it is."""
+    """A piece of a call's arguments. The joined pieces are the model's text, valid JSON or not."""
 
     index: int
     text: str
@@ -230,23 +230,22 @@ Part: TypeAlias = Content | Reasoning | CallBegun | CallArguments
 class Parts:
     """Collects the parts that a format finds.
 
-    White space around calls and after reasoning is layout, not content; that of a plain answer is
-    kept.
+    White space around calls and after reasoning is layout and dropped; a plain answer keeps it.
 
     Attributes:
-        is_reasoning: whether the text that comes now is reasoning.
+        is_reasoning: whether the next text is reasoning.
     """
 
     def __init__(self, reader: Reader, new_call_id: Callable[[], str]) -> None:
         self._reader = reader
         self._new_call_id = new_call_id
-        self._found: list[Part] = []
+        self._parts: list[Part] = []
         self._is_reasoning = False
-        self._turns: list[int] = []
+        self._switches: list[int] = []
         self._num_calls = 0
         self._space = ""
-        self._is_margin = True
-        self._is_set_apart = False
+        self._awaits_content = True
+        self._is_answer_plain = True
 
     @property
     def has_calls(self) -> bool:
@@ -260,75 +259,76 @@ class Parts:
     def is_reasoning(self, value: bool) -> None:
         if value != self._is_reasoning:
             self._is_reasoning = value
-            self._turns.append(self._reader.num_read)
+            self._switches.append(self._reader.num_read)
 
-    def take_turns(self) -> list[int]:
-        """Returns the characters read at each change of `is_reasoning` since the last time."""
-        turns, self._turns = self._turns, []
-        return turns
+    def take_switches(self) -> list[int]:
+        """Returns, for each change of `is_reasoning` since the last call, the characters read by
+        then."""
+        switches, self._switches = self._switches, []
+        return switches
 
     def content(self, text: str) -> None:
         """Adds text for the user."""
-        if self._is_margin:
+        if self._awaits_content:
             text = self._space + text
             if not text.strip():
                 self._space = text
                 return
-            text = text.lstrip() if self._is_set_apart else text
-            self._is_margin, self._space = False, ""
+            text = text if self._is_answer_plain else text.lstrip()
+            self._awaits_content, self._space = False, ""
         self._add(Content(text))
 
     def reasoning(self, text: str) -> None:
         """Adds reasoning."""
         if text:
-            self._is_set_apart = True
+            self._is_answer_plain = False
             self._add(Reasoning(text))
 
     def begin_call(self, name: str, call_id: str | None = None) -> Callable[[str], None]:
-        """Adds a call; returns what takes its arguments.
+        """Adds a call; returns the function that adds pieces of its arguments.
 
         Args:
-            call_id: that the model wrote itself.
+            call_id: the id that the model wrote; None makes a new one.
         """
         index = self._num_calls
         self._num_calls += 1
-        self._is_margin, self._is_set_apart, self._space = True, True, ""
-        self._found.append(CallBegun(index, call_id or self._new_call_id(), name))
+        self._awaits_content, self._is_answer_plain, self._space = True, False, ""
+        self._parts.append(CallBegun(index, call_id or self._new_call_id(), name))
 
         return lambda text: self._add(CallArguments(index, text))
 
     def _add(self, part: Content | Reasoning | CallArguments) -> None:
-        """Adds text, to the last part where that is of the same kind."""
-        last = self._found[-1] if self._found else None
+        """Adds a part, merged with the last part if that is of the same kind."""
+        last = self._parts[-1] if self._parts else None
         if isinstance(part, Content) and isinstance(last, Content):
-            self._found[-1] = Content(last.text + part.text)
+            self._parts[-1] = Content(last.text + part.text)
         elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
-            self._found[-1] = Reasoning(last.text + part.text)
+            self._parts[-1] = Reasoning(last.text + part.text)
         elif isinstance(part, CallArguments) and isinstance(last, CallArguments):
-            self._found[-1] = CallArguments(part.index, last.text + part.text)
+            self._parts[-1] = CallArguments(part.index, last.text + part.text)
         elif part.text:
-            self._found.append(part)
+            self._parts.append(part)
 
     def finish(self) -> None:
-        """Adds what an answer of white space alone consists of."""
-        if self._is_margin and not self._is_set_apart and self._space:
-            self._found.append(Content(self._space))
+        """Adds the white space of an answer that consists of white space alone."""
+        if self._awaits_content and self._is_answer_plain and self._space:
+            self._parts.append(Content(self._space))
         self._space = ""
 
     def take(self) -> list[Part]:
         """Returns the parts found since the last call."""
-        found, self._found = self._found, []
-        return found
+        parts, self._parts = self._parts, []
+        return parts
 
 
 Format: TypeAlias = Callable[[Reader, Parts], Steps]
 
 
 class OutputParser:
-    """Text in, parts out. How the text is cut into pieces changes nothing but the pieces.
+    """Runs a format over streamed text and returns the parts as they arrive.
 
     Attributes:
-        num_reasoning_tokens: of the tokens pushed so far.
+        num_reasoning_tokens: reasoning tokens among the tokens pushed so far.
     """
 
     def __init__(self, output_format: Format, new_call_id: Callable[[], str]) -> None:
@@ -348,48 +348,51 @@ class OutputParser:
         return self._advance()
 
     def push_tokens(self, texts: Sequence[str]) -> list[Part]:
-        """Returns the parts that the texts of the next tokens complete; counts reasoning.
+        """Returns the parts that the texts of the next tokens complete; counts reasoning tokens.
 
-        A token is reasoning when some of its characters are; the mark that ends it belongs to it.
+        A token with some characters of reasoning is a reasoning token, and so is the end tag.
         """
         is_reasoning, num_fed = self._parts.is_reasoning, self._reader.num_fed
-        found = self.push("".join(texts))
-        turns = self._parts.take_turns()
-        if turns:
-            self.num_reasoning_tokens += _num_reasoning(texts, num_fed, is_reasoning, turns)
+        parts = self.push("".join(texts))
+        switches = self._parts.take_switches()
+        if switches:
+            self.num_reasoning_tokens += _num_reasoning(texts, num_fed, is_reasoning, switches)
         elif is_reasoning:
             self.num_reasoning_tokens += len(texts)
-        return found
+        return parts
 
     def flush(self) -> list[Part]:
-        """Returns the parts that were held back: the output has ended."""
+        """Returns the parts that were held back, at the end of the output."""
         self._reader.end()
-        found = self._advance()
+        parts = self._advance()
         self._parts.finish()
-        return found + self._parts.take()
+        return parts + self._parts.take()
 
     def _advance(self) -> list[Part]:
         if not self._has_ended:
             self._has_ended = next(self._steps, "over") is not None
-        if self._has_ended:  # a format may leave text behind that it has no use for
+        if self._has_ended:  # a format may end before the text does; the rest is dropped
             self._reader.rest()
         return self._parts.take()
 
 
-def _num_reasoning(texts: Sequence[str], end: int, is_reasoning: bool, turns: list[int]) -> int:
-    """Args:
-    end: characters before the texts.
-    is_reasoning: whether they begin with reasoning.
-    turns: characters before each change of that, ascending.
+def _num_reasoning(texts: Sequence[str], end: int, is_reasoning: bool, switches: list[int]) -> int:
+    """Returns the number of tokens that hold some reasoning.
+
+    Args:
+        texts: texts of the tokens.
+        end: characters before the texts.
+        is_reasoning: whether the texts begin with reasoning.
+        switches: characters before each change between reasoning and answer, ascending.
     """
     number = 0
     for text in texts:
         begin, end = end, end + len(text)
-        while turns and turns[0] <= begin:
-            is_reasoning, turns = not is_reasoning, turns[1:]
-        holds_some = is_reasoning
-        while turns and turns[0] < end:
-            is_reasoning, turns = not is_reasoning, turns[1:]
-            holds_some |= is_reasoning
-        number += holds_some
+        while switches and switches[0] <= begin:
+            is_reasoning, switches = not is_reasoning, switches[1:]
+        holds_reasoning = is_reasoning
+        while switches and switches[0] < end:
+            is_reasoning, switches = not is_reasoning, switches[1:]
+            holds_reasoning |= is_reasoning
+        number += holds_reasoning
     return number

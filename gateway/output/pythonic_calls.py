@@ -1,4 +1,4 @@
-"""Calls written as Python: `[name(key=value, …), …]` and nothing else: Llama 4 and Llama 3.2."""
+"""Calls written as Python, `[name(key=value, …), …]` and nothing else: Llama 4 and Llama 3.2."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _IN_STRING = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
 def pythonic(names: Collection[str]) -> Format:
     """Returns the format.
 
-    Values are literals; nothing is evaluated. A list of anything but calls of tools is an answer.
-    A call begins with its first argument; what does not belong after that leaves the arguments
-    unclosed and is text again.
+    Values are literals; nothing is evaluated. A list of anything but tool calls is an answer. A
+    call begins with its first argument. Malformed text after that leaves the arguments unclosed and
+    becomes content.
 
     Args:
-        names: of the tools.
+        names: names of the tools.
     """
 
     def read(reader: Reader, parts: Parts) -> Steps:
@@ -61,10 +61,10 @@ def _calls(reader: Reader, parts: Parts, names: Collection[str], seen: str) -> W
 
 
 def _call(reader: Reader, parts: Parts, names: Collection[str], seen: str) -> Waiting[str | None]:
-    """Returns None for a call that came to its end, or else the text that is none.
+    """Returns None for a complete call, else the text that turned out to be no call.
 
     Args:
-        seen: the text before the call that is none either then.
+        seen: the text before the call, which then is no call either.
     """
     name = yield from reader.take_to(_AFTER_NAME)
     seen += name

@@ -1,6 +1,6 @@
 """Splits an output into reasoning and answer: by tags, or by the channels of harmony.
 
-Harmony is the format of gpt-oss: messages on channels, each with a header before its text.
+Harmony is the format of gpt-oss: messages on channels, each message with a header before its text.
 `<|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…`; a call is a
 message `to=functions.NAME`. The prompt ends with `<|start|>assistant`.
 
@@ -35,19 +35,15 @@ SEED_THINK = ThinkTags("<seed:think>", "</seed:think>")
 
 
 def thinking(
-    answer: Format,
-    *,
-    starts_inside: bool,
-    tags: ThinkTags = THINK,
-    call_marks: Sequence[str] = (),
+    answer: Format, *, starts_inside: bool, tags: ThinkTags = THINK, call_marks: Sequence[str] = ()
 ) -> Format:
     """`<think>…</think>`, then the answer: DeepSeek R1, Qwen 3 and others.
 
     Args:
-        answer: the format of what follows.
-        starts_inside: the prompt, or the model by habit, has opened the reasoning already.
-        call_marks: special tokens that begin a call. They end the reasoning as well: models
-            forget to close it.
+        answer: the format of the text after the reasoning.
+        starts_inside: the prompt has opened the reasoning, or the model omits the opening tag.
+        call_marks: special tokens that begin a call. They end the reasoning as well, because
+            models forget to close it.
     """
 
     def read(reader: Reader, parts: Parts) -> Steps:
@@ -70,17 +66,17 @@ def thinking(
 
 
 def text_only(reader: Reader, parts: Parts) -> Steps:
-    """Everything is for the user."""
+    """All output is text for the user."""
     yield from reader.copy_until((), parts.content)
 
 
 def harmony(reader: Reader, parts: Parts) -> Steps:
-    """A `Format`."""
+    """Messages on channels: gpt-oss."""
     while True:
         header, marker = yield from reader.take_until((MESSAGE,))
         if marker is None:
             if CHANNEL not in header and START not in header:
-                parts.content(header)  # a model that left its format
+                parts.content(header)  # the model did not keep to the format
             return
         if (yield from reader.copy_until(_ENDS, _emit(header, parts))) is None:
             return

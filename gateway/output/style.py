@@ -1,5 +1,5 @@
-"""The format in which the served model writes tool calls and reasoning: set by a flag, or read from
-its chat template."""
+"""The format of the served model's tool calls and reasoning: set by a flag, or detected from its
+chat template."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import orjson
 
 from gateway.notices import give_notice
-from gateway.output import forced
-from gateway.output import tool_formats as marks
-from gateway.output.forced import Tag, any_of
+from gateway.output import call_grammar, tool_formats
+from gateway.output.call_grammar import Tag, any_of
 from gateway.output.parser import Format
 from gateway.output.reasoning import (
     CHANNEL,
@@ -32,13 +31,13 @@ from gateway.output.tools import Toolbox
 from shared.errors import InvalidArgument
 from shared.grammar import Grammar
 
-# Llama's templates show the form with these names.
+# Llama's templates show the pythonic form with this name.
 _PYTHONIC_EXAMPLE = "[func_name1("
 _CALL_ID_CHARACTERS = string.ascii_letters + string.digits
 
 
 class ToolCallParser(enum.Enum):
-    """Families of tool calls."""
+    """Model families by their format of tool calls."""
 
     AUTO = "auto"
     NONE = "none"
@@ -57,7 +56,7 @@ class ToolCallParser(enum.Enum):
 
 
 class ReasoningParser(enum.Enum):
-    """Ways to tell reasoning from the answer."""
+    """Model families by their format of reasoning."""
 
     AUTO = "auto"
     NONE = "none"
@@ -71,16 +70,16 @@ class ReasoningParser(enum.Enum):
     @property
     def tags(self) -> ThinkTags:
         """The tags around reasoning; `<think>` unless the family has its own."""
-        own = {"kimi": KIMI_THINK, "mistral": MISTRAL_THINK, "seed-oss": SEED_THINK}
-        return own.get(self.value, THINK)
+        special = {"kimi": KIMI_THINK, "mistral": MISTRAL_THINK, "seed-oss": SEED_THINK}
+        return special.get(self.value, THINK)
 
 
-def tools_of(source: str) -> ToolCallParser:
-    """Returns the family by the first mark of its own; `<tool_call>` alone is Hermes'."""
+def _tool_parser(source: str) -> ToolCallParser:
+    """Returns the family whose mark a template holds; Hermes where it holds `<tool_call>` alone."""
     families = (
         (CHANNEL, ToolCallParser.HARMONY),
-        (marks.MISTRAL_BEGIN, ToolCallParser.MISTRAL),
-        (marks.KIMI_CALLS, ToolCallParser.KIMI_K2),
+        (tool_formats.MISTRAL_BEGIN, ToolCallParser.MISTRAL),
+        (tool_formats.KIMI_CALLS, ToolCallParser.KIMI_K2),
         (MINIMAX.begin, ToolCallParser.MINIMAX_M2),
         (SEED_OSS.begin, ToolCallParser.SEED_OSS),
         (GLM.key, ToolCallParser.GLM45),
@@ -90,17 +89,17 @@ def tools_of(source: str) -> ToolCallParser:
     for mark, family in families:
         if mark in source:
             return family
-    if marks.DEEPSEEK_CALLS in source:
+    if tool_formats.DEEPSEEK_CALLS in source:
         is_fenced = "```json" in source
         return ToolCallParser.DEEPSEEK if is_fenced else ToolCallParser.DEEPSEEK_V3_1
     is_llama = "<|start_header_id|>" in source or "<|header_start|>" in source
-    if is_llama and marks.HERMES_BEGIN not in source:
+    if is_llama and tool_formats.HERMES_BEGIN not in source:
         return ToolCallParser.LLAMA3
     return ToolCallParser.HERMES
 
 
-def reasoning_of(source: str) -> ReasoningParser:
-    """Returns how a template sets reasoning apart."""
+def _reasoning_parser(source: str) -> ReasoningParser:
+    """Returns the reasoning format whose tags a template holds."""
     if CHANNEL in source:
         return ReasoningParser.HARMONY
     parsers = (ReasoningParser.KIMI, ReasoningParser.MISTRAL, ReasoningParser.SEED_OSS)
@@ -121,24 +120,24 @@ class OutputStyle:
     def of(
         cls, template: str | None, tools: ToolCallParser, reasoning: ReasoningParser
     ) -> OutputStyle:
-        """Resolves `AUTO` by the marks that the chat template writes itself."""
+        """Resolves `AUTO` by the marks in the chat template."""
         source = template or ""
         if tools is ToolCallParser.AUTO:
-            tools = tools_of(source) if template is not None else ToolCallParser.NONE
+            tools = _tool_parser(source) if template is not None else ToolCallParser.NONE
         if reasoning is ReasoningParser.AUTO:
-            reasoning = reasoning_of(source)
+            reasoning = _reasoning_parser(source)
         return cls(tools, reasoning)
 
     def check_tools(self) -> None:
         """Raises:
-        InvalidArgument: the gateway does not know how the model calls.
+        InvalidArgument: the gateway parses no tool calls.
         """
         if self.tools is ToolCallParser.NONE:
             message = "tools is set; this gateway reads no calls (--tool-call-parser none)"
             raise InvalidArgument.of("TOOLS_OFF", "tools", message)
 
     def output(self, prompt: str, toolbox: Toolbox | None) -> ChatOutput | None:
-        """Returns how the answer to a prompt is read; None when all of it is text."""
+        """Returns the formats in the answer to a prompt; None when the answer is all text."""
         is_harmony = self.reasoning is ReasoningParser.HARMONY
         if toolbox is None and self.reasoning is ReasoningParser.NONE:
             return None
@@ -151,10 +150,10 @@ class OutputStyle:
 
 @dataclass(frozen=True, slots=True)
 class ChatOutput:
-    """The readers for the output of one answer.
+    """The formats in one answer's output, for its parser and its grammar.
 
     Attributes:
-        starts_inside: it begins with reasoning.
+        starts_inside: the output begins inside reasoning.
     """
 
     style: OutputStyle
@@ -167,31 +166,29 @@ class ChatOutput:
 
     @property
     def kept_marks(self) -> tuple[str, ...]:
-        """Special tokens that the format is made of, and that must not be left out of the text."""
+        """Special tokens of the format, which must stay in the text for the parser."""
         kept: tuple[str, ...] = ()
         if self.toolbox is not None:
-            kept += marks.FAMILIES[self.style.tools.value].marks
+            kept += tool_formats.FAMILIES[self.style.tools.value].marks
         if self.style.reasoning is ReasoningParser.HARMONY:
             kept += HARMONY_MARKS
         tags = self.style.reasoning.tags
         return kept + ((tags.begin, tags.end) if self.has_reasoning else ())
 
     def format(self) -> Format:
-        """Returns the format, for one choice."""
+        """Returns the format that parses one choice."""
         if ToolCallParser.HARMONY is self.style.tools and self.toolbox is not None:
             return harmony
         if self.style.reasoning is ReasoningParser.HARMONY:
             return harmony
         answer: Format = text_only
-        if self.toolbox is not None:
-            schemas = {tool.name: tool.schema for tool in self.toolbox.tools}
-            answer = marks.FAMILIES[self.style.tools.value].read(schemas)
-        if not self.has_reasoning:
-            return answer
         call_marks: tuple[str, ...] = ()
         if self.toolbox is not None:
-            family = marks.FAMILIES[self.style.tools.value]
+            family = tool_formats.FAMILIES[self.style.tools.value]
+            answer = family.read({tool.name: tool.schema for tool in self.toolbox.tools})
             call_marks = (family.trigger,) if family.ends_reasoning else ()
+        if not self.has_reasoning:
+            return answer
         return thinking(
             answer,
             starts_inside=self.starts_inside,
@@ -199,86 +196,87 @@ class ChatOutput:
             call_marks=call_marks,
         )
 
-    def grammar(self, asked: Grammar | None) -> Grammar | None:
-        """Returns what all of the output must match: reasoning is free, what follows is not.
+    def grammar(self, requested: Grammar | None) -> Grammar | None:
+        """Returns the grammar of the whole output: any reasoning, then the constrained answer.
 
         Args:
-            asked: what the answer must match, if the client said.
+            requested: the grammar of the answer in the client's request.
 
-        A required call goes before what is asked. Where the model is free to call, the answer is
-        either a call or what is asked.
+        A required call replaces the requested grammar. Where the model is free to call, the answer
+        either is a call or matches the requested grammar.
 
         Raises:
-            InvalidArgument: calls cannot stand beside what is asked, or be held to their schemas.
+            InvalidArgument: calls cannot be combined with the requested grammar, or their schemas
+                cannot be enforced.
         """
         is_harmony = self.style.reasoning is ReasoningParser.HARMONY
         is_harmony = is_harmony or self.style.tools is ToolCallParser.HARMONY
-        calls = self._calls(asked is not None)
+        calls = self._calls(requested is not None)
         answer = None
-        if asked is not None and (self.toolbox is None or not self.toolbox.must_call):
-            answer = forced.format_of(asked)
+        if requested is not None and (self.toolbox is None or not self.toolbox.must_call):
+            answer = call_grammar.format_of(requested)
             if answer is None:
-                return self._alone(asked)
-            answer = forced.final_message(answer) if is_harmony else answer
-        if asked is not None and answer is None:
+                return self._without_tools(requested)
+            answer = call_grammar.final_message(answer) if is_harmony else answer
+        if requested is not None and answer is None:
             give_notice("a call is required, so the format of the answer has no effect")
-        either = [part for part in (calls, answer) if part is not None]
-        if not either:
+        formats = [content for content in (calls, answer) if content is not None]
+        if not formats:
             return None
-        if asked is not None and calls is None and not self.has_reasoning and not is_harmony:
-            return asked
-        content = either[0] if len(either) == 1 else any_of(either)
+        if requested is not None and calls is None and not self.has_reasoning and not is_harmony:
+            return requested
+        content = formats[0] if len(formats) == 1 else any_of(formats)
         if is_harmony:
-            content = forced.after_analysis(content)
+            content = call_grammar.after_analysis(content)
         elif self.has_reasoning:
             tags = self.style.reasoning.tags
-            content = forced.after_thinking(content, tags, starts_inside=self.starts_inside)
-        return forced.structural_tag(content)
+            content = call_grammar.after_thinking(content, tags, starts_inside=self.starts_inside)
+        return call_grammar.structural_tag(content)
 
-    def _calls(self, is_asked: bool) -> Tag | None:
-        """Returns the format of calls; None where they are free, or there are no tools.
+    def _calls(self, is_constrained: bool) -> Tag | None:
+        """Returns the format of calls; None where calls are not constrained, or without tools.
 
         Args:
-            is_asked: the answer has a format unless it is a call.
+            is_constrained: the request constrains the answer, so that a call must be, too.
         """
         if self.toolbox is None:
             return None
         family = self.style.tools.value
-        if is_asked:
-            return forced.calls_format(family, self.toolbox)
-        return forced.tool_format(family, self.toolbox)
+        if is_constrained or self.toolbox.must_call:
+            return call_grammar.calls_format(family, self.toolbox)
+        return call_grammar.strict_format(family, self.toolbox)
 
-    def _alone(self, asked: Grammar) -> Grammar:
-        """Returns a grammar that cannot be part of another.
+    def _without_tools(self, requested: Grammar) -> Grammar:
+        """Returns a grammar that cannot be part of another grammar.
 
         Raises:
-            InvalidArgument: the model may call, which the grammar would forbid without a word.
+            InvalidArgument: there are tools, whose calls the grammar would silently forbid.
         """
         if self.toolbox is not None:
-            message = f"tools cannot be combined with a constraint of kind {asked.kind.value}"
+            message = f"tools cannot be combined with a constraint of kind {requested.kind.value}"
             raise InvalidArgument.of("CONSTRAINT_AMBIGUOUS", "tools", message)
-        return asked
+        return requested
 
     @property
     def schemas_size(self) -> int:
-        """Bytes of the schemas of the tools."""
+        """Size of the tools' schemas, in bytes."""
         tools = () if self.toolbox is None else self.toolbox.tools
         return sum(len(orjson.dumps(tool.schema)) for tool in tools)
 
-    def holds_calls(self, *, is_asked: bool) -> bool:
-        """Whether a grammar may hold calls to their schemas.
+    def constrains_calls(self, *, is_constrained: bool) -> bool:
+        """Returns whether a grammar may enforce schemas on calls.
 
         Args:
-            is_asked: the answer has a format unless it is a call.
+            is_constrained: the request constrains the answer.
         """
         tools = self.toolbox
         if tools is None:
             return False
         is_strict = any(tool.is_strict for tool in tools.tools)
-        return is_asked or is_strict or tools.must_call
+        return is_constrained or is_strict or tools.must_call
 
     def new_call_id(self) -> str:
-        """Returns an id; Mistral's templates take nine letters and digits, no more."""
+        """Returns a new id; Mistral's templates take exactly nine letters and digits."""
         characters = "".join(secrets.choice(_CALL_ID_CHARACTERS) for _ in range(24))
         is_short = self.style.tools is ToolCallParser.MISTRAL
         return characters[:9] if is_short else f"call_{characters}"

@@ -1,6 +1,6 @@
-"""Calls in which every argument stands between tags of its own, strings without quotes.
+"""Calls with every argument between its own tags, strings without quotes.
 
-Families differ in the tags alone. Their grammar is one:
+Families differ only in the tags. They share one grammar:
 
     section = begin call* end
     call = before_name NAME after_name (key NAME after_key before_value VALUE value_end)* call_end
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gateway.output.arguments import (
     ArgumentWriter,
@@ -29,8 +29,8 @@ class Tags:
     """The tags of a family.
 
     Attributes:
-        call_end: empty where the section holds one call and its end is the call's.
-        before_value: between the end of a key and a value, after white space; may be empty.
+        call_end: empty where a section holds one call and ends with it.
+        before_value: tag before a value, after the key and white space; may be empty.
         is_padded: a line break after the opening and before the closing tag of a value is layout.
     """
 
@@ -48,54 +48,26 @@ class Tags:
     @property
     def marks(self) -> tuple[str, ...]:
         """The tags that may be special tokens."""
-        found = (self.begin, self.end, self.key, self.after_key, self.before_value, self.value_end)
-        return tuple(tag for tag in found if tag.startswith("<") and tag.endswith(">"))
+        tags = (self.begin, self.end, self.key, self.after_key, self.before_value, self.value_end)
+        return tuple(tag for tag in tags if tag.startswith("<") and tag.endswith(">"))
 
 
 QWEN3_CODER = Tags(
-    "<tool_call>",
-    "</tool_call>",
-    "<function=",
-    ">",
-    "</function>",
-    "<parameter=",
-    ">",
-    "",
-    "</parameter>",
+    *("<tool_call>", "</tool_call>"),
+    *("<function=", ">", "</function>"),
+    *("<parameter=", ">", "", "</parameter>"),
     is_padded=True,
 )
-SEED_OSS = Tags(
-    "<seed:tool_call>",
-    "</seed:tool_call>",
-    "<function=",
-    ">",
-    "</function>",
-    "<parameter=",
-    ">",
-    "",
-    "</parameter>",
-)
+SEED_OSS = replace(QWEN3_CODER, begin="<seed:tool_call>", end="</seed:tool_call>", is_padded=False)
 GLM = Tags(
-    "<tool_call>",
-    "</tool_call>",
-    "",
-    "",
-    "",
-    "<arg_key>",
-    "</arg_key>",
-    "<arg_value>",
-    "</arg_value>",
+    *("<tool_call>", "</tool_call>"),
+    *("", "", ""),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
 )
 MINIMAX = Tags(
-    "<minimax:tool_call>",
-    "</minimax:tool_call>",
-    '<invoke name="',
-    '">',
-    "</invoke>",
-    '<parameter name="',
-    '">',
-    "",
-    "</parameter>",
+    *("<minimax:tool_call>", "</minimax:tool_call>"),
+    *('<invoke name="', '">', "</invoke>"),
+    *('<parameter name="', '">', "", "</parameter>"),
 )
 TAGS: Mapping[str, Tags] = {
     "qwen3-coder": QWEN3_CODER,
@@ -108,14 +80,14 @@ TAGS: Mapping[str, Tags] = {
 def tagged(tags: Tags, schemas: Mapping[str, Schema]) -> Format:
     """Returns the format of a family.
 
-    A call begins once its name and the tag after it have come; what is no call until then is text.
-    After that, what does not belong leaves the arguments unclosed and is text again.
+    A call begins when its name and the tag after it have arrived; malformed text before that is
+    content. Malformed text after that leaves the arguments unclosed and is content again.
 
     Args:
-        schemas: of the tools' arguments, by name. They say what is a string.
+        schemas: schemas of the tools' arguments, by name; they tell which values are strings.
     """
 
-    # Models forget the first tag; a name that is a tool's makes up for it.
+    # Models forget the first tag; then the name of a known tool marks a call.
     beginnings = (tags.begin, tags.before_name) if tags.before_name else (tags.begin,)
 
     def read(reader: Reader, parts: Parts) -> Steps:
@@ -131,19 +103,14 @@ def tagged(tags: Tags, schemas: Mapping[str, Schema]) -> Format:
 
 
 class _Call:
-    """One call as it is read.
+    """Reads one call.
 
     Args:
-        seen: the text before it that is no content, unless this turns out to be no call.
+        seen: the marker read before the call; it is content if this turns out to be no call.
     """
 
     def __init__(
-        self,
-        reader: Reader,
-        parts: Parts,
-        tags: Tags,
-        schemas: Mapping[str, Schema],
-        seen: str,
+        self, reader: Reader, parts: Parts, tags: Tags, schemas: Mapping[str, Schema], seen: str
     ) -> None:
         self._reader = reader
         self._parts = parts
@@ -154,7 +121,7 @@ class _Call:
         self._writer: ArgumentWriter | None = None
 
     def read(self) -> Waiting[bool]:
-        """Returns whether the call came to its end; the text read so far is content then."""
+        """Returns whether the call is complete; if not, the text read so far becomes content."""
         is_whole = yield from self._call()
         if not is_whole:
             self._parts.content(self._seen)
@@ -200,7 +167,7 @@ class _Call:
         return (yield from self._value(writer, key))
 
     def _value(self, writer: ArgumentWriter, key: str) -> Waiting[bool]:
-        """Writes a value: a string as it comes, all else when it is whole."""
+        """Writes a value: a string as it arrives, any other value when it is complete."""
         end = self._tags.value_end
         ends: tuple[str, ...] = (end,)
         if self._tags.is_padded:

@@ -31,11 +31,11 @@ _KIMI_ID = re.compile(r"(?:functions\.)?([\w.-]+?)(?::\d+)?")
 def read_call(
     reader: Reader, parts: Parts, is_tool: Callable[[str], bool] = lambda name: True
 ) -> Waiting[str | None]:
-    """Reads the object that comes next and adds its call as soon as the name is known.
+    """Reads the next JSON object and adds its call as soon as the name is known.
 
     Returns:
-        None for a call. The text so far, when it turns out to be none: it is no object, or has no
-        name, or one that is no tool's. What is malformed after the name ends the arguments there.
+        None for a call. Otherwise the text read so far: it is not an object, or has no name, or not
+        the name of a tool. Malformed text after the name ends the arguments there.
     """
     seen: list[str] = []
     early: list[str] = []  # arguments that came before the name
@@ -72,7 +72,7 @@ def read_call(
 
 
 def _arguments(reader: Reader, seen: list[str], emit: Emit) -> Waiting[None]:
-    """Hands on the arguments as written; when they are JSON within a string, what it holds."""
+    """Passes the arguments to `emit` as written, or the content of a string that holds them."""
     if (yield from reader.peek()) == '"':
         written = yield from reader.take_json()
         seen.append(written)
@@ -87,7 +87,7 @@ def _arguments(reader: Reader, seen: list[str], emit: Emit) -> Waiting[None]:
 
 
 def _key(reader: Reader, seen: list[str]) -> Waiting[str | None]:
-    """Reads `"key":` with the space around; None when something else comes."""
+    """Reads `"key":` and the white space around it; None when something else comes."""
     seen.append((yield from reader.take_space()))
     if (yield from reader.peek()) != '"':
         yield from _take(reader, "}", seen)
@@ -101,6 +101,7 @@ def _key(reader: Reader, seen: list[str]) -> Waiting[str | None]:
 
 
 def _take(reader: Reader, text: str, seen: list[str]) -> Waiting[bool]:
+    """Reads past white space and `text` if it comes next; returns whether it came next."""
     seen.append((yield from reader.take_space()))
     if not (yield from reader.take(text)):
         return False
@@ -109,7 +110,7 @@ def _take(reader: Reader, text: str, seen: list[str]) -> Waiting[bool]:
 
 
 def _text_of(written: str) -> str | None:
-    """Returns what a JSON string says; None for anything else."""
+    """Returns the value of a JSON string; None for anything else."""
     try:
         value = json.loads(written)
     except ValueError:
@@ -133,9 +134,9 @@ def hermes(reader: Reader, parts: Parts) -> Steps:
 
 
 def llama(names: Names) -> Format:
-    """`{"name": …, "parameters": …}`, several with `;` between, nothing else: Llama 3.
+    """`{"name": …, "parameters": …}`, calls separated by `;`, nothing else: Llama 3.
 
-    An answer that is a JSON object without the name of a tool is an answer.
+    A JSON object without the name of a tool is a plain answer.
     """
 
     def read(reader: Reader, parts: Parts) -> Steps:
@@ -182,7 +183,7 @@ def _array(reader: Reader, parts: Parts) -> Waiting[None]:
 
 def _named(reader: Reader, parts: Parts) -> Waiting[None]:
     name: list[str] = []
-    # The name ends where the arguments begin, whatever is written between.
+    # The name ends where the arguments or the next tag begin.
     while (character := (yield from reader.peek())) not in ("[", "{", ""):
         yield from reader.take(character)
         name.append(character)
@@ -198,20 +199,34 @@ def _named(reader: Reader, parts: Parts) -> Waiting[None]:
     yield from reader.copy_json(arguments)
 
 
+def _copy_sections(
+    reader: Reader, parts: Parts, section: tuple[str, str], call: str, read: Format
+) -> Steps:
+    """Copies text, and reads calls in sections in which a tag stands before every call.
+
+    Args:
+        section: the tags around a section.
+        call: the tag before a call.
+        read: reads a call after its tag.
+    """
+    begin, end = section
+    while (yield from reader.copy_until((begin,), parts.content)):
+        marker: str | None = call
+        while marker == call:
+            between, marker = yield from reader.take_until((call, end))
+            if between.strip():
+                parts.content(between)
+            if marker == call:
+                yield from read(reader, parts)
+
+
 def deepseek(reader: Reader, parts: Parts) -> Steps:
     """`<｜tool▁call▁begin｜>…<｜tool▁sep｜>…<｜tool▁call▁end｜>`: DeepSeek V3, R1 and V3.1.
 
-    Before V3.1 the separator stands between the word `function` and the name, and the arguments
-    in a fenced block.
+    Before V3.1 the separator is between the word `function` and the name, and the arguments are in
+    a fenced block.
     """
-    while (yield from reader.copy_until((DEEPSEEK_CALLS,), parts.content)):
-        marker: str | None = DEEPSEEK_CALL
-        while marker == DEEPSEEK_CALL:
-            between, marker = yield from reader.take_until((DEEPSEEK_CALL, DEEPSEEK_CALLS_END))
-            if between.strip():
-                parts.content(between)
-            if marker == DEEPSEEK_CALL:
-                yield from _deepseek_call(reader, parts)
+    return _copy_sections(reader, parts, _DEEPSEEK_SECTION, DEEPSEEK_CALL, _deepseek_call)
 
 
 def _deepseek_call(reader: Reader, parts: Parts) -> Waiting[None]:
@@ -230,27 +245,20 @@ def _deepseek_call(reader: Reader, parts: Parts) -> Waiting[None]:
 
 def kimi(reader: Reader, parts: Parts) -> Steps:
     """`<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{…}<|tool_call_end|>`, in a
-    section: Kimi K2. What stands before the arguments is the call's id, which the template wants
-    back as it is.
+    section: Kimi K2. The text before the arguments is the call's id, which the template needs back
+    unchanged.
     """
-    while (yield from reader.copy_until((KIMI_CALLS,), parts.content)):
-        marker: str | None = KIMI_CALL
-        while marker == KIMI_CALL:
-            between, marker = yield from reader.take_until((KIMI_CALL, KIMI_CALLS_END))
-            if between.strip():
-                parts.content(between)
-            if marker == KIMI_CALL:
-                yield from _kimi_call(reader, parts)
+    return _copy_sections(reader, parts, _KIMI_SECTION, KIMI_CALL, _kimi_call)
 
 
 def _kimi_call(reader: Reader, parts: Parts) -> Waiting[None]:
     head, marker = yield from reader.take_until((KIMI_ARGS, KIMI_CALL_END))
-    written_id = head.strip()
-    found = _KIMI_ID.fullmatch(written_id)
-    if marker != KIMI_ARGS or found is None:
+    call_id = head.strip()
+    match = _KIMI_ID.fullmatch(call_id)
+    if marker != KIMI_ARGS or match is None:
         parts.content(KIMI_CALL + head + (marker or ""))
         return
-    arguments = parts.begin_call(found[1], written_id)
+    arguments = parts.begin_call(match[1], call_id)
     yield from reader.take_space()
     if (yield from reader.take(KIMI_CALL_END)):
         arguments("{}")
@@ -263,17 +271,17 @@ def _kimi_call(reader: Reader, parts: Parts) -> Waiting[None]:
 
 @dataclass(frozen=True, slots=True)
 class CallFamily:
-    """The way in which models of a family write calls.
+    """The format of a model family's calls.
 
     Attributes:
-        read: makes the format, of the schemas of the tools' arguments by name.
-        marks: special tokens that calls are made of.
-        frame: what stands before the name, between it and the arguments, and behind those, where
-            they are one JSON object; None where they are not, or there is more to it.
-        section: what stands around all calls of an answer.
-        separator: between two calls.
-        trigger: what tells a call, or all calls, from free text; empty where nothing does.
-        ends_reasoning: the trigger is a single token, so that no reasoning can be about it.
+        read: returns the format for the schemas of the tools' arguments by tool name.
+        marks: special tokens in calls.
+        frame: texts before the name, between name and arguments, and after the arguments; None
+            where the arguments are not one JSON object, or the texts depend on the call.
+        section: texts around all calls of an answer.
+        separator: text between two calls.
+        trigger: text that begins a call, or the section of calls, within free text; empty if none.
+        ends_reasoning: the trigger is a single token, which reasoning cannot mention as text.
     """
 
     read: Callable[[Mapping[str, Schema]], Format]
@@ -285,14 +293,9 @@ class CallFamily:
     ends_reasoning: bool = False
 
 
-_DEEPSEEK_MARKS = (
-    DEEPSEEK_CALLS,
-    DEEPSEEK_CALLS_END,
-    DEEPSEEK_SEP,
-    DEEPSEEK_CALL,
-    DEEPSEEK_CALL_END,
-)
 _DEEPSEEK_SECTION = (DEEPSEEK_CALLS, DEEPSEEK_CALLS_END)
+_DEEPSEEK_MARKS = (*_DEEPSEEK_SECTION, DEEPSEEK_SEP, DEEPSEEK_CALL, DEEPSEEK_CALL_END)
+_KIMI_SECTION = (KIMI_CALLS, KIMI_CALLS_END)
 FAMILIES: Mapping[str, CallFamily] = {
     **{
         name: CallFamily(partial(tagged, tags), tags.marks, separator="\n", trigger=tags.begin)
@@ -347,12 +350,12 @@ FAMILIES: Mapping[str, CallFamily] = {
     ),
     "kimi-k2": CallFamily(
         lambda _: kimi,
-        (KIMI_CALLS, KIMI_CALLS_END, KIMI_ARGS, KIMI_CALL, KIMI_CALL_END),
-        section=(KIMI_CALLS, KIMI_CALLS_END),
+        (*_KIMI_SECTION, KIMI_ARGS, KIMI_CALL, KIMI_CALL_END),
+        section=_KIMI_SECTION,
         trigger=KIMI_CALLS,
         ends_reasoning=True,
     ),
-    # Nothing may follow the arguments, so the output ends there; the end token is not needed.
+    # The frame has no end: nothing may follow the arguments, so the output ends there.
     "harmony": CallFamily(
         lambda _: harmony,
         HARMONY_MARKS,

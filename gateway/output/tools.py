@@ -1,4 +1,4 @@
-"""The tools of one request, whatever interface they came through."""
+"""The tools of one request, the same for all interfaces."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Tool:
     """A function the model may call.
 
     Attributes:
-        schema: of its arguments, an object.
-        is_strict: arguments must keep to the schema even when the model is free not to call.
+        schema: JSON schema of the arguments, an object.
+        is_strict: arguments must match the schema even when the model is free not to call.
     """
 
     name: str
@@ -42,9 +42,9 @@ class Toolbox:
     """The tools of a request.
 
     Attributes:
-        must_call: the answer is a call; else the model may call.
+        must_call: the answer must be a call; else the model may call.
         forced_name: the one tool that must be called; None leaves the choice to the model.
-        is_parallel: whether there may be several calls.
+        is_parallel: whether an answer may hold several calls.
     """
 
     tools: tuple[Tool, ...]
@@ -54,14 +54,15 @@ class Toolbox:
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
-        """The tools that may be called here."""
+        """The tools that the model may call."""
         if self.forced_name is None:
             return self.tools
         return tuple(tool for tool in self.tools if tool.name == self.forced_name)
 
     def check(self) -> None:
         """Raises:
-        InvalidArgument: names are bad or repeat, or the forced one is not among them.
+        InvalidArgument: there are too many tools, a name is malformed or comes twice, or the forced
+            tool is unknown.
         """
         if len(self.tools) > _MAX_TOOLS:
             message = f"tools has {len(self.tools)} tools; at most {_MAX_TOOLS} are taken"
@@ -80,14 +81,14 @@ class Toolbox:
 
 
 def schema_of(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the schema of a tool's arguments; one without takes an empty object."""
+    """Returns the schema of a tool's arguments; without parameters it takes an empty object."""
     if not parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     return dict(parameters)
 
 
 def tools_prompt(tools: Sequence[Tool]) -> str:
-    """Returns a system message that teaches tools to a model whose template knows none."""
+    """Returns a system message that describes tools, for a template that does not render them."""
     lines = "\n".join(json.dumps(tool.definition, ensure_ascii=False) for tool in tools)
     return (
         "You may call functions. Their signatures, one in a line:\n"

@@ -160,7 +160,7 @@ def kept_chat(
     kept, owner = store, owner_of_request()
 
     def keep(choices: Sequence[Choice]) -> None:
-        final = [FinalChoice(choice, choice.hold(), choice.index) for choice in choices]
+        final = [FinalChoice(choice, choice.whole_output(), choice.index) for choice in choices]
         answered = chat_completion(plan, final, tokenizer)
         answered["metadata"] = body.metadata or {}
         messages = [

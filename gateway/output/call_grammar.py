@@ -1,8 +1,8 @@
-"""Grammars under which a call of a tool is one: of a known tool, with arguments of its schema.
+"""Grammars that allow only calls of known tools with arguments that match their schemas.
 
-Written as structural tags in XGrammar's form, which the target compiles. Arguments that a model
+Grammars are structural tags in XGrammar's form, which the target compiles. Arguments that a model
 does not write as one JSON object come in the order of the schema, each at most once and no others.
-That is narrower than most schemas, never wider."""
+That allows less than most schemas, never more."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gateway.output import tool_formats as marks
+from gateway.output import tool_formats
 from gateway.output.arguments import Schema, property_schema, resolved, types_of
 from gateway.output.reasoning import CHANNEL, MESSAGE, START, ThinkTags
 from gateway.output.tagged_calls import TAGS, Tags
@@ -32,37 +32,37 @@ _AT_ROOT = frozenset(
 
 
 def tag(begin: str, content: Tag, end: str) -> Tag:
-    """Returns content between two texts; free text ends at the first `end`."""
+    """Returns content between two texts; any text as content ends at the first `end`."""
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
 def text(value: str) -> Tag:
-    """Returns one text and no other."""
+    """Returns the format of exactly this text."""
     return {"type": "const_string", "value": value}
 
 
 def regex(pattern: str) -> Tag:
-    """Returns what a regular expression matches as a whole."""
+    """Returns the format of texts that a regular expression matches as a whole."""
     return {"type": "regex", "pattern": pattern}
 
 
 def json_schema(schema: Mapping[str, Any]) -> Tag:
-    """Returns JSON that keeps to a schema."""
+    """Returns the format of JSON that matches a schema."""
     return {"type": "json_schema", "json_schema": dict(schema)}
 
 
 def sequence(*elements: Tag) -> Tag:
-    """Returns one after the other."""
+    """Returns the format of the elements in order."""
     return {"type": "sequence", "elements": list(elements)}
 
 
 def any_of(elements: Sequence[Tag]) -> Tag:
-    """Returns one of several."""
+    """Returns the format of one of the elements."""
     return {"type": "or", "elements": list(elements)}
 
 
 def optional(content: Tag) -> Tag:
-    """Returns content or nothing."""
+    """Returns the format of the content or nothing."""
     return any_of([content, text("")])
 
 
@@ -70,73 +70,69 @@ _LINE_BREAK = regex("\\n?")
 
 
 def tagged_arguments(tags: Tags, tool: Tool) -> Tag:
-    """Returns the arguments of a call, each between its tags and a line break after it.
+    """Returns the format of a call's arguments: each between its tags, with a line break after it.
 
     Raises:
-        InvalidArgument: the schema cannot be held to in this way.
+        InvalidArgument: the schema cannot be enforced in this format.
     """
     parts: list[Tag] = []
     for name, is_required in _properties(tool):
         key = f"{tags.key}{name}{tags.after_key}"
         if tags.before_value:
-            value = _held(tool, name, tags.before_value, tags.value_end)
+            value = _value(tool, name, tags.before_value, tags.value_end)
             argument = sequence(text(key), _LINE_BREAK, value, _LINE_BREAK)
         else:
             pad = "\n" if tags.is_padded else ""
-            value = _held(tool, name, key + pad, tags.value_end, pad)
+            value = _value(tool, name, key + pad, tags.value_end, pad)
             argument = sequence(value, text("\n"))
         parts.append(argument if is_required else optional(argument))
     return sequence(*parts)
 
 
 def python_arguments(tool: Tool) -> Tag:
-    """Returns `key=value, …`, those that must come first.
+    """Returns the format of `key=value, …`, required arguments first.
 
     Raises:
-        InvalidArgument: the schema cannot be held to in this way.
+        InvalidArgument: the schema cannot be enforced in this format.
     """
-    properties = sorted(_properties(tool), key=lambda each: not each[1])
+    properties = sorted(_properties(tool), key=lambda argument: not argument[1])
     pairs = [sequence(text(f"{name}="), _literal(tool, name)) for name, _ in properties]
     num_required = sum(is_required for _, is_required in properties)
     if num_required:
-        return sequence(*_listed(pairs[:num_required]), *_more(pairs[num_required:]))
-    starts = [sequence(pair, *_more(pairs[i + 1 :])) for i, pair in enumerate(pairs)]
+        first, *required = pairs[:num_required]
+        required = [sequence(text(", "), pair) for pair in required]
+        return sequence(first, *required, *_optional_pairs(pairs[num_required:]))
+    starts = [sequence(pair, *_optional_pairs(pairs[i + 1 :])) for i, pair in enumerate(pairs)]
     return optional(any_of(starts)) if starts else text("")
 
 
-def _listed(pairs: list[Tag]) -> Iterator[Tag]:
-    for index, pair in enumerate(pairs):
-        yield sequence(text(", "), pair) if index else pair
-
-
-def _more(pairs: list[Tag]) -> Iterator[Tag]:
-    for pair in pairs:
-        yield optional(sequence(text(", "), pair))
+def _optional_pairs(pairs: list[Tag]) -> list[Tag]:
+    return [optional(sequence(text(", "), pair)) for pair in pairs]
 
 
 def _properties(tool: Tool) -> list[tuple[str, bool]]:
-    """Returns the arguments and whether each must be there.
+    """Returns the names of the arguments and whether each is required.
 
     Raises:
-        InvalidArgument: the schema says more than which arguments there are.
+        InvalidArgument: the schema has keywords beside the list of arguments.
     """
-    found = sorted(_AT_ROOT & tool.schema.keys())
-    if found:
-        raise _refused(tool, f"has {found[0]!r} beside its properties")
+    unsupported = sorted(_AT_ROOT & tool.schema.keys())
+    if unsupported:
+        raise _refused(tool, f"has {unsupported[0]!r} beside its properties")
     properties = tool.schema.get("properties") or {}
     required = tool.schema.get("required") or []
     names = [*properties, *(name for name in required if name not in properties)]
     return [(name, name in required) for name in names]
 
 
-def _held(tool: Tool, name: str, begin: str, end: str, pad: str = "") -> Tag:
-    """Returns a value between its tags: strings are bare text.
+def _value(tool: Tool, name: str, begin: str, end: str, pad: str = "") -> Tag:
+    """Returns the format of a value between its tags; strings are written without quotes.
 
     Args:
-        pad: before the end; free text may end with it or not.
+        pad: text before `end`; optional after any text.
 
     Raises:
-        InvalidArgument: it cannot be held to in this way.
+        InvalidArgument: the schema cannot be enforced in this format.
     """
     schema = property_schema(tool.schema, name)
     branches = list(_branches(tool, name, schema, tool.schema, set()))
@@ -146,17 +142,17 @@ def _held(tool: Tool, name: str, begin: str, end: str, pad: str = "") -> Tag:
         return tag(begin, ANY_TEXT, end)
     if len(branches) > 1:
         return tag(begin, any_of(branches), pad + end)
-    if branches == [_at_least(schema)]:
-        # After the characters that must be there, what follows may be any text.
-        return sequence(text(begin), regex(_characters(schema)), tag("", ANY_TEXT, end))
+    if branches == [_long_text(schema)]:
+        # The required characters, then any text.
+        return sequence(text(begin), regex(_required_characters(schema)), tag("", ANY_TEXT, end))
     return tag(begin, branches[0], pad + end)
 
 
 def _branches(tool: Tool, name: str, schema: Schema, root: Schema, seen: set[int]) -> Iterator[Tag]:
-    """Yields the ways in which a value may be written. Free text is all of the others too.
+    """Yields the formats in which a value may be written. `ANY_TEXT` includes all others.
 
     Args:
-        seen: alternatives that add nothing when they come again.
+        seen: ids of the alternatives that were visited already.
     """
     if "enum" in schema or "const" in schema:
         for value in schema.get("enum") or [schema.get("const")]:
@@ -172,33 +168,34 @@ def _branches(tool: Tool, name: str, schema: Schema, root: Schema, seen: set[int
     types = types_of(schema, root)
     if "string" in types:
         yield _bare_text(tool, name, schema)
-    others = sorted(types - {"string"} - ({"integer"} if "number" in types else set()))
-    if others:
-        yield json_schema(_with_definitions({**schema, "type": others}, root))
+    json_types = sorted(types - {"string"} - ({"integer"} if "number" in types else set()))
+    if json_types:
+        yield json_schema(_with_definitions({**schema, "type": json_types}, root))
 
 
 def _bare_text(tool: Tool, name: str, schema: Schema) -> Tag:
-    """Returns the text of a string. `format` is an annotation and holds nothing."""
+    """Returns the format of a string without quotes. `format` is an annotation and not enforced."""
     for keyword in ("pattern", "allOf", "not", "if"):
         if keyword in schema:
             raise _refused(tool, f"has {keyword!r} for {name!r}")
     if "maxLength" in schema:
-        # Text of a bounded length must not be able to run into the tag that ends it.
+        # Text of a bounded length must not run into its closing tag.
         return regex(f"[^<]{{{schema.get('minLength', 0)},{schema['maxLength']}}}")
-    return _at_least(schema) if schema.get("minLength") else ANY_TEXT
+    return _long_text(schema) if schema.get("minLength") else ANY_TEXT
 
 
-def _at_least(schema: Schema) -> Tag:
-    return regex(f"{_characters(schema)}[^<]*")
+def _long_text(schema: Schema) -> Tag:
+    """Returns the format of text with at least `minLength` characters."""
+    return regex(f"{_required_characters(schema)}[^<]*")
 
 
-def _characters(schema: Schema) -> str:
-    """Returns the characters that must be there; the last is not the line break before the end."""
+def _required_characters(schema: Schema) -> str:
+    """Returns a pattern of `minLength` characters; the last is not the line break before `end`."""
     return f"(.|\\n){{{schema.get('minLength', 1) - 1}}}[^\\n]"
 
 
 def _literal(tool: Tool, name: str) -> Tag:
-    """Returns a value as a Python literal; JSON is one to the parser, with JSON's names."""
+    """Returns the format of a value as a Python literal; the parser also accepts JSON there."""
     schema = property_schema(tool.schema, name)
     values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
     if values:
@@ -209,7 +206,7 @@ def _literal(tool: Tool, name: str) -> Tag:
 
 
 def _python(value: Any) -> str:
-    """Returns a value of an enum as Python writes it, strings in double quotes."""
+    """Returns an enum's value as a Python literal, strings in double quotes."""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
@@ -226,54 +223,47 @@ def _refused(tool: Tool, what: str) -> InvalidArgument:
 
 
 def calls_format(family: str, toolbox: Toolbox) -> Tag:
-    """Returns the format of one call or more, in the way of a family.
+    """Returns the format of one or more calls of a model family.
 
     Raises:
-        InvalidArgument: the family cannot be held to a tool's schema.
+        InvalidArgument: a tool's schema cannot be enforced in the family's format.
     """
     is_single = not toolbox.is_parallel or toolbox.forced_name is not None or family == "harmony"
     calls = _calls(family, toolbox.callable_tools, is_single=is_single)
-    section = marks.FAMILIES[family].section
+    section = tool_formats.FAMILIES[family].section
     return sequence(text(section[0]), calls, text(section[1])) if section else calls
 
 
 def strict_format(family: str, toolbox: Toolbox) -> Tag | None:
-    """Returns free text in which calls of tools keep to their schemas; None where none is strict,
-    or nothing tells a call of the family from text.
+    """Returns the format of free text whose calls match the tools' schemas. None where no tool is
+    strict, or the family has no trigger that tells a call from text.
 
     Raises:
-        InvalidArgument: the family cannot be held to a tool's schema.
+        InvalidArgument: a tool's schema cannot be enforced in the family's format.
     """
-    own = marks.FAMILIES[family]
-    if not own.trigger or not any(tool.is_strict for tool in toolbox.tools):
+    call_family = tool_formats.FAMILIES[family]
+    if not call_family.trigger or not any(tool.is_strict for tool in toolbox.tools):
         return None
-    if own.section is not None:
-        begin, end = own.section
+    if call_family.section is not None:
+        begin, end = call_family.section
         tags = [tag(begin, _calls(family, toolbox.tools, is_single=not toolbox.is_parallel), end)]
     else:
         tags = [_call(family, tool) for tool in toolbox.tools]
-    return {"type": "triggered_tags", "triggers": [own.trigger], "tags": tags}
+    return {"type": "triggered_tags", "triggers": [call_family.trigger], "tags": tags}
 
 
 def _calls(family: str, tools: tuple[Tool, ...], *, is_single: bool) -> Tag:
     return {
         "type": "tags_with_separator",
         "tags": [_call(family, tool) for tool in tools],
-        "separator": marks.FAMILIES[family].separator,
+        "separator": tool_formats.FAMILIES[family].separator,
         "at_least_one": True,
         "stop_after_first": is_single,
     }
 
 
-def tool_format(family: str, toolbox: Toolbox) -> Tag | None:
-    """Returns what the answer must match because of its tools; None where it is free."""
-    if toolbox.must_call:
-        return calls_format(family, toolbox)
-    return strict_format(family, toolbox)
-
-
 def format_of(grammar: Grammar) -> Tag | None:
-    """Returns a grammar as a part of a structural tag; None for a kind that cannot be one."""
+    """Returns a grammar as a part of a structural tag; None for a kind that cannot be a part."""
     if grammar.kind is GrammarKind.JSON_SCHEMA:
         return {"type": "json_schema", "json_schema": json.loads(grammar.text)}  # may be `true`
     if grammar.kind is GrammarKind.REGEX:
@@ -288,56 +278,58 @@ def format_of(grammar: Grammar) -> Tag | None:
 
 
 def after_thinking(answer: Tag, tags: ThinkTags, *, starts_inside: bool) -> Tag:
-    """Returns the format of reasoning between tags, which is free, then the answer."""
+    """Returns the format of any reasoning between its tags, then the answer."""
     begin = "" if starts_inside else tags.begin
-    thought = sequence(tag(begin, ANY_TEXT, tags.end), regex(r"\s{0,4}"), answer)
-    return thought if starts_inside else any_of([thought, answer])
+    with_reasoning = sequence(tag(begin, ANY_TEXT, tags.end), regex(r"\s{0,4}"), answer)
+    return with_reasoning if starts_inside else any_of([with_reasoning, answer])
 
 
 def final_message(answer: Tag) -> Tag:
-    """Returns an answer of harmony that is no call, with its header."""
+    """Returns the format of a harmony answer that is not a call, with its header."""
     return sequence(text(f"{CHANNEL}final{MESSAGE}"), answer)
 
 
 def after_analysis(answer: Tag) -> Tag:
-    """Returns the same for harmony: a message of analysis, or none, then the answer.
+    """Returns the format of an optional harmony message of analysis, then the answer.
 
     Args:
-        answer: with its header.
+        answer: the answer with its header.
     """
     end = f"<|end|>{START}assistant"
-    thought = sequence(tag(f"{CHANNEL}analysis{MESSAGE}", ANY_TEXT, end), answer)
-    return any_of([thought, answer])
+    with_reasoning = sequence(tag(f"{CHANNEL}analysis{MESSAGE}", ANY_TEXT, end), answer)
+    return any_of([with_reasoning, answer])
 
 
 def structural_tag(content: Tag) -> Grammar:
-    """Returns the grammar of a format."""
+    """Returns a format as a grammar."""
     whole = {"type": "structural_tag", "format": content}
     return Grammar.of(GrammarKind.STRUCTURAL_TAG, json.dumps(whole, ensure_ascii=False))
 
 
 def _call(family: str, tool: Tool) -> Tag:
-    own = marks.FAMILIES[family]
+    call_family = tool_formats.FAMILIES[family]
     if family in TAGS:
-        return _tagged_call(TAGS[family], tool, has_section=own.section is not None)
+        return _tagged_call(TAGS[family], tool, has_section=call_family.section is not None)
     if family == "pythonic":
         return tag(f"{tool.name}(", python_arguments(tool), ")")
     arguments = json_schema(tool.schema)
-    if own.frame is not None:
-        before, between, end = own.frame
+    if call_family.frame is not None:
+        before, between, end = call_family.frame
         return tag(f"{before}{json.dumps(tool.name)[1:-1]}{between}", arguments, end)
     assert family == "kimi-k2"
-    content = sequence(regex("[0-9]{1,4}"), text(marks.KIMI_ARGS), arguments)
-    return tag(f"{marks.KIMI_CALL}functions.{tool.name}:", content, marks.KIMI_CALL_END)
+    content = sequence(regex("[0-9]{1,4}"), text(tool_formats.KIMI_ARGS), arguments)
+    return tag(
+        f"{tool_formats.KIMI_CALL}functions.{tool.name}:", content, tool_formats.KIMI_CALL_END
+    )
 
 
 def _tagged_call(tags: Tags, tool: Tool, *, has_section: bool) -> Tag:
-    """Returns one call.
+    """Returns the format of one call.
 
     Args:
-        has_section: all calls are in one section, or else each in one of its own.
+        has_section: all calls share one section; else each call has its own.
     """
-    # Line breaks end what is whole: as separators they would begin like what may follow.
+    # The line break belongs to the end: as a separator it would look like the start of other text.
     begin, end = ("", "\n") if has_section else (f"{tags.begin}\n", f"\n{tags.end}")
     arguments = tagged_arguments(tags, tool)
     if not tags.call_end:

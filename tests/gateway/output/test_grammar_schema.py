@@ -1,4 +1,4 @@
-"""What grammars cannot hold is left out of a schema, named, and nothing else is."""
+"""What grammars cannot enforce is left out of a schema, named, and nothing else is."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import jsonschema_rs
 import pytest
 from llguidance import LLMatcher
 
-from gateway.output.held_schema import held_schema
+from gateway.output.grammar_schema import grammar_schema
 from gateway.output.style import ChatOutput, OutputStyle, ReasoningParser, ToolCallParser
 from gateway.output.tagged_calls import TAGS
 from gateway.output.tools import Tool, Toolbox
-from gateway.sampling import HeldOutput, held_output
+from gateway.sampling import OutputConstraint, output_constraint
 from shared.errors import InvalidArgument
 
 OBJECT = {"type": "object"}
@@ -60,18 +60,18 @@ CASES: list[tuple[dict[str, Any], list[str], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("schema", "unheld", "refused"), CASES, ids=str)
-def test_what_no_grammar_holds_is_left_out_and_named(
-    schema: dict[str, Any], unheld: list[str], refused: Any
+@pytest.mark.parametrize(("schema", "unenforced", "refused"), CASES, ids=str)
+def test_what_no_grammar_enforces_is_left_out_and_named(
+    schema: dict[str, Any], unenforced: list[str], refused: Any
 ) -> None:
     before = copy.deepcopy(schema)
-    held = held_schema(schema)
-    assert list(held.unheld) == unheld
+    enforced = grammar_schema(schema)
+    assert list(enforced.unenforced) == unenforced
     assert schema == before
-    source = LLMatcher.grammar_from_json_schema(held.schema)
+    source = LLMatcher.grammar_from_json_schema(enforced.schema)
     assert not LLMatcher.validate_grammar(source)
     # The grammar allows more, and the check refuses that.
-    assert jsonschema_rs.is_valid(held.schema, refused)
+    assert jsonschema_rs.is_valid(enforced.schema, refused)
     assert not jsonschema_rs.is_valid(schema, refused)
 
 
@@ -90,9 +90,9 @@ def test_what_no_grammar_holds_is_left_out_and_named(
     ids=str,
 )
 def test_what_asks_for_nothing_needs_no_check(schema: dict[str, Any]) -> None:
-    held = held_schema(schema)
-    assert held.unheld == ()
-    assert not LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(held.schema))
+    enforced = grammar_schema(schema)
+    assert enforced.unenforced == ()
+    assert not LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(enforced.schema))
 
 
 @pytest.mark.parametrize(
@@ -110,12 +110,12 @@ def test_what_asks_for_nothing_needs_no_check(schema: dict[str, Any]) -> None:
 )
 def test_a_wrong_schema_is_refused_where_no_grammar_would_say(schema: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument, match="the JSON schema is wrong at"):
-        held_schema(schema)
+        grammar_schema(schema)
 
 
 def test_a_schema_of_an_unknown_kind_is_never_fetched() -> None:
     schema = {"$schema": "http://127.0.0.1:9/schema", "uniqueItems": True}
-    assert held_schema(schema).unheld == ("uniqueItems",)
+    assert grammar_schema(schema).unenforced == ("uniqueItems",)
 
 
 FORMATS = [
@@ -137,7 +137,7 @@ FORMATS = [
 )
 def test_a_wrong_schema_of_a_tool_is_refused(parser: ToolCallParser, schema: Any) -> None:
     with pytest.raises(InvalidArgument, match="the JSON schema is wrong at"):
-        _held(parser, schema)
+        _constraint(parser, schema)
 
 
 @pytest.mark.parametrize("parser", FORMATS)
@@ -145,16 +145,16 @@ def test_a_schema_may_refer_to_itself(parser: ToolCallParser) -> None:
     """Each alternative is looked at once: their number does not multiply."""
     again = {"anyOf": [{"$ref": "#/$defs/a"}] * 40 + [{"type": "string"}, {"type": "integer"}]}
     schema = {"$defs": {"a": again}, "properties": {"x": {"$ref": "#/$defs/a"}}}
-    assert _held(parser, schema).grammar is not None
+    assert _constraint(parser, schema).grammar is not None
     chain = {f"a{n}": {"anyOf": [{"$ref": f"#/$defs/a{n + 1}"}]} for n in range(3000)}
     chain["a3000"] = {"type": "string"}  # type: ignore[dict-item]
     deep = {"$defs": chain, "properties": {"x": {"$ref": "#/$defs/a0"}}}
     if parser.value in TAGS or parser is ToolCallParser.PYTHONIC:  # argument by argument
         with pytest.raises(InvalidArgument, match="refers to itself too deeply"):
-            _held(parser, deep)
+            _constraint(parser, deep)
 
 
-def _held(parser: ToolCallParser, schema: Any) -> HeldOutput:
+def _constraint(parser: ToolCallParser, schema: Any) -> OutputConstraint:
     toolbox = Toolbox((Tool("pick", None, schema),), must_call=True)
     style = OutputStyle(parser, ReasoningParser.NONE)
-    return held_output(None, ChatOutput(style, toolbox, False))
+    return output_constraint(None, ChatOutput(style, toolbox, False))
