@@ -102,7 +102,7 @@ class GraphInputs:
             num_places = (num_tree_rows + num_sequences) * line
             self._states = StateSlots(num_tree_rows, num_sequences, num_places, device)
         self.num_pages = num_pages = -(-limits.max_context_tokens // page_size)
-        self._whole = ForwardBatch(
+        self._largest = ForwardBatch(
             token_ids=torch.zeros(num_rows, dtype=torch.int64, device=device),
             positions=torch.zeros(num_rows, dtype=torch.int64, device=device),
             slots=torch.zeros(num_rows, dtype=torch.int64, device=device),
@@ -122,7 +122,7 @@ class GraphInputs:
 
     def bucket(self, key: GraphKey) -> ForwardBatch:
         """Returns the input batch of a graph."""
-        whole, num_rows, num_sequences = self._whole, key.num_rows, key.num_sequences
+        whole, num_rows, num_sequences = self._largest, key.num_rows, key.num_sequences
         mask = whole.tail_mask
         assert mask is not None
         return replace(
@@ -137,7 +137,7 @@ class GraphInputs:
             tail_mask=mask[:num_rows] if key.has_tail else None,
             is_causal=whole.is_causal[:num_sequences],
             logit_rows=whole.logit_rows[:num_rows],
-            # One row keeps sequences out of the chunk kernel, whose blocks other graphs lack.
+            # 1 keeps sequences out of the chunk kernel, for which only prompt graphs have blocks.
             max_query_length=num_rows if key.has_prompts else 1,
         )
 
@@ -451,7 +451,7 @@ class ForwardGraphs:
         self._inputs = GraphInputs(limits, pool.layout, pool.device)
         self._memory = torch.cuda.graph_pool_handle()
         self._graphs = GraphStore(
-            self._captured,
+            self._capture,
             is_shared=decoder.group is not None,
             advise=(cache or CacheSize(pool.storage.nbytes)).advice,
         )
@@ -579,7 +579,7 @@ class ForwardGraphs:
             self._reserved = torch.empty(size_bytes, dtype=torch.uint8, device=self._pool.device)
 
     @torch.inference_mode()
-    def _captured(self, key: GraphKey) -> CapturedForward:
+    def _capture(self, key: GraphKey) -> CapturedForward:
         bucket = self._inputs.bucket(key)
         self._inputs.fill_empty(bucket)
         # An eager run loads kernels and allocates the workspaces of products outside of the graph.

@@ -24,7 +24,7 @@ class PinnedMemory:
     def __init__(self, size: int, dtype: torch.dtype) -> None:
         self._elements = torch.empty(size, dtype=dtype, pin_memory=True)
         self._views: dict[tuple[int, ...], Tensor] = {}
-        self._ran = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event_behind = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def of(self, shape: tuple[int, ...]) -> Tensor:
         """Returns the first elements as a tensor of `shape`; views are kept, for few shapes."""
@@ -36,12 +36,12 @@ class PinnedMemory:
 
     def queued(self) -> torch.cuda.Event:
         """Records that a copy was queued on this thread's stream; returns the event behind it."""
-        self._ran.record()
-        return self._ran
+        self._event_behind.record()
+        return self._event_behind
 
     def wait(self) -> None:
         """Waits until the last queued copy has run; returns at once if there was none."""
-        wait_for(self._ran)
+        wait_for(self._event_behind)
 
 
 class HostCopy:

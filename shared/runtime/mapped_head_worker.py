@@ -237,10 +237,10 @@ class MappedHeadWorker:
         if self.stream is None:
             return
         with self._on_stream():
-            self._read_prompts(head_pages)
+            self._compute_prompts(head_pages)
         self.stream.synchronize()
 
-    def _read_prompts(self, head_pages: Sequence[int]) -> None:
+    def _compute_prompts(self, head_pages: Sequence[int]) -> None:
         for size in _GROUP_SIZES:
             for length in _PROMPT_LENGTHS:
                 num_pages = -(-(length + 1) // self._page_size)
@@ -271,13 +271,13 @@ class MappedHeadWorker:
         self._round += 1
         if self._features is None:
             # Without features the backlogs depend on nothing that the target has yet to compute.
-            self._read(command.backlogs)
+            self._compute_backlogs(command.backlogs)
             self._await_go()
         else:
             self._await_go()
-            self._read(command.backlogs)
-        if command.reads_open is not None:
-            self._read_open_rows(self._rounds[command.reads_open], command.num_slots)
+            self._compute_backlogs(command.backlogs)
+        if command.open_shape_number is not None:
+            self._read_open_rows(self._rounds[command.open_shape_number], command.num_slots)
         rounds, num_slots = self._rounds[command.number], command.num_slots
         is_ahead = command.is_ahead and _Part.PREPARE in rounds.parts(num_slots)
         # If all sequences are new, no prepared chain is for them.
@@ -288,7 +288,7 @@ class MappedHeadWorker:
             self._run(rounds, num_slots, command.sampling, _Part.PREPARE)
         self._prepared = rounds if is_ahead else None
 
-    def _read(self, backlogs: Sequence[HeadBacklog]) -> None:
+    def _compute_backlogs(self, backlogs: Sequence[HeadBacklog]) -> None:
         if backlogs:
             with self._timed("read"):
                 self._catch_up.run(backlogs)

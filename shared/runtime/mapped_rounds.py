@@ -167,8 +167,8 @@ class MappedRound:
     Attributes:
         number: number of the shape.
         backlogs: rows that the head computes first.
-        reads_open: number of the shape whose open rows the head computes then, because this shape
-            has room for fewer; None for none.
+        open_shape_number: number of the shape whose open rows the head computes then, because this
+            shape has room for fewer; None for none.
         is_ahead: whether the head prepares chains for the next round. The trees then are the chains
             that the round before has prepared, if any.
     """
@@ -178,7 +178,7 @@ class MappedRound:
     sampling: RoundSampling
     backlogs: tuple[HeadBacklog, ...] = ()
     is_ahead: bool = False
-    reads_open: int | None = None
+    open_shape_number: int | None = None
 
 
 MappedCommand = OpenMapped | PrepareMapped | MappedRound
@@ -330,12 +330,14 @@ class MappedHead(HeadPlace):
         sampling: RoundSampling,
         *,
         is_ahead: bool,
-        reads_open: int | None,
+        open_shape_number: int | None,
     ) -> None:
         """Announces a round and queues the wait for its trees on the current stream."""
         backlogs, self._backlogs = tuple(self._backlogs), []
         self._round += 1
-        self._send_all(MappedRound(number, num_slots, sampling, backlogs, is_ahead, reads_open))
+        self._send_all(
+            MappedRound(number, num_slots, sampling, backlogs, is_ahead, open_shape_number)
+        )
         limit_us = WARM_UP_WAIT_US
         if not self._is_warming_up:
             tree = replace(self._shapes[number].shape.tree, is_ahead=is_ahead)
@@ -380,7 +382,7 @@ class _MappedRounds(RoundHead):
     def __init__(self, head: MappedHead, state: RoundState, trees: Tensor) -> None:
         self._head, self._trees = head, trees
         self.state, self.feature_spec = state, head.spec
-        self._reads_open: int | None = None
+        self._open_shape_number: int | None = None
 
     @property
     def is_late(self) -> bool:
@@ -399,14 +401,16 @@ class _MappedRounds(RoundHead):
 
     def read_open_rows(self, number: int, num_slots: int) -> None:
         """See `RoundHead.read_open_rows`; the head does it at the start of the next round."""
-        self._reads_open = number
+        self._open_shape_number = number
 
     def begin(
         self, number: int, num_slots: int, sampling: RoundSampling, *, is_ahead: bool
     ) -> None:
-        reads_open, self._reads_open = self._reads_open, None
-        self._head.begin(number, num_slots, sampling, is_ahead=is_ahead, reads_open=reads_open)
-        if reads_open is not None:
+        open_shape_number, self._open_shape_number = self._open_shape_number, None
+        self._head.begin(
+            number, num_slots, sampling, is_ahead=is_ahead, open_shape_number=open_shape_number
+        )
+        if open_shape_number is not None:
             # By now the head has its own copy of the state, or is late.
             self.state.limit_open(1)
 

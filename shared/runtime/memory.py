@@ -239,7 +239,7 @@ def available_bytes(meminfo: Path = _MEMORY) -> int:
     """Returns the memory that processes of this host can still get. The page cache, such as weights
     that were just read, gives way to them and counts as free."""
     try:
-        return 1024 * int(_figures(meminfo)["MemAvailable:"])
+        return 1024 * int(_fields(meminfo)["MemAvailable:"])
     except (OSError, KeyError):  # not Linux
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -250,13 +250,13 @@ def container_free_bytes(folder: Path = _CGROUP) -> int | None:
     try:
         limit = (folder / "memory.max").read_text().strip()
         used = int((folder / "memory.current").read_text())
-        files = int(_figures(folder / "memory.stat")["inactive_file"])
+        files = int(_fields(folder / "memory.stat")["inactive_file"])
     except (OSError, KeyError):
         return None
     return max(0, int(limit) - used + files) if limit.isdigit() else None
 
 
-def _figures(path: Path) -> dict[str, str]:
+def _fields(path: Path) -> dict[str, str]:
     """Returns the second word of each line of a file, by the first word."""
     lines = (line.split() for line in path.read_text().splitlines())
     return {words[0]: words[1] for words in lines if len(words) > 1}

@@ -414,8 +414,11 @@ class FeatureRingReader:
     def freed(self) -> int | None:
         """Returns the number before which all rows are copied, if it is due for a report: at first,
         and after every quarter of the ring; else None. Rows may be read in any order."""
-        while self._copied and _is_over(self._copied[0][1]):
-            copied, _ = self._copied.popleft()
+        while self._copied:
+            copied, event = self._copied[0]
+            if event is not None and not event.query():  # type: ignore[no-untyped-call]
+                break
+            self._copied.popleft()
             self._ahead[copied.start] = copied.stop
         while self._end in self._ahead:
             self._end = self._ahead.pop(self._end)
@@ -442,7 +445,3 @@ def _recorded(device: torch.device) -> torch.cuda.Event:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-def _is_over(event: torch.cuda.Event | None) -> bool:
-    return event is None or bool(event.query())  # type: ignore[no-untyped-call]

@@ -132,9 +132,9 @@ class FusedRoundVerification(RoundVerification):
         joined = parts[0].new_empty((len(rows), len(parts) * size))
         assert all(part.is_contiguous() for part in parts)
         for start in range(0, len(parts), _GATHERED_PARTS):
-            some = parts[start : start + _GATHERED_PARTS]
-            padded = (*some, *some[:1] * (_GATHERED_PARTS - len(some)))
-            gather_parts[(len(rows), len(some))](
+            sources = parts[start : start + _GATHERED_PARTS]
+            padded = (*sources, *sources[:1] * (_GATHERED_PARTS - len(sources)))
+            gather_parts[(len(rows), len(sources))](
                 *padded, rows, joined, start,
                 NUM_PARTS=len(parts), SIZE=size, BLOCK=triton.next_power_of_2(size), num_warps=4,
                 **dependent_launch(joined.device, len(rows)),

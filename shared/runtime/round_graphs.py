@@ -85,7 +85,7 @@ class RoundOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class _GrownRound:
+class _EagerRound:
     """A round without graphs whose trees have grown."""
 
     state: RoundState
@@ -115,7 +115,7 @@ class RoundGraphs:
             self._memory = torch.cuda.graph_pool_handle()
         self._group = verification.decoder.group
         self._captured: dict[tuple[int, RoundSampling], CapturedRound] = {}
-        self._grown: _GrownRound | CapturedRound | None = None
+        self._grown: _EagerRound | CapturedRound | None = None
         self._verified: VerifiedTrees | None = None
 
     def is_made(self, num_slots: int, sampling: RoundSampling) -> bool:
@@ -132,7 +132,7 @@ class RoundGraphs:
         """Runs the first part of a round of the first slots, at least `num_slots` of them."""
         if self._memory is None:
             state = self._state.first(self.num_computed(num_slots))
-            self._grown = _GrownRound(state, self._draft.grow(state, sampling))
+            self._grown = _EagerRound(state, self._draft.grow(state, sampling))
         else:
             self._grown = captured = self.of(num_slots, sampling)
             captured.draft.replay()
@@ -223,7 +223,7 @@ class RoundGraphs:
     def _draw(
         self,
         logits: Tensor,
-        grown: _GrownRound | CapturedRound,
+        grown: _EagerRound | CapturedRound,
         sampling: RoundSampling,
         lanes: LaneSampling | None,
         chunks: RoundChunks | None,
@@ -263,11 +263,11 @@ class RoundGraphs:
             verified = self._verification.forward(tree)
         with capturing(commit, self._memory, group=self._group):
             committed = self._verification.finish(state, tree, verified.output, drawn)
-        logits = _unowned(verified.logits)
+        logits = _unowned_view(verified.logits)
         return CapturedRound(draft, forward, commit, state, tree, logits, drawn, committed)
 
 
-def _unowned(tensor: Tensor) -> Tensor:
+def _unowned_view(tensor: Tensor) -> Tensor:
     """Returns a view that does not keep the memory of a graph's logits, the largest of its outputs,
     allocated: graphs of other sizes, which never run at the same time, write theirs there."""
     assert tensor.is_contiguous()

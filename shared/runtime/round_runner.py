@@ -372,7 +372,7 @@ class RoundRunner:
     ) -> None:
         if feature_rows is not None:
             num_slots = pool.num_leased_pages * pool.page_size
-            assert len(feature_rows) == num_slots, "one row a slot"
+            assert len(feature_rows) == num_slots, "one row for each slot"
         assert leader is None or decoder.group is not None, "a leader needs a group"
         self._max_context_tokens, self._device = max_context_tokens, pool.device
         self._decoder, self._pool, self._feature_rows = decoder, pool, feature_rows
@@ -519,7 +519,7 @@ class RoundRunner:
         self, num_sequences: int, sampling: RoundSampling, *, is_ahead: bool = False
     ) -> None:
         """Queues a round of `num_sequences` empty slots; no sequence may be placed."""
-        assert not self._slots.placed, "a round would be lost"
+        assert not self._slots.placed, "placed sequences would lose a round"
         self._head.begin(self._current.number, num_sequences, sampling, is_ahead=is_ahead)
         with self._queueing(num_sequences, sampling):
             self._current.graphs.grow(num_sequences, sampling)

@@ -399,11 +399,11 @@ class BlockForwards(Forwards):
 
     Args:
         read: computes the open rows.
-        scored: computes the block behind the open rows; returns the logits `[L, S, V]` of L levels.
+        score: computes the block behind the open rows; returns the logits `[L, S, V]` of L levels.
     """
 
-    def __init__(self, read: Callable[[], None], scored: Callable[[], Tensor]) -> None:
-        self._read, self._scored = read, scored
+    def __init__(self, read: Callable[[], None], score: Callable[[], Tensor]) -> None:
+        self._read, self._score = read, score
         self._levels: Iterator[Tensor] = iter(())
 
     def read_open(self) -> None:
@@ -411,7 +411,7 @@ class BlockForwards(Forwards):
 
     def first(self) -> Tensor:
         self._read()
-        self._levels = iter(self._scored())
+        self._levels = iter(self._score())
         return next(self._levels)
 
     def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor:
@@ -440,17 +440,18 @@ class BlockDraft(DraftCode):
     def forwards(
         self, state: RoundState, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool
     ) -> BlockForwards:
-        return BlockForwards(partial(self._read, batch, sources), partial(self._scored, batch))
+        read = partial(self._write_context, batch, sources)
+        return BlockForwards(read, partial(self._score_block, batch))
 
     def logits(self, states: Tensor) -> Tensor:
         """Returns logits `[R, V]` of states `[R, H]`."""
         return self.head.logits(states)
 
-    def _read(self, batch: ForwardBatch, sources: Tensor) -> None:
+    def _write_context(self, batch: ForwardBatch, sources: Tensor) -> None:
         features = self.source_rows.index_select(0, sources)
         self.head.write_context(features, batch.positions, batch.slots, self.pool)
 
-    def _scored(self, batch: ForwardBatch) -> Tensor:
+    def _score_block(self, batch: ForwardBatch) -> Tensor:
         last = batch.logit_rows
         block = self.batches.of_blocks(
             batch.token_ids[last],

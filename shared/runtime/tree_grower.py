@@ -180,8 +180,8 @@ class TreeGrower:
             )
         chosen = self._pass_of(tree, num_choices, is_walk=is_walk)
         if num_sequences is None:
-            return chosen.capture_first(chosen.left_of(self._kinds))
-        return chosen.capture_first(chosen.left_for(num_sequences, self._last_kind))
+            return chosen.capture_first(chosen.uncaptured(self._kinds))
+        return chosen.capture_first(chosen.uncaptured_for(num_sequences, self._last_kind))
 
     def is_ready(
         self, tree: TreeShape, num_sequences: int, *, num_choices: int = 0, is_walk: bool = False
@@ -191,7 +191,7 @@ class TreeGrower:
         if not (self._kinds and self.limits.has_graphs):
             return True
         grown = self._passes.get(self._key(tree, num_choices, is_walk=is_walk))
-        return grown is not None and not grown.left_for(num_sequences, self._last_kind)
+        return grown is not None and not grown.uncaptured_for(num_sequences, self._last_kind)
 
     @property
     def _last_kind(self) -> RoundSampling:

@@ -364,30 +364,30 @@ class TreePass:
         self._slots[bucket].fill(self._arrays(sequences, bucket, self.max_open_rows, kv_length))
         return _replayed(captured)
 
-    def left_of(self, kinds: Iterable[RoundSampling]) -> list[GraphKey]:
+    def uncaptured(self, kinds: Iterable[RoundSampling]) -> list[GraphKey]:
         """Returns the uncaptured graphs for some kinds of sampling: those of the most slots first,
         whose memory the others reuse, then the others in ascending order."""
         kinds = dict.fromkeys(map(self._captured_draft.code.kind_of, kinds))
         keys = [(size, kind) for size in (self._buckets[-1], *self._buckets) for kind in kinds]
         return [key for key in keys if key not in self._captured]
 
-    def left_for(self, num_sequences: int, sampling: RoundSampling) -> list[GraphKey]:
+    def uncaptured_for(self, num_sequences: int, sampling: RoundSampling) -> list[GraphKey]:
         """Returns the graphs that passes of up to `num_sequences` still have to capture, the
         largest first. With them every number has a graph that is not much too large."""
-        kind, left = self._captured_draft.code.kind_of(sampling), []
+        kind, keys = self._captured_draft.code.kind_of(sampling), []
         while num_sequences > 0:
             size = self._bucket_for(num_sequences, sampling)
             if (size, kind) not in self._captured:
-                left.append((size, kind))
+                keys.append((size, kind))
             num_sequences = (size - 1) // _MAX_SLOTS_A_SEQUENCE if size > _FEW_SLOTS else 0
-        return left
+        return keys
 
     @torch.inference_mode()
-    def capture_first(self, left: Sequence[GraphKey]) -> bool:
+    def capture_first(self, keys: Sequence[GraphKey]) -> bool:
         """Captures the first of the graphs; returns whether there was any."""
-        if left:
-            self._graph_of(*left[0])
-        return bool(left)
+        if keys:
+            self._graph_of(*keys[0])
+        return bool(keys)
 
     def release(self) -> None:
         """Removes the graphs of this pass from the group, which keeps them alive; the pass is not

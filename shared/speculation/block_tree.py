@@ -47,17 +47,17 @@ def grow_block_tree(
     """
     nodes: list[_Candidate] = []
     heap: list[_Candidate] = []
-    num_found = 0
+    num_pushed = 0
 
     def push(base: float, parent: int | None, depth: int, rank: int) -> None:
-        nonlocal num_found
+        nonlocal num_pushed
         if depth == len(log_probs) or rank == len(log_probs[depth]):
             return
         # Rounding can leave a log probability just above 0; a path must not beat its prefix.
         score = base + min(log_probs[depth][rank], 0.0)
         if score > -math.inf:
-            heapq.heappush(heap, _Candidate(-score, num_found, base, parent, depth, rank))
-            num_found += 1
+            heapq.heappush(heap, _Candidate(-score, num_pushed, base, parent, depth, rank))
+            num_pushed += 1
 
     push(0.0, None, 0, 0)
     while heap and len(nodes) < max_nodes:

@@ -71,7 +71,7 @@ def _most(named: Sequence[Sequence[int]]) -> int:
 
 def _row(packed: Sequence[float], width: int, num_top: int, named: Sequence[int]) -> TokenLogprobs:
     log_prob, rank, *rest = packed
-    values, ids, others = rest[:width], rest[width : 2 * width], rest[2 * width :]
+    values, ids, named_values = rest[:width], rest[width : 2 * width], rest[2 * width :]
     top = tuple((int(i), v) for i, v in zip(ids, values, strict=True))
-    asked = tuple(zip(named, others, strict=False))
-    return TokenLogprobs(log_prob=log_prob, rank=int(rank), top=top[:num_top] + asked)
+    further = tuple(zip(named, named_values, strict=False))
+    return TokenLogprobs(log_prob=log_prob, rank=int(rank), top=top[:num_top] + further)

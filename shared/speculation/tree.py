@@ -117,7 +117,7 @@ def choose_children(scores: Tensor, topk: int) -> Children:
     """Returns the `topk` best children of each node.
 
     Args:
-        scores: `[B, N, V]` float32 log probabilities, see `confidence`; -inf removes a token.
+        scores: `[B, N, V]` float32, see `coupled_confidence`; -inf removes a token.
         topk: at most V.
     """
     log_probs, token_ids = stable_topk(scores, topk)
