@@ -1,4 +1,4 @@
-"""Devices: from the names in settings to a device and an element type."""
+"""Devices and element types by the names in the settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def device_named(name: str) -> torch.device:
 
 
 def device_id(device: torch.device) -> str:
-    """Returns what tells a GPU from all others of its host, in every process; empty for a CPU."""
+    """Returns the id of a GPU, the same in every process of its host; empty for a CPU."""
     if device.type != "cuda":
         return ""
     return str(torch.cuda.get_device_properties(device).uuid)
@@ -41,7 +41,7 @@ def launch_on(device: torch.device) -> None:
     """Makes `device` the one that this thread launches kernels on.
 
     Triton launches on the thread's current device, wherever the tensors are. Each thread has its
-    own and starts with the first GPU, where a device without a number leaves it.
+    own current device and starts with the first GPU; a device without a number changes nothing.
     """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
@@ -63,7 +63,7 @@ def dtype_named(dtype: Dtype, saved: torch.dtype | None, device: torch.device) -
     """Returns the type of weights and KV.
 
     Args:
-        saved: what the checkpoint was saved in, if it says so.
+        saved: type of the checkpoint, if it names one.
     """
     if dtype is not Dtype.AUTO:
         named: torch.dtype = getattr(torch, dtype.value)

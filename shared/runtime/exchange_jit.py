@@ -1,6 +1,6 @@
-"""Triton kernels that order rounds between two GPUs, and read the memory of another one.
+"""Triton kernels that synchronize rounds between two GPUs, and read the memory of another GPU.
 
-Addresses are numbers, because the memory belongs to another process, or to the host.
+Addresses are integers, because the memory belongs to another process, or to the host.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def _now_ns():  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _wait_for(counter, count, limit_us, gone):  # type: ignore[no-untyped-def]
-    """Waits until a counter is at least `count`, or the host says that the peer has gone; returns
-    what the counter was last."""
+    """Waits until a counter is at least `count`, or the host reports that the peer has gone;
+    returns the last value of the counter."""
     end = _now_ns() + limit_us.to(tl.int64) * 1000
     seen = tl.atomic_add(counter, 0, sem="acquire", scope="sys")
     now = end - 1
@@ -33,10 +33,10 @@ def _wait_for(counter, count, limit_us, gone):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["go", "done", "late", "forgiven", "count", "limit_us"])
 def exchange(go, done, late, forgiven, count, limit_us):  # type: ignore[no-untyped-def]
-    """The target's side of a round: raises `go` to its number, and waits for `done`. Where that
-    takes too long, or the head has failed, see `FAILED`, the number is noted in `late`. Nothing is
-    waited for once a later round than `forgiven` is noted there: rounds are queued before the host
-    knows that one was late. Next to `late` the host says whether the head has gone."""
+    """The target's side of a round: raises `go` to the round's number `count`, and waits for
+    `done`. If that takes too long, or the head has failed (see `FAILED`), stores the number in
+    `late`. Does not wait at all if `late` already holds a round other than `forgiven`: rounds are
+    queued before the host knows that one was late. The host's gone flag lies next to `late`."""
     pointer = tl.pointer_type(tl.int32)
     tl.atomic_xchg(go.to(pointer), count, sem="release", scope="sys")
     noted, counters = late.to(pointer), done.to(pointer)
@@ -48,7 +48,7 @@ def exchange(go, done, late, forgiven, count, limit_us):  # type: ignore[no-unty
 
 @triton.jit(do_not_specialize=["go", "gone", "count", "limit_us"])
 def await_go(go, gone, current, count, limit_us):  # type: ignore[no-untyped-def]
-    """The head's side: waits for `go`, and keeps the number for `raise_done`."""
+    """The head's side: waits for `go`, and stores the round's number for `raise_done`."""
     pointer = tl.pointer_type(tl.int32)
     _wait_for(go.to(pointer), count, limit_us, gone.to(pointer))
     tl.store(current, count)
@@ -56,14 +56,14 @@ def await_go(go, gone, current, count, limit_us):  # type: ignore[no-untyped-def
 
 @triton.jit(do_not_specialize=["done"])
 def raise_done(done, current):  # type: ignore[no-untyped-def]
-    """Raises `done` to the number of the round under way, behind everything queued before."""
+    """Raises `done` to the number of the round under way, behind all earlier work."""
     count = tl.load(current)
     tl.atomic_xchg(done.to(tl.pointer_type(tl.int32)), count, sem="release", scope="sys")
 
 
 @triton.jit(do_not_specialize=["source"])  # type: ignore[untyped-decorator]
 def gather_words(source, rows, out, NUM_WORDS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Copies rows of `NUM_WORDS` int64 each out of memory that another process owns."""
+    """Copies rows of `NUM_WORDS` int64 each from memory of another process."""
     row = tl.program_id(0)
     first = tl.load(rows + row) * NUM_WORDS
     words = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

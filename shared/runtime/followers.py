@@ -1,4 +1,4 @@
-"""The followers' side of what rank 0 leads, see `lockstep`: passes that grow trees, and rounds."""
+"""The followers' side of `lockstep`: passes that grow trees, and rounds."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from shared.runtime.tree_model import fastest
 
 
 class TreeFollower:
-    """Computes along with a grower and its split. Nothing is read back.
+    """Repeats the calls of rank 0's grower and of its split. Reads nothing back to the host.
 
     Args:
-        grower: of this process's part of the model.
+        grower: grower of this rank's part of the model.
     """
 
     def __init__(self, grower: TreeGrower) -> None:
@@ -40,7 +40,7 @@ class TreeFollower:
 
     @torch.inference_mode()
     def take(self, message: object) -> None:
-        """Does what rank 0 announces that it does."""
+        """Repeats a call that rank 0 announces."""
         assert isinstance(message, GrowerCall), message
         if message.method is None:
             with suppress(StopIteration):
@@ -53,16 +53,16 @@ class TreeFollower:
 
 
 class RoundFollower:
-    """Computes the target's part of rounds along with rank 0, by the same code. Nothing is read.
+    """Repeats the target's part of rank 0's rounds, by the same code. Reads nothing back.
 
     Args:
-        runner: of this process's part of the model.
+        runner: runner of this rank's part of the model.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         group = runner.decoder.group
-        assert group is not None, "a follower is one of a group"
+        assert group is not None, "a follower needs a group"
         self._group = group
         self._rounds: dict[RoundsKey, RoundGraphs] = {}
         self._memory: Any | None = None
@@ -71,7 +71,7 @@ class RoundFollower:
             self._memory = torch.cuda.graph_pool_handle()
 
     def take(self, message: object) -> None:
-        """Does what rank 0 announces that it does."""
+        """Repeats the work that rank 0 announces."""
         match message:
             case OpenRounds():
                 self._rounds[message.key] = self._opened(message)

@@ -1,9 +1,9 @@
-"""CUDA graphs of forwards: plain decode, verification of trees, and prompts. Their fixed inputs,
-and where they are kept.
+"""CUDA graphs of forwards (plain decode, verification of trees, prompts), their fixed inputs and
+the store that keeps them.
 
-A graph fixes shapes and addresses, not contents. One serves every batch of up to its numbers of
-rows and sequences, however rows fall to sequences: queries are ragged inside it as they are
-outside. Padding rows touch the padding page alone. Forwards that fit no graph run as they are.
+A graph fixes shapes and addresses, not contents. One graph serves every batch of up to its numbers
+of rows and sequences, however rows are spread over sequences: queries are ragged inside a graph as
+they are outside. Padding rows touch only the padding page. Forwards that fit no graph run eagerly.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from shared.runtime.memory import CacheSize, Shortage
 
 logger = logging.getLogger(__name__)
 
-# The fixed tensors that CUDA graphs read, and copying a batch into them.
+# The fixed input tensors of CUDA graphs, and the copy of a batch into them.
 
 _FEWEST_ROWS, _MOST_ROWS, _ROWS_A_SEQUENCE = 64, 512, 4
 MAX_PROMPT_ROWS = 2048
 """Above, the device takes longer for the arithmetic than the host for the launches."""
 _PROMPT_SEQUENCES = 64
 _MANY_SEQUENCES_ROWS = 1280
-"""Rows up to which a forward with prompts may have more sequences: attention over rows of decoding
-sequences holds partial results for each."""
+"""Rows up to which a forward with prompts may have more sequences than that: attention holds
+partial results for each decoding sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class GraphLimits:
         max_sequences: sequences of a forward.
         max_tail_width: columns of the tail mask.
         max_context_tokens: longest sequence.
-        max_prompt_rows: rows of a forward with prompts and no trees; 0 has no graphs of them.
+        max_prompt_rows: rows of a forward with prompts and no trees; 0 makes no graphs for them.
     """
 
     max_rows: int
@@ -71,7 +71,7 @@ class GraphLimits:
         max_context_tokens: int,
         max_prompt_rows: int = 0,
     ) -> GraphLimits:
-        """Returns limits for steps of up to `max_sequences`, with some rows a sequence."""
+        """Returns limits for steps of up to `max_sequences`, with a few rows for each sequence."""
         return cls(
             max_rows=min(_MOST_ROWS, max(_FEWEST_ROWS, _ROWS_A_SEQUENCE * max_sequences)),
             max_sequences=max_sequences,
@@ -82,10 +82,11 @@ class GraphLimits:
 
 
 class GraphInputs:
-    """A `ForwardBatch` of the largest size, and what is planned of it for recurrent states where
-    the layout has some, in memory that never moves.
+    """A `ForwardBatch` of the largest size at fixed addresses, with a plan for recurrent states if
+    the layout has some.
 
-    A bucket of R rows and B sequences reads the first of every tensor, so all graphs share these.
+    A bucket of R rows and B sequences reads the first elements of every tensor, so all graphs share
+    these tensors.
 
     Attributes:
         num_pages: columns of the page table; a sequence may hold more pages than its rows need.
@@ -96,12 +97,12 @@ class GraphInputs:
         num_rows = max(num_tree_rows, limits.max_prompt_rows)
         page_size, self._states = layout.page_size, None
         if layout.states is not None:
-            # A path a row, and what a sequence has committed since its last step.
+            # A path for each row, and the tokens that a sequence has committed since its last step.
             line = limits.max_tail_width + layout.states.window
             num_places = (num_tree_rows + num_sequences) * line
             self._states = StateSlots(num_tree_rows, num_sequences, num_places, device)
         self.num_pages = num_pages = -(-limits.max_context_tokens // page_size)
-        self._whole = ForwardBatch(
+        self._largest = ForwardBatch(
             token_ids=torch.zeros(num_rows, dtype=torch.int64, device=device),
             positions=torch.zeros(num_rows, dtype=torch.int64, device=device),
             slots=torch.zeros(num_rows, dtype=torch.int64, device=device),
@@ -120,8 +121,8 @@ class GraphInputs:
         )
 
     def bucket(self, key: GraphKey) -> ForwardBatch:
-        """Returns the batch that a graph reads."""
-        whole, num_rows, num_sequences = self._whole, key.num_rows, key.num_sequences
+        """Returns the input batch of a graph."""
+        whole, num_rows, num_sequences = self._largest, key.num_rows, key.num_sequences
         mask = whole.tail_mask
         assert mask is not None
         return replace(
@@ -136,32 +137,33 @@ class GraphInputs:
             tail_mask=mask[:num_rows] if key.has_tail else None,
             is_causal=whole.is_causal[:num_sequences],
             logit_rows=whole.logit_rows[:num_rows],
-            # One row keeps sequences out of the chunk kernel, whose blocks other graphs lack.
+            # 1 keeps sequences out of the chunk kernel, for which only prompt graphs have blocks.
             max_query_length=num_rows if key.has_prompts else 1,
         )
 
     def states(self, key: GraphKey) -> StateInputs | None:
-        """Returns the plan that a graph reads; None where there are no states."""
+        """Returns the state plan that a graph reads; None if the layout has no states."""
         if self._states is None:
             return None
         return self._states.inputs.first(key.num_rows, key.num_sequences, has_tail=key.has_tail)
 
     def fits(self, plan: StatePlan | None) -> bool:
-        """Whether there is room: not for sequences that lost their state, and begin anew."""
+        """Whether there is room for a plan. There is none for sequences that lost their state and
+        start anew."""
         return plan is None or (self._states is not None and self._states.fits(plan))
 
-    def fill_with_nobody(self, bucket: ForwardBatch) -> None:
-        """Queues a batch without a sequence of anybody: what a capture computes.
+    def fill_empty(self, bucket: ForwardBatch) -> None:
+        """Queues a batch without sequences, as input of a capture.
 
-        What was planned for the forward before goes as well: to follow that plan once more would
-        advance states that are advanced already.
+        Also clears the state plan of the forward before: a second run of that plan would advance
+        states that are advanced already.
         """
         self.fill(bucket, empty_decode_batch(1, bucket.page_size, bucket.token_ids.device))
         if self._states is not None:
             self._states.clear()
 
     def fill_states(self, plan: StatePlan | None) -> None:
-        """Queues a plan that fits, in one copy; None where there are no states."""
+        """Queues one copy of a plan that fits; `plan` is None if the layout has no states."""
         if plan is not None:
             assert self._states is not None
             self._states.fill(plan)
@@ -172,7 +174,7 @@ class GraphInputs:
 
         mask, target_mask = batch.tail_mask, bucket.tail_mask
         num_programs = max(len(bucket.token_ids), len(bucket.kv_lengths) + 1)
-        # A batch of causal rows has no mask; its rows read none either.
+        # A batch of causal rows has no mask, and its rows read none.
         has_tail = mask is not None and target_mask is not None
         pad_batch[(num_programs,)](
             batch.token_ids, batch.positions, batch.slots, batch.logit_rows,
@@ -189,10 +191,10 @@ class GraphInputs:
         )  # fmt: skip
 
 
-# Graphs by what tells them apart, as many of them as there is memory for.
+# Graphs by key, as many as memory holds.
 
 # torch captures on one stream of the process, whichever thread asks.
-_ONE_AT_A_TIME = threading.Lock()
+_CAPTURE_LOCK = threading.Lock()
 
 
 @contextmanager
@@ -202,24 +204,25 @@ def capturing(
     stream: torch.cuda.Stream | None = None,
     group: TensorGroup | None = None,
 ) -> Iterator[None]:
-    """Captures into `graph` what its body queues.
+    """Captures into `graph` the work that the body queues.
 
-    Another thread of the process may use the device meanwhile, and waits to capture. It must not
-    wait for the whole device, which breaks the capture under way; this waits for it before it
-    begins. No garbage is collected: a graph among it would be destroyed, which breaks it, too.
+    Another thread of the process may use the device meanwhile; to capture, it waits. It must not
+    synchronize with the whole device, which breaks the capture under way; this function does so
+    before it begins. Garbage collection is off: it could destroy a graph, which breaks a capture,
+    too.
 
     Args:
-        pool: of `torch.cuda.graph_pool_handle`.
-        stream: on which the graph will run while others run elsewhere: libraries keep a workspace
-            for each stream that captures. None is the one of all other captures.
-        group: whose collectives may be in the graph.
+        pool: `torch.cuda.graph_pool_handle`.
+        stream: stream on which the graph will run while others run elsewhere: libraries keep a
+            workspace for each stream that captures. None is the stream of all other captures.
+        group: group whose collectives may be in the graph.
     """
     if group is not None:
         group.graphs.append(graph)
-    with _ONE_AT_A_TIME:
-        collects = gc.isenabled()
+    with _CAPTURE_LOCK:
+        was_enabled = gc.isenabled()
         gc.disable()
-        # torch leaves the thread on the stream of captures when one cannot end.
+        # torch leaves the thread on the capture stream when a capture fails to end.
         own_stream = torch.cuda.stream(torch.cuda.current_stream())
         try:
             with (
@@ -230,19 +233,19 @@ def capturing(
             ):
                 yield
         finally:
-            if collects:
+            if was_enabled:
                 gc.enable()
 
 
-# Each size costs its captures at start; between two sizes padding costs little, because small
-# products are bound by their weights.
+# Each size costs captures at start-up. Padding up to the next size costs little, because small
+# matrix products are bound by reading their weights.
 _ROW_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 224, 256, 320, 512)
 _PROMPT_ROW_BUCKETS = (
     *(32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 576, 640, 768, 896, 1024),
     *(1152, 1280, 1536, 1792),
 )
-# A graph has blocks of attention for as many sequences as may come. Trees mostly have this many
-# rows, and room for a sequence a row would make the launcher take them for a full device.
+# A graph launches attention blocks for its largest number of sequences. Trees mostly have this many
+# rows; room for one sequence for each row would make the launcher assume a full device.
 _ROWS_A_TREE = 4
 _FEWEST_ROWS_OF_TREES = 24
 
@@ -253,11 +256,11 @@ class GraphKey:
 
     Attributes:
         num_rows: rows of the bucket.
-        num_sequences: that these rows may fall to.
+        num_sequences: sequences of the bucket.
         has_tail: whether some sequence may be a tree.
         capture_layers: layers whose input the forward returns.
-        has_prompts: whether some sequence may have more rows than `MAX_PLAIN_ROWS`; few rows of
-            such a forward have logits, and they are computed behind the graph.
+        has_prompts: whether some sequence may have more rows than `MAX_PLAIN_ROWS`. Few rows of
+            such a forward have logits, which are computed behind the graph.
     """
 
     num_rows: int
@@ -268,20 +271,20 @@ class GraphKey:
 
 
 def sequence_buckets(num_rows: int, max_sequences: int, *, has_tail: bool) -> tuple[int, ...]:
-    """Returns the numbers of sequences that graphs of so many rows are captured for, ascending."""
+    """Returns the numbers of sequences that graphs of `num_rows` rows have, ascending."""
     most, few = min(num_rows, max_sequences), num_rows // _ROWS_A_TREE
     has_trees = has_tail and num_rows >= _FEWEST_ROWS_OF_TREES
     return (few, most) if has_trees and few < most else (most,)
 
 
 def prompt_sequence_buckets(num_rows: int, max_sequences: int) -> tuple[int, ...]:
-    """Returns the same for forwards with prompts."""
+    """Returns `sequence_buckets` of forwards with prompts."""
     most = min(num_rows, max_sequences)
     few = min(most, _PROMPT_SEQUENCES)
     return (few, most) if few < most and num_rows <= _MANY_SEQUENCES_ROWS else (few,)
 
 
-@cache  # asked for in every step
+@cache  # called in every step
 def row_buckets(max_rows: int, sizes: tuple[int, ...] = _ROW_BUCKETS) -> tuple[int, ...]:
     """Returns the numbers of rows that graphs are captured for, ascending, `max_rows` last."""
     return (*(rows for rows in sizes if rows < max_rows), max_rows)
@@ -294,7 +297,8 @@ def prompt_row_buckets(limits: GraphLimits) -> tuple[int, ...]:
 
 
 def keys_of(limits: GraphLimits, capture_layers: tuple[int, ...]) -> list[GraphKey]:
-    """Returns all graphs for one kind of features, ascending; those of prompts come last."""
+    """Returns the keys of all graphs for one set of captured layers, ascending; those with prompts
+    come last."""
     sizes = row_buckets(limits.max_rows)
     most_plain = _bucket_of(limits.max_sequences, sizes) or sizes[-1]
     return [
@@ -316,8 +320,8 @@ def keys_of(limits: GraphLimits, capture_layers: tuple[int, ...]) -> list[GraphK
 def key_of(
     batch: ForwardBatch, limits: GraphLimits, capture_layers: tuple[int, ...]
 ) -> GraphKey | None:
-    """Returns the smallest graph for the rows and sequences of a batch; None where they are more
-    than graphs have."""
+    """Returns the key of the smallest graph for a batch; None if the batch is too large for every
+    graph."""
     has_tail, most = batch.tail_mask is not None, limits.max_sequences
     has_prompts = not has_tail and batch.max_query_length > MAX_PLAIN_ROWS
     rows = prompt_row_buckets(limits) if has_prompts else row_buckets(limits.max_rows)
@@ -343,16 +347,16 @@ Graph = TypeVar("Graph")
 
 
 class GraphStore(Generic[Key, Graph]):
-    """Captures a graph when it is first asked for.
+    """Graphs by key, each captured on first use.
 
     Args:
-        capture: makes one.
-        is_shared: other processes capture the same one at the same time, and wait for this one in
-            the middle of it.
-        advise: says what to change for so much memory.
+        capture: captures the graph of a key.
+        is_shared: whether other ranks capture the same graph at the same time, and wait for this
+            one in the middle of it.
+        advise: returns the setting to change for a shortage of memory.
 
     Attributes:
-        is_full: no memory is left for another one; those that are here go on.
+        is_full: whether memory for another graph is lacking; the captured ones stay in use.
     """
 
     def __init__(
@@ -378,11 +382,11 @@ class GraphStore(Generic[Key, Graph]):
         return iter(self._graphs)
 
     def of(self, key: Key) -> Graph | None:
-        """Returns a graph; None where there is no memory for it.
+        """Returns a graph; None if memory for it is lacking.
 
         Raises:
-            RuntimeError: there is none, and others share the graph: going on without it
-                would leave them waiting for ever.
+            RuntimeError: memory is lacking and other ranks share the graph: they would wait for
+                ever if this one went on without it.
         """
         if key not in self._graphs and not self.is_full:
             try:
@@ -394,34 +398,31 @@ class GraphStore(Generic[Key, Graph]):
                         "no memory for CUDA graph %d of the group: %s", len(self) + 1, advice
                     )
                     raise
-                self._fill_up(advice)
+                self.is_full = True
+                torch.cuda.empty_cache()
+                logger.warning(
+                    "no memory for more than %d CUDA graphs; other steps run without one: %s",
+                    *(len(self), advice),
+                )
         return self._graphs.get(key)
 
-    def _fill_up(self, advice: str) -> None:
-        self.is_full = True
-        torch.cuda.empty_cache()
-        logger.warning(
-            "no memory for more than %d CUDA graphs; other steps run without: %s",
-            *(len(self), advice),
-        )
 
-
-# A few sequences, or the tree of one: what a target is asked for first.
+# Rows of a few sequences, or of one tree: the first requests need these graphs.
 _FIRST_ROWS = 8
-# Most kinds of features that graphs are kept for; more are computed without.
+# Most sets of captured layers that have graphs; forwards with other sets run without.
 _MAX_CAPTURE_KINDS = 3
-# Hidden states and the features that a head mostly reads.
+# Hidden states, and the usual number of features that a head reads.
 _PROMPT_RESULTS = 4
-# Of the largest planned step: rows that are computed, rows that draw, and bytes for a token there.
+# Largest planned step: computed rows, rows that draw, and bytes of such a row for each logit.
 _STEP_ROWS, _DRAWN_ROWS, _DRAWN_BYTES = 8192, 256, 24
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedForward:
-    """A graph with the tensors it reads and writes, all of bucket size.
+    """A graph with its input and output tensors, all of bucket size.
 
     Attributes:
-        logits: None where the forward has prompts.
+        logits: None if the forward has prompts.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -434,10 +435,10 @@ class CapturedForward:
 class ForwardGraphs:
     """All graphs of one decoder over one pool.
 
-    Results lie in fixed memory: they hold until the next run.
+    Results lie in fixed memory and are valid until the next run.
 
     Args:
-        cache: for advice where memory runs out; None knows no settings.
+        cache: cache settings that out-of-memory warnings give advice on; None names no settings.
     """
 
     def __init__(
@@ -450,14 +451,14 @@ class ForwardGraphs:
         self._inputs = GraphInputs(limits, pool.layout, pool.device)
         self._memory = torch.cuda.graph_pool_handle()
         self._graphs = GraphStore(
-            self._captured,
+            self._capture,
             is_shared=decoder.group is not None,
             advise=(cache or CacheSize(pool.storage.nbytes)).advice,
         )
-        # Of forwards with prompts, by captured layers: hidden states, then features.
+        # Results of forwards with prompts, by captured layers: hidden states, then features.
         self._prompt_results: dict[tuple[int, ...], list[Tensor]] = {}
-        self._left: list[GraphKey] = []
-        self._held: Tensor | None = None
+        self._uncaptured: list[GraphKey] = []
+        self._reserved: Tensor | None = None
 
     def capture(
         self,
@@ -469,11 +470,11 @@ class ForwardGraphs:
         """Captures every bucket; see `begin`.
 
         Args:
-            has_trees: those for trees as well.
+            has_trees: whether to capture graphs for trees, too.
         """
         self.begin(capture_layers, has_trees=has_trees, show_progress=show_progress)
         with tqdm(
-            total=len(self._graphs) + len(self._left),
+            total=len(self._graphs) + len(self._uncaptured),
             initial=len(self._graphs),
             desc="CUDA graphs",
             unit="graph",
@@ -489,17 +490,17 @@ class ForwardGraphs:
         has_trees: bool = True,
         show_progress: bool = False,
     ) -> None:
-        """Captures the largest bucket, whose memory the others reuse, and those of a few rows,
-        which the first requests meet; leaves the others to `capture_next`. A forward that comes
-        before its graph captures it.
+        """Captures the largest bucket, whose memory the others reuse, and the buckets of a few
+        rows, which the first requests need. `capture_next` captures the others; a forward that
+        needs one of them earlier captures it itself.
 
         Args:
-            capture_layers: those that nearly every forward will want.
+            capture_layers: the layers that nearly every forward will capture.
         """
         before = torch.cuda.mem_get_info(self._pool.device)[0]
         keys = keys_of(self.limits, capture_layers)
         largest, *others = reversed([key for key in keys if has_trees or not key.has_tail])
-        self._left = [key for key in others if key.num_rows > _FIRST_ROWS]
+        self._uncaptured = [key for key in others if key.num_rows > _FIRST_ROWS]
         first = [largest, *(key for key in others if key.num_rows <= _FIRST_ROWS)]
         for key in tqdm(
             first, desc="first CUDA graphs", unit="graph", disable=None if show_progress else True
@@ -508,13 +509,13 @@ class ForwardGraphs:
         taken = (before - torch.cuda.mem_get_info(self._pool.device)[0]) / 2**30
         logger.info(
             "%s CUDA graphs take %.2f GiB; %s are left for later",
-            *(len(self._graphs), taken, len(self._left)),
+            *(len(self._graphs), taken, len(self._uncaptured)),
         )
 
     def capture_next(self) -> bool:
-        """Captures one bucket that is left, the smallest first; returns whether one was."""
-        while self._left:
-            key = self._left.pop()
+        """Captures the smallest uncaptured bucket; returns whether it captured one."""
+        while self._uncaptured:
+            key = self._uncaptured.pop()
             if key not in self._graphs:
                 return self._graph_of(key) is not None
         return False
@@ -522,7 +523,7 @@ class ForwardGraphs:
     def fits(
         self, batch: ForwardBatch, capture_layers: Sequence[int], plan: StatePlan | None = None
     ) -> bool:
-        """Whether a graph can compute `batch`, with what is planned of it for states."""
+        """Whether a graph can compute `batch`, with the plan for its recurrent states."""
         limits, kinds = self.limits, {key.capture_layers for key in self._graphs}
         return (
             key_of(batch, limits, tuple(capture_layers)) is not None
@@ -537,10 +538,10 @@ class ForwardGraphs:
     def run(
         self, batch: ForwardBatch, capture_layers: tuple[int, ...], plan: StatePlan | None = None
     ) -> CapturedForward | None:
-        """Computes a batch that fits; None where there is no memory for its graph.
+        """Computes a batch that fits; returns None if memory for its graph is lacking.
 
-        The first run of a size, or with other captured layers, captures it, which takes about as
-        long as a hundred steps.
+        The first run of a size, or with other captured layers, captures the graph, which takes
+        about as long as a hundred steps.
         """
         key = key_of(batch, self.limits, capture_layers)
         assert key is not None, "the batch fits no graph"
@@ -553,48 +554,48 @@ class ForwardGraphs:
 
     def _graph_of(self, key: GraphKey) -> CapturedForward | None:
         if key not in self._graphs:
-            self._held = None
+            self._reserved = None
             if self._graphs.of(key) is None:
-                self._left.clear()
+                self._uncaptured.clear()
             else:
-                self._hold_memory()
+                self._reserve_memory()
         return self._graphs.of(key)
 
-    def _hold_memory(self) -> None:
-        """Holds memory of the size that the graphs that are left will return their results in: a
-        draft would make its cache of it."""
+    def _reserve_memory(self) -> None:
+        """Reserves memory for the results of the uncaptured graphs, which a draft would otherwise
+        take for its cache."""
         config, itemsize = self._decoder.config, self._decoder.dtype.itemsize
-        left = (key for key in self._left if key not in self._graphs and not key.has_prompts)
+        keys = [key for key in self._uncaptured if key not in self._graphs and not key.has_prompts]
         size_bytes = sum(
             key.num_rows
             * (
                 4 * config.vocab_size
                 + (1 + len(key.capture_layers)) * itemsize * config.hidden_size
             )
-            for key in left
+            for key in keys
         )
-        # Where there is less, some of them will fit all the same.
+        # With less memory than that, some of these graphs still fit.
         with suppress(torch.OutOfMemoryError):
-            self._held = torch.empty(size_bytes, dtype=torch.uint8, device=self._pool.device)
+            self._reserved = torch.empty(size_bytes, dtype=torch.uint8, device=self._pool.device)
 
     @torch.inference_mode()
-    def _captured(self, key: GraphKey) -> CapturedForward:
+    def _capture(self, key: GraphKey) -> CapturedForward:
         bucket = self._inputs.bucket(key)
-        self._inputs.fill_with_nobody(bucket)
-        # Loads kernels and makes the workspaces of products outside of the graph.
+        self._inputs.fill_empty(bucket)
+        # An eager run loads kernels and allocates the workspaces of products outside of the graph.
         output, _ = self._forward(bucket, key)
         results = self._prompt_results_of(key, output) if key.has_prompts else None
         graph = torch.cuda.CUDAGraph()
         with capturing(graph, self._memory, group=self._decoder.group):
             output, logits = self._forward(bucket, key)
             if results is not None:
-                for result, found in zip(results, _tensors(output), strict=True):
-                    result.copy_(found)
+                for result, tensor in zip(results, _tensors(output), strict=True):
+                    result.copy_(tensor)
                 output = DecoderOutput(results[0], tuple(results[1:]))
         return CapturedForward(graph, bucket, logits, output.hidden, output.features)
 
     def _forward(self, bucket: ForwardBatch, key: GraphKey) -> tuple[DecoderOutput, Tensor | None]:
-        """Returns the output, and logits of all logit rows but of a forward with prompts."""
+        """Returns the output, and the logits of all logit rows; None for a forward with prompts."""
         states = self._inputs.states(key)
         output = self._decoder.forward(
             bucket, self._pool, capture_layers=key.capture_layers, states=states
@@ -605,13 +606,13 @@ class ForwardGraphs:
         return output, logits
 
     def _prompt_results_of(self, key: GraphKey, output: DecoderOutput) -> list[Tensor]:
-        """Returns room for the results of a forward with prompts, which its graphs share."""
+        """Returns the result tensors of a forward with prompts, which all its graphs share."""
         if key.capture_layers not in self._prompt_results:
             self._prompt_results[key.capture_layers] = [
-                each.new_empty((self.limits.max_prompt_rows, *each.shape[1:]))
-                for each in _tensors(output)
+                tensor.new_empty((self.limits.max_prompt_rows, *tensor.shape[1:]))
+                for tensor in _tensors(output)
             ]
-        return [each[: key.num_rows] for each in self._prompt_results[key.capture_layers]]
+        return [tensor[: key.num_rows] for tensor in self._prompt_results[key.capture_layers]]
 
 
 def _tensors(output: DecoderOutput) -> tuple[Tensor, ...]:
@@ -619,7 +620,8 @@ def _tensors(output: DecoderOutput) -> tuple[Tensor, ...]:
 
 
 def graph_memory_bytes(config: ModelConfig, limits: GraphLimits, dtype: torch.dtype) -> int:
-    """Returns about what the largest graph needs beside weights and cache; others share it."""
+    """Estimates the memory that the largest graph needs beside weights and cache. Other graphs
+    share it."""
     rows, prompt_rows = limits.max_rows, limits.max_prompt_rows
     groups = config.num_heads // config.num_kv_heads
     partial = num_splits(limits.max_context_tokens) * (config.head_dim + 2)
@@ -635,7 +637,7 @@ def graph_memory_bytes(config: ModelConfig, limits: GraphLimits, dtype: torch.dt
 
 
 def step_memory_bytes(decoder: Decoder) -> int:
-    """Returns about what the largest planned step needs beside graphs, weights and caches."""
+    """Estimates the memory of the largest planned step beside graphs, weights and caches."""
     config, size = decoder.config, decoder.shard.size
     wide = 8 * config.hidden_size + 3 * config.intermediate_size // size
     drawn = _DRAWN_ROWS * config.vocab_size * _DRAWN_BYTES

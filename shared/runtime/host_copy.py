@@ -1,4 +1,4 @@
-"""Copies between host and device that nobody waits for until the values are needed."""
+"""Asynchronous copies between host and device."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch import Tensor
 
 
 class PinnedMemory:
-    """Memory of the host for one copy at a time, and an event behind that copy.
+    """Pinned host memory for one copy at a time, and an event behind that copy.
 
-    To ask for pinned memory costs the host as much as to queue a copy, so copies that come again
-    and again keep theirs.
+    To allocate pinned memory costs the host as much as to queue a copy, so repeated copies keep
+    their memory.
 
     Args:
-        size: most elements.
+        size: most elements of a copy.
     """
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
         self._elements = torch.empty(size, dtype=dtype, pin_memory=True)
         self._views: dict[tuple[int, ...], Tensor] = {}
-        self._ran = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event_behind = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def of(self, shape: tuple[int, ...]) -> Tensor:
-        """Returns its beginning as a tensor of a shape, which is one of few."""
+        """Returns the first elements as a tensor of `shape`; views are kept, for few shapes."""
         view = self._views.get(shape)
         if view is None:
             view = self._elements[: math.prod(shape)].view(shape)
@@ -35,22 +35,22 @@ class PinnedMemory:
         return view
 
     def queued(self) -> torch.cuda.Event:
-        """The copy was queued on this thread's stream; returns the event behind it."""
-        self._ran.record()
-        return self._ran
+        """Records that a copy was queued on this thread's stream; returns the event behind it."""
+        self._event_behind.record()
+        return self._event_behind
 
     def wait(self) -> None:
-        """Waits until the copy that was queued last has run; nothing is to wait for at first."""
-        wait_for(self._ran)
+        """Waits until the last queued copy has run; returns at once if there was none."""
+        wait_for(self._event_behind)
 
 
 class HostCopy:
-    """Starts to copy a tensor behind the work queued so far, without waiting for any of it.
+    """Copies a tensor to the host asynchronously, behind the work queued so far.
 
-    Tensors of the host are taken as they are: nothing may write to them before `read`.
+    Host tensors are not copied: nothing may write to them before `read`.
 
     Args:
-        memory: for the copy, and for no other one before `read`; None asks for some.
+        memory: receives the copy, and no other copy before `read`; None allocates new memory.
     """
 
     def __init__(self, source: Tensor, memory: PinnedMemory | None = None) -> None:
@@ -68,14 +68,14 @@ class HostCopy:
         return self._is_done is None or bool(self._is_done.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> Tensor:
-        """Waits until the copy is there and returns it."""
+        """Waits for the copy and returns it."""
         if self._is_done is not None:
             wait_for(self._is_done)
         return self._host
 
 
 class DeviceMark:
-    """Tells whether the work that was queued before `put` is done."""
+    """A mark in the device's work queue, to check whether earlier work is done."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
@@ -83,31 +83,30 @@ class DeviceMark:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def put(self) -> None:
-        """Marks the end of what is queued so far, in place of an earlier mark."""
+        """Sets the mark behind the work queued so far; replaces an earlier mark."""
         if self._event is not None:
             self._event.record()
 
     @property
     def is_passed(self) -> bool:
-        """Whether the device has come to the mark, or none was put."""
+        """Whether the device has reached the mark, or no mark is set."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
 def wait_for(event: torch.cuda.Event) -> None:
-    """Waits for an event; without a chance for other threads to take the interpreter where there is
-    nothing to wait for."""
+    """Waits for an event. If it has passed already, the thread keeps Python's interpreter lock."""
     if not event.query():  # type: ignore[no-untyped-call]
         event.synchronize()
 
 
 _NUM_UNDER_WAY = 2
 """Copies in flight of one size before the host waits for the oldest."""
-_LEAST = 64
+_MIN_SIZE = 64
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The first elements of the target, and on a GPU pinned buffers of that size, oldest first."""
+    """The first elements of the target; on a GPU also pinned buffers of that size, oldest first."""
 
     target: Tensor
     memory: deque[PinnedMemory]
@@ -119,7 +118,7 @@ class _Part:
 
 
 class UploadRing:
-    """Copies through buffers that are reused, one set for each of a few sizes.
+    """Async host-to-device copies into a fixed tensor, through reused pinned buffers.
 
     Args:
         target: `[N]` int64.
@@ -130,11 +129,11 @@ class UploadRing:
         self._parts: dict[int, _Part] = {}
 
     def copy(self, numbers: Sequence[int]) -> torch.cuda.Event | None:
-        """Queues a copy of the numbers on the current stream, without waiting for it. The elements
-        after them are undefined then.
+        """Queues a copy of the numbers to the start of the target on the current stream, without
+        waiting for it. The elements behind them become undefined.
 
         Returns:
-            An event after the copy, valid until the second next call; None on a CPU.
+            An event behind the copy, valid until the second next call; None on a CPU.
         """
         part = self._part(len(numbers))
         if not part.memory:
@@ -150,20 +149,20 @@ class UploadRing:
 
     def _part(self, size: int) -> _Part:
         """Returns the smallest part that holds `size` numbers."""
-        padded = min(max(_LEAST, 1 << (size - 1).bit_length()), len(self._target))
+        padded = min(max(_MIN_SIZE, 1 << (size - 1).bit_length()), len(self._target))
         if padded not in self._parts:
             self._parts[padded] = _Part.of(self._target[:padded])
         return self._parts[padded]
 
 
-# Rows that came in pieces, wherever those lie.
+# Rows in pieces, which may lie on several devices.
 
 
 def joined_rows(pieces: Sequence[Tensor], device: torch.device) -> Tensor:
     """Returns the rows `[any, W]` of all pieces, end to end, on `device`.
 
-    Targets of the same host share memory of their GPUs for what fits, and send the rest as bytes:
-    pieces of one sequence may lie on several devices. The host waits for no copy to a GPU.
+    A target on the same host shares GPU memory for the rows that fit and sends the others as bytes,
+    so pieces of one sequence may lie on several devices. The host waits for no copy to a GPU.
     """
     if len({piece.device for piece in pieces}) > 1:
         pieces = [_moved(piece, device) for piece in pieces]

@@ -1,13 +1,13 @@
-"""Distributions of single lanes: penalties, bias, masks, a minimum length; log probabilities.
+"""Sampling that only some lanes use: penalties, bias, masks, a minimum length, log probabilities.
 
-A lane without any of these draws with all the others (`RoundSampling`). The rows of those that have
-some are drawn once more, on their own, by the same `draw_tokens` as everywhere.
+`RoundSampling` draws for all lanes at once. The rows of *shaped* lanes, those with penalties, bias,
+bans or a minimum length, are drawn once more on their own by the same `draw_tokens`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,13 +30,13 @@ from shared.speculation.tree import NO_TOKEN, TreeRows
 from shared.speculation.verify import draw_tokens
 from shared.tokens import TokenLogprobs, TokenTree
 
-# Lanes whose draws the host restricts: trees on their way to it, and masks on their way back.
+# Masked lanes, whose draws the host restricts: copies of their trees, and the masks of their rows.
 #
-# A grammar is followed on the host. It sees the trees as soon as they have grown, and computes the
-# masks of their rows while the target computes the rows.
+# Grammars run on the host. It gets the trees as soon as they have grown, and computes the masks of
+# their rows while the target computes the rows.
 
 LaneMasks = Mapping[int, MaskedRows]
-"""By lane, masks of rows of its tree."""
+"""Masks of tree rows, by lane."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class LaneTree:
     """The tree of one lane.
 
     Attributes:
-        rows: of the root, and of each node; the tree may have fewer nodes than rows.
+        rows: row of the root, then of each node; the tree may have fewer nodes than rows.
     """
 
     tree: TokenTree
@@ -53,8 +53,8 @@ class LaneTree:
     @classmethod
     def of(cls, token_ids: Sequence[int], parents: Sequence[int] | None) -> LaneTree:
         """Args:
-        token_ids: of all rows, the root's first; -1 where there is no node.
-        parents: the row of each row's parent; None of a chain.
+        token_ids: tokens of all rows, the root's first; -1 where there is no node.
+        parents: the row of each row's parent; None for a chain.
         """
         rows = [0, *(row for row in range(1, len(token_ids)) if token_ids[row] != NO_TOKEN)]
         tokens = tuple(token_ids[row] for row in rows[1:])
@@ -66,10 +66,10 @@ class LaneTree:
 
 
 class TreeCopies:
-    """Copies trees to the host, those of one round at a time.
+    """Copies the trees of one round at a time to the host.
 
     Args:
-        max_rows: of all trees of a round.
+        max_rows: most rows of all trees of a round together.
     """
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
@@ -86,7 +86,7 @@ class TreeCopies:
         self._parents = None if are_chains else HostCopy(trees.parents, parents)
 
     def read(self, slots: Sequence[int]) -> list[LaneTree]:
-        """Waits for the device; returns the trees of some slots that were queued last."""
+        """Waits for the last queued copy; returns the trees of some slots."""
         assert self._tokens is not None, "nothing was queued"
         tokens = self._tokens.read()
         parents = None if self._parents is None else self._parents.read()
@@ -98,16 +98,17 @@ class TreeCopies:
 
 @dataclass(frozen=True, slots=True)
 class AppliedMasks:
-    """Logits without the tokens that lanes may not draw.
+    """Logits in which forbidden tokens are masked.
 
     Attributes:
         barred: `[K]` int64, rows that must not draw.
-        scored: rows whose logits are wanted as they were, and these; None where no lane wants any.
+        raw: rows whose raw logits are needed for log probabilities, and these logits; None for
+            none.
     """
 
     logits: Tensor
     barred: Tensor
-    scored: tuple[Tensor, Tensor] | None
+    raw: tuple[Tensor, Tensor] | None
 
     @classmethod
     def of(
@@ -119,47 +120,47 @@ class AppliedMasks:
             logits: `[S * T, V]`.
             masks: by slot.
             num_rows: T.
-            scored: slots whose log probabilities are wanted.
+            scored: slots of requests that want log probabilities.
         """
-        joined = MaskedRows.joined([own.behind(slot * num_rows) for slot, own in masks.items()])
+        joined = MaskedRows.joined([mask.behind(slot * num_rows) for slot, mask in masks.items()])
         rows, words = np.array(joined.rows, np.int64), joined.words
         may_draw = words.any(axis=1)
-        # A root draws in any case: where nothing can follow, its sequence ends.
+        # A root draws in any case: if no token is allowed after it, its sequence ends.
         is_barred = ~may_draw & (rows % num_rows > 0)
-        own = [slot * num_rows + row for slot in scored for row in range(num_rows)]
-        arrays = (rows[may_draw], words[may_draw], rows[is_barred], np.array(own, np.int64))
+        scored_rows = [slot * num_rows + row for slot in scored for row in range(num_rows)]
+        arrays = (rows[may_draw], words[may_draw], rows[is_barred], np.array(scored_rows, np.int64))
         places, bits, barred, kept = uploaded(arrays, logits.device)
-        raw = (kept, logits.index_select(0, kept)) if own else None
-        if len(places):  # else no row of any lane can go on
+        raw = (kept, logits.index_select(0, kept)) if scored_rows else None
+        if len(places):  # else no masked row may draw any token
             mask_logits(logits, places, bits)
         return cls(logits, barred, raw)
 
     def drawn(self, tokens: Tensor) -> None:
-        """Rows have drawn from the logits.
+        """Restores raw logits after the rows have drawn, and removes the draws of barred rows.
 
         Args:
             tokens: `[S, T]` int64; -1 is written where a row must not draw.
         """
         if len(self.barred):
             tokens.view(-1).index_fill_(0, self.barred, NO_TOKEN)
-        if self.scored is not None:
-            self.logits.index_copy_(0, *self.scored)
+        if self.raw is not None:
+            self.logits.index_copy_(0, *self.raw)
 
 
 _MAX_ROWS = 256
-"""Rows that are drawn at once: each takes a few numbers a token of the vocabulary."""
+"""Most rows drawn at once: each takes a few numbers for every token of the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Group:
-    """Some of the shaped lanes, P of them, and what their rows draw with.
+    """P of the shaped lanes, with the sampling parameters of their rows.
 
     Attributes:
         slots: `[P]` int64.
-        sampling: of P * T rows, without what a minimum length bans.
-        places: of the lanes among those with counts; None where none of the group has penalties.
-        bans: rows `[N]`, token ids `[N]`, and the length `[N]` from which on each may be drawn;
-            None without.
+        sampling: of P * T rows, without the bans of a minimum length.
+        places: rows of the lanes in `_LaneCounts`; None if no lane of the group has penalties.
+        bans: rows `[N]`, token ids `[N]`, and the length `[N]` from which on each token may be
+            drawn; None for none.
     """
 
     slots: Tensor
@@ -170,23 +171,23 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class QueuedLogprobs:
-    """Log probabilities on their way to the host, W rows a lane.
+    """Log probabilities on their way to the host, W rows for each lane.
 
     Attributes:
-        num_top: alternatives by slot, in the order of the rows.
+        num_top: number of alternatives by slot, in the order of the rows.
     """
 
     packed: HostCopy
     num_top: Mapping[int, int]
 
     def read(self) -> dict[int, tuple[TokenLogprobs, ...]]:
-        """Waits for the device; returns those of each lane's rows by slot."""
+        """Waits for the device; returns the log probabilities of each lane's rows by slot."""
         packed = self.packed.read()
         width = len(packed) // len(self.num_top)
         counts = [count for count in self.num_top.values() for _ in range(width)]
-        found = unpacked_logprobs(packed, counts)
+        logprobs = unpacked_logprobs(packed, counts)
         return {
-            slot: found[place * width : (place + 1) * width]
+            slot: logprobs[place * width : (place + 1) * width]
             for place, slot in enumerate(self.num_top)
         }
 
@@ -199,12 +200,12 @@ class LaneSampling:
         self._shaped: dict[int, NewLane] = {}
         self._num_top: dict[int, int] = {}
         self._temperatures: dict[int, float] = {}
-        # By rows of a tree; empty since somebody came or left.
+        # By number of tree rows; emptied when a shaped lane joins or leaves.
         self._groups: dict[int, list[_Group]] = {}
         self._counts = _LaneCounts(device)
 
     def join(self, slot: int, new_lane: NewLane) -> None:
-        """A sequence has got a lane."""
+        """Registers a sequence that has got a lane."""
         if new_lane.top_logprobs is not None:
             self._num_top[slot] = new_lane.top_logprobs
             self._temperatures[slot] = new_lane.logprob_temperature
@@ -215,14 +216,14 @@ class LaneSampling:
             self._counts.join(slot, new_lane)
 
     def leave(self, slot: int) -> None:
-        """A lane is given up."""
+        """Removes the sequence of a lane."""
         self._num_top.pop(slot, None)
         self._counts.leave(slot)
         if self._shaped.pop(slot, None) is not None:
             self._groups.clear()
 
     def masked(self, logits: Tensor, masks: LaneMasks, num_rows: int) -> AppliedMasks:
-        """Applies masks to `logits` `[S * T, V]`, in place, until the rows have drawn.
+        """Applies masks to `logits` `[S * T, V]` in place; see `AppliedMasks.drawn`.
 
         Args:
             masks: by slot.
@@ -243,24 +244,28 @@ class LaneSampling:
         num_rows = drawn.shape[1]
         if num_rows not in self._groups:
             self._counts.stack(logits.shape[1])
-            self._groups[num_rows] = list(self._grouped(num_rows))
+            slots, size = sorted(self._shaped), max(_MAX_ROWS // num_rows, 1)
+            self._groups[num_rows] = [
+                self._group(slots[first : first + size], num_rows)
+                for first in range(0, len(slots), size)
+            ]
         for group in self._groups[num_rows]:
             self._redraw(group, drawn, logits, state, tree)
 
     def committed(self, result: Tensor, first_column: int) -> None:
-        """Counts what a round commits, before anything of the next one is drawn.
+        """Counts the tokens that a round commits, before the next round draws.
 
         Args:
-            result: `[S, C]` int64, tokens from `first_column` on, how many in column 0.
+            result: `[S, C]` int64: column 0 counts committed tokens, which begin at `first_column`.
         """
         self._counts.committed(result, first_column)
 
     def logprobs(self, logits: Tensor, rows: Tensor, tokens: Tensor) -> QueuedLogprobs | None:
-        """Queues the log probabilities of lanes that want some.
+        """Queues the log probabilities of lanes whose requests want them; None if no lane's does.
 
         Args:
             rows: `[S, W]` int64, the row that draws each committed token.
-            tokens: `[S, W]` int64, the committed tokens, then any.
+            tokens: `[S, W]` int64, the committed tokens, then undefined values.
         """
         num_top = {slot: count for slot, count in self._num_top.items() if slot < len(rows)}
         if not num_top:
@@ -268,14 +273,14 @@ class LaneSampling:
         slots = uploaded_numbers(list(num_top), self._device)
         own_rows = rows.index_select(0, slots).flatten()
         own_tokens = tokens.index_select(0, slots).flatten()
-        own = self._cooled(logits.index_select(0, own_rows), list(num_top), rows.shape[1])
-        packed = packed_logprobs(own, own_tokens, max(num_top.values()))
+        scaled = self._scaled(logits.index_select(0, own_rows), list(num_top), rows.shape[1])
+        packed = packed_logprobs(scaled, own_tokens, max(num_top.values()))
         return QueuedLogprobs(HostCopy(packed), num_top)
 
-    def _cooled(self, logits: Tensor, slots: Sequence[int], width: int) -> Tensor:
-        """Returns logits over the temperature that lanes of `width` rows want them at."""
+    def _scaled(self, logits: Tensor, slots: Sequence[int], width: int) -> Tensor:
+        """Returns logits over each lane's log-probability temperature, `width` rows a lane."""
         temperatures = [self._temperatures[slot] for slot in slots]
-        if all(each == 1.0 for each in temperatures):
+        if all(temperature == 1.0 for temperature in temperatures):
             return logits
         column = uploaded_tensor(torch.tensor(temperatures).repeat_interleave(width), self._device)
         return logits.to(torch.float32) / column.unsqueeze(1)
@@ -301,35 +306,31 @@ class LaneSampling:
             sampling = sampling.also_banning(
                 places, token_ids, torch.where(is_early, -math.inf, 0.0)
             )
-        found = draw_tokens(logits.index_select(0, rows), sampling, positions, counts)
-        drawn.view(-1).index_copy_(0, rows, found)
-
-    def _grouped(self, num_rows: int) -> Iterator[_Group]:
-        size = max(_MAX_ROWS // num_rows, 1)
-        slots = sorted(self._shaped)
-        for first in range(0, len(slots), size):
-            yield self._group(slots[first : first + size], num_rows)
+        tokens = draw_tokens(logits.index_select(0, rows), sampling, positions, counts)
+        drawn.view(-1).index_copy_(0, rows, tokens)
 
     def _group(self, slots: Sequence[int], num_rows: int) -> _Group:
-        own = [self._shaped[slot] for slot in slots]
+        lanes = [self._shaped[slot] for slot in slots]
         sampling = row_sampling(
-            [each.sampling for each in own], [num_rows] * len(own), device=self._device
+            [lane.sampling for lane in lanes], [num_rows] * len(lanes), device=self._device
         )
         has_counts = sampling.penalties is not None
         return _Group(
             uploaded_numbers(slots, self._device),
             sampling,
             uploaded_numbers(self._counts.places(slots), self._device) if has_counts else None,
-            self._bans(own, num_rows),
+            self._bans(lanes, num_rows),
         )
 
-    def _bans(self, own: Sequence[NewLane], num_rows: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _bans(
+        self, lanes: Sequence[NewLane], num_rows: int
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
         triples = [
-            (place * num_rows + row, token_id, each.min_length)
-            for place, each in enumerate(own)
+            (place * num_rows + row, token_id, lane.min_length)
+            for place, lane in enumerate(lanes)
             for row in range(num_rows)
-            for token_id in sorted(each.stop_token_ids)
-            if each.min_length > len(each.token_ids)
+            for token_id in sorted(lane.stop_token_ids)
+            if lane.min_length > len(lane.token_ids)
         ]
         if not triples:
             return None
@@ -356,17 +357,17 @@ class _LaneCounts:
         self._places.pop(slot, None)
 
     def places(self, slots: Sequence[int]) -> list[int]:
-        """Returns the row of each lane; of one without penalties any, which nothing reads."""
+        """Returns the row of each lane; without penalties any row, because nothing reads it."""
         return [self._places.get(slot, 0) for slot in slots]
 
     def stack(self, vocab_size: int) -> None:
-        """Begins the rows of those that came, and drops those of who left."""
+        """Adds rows for the lanes that joined, and drops the rows of lanes that left."""
         kept = list(self._places)
         if not (self._new or len(kept) < len(self._slots)):
             return
         new = self._new.values()
-        output = histogram([each.output_token_ids for each in new], vocab_size, self._device)
-        prompts = histogram([each.prompt_token_ids for each in new], vocab_size, self._device)
+        output = histogram([lane.output_token_ids for lane in new], vocab_size, self._device)
+        prompts = histogram([lane.prompt_token_ids for lane in new], vocab_size, self._device)
         in_prompt = prompts > 0
         if kept:
             index = uploaded_numbers([self._places[slot] for slot in kept], self._device)
@@ -382,7 +383,7 @@ class _LaneCounts:
         """See `LaneSampling.committed`."""
         if not len(self._slots):
             return
-        # A lane that has left since may lie behind the round's.
+        # The slot of a lane that has left since may be beyond the slots of this round.
         own = result.index_select(0, self._slots.clamp_max(len(result) - 1))
         tokens = own[:, first_column:]
         steps = torch.arange(tokens.shape[1], device=self._device)
@@ -390,15 +391,15 @@ class _LaneCounts:
         self._output.scatter_add_(1, tokens, is_counted)
 
     def of_rows(self, places: Tensor, tokens: Tensor, seen: Tensor) -> TokenCounts:
-        """Returns the counts `[P * T, V]` of each row: its lane's, and of the nodes on its path.
+        """Returns the counts `[P * T, V]` of each row: those of its lane and of its path's nodes.
 
         Args:
             tokens: `[P, T]` int64, the roots first, negative where there is no node.
-            seen: `[P, T, T]` bool, ancestors and itself of each row.
+            seen: `[P, T, T]` bool, each row's ancestors and itself.
         """
         num_rows = tokens.shape[1]
         output = self._output.index_select(0, places).repeat_interleave(num_rows, dim=0)
-        # The root is committed, and counted already.
+        # The root is committed, so it is counted already.
         on_path = (seen & (tokens >= 0).unsqueeze(1)).to(output.dtype)
         on_path[:, :, 0] = 0.0
         index = tokens.clamp_min(0).unsqueeze(1).expand_as(on_path)

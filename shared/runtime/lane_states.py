@@ -1,8 +1,8 @@
 """Recurrent states of the lanes of rounds, whose forwards are planned on the device.
 
-A lane has a checkpoint of its own, which nobody else finds. A forward first advances it by what the
-round before has committed, and then computes the paths to all leaves of the tree behind it, see
-`StateInputs`. All sizes are fixed, so that a graph can do it.
+A lane has a checkpoint of its own, which no other sequence finds. A forward first advances it by
+the tokens that the round before committed, and then computes the paths from it to all leaves of the
+tree, see `StateInputs`. All sizes are fixed, so that a CUDA graph can do it.
 """
 
 from __future__ import annotations
@@ -32,22 +32,25 @@ class LaneStates:
         assert pool.states is not None
         self._decoder, self._pool, self._store, self._state = decoder, pool, pool.states, state
         device = pool.device
-        # Of each slot: its checkpoint, and the tokens that this holds.
+        # Checkpoint of each slot, and the number of tokens that it holds.
         self._places = torch.full((state.num_slots,), NOWHERE, device=device)
         self._held = torch.zeros_like(self._places)
         self._next_stamp = torch.tensor([1 + secrets.randbits(62)], device=device)
         self._taken: dict[int, int] = {}
 
     def join(self, lanes: Mapping[int, NewLane]) -> None:
-        """Gives sequences by slot a checkpoint each, which holds all but their last token; waits
-        for the device."""
-        assert not any(each.reads_prompt for each in lanes.values()), "rows without a state"
-        slots, numbers = list(lanes), [len(each.token_ids) - 1 for each in lanes.values()]
+        """Gives each lane a checkpoint that holds all but its last token; waits for the device.
+
+        Args:
+            lanes: by slot.
+        """
+        assert not any(lane.reads_prompt for lane in lanes.values()), "rows without a state"
+        slots, numbers = list(lanes), [len(lane.token_ids) - 1 for lane in lanes.values()]
         taken = dict.fromkeys(slots, NOWHERE)
-        # What two of them start from is free once both have their own.
+        # A checkpoint that two lanes start from is free once both have their own.
         while left := [slot for slot in slots if taken[slot] == NOWHERE]:
-            known = [(lanes[slot].pages, len(lanes[slot].token_ids) - 1) for slot in left]
-            plan, places = self._pool.lend_states(known)
+            starts = [(lanes[slot].pages, len(lanes[slot].token_ids) - 1) for slot in left]
+            plan, places = self._pool.lend_states(starts)
             assert (places != NOWHERE).any(), "more lanes than states"
             self._decoder.advance_states(self._pool, plan.upload(self._device))
             taken |= dict(zip(left, places.tolist(), strict=True))
@@ -57,8 +60,8 @@ class LaneStates:
         self._held.index_copy_(0, columns[0], columns[2])
 
     def leave(self, slots: Sequence[int]) -> None:
-        """Gives back the checkpoints of slots that have some, before their pages are cleared: they
-        are found by the stamps of the tokens that they hold now. Waits for nothing."""
+        """Gives back the checkpoints of slots, before their pages are cleared: the stamps of the
+        tokens that they hold now identify them. Waits for nothing."""
         own = [slot for slot in slots if slot in self._taken]
         if not own:
             return
@@ -72,8 +75,7 @@ class LaneStates:
 
     @contextmanager
     def advancing(self, tree: RoundTree, num_levels: int) -> Iterator[StateInputs]:
-        """Plans what the forward of trees, which is the body, does with the states of the first
-        slots.
+        """Plans how the forward of trees, which the body runs, advances the states of its slots.
 
         Args:
             num_levels: most rows of a path, the root's included.
@@ -81,7 +83,7 @@ class LaneStates:
         batch, num_slots = tree.batch, len(tree.rows.token_ids)
         places, held = self._places[:num_slots], self._held[:num_slots]
         start = batch.prefix_lengths.long()
-        # A graph may be made for nobody while others have lanes.
+        # A graph may be captured over empty slots while other slots have lanes.
         is_real = (places != NOWHERE) & (batch.page_table[:, 0] != PADDING_PAGE)
         stamps = self._next_stamp + torch.arange(len(batch.slots), device=self._device)
         self._next_stamp.add_(len(batch.slots))
@@ -102,7 +104,7 @@ class LaneStates:
     def _committed(
         self, tree: RoundTree, places: Tensor, held: Tensor, start: Tensor, is_real: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns the table and the places of the tokens between states and trees."""
+        """Returns table and places of the committed tokens between the states and the trees."""
         history, most = self._history, self._state.open_tokens.shape[1]
         size = history + most
         indices = (held - history).unsqueeze(1) + torch.arange(size, device=self._device)
@@ -116,12 +118,12 @@ class LaneStates:
     def _paths(
         self, tree: RoundTree, places: Tensor, start: Tensor, is_real: Tensor, num_levels: int
     ) -> tuple[Tensor, Tensor]:
-        """Returns the table and the places of the path to each row. Paths share nodes, and write
-        the same bits for them."""
+        """Returns table and places of the path to each row. Paths that share nodes write the same
+        bits for them."""
         rows, history = tree.rows, self._history
         num_slots, num_rows = rows.token_ids.shape
         numbers = torch.arange(num_rows, device=self._device)
-        # A column too many takes what a row does not see.
+        # One extra column collects the rows that a row does not see.
         levels = torch.where(rows.visible, rows.depths.unsqueeze(1), num_levels)
         path = torch.full((num_slots, num_rows, num_levels + 1), NOWHERE, device=self._device)
         path = path.scatter(2, levels, numbers.expand_as(levels))[:, :, :num_levels]
@@ -166,7 +168,7 @@ class LaneStates:
 
 
 def _leaves(tree: RoundTree) -> Tensor:
-    """Returns which rows `[S, T]` no other is below; a root at least."""
+    """Returns which rows `[S, T]` have no children; at least the root of an empty tree."""
     is_node = tree.rows.token_ids != NO_TOKEN
     is_node[:, 0] = True
     num_below = (tree.rows.visible & is_node.unsqueeze(2)).sum(dim=1)
@@ -174,7 +176,7 @@ def _leaves(tree: RoundTree) -> Tensor:
 
 
 def _front(table: Tensor, is_used: Tensor, places: Tensor) -> DeltaLanes:
-    """Returns lanes of which those in use come first."""
+    """Returns the lanes of a table, those in use first."""
     targets = torch.where(is_used, is_used.cumsum(0) - 1, len(table))
     ordered = torch.zeros((len(table) + 1, table.shape[1]), dtype=table.dtype, device=table.device)
     ordered.index_copy_(0, targets, table)

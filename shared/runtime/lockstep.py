@@ -1,7 +1,7 @@
-"""Keeps the processes of a tensor group in step: rank 0 decides, the others compute along.
+"""Keeps the ranks of a tensor group in step: rank 0 decides, the followers compute the same.
 
-What a step is goes through a pipe, a few numbers that wake a follower and that it can wait for as
-long as need be; the tensors of a forward, which may be on the device only, follow in one broadcast.
+A pipe carries the description of each step, a few numbers. Followers block on it for any length of
+time. The tensors of a forward, which may exist only on the device, follow in one broadcast.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from shared.runtime.round_state import RoundSampling, RoundState
 from shared.runtime.tree_draft import Parts
 
 _Params = ParamSpec("_Params")
-# Kernels count on whole vector loads.
+# Kernels load whole vectors.
 _ALIGNMENT = 16
 
 
 class Pipe(Protocol):
-    """One end of a pipe of Python objects, such as `multiprocessing` makes."""
+    """One end of a pipe for Python objects, such as `multiprocessing.Pipe` returns."""
 
     def send(self, message: Any, /) -> None: ...
 
@@ -57,7 +57,7 @@ class Follower(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor that is in the broadcast."""
+    """Type and shape of a tensor in a broadcast."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -72,7 +72,7 @@ class Forward:
     """A forward to compute.
 
     Attributes:
-        fields: of the `ForwardBatch`; tensors by their specs, in the order of the broadcast.
+        fields: values of the `ForwardBatch`, with a spec for each tensor, in broadcast order.
     """
 
     fields: tuple[object, ...]
@@ -81,13 +81,13 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Keys and values to move, from slot to slot: numbers that the host has."""
+    """Keys and values to move, as pairs of source slot and target slot."""
 
     moves: tuple[tuple[int, int], ...]
 
 
 class Leader:
-    """Rank 0's side. Every call comes before the work it announces, on the thread that does it."""
+    """Rank 0's side. Every call precedes the work it announces, on the same thread."""
 
     def __init__(self, group: TensorGroup, pipes: Sequence[Pipe]) -> None:
         self._group = group
@@ -106,7 +106,7 @@ class Leader:
         self.tell(Move(tuple(moves)))
 
     def tell(self, message: object) -> None:
-        """Announces what needs no tensors of the device."""
+        """Announces work that needs no tensors from the device."""
         for pipe in self._pipes:
             pipe.send(message)
 
@@ -117,10 +117,10 @@ def follow(
     pipe: Pipe,
     take_other: Callable[[object], None] | None = None,
 ) -> None:
-    """Computes what rank 0 announces, until its end of the pipe is closed.
+    """Computes the work that rank 0 announces, until its end of the pipe is closed.
 
     Args:
-        take_other: computes what is neither a forward nor a move.
+        take_other: handles messages that are neither a forward nor a move.
     """
     while True:
         try:
@@ -145,7 +145,7 @@ def follow(
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:
-    """Returns what the other end of a broadcast has to know of a tensor."""
+    """Returns the type and shape that the receiver of a tensor needs."""
     return TensorSpec(tensor.dtype, tuple(tensor.shape))
 
 
@@ -163,7 +163,7 @@ def packed(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def received(specs: Sequence[TensorSpec], group: TensorGroup, device: torch.device) -> list[Tensor]:
-    """Takes in what rank 0 packed and broadcasts."""
+    """Receives the tensors that rank 0 packed and broadcasts."""
     sizes = [spec.size_bytes + -spec.size_bytes % _ALIGNMENT for spec in specs]
     packed = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     group.broadcast(packed)
@@ -174,22 +174,21 @@ def received(specs: Sequence[TensorSpec], group: TensorGroup, device: torch.devi
     ]
 
 
-# Keeps passes that grow whole trees in step in the processes of a tensor group.
+# Passes that grow whole trees, on all ranks of a tensor group.
 #
-# A pass needs nothing but what the host knows of its sequences, so rank 0 sends that through the
-# pipe, and a word for each part of the pass. Every rank computes all logits, chooses the same
-# tokens from them and lays out the next level by itself: no tensor passes between the ranks but
-# the sums and the logits of the forwards.
+# A pass needs only host data of its sequences, so rank 0 sends that through the pipe, and a message
+# for each part of the pass. Every rank computes all logits, chooses the same tokens from them and
+# lays out the next level by itself. Ranks exchange only the sums and the logits of the forwards.
 
 
 @dataclass(frozen=True, slots=True)
 class GrowerCall:
-    """What one of the two growers of a model does.
+    """A call of one of a model's two growers.
 
     Attributes:
-        is_split: it is the one whose passes can stop.
-        method: of `TreeGrower`; None queues the next part of the pass that was begun last.
-        args, options: of the method.
+        is_split: whether it is the grower whose passes can stop.
+        method: method of `TreeGrower`; None queues the next part of the pass begun last.
+        args, options: arguments of the method.
     """
 
     is_split: bool
@@ -199,14 +198,14 @@ class GrowerCall:
 
 
 class TreeLeader:
-    """Rank 0's side of one grower. Every call comes before the work it announces."""
+    """Rank 0's side of one grower. Every call precedes the work it announces."""
 
     def __init__(self, leader: Leader, *, is_split: bool = False) -> None:
         self._leader, self._is_split = leader, is_split
         self._num_begun = 0
 
     def split(self) -> TreeLeader:
-        """Returns that of the grower's split."""
+        """Returns the leader of the grower's `split`."""
         return TreeLeader(self._leader, is_split=True)
 
     def call(
@@ -219,7 +218,7 @@ class TreeLeader:
         self._leader.tell(GrowerCall(self._is_split, method, args, options))
 
     def announced(self, parts: Parts) -> Parts:
-        """Returns a pass that was begun, each part of which is announced from now on."""
+        """Wraps a pass that was begun, so that each of its parts is announced."""
         self._num_begun += 1
         return self._announced(parts, self._num_begun)
 
@@ -235,22 +234,22 @@ class TreeLeader:
             yield part
 
 
-# Keeps rounds on the device in step in the processes of a tensor group.
+# Rounds on the device, on all ranks of a tensor group.
 #
-# Rank 0 has the lanes, the host's view of them, and the trees, whoever drafts them. A follower has
-# only its part of the target, so a round sends it two tensors, on the stream: the trees with the
-# slots and pages of their rows, and the tokens that rank 0 drew. Where prompt tokens replace
-# trees, it sends the trees once more. Nothing is decided twice, so nothing can differ. Through the
-# pipe goes a word for each round.
+# Rank 0 has the lanes, on host and device, and the trees of any draft. A follower has only its part
+# of the target. So each round broadcasts two tensors on the stream: the trees with the slots and
+# pages of their rows, and the tokens that rank 0 drew. If prompt tokens replace trees, the trees
+# are sent once more. Only rank 0 decides, so ranks cannot differ. The pipe carries one message for
+# each round.
 
 
 @dataclass(frozen=True, slots=True)
 class RoundsKey:
-    """Which rounds of the target are meant.
+    """Names the rounds of one head and one shape.
 
     Attributes:
-        place: of the head, see `RoundSource.place`.
-        number: of the shape among those of the head.
+        place: index of the head, see `RoundSource.place`.
+        number: number of the shape among those of the head.
     """
 
     place: int
@@ -259,11 +258,12 @@ class RoundsKey:
 
 @dataclass(frozen=True, slots=True)
 class OpenRounds:
-    """Rounds of one shape are to come; they replace those that had the key before.
+    """Opens rounds of one shape, in place of earlier rounds with the same key.
 
     Attributes:
         num_pages: columns of the page tables that rank 0 sends.
-        features: that rank 0 keeps, without their projection: a stage has to send them.
+        features: features that rank 0 keeps, without their projection; a pipeline stage has to send
+            them.
     """
 
     key: RoundsKey
@@ -286,7 +286,7 @@ class QueueRound:
     """A round of at least the first `num_slots` slots.
 
     Attributes:
-        has_chunks: prompt tokens replace some trees, see `PromptChunks`.
+        has_chunks: whether prompt tokens replace some trees, see `PromptChunks`.
     """
 
     key: RoundsKey
@@ -296,10 +296,10 @@ class QueueRound:
 
 
 class RoundLeader:
-    """Rank 0's side of the rounds of one shape. Every call comes before the work it announces.
+    """Rank 0's side of the rounds of one shape. Every call precedes the work it announces.
 
     Attributes:
-        is_waited_for: something was announced and broke off, so the others wait for ever.
+        is_waited_for: whether announced work failed on rank 0, so that the followers wait for ever.
     """
 
     def __init__(self, leader: Leader, key: RoundsKey) -> None:
@@ -312,13 +312,13 @@ class RoundLeader:
         self._leader.tell(OpenRounds(self._key, sized, num_pages, plain))
 
     def capturing(self, num_slots: int, sampling: RoundSampling) -> AbstractContextManager[None]:
-        """Announces that its body captures the graphs of a round."""
+        """Announces that the body captures the graphs of a round."""
         return self._announced(CaptureRound(self._key, num_slots, sampling))
 
     def queueing(
         self, num_slots: int, sampling: RoundSampling, *, has_chunks: bool
     ) -> AbstractContextManager[None]:
-        """Announces that its body queues a round."""
+        """Announces that the body queues a round."""
         return self._announced(QueueRound(self._key, num_slots, sampling, has_chunks))
 
     @contextmanager
@@ -331,7 +331,7 @@ class RoundLeader:
 
 @dataclass(frozen=True, slots=True)
 class SentTrees:
-    """Rank 0's trees, which the others get as soon as they have grown. See `TreeSource`."""
+    """Rank 0's trees, sent to the followers as soon as they have grown. See `TreeSource`."""
 
     source: TreeSource
     group: TensorGroup
@@ -340,14 +340,14 @@ class SentTrees:
         """See `TreeSource.grow`."""
         tree = self.source.grow(state, sampling)
         sent = _sent(tree)
-        assert [spec_of(each) for each in sent] == _specs(state, tree.rows.token_ids.shape[1])
+        assert list(map(spec_of, sent)) == _specs(state, tree.rows.token_ids.shape[1])
         self.group.broadcast(packed(sent))
         return tree
 
 
 @dataclass(frozen=True, slots=True)
 class SentChunks:
-    """Rank 0's prompt chunks; the others get the trees that they are written over. See
+    """Rank 0's prompt chunks; sends the trees that they overwrite to the followers. See
     `RoundChunks`."""
 
     chunks: PromptChunks
@@ -365,46 +365,46 @@ class SentChunks:
 
 @dataclass(frozen=True, slots=True)
 class ReceivedChunks:
-    """The trees over which rank 0 wrote prompt chunks, in another process. See `RoundChunks`."""
+    """A follower's copy of trees overwritten with rank 0's prompt chunks. See `RoundChunks`."""
 
     group: TensorGroup
 
     def replace(self, tree: RoundTree, state: RoundState) -> None:
-        """Writes what rank 0 has over the trees that it had sent."""
-        own = _sent(tree)
-        sent = received([spec_of(each) for each in own], self.group, state.numbers.device)
-        for each, new in zip(own, sent, strict=True):
-            each.copy_(new)
+        """Overwrites the trees with those that rank 0 sends."""
+        tensors = _sent(tree)
+        sent = received([*map(spec_of, tensors)], self.group, state.numbers.device)
+        for tensor, new in zip(tensors, sent, strict=True):
+            tensor.copy_(new)
 
     def accept(self, drawn: Tensor) -> None:
-        """Rank 0 sends what is drawn."""
+        """Does nothing, as rank 0 broadcasts the drawn tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedTrees:
-    """The trees that rank 0 sends, in another process. See `TreeSource`."""
+    """The trees that a follower receives from rank 0. See `TreeSource`."""
 
     batches: RoundBatches
     group: TensorGroup
 
     def grow(self, state: RoundState, sampling: RoundSampling) -> RoundTree:
-        """See `TreeSource.grow`; of the state only its size counts."""
+        """See `TreeSource.grow`; only the size of the state matters."""
         specs = _specs(state, self.batches.shape.num_tree_rows)
         tensors = received(specs, self.group, state.numbers.device)
         return TreeTensors(*tensors[:-1]).laid_out(tensors[-1], self.batches)
 
 
 def _sent(tree: RoundTree) -> list[Tensor]:
+    """Returns the tensors of trees that rank 0 sends."""
     rows, batch = tree.rows, tree.batch
-    wide = [
-        each.view_as(rows.token_ids) for each in (batch.token_ids, batch.positions, batch.slots)
-    ]
+    flat = (batch.token_ids, batch.positions, batch.slots)
+    wide = [tensor.view_as(rows.token_ids) for tensor in flat]
     lengths = [batch.kv_lengths, batch.prefix_lengths, batch.page_table]
     return [rows.token_ids, rows.parents, rows.depths, rows.visible, *wide, *lengths]
 
 
 def _specs(state: RoundState, num_rows: int) -> list[TensorSpec]:
-    """Returns what `_sent` has for the slots of a state."""
+    """Returns the specs of the tensors of `_sent` for the slots of a state."""
     num_slots, num_pages = state.page_table.shape
     wide = TensorSpec(torch.int64, (num_slots, num_rows))
     seen = TensorSpec(torch.bool, (num_slots, num_rows, num_rows))

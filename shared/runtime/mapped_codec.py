@@ -1,4 +1,4 @@
-"""Commands of rounds in mapped memory, in protobuf; see `mapped_rounds`."""
+"""Protobuf messages of the commands of `mapped_rounds`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def command_message(command: MappedCommand) -> pb.MappedHeadCommand:
         sampling_kind=command.sampling.value,
         backlogs=map(_backlog_message, command.backlogs),
         ahead=command.is_ahead,
-        open_shape_number=command.reads_open,
+        open_shape_number=command.open_shape_number,
     )
     return pb.MappedHeadCommand(round=announced)
 
@@ -50,7 +50,7 @@ def command_from_message(message: pb.MappedHeadCommand) -> MappedCommand | None:
     """
     match message.WhichOneof("command"):
         case "open":
-            return _opening(message.open)
+            return _open_command(message.open)
         case "prepare":
             prepare = message.prepare
             return PrepareMapped(
@@ -84,32 +84,32 @@ def _open_message(command: OpenMapped) -> pb.MappedHeadOpen:
         last_round=command.last_round,
         shapes=[
             pb.MappedHeadShape(
-                tree=shape_message(each.shape.tree),
-                row_count=each.shape.num_tree_rows,
-                max_kv_length=each.shape.max_kv_length,
-                max_sequence_count=each.max_sequences,
-                outcome_count=each.shape.num_outcomes,
+                tree=shape_message(sized.shape.tree),
+                row_count=sized.shape.num_tree_rows,
+                max_kv_length=sized.shape.max_kv_length,
+                max_sequence_count=sized.max_sequences,
+                outcome_count=sized.shape.num_outcomes,
             )
-            for each in command.shapes
+            for sized in command.shapes
         ],
     )
 
 
-def _opening(message: pb.MappedHeadOpen) -> OpenMapped:
+def _open_command(message: pb.MappedHeadOpen) -> OpenMapped:
     return OpenMapped(
         RingAddress(message.shared_file, message.cuda_ipc_handle),
         _feature_address(message),
         tuple(
             SizedShape(
                 RoundShape(
-                    shape_from_message(each.tree),
-                    each.row_count,
-                    each.max_kv_length,
-                    each.outcome_count,
+                    shape_from_message(sized.tree),
+                    sized.row_count,
+                    sized.max_kv_length,
+                    sized.outcome_count,
                 ),
-                each.max_sequence_count,
+                sized.max_sequence_count,
             )
-            for each in message.shapes
+            for sized in message.shapes
         ),
         message.last_round,
     )

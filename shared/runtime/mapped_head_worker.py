@@ -1,7 +1,7 @@
 """The head's side of rounds with a target in another process; see `mapped_rounds`.
 
-Commands come in order, before the target queues what they announce. They are queued on the
-device, which waits for the target by itself, so they may be late by as much as a round takes.
+Commands come in order, before the target queues the rounds that they announce. The worker queues
+them on the device, which waits for the target by itself. So it may be late by up to one round.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from shared.runtime.tree_model import RoundModel
 
 logger = logging.getLogger(__name__)
 LONGEST_WAIT_US = 10_000_000
-"""A target that announced a round and does not begin it has ended."""
-# Kernels are compiled for kinds of lengths, and for few or many rows at once.
+"""If an announced round does not begin within that time, the target has ended."""
+# Prompt lengths and batch sizes of the warm-up, which compiles a kernel for each kind of them.
 _PROMPT_LENGTHS = (1, 2, 9, 16, 17, 40, 100, 300, 512, 700, 2048)
 _GROUP_SIZES = (1, 2, 8, 40)
 _WORDS_A_PROGRAM = 1024
@@ -52,11 +52,11 @@ _WORD_BYTES = 8
 
 
 class MappedFeatures:
-    """Features of the target's tokens, read where they are.
+    """Features of the target's tokens, read in the target's memory.
 
     Args:
-        width: W.
-        device: of the head.
+        width: W, elements of a row.
+        device: the head's device.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class MappedFeatures:
     @classmethod
     def of(cls, command: OpenMapped, spec: FeatureSpec, device: torch.device) -> MappedFeatures:
         """Raises:
-        RingUnavailable: they cannot be mapped.
+        RingUnavailable: the memory of the features cannot be mapped.
         """
-        place = command.features
-        if place is None:
+        features = command.features
+        if features is None:
             raise RingUnavailable("the target does not say where the features are")
-        size_bytes = place.num_rows * spec.width * spec.dtype.itemsize
-        memory = open_memory(place.address, size_bytes, device)
-        return cls(memory, place.start_bytes, spec.width, spec.dtype, device)
+        size_bytes = features.num_rows * spec.width * spec.dtype.itemsize
+        memory = open_memory(features.address, size_bytes, device)
+        return cls(memory, features.start_bytes, spec.width, spec.dtype, device)
 
     def gather(self, slots: Tensor) -> Tensor:
         """Returns the rows `[N, W]` at slots `[N]` int64 of the target's pool."""
@@ -85,7 +85,7 @@ class MappedFeatures:
         return rows
 
     def gather_into(self, slots: Tensor, rows: Tensor) -> None:
-        """Fills contiguous `rows` `[N, W]`; on a GPU it is queued."""
+        """Fills contiguous `rows` `[N, W]`; on a GPU it queues the copy."""
         row_bytes = self._width * self._dtype.itemsize
         if self._device.type != "cuda":
             for row, slot in zip(rows, slots.tolist(), strict=True):
@@ -105,8 +105,8 @@ class MappedFeatures:
 
 
 class _Part(enum.Enum):
-    """What a round has the device do: its trees grow, or are taken from the chains that were
-    prepared, and chains are prepared for the next one."""
+    """A part of a round: grow its trees, or select them among the prepared chains; and prepare
+    chains for the next round."""
 
     GROW = enum.auto()
     SELECT = enum.auto()
@@ -115,7 +115,7 @@ class _Part(enum.Enum):
 
 _SPANS = {_Part.GROW: "propose", _Part.SELECT: "select", _Part.PREPARE: "ahead"}
 _GraphKey: TypeAlias = tuple[int, RoundSampling, _Part]
-"""Lanes that are computed, and kind of noise."""
+"""Computed lanes, kind of noise, and part."""
 
 
 @dataclass(slots=True, eq=False)
@@ -124,8 +124,8 @@ class _Rounds:
 
     Attributes:
         state: the lanes that may take part.
-        features: `[S * W, any]`, those of the open rows; None where they read none.
-        chains: see `OutcomeChains`; None where none are prepared.
+        features: `[S * W, any]`, features of the open rows; None if they read none.
+        chains: chains prepared for verdicts; None for shapes without.
     """
 
     shape: SizedShape
@@ -136,7 +136,7 @@ class _Rounds:
     graphs: dict[_GraphKey, torch.cuda.CUDAGraph] = field(default_factory=dict)
 
     def parts(self, num_slots: int) -> tuple[_Part, ...]:
-        """Returns what rounds of so many lanes may do."""
+        """Returns the parts that rounds of `num_slots` lanes may have."""
         is_ahead = self.chains is not None and num_slots <= MAX_LANES_AHEAD
         return tuple(_Part) if is_ahead else (_Part.GROW,)
 
@@ -145,12 +145,12 @@ class MappedHeadWorker:
     """Runs the rounds of one target, on a stream of their own. For one thread.
 
     Args:
-        model: with pages as large as the target's.
-        stream: None makes one.
-        on_span: hears when its parts of rounds began and ended.
+        model: draft model with pages as large as the target's.
+        stream: None creates a new stream.
+        on_span: receives the start and end times of the parts of rounds.
 
     Attributes:
-        stream: of the GPU; None on a CPU.
+        stream: the GPU stream of the rounds; None on a CPU.
 
     Raises:
         RingUnavailable: the target's memory cannot be mapped.
@@ -185,36 +185,35 @@ class MappedHeadWorker:
         self._gone = torch.zeros(1, dtype=torch.int32, pin_memory=self._is_cuda)
         self._current = torch.zeros(1, dtype=torch.int32, device=device)
         self._graph_memory: Any = torch.cuda.graph_pool_handle() if self._is_cuda else None
-        # A copy of the target's.
+        # A copy of the target's state.
         self._state = self._layout.sizes.empty_state(device)
-        self._rounds = [self._made(model, shape) for shape in command.shapes]
-        # Those whose last round has prepared chains for the next one.
+        self._rounds = [self._new_rounds(model, sized) for sized in command.shapes]
+        # The rounds whose last round has prepared chains for the next one.
         self._prepared: _Rounds | None = None
 
-    def _made(self, model: RoundModel, shape: SizedShape) -> _Rounds:
-        pool, spec = model.pool, model.feature_spec
-        features = None
+    def _new_rounds(self, model: RoundModel, sized: SizedShape) -> _Rounds:
+        pool, spec, shape = model.pool, model.feature_spec, sized.shape
+        features = chains = None
         if spec is not None:
-            num_rows = shape.max_sequences * shape.shape.max_committed
+            num_rows = sized.max_sequences * shape.max_committed
             features = torch.zeros((num_rows, spec.width), dtype=spec.dtype, device=self._device)
-        code = model.code(RoundBatches(shape.shape, pool.page_size), features)
-        chains = None
-        if shape.shape.num_outcomes and spec is None:
-            chains = OutcomeChains(shape.shape, shape.max_sequences, self._device)
-        return _Rounds(shape, state_of_shape(self._state, shape), code, features, chains)
+        code = model.code(RoundBatches(shape, pool.page_size), features)
+        if shape.num_outcomes and spec is None:
+            chains = OutcomeChains(shape, sized.max_sequences, self._device)
+        return _Rounds(sized, state_of_shape(self._state, sized), code, features, chains)
 
     def wait_for_caller(self) -> None:
-        """What is queued from now on waits for what is queued on the current stream."""
+        """Makes rounds queued from now on wait for the work on the current stream."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def hold_caller(self) -> None:
-        """What is queued on the current stream from now on waits for the rounds queued so far."""
+        """Makes later work on the current stream wait for the rounds queued so far."""
         if self.stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self.stream)
 
     def abandon(self) -> None:
-        """The target has gone: nothing that is queued waits for it."""
+        """Ends all waits for the target, because it has gone."""
         self._gone[0] = 1
 
     def _on_stream(self) -> AbstractContextManager[object]:
@@ -230,18 +229,18 @@ class MappedHeadWorker:
                     self._graph(rounds, num_slots, command.sampling, part)
 
     def warm_up(self, head_pages: Sequence[int]) -> None:
-        """Computes prompts of many lengths, for nobody, so that no kernel is compiled later.
+        """Computes dummy prompts of many lengths, so that no kernel is compiled later.
 
         Args:
-            head_pages: whose contents nobody needs.
+            head_pages: free pages, which the prompts overwrite.
         """
         if self.stream is None:
             return
         with self._on_stream():
-            self._read_prompts(head_pages)
+            self._compute_prompts(head_pages)
         self.stream.synchronize()
 
-    def _read_prompts(self, head_pages: Sequence[int]) -> None:
+    def _compute_prompts(self, head_pages: Sequence[int]) -> None:
         for size in _GROUP_SIZES:
             for length in _PROMPT_LENGTHS:
                 num_pages = -(-(length + 1) // self._page_size)
@@ -256,8 +255,8 @@ class MappedHeadWorker:
 
     @torch.inference_mode()
     def take(self, command: MappedRound) -> None:
-        """Queues a round: waits for the target, computes the backlogs, grows the trees. Where there
-        is no memory for that, the round has no trees, and the target asks again a little later."""
+        """Queues a round: waits for the target, computes the backlogs, grows the trees. If memory
+        runs out, the round has no trees, and the target asks again a little later."""
         with self._on_stream():
             try:
                 self._take(command)
@@ -271,17 +270,17 @@ class MappedHeadWorker:
     def _take(self, command: MappedRound) -> None:
         self._round += 1
         if self._features is None:
-            # It waits for nothing that the target has yet to compute.
-            self._read(command.backlogs)
+            # Without features the backlogs depend on nothing that the target has yet to compute.
+            self._compute_backlogs(command.backlogs)
             self._await_go()
         else:
             self._await_go()
-            self._read(command.backlogs)
-        if command.reads_open is not None:
-            self._read_open_rows(self._rounds[command.reads_open], command.num_slots)
+            self._compute_backlogs(command.backlogs)
+        if command.open_shape_number is not None:
+            self._read_open_rows(self._rounds[command.open_shape_number], command.num_slots)
         rounds, num_slots = self._rounds[command.number], command.num_slots
         is_ahead = command.is_ahead and _Part.PREPARE in rounds.parts(num_slots)
-        # What was prepared is for nobody where all sequences are new.
+        # If all sequences are new, no prepared chain is for them.
         is_new = len(command.backlogs) >= num_slots
         was_prepared = is_ahead and self._prepared is rounds and not is_new
         self._run(rounds, num_slots, command.sampling, _Part.SELECT if was_prepared else _Part.GROW)
@@ -289,7 +288,7 @@ class MappedHeadWorker:
             self._run(rounds, num_slots, command.sampling, _Part.PREPARE)
         self._prepared = rounds if is_ahead else None
 
-    def _read(self, backlogs: Sequence[HeadBacklog]) -> None:
+    def _compute_backlogs(self, backlogs: Sequence[HeadBacklog]) -> None:
         if backlogs:
             with self._timed("read"):
                 self._catch_up.run(backlogs)
@@ -312,19 +311,19 @@ class MappedHeadWorker:
     ) -> torch.cuda.CUDAGraph:
         kind = rounds.code.kind_of(sampling)
         if part is _Part.SELECT:
-            kind = RoundSampling.GREEDY  # it draws nothing
+            kind = RoundSampling.GREEDY  # selection draws nothing
         key = (self._num_computed(rounds, num_slots), kind, part)
         graph = rounds.graphs.get(key)
         if graph is None:
-            # Loads kernels outside of the graph, for nobody.
-            nobody, chains = rounds.state.first(key[0]).emptied(), rounds.chains
+            # A run over empty slots loads kernels outside of the graph.
+            empty, chains = rounds.state.first(key[0]).emptied(), rounds.chains
             if part is _Part.GROW:
-                nobody.limit_open(rounds.shape.shape.max_committed)
-                self._draw(rounds, nobody, kind)
+                empty.limit_open(rounds.shape.shape.max_committed)
+                self._draw(rounds, empty, kind)
             elif chains is not None and part is _Part.PREPARE:
-                chains.prepare(rounds.code, nobody, kind)
+                chains.prepare(rounds.code, empty, kind)
             elif chains is not None:
-                chains.select(nobody)
+                chains.select(empty)
             graph = torch.cuda.CUDAGraph()
             with capturing(graph, self._graph_memory, self.stream):
                 self._queue(rounds, *key)
@@ -332,7 +331,7 @@ class MappedHeadWorker:
         return graph
 
     def _queue(self, rounds: _Rounds, num_slots: int, sampling: RoundSampling, part: _Part) -> None:
-        """Does a part of a round of the first slots; may be captured in a graph."""
+        """Queues a part of a round of the first slots; a graph may capture it."""
         state, chains = rounds.state.first(num_slots), rounds.chains
         if part is _Part.PREPARE:
             assert chains is not None
@@ -353,13 +352,13 @@ class MappedHeadWorker:
         self._raise_done()
 
     def _draw(self, rounds: _Rounds, state: RoundState, sampling: RoundSampling) -> Tensor:
-        """Returns tokens and parents `[S, 2, T]` int64 of the trees."""
+        """Grows trees; returns their tokens and parents `[S, 2, T]` int64."""
         seen = rounds.code.seen(state)
         rows = grown(rounds.code, seen, sampling, *self._open_rows(rounds, seen)).rows
         return torch.stack((rows.token_ids, rows.parents), dim=1)
 
     def _open_rows(self, rounds: _Rounds, seen: RoundState) -> tuple[ForwardBatch, Tensor]:
-        """Returns the open rows, with what they read at hand."""
+        """Returns the open rows, after their features were gathered."""
         batch, sources = rounds.code.open_rows(seen)
         if self._features is not None and rounds.features is not None:
             self._features.gather_into(sources, rounds.features[: len(sources)])
@@ -367,7 +366,7 @@ class MappedHeadWorker:
         return batch, sources
 
     def _read_open_rows(self, rounds: _Rounds, num_slots: int) -> None:
-        """Computes all open rows of the first slots, after rounds of a shape."""
+        """Computes the open rows of the first slots as the last round left them, of this shape."""
         num_slots = self._num_computed(rounds, num_slots)
         self._copy_state(num_slots)
         seen = rounds.code.seen(rounds.state.first(num_slots))

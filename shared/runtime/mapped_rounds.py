@@ -1,14 +1,14 @@
-"""Memory through which a target and the process of a draft's head run rounds together.
+"""Shared memory through which a target and a draft head in another process run rounds together.
 
-The target owns all of it, and the head's process maps it. The target writes the state of the lanes
-and the features; the head writes trees. Two counters order the two: the target raises `GO` once all
-that the head reads of a round is written, and the head raises `DONE` behind its trees. Each side
-waits for the other's counter on its device's stream, so no host is between two rounds. A head that
-cannot draft in a round, because it has no memory for it, says so in `FAILED`, and raises `DONE` all
-the same; whoever has gone is not waited for.
+The target owns the memory, and the head's process maps it. The target writes the state of the lanes
+and the features; the head writes trees. Two counters synchronize them: the target raises `GO` once
+it has written all inputs of a round, and the head raises `DONE` behind its trees. Each side waits
+for the other's counter on its device's stream, so no host is involved between two rounds. A head
+that runs out of memory in a round stores the round's number in `FAILED`, and raises `DONE` all the
+same. A side that has gone is not waited for.
 
 Nothing that the head writes can change a token: the target reads each tree once, into memory of its
-own, and mends what is not a tree.
+own, and mends invalid trees.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ from shared.tokens import TreeShape
 
 _ALIGNMENT = 256
 GO, DONE, FAILED = 0, _ALIGNMENT, _ALIGNMENT + 4
-"""Where the counters are, and the number of the last round that the head could not draft in, int32
-each, in bytes."""
+"""Byte offsets of the two counters, and of the number of the last round that failed; int32 each."""
 _LATE, _GONE = 0, 1
 _NUM_SAMPLING_COLUMNS = 4
 _SHORTEST_NAP_S = 2e-5
@@ -49,10 +48,9 @@ _NAP_SHARE = 1 / 16
 
 
 def wait_for_round(number: int, read: Callable[[], int], longest_s: float, gone: Tensor) -> bool:
-    """Waits on the host until a counter has come to a round; returns whether it has in time.
+    """Waits on the host until a counter reaches a round's number; returns whether it did in time.
 
-    The longer it has waited, the longer it sleeps before it reads the counter again: whoever is
-    waited for may need this core.
+    Pauses between two reads of the counter grow with the wait, because the peer may need this core.
 
     Args:
         read: returns the counter.
@@ -69,11 +67,11 @@ def wait_for_round(number: int, read: Callable[[], int], longest_s: float, gone:
 
 @dataclass(frozen=True, slots=True)
 class MappedLayout:
-    """Where everything begins, in bytes. Both sides work it out from the shapes.
+    """Byte offsets in the memory, which both sides derive from the shapes.
 
     Attributes:
-        sizes: of the state of the lanes; its parts follow, see `RoundState`.
-        trees: tokens and parents `[S, 2, T]` int64 of the round under way, whatever its shape.
+        sizes: sizes of the lanes' state; the next attributes are its parts, see `RoundState`.
+        trees: tokens and parents `[S, 2, T]` int64 of the round under way, of any shape.
     """
 
     sizes: StateSizes
@@ -94,9 +92,10 @@ class MappedLayout:
             8 * rows * _NUM_SAMPLING_COLUMNS,
             4 * rows * pages,
             4 * rows * pages,
-            max(16 * each.max_sequences * each.shape.num_tree_rows for each in shapes),
+            max(16 * sized.max_sequences * sized.shape.num_tree_rows for sized in shapes),
         )
-        ends = accumulate(map(_aligned, part_bytes), initial=2 * _ALIGNMENT)
+        aligned = (-(-size_bytes // _ALIGNMENT) * _ALIGNMENT for size_bytes in part_bytes)
+        ends = accumulate(aligned, initial=2 * _ALIGNMENT)
         return cls(sizes, *ends)
 
     def state_within(self, memory: Tensor) -> RoundState:
@@ -115,18 +114,14 @@ class MappedLayout:
         )
 
 
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
 @dataclass(frozen=True, slots=True)
 class FeatureAddress:
-    """Where the features of the target's tokens are for the head's process.
+    """The address of the target's features for the head's process.
 
     Attributes:
-        address: of the allocation that holds them.
-        start_bytes: where they begin in it.
-        num_rows: one for each slot of the target's pool.
+        address: address of the allocation that holds them.
+        start_bytes: offset of the first row.
+        num_rows: number of rows, one for each slot of the target's pool.
     """
 
     address: RingAddress
@@ -151,11 +146,12 @@ class OpenMapped:
 
 @dataclass(frozen=True, slots=True)
 class PrepareMapped:
-    """Asks for what rounds of a size need once. The process says when it is ready, see `is_last`.
+    """Asks the head to capture the graphs for rounds of one size. It reports when it is ready, see
+    `is_last`.
 
     Attributes:
-        number: of the shape.
-        is_last: nothing else is to be prepared.
+        number: number of the shape.
+        is_last: whether this is the last preparation.
     """
 
     number: int
@@ -169,12 +165,12 @@ class MappedRound:
     """Announces a round before the target queues it.
 
     Attributes:
-        number: of the shape.
+        number: number of the shape.
         backlogs: rows that the head computes first.
-        reads_open: number of the shape whose open rows it computes then, because this one's has
-            fewer; None where it need not.
-        is_ahead: the trees are those that were prepared for the verdicts, where the round before
-            was one such; and behind them chains are prepared for the next one.
+        open_shape_number: number of the shape whose open rows the head computes then, because this
+            shape has room for fewer; None for none.
+        is_ahead: whether the head prepares chains for the next round. The trees then are the chains
+            that the round before has prepared, if any.
     """
 
     number: int
@@ -182,7 +178,7 @@ class MappedRound:
     sampling: RoundSampling
     backlogs: tuple[HeadBacklog, ...] = ()
     is_ahead: bool = False
-    reads_open: int | None = None
+    open_shape_number: int | None = None
 
 
 MappedCommand = OpenMapped | PrepareMapped | MappedRound
@@ -191,18 +187,17 @@ MappedCommand = OpenMapped | PrepareMapped | MappedRound
 # The target's side.
 
 LONGEST_WAIT_US = {"cuda": 40_000, "cpu": 1_000_000}
-"""A tree that takes so much longer than a whole round should is not waited for: a host that is busy
-announces rounds late."""
+"""Longest wait for trees beyond the time of a whole round: a busy host announces rounds late."""
 UNKNOWN_ROUND_S = 0.03
-"""What a round should take whose time was not measured."""
+"""Assumed time of a round that was not measured."""
 WAIT_A_BACKLOG_US, WAIT_A_ROW_US = 50_000, 20
-"""Added where rows of prompts are computed first, and for each of them."""
+"""Extra wait if the head computes prompt rows first, and for each of these rows."""
 WARM_UP_WAIT_US = 2_000_000
 _LONGEST_US = 2**31 - 1
 
 
 Send = Callable[[Sequence[MappedCommand]], bool]
-"""Hands commands to the head's process; False where it does not keep up."""
+"""Sends commands to the head's process; returns False if it does not keep up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +205,8 @@ class MappedSource:
     """A kind of head in another process.
 
     Attributes:
-        vocab_size: tokens that it can propose.
-        shapes: of all rounds, in the order of their numbers.
+        vocab_size: number of tokens that it can propose.
+        shapes: shapes of all rounds, in the order of their numbers.
     """
 
     vocab_size: int
@@ -222,9 +217,9 @@ class MappedHead(HeadPlace):
     """A head of another process. Owned by the engine thread.
 
     Args:
-        spec: the hidden states that it reads.
-        features: where they are; None for a model that reads none.
-        target_vocab_size: trees may hold only tokens below it.
+        spec: the hidden states that the head reads.
+        features: address of these features; None for a model that reads none.
+        target_vocab_size: the target's vocabulary size; trees may hold only tokens below it.
     """
 
     def __init__(
@@ -241,7 +236,7 @@ class MappedHead(HeadPlace):
         RingUnavailable: the memory cannot be shared.
         """
         self.source, self.code = source, None
-        self._send: Send = _nobody
+        self._send: Send = _refuse
         self.spec, self._shapes, self.page_size = spec, source.shapes, page_size
         self.target_vocab_size = target_vocab_size
         self._layout = MappedLayout.of(source.shapes, page_size)
@@ -252,13 +247,13 @@ class MappedHead(HeadPlace):
         self._late_before = 0
         self._longest_us = LONGEST_WAIT_US[device.type]
         self._backlogs: list[HeadBacklog] = []
-        # Of the head's counter, on its way.
-        self._seen: HostCopy | None = None
+        # Copy of the head's counter, on its way to the host.
+        self._done_copy: HostCopy | None = None
         self.is_open = self.is_broken = False
         self._is_warming_up = True
         self._round_s: RoundSeconds | None = None
         self._is_cuda = is_cuda = device.type == "cuda"
-        # The last round whose trees did not come in time, and whether the process has gone.
+        # The last round whose trees came too late, and whether the process has gone.
         self._notes = torch.zeros(2, dtype=torch.int32, pin_memory=is_cuda)
 
     def shape(self, tree: TreeShape, max_context_tokens: int) -> RoundShape:
@@ -266,66 +261,66 @@ class MappedHead(HeadPlace):
             tree,
             draft_vocab_size=self.source.vocab_size,
             max_context_tokens=max_context_tokens,
-            num_outcomes=max(each.shape.num_outcomes for each in self._shapes),
+            num_outcomes=max(sized.shape.num_outcomes for sized in self._shapes),
         )
 
     def open(self, send: Send, prepared: Sequence[PrepareMapped]) -> None:
-        """Has a process map the memory and prepare for rounds."""
+        """Asks a process to map the memory and to prepare for rounds."""
         self._send, self.is_open, self.is_broken = send, True, False
         self._is_warming_up, self._backlogs = True, []
         self._notes[_GONE] = 0
         self.forgive()
         opening = OpenMapped(self._memory.address, self._features, self._shapes, self._round)
-        self._tell(opening, *prepared)
+        self._send_all(opening, *prepared)
 
     def close(self) -> None:
-        """The process has left; another one may come."""
-        self._send, self.is_open, self.is_broken = _nobody, False, True
+        """Ends the use of a process that has left; `open` may name another one."""
+        self._send, self.is_open, self.is_broken = _refuse, False, True
 
     def abandon(self) -> None:
-        """Ends the waits of all rounds under way, and of those to come until `open`: the process
-        has gone. From any thread, as the engine's may wait for one of these rounds."""
+        """Ends the waits of all rounds under way, and of later ones until `open`, because the
+        process has gone. Callable from any thread: the engine's may be in one of these waits."""
         self._notes[_GONE] = 1
 
     def warmed_up(self, round_s: RoundSeconds | None) -> None:
-        """See `HeadPlace.warmed_up`: late trees count from now on."""
+        """See `HeadPlace.warmed_up`. From now on late trees count."""
         self._is_warming_up, self._round_s = False, round_s
         self.forgive()
 
     @property
     def is_late(self) -> bool:
-        """Whether trees did not come in time since `forgive`, or the process is not heard any
-        more."""
+        """Whether trees came too late since `forgive`, or the process has gone or does not keep
+        up."""
         late, gone = self._notes.tolist()
         return self.is_broken or bool(gone) or late != self._late_before
 
     @property
     def has_caught_up(self) -> bool:
-        """Whether the process has done every round that was announced; on a GPU as it was some time
-        ago, because nothing is waited for. One that is frozen has not."""
-        if self._seen is None:
+        """Whether the process has finished every announced round. On a GPU the answer is slightly
+        out of date, because it waits for nothing. A frozen process never catches up."""
+        if self._done_copy is None:
             counters = self._memory.elements[: DONE + 4].view(torch.int32)
-            self._seen = HostCopy(counters[DONE // 4 :])
-        if not self._seen.is_done:
+            self._done_copy = HostCopy(counters[DONE // 4 :])
+        if not self._done_copy.is_done:
             return False
-        seen, self._seen = int(self._seen.read()[0]), None
+        seen, self._done_copy = int(self._done_copy.read()[0]), None
         return seen >= self._round
 
     def forgive(self) -> None:
-        """Rounds begin anew: what was late does not count."""
+        """See `HeadPlace.forgive`."""
         self._late_before = int(self._notes[_LATE])
 
     def in_rounds(
         self, shapes: Sequence[SizedShape], feature_rows: Tensor | None, target: KvPool
     ) -> RoundHead:
-        assert self._shapes == tuple(shapes), "other shapes"
+        assert self._shapes == tuple(shapes), "the shapes differ from those of the memory"
         memory = self._memory.elements
         state = self._layout.state_within(memory)
         state.copy_(self._layout.sizes.empty_state(memory.device))
         return _MappedRounds(self, state, memory[self._layout.trees :].view(torch.int64))
 
     def catch_up(self, backlogs: Iterable[HeadBacklog]) -> None:
-        """Has the next round begin with some rows."""
+        """Adds rows that the head computes at the start of the next round."""
         self._backlogs += backlogs
 
     def begin(
@@ -335,23 +330,25 @@ class MappedHead(HeadPlace):
         sampling: RoundSampling,
         *,
         is_ahead: bool,
-        reads_open: int | None,
+        open_shape_number: int | None,
     ) -> None:
         """Announces a round and queues the wait for its trees on the current stream."""
         backlogs, self._backlogs = tuple(self._backlogs), []
         self._round += 1
-        self._tell(MappedRound(number, num_slots, sampling, backlogs, is_ahead, reads_open))
+        self._send_all(
+            MappedRound(number, num_slots, sampling, backlogs, is_ahead, open_shape_number)
+        )
         limit_us = WARM_UP_WAIT_US
         if not self._is_warming_up:
             tree = replace(self._shapes[number].shape.tree, is_ahead=is_ahead)
             round_s = self._round_s and self._round_s(tree, num_slots)
             limit_us = self._longest_us + int(1e6 * (round_s or UNKNOWN_ROUND_S))
-        num_rows = sum(each.num_rows for each in backlogs)
+        num_rows = sum(backlog.num_rows for backlog in backlogs)
         limit_us += WAIT_A_ROW_US * num_rows + (WAIT_A_BACKLOG_US if num_rows else 0)
-        # Who has left, or was late, is not waited for.
+        # A process that has gone, or was late, is not waited for.
         self._exchange(0 if self.is_late else min(limit_us, _LONGEST_US))
 
-    def _tell(self, *commands: MappedCommand) -> None:
+    def _send_all(self, *commands: MappedCommand) -> None:
         if not self.is_broken and not self._send(commands):
             self.is_broken = True
 
@@ -361,8 +358,8 @@ class MappedHead(HeadPlace):
             from shared.runtime.exchange_jit import exchange
 
             start, notes = memory.data_ptr(), self._notes.data_ptr()
-            places, numbers = (start + GO, start + DONE, notes), (self._late_before, self._round)
-            exchange[(1,)](*places, *numbers, limit_us, num_warps=1)
+            addresses, numbers = (start + GO, start + DONE, notes), (self._late_before, self._round)
+            exchange[(1,)](*addresses, *numbers, limit_us, num_warps=1)
             return
         counters = memory.view(torch.int32)
         counters[GO // 4] = self._round
@@ -372,19 +369,20 @@ class MappedHead(HeadPlace):
             self._notes[_LATE] = self._round
 
 
-def _nobody(_: Sequence[MappedCommand]) -> bool:
+def _refuse(_: Sequence[MappedCommand]) -> bool:
+    """See `Send`, while no process is connected."""
     return False
 
 
 class _MappedRounds(RoundHead):
     """Args:
-    trees: `[any]` int64, those of the round under way begin there.
+    trees: `[any]` int64, memory that begins with the trees of the round under way.
     """
 
     def __init__(self, head: MappedHead, state: RoundState, trees: Tensor) -> None:
         self._head, self._trees = head, trees
         self.state, self.feature_spec = state, head.spec
-        self._reads_open: int | None = None
+        self._open_shape_number: int | None = None
 
     @property
     def is_late(self) -> bool:
@@ -402,16 +400,18 @@ class _MappedRounds(RoundHead):
         )
 
     def read_open_rows(self, number: int, num_slots: int) -> None:
-        """See `RoundHead.read_open_rows`: the next round begins with it."""
-        self._reads_open = number
+        """See `RoundHead.read_open_rows`; the head does it at the start of the next round."""
+        self._open_shape_number = number
 
     def begin(
         self, number: int, num_slots: int, sampling: RoundSampling, *, is_ahead: bool
     ) -> None:
-        reads_open, self._reads_open = self._reads_open, None
-        self._head.begin(number, num_slots, sampling, is_ahead=is_ahead, reads_open=reads_open)
-        if reads_open is not None:
-            # The head has its own copy of the state by now, or is late.
+        open_shape_number, self._open_shape_number = self._open_shape_number, None
+        self._head.begin(
+            number, num_slots, sampling, is_ahead=is_ahead, open_shape_number=open_shape_number
+        )
+        if open_shape_number is not None:
+            # By now the head has its own copy of the state, or is late.
             self.state.limit_open(1)
 
 
@@ -420,7 +420,7 @@ class _MappedTrees:
     """See `TreeSource`.
 
     Attributes:
-        written: `[S, 2, T]` int64, by the head's process.
+        written: `[S, 2, T]` int64, the trees that the head's process writes.
     """
 
     written: Tensor
@@ -428,5 +428,5 @@ class _MappedTrees:
     vocab_size: int
 
     def grow(self, state: RoundState, sampling: RoundSampling) -> RoundTree:
-        """Reads the trees, once."""
+        """Reads the trees once."""
         return read_trees(self.written, state, self.batches, self.vocab_size)

@@ -1,4 +1,4 @@
-"""Memory of a device: how many KV pages fit beside the weights, and messages where too few do."""
+"""Device memory: how many KV pages fit beside the weights, and advice when memory runs out."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ import torch
 from shared.errors import SettingsError
 from shared.kv.pool import KvLayout
 
-# How torch writes sizes into the only thing that its error carries, a text.
+# How torch writes sizes into the text of its error, which carries nothing else.
 _SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
 _WANTED = re.compile(f"allocate {_SIZE}")
 _FREE = re.compile(f"of which {_SIZE} is free")
-# Torch's allocator of GPU memory has an error of its own; that of the host, cuBLAS, and the driver,
-# which loads kernels and makes graphs, say it in words.
-_OTHER_WORDS = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+# Torch's GPU allocator has an error class of its own. The host allocator, cuBLAS and the driver,
+# which loads kernels and instantiates graphs, report a shortage only in the text of an error.
+_SHORTAGE_TEXTS = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """The allocation that did not fit; None for sizes that are unknown.
+    """An allocation that did not fit; None for unknown sizes.
 
     Attributes:
-        wanted_bytes: of the one tensor that did not fit; more may be wanted behind it.
-        free_bytes: that the device had left.
+        wanted_bytes: size of the one tensor that did not fit; later tensors may need more.
+        free_bytes: free memory of the device.
     """
 
     wanted_bytes: int | None = None
@@ -39,10 +39,10 @@ class Shortage:
 
     @classmethod
     def of(cls, error: RuntimeError) -> Shortage:
-        """Reads the error's text.
+        """Parses the text of an out-of-memory error.
 
         Raises:
-            RuntimeError: the error itself, where it says nothing of memory.
+            RuntimeError: the error itself, if it is of another kind.
         """
         if not is_shortage(error):
             raise error
@@ -50,7 +50,7 @@ class Shortage:
 
     @property
     def missing_bytes(self) -> int | None:
-        """By how much it did not fit; all of it where memory is there, but in pieces."""
+        """Bytes that were missing; the whole allocation if memory was free but fragmented."""
         if self.wanted_bytes is None:
             return None
         missing = self.wanted_bytes - (self.free_bytes or 0)
@@ -65,12 +65,12 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """The KV cache, which takes what others then lack, and the setting behind its size.
+    """The size of the KV cache, which takes most memory, and the settings behind it.
 
     Attributes:
-        size_bytes: of keys and values.
-        fraction: `--mem-fraction-static` in force; None where nobody said.
-        max_total_tokens: the setting; where it is given, it decides alone.
+        size_bytes: size of keys and values.
+        fraction: `--mem-fraction-static` in force; None if it was not set.
+        max_total_tokens: the setting; if set, it alone decides the size.
     """
 
     size_bytes: int
@@ -78,7 +78,7 @@ class CacheSize:
     max_total_tokens: int | None = None
 
     def advice(self, shortage: Shortage) -> str:
-        """Returns what was missing, and which setting to lower to what."""
+        """Returns a message that names the missing memory, and the setting to lower."""
         return f"{shortage}; {self._setting(shortage.missing_bytes)}"
 
     def _setting(self, missing_bytes: int | None) -> str:
@@ -106,15 +106,15 @@ class CacheSize:
 
 
 def is_shortage(error: RuntimeError) -> bool:
-    """Whether an error says that a device has no memory left, after which all else goes on."""
+    """Whether an error means that a device is out of memory, after which other work can go on."""
     return isinstance(error, torch.OutOfMemoryError) or any(
-        words in str(error) for words in _OTHER_WORDS
+        text in str(error) for text in _SHORTAGE_TEXTS
     )
 
 
 @contextmanager
 def refusing_shortage(words: Callable[[Shortage], str]) -> Iterator[None]:
-    """Makes of a lack of memory in its body a `SettingsError` with these words.
+    """Turns an out-of-memory error of the body into a `SettingsError` with these words.
 
     Raises:
         SettingsError: memory ran out.
@@ -132,15 +132,15 @@ def in_words(size_bytes: int) -> str:
 
 
 def _bytes_at(pattern: re.Pattern[str], text: str) -> int | None:
-    found = pattern.search(text)
-    return None if found is None else int(float(found[1]) * _UNITS[found[2]])
+    match = pattern.search(text)
+    return None if match is None else int(float(match[1]) * _UNITS[match[2]])
 
 
-# Shares of the memory that is free once the weights are loaded, when the operator names none. A
-# GPU is ours alone but needs room for activations; a host is shared with everything else.
+# Default shares of the memory that is free once the weights are loaded. A GPU serves only us but
+# needs room for activations; a host is shared with other processes.
 _CUDA_FRACTION = 0.85
 _CPU_FRACTION = 0.25
-# On a host more than this many full-length sequences would be memory taken for nothing.
+# Cap on a host, in full-length sequences: a larger cache would take memory without use.
 _CPU_MAX_FULL_SEQUENCES = 32
 _MEMORY = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -150,7 +150,7 @@ class CacheTooSmall(SettingsError):
     """The share of memory that a cache may take does not hold one sequence.
 
     Attributes:
-        shortage: of the memory that the share is of.
+        shortage: what the device would need for that share, and what it has free.
     """
 
     def __init__(self, problem: str, shortage: Shortage) -> None:
@@ -177,22 +177,22 @@ def num_pages_for(
 
     Args:
         mem_fraction_static: share, in (0, 1], of the memory now free that the cache may take;
-            None chooses one for the kind of device.
+            None chooses a default for the kind of device.
         max_total_tokens: tokens the cache shall hold; None takes what the share allows.
         max_sequence_length: longest sequence that will be served, in tokens.
-        reserved_bytes: of the memory now free, what CUDA graphs will take.
-        step_bytes: that the largest step takes beside them. A share that nobody named leaves as
-            much, where the cache still holds one sequence.
-        token_bytes_elsewhere: what each token of the cache takes beside its keys and values, of
-            the same share.
-        most_tokens: beyond these more would be memory taken for nothing; counts where
-            `max_total_tokens` is None, and leaves room for the longest sequence.
+        reserved_bytes: memory that CUDA graphs will take, of the memory now free.
+        step_bytes: memory of the largest step beside that. A default share leaves it free, as long
+            as the cache still holds one sequence.
+        token_bytes_elsewhere: bytes that each token of the cache takes elsewhere, beside its keys
+            and values, of the same share.
+        most_tokens: most tokens of use to the cache, which still holds the longest sequence.
+            Ignored if `max_total_tokens` is given.
         free_bytes: memory now free; None asks the device.
 
     Raises:
-        SettingsError: if the cache would not fit.
-        CacheTooSmall: if it would not hold one sequence of full length. Both name the setting to
-            change.
+        SettingsError: the cache would not fit.
+        CacheTooSmall: the cache would not hold one sequence of full length. Both name the setting
+            to change.
     """
     free = free_memory_bytes(device) if free_bytes is None else free_bytes
     free = max(0, free - reserved_bytes)
@@ -209,7 +209,13 @@ def num_pages_for(
         return wanted + 1
     if affordable < needed:
         size = (needed + 1) * page_bytes
-        raise _too_small(size, free, fraction, max_sequence_length)
+        raise CacheTooSmall(
+            f"mem-fraction-static {fraction:g} of {_gib(free)} free is "
+            f"{_gib(int(free * fraction))}; one sequence of the context length, "
+            f"{max_sequence_length:,} tokens, takes {_gib(size)}: raise mem-fraction-static or "
+            f"lower context-length",
+            Shortage(int(size / fraction), free),
+        )
     if device.type == "cpu":
         affordable = min(affordable, needed * _CPU_MAX_FULL_SEQUENCES)
     if most_tokens is not None:
@@ -220,7 +226,7 @@ def num_pages_for(
 def free_memory_bytes(device: torch.device) -> int:
     """Returns bytes free on a CUDA device, or available to this process on the host."""
     if device.type == "cuda":
-        # What loading freed, as quantised weights' originals, is the allocator's until told.
+        # The allocator keeps what loading freed, such as quantised weights' originals, until then.
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
@@ -230,28 +236,28 @@ def free_memory_bytes(device: torch.device) -> int:
 
 
 def available_bytes(meminfo: Path = _MEMORY) -> int:
-    """Returns what processes of this host can still get. Files that the kernel keeps in memory,
-    such as weights that were just read, give way to them and count as free."""
+    """Returns the memory that processes of this host can still get. The page cache, such as weights
+    that were just read, gives way to them and counts as free."""
     try:
-        return 1024 * int(_figures(meminfo)["MemAvailable:"])
+        return 1024 * int(_fields(meminfo)["MemAvailable:"])
     except (OSError, KeyError):  # not Linux
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def container_free_bytes(folder: Path = _CGROUP) -> int | None:
-    """Returns what the container's limit leaves, or None without a limit. Files that were not
-    used lately count as free."""
+    """Returns the memory that the container's limit leaves; None without a limit. Cached files that
+    were not used lately count as free."""
     try:
         limit = (folder / "memory.max").read_text().strip()
         used = int((folder / "memory.current").read_text())
-        files = int(_figures(folder / "memory.stat")["inactive_file"])
+        files = int(_fields(folder / "memory.stat")["inactive_file"])
     except (OSError, KeyError):
         return None
     return max(0, int(limit) - used + files) if limit.isdigit() else None
 
 
-def _figures(path: Path) -> dict[str, str]:
-    """Returns the second word of each line by the first."""
+def _fields(path: Path) -> dict[str, str]:
+    """Returns the second word of each line of a file, by the first word."""
     lines = (line.split() for line in path.read_text().splitlines())
     return {words[0]: words[1] for words in lines if len(words) > 1}
 
@@ -290,15 +296,6 @@ def _check_explicit(
                 f"{_gib(free)} are free",
             )
         )
-
-
-def _too_small(size: int, free: int, fraction: float, max_sequence_length: int) -> CacheTooSmall:
-    return CacheTooSmall(
-        f"mem-fraction-static {fraction:g} of {_gib(free)} free is {_gib(int(free * fraction))}; "
-        f"one sequence of the context length, {max_sequence_length:,} tokens, takes {_gib(size)}: "
-        f"raise mem-fraction-static or lower context-length",
-        Shortage(int(size / fraction), free),
-    )
 
 
 def _gib(size_bytes: int) -> str:

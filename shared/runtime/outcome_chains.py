@@ -1,9 +1,9 @@
 """Drafting ahead in rounds: chains for the likeliest verdicts, grown while the target verifies.
 
-A verdict on a chain of n nodes is a depth and a token: so many nodes are accepted, and the token is
-drawn behind them. While the target computes a round, the draft computes the same chains, takes the
-likeliest verdicts of each lane and grows a chain of n nodes behind each of them. When the verdict
-falls, its chain is there. A lane whose verdict was not foreseen has no tree in that round.
+A verdict on a chain of n nodes is a depth and a token: the number of accepted nodes, and the bonus
+token behind them. While the target computes a round, the draft computes the same chains, takes the
+likeliest verdicts of each lane and grows a chain of n nodes behind each of them. So the chain is
+ready when the verdict is known. A lane with an unforeseen verdict has no tree in that round.
 
 Source: Kumar, Dao, May, *Speculative speculative decoding*, arXiv 2603.03251.
 """
@@ -25,17 +25,17 @@ MAX_OUTCOMES = 8
 """Most verdicts of a lane that chains are prepared for."""
 _FREE_BRANCH_ROWS, _MAX_BRANCH_ROWS = 32, 256
 MAX_LANES_AHEAD = _MAX_BRANCH_ROWS // 2
-"""Lanes of a round whose chains are grown ahead. A chain for one verdict alone is seldom the
-right one."""
-# Nothing was prepared: no sequence is that short.
+"""Most lanes of a round that drafts ahead. With more there would be rows for one verdict of each
+lane, which is seldom the right one."""
+# Length without a prepared chain: no sequence is that short.
 _NO_LENGTH = -1
 
 
 def num_outcomes(num_slots: int, num_steps: int, most: int) -> int:
-    """Returns for how many verdicts of a lane chains are prepared, in a round of so many lanes.
+    """Returns for how many verdicts of each lane a round of `num_slots` lanes prepares chains.
 
-    One for each depth of a verdict foresees nearly all. More cost nothing while a forward of all
-    their rows takes little longer than one of a single row.
+    One chain for each depth foresees nearly all verdicts. More chains cost nothing while a forward
+    of all their rows takes little longer than a forward of one row.
     """
     usual = min(num_steps + 1, _MAX_BRANCH_ROWS // num_slots)
     return min(most, max(usual, _FREE_BRANCH_ROWS // num_slots))
@@ -46,16 +46,16 @@ class OutcomeChains:
 
     Attributes:
         verified: `[S, n]` int64, the nodes that the target verifies; -1 in lanes without a tree.
-        decided: `[S, n]` int64, those of the round before.
-        starts: `[S]` int64, tokens of each lane when chains were prepared last; -1 for never, or
-            where a round came between.
-        lengths: `[S, B]` int64, tokens after each verdict that was foreseen.
-        last_tokens: `[S, B]` int64, the last one of them.
-        chains: `[S, B, n]` int64, what follows.
-        choices: `[S, 1 + n, B]` int64, the draft's best tokens after the last committed one and
+        decided: `[S, n]` int64, the nodes verified in the round before.
+        starts: `[S]` int64, tokens of each lane when chains were prepared last; -1 if they never
+            were, or another round came between.
+        lengths: `[S, B]` int64, number of tokens after each foreseen verdict.
+        last_tokens: `[S, B]` int64, the last token after each foreseen verdict.
+        chains: `[S, B, n]` int64, the nodes behind each foreseen verdict.
+        choices: `[S, 1 + n, B]` int64, the draft's best tokens after the last committed token and
             after each node; -1 where there are fewer.
         ranks: `[B]` float32, how often the target took the choice of each rank.
-        num_ranked: `[1]` float32, tokens that were counted.
+        num_ranked: `[1]` float32, number of tokens counted in `ranks`.
     """
 
     def __init__(self, shape: RoundShape, max_slots: int, device: torch.device) -> None:
@@ -76,14 +76,13 @@ class OutcomeChains:
         self.num_ranked = torch.full((1,), PRIOR_TOKENS, device=device)
 
     def begin(self, token_ids: Tensor) -> None:
-        """Takes the trees `[S, 1 + n]` of a round that grew behind their verdicts, the roots
-        included."""
+        """Takes the trees `[S, 1 + n]`, roots included, of a round without prepared chains."""
         self.verified[: len(token_ids)] = token_ids[:, 1:]
         self.starts.fill_(_NO_LENGTH)
 
     def select(self, state: RoundState) -> Tensor:
         """Returns tokens and parents `[S, 2, 1 + n]` int64 of the chains that were prepared for the
-        verdicts that a state holds."""
+        verdicts in a state."""
         num_slots = state.num_slots
         is_hit = self.lengths[:num_slots] == state.lengths.unsqueeze(1)
         is_hit &= self.last_tokens[:num_slots] == state.roots.unsqueeze(1)
@@ -106,16 +105,18 @@ class OutcomeChains:
         num_nodes = (verified != NO_TOKEN).sum(dim=1)
         num_behind = torch.arange(num_steps + 1, device=verified.device)
         batch, sources = code.open_rows(_with_nodes(seen, verified, num_nodes))
-        # The last committed token of each lane, then its nodes.
+        # Rows of the last committed token of each lane, then of its nodes.
         rows = (batch.logit_rows - num_nodes).unsqueeze(1) + num_behind
         batch = replace(batch, logit_rows=rows.flatten())
         forwards = code.forwards(seen, batch, sources, keeps_states=False)
-        scores = code.scores(_at(seen, num_behind.expand(num_slots, -1)), sampling, count)
-        scores.look(forwards.first())
-        found = scores.choices()
-        choices = found.token_ids[:, 0].long().view(num_slots, num_steps + 1, count)
+        scores = code.scores(
+            _with_noise_at(seen, num_behind.expand(num_slots, -1)), sampling, count
+        )
+        scores.add(forwards.first())
+        children = scores.choices()
+        choices = children.token_ids[:, 0].long().view(num_slots, num_steps + 1, count)
         shares = self.ranks[:count] / self.num_ranked
-        probs = torch.lerp(found.log_probs[:, 0].exp(), shares, MEASURED_WEIGHT)
+        probs = torch.lerp(children.log_probs[:, 0].exp(), shares, MEASURED_WEIGHT)
         log_probs = probs.log().view(choices.shape)
         depths, tokens = likeliest(choices, log_probs, verified, num_nodes)
         self.starts[:num_slots] = state.lengths
@@ -124,16 +125,16 @@ class OutcomeChains:
         self.lengths[:num_slots] = _NO_LENGTH
         self.lengths[:num_slots, :count] = state.lengths.unsqueeze(1) + depths + 1
         self.last_tokens[:num_slots, :count] = tokens
-        scores = code.scores(_at(seen, depths + 1), sampling, 1)
-        own = torch.arange(num_slots * count, device=tokens.device)
+        scores = code.scores(_with_noise_at(seen, depths + 1), sampling, 1)
+        parents = torch.arange(num_slots * count, device=tokens.device)
         for level in range(num_steps):
             batch = code.batches.of_branches(seen, depths, tokens, level, num_steps)
-            scores.look(forwards.next(batch, own))
+            scores.add(forwards.next(batch, parents))
             tokens = scores.choices().token_ids[:, level, 0].long().view(num_slots, count)
             self.chains[:num_slots, :count, level] = tokens
 
     def _count_ranks(self, state: RoundState) -> None:
-        """Learns from the verdicts which of the draft's choices the target takes."""
+        """Counts which of the draft's choices the verdicts took."""
         choices, starts = self.choices[: state.num_slots], self.starts[: state.num_slots]
         ends = (state.lengths - starts - 1).unsqueeze(1)
         is_verdict = (starts.unsqueeze(1) >= 0) & (ends >= 0) & (ends < choices.shape[1])
@@ -155,18 +156,18 @@ def likeliest(
     """Returns depth and last token `[S, B]` of the likeliest verdicts on chains.
 
     Args:
-        choices: `[S, 1 + n, B]`, what may follow the last committed token, then each node.
-        log_probs: likewise, how likely the target takes each.
-        verified: `[S, n]`, the nodes.
-        num_nodes: `[S]`, how many there are.
+        choices: `[S, 1 + n, B]`, candidates after the last committed token, then after each node.
+        log_probs: `[S, 1 + n, B]`, log probabilities that the target takes each candidate.
+        verified: `[S, n]`, the nodes of the chains.
+        num_nodes: `[S]`, number of nodes of each chain.
     """
     num_rows, count = choices.shape[1:]
     is_node = choices[:, :-1] == verified.unsqueeze(2)
-    # A node that is none of the choices is about as likely as the last of them.
-    own = torch.where(is_node, log_probs[:, :-1], -torch.inf).amax(dim=2)
-    own = torch.maximum(own, log_probs[:, :-1].amin(dim=2))
-    paths = torch.cat((torch.zeros_like(own[:, :1]), own.cumsum(dim=1)), dim=1)
-    # Where a verdict ends, its token is no node.
+    # A node that is none of the choices is about as likely as the last choice.
+    nodes = torch.where(is_node, log_probs[:, :-1], -torch.inf).amax(dim=2)
+    nodes = torch.maximum(nodes, log_probs[:, :-1].amin(dim=2))
+    paths = torch.cat((torch.zeros_like(nodes[:, :1]), nodes.cumsum(dim=1)), dim=1)
+    # The bonus token of a verdict differs from the node at that depth.
     is_node = torch.nn.functional.pad(is_node, (0, 0, 0, 1))
     totals = torch.where(is_node, -torch.inf, paths.unsqueeze(2) + log_probs)
     depths = torch.arange(num_rows, device=choices.device)
@@ -177,7 +178,7 @@ def likeliest(
 
 
 def _with_nodes(seen: RoundState, verified: Tensor, num_nodes: Tensor) -> RoundState:
-    """Returns a state whose lanes have their nodes behind their open tokens."""
+    """Returns a state with the nodes of each lane behind its open tokens."""
     own, num_open = seen.open_tokens, seen.num_open.unsqueeze(1)
     width = own.shape[1] + verified.shape[1]
     places = torch.arange(width, device=own.device).expand(len(own), -1)
@@ -190,9 +191,9 @@ def _with_nodes(seen: RoundState, verified: Tensor, num_nodes: Tensor) -> RoundS
     return replace(seen, numbers=numbers)
 
 
-def _at(seen: RoundState, num_behind: Tensor) -> RoundState:
-    """Returns a state `[S * N]` whose noise is that of the tokens so many places behind the last
-    committed one of each lane, `[S, N]`. Its pages are not read."""
+def _with_noise_at(seen: RoundState, num_behind: Tensor) -> RoundState:
+    """Returns a state of `S * N` lanes with the noise of tokens `num_behind` `[S, N]` places behind
+    each lane's last committed token. Its pages are not read."""
     count = num_behind.shape[1]
     numbers = seen.numbers.repeat_interleave(count, dim=0)
     numbers[:, LENGTH] += num_behind.flatten()

@@ -1,4 +1,4 @@
-"""Memory that two processes of one host share, a file in memory or an allocation on a GPU; and
+"""Memory shared by two processes of one host (a file in shared memory or a GPU allocation), and
 rings of feature rows in it."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class RingUnavailable(Exception):
-    """Memory cannot be shared here. Features travel as bytes instead, so nobody fails of it."""
+    """Memory cannot be shared here. Not fatal, because features can be sent as bytes instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class RingAddress:
 
     Attributes:
         shared_file: random part of the name of a file in shared memory.
-        cuda_ipc_handle: of a CUDA allocation.
+        cuda_ipc_handle: handle of a CUDA allocation.
     """
 
     shared_file: str = ""
@@ -42,7 +42,7 @@ class RingAddress:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class RingMemory:
-    """Shared bytes; they go with this object, whatever views of them there are.
+    """Shared bytes, freed together with this object, even if views of them exist.
 
     Attributes:
         elements: `[size]` uint8, on the device that holds them.
@@ -52,14 +52,14 @@ class RingMemory:
     elements: Tensor
 
     def hide(self) -> None:
-        """Nobody else can open a file from now on, and nothing is left of it if its owner is
-        killed. Those who opened it keep what they mapped."""
+        """Unlinks a file, so that no further process can open it, and none is left behind if its
+        owner is killed. Processes that opened it keep their mappings."""
         if self.address.shared_file:
             _path(self.address.shared_file).unlink(missing_ok=True)
 
 
 def host_id() -> str:
-    """Returns what tells this host, since its last boot, from others; empty where nothing does."""
+    """Returns an id of this host since its last boot; empty if the platform has none."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -67,11 +67,10 @@ def host_id() -> str:
 
 
 def share_memory(size_bytes: int, device: torch.device) -> RingMemory:
-    """Allocates memory on the device that other processes can open. It lives as long as the
-    result.
+    """Allocates memory on the device that other processes can open. It lives as long as the result.
 
     Raises:
-        RingUnavailable: the platform has no such memory, or none is left.
+        RingUnavailable: the platform cannot share memory, or none is left.
     """
     try:
         if device.type == "cuda":
@@ -83,10 +82,10 @@ def share_memory(size_bytes: int, device: torch.device) -> RingMemory:
 
 
 class OpenedMemory(Protocol):
-    """Memory that another process shares.
+    """Memory of another process.
 
     Attributes:
-        device: of what it is copied to.
+        device: device of the tensors that copies fill.
     """
 
     @property
@@ -94,25 +93,25 @@ class OpenedMemory(Protocol):
 
     @property
     def pointer(self) -> int:
-        """Its address for kernels of `device`."""
+        """Address of the memory for kernels of `device`."""
 
     def copy(self, start_bytes: int, out: Tensor) -> None:
-        """Fills `out`, contiguous and on `device`, with what begins there; on a GPU it is queued
+        """Fills `out`, contiguous and on `device`, from an offset on. On a GPU the copy is queued
         on the thread's current stream of that device."""
 
     def write(self, start_bytes: int, source: Tensor) -> None:
-        """Writes a contiguous tensor of `device` there, queued likewise."""
+        """Writes a contiguous tensor of `device` to an offset; queued like `copy`."""
 
 
 def open_memory(address: RingAddress, size_bytes: int, device: torch.device) -> OpenedMemory:
     """Opens memory that another process shares. It must not be used after that process has ended.
 
     Args:
-        device: of whoever reads a GPU's memory; files are read into host memory.
+        device: device that reads a GPU's memory; files are read into host memory.
 
     Raises:
-        RingUnavailable: it is not there, is smaller, or belongs to another user, or to a GPU that
-            `device` cannot read.
+        RingUnavailable: the memory does not exist, is too small, or belongs to another user, or to
+            a GPU that `device` cannot read.
     """
     try:
         if address.cuda_ipc_handle:
@@ -127,13 +126,12 @@ def _create_file(size_bytes: int) -> RingMemory:
     path = _path(token)
     elements = _mapped(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, size_bytes)
     memory = RingMemory(RingAddress(shared_file=token), elements)
-    # Those who opened it keep what they mapped.
     weakref.finalize(memory, path.unlink, missing_ok=True)
     return memory
 
 
 class _HostFile:
-    """A file in memory, mapped."""
+    """A mapped file in shared memory."""
 
     device = torch.device("cpu")
 
@@ -171,10 +169,10 @@ def _mapped(path: Path, flags: int, size_bytes: int) -> Tensor:
 
 
 class CudaMemory:
-    """Memory of a GPU as `torch.as_tensor` takes it, which does not keep it.
+    """GPU memory in the form that `torch.as_tensor` takes; the tensor does not own it.
 
     Args:
-        kind: of its elements, as numpy writes it.
+        kind: type of its elements, in numpy's notation.
     """
 
     def __init__(self, pointer: int, count: int, kind: str = "|u1") -> None:
@@ -187,7 +185,7 @@ class CudaMemory:
 
 
 def _allocate_cuda(size_bytes: int) -> RingMemory:
-    # Not by torch: its allocator cuts several tensors out of what a handle stands for.
+    # Not by torch, whose allocator places several tensors in the allocation of one handle.
     runtime = _cuda_runtime()
     (pointer,) = _checked(runtime.cudaMalloc(size_bytes))
     (handle,) = _checked(runtime.cudaIpcGetMemHandle(pointer))
@@ -200,8 +198,8 @@ def _allocate_cuda(size_bytes: int) -> RingMemory:
 class _CudaPeer:
     """An allocation of another process, mapped for the GPU that reads it.
 
-    Copies are queued on that GPU and made by its copy engines. A kernel would run on the GPU that
-    holds the memory, which takes turns with the target's, milliseconds each.
+    Copies are queued on the reading GPU and run on its copy engines. A kernel would run on the GPU
+    that holds the memory and take turns with the target's kernels, milliseconds each.
     """
 
     def __init__(self, ipc_handle: bytes, device: torch.device) -> None:
@@ -224,7 +222,7 @@ class _CudaPeer:
 
     def _queue_copy(self, target: int, source: int, tensor: Tensor) -> None:
         runtime, num_bytes = self._runtime, tensor.numel() * tensor.element_size()
-        # A stream of no name is that of the current device.
+        # The handle of the default stream refers to the current device.
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream().cuda_stream
             kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
@@ -232,8 +230,8 @@ class _CudaPeer:
 
 
 def shared_part(tensor: Tensor) -> tuple[RingAddress, int]:
-    """Returns the address of the allocation that a tensor lies in, and where in it, in bytes. It
-    must not be freed while another process may read it.
+    """Returns the address of the allocation that holds a tensor, and the tensor's offset in bytes.
+    The allocation must not be freed while another process may read it.
 
     Raises:
         RingUnavailable: other processes cannot open the allocation.
@@ -266,17 +264,17 @@ def _checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(values)
 
 
-# Feature rows in memory that target and draft share, so that only their numbers travel.
+# Feature rows in memory shared by target and draft, so that messages carry only row numbers.
 #
-# The target writes, the draft copies and frees. Neither waits: what does not fit is sent as bytes.
-# Rows are numbered from 0; row n lies at place n modulo the number of places.
+# The target writes, the draft copies and frees. Neither waits: rows that do not fit are sent as
+# bytes. Rows are numbered from 0; row n lies at place n modulo the number of places.
 
 
 class FeatureRingWriter:
-    """The target's end, written by one thread; `free` may be called by another.
+    """The target's end, written by one thread; another thread may call `free`.
 
     Args:
-        memory: whole rows.
+        memory: memory of whole rows.
         width: W, elements of a row.
     """
 
@@ -284,7 +282,7 @@ class FeatureRingWriter:
         self.memory = memory
         self._rows = memory.elements.view(dtype).view(-1, width)
         self._end = 0
-        # None until the draft says that it reads.
+        # None until the draft has opened the ring.
         self._freed: int | None = None
 
     @property
@@ -294,15 +292,15 @@ class FeatureRingWriter:
 
     @property
     def num_rows(self) -> int:
-        """Places."""
+        """Number of places."""
         return len(self._rows)
 
     def free(self, end: int) -> None:
-        """Takes the draft's word that it needs no row before `end` any more; the first one says
-        that it has opened the memory.
+        """Frees all rows before `end`, at the draft's request. The first call means that the draft
+        has opened the memory.
 
         Raises:
-            ValueError: `end` goes back, or lies beyond what was written.
+            ValueError: `end` goes back, or lies beyond the written rows.
         """
         if not (self._freed or 0) <= end <= self._end:
             raise ValueError(
@@ -313,8 +311,11 @@ class FeatureRingWriter:
         self._freed = end
 
     def write(self, rows: Tensor) -> int | None:
-        """Writes rows `[R, W]` and returns the number of the first; None when they do not fit or
-        nobody reads. When it returns, another process can read them."""
+        """Writes rows `[R, W]`, which another process can read when this returns.
+
+        Returns:
+            The number of the first row; None if they do not fit, or no draft reads the ring.
+        """
         freed = self._freed
         if freed is None or self._end + len(rows) - freed > self.num_rows:
             return None
@@ -324,16 +325,16 @@ class FeatureRingWriter:
             self._rows[place : place + count].copy_(rows[first : first + count])
             first += count
         if self._rows.device.type == "cuda":
-            # Bytes would be copied to the host here, which waits as well.
+            # The alternative, sending bytes, would wait for a copy to the host as well.
             torch.cuda.current_stream(self._rows.device).synchronize()
         return start
 
 
 class FeatureRings:
-    """The rings of one target, one for each draft of its host.
+    """The rings of one target, one for each draft on its host.
 
-    Memory on a GPU must not be freed while another process may read it, and a draft that was cut
-    off may. So it is kept, and the next draft of that size gets it.
+    GPU memory must not be freed while another process may read it, and a disconnected draft still
+    may. So it is kept, and the next draft with a ring of that size reuses it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -358,7 +359,7 @@ class FeatureRings:
         return FeatureRingWriter(share_memory(size_bytes, self._device), width, dtype)
 
     def close(self, ring: FeatureRingWriter) -> None:
-        """Takes a ring back."""
+        """Takes back the ring of a draft."""
         if self.is_on_cuda:
             self._idle.append(ring.memory)
 
@@ -367,7 +368,7 @@ class FeatureRingReader:
     """The draft's end.
 
     Args:
-        device: of the draft; rows of a GPU's ring are copied to it.
+        device: the draft's device, to which rows of a GPU's ring are copied.
 
     Raises:
         RingUnavailable: the memory cannot be opened.
@@ -387,13 +388,13 @@ class FeatureRingReader:
         self._memory = open_memory(address, num_rows * self._row_bytes, device)
         self._copied: deque[tuple[range, torch.cuda.Event | None]] = deque()
         self._end = 0
-        # Ends of what was copied before rows in front of it, by its start.
+        # Copied spans that wait for rows before them: end by start.
         self._ahead: dict[int, int] = {}
-        self._told: int | None = None
+        self._reported: int | None = None
 
     def read(self, start: int, count: int) -> Tensor:
-        """Returns a copy `[count, W]` without waiting for it: on the draft's device where the ring
-        is a GPU's, else in host memory.
+        """Returns a copy `[count, W]` without waiting for it: on the draft's device if the ring is
+        on a GPU, else in host memory.
 
         Raises:
             ValueError: no ring holds such rows.
@@ -411,22 +412,25 @@ class FeatureRingReader:
         return rows
 
     def freed(self) -> int | None:
-        """Returns the number before which all rows are copied, when it is time to tell: at first,
+        """Returns the number before which all rows are copied, if it is due for a report: at first,
         and after every quarter of the ring; else None. Rows may be read in any order."""
-        while self._copied and _is_over(self._copied[0][1]):
-            copied, _ = self._copied.popleft()
+        while self._copied:
+            copied, event = self._copied[0]
+            if event is not None and not event.query():  # type: ignore[no-untyped-call]
+                break
+            self._copied.popleft()
             self._ahead[copied.start] = copied.stop
         while self._end in self._ahead:
             self._end = self._ahead.pop(self._end)
-        if self._told is not None and self._end - self._told < max(self.num_rows // 4, 1):
+        if self._reported is not None and self._end - self._reported < max(self.num_rows // 4, 1):
             return None
-        self._told = self._end
+        self._reported = self._end
         return self._end
 
 
 def _spans(start: int, count: int, num_rows: int) -> Iterator[tuple[int, int]]:
-    """Yields the places of rows as spans, each its first place and its length: the end of the ring,
-    and what goes on at its beginning."""
+    """Yields the spans of places that rows take, as first place and length: one up to the end of
+    the ring, and one from its beginning."""
     place = start % num_rows
     straight = min(count, num_rows - place)
     if straight:
@@ -436,12 +440,8 @@ def _spans(start: int, count: int, num_rows: int) -> Iterator[tuple[int, int]]:
 
 
 def _recorded(device: torch.device) -> torch.cuda.Event:
-    """Returns an event behind all that the device was given so far; the thread's own device may be
-    another one."""
+    """Returns an event behind all work queued on the device so far, which may not be the thread's
+    current device."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-def _is_over(event: torch.cuda.Event | None) -> bool:
-    return event is None or bool(event.query())  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """The forwards of a speculative round as batches of fixed shapes, laid out on the device.
 
-Every sequence takes the same number of rows, so that only contents change from round to round,
-and what depends on the number of rows alone is made once.
+Every sequence takes the same number of rows, so only contents change from round to round, and
+tensors that depend only on the number of rows are made once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shared.speculation.tree import NO_TOKEN, Beam, TreeRows, rows_of_parents
 from shared.tokens import TreeShape
 
 WALK_TOKEN, WALK_PARENT, WALK_LINE = range(3)
-"""Columns of a walked tree; its line takes the rest."""
+"""Columns of `WalkedTree.numbers`; the rows on the path take the rest."""
 MAX_PENDING_ROUNDS = 2
 """Rounds that may be launched before the host reads the first of them."""
 
@@ -32,11 +32,11 @@ class RoundShape:
     """Fixed sizes of a round.
 
     Attributes:
-        tree: what is grown, without levels and children that could not be kept.
+        tree: shape of the trees, without levels and children that no tree could keep.
         num_tree_rows: T, the root and the nodes.
         max_kv_length: longest sequence, the rows of a round included.
         num_outcomes: B, verdicts of a lane that the draft may prepare chains for; 0 for none.
-        block_size: rows that the draft computes at once, from the root on; 0 where it grows trees
+        block_size: rows that the draft computes at once, from the root on; 0 if it grows trees
             level by level.
     """
 
@@ -59,23 +59,24 @@ class RoundShape:
         """Returns the sizes of rounds over sequences of up to `max_context_tokens`.
 
         Args:
-            num_outcomes: of a draft that can prepare chains. Those of other shapes are not.
+            num_outcomes: verdicts for which a draft can prepare chains. Shapes other than short
+                chains get none.
         """
         steps = min(tree.num_steps, tree.max_node_count)
         topk = min(tree.topk, draft_vocab_size)
         grown = TreeShape(steps, topk, tree.num_draft_tokens)
         num_rows = 1 + min(grown.max_node_count, _num_candidates(grown))
-        # What is committed and what is verified are computed as one run of rows.
+        # The draft computes committed tokens and the verified chain as one run of rows.
         is_short = topk == 1 and 2 * steps + 1 <= MAX_PLAIN_ROWS
         outcomes = num_outcomes if is_short else 0
         spare = max(num_rows, (steps - 1) * topk + 1, steps * (1 + outcomes), block_size)
-        # Rounds may be under way when the host learns that a sequence has ended.
+        # Further rounds may be under way when the host learns that a sequence has ended.
         spare += MAX_PENDING_ROUNDS * (steps + 1)
         return cls(grown, num_rows, max_context_tokens + spare, outcomes, block_size)
 
     @property
     def num_candidates(self) -> int:
-        """Nodes that are scored, of which a tree keeps the best."""
+        """Number of scored nodes, of which a tree keeps the best."""
         return _num_candidates(self.tree)
 
     @property
@@ -84,7 +85,7 @@ class RoundShape:
         return self.tree.num_steps + 1
 
     def num_pages(self, page_size: int) -> int:
-        """Returns the pages of the longest sequence."""
+        """Returns the number of pages of the longest sequence."""
         return -(-self.max_kv_length // page_size)
 
     def num_kv_tokens(self, length: int) -> int:
@@ -100,7 +101,7 @@ class RoundShape:
 
     @property
     def is_chain(self) -> bool:
-        """Whether causality says what each row of the tree sees, in one kernel's reach."""
+        """Whether the tree needs no mask: kernels take it as one short causal run of rows."""
         return self.tree.topk == 1 and self.num_tree_rows <= MAX_PLAIN_ROWS
 
 
@@ -110,10 +111,10 @@ def _num_candidates(tree: TreeShape) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SizedShape:
-    """A shape of rounds.
+    """A round shape with its batch size.
 
     Attributes:
-        max_sequences: lanes that a round takes.
+        max_sequences: most lanes of a round.
     """
 
     shape: RoundShape
@@ -136,11 +137,11 @@ class StateSizes:
 
     @classmethod
     def of(cls, shapes: Sequence[SizedShape], page_size: int) -> StateSizes:
-        """Returns the sizes that rounds of every shape fit in."""
+        """Returns sizes that hold rounds of every shape."""
         return cls(
-            max(each.max_sequences for each in shapes),
-            max(each.shape.max_committed for each in shapes),
-            max(each.shape.num_pages(page_size) for each in shapes),
+            max(sized.max_sequences for sized in shapes),
+            max(sized.shape.max_committed for sized in shapes),
+            max(sized.shape.num_pages(page_size) for sized in shapes),
         )
 
     def empty_state(self, device: torch.device) -> RoundState:
@@ -154,13 +155,13 @@ class StateSizes:
 
 
 def state_of_shape(state: RoundState, sized: SizedShape) -> RoundState:
-    """Returns the view of a state that rounds of a shape have."""
+    """Returns the view of a state for rounds of one shape."""
     return state.first(sized.max_sequences).narrowed(sized.shape.max_committed)
 
 
 @dataclass(frozen=True, slots=True)
 class RoundTree:
-    """Trees, and the target's rows of them, the roots included."""
+    """Trees, and their rows as a batch for the target, the roots included."""
 
     rows: TreeRows
     batch: ForwardBatch
@@ -184,11 +185,10 @@ class RoundBatches:
         self._fixed: dict[tuple[int, int, bool], _FixedRows] = {}
 
     def of_open_rows(self, state: RoundState) -> tuple[ForwardBatch, Tensor]:
-        """Returns the head's rows of the tokens that the last round committed, and the slots
-        `[S * W]` int64 of the features they read.
+        """Returns the head's rows for the tokens that the last round committed, and the slots
+        `[S * W]` int64 of the features that these rows read.
 
-        A sequence with fewer than W of them fills up with rows behind the others, in the padding
-        page.
+        A sequence with fewer than W open tokens is filled up with rows in the padding page.
         """
         num_rows = state.open_tokens.shape[1]
         starts = state.lengths - 1 - state.num_open
@@ -209,7 +209,7 @@ class RoundBatches:
         return batch, torch.where(is_open, self._slots(state.page_table, indices), 0).flatten()
 
     def of_beam(self, state: RoundState, beam: Beam, level: int) -> ForwardBatch:
-        """Returns the head's rows of one level of the tree, behind those of the levels before.
+        """Returns the head's rows of one tree level, behind the rows of the levels before.
 
         Args:
             level: 0 for the children of the root.
@@ -236,13 +236,14 @@ class RoundBatches:
         page_table: Tensor,
         mask_token_id: int,
     ) -> ForwardBatch:
-        """Returns blocks whose rows see each other and all that comes before.
+        """Returns blocks whose rows see each other and all earlier tokens.
 
         The rows that score the levels of a tree have logits, level by level.
 
         Args:
-            roots, positions: `[S]` int64, of the last committed tokens, which open the blocks.
-            page_table: of the draft.
+            roots, positions: `[S]` int64, the last committed tokens, which open the blocks, and
+                their positions.
+            page_table: the draft's page table.
         """
         num_slots, num_levels = len(roots), self.shape.tree.num_steps
         block_size = self.shape.block_size
@@ -264,27 +265,29 @@ class RoundBatches:
         )
 
     def earlier(self, batch: ForwardBatch, page_table: Tensor, count: int) -> ForwardBatch:
-        """Returns open rows so many places earlier; those before the first one are nobody's."""
+        """Returns open rows moved `count` places back. Rows before the start of a sequence go to
+        the padding page."""
         if not count:
             return batch
         positions = batch.positions - count
-        is_own = (positions >= 0) & (batch.slots >= self.page_size)
+        is_real = (positions >= 0) & (batch.slots >= self.page_size)
         places = positions.clamp_min(0)
         slots = self._slots(page_table, places.view(len(page_table), -1)).flatten()
         return replace(
             batch,
             positions=places,
-            slots=torch.where(is_own, slots, 0),
+            slots=torch.where(is_real, slots, 0),
             kv_lengths=batch.kv_lengths - count,
             prefix_lengths=(batch.prefix_lengths - count).clamp_min(0),
         )
 
     def of_runs(self, token_ids: Tensor, starts: Tensor, page_table: Tensor) -> ForwardBatch:
-        """Returns rows of the draft that follow one another.
+        """Returns runs of consecutive rows of the draft.
 
         Args:
             token_ids: `[S, R]` int64.
-            starts: `[S]` int64, the first row of each; rows before the first of all are nobody's.
+            starts: `[S]` int64, the first row of each run. Rows before the start of a sequence go
+                to the padding page.
         """
         num_rows = token_ids.shape[1]
         indices = starts.unsqueeze(1) + torch.arange(num_rows, device=starts.device)
@@ -302,14 +305,14 @@ class RoundBatches:
     def of_branches(
         self, state: RoundState, depths: Tensor, token_ids: Tensor, level: int, num_nodes: int
     ) -> ForwardBatch:
-        """Returns the rows of one level of chains that branch off a computed chain, behind those of
-        the levels before.
+        """Returns the rows of one level of chains that branch off a computed chain, behind the rows
+        of the levels before.
 
         Args:
             depths: `[S, B]` int64, how many nodes of the chain come before each branch.
             token_ids: `[S, B]` int64.
             level: 0 for the first tokens of the branches.
-            num_nodes: of the chain, whose rows come before those of the branches.
+            num_nodes: nodes of the chain, whose rows come before the rows of the branches.
         """
         count = depths.shape[1]
         bases = state.lengths - 1
@@ -317,8 +320,8 @@ class RoundBatches:
         branches = torch.arange(count, device=depths.device)
         indices = starts.unsqueeze(1) + branches
         columns = torch.arange(num_nodes * (1 + count), device=depths.device)
-        own = columns - num_nodes
-        is_above = (own % count == branches.unsqueeze(1)) & (own >= 0) & (own < (level + 1) * count)
+        row = columns - num_nodes
+        is_above = (row % count == branches.unsqueeze(1)) & (row >= 0) & (row < (level + 1) * count)
         is_before = columns < depths.unsqueeze(2)
         return self.fixed(
             token_ids=token_ids,
@@ -332,7 +335,7 @@ class RoundBatches:
 
     def of_walks(self, state: RoundState, walks: Tensor) -> list[tuple[ForwardBatch, Tensor]]:
         """Returns the rows of each level of given trees as `of_beam` lays them out, and for each
-        the row `[S * K]` int64 of the level before whose state it reads.
+        row the index `[S * K]` int64 of the row in the level before whose state it reads.
 
         Args:
             walks: `[S, L * K, 2 + L]` int64, see `WalkedTree.numbers`.
@@ -350,11 +353,11 @@ class RoundBatches:
         positions = (bases + levels.unsqueeze(1)).unsqueeze(2).expand_as(slots)
         kv_lengths = (bases + (levels.unsqueeze(1) + 1) * size[2]).int()
         prefix_lengths = bases.int()
-        # Of the root there is one row a slot, of a level K.
+        # The root has one row in each slot, a level has K.
         first_rows = torch.arange(num_slots, device=walks.device) * size[2]
         parents = nodes[..., WALK_PARENT] + (first_rows * (levels > 0).unsqueeze(1)).unsqueeze(2)
         parents[:1] += torch.arange(num_slots, device=walks.device).view(1, -1, 1)
-        # Kernels read neighbours, and of one row a level there would be a view.
+        # Kernels need contiguous tensors, and with one row in each level this would be a view.
         parents = parents.contiguous()
         visible = (nodes[..., WALK_LINE:].unsqueeze(4) == rows).any(3)
         return [
@@ -374,7 +377,7 @@ class RoundBatches:
         ]
 
     def of_trees(self, state: RoundState, tree: TreeRows) -> RoundTree:
-        """Returns the target's rows of the trees."""
+        """Returns the trees with their rows as a batch for the target."""
         bases = (state.lengths - 1).unsqueeze(1)
         num_rows = self.shape.num_tree_rows
         indices = bases + torch.arange(num_rows, device=bases.device)
@@ -397,9 +400,9 @@ class RoundBatches:
         """Packs B sequences of R rows each: `token_ids`, `positions` and `slots` are `[B, R]`."""
         batch_size, num_rows = token_ids.shape
         rows = self._fixed_rows(batch_size, num_rows, tail_mask is None, token_ids.device)
-        # Kernels read neighbours, and of one sequence there would be a view of any strides.
+        # Kernels need contiguous tensors, and one sequence would give a view of any strides.
         token_ids, positions, slots = (
-            each.flatten().contiguous() for each in (token_ids, positions, slots)
+            tensor.flatten().contiguous() for tensor in (token_ids, positions, slots)
         )
         return ForwardBatch(
             token_ids=token_ids,
@@ -412,7 +415,7 @@ class RoundBatches:
             tail_mask=None if tail_mask is None else tail_mask.contiguous(),
             is_causal=rows.is_causal,
             logit_rows=rows.logit_rows if logit_rows is None else logit_rows,
-            # Runs of causal rows as long as a chunk take the kernel for chunks; trees never do.
+            # Causal runs as long as a prompt chunk use the chunk kernel; trees never do.
             max_query_length=1 if tail_mask is not None else num_rows,
             max_kv_length=self.shape.max_kv_length,
             page_size=self.page_size,
@@ -432,8 +435,8 @@ class RoundBatches:
         return self._fixed[key]
 
     def _slots(self, page_table: Tensor, indices: Tensor) -> Tensor:
-        """Returns the pool slots `[B, R]` of logical indices `[B, R]`; those past the table are in
-        its last page."""
+        """Returns the pool slots `[B, R]` of logical indices `[B, R]`. Indices past the page table
+        fall into its last page."""
         pages = (indices // self.page_size).clamp_max(page_table.shape[1] - 1)
         slots = page_table.gather(1, pages).long() * self.page_size
         return slots + indices % self.page_size
@@ -441,7 +444,7 @@ class RoundBatches:
 
 @dataclass(frozen=True, slots=True)
 class TreeTensors:
-    """The tensors that set S trees of T rows apart from others; see `TreeRows` and `ForwardBatch`.
+    """The tensors of S trees of T rows that a kernel writes; see `TreeRows` and `ForwardBatch`.
 
     Attributes:
         batch_tokens, positions, slots: `[S, T]` int64.
@@ -460,7 +463,7 @@ class TreeTensors:
 
     @classmethod
     def empty(cls, num_slots: int, num_rows: int, device: torch.device) -> TreeTensors:
-        """Returns room for trees that a kernel will write."""
+        """Returns uninitialised tensors for a kernel to write."""
         wide = empties(6, (num_slots, num_rows), torch.int64, device)
         token_ids, parents, depths, batch_tokens, positions, slots = wide
         visible = torch.empty((num_slots, num_rows, num_rows), dtype=torch.bool, device=device)
@@ -471,7 +474,7 @@ class TreeTensors:
         )
 
     def laid_out(self, page_table: Tensor, batches: RoundBatches) -> RoundTree:
-        """Returns the trees, which are written by now."""
+        """Returns the trees, once a kernel has written them."""
         batch = batches.fixed(
             token_ids=self.batch_tokens,
             positions=self.positions,
@@ -486,14 +489,13 @@ class TreeTensors:
 
 # Prompt tokens that slots compute in place of trees, in the forward of a round.
 #
-# The end of a prompt that the target has not computed joins a round instead of taking a step of
-# its own: each chunk of it is a chain in a slot, whose nodes are accepted whatever the target
-# draws. The last chunk is in the sequence's own slot, and what its last row draws is the first
-# token.
+# The uncomputed end of a prompt joins a round instead of taking a step of its own. Each chunk of it
+# is a chain in a slot, whose nodes are accepted whatever the target draws. The last chunk is in the
+# sequence's own slot, and its last row draws the first output token.
 
 
 def cut(token_ids: Sequence[int], size: int) -> list[Sequence[int]]:
-    """Returns chunks of `size` tokens; the last one has what is left, at least one."""
+    """Returns chunks of `size` tokens; the last one has the remaining tokens, at least one."""
     return [token_ids[first : first + size] for first in range(0, len(token_ids), size)]
 
 
@@ -515,7 +517,7 @@ class PromptChunks:
     def of(
         cls, chunks: Mapping[int, Sequence[int]], shape: RoundShape, device: torch.device
     ) -> PromptChunks:
-        """Returns chunks by slot, none of them longer than what a round of `shape` commits."""
+        """Lays out chunks by slot, none longer than the tokens that a round of `shape` commits."""
         tokens = np.full((len(chunks), shape.num_tree_rows), NO_TOKEN, np.int64)
         for row, chunk in zip(tokens, chunks.values(), strict=True):
             row[: len(chunk)] = chunk
@@ -523,33 +525,33 @@ class PromptChunks:
         return cls(slots, token_ids, shape.max_committed)
 
     def replace(self, tree: RoundTree, state: RoundState) -> None:
-        """Writes the chunks over the trees that have grown in their slots."""
+        """Overwrites the trees in the slots of the chunks."""
         num_rows, rows, batch = self.token_ids.shape[1], tree.rows, tree.batch
         steps = torch.arange(num_rows, device=self.slots.device)
-        # Rows that no path reaches hang off the root.
+        # Rows that a slot cannot commit become children of the root.
         parents = torch.where(steps < self.num_kept, steps - 1, 0).clamp_min(0)
         chain = rows_of_parents(
             self.token_ids, parents.expand_as(self.token_ids), self.num_kept - 1
         )
-        for own, new in (
+        for tensor, new in (
             (rows.token_ids, chain.token_ids),
             (rows.parents, chain.parents),
             (rows.depths, chain.depths),
             (rows.visible, chain.visible),
         ):
-            own.index_copy_(0, self.slots, new)
+            tensor.index_copy_(0, self.slots, new)
         bases = state.lengths.index_select(0, self.slots).unsqueeze(1) - 1
         self._write(batch.token_ids, chain.token_ids.clamp_min(0))
         self._write(batch.positions, bases + chain.depths)
         if batch.tail_mask is not None:
             batch.tail_mask.view_as(rows.visible).index_copy_(0, self.slots, chain.visible)
         if self.num_kept < num_rows:
-            # The next slot may compute the tokens there.
+            # The sequence's next slot may compute the tokens at the places behind.
             places = batch.slots.view(-1, num_rows).index_select(0, self.slots)
             self._write(batch.slots, torch.where(steps < self.num_kept, places, 0))
 
     def accept(self, drawn: Tensor) -> None:
-        """Has the rows of chunks draw the token that comes next, but for the last row of each.
+        """Overwrites the draw of each row of a chunk but the last by the prompt token after it.
 
         Args:
             drawn: `[S, T]` int64, written.

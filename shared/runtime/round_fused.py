@@ -1,5 +1,5 @@
-"""The parts of a round on CUDA, in a few launches each; their kernels are in `round_jit`. Trees
-grow, are selected or are read; the target's last hidden states become the next round."""
+"""The parts of a round on CUDA, in a few launches each: grow, select or read the trees, then verify
+and commit. The kernels are in `round_jit`."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ _GATHERED_PARTS = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedRoundVerification(RoundVerification):
-    """Acceptance, moves and features in a handful of launches.
+    """Acceptance, KV moves and features in a few launches.
 
     Attributes:
-        projection_weight: the features' projection, prepared for few rows.
+        projection_weight: the features' projection, prepared for products of few rows.
     """
 
     projection_weight: LinearWeight | None = field(init=False)
@@ -111,7 +111,7 @@ class FusedRoundVerification(RoundVerification):
         return CommittedRound(result, rows.view(num_slots, width))
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        # Kernels widen the logits as they read them.
+        # In the decoder's dtype, because the kernels widen logits as they read them.
         return self.decoder.logits(hidden, self.decoder.dtype)
 
     def _move(self, num_slots: int, width: int, sources: Tensor, targets: Tensor) -> None:
@@ -132,9 +132,9 @@ class FusedRoundVerification(RoundVerification):
         joined = parts[0].new_empty((len(rows), len(parts) * size))
         assert all(part.is_contiguous() for part in parts)
         for start in range(0, len(parts), _GATHERED_PARTS):
-            some = parts[start : start + _GATHERED_PARTS]
-            padded = (*some, *some[:1] * (_GATHERED_PARTS - len(some)))
-            gather_parts[(len(rows), len(some))](
+            sources = parts[start : start + _GATHERED_PARTS]
+            padded = (*sources, *sources[:1] * (_GATHERED_PARTS - len(sources)))
+            gather_parts[(len(rows), len(sources))](
                 *padded, rows, joined, start,
                 NUM_PARTS=len(parts), SIZE=size, BLOCK=triton.next_power_of_2(size), num_warps=4,
                 **dependent_launch(joined.device, len(rows)),
@@ -156,13 +156,13 @@ class FusedRoundVerification(RoundVerification):
         )  # fmt: skip
 
 
-# Launches what finds the best tokens after rows on CUDA, level by level.
+# Search of the best tokens after rows on CUDA, level by level.
 
 _BLOCK = 1024
-# A warp needs no barrier to agree on a maximum: it takes one of 32 lists of keys at a time.
+# Lists of keys for each warp: the threads of one warp find a maximum without a barrier.
 _LISTS_A_WARP = 32
 _MAX_WARPS = 8
-# Noise is more work than the search.
+# Noise takes more work than the search.
 _SEARCH_WARPS = 1
 _NOISE_WARPS = 4
 
@@ -172,9 +172,9 @@ class BestTokens:
     """The best next tokens of R rows.
 
     Attributes:
-        keys: `[R, L, K]` int64, L lists of K tokens each, best first, the best among them.
-        maxima: `[R, N]` float32, of N blocks of the vocabulary.
-        sums: likewise, of exponentials below the maximum.
+        keys: `[R, L, K]` int64, L lists of K tokens, best first; they hold the K best of the row.
+        maxima: `[R, N]` float32, highest logit of each of N blocks of the vocabulary.
+        sums: `[R, N]` float32, sum of exp(logit - maximum) of each block.
     """
 
     keys: Tensor
@@ -187,7 +187,7 @@ class FusedScores:
 
     Args:
         token_map: `[Vd]` int64, the target's id of each of the head's tokens; None when equal.
-        num_choices: see `TreeDraft`; where there are none, a tree's children are found.
+        num_choices: see `TreeDraft`; 0 finds a tree's children.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class FusedScores:
         self._tokens = torch.empty(size, dtype=torch.int32, device=device)
         self._scores = torch.empty(size, dtype=torch.float32, device=device)
 
-    def look(self, logits: Tensor) -> None:
+    def add(self, logits: Tensor) -> None:
         self.best(logits)
 
     def choices(self) -> Children:
@@ -216,9 +216,9 @@ class FusedScores:
         """Finds the best tokens after the rows of the next level, `[S * N, Vd]`."""
         state, width = self._state, self.num_choices
         assert logits.is_contiguous()
-        num_rows, num_own = logits.shape
+        num_rows, vocab_size = logits.shape
         rows = num_rows // state.num_slots
-        num_blocks = triton.cdiv(num_own, _BLOCK)
+        num_blocks = triton.cdiv(vocab_size, _BLOCK)
         num_keys, device = width or self._topk, logits.device
         keys = torch.empty((num_rows, num_blocks, num_keys), dtype=torch.int64, device=device)
         maxima, sums = empties(2, (num_rows, num_blocks), torch.float32, device)
@@ -226,7 +226,7 @@ class FusedScores:
         score_blocks[(num_rows, num_blocks)](
             logits, logits if token_map is None else token_map, state.numbers, state.sampling,
             keys, maxima, sums,
-            self._level, state.numbers.stride(0), num_own, num_blocks,
+            self._level, state.numbers.stride(0), vocab_size, num_blocks,
             ROWS=rows, TOPK=num_keys, HAS_MAP=token_map is not None, HAS_DRAWS=self._has_draws,
             LENGTH=LENGTH, SEED=SEED, OFFSET=OFFSET, BLOCK=_BLOCK,
             num_warps=_NOISE_WARPS if self._has_draws else _SEARCH_WARPS,
@@ -249,24 +249,24 @@ class FusedScores:
 
 
 def num_warps_for(num_lists: int) -> int:
-    """Returns the warps of a program that looks for the best keys of so many lists."""
+    """Returns the warps of a program that searches the best keys of `num_lists` lists."""
     return min(max(num_lists // _LISTS_A_WARP, 1), _MAX_WARPS)
 
 
-# Launches the growth of a round's trees on CUDA, and holds what passes between its kernels.
+# Growth of a round's trees on CUDA, with the buffers between its kernels.
 
 
 # Pairs of nodes that are compared at once.
-_COMPARED = 4096
+_COMPARED_PAIRS = 4096
 
 
 class FusedGrowth(Growth):
-    """In a few launches. Where choices are looked for, the leaves' level is computed as well."""
+    """Growth in a few launches. With choices, the level of the leaves is computed, too."""
 
     def __init__(self, state: RoundState, batches: RoundBatches, scores: FusedScores) -> None:
         tree, device = batches.shape.tree, state.numbers.device
         self._state, self._batches, self._shape = state, batches, batches.shape
-        self.scores, self._found = scores, scores.best
+        self.scores, self._best_tokens = scores, scores.best
         self._level = 0
         self._num_levels = tree.num_steps if scores.num_choices else tree.num_steps - 1
         num_beams = max(self._num_levels, 1) * state.num_slots * tree.topk
@@ -275,9 +275,9 @@ class FusedGrowth(Growth):
         def empty(*sizes: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty(sizes, dtype=dtype, device=device)
 
-        found = (state.num_slots, self._num_candidates)
-        self._tokens, self._parents, self._rows = (empty(*found) for _ in range(3))
-        self._paths = empty(*found, dtype=torch.float32)
+        size = (state.num_slots, self._num_candidates)
+        self._tokens, self._parents, self._rows = (empty(*size) for _ in range(3))
+        self._paths = empty(*size, dtype=torch.float32)
         self._selected, self._beam_paths = empty(num_beams), empty(num_beams, dtype=torch.float32)
         width = max(self._num_levels, 1) * tree.topk
         self._visible = empty(num_beams, width, dtype=torch.bool)
@@ -287,15 +287,15 @@ class FusedGrowth(Growth):
         self._prefix_lengths = empty(state.num_slots)
 
     def add(self, logits: Tensor) -> None:
-        state, tree, scored = self._state, self._shape.tree, self._found(logits)
+        state, tree, best = self._state, self._shape.tree, self._best_tokens(logits)
         rows = len(logits) // state.num_slots
-        (num_lists, list_size), num_blocks = scored.keys.shape[1:], scored.maxima.shape[1]
+        (num_lists, list_size), num_blocks = best.keys.shape[1:], best.maxima.shape[1]
         block_rows, block_children = map(triton.next_power_of_2, (rows, rows * tree.topk))
         lanes = triton.next_power_of_2(max(num_lists, tree.topk))
         level, first = self._level, 0 if self._level == 0 else tree.topk
         first += max(level - 1, 0) * tree.topk**2
         grow_level[(state.num_slots,)](
-            scored.keys, num_lists, list_size, scored.maxima, scored.sums, num_blocks,
+            best.keys, num_lists, list_size, best.maxima, best.sums, num_blocks,
             self._tokens, self._parents, self._paths,
             self._selected, self._beam_paths, self._visible, self._parent_rows,
             self._token_ids, self._positions, self._slots, self._kv_lengths, self._prefix_lengths,
@@ -336,17 +336,17 @@ class FusedGrowth(Growth):
         return self._finish()[0]
 
     def _computed(self) -> Tensor:
-        """Returns the nodes that were computed, see `ScoredRows`."""
+        """Returns the computed nodes, see `ScoredRows.beams`."""
         num_slots, topk = self._state.num_slots, self._shape.tree.topk
         num_beams = self._num_levels * num_slots * topk
         size = (self._num_levels, num_slots, topk)
-        # A level's rows lie sequence by sequence; all of the first hang off the root.
+        # A level's rows lie sequence by sequence; the parent of all in the first is the root.
         parents = self._parent_rows[:num_beams].view(size) % topk
         parents[:1].zero_()
         return torch.stack((self._token_ids[:num_beams].view(size), parents)).transpose(1, 2)
 
     def _finish(self) -> tuple[RoundTree, Tensor]:
-        """Returns also the score `[S, T]` float32 of each node's path; the root's is 0."""
+        """Returns the trees, and the path scores `[S, T]` float32 of their rows."""
         state, shape, device = self._state, self._shape, self._tokens.device
         num_slots, num_rows = state.num_slots, shape.num_tree_rows
         tree = TreeTensors.empty(num_slots, num_rows, device)
@@ -367,12 +367,12 @@ class FusedGrowth(Growth):
 
 
 def _chunk(num_nodes: int) -> int:
-    """Returns with how many nodes each of a power of two is compared at once."""
-    return min(num_nodes, max(_COMPARED // num_nodes, 1))
+    """Returns with how many other nodes each of `num_nodes` nodes is compared at once."""
+    return min(num_nodes, max(_COMPARED_PAIRS // num_nodes, 1))
 
 
 def lay_out_open_rows(state: RoundState, batches: RoundBatches) -> tuple[ForwardBatch, Tensor]:
-    """Returns what `RoundBatches.of_open_rows` returns, in one launch."""
+    """See `RoundBatches.of_open_rows`; in one launch."""
     num_slots, num_rows = state.open_tokens.shape
     device = state.numbers.device
     wide = empties(4, (num_slots, num_rows), torch.int64, device)
@@ -400,17 +400,10 @@ def lay_out_open_rows(state: RoundState, batches: RoundBatches) -> tuple[Forward
     return batch, feature_slots.flatten()
 
 
-# Reads trees out of shared memory, in one launch; see `read_trees`.
-
-
 def read_trees_fused(
     trees: Tensor, state: RoundState, batches: RoundBatches, vocab_size: int
 ) -> RoundTree:
-    """Returns the trees of the slots of a state.
-
-    Args:
-        trees: `[at least S, 2, T]` int64, tokens and parents.
-    """
+    """See `read_trees`; in one launch."""
     num_slots, num_rows = state.num_slots, batches.shape.num_tree_rows
     tree = TreeTensors.empty(num_slots, num_rows, state.numbers.device)
     mend_trees[(num_slots,)](
@@ -426,12 +419,9 @@ def read_trees_fused(
     return tree.laid_out(state.page_table, batches)
 
 
-# `RoundSelection` in one launch.
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedRoundSelection(RoundSelection):
-    """A slot is a program."""
+    """`RoundSelection` in one launch, one program for each slot."""
 
     def grow(self, state: RoundState, sampling: RoundSampling) -> RoundTree:
         num_slots, num_rows = state.num_slots, self.batches.shape.num_tree_rows
@@ -454,13 +444,13 @@ class FusedRoundSelection(RoundSelection):
         return tree.laid_out(state.page_table, self.batches)
 
 
-# CUDA code that all kinds of drafts share.
+# CUDA code shared by all kinds of drafts.
 
 
 class FusedCode(DraftCode):
-    """The part around the forwards in a few launches.
+    """The code around the forwards, in a few launches.
 
-    Top-k, top-p and min-p are left out of the draft's scores; they cost more than they gain.
+    The draft's scores ignore top-k, top-p and min-p, which cost more than they gain.
     """
 
     __slots__ = ()
@@ -480,7 +470,7 @@ class FusedCode(DraftCode):
 
     @property
     def _token_map(self) -> Tensor | None:
-        """The target's tokens by the model's own; None where they are the same."""
+        """The target's token id of each token of the model; None where they are equal."""
         raise NotImplementedError
 
 
@@ -510,8 +500,7 @@ class FusedBlockDraft(FusedCode, BlockDraft):
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedLayeredDraft(FusedCode, LayeredDraft):
     def logits(self, states: Tensor, layer: int) -> Tensor:
-        # Over the head's own vocabulary.
-        vocabulary = self.head.vocabulary
+        vocabulary = self.head.vocabulary  # the head's own, not the target's
         return vocabulary.lm_head(vocabulary.normed(states, layer))
 
     @property
@@ -521,7 +510,7 @@ class FusedLayeredDraft(FusedCode, LayeredDraft):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedRoundDraft(FusedCode, RoundDraft):
-    """A head's norms and sums are parts of its kernels."""
+    """Norms and residual sums of the head are fused into its kernels."""
 
     def level(
         self, batch: ForwardBatch, hidden: Tensor, sources: Tensor | None, wanted: Tensor | None

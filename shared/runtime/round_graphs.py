@@ -1,9 +1,9 @@
-"""The parts of a round for any number of slots: CUDA graphs, or the same code as it is.
+"""The parts of a round for any number of slots: CUDA graphs, or the same code run eagerly.
 
 A round is three graphs: the trees grow, the target computes them, the accepted paths are committed.
-Between the last two the host queues the draw, so that whatever shapes a distribution needs no graph
-of its own, and what a grammar allows can be computed beside the forward. A graph fixes shapes and
-addresses: there is one set for each number of slots, and for each kind of noise in the draft.
+The host queues the draw between the last two. So no kind of sampling needs a graph of its own, and
+the host can compute grammar masks beside the forward. A graph fixes shapes and addresses: there is
+one set for each number of slots, and for each kind of noise in the draft.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shared.models.decoder import DecoderOutput
 from shared.runtime.graphs import capturing
 from shared.runtime.lane_sampling import LaneMasks, LaneSampling, QueuedLogprobs
 from shared.runtime.ring_memory import CudaMemory
@@ -31,11 +30,11 @@ from shared.runtime.round_verification import (
 from shared.speculation.tree import TreeRows
 
 ROUND_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 72, 96, 128, 144, 192, 256)
-"""Numbers of slots that rounds compute; above, as many as there are sequences."""
+"""Numbers of slots that rounds compute; above them, as many as there are sequences."""
 
 _NO_MASKS: LaneMasks = MappingProxyType({})
 _MOST_GREEDY_SLOTS = 32
-"""Above, what greedy drafts save of the noise is lost in a round's time."""
+"""Most slots with graphs for greedy drafts. Above, the time for noise is negligible in a round."""
 
 
 class TreeSource(Protocol):
@@ -49,15 +48,15 @@ class RoundChunks(Protocol):
     """Prompt tokens that some slots compute in place of their trees, see `PromptChunks`."""
 
     def replace(self, tree: RoundTree, state: RoundState) -> None:
-        """Writes them over the trees that have grown in their slots."""
+        """See `PromptChunks.replace`."""
 
     def accept(self, drawn: Tensor) -> None:
-        """Has their rows draw the token that comes next, but for the last row of each."""
+        """See `PromptChunks.accept`."""
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedRound:
-    """Three graphs, and what they read and write.
+    """Three graphs with their input and output tensors.
 
     Attributes:
         drawn: `[S, T]` int64, read by `commit`.
@@ -86,7 +85,7 @@ class RoundOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class _GrownRound:
+class _EagerRound:
     """A round without graphs whose trees have grown."""
 
     state: RoundState
@@ -97,8 +96,8 @@ class RoundGraphs:
     """Rounds over the first slots of one state.
 
     Args:
-        memory: of `torch.cuda.graph_pool_handle`, where other rounds have their graphs as well;
-            none of them may be under way beside these. None takes some of its own.
+        memory: `torch.cuda.graph_pool_handle`, shared with the graphs of other rounds, which must
+            not run at the same time. None takes a pool of its own.
     """
 
     def __init__(
@@ -116,15 +115,15 @@ class RoundGraphs:
             self._memory = torch.cuda.graph_pool_handle()
         self._group = verification.decoder.group
         self._captured: dict[tuple[int, RoundSampling], CapturedRound] = {}
-        self._grown: _GrownRound | CapturedRound | None = None
+        self._grown: _EagerRound | CapturedRound | None = None
         self._verified: VerifiedTrees | None = None
 
     def is_made(self, num_slots: int, sampling: RoundSampling) -> bool:
-        """Whether a round needs no graphs that are not there."""
+        """Whether all graphs that a round needs are captured."""
         return self._memory is None or self._key(num_slots, sampling) in self._captured
 
     def make(self, num_slots: int, sampling: RoundSampling) -> None:
-        """Makes sure that the graphs of a round are there, if it takes any."""
+        """Captures the graphs of a round, unless it needs none or they are captured."""
         if not self.is_made(num_slots, sampling):
             self.of(num_slots, sampling)
 
@@ -133,23 +132,23 @@ class RoundGraphs:
         """Runs the first part of a round of the first slots, at least `num_slots` of them."""
         if self._memory is None:
             state = self._state.first(self.num_computed(num_slots))
-            self._grown = _GrownRound(state, self._draft.grow(state, sampling))
+            self._grown = _EagerRound(state, self._draft.grow(state, sampling))
         else:
             self._grown = captured = self.of(num_slots, sampling)
             captured.draft.replay()
 
     @property
     def grown(self) -> TreeRows:
-        """The trees that were grown last."""
+        """The trees grown last."""
         assert self._grown is not None, "nothing was grown"
         return self._grown.tree.rows
 
     @torch.inference_mode()
     def forward(self, chunks: RoundChunks | None = None) -> None:
-        """Runs the target's forward over the trees that were grown last.
+        """Runs the target's forward over the trees grown last.
 
         Args:
-            chunks: what some slots compute in place of their trees.
+            chunks: prompt tokens that some slots compute in place of their trees.
         """
         grown = self._grown
         assert grown is not None, "nothing was grown"
@@ -171,12 +170,12 @@ class RoundGraphs:
         """Runs the rest of the round behind its forward.
 
         Args:
-            sampling: what all lanes draw with, but for those that `lanes` draws anew.
-            chunks: those of the forward.
-            masks: by slot, of lanes that the host restricts.
+            sampling: kind of sampling of all lanes, except for those that `lanes` redraws.
+            chunks: the chunks of the forward.
+            masks: masks of the lanes that the host restricts, by slot.
 
         Returns:
-            With graphs it holds until the next round.
+            The result; with graphs it is valid until the next round.
         """
         grown, verified = self._grown, self._verified
         assert grown is not None, "nothing was grown"
@@ -190,7 +189,7 @@ class RoundGraphs:
             self._verified, logits = None, verified.logits
             drawn = torch.empty_like(grown.tree.rows.depths)
             self._draw(logits, grown, sampling, lanes, chunks, masks, drawn)
-            committed = self._finish(grown.state, grown.tree, verified.output, drawn)
+            committed = self._verification.finish(grown.state, grown.tree, verified.output, drawn)
         if lanes is None:
             return RoundOutput(committed.result, None)
         lanes.committed(committed.result, RESULT_COUNTS)
@@ -198,7 +197,7 @@ class RoundGraphs:
         return RoundOutput(committed.result, lanes.logprobs(logits, committed.rows, tokens))
 
     def of(self, num_slots: int, sampling: RoundSampling) -> CapturedRound:
-        """Returns the graphs for at least `num_slots`, captured when first asked for."""
+        """Returns the graphs for at least `num_slots`; the first use captures them."""
         key = self._key(num_slots, sampling)
         if key not in self._captured:
             with torch.inference_mode():
@@ -207,15 +206,16 @@ class RoundGraphs:
 
     @property
     def num_captured(self) -> int:
-        """Sets of graphs."""
+        """Captured sets of graphs."""
         return len(self._captured)
 
     def num_computed(self, num_slots: int) -> int:
-        """Returns how many slots a round of so many computes."""
+        """Returns how many slots a round of `num_slots` computes."""
         return num_computed(num_slots, self._state.num_slots)
 
     def _key(self, num_slots: int, sampling: RoundSampling) -> tuple[int, RoundSampling]:
-        """Cuts shape no tree, and noise costs little beside many rows."""
+        """Returns slots and kind of draft noise. Top-k, top-p and min-p shape no tree, and noise
+        costs little beside many rows, so two kinds are enough."""
         computed = self.num_computed(num_slots)
         is_greedy = sampling is RoundSampling.GREEDY and computed <= _MOST_GREEDY_SLOTS
         return computed, RoundSampling.GREEDY if is_greedy else RoundSampling.DRAWN
@@ -223,7 +223,7 @@ class RoundGraphs:
     def _draw(
         self,
         logits: Tensor,
-        grown: _GrownRound | CapturedRound,
+        grown: _EagerRound | CapturedRound,
         sampling: RoundSampling,
         lanes: LaneSampling | None,
         chunks: RoundChunks | None,
@@ -245,19 +245,15 @@ class RoundGraphs:
         if self._group is not None:
             self._group.broadcast(drawn)
 
-    def _finish(
-        self, state: RoundState, tree: RoundTree, output: DecoderOutput, drawn: Tensor
-    ) -> CommittedRound:
-        return self._verification.finish(state, tree, output, drawn)
-
     def _capture(self, num_slots: int, sampling: RoundSampling) -> CapturedRound:
         state = self._state.first(num_slots)
-        # Loads kernels and makes the workspaces of products outside of the graphs, for nobody.
-        nobody = state.emptied()
-        idle = self._draft.grow(nobody, sampling)
+        # A round over empty slots loads kernels and allocates the workspaces of products outside of
+        # the graphs.
+        empty = state.emptied()
+        idle = self._draft.grow(empty, sampling)
         verified = self._verification.forward(idle)
-        idle_drawn = self._verification.draw(verified.logits, nobody, idle.rows, sampling)
-        self._finish(nobody, idle, verified.output, idle_drawn.contiguous())
+        idle_drawn = self._verification.draw(verified.logits, empty, idle.rows, sampling)
+        self._verification.finish(empty, idle, verified.output, idle_drawn.contiguous())
         drawn = torch.zeros_like(idle.rows.depths)
         del idle, verified, idle_drawn
         draft, forward, commit = (torch.cuda.CUDAGraph() for _ in range(3))
@@ -266,14 +262,14 @@ class RoundGraphs:
         with capturing(forward, self._memory, group=self._group):
             verified = self._verification.forward(tree)
         with capturing(commit, self._memory, group=self._group):
-            committed = self._finish(state, tree, verified.output, drawn)
-        logits = _unowned(verified.logits)
+            committed = self._verification.finish(state, tree, verified.output, drawn)
+        logits = _unowned_view(verified.logits)
         return CapturedRound(draft, forward, commit, state, tree, logits, drawn, committed)
 
 
-def _unowned(tensor: Tensor) -> Tensor:
-    """Returns a view that does not keep the memory of a graph's output, which is the largest of
-    all: graphs of other sizes, which never run at the same time, write their own there."""
+def _unowned_view(tensor: Tensor) -> Tensor:
+    """Returns a view that does not keep the memory of a graph's logits, the largest of its outputs,
+    allocated: graphs of other sizes, which never run at the same time, write theirs there."""
     assert tensor.is_contiguous()
     words = tensor.view(-1).view(torch.int16)
     memory = CudaMemory(words.data_ptr(), len(words), "<i2")

@@ -1,5 +1,5 @@
-"""The draft model in rounds on the device: its trees, also those that were grown elsewhere, and the
-rows that its cache lacks."""
+"""The draft model in rounds on the device: its trees, trees that another process wrote, and the
+computation of rows missing in its cache."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from shared.runtime.tree_model import RoundModel, runs_fused
 from shared.speculation.tree import NO_TOKEN, TreeRows, rows_of_parents
 from shared.tokens import TreeShape
 
-# Trees that were grown elsewhere, as the first part of a round.
+# Trees that another process wrote, as the first part of a round.
 
 
 def read_trees(
     trees: Tensor, state: RoundState, batches: RoundBatches, vocab_size: int
 ) -> RoundTree:
-    """Returns the trees of the slots of a state, read once.
+    """Reads the trees of all slots once, and returns them mended.
 
     Args:
         trees: `[at least S, 2, T]` int64, tokens and parents, see `TreeRows`.
-        vocab_size: of the target.
+        vocab_size: the target's vocabulary size.
     """
     if runs_fused(batches.shape, trees.device):
         # Triton is not installed where there is no CUDA.
@@ -55,11 +55,11 @@ def read_trees(
 def mended_rows(
     token_ids: Tensor, parents: Tensor, roots: Tensor, shape: TreeShape, *, vocab_size: int
 ) -> TreeRows:
-    """Returns trees that others wrote, as trees of a shape: a node that is none is left out.
+    """Turns unchecked input into valid trees of a shape; invalid nodes are left out.
 
-    A token is in the vocabulary, a parent comes before its children, no node is deeper than the
-    shape, and of siblings with one token the first counts. In a chain each row is the parent of the
-    next, whatever was written: the target computes chains as runs of tokens.
+    A valid node has a token of the vocabulary and a parent before it, and is no deeper than the
+    shape. Of siblings with the same token only the first counts. In a chain each row becomes the
+    parent of the next, whatever was written: the target computes chains as runs of tokens.
 
     Args:
         token_ids, parents: `[S, T]` int64, see `TreeRows`; column 0 is not read.
@@ -88,15 +88,15 @@ _CHUNK_ROWS = 2048
 
 @dataclass(frozen=True, slots=True)
 class HeadBacklog:
-    """Rows that one sequence lacks in the head's cache.
+    """Rows of one sequence that are missing in the head's cache.
 
     Attributes:
-        token_ids: committed; the row of position p reads the token after it.
-        start: the first row that is missing.
-        end: the row behind the last one that is caught up with: a round computes the open ones.
-        pages: the target's, where the features are.
-        head_pages: the head's.
-        slot: of the sequence.
+        token_ids: committed tokens; the row of position p reads the token after it.
+        start: the first missing row.
+        end: the row behind the last one to compute; rounds compute the open rows after it.
+        pages: the target's pages, which locate the features.
+        head_pages: the head's pages.
+        slot: the sequence's slot.
     """
 
     token_ids: Sequence[int]
@@ -112,13 +112,13 @@ class HeadBacklog:
 
 
 class CatchUp:
-    """Computes rows in the cache of one draft model, those of all sequences together.
+    """Computes missing rows in the cache of one draft model, batched over all sequences.
 
     Args:
-        features: returns the rows `[N, W]` at slots `[N]` of the target's pool; None for a model
-            that reads none.
-        last_states: see `RoundState.last_states`. With several layers the last rows are computed
-            again, where the deeper ones lacked tokens.
+        features: returns the features `[N, W]` at slots `[N]` of the target's pool; None for a
+            model that reads none.
+        last_states: see `RoundState.last_states`. With several layers the last computed rows are
+            computed again, because their deeper layers lacked tokens before.
     """
 
     def __init__(
@@ -129,29 +129,33 @@ class CatchUp:
     ) -> None:
         self._model, self._pool = model, model.pool
         self._features, self._last_states = features, last_states
-        self._num_again = 0 if last_states is None else last_states.shape[1]
+        self._num_recomputed = 0 if last_states is None else last_states.shape[1]
 
     @torch.inference_mode()
     def run(self, backlogs: Iterable[HeadBacklog]) -> None:
-        """Computes what is missing, in forwards of bounded size."""
-        chunk = _Chunk()
-        lead, num_again = self._model.token_lead, self._num_again
+        """Computes the missing rows in forwards of bounded size."""
+        chunk, page_size = _Chunk(), self._pool.page_size
+        lead, num_recomputed = self._model.token_lead, self._num_recomputed
         for backlog in backlogs:
             # A row that reads its own token can be computed a token earlier.
-            first, end = max(backlog.start - num_again, 0), backlog.end + 1 - lead
+            first, end = max(backlog.start - num_recomputed, 0), backlog.end + 1 - lead
             while first < end:
                 count = min(end - first, _CHUNK_ROWS - len(chunk.slots))
                 tokens = backlog.token_ids[first + lead : first + lead + count]
                 chunk.rows.append(SequenceRows.causal(tokens, first, backlog.head_pages))
-                chunk.slots += self._slots(backlog.pages, range(first, first + count))
+                chunk.slots += [
+                    backlog.pages[position // page_size] * page_size + position % page_size
+                    for position in range(first, first + count)
+                ]
                 first += count
                 if first == end:
                     chunk.ended.append((backlog.slot, len(chunk.slots)))
-                # Rows of a sequence read those before them from the cache: never in one forward.
-                if len(chunk.slots) > _CHUNK_ROWS - 1 - num_again:
+                # Rows of a sequence read its earlier rows from the cache, so two parts of a
+                # sequence never share a forward.
+                if len(chunk.slots) > _CHUNK_ROWS - 1 - num_recomputed:
                     self._forward(chunk)
                     chunk = _Chunk()
-                    first -= num_again * (first < end)
+                    first -= num_recomputed * (first < end)
         if chunk.rows:
             self._forward(chunk)
 
@@ -165,14 +169,10 @@ class CatchUp:
         if self._last_states is None or states is None or not chunk.ended:
             return
         slots, ends = uploaded_pairs(chunk.ended, device)
-        for layer, own in enumerate(states):
-            # Of a text that is too short for a layer nobody reads what it left.
+        for layer, layer_states in enumerate(states):
+            # Clamped where a text is too short for a layer; nothing reads that output.
             rows = (ends - 1 - layer).clamp_min(0)
-            self._last_states[:, layer].index_copy_(0, slots, own.index_select(0, rows))
-
-    def _slots(self, pages: Sequence[int], positions: range) -> list[int]:
-        size = self._pool.page_size
-        return [pages[position // size] * size + position % size for position in positions]
+            self._last_states[:, layer].index_copy_(0, slots, layer_states.index_select(0, rows))
 
 
 @dataclass(slots=True)
@@ -180,8 +180,9 @@ class _Chunk:
     """Rows of one forward.
 
     Attributes:
-        slots: of the target's pool, by row.
-        ended: slots of sequences that are caught up with, and the number of rows up to their end.
+        slots: slot in the target's pool, by row.
+        ended: slots of sequences whose missing rows end in this chunk, each with the number of
+            chunk rows up to that end.
     """
 
     rows: list[SequenceRows] = field(default_factory=list)
@@ -190,12 +191,12 @@ class _Chunk:
 
 
 class RoundHead:
-    """The draft model in rounds of several shapes with the same lanes. It is in this process, or in
-    another one. Shapes go by their numbers, from 0.
+    """The draft model in rounds of several shapes with the same lanes, in this process or in
+    another one. Shapes are numbered from 0.
 
     Attributes:
-        state: of the lanes.
-        feature_spec: the hidden states that it reads; None for none.
+        state: state of the lanes.
+        feature_spec: the target's hidden states that the model reads; None for none.
     """
 
     __slots__ = ()
@@ -204,92 +205,92 @@ class RoundHead:
 
     @property
     def is_late(self) -> bool:
-        """Whether trees did not come in time, so that rows are missing in the model's cache."""
+        """Whether trees came too late, so that rows are missing in the model's cache."""
         return False
 
     def view(self, sized: SizedShape) -> RoundState:
-        """Returns the view of the state that rounds of a shape have."""
+        """Returns the view of the state for rounds of one shape."""
         return state_of_shape(self.state, sized)
 
     def trees(self, number: int, sized: SizedShape) -> TreeSource:
-        """Returns what grows the trees of a shape."""
+        """Returns the source of the trees of one shape."""
         raise NotImplementedError
 
     def catch_up(self, backlogs: Iterable[HeadBacklog]) -> None:
-        """Computes rows before the trees of the next round grow."""
+        """Computes missing rows before the trees of the next round grow."""
 
     def read_open_rows(self, number: int, num_slots: int) -> None:
-        """Computes the open rows of the first slots, so that one stays open of each: the shape of
-        the next rounds has fewer.
+        """Computes the open rows of the first slots, after which each has one open row: the shape
+        of the next rounds has room for fewer.
 
         Args:
-            number: of the shape of the rounds before.
+            number: number of the shape of the rounds before.
         """
 
     def begin(
         self, number: int, num_slots: int, sampling: RoundSampling, *, is_ahead: bool
     ) -> None:
-        """A round is queued next on the current stream.
+        """Prepares for a round that the caller queues next on the current stream.
 
         Args:
-            is_ahead: see `TreeShape`. Where nothing was prepared, trees grow behind their verdicts.
+            is_ahead: see `TreeShape`. Without prepared chains, trees grow behind their verdicts.
         """
 
 
 class TreePlace:
-    """Where the trees of rounds come from.
+    """A source of trees for rounds.
 
     Attributes:
-        code: what verifies them; None takes the fastest.
+        code: class that verifies the trees; None takes the fastest.
     """
 
     __slots__ = ()
     code: Callable[..., RoundVerification] | None
 
     def shape(self, tree: TreeShape, max_context_tokens: int) -> RoundShape:
-        """Returns the sizes of rounds with trees of a shape, over sequences of some length."""
+        """Returns the sizes of rounds with trees of a shape."""
         raise NotImplementedError
 
     def in_rounds(
         self, shapes: Sequence[SizedShape], feature_rows: Tensor | None, target: KvPool
     ) -> RoundHead:
-        """Returns the model in rounds of some shapes.
+        """Returns the source's trees for rounds of some shapes.
 
         Args:
             feature_rows: `[num_slots, W]`, the features of the token in each slot of the target's
                 pool; None for a model that reads none.
-            target: its pool.
+            target: the target's pool.
         """
         raise NotImplementedError
 
 
 RoundSeconds = Callable[[TreeShape, int], float | None]
-"""Returns what a round with trees of a shape takes for a number of lanes; None while unknown."""
+"""Returns the seconds of a round with trees of a shape and a number of lanes; None if unknown."""
 
 
 class HeadPlace(TreePlace):
-    """A draft model that rounds can have: a head or a language model, in this process or in another
-    one. In this one nothing is late, and it stays as it is when its draft leaves."""
+    """A draft model as source of trees: a head or a language model, in this process or in another
+    one. The defaults suit this process, where no tree is late and nothing is to be closed."""
 
     __slots__ = ()
 
     def warmed_up(self, round_s: RoundSeconds | None) -> None:
-        """Rounds of all shapes have run.
+        """Ends the warm-up, in which rounds of all shapes have run.
 
         Args:
-            round_s: what they take; None where that was not measured.
+            round_s: measured round times; None if they were not measured.
         """
 
     @property
     def has_caught_up(self) -> bool:
-        """Whether all rounds that were announced are done, and the next one may have trees."""
+        """Whether the head is done with all announced rounds, so that the next may have trees."""
         return True
 
     def forgive(self) -> None:
-        """Sequences join rounds anew: trees that were late do not count any more."""
+        """Forgets late trees, because sequences join rounds anew."""
 
     def close(self) -> None:
-        """Its draft has left."""
+        """Ends the use of the model, because its draft has left."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -300,7 +301,7 @@ class OwnHead(HeadPlace):
     code: Callable[..., RoundVerification] | None = None
 
     def shape(self, tree: TreeShape, max_context_tokens: int) -> RoundShape:
-        # Nothing is prepared: target and draft take turns on one device.
+        # Without chains grown ahead: target and draft take turns on one device.
         return RoundShape.of(
             tree,
             draft_vocab_size=self.model.vocab_size,
@@ -326,7 +327,7 @@ class _OwnRounds(RoundHead):
         self._shapes = shapes
         self._trees = [
             _OwnTrees(model.code(batches, rows), batches, model.id_limit)
-            for batches in (RoundBatches(each.shape, pool.page_size) for each in shapes)
+            for batches in (RoundBatches(sized.shape, pool.page_size) for sized in shapes)
         ]
         features = None if rows is None else rows.__getitem__
         self._catch_up = CatchUp(model, features, self.state.last_states)
@@ -339,7 +340,7 @@ class _OwnRounds(RoundHead):
 
     def read_open_rows(self, number: int, num_slots: int) -> None:
         sized = self._shapes[number]
-        # As many as a round computes: no kernel is new.
+        # The same number of slots as in a round, so that no kernel is compiled anew.
         count, code = num_computed(num_slots, sized.max_sequences), self._trees[number].code
         seen = code.seen(state_of_shape(self.state, sized).first(count))
         code.forwards(seen, *code.open_rows(seen), keeps_states=False).read_open()
@@ -351,7 +352,7 @@ class _OwnTrees:
     """See `TreeSource`.
 
     Attributes:
-        id_limit: ids of tokens are below it.
+        id_limit: upper bound of token ids, exclusive.
     """
 
     code: DraftCode
@@ -366,6 +367,6 @@ class _OwnTrees:
         tree = grown(code, seen, sampling, batch, sources)
         if seen is state:
             return tree
-        # It is laid out for the draft's own count of tokens.
+        # The tree is laid out for the draft's own token counts: lay it out for the target's.
         trees = torch.stack((tree.rows.token_ids, tree.rows.parents), dim=1)
         return read_trees(trees, state, self.batches, self.id_limit)

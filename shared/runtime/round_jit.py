@@ -1,5 +1,5 @@
-"""Triton kernels of a round: trees grow by a level in two launches, rows are laid out, and the
-accepted path is committed."""
+"""Triton kernels of a round: growth of trees, two launches for each level; layout of their rows;
+commit of the accepted path."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def score_blocks(  # type: ignore[no-untyped-def]
     """Writes the TOPK best tokens of one block of one row, best first, and the block's part of the
     softmax.
 
-    Rows are ROWS a sequence, whose temperature, seed and length say which noise is added.
+    Each sequence has ROWS rows; its temperature, seed and length determine the noise of a row.
     """
     begin(IS_DEPENDENT)
     row = tl.program_id(0)
@@ -70,12 +70,12 @@ def choose_tokens(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Finds the WIDTH best tokens of one row, from those of its blocks, best first.
+    """Finds the WIDTH best tokens of one row, best first, among the best of its blocks.
 
     Args:
-        row_keys: `[S * ROWS, WIDTH]`, what `grow_level` goes on from.
-        tokens: `[S, num_rows, WIDTH]` int32, of all levels; this one begins at `first_row`.
-        scores: likewise, float32.
+        row_keys: `[S * ROWS, WIDTH]`, written as input of `grow_level`.
+        tokens: `[S, num_rows, WIDTH]` int32, of all levels; this level begins at `first_row`.
+        scores: `[S, num_rows, WIDTH]` float32, likewise.
     """
     begin(IS_DEPENDENT)
     row = tl.program_id(0)
@@ -114,10 +114,10 @@ def grow_level(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Adds one level of one tree, selects its beam and lays out the beam's rows.
 
-    Each row has `num_lists` lists of `list_size` keys, best first, among them its TOPK best.
+    Each row has `num_lists` lists of `list_size` keys, best first, which hold its TOPK best.
 
-    Levels lie behind one another in `beam_*`, each with TOPK entries a sequence; `beam_visible`
-    has one row of `NUM_LEVELS * TOPK` for each.
+    `beam_*` hold one level after another, each with TOPK entries for each sequence. `beam_visible`
+    has a row of `NUM_LEVELS * TOPK` for each entry.
     """
     begin(IS_DEPENDENT)
     sequence = tl.program_id(0)
@@ -134,7 +134,7 @@ def grow_level(  # type: ignore[no-untyped-def]
     sums = tl.load(block_sums + places, mask=is_block, other=0.0)
     total = tl.sum(sums * tl.exp(parts - highest[:, None]), 1)
     log_total = tl.log(tl.where(is_row, total, 1.0)) + highest
-    # The best children of each row, from those of its blocks.
+    # The best children of each row, among the best of its blocks.
     own_keys = row_keys + sequence * ROWS * num_lists * list_size
     children = best_in_lists(own_keys, ROWS, num_lists, list_size, TOPK, BLOCK_ROWS, LANES)
     lanes = tl.arange(0, LANES)
@@ -153,7 +153,7 @@ def grow_level(  # type: ignore[no-untyped-def]
     tl.store(candidate_parents + places, parents[:, None] + lanes[None, :] * 0, mask=is_stored)
     tl.store(candidate_paths + places, path, mask=is_stored)
     if not IS_LAST:
-        # What this program stored so far, other threads of it read.
+        # Other threads of this program read what it stored so far.
         tl.debug_barrier()
         own_children = tl.arange(0, BLOCK_CHILDREN)
         places = num_before(candidate_paths + first, ROWS * TOPK, BLOCK_CHILDREN, CHUNK)
@@ -196,7 +196,7 @@ def grow_level(  # type: ignore[no-untyped-def]
         tl.store(prefix_lengths + sequence, (length - 1).to(tl.int32))
 
 
-# Triton kernels that lay out a round's rows: `open_batch`, and `tree_rows` with `tree_batch`.
+# Layout of a round's rows, as in `RoundBatches.of_open_rows`, `tree_rows` and `of_trees`.
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -260,7 +260,7 @@ def finish_trees(  # type: ignore[no-untyped-def]
     tl.store(batch_tokens + own + row, tl.where(is_node, token, 0).to(tl.int64), mask=is_kept)
     tl.store(parents + own + row, parent.to(tl.int64), mask=is_kept)
     tl.store(row_paths + own + row, path, mask=is_kept)
-    # The root, by every thread alike.
+    # All threads store the same root.
     state = numbers + sequence * number_stride
     length = tl.load(state + LENGTH)
     root = tl.load(state + TAIL + tl.load(state + OPEN) - 1)
@@ -283,7 +283,7 @@ def lay_open_rows(  # type: ignore[no-untyped-def]
     NUM_ROWS: tl.constexpr, LENGTH: tl.constexpr, OPEN: tl.constexpr, TAIL: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Lays out one sequence's open rows; those it lacks compute token 0 in the padding page."""
+    """Lays out one sequence's open rows; further rows compute token 0 in the padding page."""
     begin(IS_DEPENDENT)
     sequence = tl.program_id(0)
     state = numbers + sequence * number_stride
@@ -325,7 +325,7 @@ def select_trees(  # type: ignore[no-untyped-def]
     NUM_ROWS: tl.constexpr, MAX_DEPTH: tl.constexpr,
     BLOCK_TREES: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Takes the first prepared tree that fits how the last round left one slot."""
+    """Takes the first prepared tree that fits the outcome of the last round of one slot."""
     sequence = tl.program_id(0)
     state = numbers + sequence * number_stride
     length = tl.load(state + LENGTH)
@@ -353,7 +353,7 @@ def select_trees(  # type: ignore[no-untyped-def]
     tl.store(token_ids + rows, token.to(tl.int64), mask=is_node)
     tl.store(batch_tokens + rows, tl.maximum(token, 0).to(tl.int64), mask=is_node)
     tl.store(parents + rows, parent.to(tl.int64), mask=is_node)
-    # The root, by every thread alike.
+    # All threads store the same root.
     tl.store(token_ids + own, root)
     tl.store(batch_tokens + own, root)
     tl.store(parents + own, root * 0)
@@ -376,7 +376,7 @@ def mend_trees(  # type: ignore[no-untyped-def]
     NUM_ROWS: tl.constexpr, MAX_DEPTH: tl.constexpr, IS_CHAIN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Reads a tree that another process wrote, and lays out those nodes of it that are any."""
+    """Reads a tree that another process wrote, and lays out its valid nodes; see `mended_rows`."""
     sequence = tl.program_id(0)
     state = numbers + sequence * number_stride
     length = tl.load(state + LENGTH)
@@ -410,7 +410,7 @@ def mend_trees(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-# Triton kernels that end a round: the accepted path, its keys, values and features.
+# The end of a round: the accepted path, its keys, values and features.
 
 
 @triton.jit(do_not_specialize=["number_stride"])  # type: ignore[untyped-decorator]
@@ -422,7 +422,7 @@ def accept_trees(  # type: ignore[no-untyped-def]
     TAIL: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Does for one tree what `accept_rows` does, and commits it to the state."""
+    """Accepts the path of one tree, see `accept_rows`, and commits it to the state."""
     begin(IS_DEPENDENT)
     sequence = tl.program_id(0)
     own = sequence * NUM_ROWS
@@ -455,7 +455,7 @@ def accept_trees(  # type: ignore[no-untyped-def]
     tl.store(target_slots + out + steps, slot, mask=is_step)
     tl.store(source_slots + out + steps, slot, mask=is_beyond)
     tl.store(source_rows + out + steps, (own + steps).to(tl.int64), mask=is_beyond)
-    # What the host reads, and what the next round starts from.
+    # The result for the host, and the state that the next round starts from.
     state = numbers + sequence * number_stride
     is_active = tl.load(state + ACTIVE)
     answer = result + sequence * (RESULT_COUNTS + WIDTH)
@@ -494,7 +494,7 @@ def move_path(  # type: ignore[no-untyped-def]
     values = tl.load(
         base + sources[:, None] * TOKEN_SIZE + elements[None, :], mask=is_element, other=0.0
     )
-    # A token may be another one's target: all are read before any is written.
+    # The target slot of one token may be the source of another: read all before any is written.
     tl.debug_barrier()
     tl.store(base + targets[:, None] * TOKEN_SIZE + elements[None, :], values, mask=is_element)
 
@@ -504,7 +504,7 @@ def gather_parts(  # type: ignore[no-untyped-def]
     first, second, third, fourth, rows, joined, first_part,
     NUM_PARTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Copies one named row of one of four parts of the features to its place among all parts."""
+    """Copies one row of one of four feature tensors to its place in the joined rows."""
     begin(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -528,7 +528,7 @@ def store_rows(  # type: ignore[no-untyped-def]
     rows, like, slots, stored,
     NUM_PARTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Writes some columns of one row, in the dtype of `like` first, to the row's slot."""
+    """Rounds some columns of one row to the dtype of `like`, and writes them to the row's slot."""
     begin(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

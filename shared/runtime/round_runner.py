@@ -1,12 +1,12 @@
 """Speculative rounds that stay on the device: draft, tree, verification, commit, again.
 
-`launch` queues a round and waits for nothing. Its result, a few numbers a sequence, is copied to
-the host behind it; `result` may be asked for one round late, while the next one runs. So the host
-decides only who takes part and which pages they have.
+`launch` queues a round and waits for nothing. The result of a round, a few numbers for each
+sequence, is copied to the host behind it. The host may read it one round late, while the next round
+runs. So the host decides only which sequences take part and which pages they have.
 
-Where the host also says which tokens some lanes may draw, their trees are copied to it before the
-target's forward is queued, and it computes their masks while the device computes that. `finish`
-queues the draws.
+A grammar on the host restricts the tokens of some lanes. The trees of these lanes are copied to the
+host before the target's forward is queued, and the host computes their masks during that forward.
+`finish` then queues the draws.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class PlacedSequence:
 
     Attributes:
         length: committed tokens the host knows of.
-        is_shaped: `LaneSampling` draws for it.
-        num_given: prompt tokens that its first round commits before the one that it draws.
-        num_pending: most tokens that launched rounds may commit whose results it does not know.
+        is_shaped: whether `LaneSampling` draws for it.
+        num_prompt_tokens: prompt tokens that its first round commits before the drawn token.
+        num_pending: most tokens that launched rounds may commit whose results are not yet read.
     """
 
     slot: int
@@ -79,7 +79,7 @@ class PlacedSequence:
     pages: list[int]
     head_pages: list[int]
     is_shaped: bool = False
-    num_given: int = 0
+    num_prompt_tokens: int = 0
     num_pending: int = 0
 
     @property
@@ -90,10 +90,10 @@ class PlacedSequence:
 
 @dataclass(frozen=True, slots=True)
 class PendingRound:
-    """A launched round: its result on the way to the host, and who took part.
+    """A launched round: its result on the way to the host, and the sequences that took part.
 
     Attributes:
-        max_committed: most tokens that it commits to one sequence.
+        max_committed: most tokens that the round commits to one sequence.
     """
 
     result: HostCopy
@@ -103,16 +103,15 @@ class PendingRound:
 
 
 class RoundSlots:
-    """The sequences of one state and the rounds over it that nobody has read.
+    """The sequences in the slots of one state, and the launched rounds whose results are unread.
 
     Attributes:
-        placed: by the sequence's number.
-        taken: slots that they have, those included where the next round reads their prompts.
-        num_used: slots up to the last one that is taken; those of sequences that left stay
-            empty.
-        sampling: what a round of all that are placed needs, beside what `lanes` does.
-        states: recurrent ones; None where the target has none.
-        lanes: draws for those with penalties and the like.
+        placed: sequences by id.
+        taken: occupied slots, including those that compute prompt chunks in the next round.
+        num_used: slots up to the last occupied one. Slots of removed sequences stay empty.
+        sampling: kind of sampling that covers all placed sequences, beside what `lanes` draws.
+        states: recurrent states; None where the target has none.
+        lanes: draws for sequences with penalties, bias or bans.
     """
 
     def __init__(self, state: RoundState, decoder: Decoder, pool: KvPool) -> None:
@@ -125,9 +124,9 @@ class RoundSlots:
         self._new_pages: list[NewPage] = []
         self._new_head_pages: list[NewPage] = []
         self._pending: deque[PendingRound] = deque()
-        # Prompt tokens by slot, of each sequence whose prompt the next round ends.
+        # Prompt tokens by slot, for each sequence whose prompt the next round ends.
         self._chunks: dict[int, dict[int, Sequence[int]]] = {}
-        # Of the results, which are read in the order of their rounds.
+        # Host memory of the results, which are read in the order of their rounds.
         self._memory: deque[PinnedMemory] = deque()
         if state.numbers.is_cuda:
             size = state.num_slots * (RESULT_COUNTS + state.open_tokens.shape[1])
@@ -135,7 +134,7 @@ class RoundSlots:
 
     @property
     def num_pending(self) -> int:
-        """Launched rounds whose results nobody has read."""
+        """Launched rounds whose results are unread."""
         return len(self._pending)
 
     @property
@@ -146,50 +145,50 @@ class RoundSlots:
     @property
     def prompt_chunks(self) -> Mapping[int, Sequence[int]]:
         """Prompt tokens by slot that the next round computes in place of trees."""
-        return {slot: each for own in self._chunks.values() for slot, each in own.items()}
+        return {slot: chunk for own in self._chunks.values() for slot, chunk in own.items()}
 
     def take(self, new_lanes: Sequence[NewLane], chunk_size: int = 1) -> dict[int, NewLane]:
-        """Gives each new lane a slot, which `fill` has yet to write; returns them by slot. The next
-        round gives it more of them where the target has not computed its tokens.
+        """Reserves a slot for each new lane, which `fill` has yet to write; returns lanes by slot.
+        A lane with more uncomputed tokens than one chunk gets extra slots for the next round.
 
         Args:
             chunk_size: tokens that a round commits in a slot.
         """
         taken, num_slots = self.taken, self.state.num_slots
         free = (slot for slot in range(num_slots) if slot not in taken)
-        slots = {slot: each for each, slot in zip(new_lanes, free, strict=False)}
+        slots = {slot: lane for lane, slot in zip(new_lanes, free, strict=False)}
         assert len(slots) == len(new_lanes), f"{len(new_lanes)} sequences for {len(slots)} slots"
-        for slot, each in slots.items():
-            assert len(each.token_ids) >= 2, "a round starts from a computed token"
-            assert each.sequence_id not in self.placed, f"sequence {each.sequence_id} is placed"
-            chunks = cut(each.uncomputed_token_ids, chunk_size)
-            if each.reads_prompt:
-                assert not each.is_shaped, "its prompt would count as output"
-                self._chunks[each.sequence_id] = {slot: chunks[-1]}
-                self._chunks[each.sequence_id] |= {next(free): chunk for chunk in chunks[:-1]}
-            self.placed[each.sequence_id] = PlacedSequence(
+        for slot, lane in slots.items():
+            assert len(lane.token_ids) >= 2, "a round starts from a computed token"
+            assert lane.sequence_id not in self.placed, f"sequence {lane.sequence_id} is placed"
+            chunks = cut(lane.uncomputed_token_ids, chunk_size)
+            if lane.reads_prompt:
+                assert not lane.is_shaped, "its prompt would count as output"
+                self._chunks[lane.sequence_id] = {slot: chunks[-1]}
+                self._chunks[lane.sequence_id] |= {next(free): chunk for chunk in chunks[:-1]}
+            self.placed[lane.sequence_id] = PlacedSequence(
                 slot,
-                len(each.token_ids),
-                each.sampling,
-                list(each.pages),
-                list(each.head_pages),
-                each.is_shaped,
+                len(lane.token_ids),
+                lane.sampling,
+                list(lane.pages),
+                list(lane.head_pages),
+                lane.is_shaped,
                 len(chunks[-1]) - 1,
             )
-        self._look()
+        self._refresh()
         return slots
 
     def fill(self, slots: dict[int, NewLane]) -> None:
-        """Writes sequences to the slots they took."""
+        """Writes lanes to the slots that `take` reserved."""
         in_slots: dict[int, SlotSequence] = {}
-        for slot, each in slots.items():
-            start = len(each.token_ids) - self.placed[each.sequence_id].num_given - 1
-            in_slots[slot] = each.in_slot(start)
-            start = len(each.token_ids) - len(each.uncomputed_token_ids)
-            for extra, chunk in self._extra(each.sequence_id).items():
-                in_slots[extra] = each.in_slot(start, is_last=False)
+        for slot, lane in slots.items():
+            start = len(lane.token_ids) - self.placed[lane.sequence_id].num_prompt_tokens - 1
+            in_slots[slot] = lane.in_slot(start)
+            start = len(lane.token_ids) - len(lane.uncomputed_token_ids)
+            for extra, chunk in self._extra_chunks(lane.sequence_id).items():
+                in_slots[extra] = lane.in_slot(start, is_last=False)
                 start += len(chunk)
-            self.lanes.join(slot, each)
+            self.lanes.join(slot, lane)
         if self.states is not None:
             self.states.join(slots)
         self.state.place(in_slots)
@@ -197,68 +196,68 @@ class RoundSlots:
     def set_pages(
         self, sequence_id: int, pages: Sequence[int], head_pages: Sequence[int] = ()
     ) -> None:
-        """Gives a placed sequence its pages; those it has had already must be the same. The device
-        has them from the next `write_pages` on."""
+        """Sets all pages of a placed sequence, which begin with the pages it has. The next
+        `write_pages` sends the new ones to the device."""
         placed = self.placed[sequence_id]
-        for known, now, new in (
+        for held, now, new in (
             (placed.pages, pages, self._new_pages),
             (placed.head_pages, head_pages, self._new_head_pages),
         ):
-            first = len(known)
+            first = len(held)
             if len(now) > first:
-                known.extend(now[first:])
-                new += [(placed.slot, first + k, page) for k, page in enumerate(known[first:])]
+                held.extend(now[first:])
+                new += [(placed.slot, first + k, page) for k, page in enumerate(held[first:])]
 
     def write_pages(self) -> None:
-        """Queues the pages that placed sequences have got, all at once."""
+        """Queues one copy of all new pages to the device."""
         if self._new_pages or self._new_head_pages:
             self.state.set_pages(self._new_pages, self._new_head_pages)
             self._new_pages, self._new_head_pages = [], []
 
     def remove(self, sequence_ids: Iterable[int]) -> None:
-        """Leaves sequences out from the next launch on."""
-        self.write_pages()  # before somebody else has a slot
-        gone = list(sequence_ids)
-        extra = [slot for each in gone for slot in self._extra(each)]
-        slots = [self.placed.pop(each).slot for each in gone]
-        for each in gone:
-            self._chunks.pop(each, None)
+        """Removes sequences from the next launch on."""
+        self.write_pages()  # before another sequence takes the slot
+        removed = list(sequence_ids)
+        extra = [slot for sequence_id in removed for slot in self._extra_chunks(sequence_id)]
+        slots = [self.placed.pop(sequence_id).slot for sequence_id in removed]
+        for sequence_id in removed:
+            self._chunks.pop(sequence_id, None)
         for slot in slots:
             self.lanes.leave(slot)
         if self.states is not None:
             self.states.leave(slots)
         slots += extra
         if slots:
-            self._look()
+            self._refresh()
             self.state.clear(slots)
 
     def launched(self, output: RoundOutput, max_committed: int) -> None:
-        """A round of all that are placed was queued."""
-        result = output.result
-        for each in self.placed.values():
-            each.num_pending += max_committed
+        """Records that a round of all placed sequences was queued."""
+        for placed in self.placed.values():
+            placed.num_pending += max_committed
         sequences = tuple(self.placed.items())
         if self._memory:
             assert self.num_pending < len(self._memory), "the oldest result would be overwritten"
             self._memory.rotate(1)
-        copy = HostCopy(result, self._memory[0] if self._memory else None)
+        copy = HostCopy(output.result, self._memory[0] if self._memory else None)
         self._pending.append(PendingRound(copy, output.logprobs, sequences, max_committed))
-        extra = [slot for each in self._chunks for slot in self._extra(each)]
+        extra = [slot for sequence_id in self._chunks for slot in self._extra_chunks(sequence_id)]
         self._chunks = {}
         if extra:
-            self._look()
+            self._refresh()
             self.state.clear(extra)
 
     def result(self) -> tuple[SequenceRound, ...]:
-        """Returns what the oldest unread round did, those removed since included; waits for it."""
+        """Waits for the oldest unread round and returns its results, also of sequences that were
+        removed since."""
         pending = self._pending.popleft()
         rows = pending.result.read().tolist()
         logprobs = {} if pending.logprobs is None else pending.logprobs.read()
         rounds: list[SequenceRound] = []
         for sequence_id, placed in pending.sequences:
             count, num_drafted, *tokens = rows[placed.slot]
-            # The first round may have had prompt tokens for a tree.
-            first, placed.num_given = placed.num_given, 0
+            # The first round may have committed prompt tokens in place of a tree.
+            first, placed.num_prompt_tokens = placed.num_prompt_tokens, 0
             placed.length += count - first
             placed.num_pending -= pending.max_committed
             own = logprobs.get(placed.slot, ())[first:count]
@@ -266,29 +265,29 @@ class RoundSlots:
             rounds.append(SequenceRound(sequence_id, drawn, num_drafted - first, own))
         return tuple(rounds)
 
-    def _extra(self, sequence_id: int) -> dict[int, Sequence[int]]:
-        """Returns the chunks of a sequence in slots beside its own."""
+    def _extra_chunks(self, sequence_id: int) -> dict[int, Sequence[int]]:
+        """Returns the prompt chunks of a sequence outside its own slot, by slot."""
         chunks = self._chunks.get(sequence_id, {})
         own = self.placed[sequence_id].slot
         return {slot: chunk for slot, chunk in chunks.items() if slot != own}
 
-    def _look(self) -> None:
-        """Somebody came or left."""
-        placed = self.placed.values()
-        self.taken = {each.slot for each in placed} | self.prompt_chunks.keys()
+    def _refresh(self) -> None:
+        """Derives the attributes anew after sequences joined or left."""
+        sequences = self.placed.values()
+        self.taken = {placed.slot for placed in sequences} | self.prompt_chunks.keys()
         self.num_used = 1 + max(self.taken, default=-1)
         self.sampling = RoundSampling.of(
-            (each.sampling for each in placed if not each.is_shaped),
-            (each.sampling for each in placed if each.is_shaped),
+            (placed.sampling for placed in sequences if not placed.is_shaped),
+            (placed.sampling for placed in sequences if placed.is_shaped),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _GrownRound:
-    """A round whose trees are queued, and no more.
+    """A round of which only the trees are queued.
 
     Attributes:
-        announced: ends what other processes were told.
+        announced: open announcement to the other ranks; closed once the round is queued.
     """
 
     sampling: RoundSampling
@@ -298,10 +297,10 @@ class _GrownRound:
 
 @dataclass(frozen=True, slots=True)
 class _OpenRound:
-    """A round whose draws are not queued.
+    """A round whose forward is queued and whose draws are not.
 
     Attributes:
-        masked: slots by sequence.
+        masked: slots of masked lanes, by sequence.
     """
 
     grown: _GrownRound
@@ -310,7 +309,7 @@ class _OpenRound:
 
 @dataclass(frozen=True, slots=True)
 class RoundLimits:
-    """Sizes fixed at start.
+    """Sizes fixed at start-up.
 
     Attributes:
         max_sequences: slots.
@@ -326,8 +325,8 @@ class _Rounds:
     """Rounds of one shape.
 
     Attributes:
-        number: of the shape, see `RoundHead`.
-        leader: of a decoder that several processes hold.
+        number: number of the shape, see `RoundHead`.
+        leader: announces rounds to the other ranks of a tensor parallel decoder.
     """
 
     number: int
@@ -347,16 +346,16 @@ class RoundRunner:
 
     Args:
         pool: the target's KV.
-        head: the draft model, or what else trees come from.
+        head: the source of the trees, such as the draft model.
         feature_rows: `[num_slots, W]`, the features of the token in each slot of `pool`; None for
             a draft that reads none.
-        shapes: each with the most sequences of a round. The first is the current one.
+        shapes: tree shapes, each with the most sequences of a round. The first is the current one.
         max_context_tokens: longest sequence that a round may start from.
-        leader: of a decoder that several processes hold, of which this one has the head.
-        place: of the head among those that the target keeps rounds for.
+        leader: on the rank with the head, announces rounds to the decoder's other ranks.
+        place: index of the head among those that the target keeps rounds for.
 
     Attributes:
-        is_ahead: whether the next rounds have trees that grow while those before are verified.
+        is_ahead: whether the next trees grow while the trees before them are verified.
     """
 
     def __init__(
@@ -373,37 +372,37 @@ class RoundRunner:
     ) -> None:
         if feature_rows is not None:
             num_slots = pool.num_leased_pages * pool.page_size
-            assert len(feature_rows) == num_slots, "one row a slot"
-        assert leader is None or decoder.group is not None, "nobody follows"
+            assert len(feature_rows) == num_slots, "one row for each slot"
+        assert leader is None or decoder.group is not None, "a leader needs a group"
         self._max_context_tokens, self._device = max_context_tokens, pool.device
         self._decoder, self._pool, self._feature_rows = decoder, pool, feature_rows
         self._place, self._leader, self._leader_place = head, leader, place
-        sized = [self._sized(tree, most) for tree, most in shapes.items()]
-        self._head = head.in_rounds(sized, feature_rows, pool)
+        sized_shapes = [self._sized_shape(tree, most) for tree, most in shapes.items()]
+        self._head = head.in_rounds(sized_shapes, feature_rows, pool)
         self._slots = RoundSlots(self._head.state, decoder, pool)
         self._group = decoder.group
         # Rounds of two shapes are never under way at once, so their graphs share memory.
         is_cuda = self._device.type == "cuda"
         self._memory: Any = torch.cuda.graph_pool_handle() if is_cuda else None
         self._rounds: dict[TreeShape, _Rounds] = {}
-        for tree, each in zip(shapes, sized, strict=True):
-            self._rounds[tree] = self._made(each)
+        for tree, sized in zip(shapes, sized_shapes, strict=True):
+            self._rounds[tree] = self._new_rounds(sized)
         self.is_ahead = False
         self._current = next(iter(self._rounds.values()))
-        # Of the rounds after which rows may be open.
+        # The rounds launched last, whose commits may have left open rows.
         self._last: _Rounds | None = None
         self._grown: _GrownRound | None = None
         self._open: _OpenRound | None = None
-        max_rows = max(each.max_sequences * each.shape.num_tree_rows for each in sized)
+        max_rows = max(sized.max_sequences * sized.shape.num_tree_rows for sized in sized_shapes)
         self._tree_copies = TreeCopies(max_rows, self._device)
-        # Of sequences whose prompts the last launched round ended, and the next one ends.
-        self._read: dict[int, HeadBacklog] = {}
-        self._reading: dict[int, HeadBacklog] = {}
+        # For sequences whose prompts the last launched round ended, and the next round ends.
+        self._backlogs: dict[int, HeadBacklog] = {}
+        self._next_backlogs: dict[int, HeadBacklog] = {}
 
-    def _sized(self, tree: TreeShape, max_sequences: int) -> SizedShape:
+    def _sized_shape(self, tree: TreeShape, max_sequences: int) -> SizedShape:
         return SizedShape(self._place.shape(tree, self._max_context_tokens), max_sequences)
 
-    def _made(self, sized: SizedShape) -> _Rounds:
+    def _new_rounds(self, sized: SizedShape) -> _Rounds:
         """Returns rounds of one more shape."""
         number, head, group = len(self._rounds), self._head, self._group
         code = self._place.code or fastest(RoundVerification, sized.shape, self._device)
@@ -425,28 +424,29 @@ class RoundRunner:
 
     @property
     def shape(self) -> RoundShape:
-        """Of the next rounds."""
+        """Sizes of the next rounds."""
         return self._current.sized.shape
 
     def shape_of(self, tree: TreeShape) -> RoundShape:
-        """Returns the sizes of rounds with trees as they were asked for."""
+        """Returns the sizes of rounds with trees of a requested shape."""
         return self._rounds[tree].sized.shape
 
     def takes(self, tree: TreeShape) -> bool:
-        """Whether rounds with such trees may come next, with everybody in the slot that they have:
-        it is within their number, and prompts that the next round reads are cut for it."""
+        """Whether the next rounds may have trees of this shape while all sequences keep their
+        slots: the slots are within its limit, and the pending prompt chunks fit its rounds."""
         rounds = self._rounds[tree]
-        is_cut = not self._reading or rounds.max_committed >= self._current.max_committed
+        is_cut = not self._next_backlogs or rounds.max_committed >= self._current.max_committed
         return is_cut and self.num_slots <= rounds.sized.max_sequences
 
     @torch.inference_mode()
     def turn_to(self, tree: TreeShape) -> None:
-        """Has the next rounds grow trees of another shape, which `takes` all that are placed."""
+        """Switches the next rounds to another tree shape; `takes` must hold if any sequence is
+        placed."""
         rounds, last = self._rounds[tree], self._last
-        assert not self._slots.placed or self.takes(tree), "sequences would stay behind"
+        assert not self._slots.placed or self.takes(tree), "placed sequences do not fit the shape"
         has_fewer = last is not None and last.max_committed > rounds.max_committed
         if last is not None and has_fewer and self._slots.placed:
-            self._catch_up_read()
+            self._catch_up()
             self._head.read_open_rows(last.number, self.num_slots)
             self._last = None
         self._current = rounds
@@ -472,24 +472,24 @@ class RoundRunner:
 
     @property
     def num_taken(self) -> int:
-        """Slots of the next round that somebody has."""
+        """Occupied slots of the next round."""
         return len(self._slots.taken)
 
     @property
     def num_slots(self) -> int:
-        """Slots up to the last one that is taken; those of sequences that left stay empty."""
+        """Slots up to the last occupied one; slots of removed sequences stay empty."""
         return self._slots.num_used
 
     @property
     def num_pending(self) -> int:
-        """Launched rounds whose results nobody has read."""
+        """Launched rounds whose results are unread."""
         return self._slots.num_pending
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether other processes wait for a round that broke off here."""
-        leaders = (each.leader for each in self._rounds.values())
-        return any(each is not None and each.is_waited_for for each in leaders)
+        """Whether other ranks wait for a round that failed in this process."""
+        leaders = (rounds.leader for rounds in self._rounds.values())
+        return any(leader is not None and leader.is_waited_for for leader in leaders)
 
     @property
     def is_late(self) -> bool:
@@ -502,25 +502,24 @@ class RoundRunner:
         return self._slots.oldest.result.is_done
 
     def num_computed(self, num_sequences: int) -> int:
-        """Returns how many slots a round of sequences computes that are placed together."""
+        """Returns how many slots a round computes for `num_sequences` placed together."""
         return num_computed(num_sequences, self._head.state.num_slots)
 
     def capture(self, num_sequences: int, sampling: RoundSampling) -> None:
-        """Captures the graphs of the current shape for a number of sequences before anyone waits
-        for them."""
+        """Captures the graphs of the current shape for a number of sequences in advance."""
         leader = self._current.leader
         with nullcontext() if leader is None else leader.capturing(num_sequences, sampling):
             self._current.graphs.make(num_sequences, sampling)
 
     def captured(self, num_sequences: int, sampling: RoundSampling) -> CapturedRound:
-        """Returns the graphs of a round, to be measured part by part."""
+        """Returns the graphs of a round, for measurements of its parts."""
         return self._current.graphs.of(num_sequences, sampling)
 
     def run_empty(
         self, num_sequences: int, sampling: RoundSampling, *, is_ahead: bool = False
     ) -> None:
-        """Queues a round as for so many sequences, while nobody takes part."""
-        assert not self._slots.placed, "a round would be lost"
+        """Queues a round of `num_sequences` empty slots; no sequence may be placed."""
+        assert not self._slots.placed, "placed sequences would lose a round"
         self._head.begin(self._current.number, num_sequences, sampling, is_ahead=is_ahead)
         with self._queueing(num_sequences, sampling):
             self._current.graphs.grow(num_sequences, sampling)
@@ -528,8 +527,8 @@ class RoundRunner:
             self._current.graphs.commit(sampling)
 
     def num_kv_tokens(self, sequence_id: int) -> tuple[int, int]:
-        """Returns how many tokens the target's and the head's pages of a sequence must cover for
-        the next launch."""
+        """Returns how many tokens of a sequence the target's pages and the head's pages must cover
+        for the next launch."""
         length = self.longest(sequence_id)
         return self.shape.num_kv_tokens(length), self.shape.num_head_kv_tokens(length)
 
@@ -538,28 +537,29 @@ class RoundRunner:
         return self._slots.placed[sequence_id].longest
 
     def num_unread(self, sequence_id: int) -> int:
-        """Returns how many tokens rounds that nobody has read may commit to a sequence."""
+        """Returns the most tokens that unread rounds may commit to a sequence."""
         return self._slots.placed[sequence_id].num_pending
 
     @torch.inference_mode()
     def place(self, new_lanes: Sequence[NewLane]) -> None:
-        """Takes sequences into the next round; their heads catch up first, together.
+        """Adds sequences to the next round. The head first computes their missing rows, all in one
+        go.
 
         Raises:
-            torch.OutOfMemoryError: to catch up does not fit the device's memory; the sequences have
-                to be removed.
+            torch.OutOfMemoryError: computing these rows does not fit the device's memory; the
+                caller has to remove the sequences.
         """
         slots = self._slots.take(new_lanes, self.shape.max_committed)
-        read = [each for each in new_lanes if not each.reads_prompt]
-        for each in new_lanes:
-            if each.reads_prompt:
-                self._reading[each.sequence_id] = self._backlog(each)
-        if read:
-            self._head.catch_up(map(self._backlog, read))
+        computed = [lane for lane in new_lanes if not lane.reads_prompt]
+        for lane in new_lanes:
+            if lane.reads_prompt:
+                self._next_backlogs[lane.sequence_id] = self._backlog(lane)
+        if computed:
+            self._head.catch_up(map(self._backlog, computed))
         self._slots.fill(slots)
 
     def _backlog(self, new_lane: NewLane) -> HeadBacklog:
-        """Returns what its head lacks before the first round from whose tokens a tree grows."""
+        """Returns the rows that the head must compute before it grows the lane's first tree."""
         tokens, size = new_lane.token_ids, self.shape.max_committed
         num_open = len(cut(new_lane.uncomputed_token_ids, size)[-1])
         end = len(tokens) - (num_open if new_lane.reads_prompt else 2)
@@ -568,41 +568,41 @@ class RoundRunner:
         return HeadBacklog(tuple(tokens), new_lane.num_head_rows, end, *pages, slot)
 
     def set_pages(self, sequence_id: int, pages: Sequence[int], head_pages: Sequence[int]) -> None:
-        """Gives a placed sequence its pages; those it has had already must be the same."""
+        """Sets all pages of a placed sequence, which begin with the pages it has."""
         self._slots.set_pages(sequence_id, pages, head_pages)
 
     @torch.inference_mode()
     def remove(self, sequence_ids: Iterable[int]) -> None:
-        """Leaves sequences out from the next launch on. Rounds under way may still write to their
+        """Removes sequences from the next launch on. Rounds under way may still write to their
         pages, before anything that is queued later."""
-        gone = list(sequence_ids)
-        for each in gone:
-            self._read.pop(each, None)
-            self._reading.pop(each, None)
-        self._slots.remove(gone)
+        removed = list(sequence_ids)
+        for sequence_id in removed:
+            self._backlogs.pop(sequence_id, None)
+            self._next_backlogs.pop(sequence_id, None)
+        self._slots.remove(removed)
 
     @property
     def awaits_masks(self) -> bool:
-        """Whether a round was launched with masked lanes and is to be finished."""
+        """Whether a round was launched with masked lanes and waits for `finish`."""
         return self._open is not None
 
     @torch.inference_mode()
     def launch(self, masked: Iterable[int] = ()) -> None:
-        """Queues one round of every placed sequence; their pages must cover `num_kv_tokens`.
+        """Queues one round of all placed sequences, whose pages must cover `num_kv_tokens`.
 
         Args:
-            masked: sequences whose draws wait for masks. Where there are any, `finish` is to be
-                called, once their results of all earlier rounds are read.
+            masked: sequences whose draws wait for masks. If there are any, the caller must call
+                `finish`, after it has read the results of all earlier rounds.
 
         Raises:
-            torch.OutOfMemoryError: a number of sequences or a kind of sampling that is new to the
-                device does not fit its memory; nothing was launched.
+            torch.OutOfMemoryError: the graphs for a new number of sequences or a new kind of
+                sampling do not fit the device's memory; nothing was launched.
         """
         if self._grown is None:
             self._grow()
         grown, self._grown = self._grown, None
         assert grown is not None
-        slots = {each: self._slots.placed[each].slot for each in masked}
+        slots = {sequence_id: self._slots.placed[sequence_id].slot for sequence_id in masked}
         if slots:
             are_chains = self.shape.tree.topk == 1
             self._tree_copies.queue(self._current.graphs.grown, are_chains=are_chains)
@@ -612,40 +612,42 @@ class RoundRunner:
             self.finish({})
 
     def _grow(self) -> None:
-        """Queues the first part of a round of every placed sequence."""
-        placed = self._slots.placed.values()
-        assert placed, "nobody takes part"
+        """Queues the first part of a round, which grows the trees of all placed sequences."""
+        sequences = self._slots.placed.values()
+        assert sequences, "no sequence is placed"
         assert self.num_pending < MAX_PENDING_ROUNDS, "read a result first"
-        for each in placed:
-            assert each.length <= self._max_context_tokens, f"{each.length} tokens"
+        for placed in sequences:
+            assert placed.length <= self._max_context_tokens, f"{placed.length} tokens"
         sampling = self._slots.sampling
         self._slots.write_pages()
-        self._catch_up_read()
-        chunks = self._slots.prompt_chunks
-        given = self._given(chunks) if chunks else None
+        self._catch_up()
+        chunks: RoundChunks | None = None
+        if by_slot := self._slots.prompt_chunks:
+            own = PromptChunks.of(by_slot, self.shape, self._device)
+            chunks = own if self._group is None else SentChunks(own, self._group)
         number = self._current.number
         self._head.begin(number, self.num_slots, sampling, is_ahead=self.is_ahead)
         announced = ExitStack()
         announced.enter_context(
-            self._queueing(self.num_slots, sampling, has_chunks=given is not None)
+            self._queueing(self.num_slots, sampling, has_chunks=chunks is not None)
         )
         self._current.graphs.grow(self.num_slots, sampling)
-        self._grown = _GrownRound(sampling, given, announced)
+        self._grown = _GrownRound(sampling, chunks, announced)
 
     def masked_trees(self) -> dict[int, LaneTree]:
-        """Returns the trees of masked lanes by sequence; waits until they have grown."""
+        """Waits until the trees of masked lanes have grown; returns them by sequence."""
         opened = self._open
         assert opened is not None, "nothing was launched"
-        assert opened.masked, "nobody is masked"
+        assert opened.masked, "no lane is masked"
         trees = self._tree_copies.read(tuple(opened.masked.values()))
         return dict(zip(opened.masked, trees, strict=True))
 
     @torch.inference_mode()
     def finish(self, masks: LaneMasks) -> None:
-        """Queues the draws of the round that was launched, and its commit.
+        """Queues the draws and the commit of the launched round.
 
         Args:
-            masks: by sequence, of rows of its tree.
+            masks: masks of tree rows, by sequence.
 
         Raises:
             torch.OutOfMemoryError: nothing was launched.
@@ -658,29 +660,24 @@ class RoundRunner:
             grown.sampling, self._slots.lanes, grown.chunks, by_slot
         )
         grown.announced.close()
-        self._read, self._reading = self._reading, {}
+        self._backlogs, self._next_backlogs = self._next_backlogs, {}
         self._slots.launched(output, self.shape.max_committed)
         self._last = self._current
 
     def result(self) -> tuple[SequenceRound, ...]:
-        """Returns what the oldest unread round did, those removed since included; waits for it."""
+        """See `RoundSlots.result`."""
         return self._slots.result()
 
-    def _catch_up_read(self) -> None:
-        """Catches up with the prompts that the last round ended."""
-        if self._read:
-            self._head.catch_up(self._read.values())
-            self._read = {}
-
-    def _given(self, chunks: Mapping[int, Sequence[int]]) -> RoundChunks:
-        given = PromptChunks.of(chunks, self.shape, self._device)
-        return given if self._group is None else SentChunks(given, self._group)
+    def _catch_up(self) -> None:
+        """Has the head compute the prompts that the last launched round ended."""
+        if self._backlogs:
+            self._head.catch_up(self._backlogs.values())
+            self._backlogs = {}
 
     def _queueing(
         self, num_slots: int, sampling: RoundSampling, *, has_chunks: bool = False
     ) -> AbstractContextManager[None]:
-        """Tells the other processes of the decoder, if there are any, that the body queues a
-        round."""
+        """Announces to the decoder's other ranks, if any, that the body queues a round."""
         leader = self._current.leader
         if leader is None:
             return nullcontext()

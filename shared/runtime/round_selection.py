@@ -1,8 +1,8 @@
-"""First part of a round whose trees came from elsewhere: the one that was prepared for the end of
-the round before.
+"""First part of a round with pushed trees: selection of the tree that was prepared for the outcome
+of the round before.
 
-It stands where `RoundDraft` does in rounds with a head. A slot that nothing fits sits the round
-out: its rows are computed for nobody, and nothing is committed.
+It takes the place of `RoundDraft` in rounds with a head. A slot without a fitting tree sits the
+round out: its rows are computed in vain, and nothing is committed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from shared.speculation.tree import NO_TOKEN, rows_of_parents
 from shared.tokens import TokenTree
 
 MAX_PREPARED = 64
-"""Most trees of one sequence."""
+"""Most prepared trees of one sequence."""
 
 FIRST, COUNT = range(2)
-"""Columns of a slot: the first of its trees, and how many there are."""
+"""Columns of a slot: the index of its first tree, and its number of trees."""
 LENGTH, ENDED, BONUS, TREE = range(4)
-"""Columns of a tree: its fence, its ending, then its tokens and the rows of their parents."""
+"""Columns of a tree: its fence, the two numbers of its ending, its tokens, its parents' rows."""
 ANY = -1
+"""Value of an ending's columns that fits every outcome."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,8 @@ class Ending:
     """A possible outcome of a sequence's round.
 
     Attributes:
-        row: of its tree, the last that is accepted; 0 is the root.
-        bonus_token_id: drawn behind it.
+        row: the last accepted row of its tree; 0 is the root.
+        bonus_token_id: the token drawn behind that row.
     """
 
     row: int
@@ -47,8 +48,8 @@ class PreparedTree:
     """A tree for the next round of a sequence; an empty one is a plain step.
 
     Attributes:
-        num_tokens: committed tokens that it hangs off.
-        ending: of the round before it; None is any.
+        num_tokens: number of committed tokens before the tree.
+        ending: outcome of the round before; None fits every outcome.
     """
 
     num_tokens: int
@@ -57,11 +58,11 @@ class PreparedTree:
 
 
 class PreparedBlock:
-    """The prepared trees of all slots, in memory of the device that never moves.
+    """The prepared trees of all slots, at a fixed address on the device.
 
-    A round on the device ends, for each sequence, at a row of its tree with a bonus token behind
-    it. The trees for the round after it are there before that is known, and `RoundSelection` takes
-    the one whose fence and ending are right.
+    A round ends, for each sequence, at a row of its tree with a bonus token behind it. The trees
+    for the next round are uploaded before that outcome is known, and `RoundSelection` takes the
+    tree whose fence and ending match it.
 
     Args:
         num_slots: S.
@@ -72,7 +73,7 @@ class PreparedBlock:
         self._num_slots = num_slots
         self.device = device
         size = num_slots * (2 + MAX_PREPARED * _num_columns(max_rows))
-        # No slot has a tree.
+        # Zeros: no slot has a tree.
         self._numbers = torch.zeros(size, dtype=torch.int64, device=device)
         self._upload = UploadRing(self._numbers)
 
@@ -82,10 +83,10 @@ class PreparedBlock:
         return self._numbers[: 2 * self._num_slots].view(-1, 2)
 
     def trees(self, num_rows: int) -> Tensor:
-        """Returns `[S * MAX_PREPARED, 3 + 2 * (T - 1)]` int64, the trees as `upload` left them.
+        """Returns `[S * MAX_PREPARED, 3 + 2 * (T - 1)]` int64, the trees as `upload` wrote them.
 
         Args:
-            num_rows: T, as it was uploaded with.
+            num_rows: T, the same as in `upload`.
         """
         num_trees, num_columns = self._num_slots * MAX_PREPARED, _num_columns(num_rows)
         start = 2 * self._num_slots
@@ -94,23 +95,23 @@ class PreparedBlock:
     def upload(
         self, prepared: Mapping[int, Sequence[PreparedTree]], num_rows: int
     ) -> torch.cuda.Event | None:
-        """Replaces all trees by those of some slots, in one copy that nobody waits for: rounds that
-        are queued already read what was there before.
+        """Replaces all trees, in one asynchronous copy. Rounds queued earlier read the old trees.
 
         Args:
+            prepared: trees by slot; other slots get none.
             num_rows: T, at least the nodes of every tree and the root.
 
         Returns:
-            An event behind the copy, until the second call from now; None on a CPU.
+            An event behind the copy, valid until the second next call; None on a CPU.
         """
         numbers = [0] * (2 * self._num_slots)
         place = 0
-        for slot, own in prepared.items():
-            assert len(own) <= MAX_PREPARED, f"{len(own)} trees for one sequence"
-            numbers[2 * slot + FIRST], numbers[2 * slot + COUNT] = place, len(own)
-            place += len(own)
-            for each in own:
-                numbers += _row(each, num_rows)
+        for slot, trees in prepared.items():
+            assert len(trees) <= MAX_PREPARED, f"{len(trees)} trees for one sequence"
+            numbers[2 * slot + FIRST], numbers[2 * slot + COUNT] = place, len(trees)
+            place += len(trees)
+            for tree in trees:
+                numbers += _row(tree, num_rows)
         return self._upload.copy(numbers)
 
 
@@ -119,18 +120,18 @@ def _num_columns(num_rows: int) -> int:
 
 
 def _row(prepared: PreparedTree, num_rows: int) -> list[int]:
-    """Returns the columns of a tree."""
+    """Returns the columns of one tree."""
     tree, ending = prepared.tree, prepared.ending
     row, bonus = (ANY, ANY) if ending is None else (ending.row, ending.bonus_token_id)
     num_spare = num_rows - 1 - len(tree)
-    parents = [0 if each is None else each + 1 for each in tree.parent_indices]
+    parents = [0 if parent is None else parent + 1 for parent in tree.parent_indices]
     tokens = [*_distinct(tree), *[NO_TOKEN] * num_spare]
     return [prepared.num_tokens, row, bonus, *tokens, *parents, *[0] * num_spare]
 
 
 def _distinct(tree: TokenTree) -> Sequence[int]:
-    """Returns the tokens; of siblings with one token all but the first have none, so that at most
-    one is accepted."""
+    """Returns the tokens of a tree. Of siblings with the same token all but the first get none, so
+    that at most one is accepted."""
     seen = set(zip(tree.parent_indices, tree.token_ids, strict=True))
     if len(seen) == len(tree):
         return tree.token_ids
@@ -143,17 +144,17 @@ def _distinct(tree: TokenTree) -> Sequence[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundSelection:
-    """Selects for all slots of a state, in plain torch.
+    """Selects trees for all slots of a state, in plain torch.
 
     Attributes:
-        block: uploaded for trees of as many rows as `batches` lays out.
+        block: prepared trees, uploaded with as many rows as `batches` lays out.
     """
 
     block: PreparedBlock
     batches: RoundBatches
 
     def grow(self, state: RoundState, sampling: RoundSampling) -> RoundTree:
-        """Returns the tree that fits each slot, and notes in the state who takes part."""
+        """Returns the tree that fits each slot, and writes to the state which slots take part."""
         shape = self.batches.shape
         chosen, is_found = self._match(state)
         state.is_active.copy_(is_found)
@@ -169,7 +170,7 @@ class RoundSelection:
         return self.batches.of_trees(state, rows)
 
     def _match(self, state: RoundState) -> tuple[Tensor, Tensor]:
-        """Returns the first tree that fits each slot, `[S, C]` int64, and whether one does."""
+        """Returns the first fitting tree of each slot, `[S, C]` int64, and whether one fits."""
         slots = self.block.slots[: state.num_slots]
         trees = self.block.trees(self.batches.shape.num_tree_rows)
         steps = torch.arange(MAX_PREPARED, device=slots.device)

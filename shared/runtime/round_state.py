@@ -1,7 +1,7 @@
-"""The device state of speculative rounds, one *slot* a sequence.
+"""The device state of speculative rounds, one *slot* for each sequence.
 
-A round reads it, and its last kernel writes what the next round starts from, so rounds follow one
-another without the host. A slot without a sequence computes in the padding page.
+A round reads the state, and its last kernel writes the state that the next round starts from, so
+rounds follow one another without the host. A slot without a sequence computes in the padding page.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from shared.speculation.verify import draw_tokens
 from shared.tokens import SamplingParams, TokenLogprobs
 
 NewPage = tuple[int, int, int]
-"""A slot, the place in its sequence that a page has, and the page."""
+"""A slot, the logical index of a page in the slot's sequence, and the page."""
 LENGTH, OPEN, ACTIVE, SEED, OFFSET, ENDED, TAIL = range(7)
 """Columns of `RoundState.numbers`; the tail takes the rest."""
-# The least that a forward can compute: one open row behind one token.
+# The smallest input of a forward: one open row behind one token.
 _EMPTY_LENGTH, _EMPTY_OPEN = 2, 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundState:
-    """S slots. Columns are views of the first two tensors, so that a slot is written by few copies.
+    """S slots. Columns are views of the first two tensors, so few copies write a slot.
 
     Attributes:
         numbers: `[S, 6 + W]` int64; see the properties.
         sampling: `[S, 4]` float64, `sampling_columns` of each slot.
         page_table: `[S, P]` int32, the target's pages, padded with the padding page.
-        head_page_table: `[S, P]` int32, the head's.
-        last_states: `[S, N, H]`, of a head of N + 1 layers: what each layer but the last left on
-            the last row before the open ones. None of others.
+        head_page_table: `[S, P]` int32, the head's pages.
+        last_states: `[S, N, H]`, for a head of N + 1 layers: the output of each layer but the last
+            on the last row before the open ones. None for other heads.
     """
 
     numbers: Tensor
@@ -61,33 +61,33 @@ class RoundState:
         """Returns S slots without sequences.
 
         Args:
-            max_open_rows: W, most tokens a round commits to one sequence.
+            max_open_rows: W, most tokens that a round commits to one sequence.
             num_pages: P, pages of the longest sequence.
         """
         tables = torch.full(
             (2, num_slots, num_pages), PADDING_PAGE, dtype=torch.int32, device=device
         )
-        numbers = torch.tensor([_number_row((), 0, max_open_rows)], device=device)
+        numbers = torch.tensor([empty_number_row(max_open_rows)], device=device)
         greedy = torch.tensor([sampling_columns(_GREEDY)], dtype=torch.float64, device=device)
         return cls(numbers.repeat(num_slots, 1), greedy.repeat(num_slots, 1), tables[0], tables[1])
 
     @property
     def lengths(self) -> Tensor:
-        """`[S]` int64, committed tokens; the last one is not computed by the target."""
+        """`[S]` int64, committed tokens. The target has not computed the last one."""
         return self.numbers[:, LENGTH]
 
     @property
     def num_open(self) -> Tensor:
         """`[S]` int64, in [1, W]: tokens at the end that the head has not read, the last included.
 
-        Their rows in the head's cache come behind `lengths - 1 - num_open` computed ones.
+        Their rows in the head's cache come behind `lengths - 1 - num_open` computed rows.
         """
         return self.numbers[:, OPEN]
 
     @property
     def is_active(self) -> Tensor:
-        """`[S]` int64, 1 where the slot takes part in the round, else 0: it has no sequence, or one
-        that no tree was prepared for."""
+        """`[S]` int64, 1 where the slot takes part in the round; 0 where it has no sequence, or no
+        tree was prepared for its sequence."""
         return self.numbers[:, ACTIVE]
 
     @property
@@ -97,13 +97,13 @@ class RoundState:
 
     @property
     def drawn_positions(self) -> Tensor:
-        """`[S]` int64, the position of the token after the last committed one. Beside the length
-        it counts what a head's window leaves out; in rounds that is nothing."""
+        """`[S]` int64, the position of the token after the last committed one: the length, and the
+        tokens outside a head's window. In rounds there are no tokens outside."""
         return self.lengths + self.numbers[:, OFFSET]
 
     @property
     def ended_rows(self) -> Tensor:
-        """`[S]` int64, the row of its tree at which the last round of the slot ended."""
+        """`[S]` int64, the tree row at which the accepted path of the slot's last round ended."""
         return self.numbers[:, ENDED]
 
     @property
@@ -113,7 +113,7 @@ class RoundState:
 
     @property
     def open_tokens(self) -> Tensor:
-        """`[S, W]` int64, the last `num_open` committed tokens in order, then anything."""
+        """`[S, W]` int64, the last `num_open` committed tokens in order, then undefined values."""
         return self.numbers[:, TAIL:]
 
     @property
@@ -125,7 +125,7 @@ class RoundState:
         return self.of(slice(num_slots))
 
     def of(self, slots: slice) -> RoundState:
-        """Returns a view of some slots."""
+        """Returns a view of a range of slots."""
         return RoundState(
             self.numbers[slots],
             self.sampling[slots],
@@ -139,7 +139,7 @@ class RoundState:
         return replace(self, numbers=self.numbers[:, : TAIL + max_open_rows])
 
     def emptied(self) -> RoundState:
-        """Returns a state of as many slots, without sequences."""
+        """Returns a new state of the same sizes without sequences."""
         num_open, num_pages = self.open_tokens.shape[1], self.page_table.shape[1]
         empty = RoundState.empty(
             self.num_slots, max_open_rows=num_open, num_pages=num_pages, device=self.numbers.device
@@ -148,38 +148,39 @@ class RoundState:
         return replace(empty, last_states=None if states is None else torch.zeros_like(states))
 
     def limit_open(self, most: int) -> None:
-        """Keeps the last row alone open where more than `most` are: the head has read them."""
+        """Leaves only the last row open where more than `most` rows are open, because the head has
+        read the others."""
         is_more = self.num_open > most
         self.open_tokens[:, 0] = torch.where(is_more, self.roots, self.open_tokens[:, 0])
         self.num_open.masked_fill_(is_more, 1)
 
     def copy_(self, other: RoundState) -> None:
-        """Takes all values of a state of the same sizes."""
+        """Copies all values from a state of the same sizes."""
         self.numbers.copy_(other.numbers)
         self.sampling.copy_(other.sampling)
         self.page_table.copy_(other.page_table)
         self.head_page_table.copy_(other.head_page_table)
 
     def place(self, sequences: Mapping[int, SlotSequence]) -> None:
-        """Puts sequences into free slots, with one copy from the host. The rows of their heads are
-        computed but for the last ones."""
+        """Puts sequences into free slots, with one copy from the host. The head has computed all
+        rows of a sequence but the last one."""
         width, placed = self.open_tokens.shape[1], sequences.values()
-        # Planned steps may have had more pages than rounds reach.
-        most_pages = max(max(len(each.pages), len(each.head_pages)) for each in placed)
+        # Planned steps may have used more pages than a round's page table holds.
+        most_pages = max(max(len(own.pages), len(own.head_pages)) for own in placed)
         num_pages = min(most_pages, self.page_table.shape[1])
         tables = np.full((2, len(sequences), num_pages), PADDING_PAGE, np.int32)
-        for row, each in enumerate(placed):
-            for table, pages in zip(tables, (each.pages, each.head_pages), strict=True):
+        for row, sequence in enumerate(placed):
+            for table, pages in zip(tables, (sequence.pages, sequence.head_pages), strict=True):
                 table[row, : len(pages)] = pages[:num_pages]
-        columns = [sampling_columns(each.sampling) for each in placed]
-        numbers = [each.numbers(width) for each in placed]
+        columns = [sampling_columns(sequence.sampling) for sequence in placed]
+        numbers = [sequence.numbers(width) for sequence in placed]
         index, *new = self._write(list(sequences), numbers, columns, [*tables])
-        # Behind them a slot that is free has no pages.
-        for target, own in zip((self.page_table, self.head_page_table), new, strict=True):
-            target[:, :num_pages].index_copy_(0, index, own)
+        # The columns behind these pages hold the padding page already, in every free slot.
+        for target, rows in zip((self.page_table, self.head_page_table), new, strict=True):
+            target[:, :num_pages].index_copy_(0, index, rows)
 
     def clear(self, slots: Sequence[int]) -> None:
-        """Takes the sequences out of slots."""
+        """Removes the sequences from slots."""
         count, width = len(slots), self.open_tokens.shape[1]
         columns = [sampling_columns(_GREEDY)] * count
         (index,) = self._write(slots, [empty_number_row(width)] * count, columns, [])
@@ -187,10 +188,10 @@ class RoundState:
             table.index_fill_(0, index, PADDING_PAGE)
 
     def set_pages(self, pages: Sequence[NewPage], head_pages: Sequence[NewPage]) -> None:
-        """Writes pages that slots have got, as far as rounds reach, with one copy from the host."""
+        """Writes new pages with one copy from the host; those past the page table are dropped."""
         width = self.page_table.shape[1]
         parts = [
-            np.array([each for each in new if each[1] < width], np.int64).reshape(-1, 3)
+            np.array([page for page in new if page[1] < width], np.int64).reshape(-1, 3)
             for new in (pages, head_pages)
         ]
         tables = (self.page_table, self.head_page_table)
@@ -206,17 +207,17 @@ class RoundState:
         sampling: Sequence[Sequence[float]],
         others: Sequence[Array],
     ) -> list[Tensor]:
-        """Writes slots without waiting: work already queued on the device reads what was there.
+        """Writes slots without waiting. Work queued earlier on the device reads the old values.
 
         Returns:
-            The slots on the device, and `others`, which went there with the same copy.
+            The slots on the device, and `others`, uploaded with the same copy.
         """
         as_numbers = np.array(sampling, np.float64).view(np.int64)
         rows = [np.array(numbers, np.int64), as_numbers, *others]
-        index, own, columns, *rest = uploaded(
+        index, new_numbers, columns, *rest = uploaded(
             [np.array(slots, np.int64), *rows], self.numbers.device
         )
-        self.numbers.index_copy_(0, index, own)
+        self.numbers.index_copy_(0, index, new_numbers)
         self.sampling.index_copy_(0, index, columns.view(torch.float64))
         return [index, *rest]
 
@@ -226,12 +227,12 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True, slots=True)
 class SlotSequence:
-    """The part of a sequence that its slot holds.
+    """The data of one sequence that its slot holds.
 
     Attributes:
-        num_tokens: committed.
-        pages: the target's, in logical order.
-        head_pages: the head's.
+        num_tokens: committed tokens.
+        pages: the target's pages, in logical order.
+        head_pages: the head's pages.
     """
 
     num_tokens: int
@@ -241,31 +242,28 @@ class SlotSequence:
     head_pages: Sequence[int]
 
     def numbers(self, max_open_rows: int) -> list[int]:
-        """Returns its row of `RoundState.numbers`."""
-        row = _number_row((self.last_token_id,), signed_seed(self.sampling.seed), max_open_rows)
-        row[LENGTH], row[ACTIVE] = self.num_tokens, 1
+        """Returns the sequence's row of `RoundState.numbers`."""
+        row = empty_number_row(max_open_rows)
+        row[LENGTH], row[ACTIVE], row[TAIL] = self.num_tokens, 1, self.last_token_id
+        row[SEED] = signed_seed(self.sampling.seed)
         return row
 
 
 def empty_number_row(max_open_rows: int) -> list[int]:
     """Returns the numbers of a slot without a sequence."""
-    return _number_row((), 0, max_open_rows)
+    return [_EMPTY_LENGTH, _EMPTY_OPEN, *[0] * (TAIL - 2 + max_open_rows)]
 
 
-def _number_row(tokens: Sequence[int], seed: int, max_open_rows: int) -> list[int]:
-    padding = [0] * (max_open_rows - len(tokens))
-    return [_EMPTY_LENGTH, _EMPTY_OPEN, 0, seed, 0, 0, *tokens, *padding]
-
-
-# Scores and draws of a round's rows from the sampling parameters of their slots.
+# Scores and draws for a round's rows, by the sampling parameters of their slots.
 
 _MAX_CUT_ROWS = 512
 
 
 class RoundSampling(enum.Enum):
-    """The sampling that the slots of a round need; each kind includes those before it.
+    """The kind of sampling that the slots of a round need. Each kind includes those before it:
+    argmax alone, draws at a temperature, draws with top-k, top-p or min-p.
 
-    The rule is the coupled one; `LaneSampling` draws for lanes with penalties, bias or bans.
+    Draws follow the coupled rule. `LaneSampling` draws for lanes with penalties, bias or bans.
     """
 
     GREEDY = 0
@@ -276,37 +274,37 @@ class RoundSampling(enum.Enum):
     def of(
         cls, params: Iterable[SamplingParams], drafted: Iterable[SamplingParams] = ()
     ) -> RoundSampling:
-        """Returns the least kind that draws for all of `params`, and drafts for `drafted` too."""
-        kinds = [_kind_of(each) for each in params]
-        kinds += [cls.GREEDY if each.is_greedy else cls.DRAWN for each in drafted]
-        return max(kinds, key=_rank, default=cls.GREEDY)
+        """Returns the simplest kind that draws for all `params`, and drafts for `drafted` too."""
+        kinds = [_kind_of(own) for own in params]
+        kinds += [cls.GREEDY if own.is_greedy else cls.DRAWN for own in drafted]
+        return max(kinds, key=lambda kind: kind.value, default=cls.GREEDY)
 
     def confidence(self, logits: Tensor, state: RoundState, depth: int) -> Tensor:
         """Returns the head's `coupled_confidence` `[S * N, V]` for its logits `[S * N, V]`.
 
         Args:
-            depth: of the rows; the root's is 0.
+            depth: depth of the rows; the root's is 0.
         """
         num_rows = len(logits) // state.num_slots
         rows = self._rows(state, num_rows)
         if self is RoundSampling.GREEDY:
             return coupled_confidence(logits, rows, None)
         noise = gumbel_noise(state.seeds, state.drawn_positions + depth, logits.shape[1])
-        # Rows of one sequence and level draw the token at one position, so they share their noise.
+        # Rows of one sequence and level draw a token for the same position, so they share noise.
         return coupled_confidence(logits, rows, noise.repeat_interleave(num_rows, dim=0))
 
     def draw(self, logits: Tensor, state: RoundState, depths: Tensor) -> Tensor:
         """Returns the target's tokens `[S, T]` for its logits `[S * T, V]` and depths `[S, T]`."""
         positions = state.lengths.unsqueeze(1) + depths
         num_slots, num_rows = depths.shape
-        # Cuts sort a row, in several times its memory.
+        # Top-k and top-p sort a row, which takes several times its memory.
         size = max(_MAX_CUT_ROWS // num_rows, 1) if self is RoundSampling.CUT else num_slots
         drawn = []
         for first in range(0, num_slots, size):
-            own = slice(first, min(first + size, num_slots))
-            rows = self._rows(state.of(own), num_rows)
-            own_logits = logits[own.start * num_rows : own.stop * num_rows]
-            drawn.append(draw_tokens(own_logits, rows, positions[own].flatten()))
+            slots = slice(first, min(first + size, num_slots))
+            rows = self._rows(state.of(slots), num_rows)
+            own_logits = logits[slots.start * num_rows : slots.stop * num_rows]
+            drawn.append(draw_tokens(own_logits, rows, positions[slots].flatten()))
         return (drawn[0] if len(drawn) == 1 else torch.cat(drawn)).view(depths.shape)
 
     def _rows(self, state: RoundState, num_rows: int) -> RowSampling:
@@ -325,28 +323,24 @@ def _kind_of(params: SamplingParams) -> RoundSampling:
     return RoundSampling.CUT if is_cut else RoundSampling.DRAWN
 
 
-def _rank(kind: RoundSampling) -> int:
-    return kind.value
-
-
-# Sequences on their way into rounds on the device, and what rounds did to them.
+# Sequences that join rounds on the device, and the results of a round for one sequence.
 
 
 @dataclass(frozen=True, slots=True)
 class NewLane:
-    """A sequence that is to take part.
+    """A sequence that is to join rounds.
 
     Attributes:
-        token_ids: committed, at least two.
-        pages: the target's, in logical order.
-        head_pages: the head's; cover one row a token but the last.
-        num_head_rows: the first rows, whose keys and values are in `head_pages` already.
-        num_computed: tokens that the target has computed, at least one, and whose features are in
-            `feature_rows`. The first round computes the others; None is all but the last.
+        token_ids: committed tokens, at least two.
+        pages: the target's pages, in logical order.
+        head_pages: the head's pages; they cover one row for each token but the last.
+        num_head_rows: number of leading rows whose keys and values are in `head_pages` already.
+        num_computed: tokens that the target has computed and whose features are in `feature_rows`,
+            at least one. The first round computes the others; None means all but the last.
         num_prompt_tokens: how many of the tokens are the prompt.
-        min_length: tokens that there must be before one of `stop_token_ids` may be drawn.
+        min_length: number of tokens from which on one of `stop_token_ids` may be drawn.
         top_logprobs: alternatives to report for each token; None reports no log probability.
-        logprob_temperature: what logits are divided by for them.
+        logprob_temperature: divisor of the logits for log probabilities.
     """
 
     sequence_id: int
@@ -372,7 +366,7 @@ class NewLane:
 
     @property
     def is_shaped(self) -> bool:
-        """Whether more than temperature and cuts shapes what it draws from."""
+        """Whether more than temperature, top-k, top-p and min-p shapes its distribution."""
         is_early = bool(self.stop_token_ids) and len(self.token_ids) < self.min_length
         return self.sampling.shapes_logits or is_early
 
@@ -387,10 +381,11 @@ class NewLane:
         return self.token_ids[-1 if self.num_computed is None else self.num_computed :]
 
     def in_slot(self, start: int, *, is_last: bool = True) -> SlotSequence:
-        """Returns what a slot holds whose first row is the token at `start`.
+        """Returns the data of a slot whose first row is the token at `start`.
 
         Args:
-            is_last: the slot is its own. One that computes what comes before draws nothing.
+            is_last: whether this is the sequence's own slot. Extra slots, which compute earlier
+                prompt chunks, draw nothing.
         """
         head_pages = self.head_pages if is_last else ()
         root = self.token_ids[start]
@@ -402,9 +397,9 @@ class SequenceRound:
     """The result of a round for one sequence.
 
     Attributes:
-        token_ids: committed, the bonus token last; at least one.
-        num_drafted: nodes of its tree.
-        logprobs: of each token; empty where none are wanted.
+        token_ids: committed tokens, the bonus token last; at least one.
+        num_drafted: nodes of the sequence's tree.
+        logprobs: log probabilities of each token; empty if the request wants none.
     """
 
     sequence_id: int

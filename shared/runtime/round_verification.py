@@ -1,7 +1,7 @@
 """Second part of a speculative round: the target verifies the trees and commits.
 
-It leaves the state as the next round needs it: lengths, open tokens, keys and values of the
-accepted path in path order, features of every committed position but the last.
+It writes the state that the next round starts from: lengths, open tokens, keys and values of the
+accepted path in path order, and features of every committed position but the last.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shared.runtime.round_state import RoundSampling, RoundState
 from shared.speculation.tree import AcceptedRows, TreeRows, accept_rows
 
 RESULT_COUNTS = 2
-"""Columns of a result before its tokens: how many are committed, how many nodes were drafted."""
+"""Columns of a result before its tokens: the number of committed tokens, and of drafted nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,9 @@ class CommittedRound:
     """The tokens that a round committed.
 
     Attributes:
-        result: `[S, 2 + W]` int64: tokens committed, nodes drafted, and the tokens, 0 behind them.
-        rows: `[S, W]` int64, the forward's row that drew each token; any beyond those committed.
+        result: `[S, 2 + W]` int64: number of committed tokens, number of drafted nodes, and the
+            tokens, 0 behind them.
+        rows: `[S, W]` int64, the forward's row that drew each committed token; undefined beyond.
     """
 
     result: Tensor
@@ -56,10 +57,10 @@ class RoundVerification:
     """Verifies the trees of all slots of a state, in plain torch: a forward, a draw, a commit.
 
     Attributes:
-        pool: the target's.
-        features: what the head reads; None where there is none.
-        feature_rows: `[num_slots, W]`, written for the rows that are committed.
-        states: of the lanes; None where the target has none.
+        pool: the target's pool.
+        features: the hidden states that the head reads; None without a head.
+        feature_rows: `[num_slots, W]`, written for the committed rows.
+        states: recurrent states of the lanes; None if the target has none.
     """
 
     decoder: Decoder
@@ -82,13 +83,13 @@ class RoundVerification:
     def draw(
         self, logits: Tensor, state: RoundState, tree: TreeRows, sampling: RoundSampling
     ) -> Tensor:
-        """Returns the target's token after each row, `[S, T]` int64."""
+        """Draws the target's token after each row, `[S, T]` int64."""
         return sampling.draw(logits, state, tree.depths)
 
     def finish(
         self, state: RoundState, tree: RoundTree, output: DecoderOutput, drawn: Tensor
     ) -> CommittedRound:
-        """Walks the trees, keeps the accepted paths and commits them to the state."""
+        """Finds the accepted paths in the trees, keeps their rows and commits them to the state."""
         accepted = accept_rows(tree.rows, drawn, self.shape.tree.num_steps)
         rows = self._keep(tree.batch, output, accepted)
         result = _commit(state.narrowed(self.shape.max_committed), tree.rows, accepted)
@@ -99,22 +100,22 @@ class RoundVerification:
 
     @property
     def _captured_layers(self) -> tuple[int, ...]:
-        """Layers the forward must capture; the final norm's output it returns anyway."""
+        """Layers that the forward must capture. It returns the final norm's output anyway."""
         if self.features is None:
             return ()
         num_layers = self.decoder.config.num_layers
         return tuple(i for i in self.features.layer_indices if i <= num_layers)
 
     def _keep(self, batch: ForwardBatch, output: DecoderOutput, accepted: AcceptedRows) -> Tensor:
-        """Brings keys and values of the accepted paths into path order, and their features to the
-        slots where they stand then. Returns the forward's row of each, `[S * W]` int64."""
+        """Moves keys and values of the accepted paths into path order, and stores their features at
+        the new slots. Returns the forward's row of each, `[S * W]` int64."""
         batch_size, num_rows = accepted.rows.shape
         first_rows = torch.arange(batch_size, device=accepted.rows.device).unsqueeze(1)
         first_rows = first_rows * self.shape.num_tree_rows
         sources = (first_rows + accepted.rows).flatten()
         steps = torch.arange(num_rows, device=sources.device)
         target_slots = batch.slots.index_select(0, (first_rows + steps).flatten())
-        # Rows beyond the path stay where they are; roots do, too.
+        # Rows beyond the path stay where they are, and so do roots.
         self.pool.move(batch.slots.index_select(0, sources), target_slots)
         self._store_features(output, sources, target_slots)
         return sources
@@ -139,7 +140,7 @@ class RoundVerification:
 
 
 def _commit(state: RoundState, tree: TreeRows, accepted: AcceptedRows) -> Tensor:
-    """Writes what the next round starts from; slots without a sequence stay as they are."""
+    """Writes the state that the next round starts from; slots without a sequence keep theirs."""
     num_committed = (accepted.counts + 1) * state.is_active
     is_active = state.is_active.bool()
     state.lengths.add_(num_committed)

@@ -24,7 +24,7 @@ class RunnerOutput:
     Attributes:
         logits: `[L, V]` float32, in the order of `batch.logit_rows`.
         hidden: `[T, H]` after the final norm.
-        features: one `[T, H]` a captured layer.
+        features: one `[T, H]` for each captured layer.
     """
 
     logits: Tensor
@@ -33,12 +33,12 @@ class RunnerOutput:
 
 
 class ModelRunner:
-    """The seam between scheduling and computing: everything above it speaks `ForwardBatch`.
+    """The boundary between scheduling and computing: everything above it deals in `ForwardBatch`.
 
     Args:
-        graphs: computes the forwards that fit it; None computes all of them as they are.
-        leader: tells the other processes of the decoder's group, on rank 0.
-        cache: for advice where memory runs out; None knows no settings.
+        graphs: CUDA graphs for the forwards that fit one; None runs every forward eagerly.
+        leader: on rank 0 of a tensor parallel group, announces each forward to the other ranks.
+        cache: cache settings that out-of-memory errors give advice on; None names no settings.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class ModelRunner:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether addresses of weights and cache must stay: CUDA graphs hold them, or may."""
+        """Whether weights and cache must keep their addresses, as CUDA graphs may hold them."""
         return self.device.type == "cuda" and self._graphs is not None
 
     @property
     def computes_aside(self) -> bool:
-        """Whether the host is free once a step is launched; on a CPU launching is computing."""
+        """Whether the host is free once a step is launched. On a CPU, launching is computing."""
         return self.device.type != "cpu"
 
     @property
@@ -81,7 +81,7 @@ class ModelRunner:
     def run(self, batch: ForwardBatch, *, capture_layers: tuple[int, ...] = ()) -> RunnerOutput:
         """Computes `batch`, writes its keys and values, and returns logits of its logit rows.
 
-        The tensors of the result may be written again by the next run.
+        The next run may overwrite the tensors of the result.
         """
         if self.leader is not None:
             self.leader.forward(batch, capture_layers)
@@ -125,6 +125,6 @@ class ModelRunner:
         return source_slots, target_slots
 
     def prepare_next(self) -> bool:
-        """Makes something that a later forward would have to wait for, a graph; returns whether
-        there was anything to make."""
+        """Captures one CUDA graph that a later forward would have to wait for; returns whether one
+        was left to capture."""
         return self._graphs is not None and self._graphs.capture_next()

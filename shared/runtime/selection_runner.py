@@ -1,9 +1,9 @@
-"""Rounds on the device whose trees drafts push, prepared for how rounds end.
+"""Rounds on the device with trees that drafts push, each prepared for one outcome of a round.
 
-`prepare` queues, behind the round under way, the choice among the trees that were prepared for its
-end. `launch` queues the verification of what was chosen, at once or when the host knows that
-anything was. Neither waits. So where a tree is there, the device goes from one verification to the
-next without the host.
+`prepare` queues, behind the round under way, the choice among the trees prepared for its outcomes.
+`launch` queues the verification of the chosen trees, at once or when the host knows that any tree
+was chosen. Neither waits. So if a tree fits, the device goes from one verification to the next
+without the host.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _ROWS = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _DEPTHS = (2, 4, 8, 16, 32)
 MAX_TREE_ROWS = _ROWS[-1]
 MAX_TREE_DEPTH = _DEPTHS[-1]
-# Only whether nodes have siblings matters.
+# Widths of shapes: it only matters whether nodes have siblings.
 _CHAIN, _BRANCHED = 1, 2
 PLAIN_SHAPE = TreeShape(1, _CHAIN, _ROWS[0])
-"""Of rounds without any tree."""
+"""Shape of rounds without any tree."""
 _LARGEST_SHAPE = TreeShape(MAX_TREE_DEPTH, _BRANCHED, MAX_TREE_ROWS)
 
 
 def covering_shape(trees: Iterable[TokenTree]) -> TreeShape | None:
-    """Returns the smallest shape in which rounds take all of some trees; None where they take none
-    that large."""
+    """Returns the smallest round shape that holds all the trees; None if they are too large for
+    every shape."""
     num_rows, max_depth, topk = 2, 1, _CHAIN
     for tree in trees:
         num_rows = max(num_rows, len(tree) + 1)
@@ -58,7 +58,8 @@ def covering_shape(trees: Iterable[TokenTree]) -> TreeShape | None:
 
 
 def covering_shape_of(shape: TreeShape) -> TreeShape | None:
-    """Returns the shape in which rounds take every tree of a shape; None where there is none."""
+    """Returns the smallest round shape that holds every tree of `shape`; None if none is large
+    enough."""
     return _covering(
         shape.max_node_count + 1, shape.num_steps, _CHAIN if shape.topk == 1 else _BRANCHED
     )
@@ -75,16 +76,20 @@ def _covering(num_rows: int, max_depth: int, topk: int) -> TreeShape | None:
 
 
 def closest_shape(wanted: TreeShape, made: Iterable[TreeShape]) -> TreeShape:
-    """Returns the smallest shape that takes what `wanted` takes: of those whose graphs are made, if
-    it has fewer than twice the rows; to make some takes as long as many rounds."""
-    near = [
+    """Returns the smallest shape of `made` that holds the trees of `wanted` with fewer than twice
+    the rows; else `wanted`. To capture new graphs takes as long as many rounds.
+
+    Args:
+        made: shapes whose graphs are captured.
+    """
+    close = [
         shape
         for shape in made
         if wanted.num_draft_tokens <= shape.num_draft_tokens < 2 * wanted.num_draft_tokens
         and wanted.num_steps <= shape.num_steps
         and wanted.topk <= shape.topk
     ]
-    return min(near, key=lambda shape: shape.num_draft_tokens, default=wanted)
+    return min(close, key=lambda shape: shape.num_draft_tokens, default=wanted)
 
 
 def _is_chain(tree: TokenTree) -> bool:
@@ -95,10 +100,10 @@ def _is_chain(tree: TokenTree) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PushedTrees(TreePlace):
-    """Trees that drafts push, in place of those that a head grows.
+    """Trees that drafts push, in place of trees that a head grows.
 
     Attributes:
-        features: what is kept of the rows that are committed; None keeps nothing.
+        features: the features to keep for committed rows; None keeps none.
     """
 
     block: PreparedBlock
@@ -119,7 +124,7 @@ class PushedTrees(TreePlace):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PushedRounds(RoundHead):
-    """There is no model, and nobody reads rows."""
+    """Rounds without a draft model in this process: nothing reads the open rows."""
 
     state: RoundState
     feature_spec: FeatureSpec | None
@@ -127,7 +132,7 @@ class _PushedRounds(RoundHead):
     page_size: int
 
     def view(self, sized: SizedShape) -> RoundState:
-        """Rows stay open for nobody, so any number of them may."""
+        """Returns the whole state: as nothing reads open rows, their number has no limit."""
         return self.state
 
     def trees(self, number: int, sized: SizedShape) -> TreeSource:
@@ -141,7 +146,7 @@ class SelectionRunner(RoundRunner):
     Args:
         pool: the target's KV.
         features: see `PushedTrees`.
-        feature_rows: `[num_slots, W]`, where.
+        feature_rows: `[num_slots, W]`, where the features are kept.
     """
 
     def __init__(
@@ -159,7 +164,7 @@ class SelectionRunner(RoundRunner):
             pool=pool,
             head=PushedTrees(self._block, features),
             feature_rows=feature_rows,
-            # Others come when trees want them.
+            # `turn_to` adds other shapes when trees need them.
             shapes=dict.fromkeys((PLAIN_SHAPE, _LARGEST_SHAPE), limits.max_sequences),
             max_context_tokens=limits.max_context_tokens,
         )
@@ -171,12 +176,12 @@ class SelectionRunner(RoundRunner):
 
     @property
     def num_captured(self) -> int:
-        """Sets of graphs so far."""
+        """Sets of graphs captured so far."""
         return sum(rounds.graphs.num_captured for rounds in self._rounds.values())
 
     def made_shape(self, wanted: TreeShape) -> TreeShape:
-        """Returns the shape of a round of all that are placed: one whose graphs are there, if it
-        can stand for the one that is wanted."""
+        """Returns the shape for a round of all placed sequences: one with captured graphs if it can
+        replace the wanted shape, see `closest_shape`."""
         count, kind = self._slots.num_used, self._slots.sampling
         made = [
             shape
@@ -188,24 +193,25 @@ class SelectionRunner(RoundRunner):
     def turn_to(self, tree: TreeShape) -> None:
         """See `RoundRunner.turn_to`; the shape may be new."""
         if tree not in self._rounds:
-            self._rounds[tree] = self._made(self._sized(tree, self._limits.max_sequences))
+            sized = self._sized_shape(tree, self._limits.max_sequences)
+            self._rounds[tree] = self._new_rounds(sized)
         super().turn_to(tree)
 
     def prepare(self, prepared: Mapping[int, Sequence[PreparedTree]], shape: TreeShape) -> None:
-        """Queues the choice of trees for the next round, in place of any that was not launched.
+        """Queues the choice of trees for the next round. A choice that was not launched is dropped.
 
         Args:
-            prepared: by sequence; those that are left out sit the round out. Their pages must
-                cover it.
+            prepared: trees by sequence, whose pages must cover the round. Sequences without an
+                entry sit the round out.
             shape: covers all trees.
 
         Raises:
-            torch.OutOfMemoryError: a shape or a number of sequences that is new to the device does
-                not fit its memory; nothing was queued.
+            torch.OutOfMemoryError: the graphs for a new shape or a new number of sequences do not
+                fit the device's memory; nothing was queued.
         """
         self._grown = None
         self.turn_to(shape)
-        # Graphs that are missing are made before the trees that they will read are queued.
+        # Missing graphs are captured before the trees that they read are uploaded.
         self._current.graphs.make(self._slots.num_used, self._slots.sampling)
         by_slot = {
             self._slots.placed[sequence_id].slot: trees for sequence_id, trees in prepared.items()
@@ -216,8 +222,8 @@ class SelectionRunner(RoundRunner):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Runs the body's kernels after the upload of the last round's trees and after all earlier
-        work, in parallel to that round. They may read the results of earlier rounds."""
+        """Runs the body's kernels in parallel to the last round: after the upload of its trees, and
+        after all work before that. They may read the results of earlier rounds."""
         if self._stream is None or self._uploaded is None:
             yield
             return
@@ -226,7 +232,7 @@ class SelectionRunner(RoundRunner):
             yield
 
     def has_chosen(self) -> bool:
-        """Waits for the choice that was prepared; whether any sequence takes part."""
+        """Waits for the choice of the last `prepare`; returns whether any sequence takes part."""
         assert self._grown is not None, "nothing was prepared"
-        # Nothing is queued behind the choice yet, and few launches wait for it.
+        # Nothing is queued behind the choice yet, so this waits for only a few launches.
         return bool(HostCopy(self._slots.state.is_active.contiguous()).read().any())

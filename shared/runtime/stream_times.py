@@ -1,4 +1,4 @@
-"""When parts of what is queued on a device begin and end, by the host's monotonic clock."""
+"""Start and end times of work queued on a device, by the host's monotonic clock."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from dataclasses import dataclass
 import torch
 
 OnSpan = Callable[[str, float, float], None]
-"""Takes a name, and the seconds at which something began and ended."""
-_MOST_APART_S = 0.5
-"""The clocks of host and device drift apart by some microseconds in that time."""
+"""Receives the name of a span, and the seconds at which it began and ended."""
+_SYNC_INTERVAL_S = 0.5
+"""Clocks of host and device drift apart by some microseconds in that time."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """What a GPU may still have to do.
+    """A span that the GPU may not have finished.
 
     Attributes:
-        zero: an event of `zero_s`, before the others.
+        zero: an event before the others, at the host's time `zero_s`.
     """
 
     name: str
@@ -32,31 +32,31 @@ class _Span:
 
 
 class StreamTimes:
-    """Times what is queued within `span` on the current stream. For one thread.
+    """Times the work queued within `span` on the current stream. For one thread.
 
     Args:
-        on_span: hears of each part once it is done, some time later.
+        on_span: called with each span, some time after the device has finished it.
     """
 
     def __init__(self, device: torch.device, on_span: OnSpan) -> None:
         self._on_span = on_span
         self._is_cuda = device.type == "cuda"
         self._pending: deque[_Span] = deque()
-        self._zero_s = -_MOST_APART_S
+        self._zero_s = -_SYNC_INTERVAL_S
         if self._is_cuda:
-            # Nothing else is queued there, so an event comes at once.
+            # Nothing else is queued on this stream, so an event passes at once.
             self._idle = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Times a part."""
+        """Times the work that the body queues."""
         if not self._is_cuda:
             start_s = time.monotonic()
             yield
             self._on_span(name, start_s, time.monotonic())
             return
         self._report()
-        self._meet()
+        self._sync_clocks()
         start, end = _event(), _event()
         start.record()
         yield
@@ -65,17 +65,16 @@ class StreamTimes:
 
     def _report(self) -> None:
         while self._pending and self._pending[0].end.query():  # type: ignore[no-untyped-call]
-            each = self._pending.popleft()
+            span = self._pending.popleft()
             start_s, end_s = (
-                each.zero_s + 1e-3 * each.zero.elapsed_time(event)
-                for event in (each.start, each.end)
+                span.zero_s + 1e-3 * span.zero.elapsed_time(event)
+                for event in (span.start, span.end)
             )
-            self._on_span(each.name, start_s, end_s)
+            self._on_span(span.name, start_s, end_s)
 
-    def _meet(self) -> None:
-        """Finds out what time it is on the device, now and then. Waits for nothing that is queued
-        on other streams."""
-        if time.monotonic() - self._zero_s >= _MOST_APART_S:
+    def _sync_clocks(self) -> None:
+        """Takes the device's time now and then, without waiting for work on other streams."""
+        if time.monotonic() - self._zero_s >= _SYNC_INTERVAL_S:
             self._zero = _event()
             self._zero.record(self._idle)
             self._zero.synchronize()

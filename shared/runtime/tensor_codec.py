@@ -1,4 +1,4 @@
-"""Tensors to and from their wire form: dtype, shape and raw little-endian elements."""
+"""Tensors to and from protobuf messages: dtype, shape and raw little-endian elements."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _DTYPES: Mapping[int, torch.dtype] = MappingProxyType(
 
 
 def data_type_number(dtype: torch.dtype) -> tensor_pb2.DataType:
-    """Returns the wire's name of a dtype; it must have one."""
+    """Returns the protobuf number of a dtype, which must have one."""
     assert dtype in _NUMBERS, f"{dtype} has no wire form"
     return _NUMBERS[dtype]
 
 
 def dtype_from_number(number: int) -> torch.dtype:
-    """Returns the dtype of a wire name.
+    """Returns the dtype of a protobuf number.
 
     Raises:
-        InvalidArgument: it is not set, or was added later.
+        InvalidArgument: the number is not set, or was added later.
     """
     dtype = _DTYPES.get(number)
     if dtype is None:
@@ -45,8 +45,8 @@ def dtype_from_number(number: int) -> torch.dtype:
 
 
 def tensor_message(tensor: Tensor) -> tensor_pb2.Tensor:
-    """Returns the message of a tensor on any device. Costs one copy of the elements, which
-    protobuf owns, and waits for the device."""
+    """Returns the message of a tensor on any device. Waits for the device and copies the elements
+    once, into memory of protobuf."""
     elements = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     return tensor_pb2.Tensor(
         data_type=data_type_number(tensor.dtype),
@@ -62,8 +62,8 @@ def tensor_from_message(message: tensor_pb2.Tensor) -> Tensor:
     the bytes of a message must not.
 
     Raises:
-        InvalidArgument: the dtype is unknown, a dimension is negative, or the data has another
-            size than dtype and shape say; names both sizes.
+        InvalidArgument: the dtype is unknown, a dimension is negative, or the size of the data
+            does not match dtype and shape; names both sizes.
     """
     dtype, shape = dtype_from_number(message.data_type), tuple(message.shape)
     if any(extent < 0 for extent in shape):

@@ -1,5 +1,5 @@
-"""Whole trees of one shape, grown or walked level by level: by a draft head, a language model, or a
-head that scores all levels at once; in plain torch, or by kernels that are handed in."""
+"""Draft trees of one shape, grown or walked level by level by a draft head, by a language model, or
+by a head that scores all levels at once. The code is plain torch; fused kernels can replace it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from shared.speculation.tree import Beam, Children, TreeGrowth, TreeRows, choose
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredRows:
-    """Trees and how likely the target is to accept them.
+    """Trees with their acceptance scores.
 
     Attributes:
         paths: `[S, T]` float32, score of the path to each row; the root's is 0.
-        beams: `[2, S, L, K]` int64, token of each node that is computed on each of L levels, and
-            the place of its parent in the level before.
+        beams: `[2, S, L, K]` int64, the K computed nodes of each of L levels: their tokens, and the
+            places of their parents in the level before.
     """
 
     rows: TreeRows
@@ -56,9 +56,9 @@ class PackedRows:
     """Candidates and states of N rows: the root, then L computed levels of K nodes.
 
     Attributes:
-        numbers: `[S, 2 N W]` int32, the tokens that may follow each row, then the bits of their
+        numbers: `[S, 2 N W]` int32, W candidate tokens after each row, then the bits of their
             scores.
-        states: `[S, N, H]`, which rows below them read; None for a model without.
+        states: `[S, N, H]`, the states that child rows read; None for a model without them.
     """
 
     numbers: Tensor
@@ -66,79 +66,79 @@ class PackedRows:
 
     @classmethod
     def of(cls, choices: Children, states: Tensor | None) -> PackedRows:
-        """Packs what may follow each row, `[S, N, W]`."""
+        """Packs the candidates after each row, `[S, N, W]`."""
         bits = choices.log_probs.contiguous().view(torch.int32)
         return cls(torch.cat((choices.token_ids.int(), bits), dim=1).flatten(1), states)
 
 
 Part: TypeAlias = PackedTrees | PackedRows | None
 Parts: TypeAlias = Iterator[Part]
-"""A pass under way, in parts: nothing after each forward that others follow, then the trees, and at
-the end, where it was asked for, what is known of their rows. Each step queues a part of it on the
-device; a result holds until the next pass."""
+"""A pass in parts. Each `next` queues one part on the device and yields its result: None after a
+forward that others follow, then the trees, and at the end the rows, if choices are wanted. A result
+holds until the next pass."""
 
 
-KnownLevel: TypeAlias = tuple[ForwardBatch, Tensor]
-"""Rows, and for each the row of the level before whose state it reads; see `Growth.beam`."""
+GivenLevel: TypeAlias = tuple[ForwardBatch, Tensor]
+"""Rows of a level, and for each row its source in the level before; see `Growth.beam`."""
 
 
 class Scores(Protocol):
     """Finds the best tokens after the rows of S slots, level by level from the root on."""
 
-    def look(self, logits: Tensor) -> None:
-        """Takes the next level's logits `[S * N, Vd]`."""
+    def add(self, logits: Tensor) -> None:
+        """Adds the next level's logits `[S * N, Vd]`."""
 
     def choices(self) -> Children:
-        """Returns what may follow each row so far, `[S, N, W]`; see `PackedRows`."""
+        """Returns the candidates after each row added so far, `[S, N, W]`; see `PackedRows`."""
 
 
 class RequestScores(Protocol):
-    """Scores by all that the requests of S sequences ask for; it can be sent to a process."""
+    """Scores by all sampling parameters of S requests; can be pickled for another process."""
 
     def confidence(self, logits: Tensor, paths: Tensor) -> Tensor:
         """Returns log probabilities of acceptance `[S, N, V]` float32.
 
         Args:
             logits: `[S * N, V]`, over the target's tokens.
-            paths: `[S, N, D]` int64, the tree tokens on the way to each row, its own included.
+            paths: `[S, N, D]` int64, the tree tokens on the path to each row, its own included.
         """
 
 
 class Forwards:
-    """The forwards of one pass, each of which may read what the one before left."""
+    """The forwards of one pass. Each may read the output of the one before."""
 
     def first(self) -> Tensor:
-        """Computes the open rows; returns the logits of the last one of each slot."""
+        """Computes the open rows; returns the logits of each slot's last open row."""
         raise NotImplementedError
 
     def read_open(self) -> None:
-        """Computes the open rows alone; the last one of each slot will be computed again."""
+        """Computes only the open rows. Each slot's last one will be computed again."""
         raise NotImplementedError
 
     def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor:
         """Computes a level; returns its logits. See `Growth.beam`."""
         raise NotImplementedError
 
-    def walk(self, levels: Iterable[KnownLevel]) -> Iterable[Tensor]:
-        """Computes the open rows and levels that do not depend on what is found; returns the logits
-        of each, those of the open rows first."""
+    def walk(self, levels: Iterable[GivenLevel]) -> Iterable[Tensor]:
+        """Computes the open rows and given levels; returns the logits of each, those of the open
+        rows first."""
         yield self.first()
         for level in levels:
             yield self.next(*level)
 
     def states(self) -> Tensor | None:
-        """Returns the states of all rows, see `PackedRows`; None where none are kept."""
+        """Returns the states of all rows, see `PackedRows`; None if the pass keeps none."""
         return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeDraft:
-    """Drafts for all slots of a state, for a target that is elsewhere.
+    """Drafts for all slots of a state, for a target elsewhere.
 
     Attributes:
         num_choices: W, tokens to find after the root and each computed node, at least as many as
-            children; the best leaves are computed for it when the trees are there. 0 for none.
-        scores: of requests that the kinds of `RoundSampling` do not cover; `code` is plain then.
+            children. To find them, the best leaves are computed after the trees. 0 for none.
+        scores: scores of requests that no kind of `RoundSampling` covers; `code` is plain then.
     """
 
     code: DraftCode
@@ -149,7 +149,7 @@ class TreeDraft:
         """Grows trees behind the open rows.
 
         Args:
-            state: its `page_table` is not read.
+            state: the slots; `page_table` is not read.
             sources: `[S * W]` int64, see `DraftCode.forwards`.
         """
         forwards = self._forwards(state, sources)
@@ -157,13 +157,13 @@ class TreeDraft:
             growth = self.code.growth(state, sampling, self.num_choices)
         else:
             batches = self.code.batches
-            scores = plain_scores(state, batches, self.scores, self.num_choices)
+            scores = PlainScores(state, batches, self.scores, self.num_choices)
             growth = Growth(state, batches, scores)
         yield from grow(growth, forwards, self.code.batches.shape.tree.num_steps)
         leaves = growth.beam() if self.num_choices else None
         yield PackedTrees.of(growth.scored())
         if leaves is not None:
-            growth.scores.look(forwards.next(*leaves))
+            growth.scores.add(forwards.next(*leaves))
             yield PackedRows.of(growth.scores.choices(), forwards.states())
 
     def walk(
@@ -177,7 +177,7 @@ class TreeDraft:
         forwards = self._forwards(state, sources)
         scores = self.code.scores(state, sampling, self.num_choices)
         for logits in forwards.walk(self.code.batches.of_walks(state, walks)):
-            scores.look(logits)
+            scores.add(logits)
         return PackedRows.of(scores.choices(), forwards.states())
 
     def _forwards(self, state: RoundState, sources: Tensor) -> Forwards:
@@ -186,7 +186,7 @@ class TreeDraft:
 
 
 def grow(growth: Growth, forwards: Forwards, num_steps: int) -> Iterator[None]:
-    """Computes what trees of so many levels grow from; stops between two forwards."""
+    """Computes the forwards of a growth of `num_steps` levels; yields between two forwards."""
     growth.add(forwards.first())
     for _ in range(num_steps - 1):
         yield None
@@ -200,7 +200,7 @@ def grown(
     batch: ForwardBatch,
     sources: Tensor,
 ) -> RoundTree:
-    """Returns the trees that grow behind the open rows of a state.
+    """Grows a tree behind the open rows of each slot and returns the trees.
 
     Args:
         batch: the open rows.
@@ -213,20 +213,25 @@ def grown(
     return growth.finish()
 
 
-# Trees on the slots of a state, and what grows them.
+# Growth of trees in the slots of a state, in plain torch.
 
 
 class PlainScores:
     """See `Scores`.
 
     Args:
-        width: tokens to find after each row.
+        num_choices: tokens to find after each row; 0 finds the `topk` children that trees need.
     """
 
     def __init__(
-        self, state: RoundState, sampling: RoundSampling | RequestScores, width: int
+        self,
+        state: RoundState,
+        batches: RoundBatches,
+        sampling: RoundSampling | RequestScores,
+        num_choices: int,
     ) -> None:
-        self._state, self._sampling, self._width = state, sampling, width
+        self._state, self._sampling = state, sampling
+        self._width = num_choices or batches.shape.tree.topk
         self._levels: list[Children] = []
 
     def best(self, logits: Tensor, paths: Tensor | None = None) -> Children:
@@ -235,18 +240,18 @@ class PlainScores:
             scores = self._sampling.confidence(logits, self._state, len(self._levels))
             scores = scores.view(self._state.num_slots, -1, logits.shape[1])
         else:
-            assert paths is not None, "only growing trees have paths"
+            assert paths is not None, "request scores need the paths of growing trees"
             scores = self._sampling.confidence(logits, paths)
         self._levels.append(choose_children(scores, self._width))
         return self._levels[-1]
 
-    def look(self, logits: Tensor) -> None:
+    def add(self, logits: Tensor) -> None:
         self.best(logits)
 
     def choices(self) -> Children:
         return Children(
-            torch.cat([each.token_ids for each in self._levels], dim=1),
-            torch.cat([each.log_probs for each in self._levels], dim=1),
+            torch.cat([level.token_ids for level in self._levels], dim=1),
+            torch.cat([level.log_probs for level in self._levels], dim=1),
         )
 
 
@@ -254,7 +259,7 @@ class Growth:
     """`TreeGrowth` of S slots, in plain torch: `add` a level's logits, compute the rows of `beam`.
 
     Attributes:
-        scores: of the rows that were added.
+        scores: scores of the levels added so far.
     """
 
     scores: Scores
@@ -271,8 +276,8 @@ class Growth:
         self._growth.add(children.best(self._batches.shape.tree.topk))
 
     def beam(self) -> tuple[ForwardBatch, Tensor]:
-        """Returns the rows of the last level's beam, and for each the row `[S * K]` int64 of the
-        level before whose state it reads."""
+        """Returns the rows of the last level's beam, and for each row the index `[S * K]` int64 of
+        the row in the level before whose state it reads."""
         beam, level = self._growth.select_beam(), len(self._beams)
         self._beams.append(beam)
         above = self._paths.gather(1, beam.parents.unsqueeze(2).expand(-1, -1, level))
@@ -286,9 +291,9 @@ class Growth:
         """Returns the trees with their best nodes."""
         tree, roots = self._batches.shape.tree, self._state.roots
         nodes = self._growth.select()
-        # A tree may have no level that is computed.
+        # Without a computed level, `cat` needs an empty one for its shape.
         none = roots.new_empty((2, self._state.num_slots, 0, tree.topk))
-        levels = [torch.stack((each.token_ids, each.parents)).unsqueeze(2) for each in self._beams]
+        levels = [torch.stack((beam.token_ids, beam.parents)).unsqueeze(2) for beam in self._beams]
         return ScoredRows(
             tree_rows(nodes, roots, tree.num_steps),
             torch.cat((torch.zeros_like(nodes.path[:, :1]), nodes.path), dim=1),
@@ -296,29 +301,19 @@ class Growth:
         )
 
     def finish(self) -> RoundTree:
-        """Returns them laid out for the target."""
+        """Returns the trees laid out as the target's rows."""
         return self._batches.of_trees(self._state, self.scored().rows)
 
 
-def plain_scores(
-    state: RoundState,
-    batches: RoundBatches,
-    sampling: RoundSampling | RequestScores,
-    num_choices: int,
-) -> PlainScores:
-    """Returns what finds the children that trees need, or as many tokens as are asked for."""
-    return PlainScores(state, sampling, num_choices or batches.shape.tree.topk)
-
-
 class DraftCode:
-    """A model with the code that drafts with it: around the forwards in plain torch, unless said
-    otherwise."""
+    """A model and the code that drafts with it. The methods implemented here are plain torch; fused
+    subclasses replace them."""
 
     __slots__ = ()
     batches: RoundBatches
 
     def seen(self, state: RoundState) -> RoundState:
-        """Returns the state of lanes as this code counts their tokens."""
+        """Returns a lane state with the token counts that this model's rows need."""
         return state
 
     def open_rows(self, state: RoundState) -> tuple[ForwardBatch, Tensor]:
@@ -328,33 +323,33 @@ class DraftCode:
     def forwards(
         self, state: RoundState, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool
     ) -> Forwards:
-        """Returns what computes open rows and levels.
+        """Returns the forwards of one pass.
 
         Args:
             batch: the open rows of `state`.
-            sources: the row of what is read beside tokens that each open row reads.
+            sources: for each open row, the index of its features or states in the source rows.
         """
         raise NotImplementedError
 
     def scores(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> Scores:
-        """Returns what looks for so many tokens after each row; 0 finds what trees need."""
-        return plain_scores(state, self.batches, sampling, num_choices)
+        """Returns scores that find `num_choices` tokens after each row, see `PlainScores`."""
+        return PlainScores(state, self.batches, sampling, num_choices)
 
     def growth(self, state: RoundState, sampling: RoundSampling, num_choices: int) -> Growth:
-        """Returns trees without a level; see `scores`."""
-        scores = plain_scores(state, self.batches, sampling, num_choices)
+        """Returns a growth without levels; `num_choices` see `scores`."""
+        scores = PlainScores(state, self.batches, sampling, num_choices)
         return Growth(state, self.batches, scores)
 
     def kind_of(self, sampling: RoundSampling) -> RoundSampling:
-        """Returns the kind that does all that this code does for `sampling`."""
+        """Returns the simplest kind with which this code drafts as it does for `sampling`."""
         return sampling
 
 
-# A language model that drafts, for trees that are grown in one pass.
+# A language model that drafts trees in one pass.
 
 
 class DecoderForwards(Forwards):
-    """Rows read tokens alone."""
+    """Forwards of a language model, whose rows read only tokens."""
 
     def __init__(self, logits: Callable[[ForwardBatch], Tensor], batch: ForwardBatch) -> None:
         self._logits, self._batch = logits, batch
@@ -371,9 +366,8 @@ class DecoderForwards(Forwards):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderDraft(DraftCode):
-    """A language model. Its rows are those of a head one token later: row i reads token i. So the
-    state counts a token more than are committed, and its first one is left out of the window.
-    """
+    """A language model. Its row i reads token i, a head's row i the token after it. So `seen` adds
+    one to the length, and takes one from the offset to keep the drawn positions."""
 
     decoder: Decoder
     pool: KvPool
@@ -391,7 +385,7 @@ class DecoderDraft(DraftCode):
         return DecoderForwards(self.logits, batch)
 
     def logits(self, batch: ForwardBatch) -> Tensor:
-        """Computes rows; returns the logits of those that ask for them."""
+        """Computes rows; returns the logits of the batch's logit rows."""
         hidden = self.decoder.forward(batch, self.pool).hidden
         return self.decoder.logits(hidden.index_select(0, batch.logit_rows))
 
@@ -400,16 +394,16 @@ class DecoderDraft(DraftCode):
 
 
 class BlockForwards(Forwards):
-    """The first one computes the block, whose rows score the levels in turn: all
-    nodes of a level have the scores of its position.
+    """Forwards of a block head. `first` computes the block, whose rows score the levels in turn.
+    All nodes of a level share the scores of its position.
 
     Args:
         read: computes the open rows.
-        scored: computes the block behind them; returns the logits `[L, S, V]` of L levels.
+        score: computes the block behind the open rows; returns the logits `[L, S, V]` of L levels.
     """
 
-    def __init__(self, read: Callable[[], None], scored: Callable[[], Tensor]) -> None:
-        self._read, self._scored = read, scored
+    def __init__(self, read: Callable[[], None], score: Callable[[], Tensor]) -> None:
+        self._read, self._score = read, score
         self._levels: Iterator[Tensor] = iter(())
 
     def read_open(self) -> None:
@@ -417,11 +411,11 @@ class BlockForwards(Forwards):
 
     def first(self) -> Tensor:
         self._read()
-        self._levels = iter(self._scored())
+        self._levels = iter(self._score())
         return next(self._levels)
 
     def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor:
-        # Of the level only its size counts.
+        # Only the size of the level matters.
         logits = next(self._levels)
         num_nodes = len(parents) // len(logits)
         return logits if num_nodes == 1 else logits.repeat_interleave(num_nodes, dim=0)
@@ -431,11 +425,11 @@ class BlockForwards(Forwards):
 class BlockDraft(DraftCode):
     """A head that drafts blocks.
 
-    An open row turns the features of its position into keys and values; its token is the next one,
-    so that of the last open row opens the block.
+    An open row turns the features of its position into keys and values. Its token is the next one,
+    so the token of the last open row opens the block.
 
     Attributes:
-        source_rows: `[num_slots, W]`, the target's features of each slot of its pool.
+        source_rows: `[num_slots, W]`, the target's features for each slot of the target's pool.
     """
 
     head: DflashHead
@@ -446,17 +440,18 @@ class BlockDraft(DraftCode):
     def forwards(
         self, state: RoundState, batch: ForwardBatch, sources: Tensor, *, keeps_states: bool
     ) -> BlockForwards:
-        return BlockForwards(partial(self._read, batch, sources), partial(self._scored, batch))
+        read = partial(self._write_context, batch, sources)
+        return BlockForwards(read, partial(self._score_block, batch))
 
     def logits(self, states: Tensor) -> Tensor:
         """Returns logits `[R, V]` of states `[R, H]`."""
         return self.head.logits(states)
 
-    def _read(self, batch: ForwardBatch, sources: Tensor) -> None:
+    def _write_context(self, batch: ForwardBatch, sources: Tensor) -> None:
         features = self.source_rows.index_select(0, sources)
         self.head.write_context(features, batch.positions, batch.slots, self.pool)
 
-    def _scored(self, batch: ForwardBatch) -> Tensor:
+    def _score_block(self, batch: ForwardBatch) -> Tensor:
         last = batch.logit_rows
         block = self.batches.of_blocks(
             batch.token_ids[last],
@@ -469,20 +464,21 @@ class BlockDraft(DraftCode):
         return logits.view(-1, len(last), logits.shape[1])
 
 
-# First part of a speculative round: the head takes in what was committed and grows the trees.
+# First part of a speculative round: the head computes the committed tokens and grows the trees.
 
 Level = Callable[[ForwardBatch, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
 Logits = Callable[[Tensor], Tensor]
 
 
 class HeadForwards(Forwards):
-    """Each level reads the states of the one before.
+    """Forwards of a head: each level reads the states of the level before.
 
     Args:
         level, logits: see `RoundDraft`.
-        hidden: `[any, H]`, what the open rows read.
-        sources: `[R]` int64, the row of `hidden` that each of them reads; None takes them in order.
-        keeps_states: those of all levels, not of the last alone.
+        hidden: `[any, H]`, input states of the open rows.
+        sources: `[R]` int64, the row of `hidden` that each open row reads; None takes them in
+            order.
+        keeps_states: whether to keep the states of all levels, instead of the last one's alone.
     """
 
     def __init__(
@@ -497,7 +493,7 @@ class HeadForwards(Forwards):
     ) -> None:
         self._level, self._logits = level, logits
         self._batch, self._hidden, self._sources = batch, hidden, sources
-        self._keeps_states, self._kept = keeps_states, list[Tensor]()
+        self._keeps_states, self._kept_states = keeps_states, list[Tensor]()
         self._num_slots = len(batch.logit_rows)
 
     def first(self) -> Tensor:
@@ -509,13 +505,13 @@ class HeadForwards(Forwards):
     def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor:
         return self._logits(self._advance(batch, parents, None))
 
-    def walk(self, levels: Iterable[KnownLevel]) -> Sequence[Tensor]:
-        # The matrix of the vocabulary is the largest, and read once.
+    def walk(self, levels: Iterable[GivenLevel]) -> Sequence[Tensor]:
+        # One product for all levels reads the vocabulary matrix, the largest of all, only once.
         read = [self._open(), *(self._advance(*level, None) for level in levels)]
         return torch.split(self._logits(torch.cat(read)), [len(rows) for rows in read])
 
     def states(self) -> Tensor:
-        levels = [each.view(self._num_slots, -1, each.shape[1]) for each in self._kept]
+        levels = [own.view(self._num_slots, -1, own.shape[1]) for own in self._kept_states]
         return torch.cat(levels, dim=1)
 
     def _open(self) -> Tensor:
@@ -524,10 +520,10 @@ class HeadForwards(Forwards):
     def _advance(
         self, batch: ForwardBatch, sources: Tensor | None, wanted: Tensor | None
     ) -> Tensor:
-        """Computes a level; returns what its logits read."""
+        """Computes a level; returns the input of its logits."""
         self._hidden, read = self._level(batch, self._hidden, sources, wanted)
         if self._keeps_states:
-            self._kept.append(self._hidden)
+            self._kept_states.append(self._hidden)
         return read
 
 
@@ -536,10 +532,10 @@ class RoundDraft(DraftCode):
     """A head of one layer.
 
     Attributes:
-        pool: the head's; its pages are as large as the target's.
-        source_rows: what open rows read beside tokens: the target's features `[num_slots, W]` of
-            each slot of the target's pool, or of any rows where the target is elsewhere.
-        reads_states: they are states `[any, H]` of the head's own instead.
+        pool: the head's pool; its pages are as large as the target's.
+        source_rows: input of open rows beside tokens: the target's features `[num_slots, W]` for
+            each slot of the target's pool, or for any rows where the target is elsewhere.
+        reads_states: whether `source_rows` are states `[any, H]` of the head itself instead.
     """
 
     head: DraftHead
@@ -562,10 +558,11 @@ class RoundDraft(DraftCode):
     def level(
         self, batch: ForwardBatch, hidden: Tensor, sources: Tensor | None, wanted: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Returns states `[R, H]` of the wanted rows, None being all, and what their logits read.
+        """Returns states `[R, H]` of the wanted rows, and the input of their logits.
 
         Args:
-            sources: the row of `hidden` that each row reads; None is its own.
+            sources: the row of `hidden` that each row reads; None takes them in order.
+            wanted: rows to return; None returns all.
         """
         read = hidden if sources is None else hidden.index_select(0, sources)
         states = self.head.forward(batch, read, self.pool)
@@ -573,35 +570,35 @@ class RoundDraft(DraftCode):
         return states, states
 
     def logits(self, read: Tensor) -> Tensor:
-        """Returns logits `[R, any]` of what levels return for that."""
+        """Returns logits `[R, any]` from the second result of `level`."""
         return self.head.logits(read)
 
 
-# A head of several next-token layers, whose chains have a layer a level.
+# A head of several next-token layers, which drafts chains with one layer for each level.
 
 
 class LayeredForwards(Forwards):
-    """Those of chains.
+    """Forwards of chains.
 
-    Layer k computes row i when token i + 1 + k is known, from the state that layer k - 1 left on
-    row i. So the open tokens are read k rows earlier than by layer 0, behind the row that
-    `RoundState.last_states` has. The node of level j is scored by layer min(j, n - 1), which has to
-    read those above it first.
+    Layer k computes row i when token i + 1 + k is known, from the output of layer k - 1 on row i.
+    So layer k reads the open tokens k rows earlier than layer 0, behind the row whose states are in
+    `RoundState.last_states`. Layer min(j, n - 1) scores the node of level j; it has to read the
+    nodes above first.
 
     Args:
-        state: `last_states` is written.
-        hidden: `[S * W, H]`, what the open rows read.
+        state: the slots; `last_states` is written.
+        hidden: `[S * W, H]`, input states of the open rows.
     """
 
     def __init__(
         self, draft: LayeredDraft, state: RoundState, batch: ForwardBatch, hidden: Tensor
     ) -> None:
-        assert state.last_states is not None, "a layer reads what the one before left"
+        assert state.last_states is not None, "a layer reads the states of the layer before"
         self._draft, self._batch, self._hidden = draft, batch, hidden
         self._last_states, self._num_open = state.last_states, state.num_open
         self._page_table, self._roots = state.head_page_table, state.lengths - 1
         self._num_slots = len(batch.logit_rows)
-        # What each layer left on the last open row, then on the nodes of the last level.
+        # Output of each layer on the last open row; output of the last level on its nodes.
         self._ends: list[Tensor] = []
         self._nodes: Tensor | None = None
         self._tokens: list[Tensor] = []
@@ -629,14 +626,14 @@ class LayeredForwards(Forwards):
             if layer == draft.num_layers - 1:
                 break
             before = self._last_states[:, layer : layer + 1]
-            own = states.view(self._num_slots, -1, hidden.shape[1])
-            rows = torch.cat((before, own), dim=1)
+            open_states = states.view(self._num_slots, -1, hidden.shape[1])
+            rows = torch.cat((before, open_states), dim=1)
             hidden = rows[:, :-1].flatten(0, 1)
             last.append(rows.gather(1, index))
         self._last_states.copy_(torch.cat(last, dim=1))
 
     def next(self, batch: ForwardBatch, parents: Tensor) -> Tensor:
-        # Of the level only its tokens count.
+        # Only the tokens of the level matter.
         assert len(batch.token_ids) == self._num_slots, "layers draft chains"
         self._tokens.append(batch.token_ids)
         level, num_layers = len(self._tokens), self._draft.num_layers
@@ -650,7 +647,7 @@ class LayeredForwards(Forwards):
             assert self._nodes is not None
             tokens, hidden = self._tokens[-1].unsqueeze(1), self._nodes[:, -1:]
         num_rows = tokens.shape[1]
-        # The root stands on row `roots`, which layer 0 computes when the token after it is known.
+        # The root is row `roots`, which layer 0 computes when the token after it is known.
         starts = self._roots - layer + level - num_rows
         rows = self._draft.batches.of_runs(tokens, starts, self._page_table)
         states = self._draft.states(rows, hidden.flatten(0, 1), layer)
@@ -673,7 +670,7 @@ class LayeredDraft(DraftCode):
 
     @property
     def num_layers(self) -> int:
-        """n."""
+        """n, the layers of the head."""
         return len(self.head.layers)
 
     def forwards(
@@ -683,7 +680,7 @@ class LayeredDraft(DraftCode):
         return LayeredForwards(self, state, batch, hidden)
 
     def states(self, batch: ForwardBatch, hidden: Tensor, layer: int) -> Tensor:
-        """Returns what a layer leaves on rows, `[R, H]`."""
+        """Returns the output of a layer on rows, `[R, H]`."""
         return self.head.forward(batch, hidden, self.pool, layer=layer)
 
     def logits(self, states: Tensor, layer: int) -> Tensor:

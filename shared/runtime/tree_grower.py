@@ -1,8 +1,9 @@
-"""Grows the trees of a batch with one copy to the host, for a draft apart from its target.
+"""Grows the trees of a batch with one copy to the host, for a draft in another process than its
+target.
 
-A head's pass is the first part of a round on the device, see `RoundDraft`. Its shape is fixed by
-depth and width; of the nodes a little more are kept than are asked for, so that few graphs serve
-all sizes of trees, and the host takes the best of them.
+A head's pass is the first part of a round on the device, see `RoundDraft`. Depth and width fix its
+shape. The pass keeps a few more nodes than requested, so that few graphs serve all tree sizes, and
+the host takes the best of them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from shared.runtime.tree_pass import (
 )
 from shared.tokens import TokenTree, TreeShape
 
-# Most passes whose graphs are kept: a few of each shape.
+# Most passes whose graphs are kept, for a few kinds of each shape.
 _MAX_PASSES = 24
 _ROW_BUCKETS = (8, 16, 32, 64)
 _CHOICE_BUCKETS = (4, 8, 16, 32, 64)
@@ -40,7 +41,7 @@ class TreeGrower:
     """Passes of one model for trees of any shape, one at a time. Owned by one thread.
 
     Args:
-        leader: tells the other processes of the model's group, on rank 0.
+        leader: on rank 0 of the model's group, announces passes to the other ranks.
         is_split: see `PassKind`.
     """
 
@@ -60,16 +61,16 @@ class TreeGrower:
         self._passes: OrderedDict[tuple[TreeShape, PassKind], TreePass] = OrderedDict()
 
     def max_open_rows(self, tree: TreeShape) -> int:
-        """Returns most open rows of a sequence that a pass of this shape takes."""
+        """Returns the most open rows of a sequence that a pass of this shape takes."""
         return 1 if self._is_split else tree.num_steps + 1
 
     def split(self) -> TreeGrower:
-        """Returns a grower of the same trees behind one open row, whose passes can stop. It has
-        memory of its own, so that passes of this one can be run meanwhile."""
+        """Returns a grower of the same trees behind one open row, whose passes can stop. It has its
+        own graph memory, so passes of both growers can run at the same time."""
         leader = None if self._leader is None else self._leader.split()
-        other = TreeGrower(self.model, self.limits, is_split=True, leader=leader)
-        other._kinds = self._kinds
-        return other
+        grower = TreeGrower(self.model, self.limits, is_split=True, leader=leader)
+        grower._kinds = self._kinds
+        return grower
 
     def begin(
         self,
@@ -81,20 +82,20 @@ class TreeGrower:
         is_walk: bool = False,
         scores: RequestScores | None = None,
     ) -> GrowingTrees:
-        """Begins to grow a tree for each sequence; waits for nothing, unless the number of
-        sequences, their kind of sampling or the shape is new to the device.
+        """Begins to grow a tree for each sequence. Waits for nothing, unless a new number of
+        sequences, kind of sampling or shape needs a new graph.
 
         Args:
             sequences: at most `max_sequences`.
             sources: see `TreePass.begin`.
-            tree: without levels and children that could not be kept.
-            num_choices: how many tokens to find after each computed row, see `TreeDraft`; a few
-                more may be found.
-            is_walk: the trees are those of the sequences; see `walk`.
-            scores: of requests that ask for more than `OpenSequence.sampling` says.
+            tree: shape without levels and children that no tree could keep.
+            num_choices: how many tokens to find after each computed row, see `TreeDraft`; the pass
+                may find a few more.
+            is_walk: whether to compute the given trees of the sequences; see `walk`.
+            scores: scores of requests with more parameters than `OpenSequence.sampling` has.
         """
         if self._leader is not None:
-            assert not sources, "only what the host has is announced"
+            assert not sources, "source rows on the device cannot be announced"
             self._leader.call(
                 TreeGrower.begin_parts,
                 tuple(sequences),
@@ -122,9 +123,9 @@ class TreeGrower:
         is_walk: bool = False,
         scores: RequestScores | None = None,
     ) -> Parts:
-        """Does what `begin` does where nobody reads the trees."""
+        """Begins a pass without reading its trees, as followers of rank 0 do; see `begin`."""
         if scores is None:
-            self._meet(RoundSampling.of(each.sampling for each in sequences))
+            self._note_kind(RoundSampling.of(sequence.sampling for sequence in sequences))
         chosen = self._pass_of(tree, num_choices, is_walk=is_walk, is_plain=scores is not None)
         return chosen.begin(sequences, sources, scores)
 
@@ -140,12 +141,12 @@ class TreeGrower:
         """Queues the computation of a given tree behind each sequence; see `begin`.
 
         Args:
-            shape: all trees are within its `walked_shape`.
+            shape: holds all trees, see `walked_shape`.
         """
         size = self._pass_of(shape, num_choices, is_walk=True).shape.tree
-        walks = [WalkedTree.of(each, size.num_steps, size.topk) for each in trees]
-        rows = [replace(each, walk=walk) for each, walk in zip(sequences, walks, strict=True)]
-        growing = self.begin(rows, sources, shape, num_choices=num_choices, is_walk=True)
+        walks = [WalkedTree.of(tree, size.num_steps, size.topk) for tree in trees]
+        walked = [replace(own, walk=walk) for own, walk in zip(sequences, walks, strict=True)]
+        growing = self.begin(walked, sources, shape, num_choices=num_choices, is_walk=True)
         growing.queue()
         return [
             PassTree(walk.tree, walk.levels, PassRows(growing, place))
@@ -160,12 +161,12 @@ class TreeGrower:
         is_walk: bool = False,
         num_sequences: int | None = None,
     ) -> bool:
-        """Captures one graph that batches of a shape may want; returns whether one was left. A
-        launch that comes before its graph captures it.
+        """Captures one graph that batches of a shape may need; returns whether one was left. A
+        launch that needs a graph earlier captures it itself.
 
         Args:
-            num_sequences: only what `is_ready` asks for; None is any number, and every kind of
-                sampling met so far.
+            num_sequences: captures only the graphs that `is_ready` checks; None captures those for
+                any number and for every kind of sampling seen so far.
         """
         if not (self._kinds and self.limits.has_graphs):
             return False
@@ -179,25 +180,25 @@ class TreeGrower:
             )
         chosen = self._pass_of(tree, num_choices, is_walk=is_walk)
         if num_sequences is None:
-            return chosen.capture_first(chosen.left_of(self._kinds))
-        return chosen.capture_first(chosen.left_for(num_sequences, self._last_kind))
+            return chosen.capture_first(chosen.uncaptured(self._kinds))
+        return chosen.capture_first(chosen.uncaptured_for(num_sequences, self._last_kind))
 
     def is_ready(
         self, tree: TreeShape, num_sequences: int, *, num_choices: int = 0, is_walk: bool = False
     ) -> bool:
-        """Whether passes of so many sequences, or fewer, have all their graphs, for the kind of
-        sampling that was met last."""
+        """Whether passes of up to `num_sequences` have all their graphs, for the kind of sampling
+        seen last."""
         if not (self._kinds and self.limits.has_graphs):
             return True
         grown = self._passes.get(self._key(tree, num_choices, is_walk=is_walk))
-        return grown is not None and not grown.left_for(num_sequences, self._last_kind)
+        return grown is not None and not grown.uncaptured_for(num_sequences, self._last_kind)
 
     @property
     def _last_kind(self) -> RoundSampling:
         return next(reversed(self._kinds))
 
-    def _meet(self, kind: RoundSampling) -> None:
-        """The kind that was met last stands last."""
+    def _note_kind(self, kind: RoundSampling) -> None:
+        """Moves the kind of sampling to the end, as the one seen last."""
         if not self._kinds or self._last_kind is not kind:
             self._kinds.pop(kind, None)
             self._kinds[kind] = None
@@ -206,24 +207,24 @@ class TreeGrower:
         self, tree: TreeShape, num_choices: int, *, is_walk: bool = False, is_plain: bool = False
     ) -> TreePass:
         key = self._key(tree, num_choices, is_walk=is_walk, is_plain=is_plain)
-        if is_plain:  # it holds nothing that others would have to make way for
+        if is_plain:  # holds no graphs, so there is nothing to keep
             return self._new_pass(*key)
         if key not in self._passes:
             self._passes[key] = self._new_pass(*key)
         self._passes.move_to_end(key)
         if len(self._passes) > _MAX_PASSES:
-            _, forgotten = self._passes.popitem(last=False)
-            forgotten.release()
+            _, oldest = self._passes.popitem(last=False)
+            oldest.release()
         return self._passes[key]
 
     def _key(
         self, tree: TreeShape, num_choices: int, *, is_walk: bool, is_plain: bool = False
     ) -> tuple[TreeShape, PassKind]:
-        num_found = self._num_found(tree, num_choices)
-        return _common_shape(tree), PassKind(num_found, self._is_split, is_walk, is_plain)
+        width = self._choice_bucket(tree, num_choices)
+        return _common_shape(tree), PassKind(width, self._is_split, is_walk, is_plain)
 
-    def _num_found(self, tree: TreeShape, num_choices: int) -> int:
-        """Returns how many tokens a pass looks for: few graphs serve any number."""
+    def _choice_bucket(self, tree: TreeShape, num_choices: int) -> int:
+        """Returns how many tokens a pass looks for, rounded up so that few graphs are needed."""
         if not num_choices:
             return 0
         wanted = max(num_choices, tree.topk)
@@ -231,7 +232,7 @@ class TreeGrower:
         return min(next(sizes, wanted), self.model.vocab_size)
 
     def _new_pass(self, tree: TreeShape, kind: PassKind) -> TreePass:
-        # Leaves are computed where choices are wanted.
+        # Passes with choices compute the leaves, too.
         num_leaves = tree.topk if kind.num_choices else 0
         shape = RoundShape.of(
             tree,
@@ -242,7 +243,7 @@ class TreeGrower:
 
 
 def _common_shape(tree: TreeShape) -> TreeShape:
-    """Returns the shape that trees of this depth and width are grown in."""
+    """Returns the shape in which passes grow trees of this depth and width."""
     if tree.topk == 1:
         return replace(tree, num_draft_tokens=tree.num_steps + 1)
     rows = next((size for size in _ROW_BUCKETS if size >= tree.num_draft_tokens), None)

@@ -1,5 +1,5 @@
-"""The models that grow whole trees in one pass: a draft head, a language model of its own, or a
-head that drafts blocks."""
+"""The models that draft whole trees in one pass: a draft head, a separate language model, or a head
+that drafts blocks."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from shared.runtime.tree_draft import (
 )
 
 _Code = TypeVar("_Code")
-# A kernel holds a whole tree, row by row, in the registers of one program.
+# One program of a fused kernel holds a whole tree in its registers.
 _MAX_ROWS = 64
 _MAX_CANDIDATES = 1024
 
 
 def runs_fused(shape: RoundShape, device: torch.device) -> bool:
-    """Whether the fused kernels take trees of this shape, and the device has them."""
+    """Whether the fused kernels support trees of this shape on the device."""
     fits = shape.num_tree_rows <= _MAX_ROWS and shape.num_candidates <= _MAX_CANDIDATES
     return fits and has_triton(device)
 
 
 def fastest(plain: type[_Code], shape: RoundShape, device: torch.device) -> type[_Code]:
-    """Returns the class that does for trees of a shape what one in plain torch does, by the fused
-    kernels, which has its name behind `Fused`; or that one where they do not run."""
+    """Returns the fused replacement of a class in plain torch, named `Fused` and its name; or
+    `plain` itself where the fused kernels do not run."""
     if not runs_fused(shape, device):
         return plain
     # Triton is not installed where there is no CUDA.
@@ -57,10 +57,10 @@ class PassKind:
 
     Attributes:
         num_choices: see `TreeDraft`.
-        is_split: it can stop after each forward. Each sequence has one open row, which comes
-            behind one that a pass computed: where rows read states, it reads that one's.
-        is_walk: it computes trees that are given instead of growing them.
-        is_plain: it scores by `RequestScores`, in plain torch and without graphs.
+        is_split: whether the pass can stop after each forward. Each sequence then has one open row,
+            behind a row that an earlier pass computed; if rows read states, it reads that row's.
+        is_walk: whether the pass computes given trees instead of growing trees.
+        is_plain: whether it scores by `RequestScores`, in plain torch and without graphs.
     """
 
     num_choices: int = 0
@@ -82,12 +82,12 @@ class RoundModel:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens it can propose."""
+        """Number of tokens that the model can propose."""
         raise NotImplementedError
 
     @property
     def id_limit(self) -> int:
-        """Their ids are below it."""
+        """Upper bound of their ids, exclusive."""
         return self.vocab_size
 
     @property
@@ -101,26 +101,26 @@ class RoundModel:
         return 1
 
     def lane_states(self, num_slots: int) -> Tensor | None:
-        """Returns room for `RoundState.last_states`; None where there is none of them."""
+        """Returns a new tensor for `RoundState.last_states`; None if the model has none."""
         return None
 
     def compute(self, batch: ForwardBatch, features: Tensor | None) -> Tensor | None:
         """Computes rows for the cache, with the features `[R, W]` that they read.
 
         Returns:
-            What each layer but the last left on them, `[N, R, H]`; None where nobody reads it.
+            The output of each layer but the last, `[N, R, H]`; None if nothing reads it.
         """
         raise NotImplementedError
 
     def code(
         self, batches: RoundBatches, source_rows: Tensor | None, kind: PassKind = PassKind()
     ) -> DraftCode:
-        """Returns what drafts in the shape of `batches`, by the fastest code for it.
+        """Returns the fastest code that drafts in the shape of `batches`.
 
         Args:
-            source_rows: `[any, source_width]`, the features of open rows or, in passes that are
-                split, states; None where rows read none.
-            kind: of passes, of a model that grows trees in some.
+            source_rows: `[any, source_width]`, the features of open rows or, in split passes, their
+                states; None if rows read neither.
+            kind: kind of the passes of a `TreeModel`.
         """
         raise NotImplementedError
 
@@ -136,11 +136,11 @@ class TreeModel(RoundModel):
 
     @property
     def group(self) -> TensorGroup | None:
-        """Processes that share the model and grow the same trees."""
+        """Ranks that share the model and grow the same trees."""
         return None
 
     def source_width(self, kind: PassKind) -> int:
-        """Returns the width of what open rows read beside tokens; 0 when it is nothing."""
+        """Returns the width of the source rows of open rows; 0 if they read only tokens."""
         raise NotImplementedError
 
 
@@ -240,7 +240,7 @@ class BlockModel(RoundModel):
     """A head that drafts blocks.
 
     Attributes:
-        num_rows: of a block.
+        num_rows: rows of a block.
     """
 
     head: DflashHead
@@ -281,17 +281,17 @@ class LayeredModel(_AnyHead):
 
     def compute(self, batch: ForwardBatch, features: Tensor | None) -> Tensor:
         assert features is not None, "a head reads features"
-        hidden, left = self.head.fuse(features), list[Tensor]()
+        hidden, outputs = self.head.fuse(features), list[Tensor]()
         rows = torch.arange(len(batch.token_ids), device=hidden.device)
         ends = batch.query_starts[1:].index_select(0, sequence_of_rows(batch))
         for layer in range(len(self.head.layers)):
-            # A layer reads tokens as many rows further on; behind the last one it has no row.
-            is_own = rows + layer < ends
-            tokens = batch.token_ids.index_select(0, torch.where(is_own, rows + layer, rows))
-            own = replace(batch, token_ids=tokens, slots=torch.where(is_own, batch.slots, 0))
-            hidden = self.head.forward(own, hidden, self.pool, layer=layer)
-            left.append(hidden)
-        return torch.stack(left[:-1])
+            # Layer k reads the token k rows further on; without such a token it has no row.
+            is_row = rows + layer < ends
+            tokens = batch.token_ids.index_select(0, torch.where(is_row, rows + layer, rows))
+            moved = replace(batch, token_ids=tokens, slots=torch.where(is_row, batch.slots, 0))
+            hidden = self.head.forward(moved, hidden, self.pool, layer=layer)
+            outputs.append(hidden)
+        return torch.stack(outputs[:-1])
 
     def code(
         self, batches: RoundBatches, source_rows: Tensor | None, kind: PassKind = PassKind()

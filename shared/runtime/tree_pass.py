@@ -1,7 +1,7 @@
-"""One pass of a model that grows whole trees of one shape for a batch of sequences.
+"""One pass of a model that grows draft trees of one shape for a batch of sequences.
 
-A pass is a CUDA graph for each number of slots and each kind of sampling, or the same code as it
-is: without CUDA, where graphs are not wanted, and where memory does not hold another one.
+A pass is a CUDA graph for each number of slots and each kind of sampling. The same code runs
+eagerly without CUDA, if graphs are disabled, and if memory does not hold another graph.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ from shared.tokens import SamplingParams, TokenTree, TreeShape
 
 logger = logging.getLogger(__name__)
 
-# A given tree as rows of a pass that computes its nodes, and what may follow them.
+# A given tree as rows of a pass, which computes its nodes and the candidates after them.
 
 
 @dataclass(frozen=True, slots=True)
 class WalkedTree:
-    """The nodes of a tree that are computed: K a level, those with children among them.
+    """A tree and its computed nodes: K in each level, nodes with children first.
 
     Attributes:
-        levels: see `PassTree`. Where a level has fewer nodes, token 0 behind its first parent fills
-            it up, which is a row like any other.
+        levels: see `PassTree`. A level with fewer nodes is filled up with rows of token 0 behind
+            its first parent, which are computed like all others.
     """
 
     tree: TokenTree
@@ -74,7 +74,7 @@ class WalkedTree:
 
     @classmethod
     def of(cls, tree: TokenTree, num_levels: int, topk: int) -> WalkedTree:
-        """Lays out a tree that is within that size, see `walked_shape`."""
+        """Lays out a tree of at most this size, see `walked_shape`."""
         inner, paths = set(tree.parent_indices), _path_scores(tree)
         by_depth: list[list[int]] = [[] for _ in range(num_levels)]
         for node, depth in enumerate(tree.depths):
@@ -94,7 +94,7 @@ class WalkedTree:
 
     def numbers(self) -> Array:
         """Returns `[L * K, 2 + L]` int64, level by level: the token of each node, the place of its
-        parent in the level before, and the rows on the way to it, its own repeated at the end."""
+        parent in the level before, and the rows on its path, its own repeated at the end."""
         num_levels, topk = len(self.levels), len(self.levels[0][0])
         numbers = np.empty((num_levels * topk, WALK_LINE + num_levels), np.int64)
         for level, (token_ids, parents) in enumerate(self.levels):
@@ -109,8 +109,8 @@ class WalkedTree:
 
 
 def walked_shape(tree: TokenTree, shape: TreeShape) -> TreeShape:
-    """Returns the depth and the width of passes that walk a tree: those of a shape, or more where
-    the tree needs more."""
+    """Returns the shape of passes that walk a tree: `shape`, deeper or wider where the tree needs
+    it."""
     depths = tree.depths
     inner = Counter(depths[node] for node in set(tree.parent_indices) if node is not None)
     num_steps = max((shape.num_steps, *depths))
@@ -119,7 +119,8 @@ def walked_shape(tree: TokenTree, shape: TreeShape) -> TreeShape:
 
 
 def _path_scores(tree: TokenTree) -> list[float]:
-    """Returns the score of the path to each node; where there are none, earlier ones are better."""
+    """Returns the score of the path to each node. Without scores, each node costs 1, so nodes
+    closer to the root are better."""
     scores: list[float] = []
     for node, parent in enumerate(tree.parent_indices):
         own = tree.log_probs[node] if tree.log_probs else -1.0
@@ -127,22 +128,22 @@ def _path_scores(tree: TokenTree) -> list[float]:
     return scores
 
 
-# Inputs of sequences whose trees grow in one pass, laid out for the device.
+# Inputs of the sequences of one pass, laid out for the device.
 
 _GREEDY_COLUMNS = sampling_columns(SamplingParams(temperature=0.0))
 
 
 @dataclass(frozen=True, slots=True)
 class OpenSequence:
-    """One sequence with the rows that are yet to be computed.
+    """One sequence with its open rows, those that are not computed yet.
 
     Attributes:
-        token_ids: those that the open rows read, the last committed one included; at least one.
-        num_computed: rows that are computed before them.
-        num_before: the position of the token that the first row reads, less 1. A head's first row
+        token_ids: tokens that the open rows read, the last committed one included; at least one.
+        num_computed: number of computed rows before the open rows.
+        num_before: position of the token that the first row reads, less 1. A head's first row
             reads the second token of its window, a language model's the first one.
-        pages: in logical order; they cover the open rows and those of the tree.
-        walk: the tree that a pass computes behind them instead of growing one.
+        pages: in logical order; they cover the open rows and the rows of the tree.
+        walk: the tree that a pass computes behind the open rows instead of growing one.
     """
 
     token_ids: Sequence[int]
@@ -158,7 +159,7 @@ class OpenSequence:
 
     @property
     def length(self) -> int:
-        """The number of committed rows, and one more."""
+        """One more than the number of committed rows."""
         return self.num_computed + self.num_open + 1
 
 
@@ -167,9 +168,9 @@ class OpenInputs:
     """The inputs of S slots.
 
     Attributes:
-        state: has one page table.
-        sources: `[S, W]` int64, the row of what is read beside tokens that each open row reads.
-        walks: `[S, any, any]` int64, see `WalkedTree.numbers`; none where trees grow.
+        state: both page tables are the same tensor.
+        sources: `[S, W]` int64, see `DraftCode.forwards`.
+        walks: `[S, any, any]` int64, see `WalkedTree.numbers`; empty where trees grow.
     """
 
     state: RoundState
@@ -178,7 +179,7 @@ class OpenInputs:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], table: Tensor) -> OpenInputs:
-        """Names the tensors of `OpenArrays.fixed`, and of its `table`."""
+        """Builds inputs from the tensors of `OpenArrays.fixed` and `OpenArrays.table`."""
         numbers, columns, sources, walks = tensors
         return cls(RoundState(numbers, columns.view(torch.float64), table, table), sources, walks)
 
@@ -208,39 +209,39 @@ class OpenArrays:
         """Lays out sequences in the first of `num_slots` slots.
 
         Args:
-            max_open_rows: W, most open rows of one.
-            num_pages: P.
-            walk_size: of `WalkedTree.numbers`; zeros where trees grow.
+            max_open_rows: W, most open rows of a sequence.
+            num_pages: P, pages of each row of the page table.
+            walk_size: shape of `WalkedTree.numbers`; zeros where trees grow.
         """
         num_empty = num_slots - len(sequences)
-        rows = [_number_row(each, max_open_rows) for each in sequences]
+        rows = [_number_row(sequence, max_open_rows) for sequence in sequences]
         numbers = np.array([*rows, *[empty_number_row(max_open_rows)] * num_empty], np.int64)
-        sampling = [sampling_columns(each.sampling) for each in sequences]
+        sampling = [sampling_columns(sequence.sampling) for sequence in sequences]
         columns = np.array([*sampling, *[_GREEDY_COLUMNS] * num_empty], np.float64)
         table = np.full((num_slots, num_pages), PADDING_PAGE, np.int32)
         walks = np.zeros((num_slots, *walk_size), np.int64)
-        for slot, each in enumerate(sequences):
-            pages = each.pages[:num_pages]
+        for slot, sequence in enumerate(sequences):
+            pages = sequence.pages[:num_pages]
             table[slot, : len(pages)] = pages
-            if each.walk is not None:
-                walks[slot] = each.walk.numbers()
+            if sequence.walk is not None:
+                walks[slot] = sequence.walk.numbers()
         sources = np.zeros((num_slots, max_open_rows), np.int64)
-        # Slot by slot, the open rows read one row after another.
+        # Slot by slot, the open rows read consecutive source rows.
         is_open = np.arange(max_open_rows) < numbers[: len(sequences), OPEN, None]
         sources[: len(sequences)][is_open] = np.arange(np.count_nonzero(is_open))
         return cls((numbers, columns.view(np.int64), sources, walks), table)
 
     def upload(self, device: torch.device) -> OpenInputs:
-        """Returns them on the device. Does not wait for it."""
+        """Returns the inputs on the device, without waiting for the copy."""
         *fixed, table = uploaded((*self.fixed, self.table), device)
         return OpenInputs.of(fixed, table)
 
 
 class OpenSlots:
-    """Inputs at addresses that never change, of slots without sequences at first.
+    """Inputs at fixed addresses, of slots that are empty at first.
 
     Args:
-        empty: their sizes; no page table is wider.
+        empty: arrays of the largest sizes; no page table may be wider.
     """
 
     def __init__(self, empty: OpenArrays, device: torch.device) -> None:
@@ -249,7 +250,7 @@ class OpenSlots:
         self.inputs = OpenInputs.of(self._block.tensors, self._table)
 
     def fill(self, arrays: OpenArrays) -> None:
-        """Queues the arrays of as many slots."""
+        """Queues a copy of arrays of as many slots into the inputs."""
         pages = self._block.fill(arrays.fixed, arrays.table)
         self._table[:, : pages.shape[1]].copy_(pages)
 
@@ -263,20 +264,21 @@ def _number_row(sequence: OpenSequence, max_open_rows: int) -> list[int]:
     return row
 
 
-# A graph of so many slots serves fewer sequences nearly as fast as one of their number.
+# A captured graph may have at most this many slots, or this multiple of the sequences: up to there
+# it runs nearly as fast as a graph for exactly these sequences.
 _FEW_SLOTS = 8
-_MOST_SPARE = 4
+_MAX_SLOTS_A_SEQUENCE = 4
 _SLOT_BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
 @dataclass(frozen=True, slots=True)
 class PassLimits:
-    """Sizes fixed at start.
+    """Sizes fixed at start-up.
 
     Attributes:
         max_sequences: slots of the largest pass.
-        max_context_tokens: longest sequence, or window of one, that a pass may start from.
-        has_graphs: whether passes are captured.
+        max_context_tokens: longest sequence, or window of a sequence, that a pass may start from.
+        has_graphs: whether passes are captured in CUDA graphs.
     """
 
     max_sequences: int
@@ -285,13 +287,13 @@ class PassLimits:
 
 
 GraphKey: TypeAlias = tuple[int, RoundSampling]
-"""Slots and kind."""
+"""Number of slots, and kind of sampling."""
 _Captured: TypeAlias = Sequence[tuple[torch.cuda.CUDAGraph, Part]]
-"""Graphs that follow one another, each with what it makes."""
+"""Consecutive graphs, each with its result."""
 
 
 def slot_buckets(max_sequences: int) -> tuple[int, ...]:
-    """Returns the numbers of slots that there are graphs for, ascending, `max_sequences` last."""
+    """Returns the numbers of slots that graphs have, ascending, `max_sequences` last."""
     return (*(size for size in _SLOT_BUCKETS if size < max_sequences), max_sequences)
 
 
@@ -299,7 +301,8 @@ class TreePass:
     """Passes of one shape and kind.
 
     Args:
-        memory: of `torch.cuda.graph_pool_handle`, for all graphs of a grower; None without graphs.
+        memory: `torch.cuda.graph_pool_handle`, shared by all graphs of a grower; None without
+            graphs.
     """
 
     def __init__(
@@ -316,15 +319,15 @@ class TreePass:
         self._limits, self._memory = limits, memory
         self.max_open_rows = 1 if kind.is_split else shape.max_committed
         self._has_graphs = limits.has_graphs and not kind.is_plain
-        # Graphs read the inputs, and what is beside them, at addresses that never change.
+        # Graphs read the inputs and the source rows at fixed addresses.
         num_rows = limits.max_sequences * self.max_open_rows if self._has_graphs else 0
         self._sources = torch.zeros(
             (num_rows, model.source_width(kind)), dtype=model.dtype, device=self._pool.device
         )
         self._slots: dict[int, OpenSlots] = {}
-        # Graphs read what its batches hold, too.
+        # Kept, because graphs also read the tensors of its batches.
         self._captured_draft = self._draft(shape, self._sources)
-        self._captured: dict[tuple[int, RoundSampling], _Captured | None] = {}
+        self._captured: dict[GraphKey, _Captured | None] = {}
         self._buckets = slot_buckets(limits.max_sequences)
 
     @torch.inference_mode()
@@ -338,56 +341,57 @@ class TreePass:
 
         Args:
             sequences: at most `max_sequences`, with `max_open_rows` open rows at most.
-            sources: what the open rows read beside tokens, end to end, in any pieces
-                `[any, width]` on any devices; none for a model that reads tokens alone.
-            scores: of a plain pass.
+            sources: input of the open rows beside tokens, end to end, in any pieces
+                `[any, width]` on any devices; empty for a model that reads only tokens.
+            scores: scores of a plain pass.
         """
-        sampling = RoundSampling.of(each.sampling for each in sequences)
+        sampling = RoundSampling.of(sequence.sampling for sequence in sequences)
         bucket = self._bucket_for(len(sequences), sampling)
         captured = self._graph_of(bucket, sampling) if self._has_graphs else None
-        longest = max(each.length for each in sequences)
+        longest = max(sequence.length for sequence in sequences)
         assert longest <= self._limits.max_context_tokens, f"{longest} tokens"
-        reach = longest + self._spare
+        kv_length = longest + self._spare
         if captured is None:
-            widest = max(each.num_open for each in sequences)
-            arrays = self._arrays(sequences, len(sequences), widest, reach)
+            widest = max(sequence.num_open for sequence in sequences)
+            arrays = self._arrays(sequences, len(sequences), widest, kv_length)
             device, read = self._pool.device, self._sources
             if sources:
                 read = joined_rows(sources, device).to(self._model.dtype)
-            draft = self._draft(replace(self.shape, max_kv_length=reach), read)
+            draft = self._draft(replace(self.shape, max_kv_length=kv_length), read)
             return self._parts(replace(draft, scores=scores), arrays.upload(device), sampling)
         if sources:
             write_rows(sources, self._sources[: sum(map(len, sources))])
-        self._slots[bucket].fill(self._arrays(sequences, bucket, self.max_open_rows, reach))
+        self._slots[bucket].fill(self._arrays(sequences, bucket, self.max_open_rows, kv_length))
         return _replayed(captured)
 
-    def left_of(self, kinds: Iterable[RoundSampling]) -> list[GraphKey]:
-        """Returns the graphs that some kinds of sampling may want: those of the most slots first,
-        whose memory the others reuse, then the smallest."""
+    def uncaptured(self, kinds: Iterable[RoundSampling]) -> list[GraphKey]:
+        """Returns the uncaptured graphs for some kinds of sampling: those of the most slots first,
+        whose memory the others reuse, then the others in ascending order."""
         kinds = dict.fromkeys(map(self._captured_draft.code.kind_of, kinds))
         keys = [(size, kind) for size in (self._buckets[-1], *self._buckets) for kind in kinds]
         return [key for key in keys if key not in self._captured]
 
-    def left_for(self, num_sequences: int, sampling: RoundSampling) -> list[GraphKey]:
-        """Returns the graphs that passes of so many sequences, or fewer, would have to
-        capture, the most first. There is one that is not much too large for any number."""
-        kind, left = self._captured_draft.code.kind_of(sampling), []
+    def uncaptured_for(self, num_sequences: int, sampling: RoundSampling) -> list[GraphKey]:
+        """Returns the graphs that passes of up to `num_sequences` still have to capture, the
+        largest first. With them every number has a graph that is not much too large."""
+        kind, keys = self._captured_draft.code.kind_of(sampling), []
         while num_sequences > 0:
             size = self._bucket_for(num_sequences, sampling)
             if (size, kind) not in self._captured:
-                left.append((size, kind))
-            num_sequences = (size - 1) // _MOST_SPARE if size > _FEW_SLOTS else 0
-        return left
+                keys.append((size, kind))
+            num_sequences = (size - 1) // _MAX_SLOTS_A_SEQUENCE if size > _FEW_SLOTS else 0
+        return keys
 
     @torch.inference_mode()
-    def capture_first(self, left: Sequence[GraphKey]) -> bool:
-        """Captures one of the graphs that are left; returns whether one was."""
-        if left:
-            self._graph_of(*left[0])
-        return bool(left)
+    def capture_first(self, keys: Sequence[GraphKey]) -> bool:
+        """Captures the first of the graphs; returns whether there was any."""
+        if keys:
+            self._graph_of(*keys[0])
+        return bool(keys)
 
     def release(self) -> None:
-        """Takes back from the group what keeps its graphs alive: this pass is wanted no more."""
+        """Removes the graphs of this pass from the group, which keeps them alive; the pass is not
+        used any more."""
         if self._model.group is None:
             return
         for captured in filter(None, self._captured.values()):
@@ -400,12 +404,13 @@ class TreePass:
 
     @property
     def num_levels(self) -> int:
-        """Levels of nodes that are computed: the leaves are, where it matters what may follow."""
+        """Levels of computed nodes. The leaves are computed only if candidates after them are
+        wanted."""
         steps = self.shape.tree.num_steps
         return steps if self.kind.num_choices else steps - 1
 
     def ends_with(self, part: Part) -> bool:
-        """Whether nothing follows what a pass has brought."""
+        """Whether a part is the last of a pass."""
         is_last = not self.kind.num_choices
         return isinstance(part, PackedRows) or (is_last and isinstance(part, PackedTrees))
 
@@ -417,31 +422,28 @@ class TreePass:
 
     @property
     def _spare(self) -> int:
-        """Indices behind a sequence that a pass may address."""
+        """Number of KV indices that a pass may address behind a sequence."""
         num_beam_rows = self.num_levels * self.shape.tree.topk
         return max(self.shape.num_tree_rows, num_beam_rows, self.max_open_rows)
 
     def _bucket_for(self, num_sequences: int, sampling: RoundSampling) -> int:
-        """Returns the slots of a pass: of the smallest graph that is there and not much too large,
-        else as few as hold the sequences."""
+        """Returns the slots of a pass: those of the smallest captured graph that is not much too
+        large, else of the smallest bucket that holds the sequences."""
         sizes = [size for size in self._buckets if size >= min(num_sequences, self._buckets[-1])]
-        most = max(_FEW_SLOTS, _MOST_SPARE * num_sequences)
+        most = max(_FEW_SLOTS, _MAX_SLOTS_A_SEQUENCE * num_sequences)
         kind = self._captured_draft.code.kind_of(sampling)
-        there = (each for each in sizes if each <= most and self._captured.get((each, kind)))
-        return next(there, sizes[0])
-
-    def _num_pages(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._pool.page_size)
+        captured = (size for size in sizes if size <= most and self._captured.get((size, kind)))
+        return next(captured, sizes[0])
 
     def _arrays(
-        self, sequences: Sequence[OpenSequence], num_slots: int, max_open_rows: int, reach: int
+        self, sequences: Sequence[OpenSequence], num_slots: int, max_open_rows: int, kv_length: int
     ) -> OpenArrays:
-        """`reach` is how many tokens the page table covers."""
+        """Lays out sequences with page tables that cover `kv_length` tokens."""
         return OpenArrays.of(
             sequences,
             num_slots=num_slots,
             max_open_rows=max_open_rows,
-            num_pages=self._num_pages(reach),
+            num_pages=-(-kv_length // self._pool.page_size),
             walk_size=self._walk_size,
         )
 
@@ -457,39 +459,40 @@ class TreePass:
             yield from draft.grow_levels(inputs.state, kind, sources)
 
     def _graph_of(self, num_slots: int, sampling: RoundSampling) -> _Captured | None:
-        """Returns the graph, captured when first asked for; None if it cannot be."""
+        """Returns a graph, which its first use captures; None if the capture failed."""
         key = num_slots, self._captured_draft.code.kind_of(sampling)
         if key not in self._captured:
             try:
                 self._captured[key] = self._capture(*key)
             except RuntimeError as error:
                 if self._model.group is not None:
-                    # The other processes wait for this one in the middle of the graph.
+                    # The other ranks wait for this one in the middle of the graph.
                     logger.critical("no CUDA graph for trees of %d sequences", num_slots)
                     raise
-                # What is short of memory while a graph is captured need not be without one.
+                # A pass that runs out of memory during capture may still fit without a graph.
                 self._captured[key] = None
                 logger.warning(
-                    "no CUDA graph for trees of %d sequences, which run without: %s",
+                    "no CUDA graph for trees of %d sequences; they run without one: %s",
                     *(num_slots, error),
                 )
         return self._captured[key]
 
     def _capture(self, num_slots: int, sampling: RoundSampling) -> _Captured:
         draft, device = self._captured_draft, self._pool.device
-        nobody = self._arrays((), num_slots, self.max_open_rows, self.shape.max_kv_length)
-        # Loads kernels and makes the workspaces of products outside of the graph, for nobody.
-        for _ in self._parts(draft, nobody.upload(device), sampling):
+        empty = self._arrays((), num_slots, self.max_open_rows, self.shape.max_kv_length)
+        # An eager pass over empty slots loads kernels and allocates the workspaces of matrix
+        # products outside of the graph.
+        for _ in self._parts(draft, empty.upload(device), sampling):
             pass
         if num_slots not in self._slots:
-            self._slots[num_slots] = OpenSlots(nobody, device)
+            self._slots[num_slots] = OpenSlots(empty, device)
         inputs = self._slots[num_slots].inputs
         parts = self._parts(draft, inputs, sampling)
         captured: list[tuple[torch.cuda.CUDAGraph, Part]] = []
         while not captured or not self.ends_with(captured[-1][1]):
             graph = torch.cuda.CUDAGraph()
             with capturing(graph, self._memory, group=self._model.group):
-                part = next(parts) if self.kind.is_split else _next_result(parts)
+                part = next(part for part in parts if self.kind.is_split or part is not None)
             captured.append((graph, part))
         return captured
 
@@ -500,32 +503,29 @@ def _replayed(captured: _Captured) -> Parts:
         yield part
 
 
-def _next_result(parts: Parts) -> Part:
-    return next(part for part in parts if part is not None)
-
-
 def num_pass_rows(tree: TreeShape, limits: PassLimits) -> int:
-    """Returns the rows of the largest forward of a pass: those that are open, or a level's."""
+    """Returns the rows of the largest forward of a pass: its open rows, or one level."""
     return limits.max_sequences * max(tree.num_steps + 1, tree.topk)
 
 
 def head_memory_bytes(head: DraftHead, tree: TreeShape, limits: PassLimits) -> int:
-    """Returns about what the largest graph needs beside weights and cache; others share it."""
+    """Estimates the memory that the largest graph needs beside weights and cache. Other graphs
+    share it."""
     attention, size = head.layers[0].attention.shape, head.dtype.itemsize
     num_rows = num_pass_rows(tree, limits)
     features = 2 * limits.max_sequences * (tree.num_steps + 1) * head.feature_spec.width * size
     partial = num_splits(limits.max_context_tokens) * (attention.head_dim + 2)
-    # Each sequence fills its last block of rows up.
+    # The kernel pads each sequence to whole blocks of rows.
     num_groups = attention.num_heads // attention.num_kv_heads
     num_kernel_rows = num_rows + limits.max_sequences * max(PLAIN_TILE // num_groups, 1)
     kernels = num_kernel_rows * attention.num_heads * partial * 4
     logits = limits.max_sequences * tree.topk * head.vocabulary.size * (4 + size)
-    # Inputs, states and what the layer makes of them, for as long as the pass goes on.
+    # Inputs, states and intermediate results of the layer, kept until the pass ends.
     blocks = tree.num_steps * num_rows * 16 * head.embedding.shape[1] * size
     return features + kernels + logits + blocks
 
 
-# The trees of a pass, while the device computes them and when the host reads them.
+# The trees of a pass under way, and their results on the host.
 
 
 @dataclass(frozen=True, slots=True)
@@ -533,9 +533,9 @@ class PassTree:
     """The results of a pass for one sequence.
 
     Attributes:
-        levels: tokens of the nodes whose rows are computed, and the places of their parents in the
-            level before; level by level.
-        rows: those of the root and each of these nodes.
+        levels: for each level the tokens of its computed nodes, and the places of their parents in
+            the level before.
+        rows: computed rows: the root's, then one for each of these nodes.
     """
 
     tree: TokenTree
@@ -544,31 +544,31 @@ class PassTree:
 
 
 class PassRows:
-    """The computed rows of one sequence, which the device may still be at."""
+    """The computed rows of one sequence; the device may still be computing them."""
 
     def __init__(self, growing: GrowingTrees, place: int) -> None:
         self._growing, self._place = growing, place
 
     def after(self, row: int) -> tuple[tuple[int, float], ...]:
-        """Returns tokens and scores after one row, best first; waits for the device. There are none
-        where nobody asked for any, or the pass was given up."""
+        """Returns the candidate tokens after one row with their scores, best first; waits for the
+        device. Empty if the pass looked for none, or was given up."""
         return self._growing.choices(self._place, row)
 
     @staticmethod
     def states(rows: Iterable[tuple[PassRows, int]]) -> list[Tensor]:
-        """Returns the states `[any, H]` that rows below some rows read, end to end in a few pieces;
-        waits for nothing."""
+        """Returns the states `[any, H]` of some rows, which their child rows read, end to end in a
+        few pieces; waits for nothing."""
         return [
             growing.states([(own._place, row) for own, row in group])
-            for growing, group in groupby(rows, key=lambda each: each[0]._growing)
+            for growing, group in groupby(rows, key=lambda pair: pair[0]._growing)
         ]
 
 
 class GrowingTrees:
-    """Trees that the device is at work on.
+    """Trees of a pass under way.
 
     Args:
-        max_nodes: of a tree.
+        max_nodes: most nodes of a tree.
     """
 
     def __init__(self, parts: Parts, num_sequences: int, grown: TreePass, max_nodes: int) -> None:
@@ -588,12 +588,12 @@ class GrowingTrees:
 
     @property
     def is_half_done(self) -> bool:
-        """Whether no more forwards are left than are queued."""
+        """Whether at least half of the forwards are queued."""
         return 2 * self._num_queued >= self._pass.shape.tree.num_steps
 
     def advance(self) -> bool:
-        """Queues a part and waits until the device is at work on it, so that another part, or
-        something else, can be queued in time; returns whether some was left."""
+        """Queues a part and waits until the device begins it, so that the caller can queue another
+        part, or other work, in time; returns whether a part was left."""
         before, self._part = self._part, None
         is_left = self._queue_part()
         if is_left and self._pass.is_on_gpu:
@@ -604,30 +604,31 @@ class GrowingTrees:
         return is_left
 
     def queue(self) -> None:
-        """Queues all that is left; waits for nothing."""
+        """Queues all remaining parts; waits for nothing."""
         while self._queue_part():
             pass
 
     def run_on(self) -> bool:
-        """Queues all that is left if that takes the host no time; returns whether some is left."""
+        """Queues all remaining parts on a GPU, where launches cost the host little; returns whether
+        any are left."""
         if self._pass.is_on_gpu:
             self.queue()
         return not self._is_queued
 
     def give_up(self) -> None:
-        """Queues no more: another pass takes its place."""
+        """Drops the remaining parts, because another pass replaces this one."""
         self._is_queued = True
 
     def read(self) -> list[PassTree]:
-        """Waits for the trees and returns what grew for each sequence."""
+        """Waits for the trees and returns the results of each sequence."""
         while self._trees is None and self._queue_part():
             pass
         assert self._trees is not None, "the pass was given up"
         rows = self._trees.read().contiguous()
         scores = rows.view(torch.float32).tolist()
         return [
-            self._tree(place, *each)
-            for place, each in enumerate(zip(rows.tolist(), scores, strict=True))
+            self._tree(place, *row)
+            for place, row in enumerate(zip(rows.tolist(), scores, strict=True))
         ]
 
     def choices(self, place: int, row: int) -> tuple[tuple[int, float], ...]:
@@ -645,7 +646,8 @@ class GrowingTrees:
 
     @torch.inference_mode()
     def states(self, rows: Sequence[tuple[int, int]]) -> Tensor:
-        """Returns the states `[R, H]` of rows, each the place of a sequence and one of its own."""
+        """Returns the states `[R, H]` of rows, each given by the place of its sequence and its
+        index in that sequence."""
         self.queue()
         assert self._states is not None, "the pass keeps no states, or was given up"
         num_rows = self._states.shape[1]
@@ -670,12 +672,11 @@ class GrowingTrees:
             case PackedRows():
                 self._choices = HostCopy(part.numbers[: self._num_sequences])
                 if part.states is not None:
-                    # The next pass writes where they are.
+                    # The next pass overwrites the states.
                     self._states = part.states[: self._num_sequences].clone()
 
     def _tree(self, place: int, row: list[int], scores: list[float]) -> PassTree:
-        """Takes a row of `PackedTrees` apart; each number is read as what it is, `scores` being the
-        same bits."""
+        """Unpacks one row of `PackedTrees`. `scores` are the bits of `row` as floats."""
         num_rows, topk = self._pass.shape.num_tree_rows, self._pass.shape.tree.topk
         num_beam_rows = self._pass.num_levels * topk
         tokens, parents = row[:num_rows], row[num_rows : 2 * num_rows]

@@ -1,4 +1,4 @@
-"""Trees over the marginals of a block: every position has been scored without knowing the others.
+"""Trees over the marginals of a block, whose positions are scored independently of each other.
 
 Source: DDTree, arXiv 2604.12989, algorithm 1: the nodes with the highest products of marginals,
 found best first.
@@ -15,13 +15,14 @@ from shared.tokens import TokenTree
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class _Prospect:
-    """A node that may be next; the earlier found wins a tie.
+class _Candidate:
+    """A node that the tree may take next; of equal costs the one found earlier comes first.
 
     Attributes:
-        cost: minus the score of its path.
-        base: score of the path to its parent.
-        rank: its place among the parent's children.
+        cost: negative score of the node's path.
+        number: order in which nodes are found.
+        base: score of the path to the parent.
+        rank: place among the parent's children.
     """
 
     cost: float
@@ -42,28 +43,28 @@ def grow_block_tree(
 
     Args:
         token_ids: the best tokens of each position, best first.
-        log_probs: their scores, at most 0; what is -inf is left out.
+        log_probs: their scores, at most 0; tokens of score -inf are left out.
     """
-    nodes: list[_Prospect] = []
-    prospects: list[_Prospect] = []
-    num_found = 0
+    nodes: list[_Candidate] = []
+    heap: list[_Candidate] = []
+    num_pushed = 0
 
-    def find(base: float, parent: int | None, depth: int, rank: int) -> None:
-        nonlocal num_found
+    def push(base: float, parent: int | None, depth: int, rank: int) -> None:
+        nonlocal num_pushed
         if depth == len(log_probs) or rank == len(log_probs[depth]):
             return
         # Rounding can leave a log probability just above 0; a path must not beat its prefix.
         score = base + min(log_probs[depth][rank], 0.0)
         if score > -math.inf:
-            heapq.heappush(prospects, _Prospect(-score, num_found, base, parent, depth, rank))
-            num_found += 1
+            heapq.heappush(heap, _Candidate(-score, num_pushed, base, parent, depth, rank))
+            num_pushed += 1
 
-    find(0.0, None, 0, 0)
-    while prospects and len(nodes) < max_nodes:
-        best = heapq.heappop(prospects)
+    push(0.0, None, 0, 0)
+    while heap and len(nodes) < max_nodes:
+        best = heapq.heappop(heap)
         nodes.append(best)
-        find(-best.cost, len(nodes) - 1, best.depth + 1, 0)
-        find(best.base, best.parent, best.depth, best.rank + 1)
+        push(-best.cost, len(nodes) - 1, best.depth + 1, 0)
+        push(best.base, best.parent, best.depth, best.rank + 1)
     return TokenTree(
         token_ids=tuple(token_ids[node.depth][node.rank] for node in nodes),
         parent_indices=tuple(node.parent for node in nodes),

@@ -1,11 +1,11 @@
 """From raw logits to the distribution that each row's token is drawn from.
 
-The order, all of it per row:
+The steps, in order, all of them per row:
 
 1. repetition penalty, then frequency and presence penalties;
-2. logit bias, so that a bias of 100 decides whatever the penalties say;
-3. removed tokens: those that are not among the allowed ones, bad words, and stop tokens before the
-   minimum length;
+2. logit bias, so that a bias of 100 decides whatever the penalties do;
+3. removed tokens: tokens outside the allowed ones, bad words, and stop tokens before the minimum
+   length;
 4. temperature;
 5. top-k, then top-p over the renormalised rest, then min-p.
 
@@ -17,16 +17,14 @@ Of equal logits, truncation and greedy rows keep the lowest token id.
 
 Raw logits may hold -inf for tokens that a grammar forbids, but not in a whole row.
 
-Top-k and top-p as one cut of the descending order.
+Top-k and top-p are one cut of the descending order. Both keep the first tokens of the order by
+(logit, then lowest id). So the number of kept tokens describes the cut, and ids matter only among
+the tokens that tie at its border. bfloat16 logits tie often; a cut that left ties to the device
+would not be reproducible.
 
-Both keep the first tokens of the order by (logit, then lowest id), so a count of kept tokens says
-it all, and the ids are needed only among the tokens that tie at the border. bfloat16 logits tie
-often; a cut that left ties to the device would not be reproducible.
-
-The score by which a draft ranks candidates: how likely the target accepts each.
-
-Scores of one row are log probabilities of disjoint events, so they sum along a path to the log
-probability that the whole path is accepted, which is what tree growth ranks by.
+Confidence is the score by which a draft ranks candidates: how likely the target accepts each.
+Scores of one row are log probabilities of disjoint events. So they sum along a path to the log
+probability that the whole path is accepted, by which tree growth ranks.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ def stable_topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Returns the k highest values of the last axis, best first; the lowest index wins a tie.
 
     Each value becomes an integer key that orders like (value, -index), so no two keys are equal
-    and every device finds the same ones.
+    and every device returns the same indices.
 
     Args:
         values: `[..., N]` float32 without NaN, N < 2^32.
@@ -75,12 +73,15 @@ def keep_top(scaled: Tensor, top_ks: Tensor, top_ps: Tensor | None, *, width: in
 
     Args:
         scaled: `[R, V]` float32 logits over temperature, the highest of a row 0.
-        top_ks: `[R, 1]` int64, at least 1; more than V is off.
-        top_ps: `[R, 1]` float64 in (0, 1], 1 is off; None when off in every row.
-        width: tokens to order; no less than each row's top-k where that is on, else V. Rows that
-            ask for more keep `width` tokens.
+        top_ks: `[R, 1]` int64, at least 1; off above V.
+        top_ps: `[R, 1]` float64 in (0, 1], off at 1; None when off in every row.
+        width: number of tokens to order: at least the top-k of every row if all have one, else V.
+            Rows with a larger top-k keep `width` tokens.
     """
-    ordered = _descending(scaled, width)
+    if width == scaled.shape[-1]:
+        ordered = scaled.sort(dim=-1, descending=True).values
+    else:
+        ordered = scaled.topk(width, dim=-1, sorted=True).values
     num_kept = top_ks.clamp_max(width)
     if top_ps is not None:
         num_kept = torch.where(top_ps < 1.0, _num_in_mass(ordered, num_kept, top_ps), num_kept)
@@ -88,10 +89,10 @@ def keep_top(scaled: Tensor, top_ks: Tensor, top_ps: Tensor | None, *, width: in
 
 
 def _num_in_mass(ordered: Tensor, num_kept: Tensor, top_ps: Tensor) -> Tensor:
-    """Returns `[R, 1]` the fewest of the first `num_kept` tokens whose share reaches top-p.
+    """Returns `[R, 1]`, the fewest of the first `num_kept` tokens whose share reaches top-p.
 
-    Masses are summed as integers: their sums are the same in any order of the additions, which a
-    parallel scan of floats does not promise.
+    Probability masses are summed as integers, because integer sums do not depend on the order of
+    the additions; a parallel scan of floats does not promise that.
     """
     ranks = torch.arange(ordered.shape[-1], device=ordered.device)
     masses = (ordered.exp().to(torch.float64) * _MASS_UNIT).to(torch.int64)
@@ -101,12 +102,6 @@ def _num_in_mass(ordered: Tensor, num_kept: Tensor, top_ps: Tensor) -> Tensor:
     # A token stays while the mass before it has not reached top-p, so the first always does.
     is_short = (sums - masses).to(torch.float64) < needed
     return torch.minimum(is_short.sum(dim=-1, keepdim=True), num_kept)
-
-
-def _descending(values: Tensor, width: int) -> Tensor:
-    if width == values.shape[-1]:
-        return values.sort(dim=-1, descending=True).values
-    return values.topk(width, dim=-1, sorted=True).values
 
 
 def _keep_highest(scaled: Tensor, num_kept: Tensor, *, lowest: Tensor) -> Tensor:
@@ -157,14 +152,14 @@ def shaped_logits(
 def truncated(logits: Tensor, sampling: RowSampling) -> Tensor:
     """Returns `[R, V]` logits over temperature, highest 0, -inf beyond top-k, top-p and min-p.
 
-    Greedy rows come out as if their temperature were 1e-5, with no promise on what is cut beside
-    their highest logit, which stays.
+    Greedy rows are treated as if their temperature were 1e-5: their highest logit stays, and which
+    others are cut is undefined.
     """
     # Subtracting the maximum first keeps a tiny temperature from overflowing into inf - inf.
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / sampling.temperatures
     kept = scaled
     if sampling.has_top_k or sampling.has_top_p:
-        # Greedy rows may be cut too narrow by the width; their result is not used.
+        # The width may cut greedy rows too narrow; their result is not used.
         width = min(sampling.max_top_k or scaled.shape[-1], scaled.shape[-1])
         top_ps = sampling.top_ps if sampling.has_top_p else None
         kept = keep_top(scaled, sampling.top_ks, top_ps, width=width)
@@ -204,26 +199,26 @@ def coupled_confidence(
     """Returns the log probability that the coupled rule accepts each token.
 
     The target takes the argmax of `target_logits + T * noise`, and the draft knows T and the noise.
-    What it does not know is how far the target's logits are from its own. At T = 0 EAGLE-2 ranks by
-    the softmax of the draft's logits l; that is the chance of the argmax if the target's logits are
-    l plus independent unit Gumbel errors. The same errors at T > 0 make the chance of token v
+    It does not know how far the target's logits are from its own. At T = 0 EAGLE-2 ranks by the
+    softmax of the draft's logits l. That is the probability of the argmax if the target's logits
+    are l plus independent unit Gumbel errors. At T > 0 the same errors give token v the probability
 
         P(argmax(l + error + T * noise) = v) = softmax(l + T * noise)_v,
 
     so the noise enters as a known shift of the logits and the greedy score is the case T = 0. The
-    first child is then the token the draft itself would draw, and its score says how clearly it
-    leads. Ranking by the plain draft probability instead would ignore what the noise tells: a
-    likely token with bad noise would go first although the draft expects it to lose.
+    first child is then the token that the draft itself would draw, and its score measures how
+    clearly it leads. Ranking by the plain draft probability would ignore the noise: a likely token
+    with bad noise would come first although the draft expects it to lose.
 
-    The error of a real draft need not have unit scale; that bends the scores alike in every row, as
-    it does for greedy EAGLE-2.
+    The error of a real draft need not have unit scale. That distorts the scores alike in every row,
+    as it does for greedy EAGLE-2.
 
     Args:
         logits: `[R, V]` raw draft logits.
-        sampling: of the same R rows. The draft may leave out what costs it more than it gains.
-        noise: `[R, V]` float32 noise of each row's seed and the position of the tokens scored, the
-            same that the target will use; rows of one sequence and level share it. None when every
-            row is greedy.
+        sampling: of the same R rows. The draft may omit parameters that cost more than they gain.
+        noise: `[R, V]` float32 noise of each row's seed and of the position of the scored tokens,
+            the same that the target will use. Rows of one sequence and level share it. None when
+            every row is greedy.
         counts: needed when a row has penalties.
 
     Returns:
@@ -244,8 +239,8 @@ def point_mass_confidence(
 ) -> Tensor:
     """Returns the log probability that the point-mass rule accepts each token.
 
-    That rule accepts a child with the target's probability of it, so the draft's estimate of that
-    probability is the score. Arguments and result are those of `coupled_confidence`.
+    That rule accepts a child with the target's probability of its token, so the score is the
+    draft's estimate of that probability. Arguments and result are those of `coupled_confidence`.
     """
     plain = shaped_logits(logits, sampling, counts).log_softmax(dim=-1)
     if sampling.all_greedy:

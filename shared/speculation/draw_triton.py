@@ -1,5 +1,5 @@
-"""Triton kernels of the coupled draw, noise and argmax in one pass over the vocabulary, and of
-masks; and the device functions of noise and `topk`."""
+"""Triton kernels of the coupled draw (noise and argmax in one pass over the vocabulary) and of
+masks; device functions of the noise and of top-k search."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shared.speculation.row_sampling import RowSampling
 
-# Triton kernel that takes the tokens that rows may not draw from their logits.
+# Masks the tokens that rows may not draw.
 
 _MASK_BLOCK = 4096
 
@@ -20,7 +20,7 @@ def mask_blocks(logits, rows, words, row_stride, vocab_size, num_words, BLOCK: t
     """Writes -inf where a token's bit is not set, in one block of one of `rows`.
 
     Args:
-        words: `[N, num_words]` int32; what is behind them is not set.
+        words: `[N, num_words]` int32; bits behind them count as not set.
     """
     place = tl.program_id(0)
     row = tl.load(rows + place)
@@ -45,10 +45,10 @@ def fused_mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     )  # fmt: skip
 
 
-# Device functions of the noise: `noise` in Triton, bit for bit.
+# The noise of `noise.py` in Triton, bit for bit.
 #
-# Words are uint32, whose products wrap as the paper's do; logarithms are float64 for the reason
-# given in `noise`.
+# Words are uint32, whose products wrap as in the paper; logarithms are float64 for the reason given
+# in `noise.py`.
 
 
 @triton.jit
@@ -88,7 +88,7 @@ def gumbel_row(first_token, position, seed, BLOCK: tl.constexpr):  # type: ignor
     """Returns the noise of BLOCK consecutive tokens; BLOCK and `first_token` are multiples of 4."""
     blocks = first_token // 4 + tl.arange(0, BLOCK // 4)
     w0, w1, w2, w3 = philox_words(blocks, position, seed)
-    # Joined twice, the last two axes count 0, 2, 1, 3 unless the middle words change places.
+    # Two joins order the words 0, 2, 1, 3, so the middle words are swapped here.
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     return gumbel_of(tl.reshape(words, [BLOCK]))
 
@@ -103,10 +103,10 @@ def gumbel_at(tokens, position, seed):  # type: ignore[no-untyped-def]
     return gumbel_of(tl.where(place < 2, low, high))
 
 
-# Device functions of `topk` in Triton.
+# Top-k search in Triton.
 #
-# A *key* orders like `stable_topk`: by value, then by the lowest index. Its high half is the
-# float's bits, made to order like integers, its low half the index from above.
+# A *key* orders like `stable_topk`: by value, then by the lowest index. Its high half holds the
+# float's bits, changed to order like integers; its low half is 2^32 - 1 less the index.
 
 NO_KEY = tl.constexpr(-(2**63))
 _NO_HALF = tl.constexpr(-(2**31))
@@ -137,10 +137,10 @@ def index_of(keys):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def best_of(keys, axis: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns the highest keys along an axis, which keeps one: what `tl.max` does, but faster.
+    """Returns the highest keys along an axis of which one element remains; faster than `tl.max`.
 
     A warp has an instruction for the highest of 32 numbers of 32 bits. Indices are below 2^31, so
-    that low halves order like signed numbers.
+    low halves order like signed numbers.
     """
     high = (keys >> 32).to(tl.int32)
     highest = tl.max(high, axis, keep_dims=True)
@@ -157,10 +157,10 @@ def best_in_lists(  # type: ignore[no-untyped-def]
     """Returns the COUNT best keys of each row, best first, `[ROWS, LANES]`, `NO_KEY` behind them.
 
     Args:
-        keys: of `num_rows` rows, each of `num_lists` lists of `list_size` keys, best first.
-        LANES: at least as many as lists and as COUNT, so that no key changes its thread.
+        keys: `num_rows` rows of `num_lists` lists of `list_size` keys, best first.
+        LANES: at least the number of lists and COUNT, so that no key changes its thread.
     """
-    # On one axis, so that a warp takes one row after the other whatever the strides.
+    # On one axis, so that a warp takes one row after another, whatever the strides.
     places = tl.arange(0, ROWS * LANES)
     row = places // LANES
     lane = places % LANES
@@ -185,14 +185,14 @@ def best_in_lists(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def num_before(values, count, BLOCK: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns how many keys are above that of each of `count` stored values, `[BLOCK]`."""
+    """Returns for each of `count` stored values how many have a higher key, `[BLOCK]`."""
     own = tl.arange(0, BLOCK)
     keys = keys_of(tl.load(values + own, mask=own < count, other=float("-inf")), own)
     before = tl.zeros([BLOCK], tl.int32)
     for start in range(0, count, CHUNK):
         others = start + tl.arange(0, CHUNK)
         value = tl.load(values + others, mask=others < count, other=float("-inf"))
-        # Those past the last one have the highest indices, so that they are above none.
+        # Elements past the last value have the highest indices, so they are above none.
         before += tl.sum((keys_of(value, others)[:, None] > keys[None, :]).to(tl.int32), 0)
     return before
 
@@ -221,7 +221,7 @@ def draw_blocks(  # type: ignore[no-untyped-def]
     row_stride, vocab_size, num_blocks,
     HAS_DRAWS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the winner of one block of one row: its value, perturbed unless the row is greedy."""
+    """Writes the best token of one block of one row, and its value, perturbed unless greedy."""
     row = tl.program_id(0)
     block = tl.program_id(1)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
@@ -247,7 +247,7 @@ def draw_blocks(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def pick_tokens(best_values, best_tokens, drawn, num_blocks, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Writes the token of one row from the winners of its blocks; the lowest on ties."""
+    """Writes the best token of one row among the best of its blocks; the lowest id on ties."""
     row = tl.program_id(0)
     blocks = tl.arange(0, BLOCKS)
     is_block = blocks < num_blocks
@@ -257,7 +257,7 @@ def pick_tokens(best_values, best_tokens, drawn, num_blocks, BLOCKS: tl.constexp
 
 
 def fused_draw(logits: Tensor, sampling: RowSampling | None, positions: Tensor) -> Tensor:
-    """Returns what `draw_tokens` returns for rows that temperature alone shapes, `[R]` int64.
+    """Returns `draw_tokens` of rows with no parameter but temperature, `[R]` int64.
 
     Args:
         logits: `[R, V]` of any float type.

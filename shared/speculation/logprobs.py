@@ -15,18 +15,18 @@ from shared.tokens import TokenLogprobs
 def packed_logprobs(
     logits: Tensor, token_ids: Tensor, width: int, named: Sequence[Sequence[int]] = ()
 ) -> Tensor:
-    """Computes what `unpacked_logprobs` takes apart. Does not wait for the device.
+    """Computes log probabilities for `unpacked_logprobs`. Does not wait for the device.
 
     Args:
         logits: `[R, V]` raw logits of any float type.
         token_ids: `[R]` int64.
-        width: alternatives of each row.
-        named: R lists of tokens whose log probabilities are wanted, too; empty for none.
+        width: number of alternatives of each row.
+        named: R lists of further tokens to report log probabilities of; empty for none.
 
     Returns:
         `[R, 2 + 2 * min(width, V) + K]` float64: log probability, rank, then values and ids of the
-        alternatives, then values of up to K named tokens. Ids and ranks are exact in float64,
-        so one transfer brings everything.
+        alternatives, then values of up to K named tokens. Ids and ranks are exact in float64, so
+        one transfer is enough.
     """
     log_probs = logits.to(torch.float32).log_softmax(dim=-1)
     chosen_ids = token_ids.unsqueeze(1)
@@ -53,8 +53,8 @@ def unpacked_logprobs(
 
     Args:
         packed: see `packed_logprobs`; on the host.
-        num_top: alternatives wanted of each row.
-        named: as it was packed with.
+        num_top: number of alternatives to return for each row.
+        named: the same as in `packed_logprobs`.
     """
     width = (packed.shape[1] - 2 - _most(named)) // 2
     return tuple(
@@ -71,7 +71,7 @@ def _most(named: Sequence[Sequence[int]]) -> int:
 
 def _row(packed: Sequence[float], width: int, num_top: int, named: Sequence[int]) -> TokenLogprobs:
     log_prob, rank, *rest = packed
-    values, ids, others = rest[:width], rest[width : 2 * width], rest[2 * width :]
+    values, ids, named_values = rest[:width], rest[width : 2 * width], rest[2 * width :]
     top = tuple((int(i), v) for i, v in zip(ids, values, strict=True))
-    asked = tuple(zip(named, others, strict=False))
-    return TokenLogprobs(log_prob=log_prob, rank=int(rank), top=top[:num_top] + asked)
+    further = tuple(zip(named, named_values, strict=False))
+    return TokenLogprobs(log_prob=log_prob, rank=int(rank), top=top[:num_top] + further)

@@ -1,16 +1,16 @@
 """Gumbel noise as a pure function of (seed, absolute position, token id, stream).
 
-Nothing is drawn from a generator, so any process, on any device, in any order, finds the same
+Nothing is drawn from a generator. So any process, on any device, in any order, computes the same
 noise for the same token of the same position: the draft, the target, a restarted target.
 
 Two choices keep the values the same on CPU and GPU. The random words come from Philox by integer
 arithmetic in int64, which wraps modulo 2^64 everywhere. The two logarithms run in float64 and are
-rounded to float32 once: libraries differ in the last bits of a logarithm, and 29 spare bits leave
-a chance of about 1e-9 a value that the rounded results differ, where float32 logarithms differ
-every few values. Float32 could not hold the words either: the highest would round to u = 1, whose
-noise is infinite.
+rounded to float32 once. Libraries differ in the last bits of a logarithm. With 29 spare bits the
+rounded results differ with a probability of about 1e-9 for each value, where float32 logarithms
+differ every few values. Float32 could not hold the words either: the highest would round to u = 1,
+whose noise is infinite.
 
-Every operation has a fixed shape and none waits for the device, so a CUDA graph can capture it.
+All operations have fixed shapes and none waits for the device, so CUDA graphs can capture them.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int, *, stream: i
 
 
 def fresh_generator() -> torch.Generator:
-    """Returns a generator of the host that nobody can foresee."""
+    """Returns a host generator with an unpredictable seed."""
     generator = torch.Generator()
     generator.seed()
     return generator
 
 
 def fresh_seeds(num_seeds: int, generator: torch.Generator) -> Tensor:
-    """Returns `[num_seeds]` int64 seeds for noise that is used once; `generator` is the host's."""
+    """Returns `[num_seeds]` int64 seeds for noise to be used once; `generator` is on the host."""
     low, high = -(2**63), 2**63 - 1
     return torch.randint(low, high, (num_seeds,), generator=generator, dtype=torch.int64)
 

@@ -1,28 +1,28 @@
-"""Rejection of tokens that a draft drew, one by one, from distributions it hands over.
+"""Rejection sampling of chains that a draft drew token by token, and block verification.
 
-A *chain* has one row for its root and one for each node; row i predicts the token of node i, and
-the last row, the *leaf*, the token after the chain. The target's distribution of a row is that
-after the row's own path, and the draft's distribution of a row is the one that the next node's
-token was drawn from: truncated, penalised and rounded as it was when the token was drawn. With any
-other distribution the output is not the target's.
+A *chain* has one row for its root and one for each node. Row i predicts the token of node i, and
+the last row, the *leaf*, predicts the token after the chain. The target's distribution of a row is
+conditioned on the row's own path. The draft's distribution of a row must be the one that the next
+node's token was drawn from: truncated, penalised and rounded as it was at the draw. With any other
+distribution the output does not follow the target's.
 
-Such a chain may be shortened by depth, and after a node for what the path down to that node says.
-Whether a node is verified must never depend on its own token: that would favour some tokens.
+A chain may be cut at a fixed depth, or after a node because of the path down to that node. Whether
+a node is verified must never depend on its own token: that would favour some tokens.
 
 Rows of several chains lie one after another: R rows, N nodes, S chains, V tokens.
 
-Block verification: one decision on a whole chain, which accepts no less than token by token.
+Rejection stops at the first node that fails, even if later nodes could compensate for it. Block
+verification makes one decision on a whole chain and accepts at least as many tokens: a node's
+threshold weighs the path down to it, and the deepest node that passes is accepted together with
+everything above it.
 
-Rejection gives up at the first token that fails, though the tokens after it may make up for it.
-Here a node's threshold weighs the path down to it, and the deepest node whose coin passes is taken
-with everything above it. Rows, nodes and distributions are those of `rejection`.
-
-Source: Sun et al., arXiv 2403.10444, algorithm 2 and equations 3 to 5.
+Source of block verification: Sun et al., arXiv 2403.10444, algorithm 2 and equations 3 to 5.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -35,17 +35,16 @@ from shared.speculation.verify import AcceptedPath, coupled_draw
 from shared.tokens import TokenTree
 
 _MAX_DISTRIBUTION_ELEMENTS = 2**23
-"""Elements of a float64 tensor of distributions: 64 MiB, of which a decision takes about ten at a
-time."""
+"""Most elements of a float64 tensor of distributions, 64 MiB; a decision holds about ten."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnChain(TokenTree):
-    """A chain whose tokens were drawn with randomness that nothing else has seen.
+    """A chain whose tokens were drawn with randomness that nothing else uses.
 
     Attributes:
-        draft_log_probs: `[N, V]` float32, for each node the log of the distribution its token was
-            drawn from; -inf for tokens it could not be.
+        draft_log_probs: `[N, V]` float32, for each node the log of the distribution that its token
+            was drawn from; -inf for tokens of probability 0.
     """
 
     draft_log_probs: Tensor = field(compare=False)
@@ -58,7 +57,7 @@ class DrawnChain(TokenTree):
         return cls(tuple(token_ids), parents, draft_log_probs=draft_log_probs)
 
     def only(self, nodes: Sequence[int]) -> DrawnChain:
-        """Returns the first nodes; a drawn chain is cut by depth alone."""
+        """Returns the first nodes; a drawn chain may only be cut by depth."""
         count = len(nodes)
         assert list(nodes) == list(range(count)), f"nodes {list(nodes)} are no depth of a chain"
         return DrawnChain.of(self.token_ids[:count], self.draft_log_probs[:count])
@@ -71,8 +70,8 @@ class ChainDistributions:
     Attributes:
         target_probs: `[R, V]` float64, normalised.
         draft_probs: `[R, V]` float64, normalised; a leaf's row is 0.
-        token_ids: `[N]` int64, of the nodes.
-        lengths: nodes of each chain.
+        token_ids: `[N]` int64, tokens of the nodes.
+        lengths: number of nodes of each chain.
     """
 
     target_probs: Tensor
@@ -82,11 +81,10 @@ class ChainDistributions:
 
     @classmethod
     def of(cls, log_probs: Tensor, chains: Sequence[DrawnChain]) -> ChainDistributions:
-        """Normalises the distributions in float64: a token is drawn from its distribution whatever
-        it sums to.
+        """Normalises the distributions in float64, as tokens were drawn whatever the sums were.
 
         Args:
-            log_probs: `[R, V]` float32, the target's; on the device of the draft's.
+            log_probs: `[R, V]` float32, the target's, on the device of the draft's.
         """
         lengths = [len(chain) for chain in chains]
         token_ids = [token for chain in chains for token in chain.token_ids]
@@ -109,8 +107,8 @@ class ChainDistributions:
         return uploaded_ids(_rows_above_nodes(self.lengths), self.target_probs.device)
 
     def ratios(self) -> Tensor:
-        """Returns `[N]` float64, target over draft probability of each node's token; NaN where
-        the draft's distribution has no such token."""
+        """Returns `[N]` float64, target over draft probability of each node's token; NaN where the
+        draft's probability is 0."""
         rows = self.rows_above_nodes()
         draft_probs = self.draft_probs[rows, self.token_ids]
         ratios = self.target_probs[rows, self.token_ids] / draft_probs
@@ -119,12 +117,12 @@ class ChainDistributions:
 
 @dataclass(frozen=True, slots=True)
 class ChainRows:
-    """The distributions of a chain's rows under a rule.
+    """The thresholds and residual distributions of chains under a rule.
 
     Attributes:
         thresholds: `[N]` float64 in [0, 1]; a node passes when its coin is below.
-        residuals: `[R, V]` float64, the bonus token's distribution if the chain is left at that
-            row. Not normalised; never empty, and only of tokens that the target may draw there.
+        residuals: `[R, V]` float64, the bonus token's distribution if the accepted path ends at
+            that row. Not normalised; never empty, and only of tokens that the target may draw.
     """
 
     thresholds: Tensor
@@ -134,8 +132,8 @@ class ChainRows:
     def of(
         cls, distributions: ChainDistributions, thresholds: Tensor, residuals: Tensor
     ) -> ChainRows:
-        """Fills rows that nothing is left of. There the two distributions are equal, so that the
-        chain is not left there but for rounding."""
+        """Fills empty residuals with the target's distribution. They are empty where target and
+        draft have equal distributions, so a path ends there only because of rounding."""
         is_empty = residuals.sum(-1, keepdim=True) == 0.0
         return cls(thresholds, torch.where(is_empty, distributions.target_probs, residuals))
 
@@ -145,8 +143,8 @@ class ChainRule:
     """A rule of verification.
 
     Attributes:
-        rows: thresholds and residuals.
-        num_accepted: nodes that are accepted, by whether each one's coin passes.
+        rows: computes thresholds and residuals.
+        num_accepted: returns the number of accepted nodes, given whether each node's coin passes.
     """
 
     rows: Callable[[ChainDistributions], ChainRows]
@@ -154,8 +152,8 @@ class ChainRule:
 
 
 def rejection_rows(distributions: ChainDistributions) -> ChainRows:
-    """Accepts a token with the ratio of its probabilities; else draws from what the draft's
-    distribution lacks of the target's.
+    """Accepts a token with the ratio of its probabilities; else draws from the positive part of
+    target minus draft.
 
     Source: Leviathan, Kalman, Matias, arXiv 2211.17192, algorithm 1; Chen et al.,
     arXiv 2302.01318, algorithm 2.
@@ -165,7 +163,7 @@ def rejection_rows(distributions: ChainDistributions) -> ChainRows:
 
 
 def num_before_first_refusal(passes: Sequence[bool]) -> int:
-    """Returns how many pass before one does not."""
+    """Returns how many nodes pass before the first that does not."""
     return len(list(itertools.takewhile(bool, passes)))
 
 
@@ -178,23 +176,23 @@ def accept_chains(
     rule: ChainRule,
     generator: torch.Generator,
 ) -> list[AcceptedPath]:
-    """Decides chains, none of them empty. Waits for the device once, for its results.
+    """Decides non-empty chains. Waits for the device once, for its results.
 
-    A coin is never 0 or 1 and a residual holds tokens of the target alone, so that no rounding
-    commits a token that the target forbids.
+    A coin is never 0 or 1 and a residual holds only tokens of the target, so rounding cannot commit
+    a token that the target forbids.
 
     Args:
         log_probs: `[R, V]` float32, the target's, see `distributions.target_log_probs`.
-        generator: of the host; the source of fresh randomness. Not that of the draft.
+        generator: the host's source of fresh randomness; must not be the draft's.
     """
     num_nodes = sum(map(len, chains))
     thresholds, drawn = _drawn_rows(log_probs, chains, rule, generator)
     # One transfer instead of two: token ids are exact in float64.
     packed = torch.cat((thresholds, drawn.to(torch.float64))).tolist()
-    bars, bonuses = packed[:num_nodes], packed[num_nodes:]
-    assert all(bar == bar for bar in bars), "a token that its distribution cannot have drawn"
+    limits, bonuses = packed[:num_nodes], packed[num_nodes:]
+    assert not any(map(math.isnan, limits)), "a token that its distribution cannot have drawn"
     coins = fresh_coins(num_nodes, generator)
-    passes = [coin < bar for coin, bar in zip(coins, bars, strict=True)]
+    passes = [coin < limit for coin, limit in zip(coins, limits, strict=True)]
     paths: list[AcceptedPath] = []
     node = row = 0
     for chain in chains:
@@ -210,7 +208,7 @@ def _drawn_rows(
     rule: ChainRule,
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
-    """Returns thresholds `[N]` and a token `[R]` of each row's residual; does not wait."""
+    """Returns thresholds `[N]` and a token `[R]` drawn from each row's residual; does not wait."""
     thresholds: list[Tensor] = []
     drawn: list[Tensor] = []
     start = 0
@@ -228,7 +226,7 @@ def _drawn_rows(
 
 
 def _batches(chains: Sequence[DrawnChain], *, max_rows: int) -> Iterator[list[DrawnChain]]:
-    """Yields the chains in order, as many at a time as have `max_rows`, and at least one."""
+    """Yields the chains in order, in batches of at most `max_rows` rows or of one chain."""
     batch: list[DrawnChain] = []
     num_rows = 0
     for chain in chains:
@@ -247,7 +245,7 @@ def _rows_above_nodes(lengths: Sequence[int]) -> list[int]:
 
 def path_weights(ratios: Tensor, lengths: Sequence[int]) -> Tensor:
     """Returns `[N]` float64 in [0, 1], for each node the joint ratio of the path down to it: the
-    ratio of its token times what is above it, never more than 1."""
+    ratio of its token times the joint ratio of its parent, at most 1."""
     depth = max(lengths)
     places = uploaded_ids(
         [chain * depth + place for chain, n in enumerate(lengths) for place in range(n)],
@@ -264,9 +262,9 @@ def block_rows(distributions: ChainDistributions) -> ChainRows:
     """Returns thresholds and residuals of algorithm 2.
 
     At a node of weight w that is not the last, the target's distribution times w exceeds the
-    draft's distribution of the next token by a mass m, and the threshold is m / (m + 1 - w); the
-    last one's is w. Nothing is left of 1 - w where w is 1: the threshold is 1, and if m is 0 as
-    well, the next node has weight 1 and a later one is taken.
+    draft's distribution of the next token by a mass m, and the threshold is m / (m + 1 - w). The
+    last node's threshold is w. If w is 1, so is the threshold; if m is 0 as well, the next node has
+    weight 1, and a deeper node is accepted.
     """
     weights = path_weights(distributions.ratios(), distributions.lengths)
     own_rows = distributions.rows_above_nodes() + 1
@@ -288,8 +286,8 @@ def block_rows(distributions: ChainDistributions) -> ChainRows:
 
 
 def num_up_to_last_pass(passes: Sequence[bool]) -> int:
-    """Returns how many nodes the deepest one that passes takes along, itself included."""
-    return max((place + 1 for place, each in enumerate(passes) if each), default=0)
+    """Returns the number of nodes up to the deepest that passes, itself included."""
+    return max((place + 1 for place, is_passed in enumerate(passes) if is_passed), default=0)
 
 
 BLOCK = ChainRule(block_rows, num_up_to_last_pass)

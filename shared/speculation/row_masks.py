@@ -1,4 +1,4 @@
-"""The tokens that each row of a step may draw, where the host decides that: grammars and rules."""
+"""Masks from the host (grammars and rules) of the tokens that each row of a step may draw."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ class MaskedRows:
     """Masks of N rows, on the host.
 
     Attributes:
-        rows: of a tree, or of a step.
-        words: `[N, W]`, bit i % 32 of word i // 32 says whether the row may draw token i; zeros
-            where it must not draw. Tokens behind the last word are forbidden.
+        rows: row indices in a tree, or in a step.
+        words: `[N, W]`, bit i % 32 of word i // 32 is set if the row may draw token i; all zeros in
+            a row that must not draw. Tokens behind the last word are forbidden.
     """
 
     rows: Sequence[int]
     words: NDArray[np.int32]
 
     def behind(self, first_row: int) -> MaskedRows:
-        """Returns the same masks of rows that stand behind others."""
+        """Returns the same masks with `first_row` added to their rows."""
         return MaskedRows([first_row + row for row in self.rows], self.words)
 
     @classmethod
     def joined(cls, parts: Sequence[MaskedRows]) -> MaskedRows:
-        """Returns all of at least one, as wide as the widest: rules know no tokenizer."""
+        """Joins at least one part. All get the width of the widest, because the masks of rules do
+        not know the tokenizer's size."""
         width = max(part.words.shape[1] for part in parts)
         rows = [row for part in parts for row in part.rows]
         words, first = np.zeros((len(rows), width), np.int32), 0
@@ -52,8 +53,8 @@ class MaskedRows:
 def mask_logits(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     """Writes -inf to `logits` `[R, V]` for the tokens that some rows may not draw.
 
-    What is drawn follows the model's distribution under the condition that the token is allowed,
-    whatever temperature and cuts come after.
+    Draws then follow the model's distribution, conditioned on allowed tokens, with any temperature,
+    top-k, top-p and min-p applied afterwards.
 
     Args:
         rows: `[N]` int64.

@@ -1,15 +1,18 @@
-"""Sampling parameters of a batch's rows as tensors, so that rows of every kind share one pass."""
+"""Sampling parameters of a batch's rows as tensors, so that rows of all kinds share one pass."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from shared.tokens import SamplingParams
+
+_T = TypeVar("_T")
 
 # Below this a temperature is as good as 0, and dividing by it would overflow.
 _MIN_TEMPERATURE = 1e-5
@@ -17,8 +20,8 @@ _NO_TOP_K = 2**31 - 1
 
 
 def uploaded_tensor(host: Tensor, device: torch.device) -> Tensor:
-    """Returns the tensor on the device. Goes through pinned memory: the host waits neither for the
-    copy nor for what is queued before it, as it would for `torch.tensor(..., device=device)`."""
+    """Returns the tensor on the device. The copy goes through pinned memory: the host waits neither
+    for it nor for work queued before, as it would with `torch.tensor(..., device=device)`."""
     if device.type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
@@ -45,8 +48,8 @@ class TokenCounts:
         """Returns the counts of rows of trees.
 
         Args:
-            owners: for each of them the row of these counts that it adds to.
-            paths: the tree tokens that it adds.
+            owners: for each tree row, the row of these counts that it extends.
+            paths: for each tree row, the tree tokens on its path.
         """
         rows = uploaded_ids(owners, self.output.device)
         output = self.output.index_select(0, rows)
@@ -110,13 +113,13 @@ def histogram(token_ids: Sequence[Sequence[int]], vocab_size: int, device: torch
 
 @dataclass(frozen=True, slots=True)
 class AllowedTokens:
-    """The tokens that some of R rows may draw, the others any.
+    """The tokens that each of R rows may draw.
 
     Attributes:
-        sets: `[R]` int64, which set of tokens a row draws from; set 0 is all of them.
+        sets: `[R]` int64, the set of tokens that a row draws from; set 0 holds all tokens.
         members: set `[N]` and token id `[N]` int64, for each token of each set but the first.
-        num_sets: the first one included.
-        max_token_id: the greatest of the ids.
+        num_sets: number of sets, the first one included.
+        max_token_id: greatest token id of `members`.
     """
 
     sets: Tensor
@@ -147,13 +150,13 @@ class RowSampling:
         seeds: `[R]` int64.
         bias: rows `[N]`, token ids `[N]` int64 and values `[N]` float32; None without bias.
         allowed: None when every row may draw any token.
-        banned: rows and token ids, `[M]` int64 each, and what is added to their logits, `[M]`
-            float32: -inf, or 0 where it may be drawn by now. None when nothing is banned.
-        all_greedy: no row draws.
-        has_top_k: some drawing row cuts by top-k.
-        max_top_k: the greatest top-k of the drawing rows when each of them has one, else None.
-        has_top_p: some drawing row cuts by top-p.
-        has_min_p: some drawing row cuts by min-p.
+        banned: rows and token ids, `[M]` int64 each, and addends of their logits, `[M]` float32:
+            -inf, or 0 where the token may be drawn by now. None when nothing is banned.
+        all_greedy: whether no row draws.
+        has_top_k: whether some drawing row uses top-k.
+        max_top_k: the greatest top-k of the drawing rows if all of them have one, else None.
+        has_top_p: whether some drawing row uses top-p.
+        has_min_p: whether some drawing row uses min-p.
     """
 
     temperatures: Tensor
@@ -174,7 +177,7 @@ class RowSampling:
 
     @property
     def shapes_logits(self) -> bool:
-        """Whether steps 1 to 3 do anything."""
+        """Whether steps 1 to 3 of `distributions` change anything."""
         return not (
             self.penalties is None
             and self.bias is None
@@ -183,17 +186,15 @@ class RowSampling:
         )
 
     def also_banning(self, rows: Tensor, token_ids: Tensor, amounts: Tensor) -> RowSampling:
-        """Returns the same with further tokens, see `banned`."""
+        """Returns the same parameters with further banned tokens, see `banned`."""
         if self.banned is not None:
-            rows, token_ids, amounts = (
-                torch.cat(each)
-                for each in zip(self.banned, (rows, token_ids, amounts), strict=True)
-            )
+            columns = zip(self.banned, (rows, token_ids, amounts), strict=True)
+            rows, token_ids, amounts = map(torch.cat, columns)
         return replace(self, banned=(rows, token_ids, amounts))
 
     @property
     def is_plain(self) -> bool:
-        """Whether temperature is all that shapes the distribution."""
+        """Whether no parameter but temperature shapes the distribution."""
         return not (self.shapes_logits or self.has_top_k or self.has_top_p or self.has_min_p)
 
 
@@ -209,22 +210,26 @@ def row_sampling(
     Args:
         params: one for each sequence.
         row_counts: rows of each sequence (its tree's nodes and the root).
-        device: where the logits are.
-        banned_token_ids: for each row further tokens it must not draw; empty when no row bans any.
+        device: the device of the logits.
+        banned_token_ids: for each row further tokens that it must not draw; empty for none.
     """
     assert len(params) == len(row_counts)
     assert len(banned_token_ids) in (0, sum(row_counts))
     drawing = [p for p in params if not p.is_greedy]
     counts = torch.tensor(row_counts, dtype=torch.int64)
-    numbers = torch.tensor([_numbers(p) for p in params], dtype=torch.float64)
+    numbers = [
+        (*sampling_columns(p), p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
+        for p in params
+    ]
+    values = torch.tensor(numbers, dtype=torch.float64)
     seeds = torch.tensor([signed_seed(p.seed) for p in params], dtype=torch.int64)
-    columns = uploaded_tensor(numbers.repeat_interleave(counts, 0), device)
+    columns = uploaded_tensor(values.repeat_interleave(counts, 0), device)
     row_seeds = uploaded_tensor(seeds.repeat_interleave(counts), device)
     has_penalties = any(p.has_penalties for p in params)
     has_all_top_k = bool(drawing) and all(p.top_k for p in drawing)
     return replace(
         sampling_of_columns(columns, row_seeds, has_draws=bool(drawing), has_cuts=False),
-        penalties=_penalties(columns.to(torch.float32)) if has_penalties else None,
+        penalties=Penalties(*columns[:, 4:, None].float().unbind(1)) if has_penalties else None,
         bias=_bias(params, row_counts, device),
         allowed=_allowed(params, row_counts, device),
         banned=_banned(_with_bad_words(params, row_counts, banned_token_ids), device),
@@ -236,20 +241,20 @@ def row_sampling(
 
 
 def sampling_columns(params: SamplingParams) -> tuple[float, float, float, float]:
-    """Returns what `sampling_of_columns` reads of a sequence without penalties, bias and bans."""
+    """Returns the columns of `sampling_of_columns`; penalties, bias and bans are not included."""
     return (params.temperature, float(params.top_k or _NO_TOP_K), params.top_p, params.min_p)
 
 
 def sampling_of_columns(
     columns: Tensor, seeds: Tensor, *, has_draws: bool, has_cuts: bool
 ) -> RowSampling:
-    """Returns the parameters of rows whose numbers are on the device already.
+    """Returns the parameters of rows from columns on the device.
 
     Args:
         columns: `[R, at least 4]` float64, see `sampling_columns`.
         seeds: `[R]` int64.
-        has_draws: some row may draw; else all are greedy.
-        has_cuts: some drawing row may have top-k, top-p or min-p.
+        has_draws: whether some row may draw; else all are greedy.
+        has_cuts: whether some drawing row may have top-k, top-p or min-p.
     """
     floats = columns.to(torch.float32)
     return RowSampling(
@@ -272,36 +277,20 @@ def sampling_of_columns(
 
 
 def signed_seed(seed: int) -> int:
-    """Returns the low 64 bits of a seed as the int64 that holds them."""
+    """Returns the low 64 bits of a seed as a signed int64."""
     low = seed & (2**64 - 1)
     return low - 2**64 if low >= 2**63 else low
-
-
-def _numbers(params: SamplingParams) -> tuple[float, ...]:
-    return (
-        *sampling_columns(params),
-        params.repetition_penalty,
-        params.frequency_penalty,
-        params.presence_penalty,
-    )
-
-
-def _penalties(columns: Tensor) -> Penalties:
-    return Penalties(
-        repetition=columns[:, 4:5], frequency=columns[:, 5:6], presence=columns[:, 6:7]
-    )
 
 
 def _bias(
     params: Sequence[SamplingParams], row_counts: Sequence[int], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    if not any(each.logit_bias for each in params):
+    if not any(p.logit_bias for p in params):
         return None
-    owners = [each for each, count in zip(params, row_counts, strict=True) for _ in range(count)]
     triples = [
         (row, token_id, value)
-        for row, each in enumerate(owners)
-        for token_id, value in each.logit_bias.items()
+        for row, p in enumerate(_repeated(params, row_counts))
+        for token_id, value in p.logit_bias.items()
     ]
     rows, token_ids, values = zip(*triples, strict=True)
     return (
@@ -314,17 +303,16 @@ def _bias(
 def _allowed(
     params: Sequence[SamplingParams], row_counts: Sequence[int], device: torch.device
 ) -> AllowedTokens | None:
-    limited = [each.allowed_token_ids for each in params if each.allowed_token_ids]
+    limited = [p.allowed_token_ids for p in params if p.allowed_token_ids]
     if not limited:
         return None
     numbers = iter(range(1, len(limited) + 1))
-    own = [next(numbers) if each.allowed_token_ids else 0 for each in params]
-    sets = [number for number, count in zip(own, row_counts, strict=True) for _ in range(count)]
-    owners = [number for number, ids in enumerate(limited, start=1) for _ in ids]
+    sets = [next(numbers) if p.allowed_token_ids else 0 for p in params]
+    member_sets = [number for number, ids in enumerate(limited, start=1) for _ in ids]
     token_ids = [token_id for ids in limited for token_id in ids]
     return AllowedTokens(
-        uploaded_ids(sets, device),
-        (uploaded_ids(owners, device), uploaded_ids(token_ids, device)),
+        uploaded_ids(_repeated(sets, row_counts), device),
+        (uploaded_ids(member_sets, device), uploaded_ids(token_ids, device)),
         1 + len(limited),
         max(token_ids),
     )
@@ -333,12 +321,17 @@ def _allowed(
 def _with_bad_words(
     params: Sequence[SamplingParams], row_counts: Sequence[int], banned: Sequence[Iterable[int]]
 ) -> Sequence[Iterable[int]]:
-    """Returns what each row must not draw, its bad words of one token included."""
-    if not any(each.bad_words for each in params):
+    """Returns the banned tokens of each row, its bad words of one token included."""
+    if not any(p.bad_words for p in params):
         return banned
-    owners = [each for each, count in zip(params, row_counts, strict=True) for _ in range(count)]
-    others = banned or [()] * len(owners)
-    return [sorted({*ids, *each.bad_token_ids}) for ids, each in zip(others, owners, strict=True)]
+    owners = _repeated(params, row_counts)
+    banned = banned or [()] * len(owners)
+    return [sorted({*ids, *p.bad_token_ids}) for ids, p in zip(banned, owners, strict=True)]
+
+
+def _repeated(values: Sequence[_T], row_counts: Sequence[int]) -> list[_T]:
+    """Returns the value of each sequence once for each of its rows."""
+    return [value for value, count in zip(values, row_counts, strict=True) for _ in range(count)]
 
 
 def _banned(

@@ -1,8 +1,9 @@
 """Rows of token trees: row 0 is the root, row i + 1 is node i.
 
-The root is the last committed token, whose KV is computed in the same forward as the nodes'. The
-functions of one tree run on the host. What they and `verify.accept_path` do, `TreeRows` does for
-all trees of a batch at once, in tensors of fixed shapes and without waiting for the device."""
+The root is the last committed token, whose KV is computed in the same forward as the nodes'.
+Functions of one tree run on the host. `TreeRows` and its functions do the same, and the work of
+`verify.accept_path`, for all trees of a batch, in tensors of fixed shapes and without waiting for
+the device."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ from torch import Tensor
 from shared.speculation.distributions import stable_topk
 from shared.tokens import TokenTree, TreeShape
 
-# Growing draft trees level by level and keeping the nodes most likely to be accepted.
+# Draft trees grow level by level and keep the nodes most likely to be accepted.
 #
 # A *candidate* is a child of an expanded node. A level's best `topk` candidates are its *beam*, the
-# nodes the draft computes next; each takes a *growth row*, `level * topk + place in the beam`.
+# nodes that the draft computes next; each takes a *growth row*, `level * topk + place in the beam`.
 #
 # Trees of a batch grow together in tensors of fixed shapes, and nothing waits for the device before
 # `finish`, so a CUDA graph can capture a whole growth.
@@ -46,14 +47,14 @@ class Children:
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """The nodes of one level that are computed next, K = `topk` of each tree.
+    """The nodes of one level to compute next, K = `topk` of each tree.
 
     Attributes:
         token_ids: `[B, K]` int64.
         log_probs: `[B, K]` float32, score of the path from the root.
         parents: `[B, K]` int64, place of the parent in the previous beam; 0 (the root) at level 0.
         visible: `[B, K, (level + 1) * K]` bool, the growth rows that each row sees: its ancestors
-            and itself. Every row also sees the root and what is before it.
+            and itself. Every row also sees the root and all tokens before the root.
     """
 
     token_ids: Tensor
@@ -62,14 +63,14 @@ class Beam:
     visible: Tensor
 
     def on_host(self) -> list[BeamRows]:
-        """Returns what lays out the rows of each tree. Waits for the device once."""
+        """Returns the beam of each tree on the host. Waits for the device once."""
         columns = (self.token_ids.unsqueeze(2), self.parents.unsqueeze(2), self.visible)
         packed = torch.cat(columns, dim=2).tolist()
         return [
             BeamRows(
                 [row[0] for row in rows],
                 [row[1] for row in rows],
-                [[bool(each) for each in row[2:]] for row in rows],
+                [list(map(bool, row[2:])) for row in rows],
             )
             for rows in packed
         ]
@@ -89,9 +90,9 @@ class SelectedNodes:
     """The N best nodes of each of B trees, in the order in which they were found.
 
     Attributes:
-        candidates: `[B, N]` int64, ascending; counts candidates over all levels from 0.
+        candidates: `[B, N]` int64, ascending; candidates of all levels are numbered from 0.
         token_ids: `[B, N]` int64.
-        parents: `[B, N]` int64, the parent's candidate plus 1; 0 is the root.
+        parents: `[B, N]` int64, the parent's candidate number plus 1; 0 is the root.
         path: `[B, N]` float32, score of the path from the root; -inf where there is no node.
     """
 
@@ -103,11 +104,8 @@ class SelectedNodes:
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """All candidates of one level, M = N * topk of each tree, and the beam chosen from them.
-
-    `parents` counts candidates over all levels from 1, so that 0 is the root; `path` is the score
-    of the path.
-    """
+    """All candidates of one level, M = N * topk of each tree. `path` are path scores; `parents`
+    number the candidates of all levels from 1, as 0 is the root."""
 
     token_ids: Tensor
     parents: Tensor
@@ -119,7 +117,7 @@ def choose_children(scores: Tensor, topk: int) -> Children:
     """Returns the `topk` best children of each node.
 
     Args:
-        scores: `[B, N, V]` float32 log probabilities, see `confidence`; -inf removes a token.
+        scores: `[B, N, V]` float32, see `coupled_confidence`; -inf removes a token.
         topk: at most V.
     """
     log_probs, token_ids = stable_topk(scores, topk)
@@ -157,14 +155,14 @@ class TreeGrowth:
         return len(self._levels) == self._shape.num_steps
 
     def add(self, children: Children) -> None:
-        """Adds the children of the root, later of the last beam."""
+        """Adds the children of the root; in later calls the children of the last beam."""
         assert not self.is_complete, f"the tree has its {self._shape.num_steps} levels"
         assert len(self._beams) == len(self._levels), "select the beam before adding its children"
         # Rounding can leave a log probability just above 0; a path must not beat its prefix.
-        own = children.log_probs.clamp_max(0.0)
-        path, parents = own, torch.zeros_like(children.token_ids)
+        path = children.log_probs.clamp_max(0.0)
+        parents = torch.zeros_like(children.token_ids)
         if self._beams:
-            path = own + self._beams[-1].log_probs.unsqueeze(2)
+            path = path + self._beams[-1].log_probs.unsqueeze(2)
             parents = parents + (self._selected[-1] + 1).unsqueeze(2)
         self._levels.append(
             _Level(
@@ -178,7 +176,7 @@ class TreeGrowth:
     def select_beam(self) -> Beam:
         """Returns the best `topk` candidates of the last level; they take the next growth rows.
 
-        Those of a complete tree have no children in it: they are computed to know what may follow.
+        In a complete tree these have no children: they are computed for candidates after leaves.
         """
         assert len(self._beams) == len(self._levels) - 1, "add a level before selecting its beam"
         level, topk = self._levels[-1], self._shape.topk
@@ -198,8 +196,8 @@ class TreeGrowth:
     def select(self) -> SelectedNodes:
         """Returns the best nodes of each tree; nothing waits for the device.
 
-        A child's path score is at most its parent's, and on equal scores the earlier candidate
-        wins, which the parent is; so the best nodes hold every kept node's parent.
+        A child's path score is at most its parent's, and of equal scores the earlier candidate
+        wins, which is the parent. So the best nodes hold every kept node's parent.
         """
         assert self._levels, "nothing was added"
         path = torch.cat([level.path for level in self._levels], dim=1)
@@ -207,8 +205,8 @@ class TreeGrowth:
         kept = stable_topk(path, num_kept)[1].sort(dim=1).values
         return SelectedNodes(
             candidates=kept,
-            token_ids=torch.cat([each.token_ids for each in self._levels], dim=1).gather(1, kept),
-            parents=torch.cat([each.parents for each in self._levels], dim=1).gather(1, kept),
+            token_ids=torch.cat([level.token_ids for level in self._levels], 1).gather(1, kept),
+            parents=torch.cat([level.parents for level in self._levels], 1).gather(1, kept),
             path=path.gather(1, kept),
         )
 
@@ -221,7 +219,7 @@ class TreeGrowth:
         nodes = self.select()
         rows = tree_rows(nodes, torch.zeros_like(nodes.parents[:, 0]), self._shape.num_steps)
         paths = torch.cat((torch.zeros_like(nodes.path[:, :1]), nodes.path), dim=1)
-        # Everything is exact in float64, so one transfer brings it all.
+        # All values are exact in float64, so one transfer is enough.
         columns = torch.stack((rows.token_ids.double(), rows.parents.double(), paths.double()), 1)
         return tuple(
             best_tree([*map(int, tokens)], [*map(int, parents)], path, self._shape.max_node_count)
@@ -258,7 +256,7 @@ def best_tree(
         )
     kept = [row for row in range(1, len(token_ids)) if paths[row] > -math.inf]
     if len(kept) > max_nodes:
-        # A child's score is at most its parent's and its row comes later, so parents stay.
+        # A child's score is at most its parent's and its row comes later, so parents are kept.
         kept = sorted(sorted(kept, key=lambda row: (-paths[row], row))[:max_nodes])
     nodes: dict[int, int | None] = {0: None}
     nodes.update({row: node for node, row in enumerate(kept)})
@@ -270,7 +268,7 @@ def best_tree(
 
 
 NO_TOKEN = -1
-"""Where a tree has fewer nodes than rows."""
+"""Token of rows without a node, where a tree has fewer nodes than rows."""
 
 
 def row_parents(tree: TokenTree) -> tuple[int | None, ...]:
@@ -293,9 +291,9 @@ class TreeRows:
 
     Attributes:
         token_ids: `[B, T]` int64; -1 where a tree has fewer nodes.
-        parents: `[B, T]` int64, row of the parent; the root is its own.
+        parents: `[B, T]` int64, row of the parent; the root is its own parent.
         depths: `[B, T]` int64, distance from the root.
-        visible: `[B, T, T]` bool, what each row sees: the root, its ancestors and itself.
+        visible: `[B, T, T]` bool, the rows that each row sees: the root, its ancestors and itself.
     """
 
     token_ids: Tensor
@@ -305,7 +303,7 @@ class TreeRows:
 
     @property
     def num_nodes(self) -> Tensor:
-        """`[B]` int64, nodes that each tree has."""
+        """`[B]` int64, number of nodes of each tree."""
         return (self.token_ids[:, 1:] != NO_TOKEN).sum(dim=1)
 
 
@@ -315,9 +313,10 @@ class AcceptedRows:
 
     Attributes:
         counts: `[B]` int64, accepted nodes.
-        rows: `[B, D + 1]` int64, the root's row, then those of the accepted path; element k
+        rows: `[B, D + 1]` int64, the root's row, then the rows of the accepted path; element k
             beyond the path is k.
-        token_ids: `[B, D + 1]` int64, the tokens to commit: the path's, then the bonus; 0 beyond.
+        token_ids: `[B, D + 1]` int64, the tokens to commit: the accepted nodes', then the bonus
+            token; 0 beyond.
     """
 
     counts: Tensor
@@ -330,10 +329,10 @@ def tree_rows(nodes: SelectedNodes, root_token_ids: Tensor, max_depth: int) -> T
 
     Args:
         root_token_ids: `[B]` int64, the last committed token of each sequence.
-        max_depth: of any node.
+        max_depth: greatest depth of any node.
     """
     is_node = nodes.path > -math.inf
-    # Candidates ascend, so the place of a parent among the kept ones can be searched.
+    # Candidates ascend, so a binary search finds the place of a parent among them.
     places = torch.searchsorted(nodes.candidates, nodes.parents - 1)
     parents = torch.where(is_node & (nodes.parents > 0), places + 1, 0)
     parents = torch.cat((torch.zeros_like(parents[:, :1]), parents), dim=1)
@@ -347,7 +346,7 @@ def rows_of_parents(token_ids: Tensor, parents: Tensor, max_depth: int) -> TreeR
     """Returns trees from the tokens `[B, T]` and the parents `[B, T]` of their rows.
 
     Args:
-        max_depth: of any node.
+        max_depth: greatest depth of any node.
     """
     visible = _ancestors(parents, max_depth)
     return TreeRows(token_ids, parents, visible.sum(dim=2) - 1, visible)
@@ -357,21 +356,21 @@ def accept_rows(tree: TreeRows, drawn: Tensor, max_depth: int) -> AcceptedRows:
     """Returns the paths whose tokens are the ones the target drew.
 
     Args:
-        drawn: `[B, T]` int64, the token each row drew; negative in a row, but the root's, that
-            may not draw: a path ends before its node.
-        max_depth: D, of any node; less than T.
+        drawn: `[B, T]` int64, the token that each row drew; negative in a row that may not draw,
+            never in the root's. A path ends before such a node.
+        max_depth: D, greatest depth of any node; less than T.
     """
     batch_size, num_rows = drawn.shape
     matches = (tree.token_ids == drawn.gather(1, tree.parents)) & (drawn >= 0)
     matches[:, 0] = True
-    # Siblings hold different tokens, so what is accepted is one path, ordered by row.
+    # Siblings hold different tokens, so the accepted rows form one path, ordered by row.
     accepted = (matches.unsqueeze(1) | ~tree.visible).all(dim=2)
     steps = torch.arange(max_depth + 1, device=drawn.device)
-    # One place too many takes every row that is not accepted.
+    # One extra place collects the rows that are not accepted.
     places = torch.where(accepted, accepted.cumsum(dim=1) - 1, max_depth + 1)
     rows = torch.cat((steps, steps.new_zeros(1))).repeat(batch_size, 1)
-    own = torch.arange(num_rows, device=drawn.device).expand_as(places)
-    rows = rows.scatter(1, places, own)[:, : max_depth + 1]
+    all_rows = torch.arange(num_rows, device=drawn.device).expand_as(places)
+    rows = rows.scatter(1, places, all_rows)[:, : max_depth + 1]
     counts = accepted.sum(dim=1) - 1
     is_committed = steps <= counts.unsqueeze(1)
     token_ids = torch.where(is_committed, drawn.gather(1, rows), 0)

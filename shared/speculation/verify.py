@@ -3,9 +3,9 @@
 Row 0 of a sequence is the root (its last committed token) and row i + 1 is node i. Every row has
 drawn a token or has a distribution to draw from; the walk starts at the root and follows accepted
 children. Siblings that hold the same token are allowed: the first one counts, the others are never
-reached, which loses a little acceptance and nothing of the distribution.
+reached. That costs a little acceptance and leaves the output distribution exact.
 
-Two rules live here. The coupled rule (`coupled_draw`, `accept_path`) keys the noise by seed and
+There are two rules. The coupled rule (`coupled_draw`, `accept_path`) keys the noise by seed and
 position. The point-mass rule (`point_mass_draws`, `accept_point_mass`) uses fresh randomness and
 has thresholds.
 """
@@ -13,7 +13,7 @@ has thresholds.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -33,8 +33,8 @@ class AcceptedPath:
     """The decision on one tree.
 
     Attributes:
-        node_indices: accepted nodes, root's child first.
-        bonus_token_id: the target's token after the last of them.
+        node_indices: accepted nodes, the root's child first.
+        bonus_token_id: the target's token after the last accepted node.
     """
 
     node_indices: tuple[int, ...]
@@ -72,13 +72,12 @@ def draw_tokens(
     positions: Tensor,
     counts: TokenCounts | None = None,
 ) -> Tensor:
-    """Returns each row's token `[R]` int64: what `coupled_draw` draws from the distribution of the
-    logits.
+    """Returns each row's token `[R]` int64: the draw of `coupled_draw` from the logits'
+    distribution.
 
-    The distribution is not normalised first: that adds one number to a whole row, which moves no
-        argmax.
-    Greedy batches skip distribution and noise. Arguments are those of `target_log_probs` and
-    `coupled_draw`.
+    It does not normalise the distribution, which would add one number to a whole row and so move no
+    argmax. Greedy batches skip distribution and noise. Arguments are those of `target_log_probs`
+    and `coupled_draw`.
     """
     if logits.is_cuda and sampling.is_plain:
         # Triton is not installed where there is no CUDA.
@@ -118,12 +117,12 @@ def coupled_draw(log_probs: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
 def accept_path(tree: TokenTree, drawn: Sequence[int]) -> AcceptedPath:
     """Returns the path whose tokens are the ones the target drew.
 
-    Each row's drawn token is what plain decoding draws after the row's path, so the committed
-    tokens are plain decoding's whatever the tree holds.
+    Each row draws the token that plain decoding draws after the row's path. So the committed tokens
+    are those of plain decoding, whatever the tree holds.
 
     Args:
         tree: the candidate; may be empty.
-        drawn: token drawn by each row, `len(tree) + 1` of them.
+        drawn: the token drawn by each of the `len(tree) + 1` rows.
     """
     assert len(drawn) == len(tree) + 1, f"{len(drawn)} drawn tokens for {len(tree)} nodes"
     children = _first_children(tree)
@@ -142,7 +141,7 @@ class PointMassDraws:
     Attributes:
         node_probs: the target's probability of each node given its parent.
         residual_token_ids: for each row a token drawn from its distribution without its children;
-            None where the children hold all the mass. A leaf's is a plain draw.
+            None where the children hold all the mass. For a leaf it is a plain draw.
         coins: for each row a number strictly inside (0, 1).
     """
 
@@ -159,9 +158,9 @@ def point_mass_draws(
     Args:
         log_probs: `[R, V]` float32, the rows of the trees one after another.
         trees: the candidates, empty ones included.
-        generator: of the host; the source of fresh randomness.
+        generator: the host's source of fresh randomness.
     """
-    row_starts = _starts(len(tree) + 1 for tree in trees)
+    row_starts = [*accumulate((len(tree) + 1 for tree in trees), initial=0)]
     rows = [
         start + parent
         for start, tree in zip(row_starts, trees, strict=False)
@@ -228,7 +227,7 @@ def _accepted_child(
 
 
 def _children_with_mass(tree: TokenTree, node_probs: Sequence[float]) -> list[list[int]]:
-    """Returns for each row its children the target may draw, repeated tokens left out."""
+    """Returns for each row the children that the target may draw, without repeated tokens."""
     first = _first_children(tree)
     children: list[list[int]] = [[] for _ in range(len(tree) + 1)]
     for (row, _), node in first.items():
@@ -246,22 +245,18 @@ def _first_children(tree: TokenTree) -> Mapping[tuple[int, int], int]:
     return children
 
 
-def _starts(counts: Iterable[int]) -> list[int]:
-    return list(accumulate(counts, initial=0))
-
-
 def _split_draws(
     packed: Sequence[float],
     coins: Sequence[float],
     trees: Sequence[TokenTree],
     row_starts: Sequence[int],
 ) -> tuple[PointMassDraws, ...]:
-    """Cuts `[node probs | residual tokens | has mass]` into one part for each tree."""
+    """Splits `[node probs | residual tokens | has mass]` into one part for each tree."""
     num_nodes, num_rows = sum(len(tree) for tree in trees), row_starts[-1]
     tokens = packed[num_nodes : num_nodes + num_rows]
     has_mass = packed[num_nodes + num_rows :]
     residual = [int(t) if m else None for t, m in zip(tokens, has_mass, strict=True)]
-    node_starts = _starts(map(len, trees))
+    node_starts = [*accumulate(map(len, trees), initial=0)]
     return tuple(
         PointMassDraws(
             node_probs=tuple(packed[node_starts[i] : node_starts[i + 1]]),

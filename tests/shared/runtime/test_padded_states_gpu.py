@@ -43,7 +43,7 @@ def test_padded_steps_compute_the_same(decoder: Decoder) -> None:
         bucket, states = inputs.bucket(key), inputs.states(key)
         with pool.advancing(batch) as plan:
             # As if this were the first of its size, behind another's plan.
-            inputs.fill_with_nobody(bucket)
+            inputs.fill_empty(bucket)
             decoder.forward(bucket, pool, states=states)
             inputs.fill(bucket, batch)
             inputs.fill_states(plan)

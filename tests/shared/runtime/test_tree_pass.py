@@ -110,24 +110,24 @@ def test_a_few_graphs_do_for_every_smaller_number_of_sequences(
     monkeypatch.setattr(graphless, "_capture", capture)
     monkeypatch.setattr(graphless, "_buckets", slot_buckets(64))
     greedy = RoundSampling.GREEDY
-    assert graphless.left_for(64, greedy) == [(size, greedy) for size in (64, 16, 4)]
-    while graphless.capture_first(graphless.left_for(64, greedy)):
+    assert graphless.uncaptured_for(64, greedy) == [(size, greedy) for size in (64, 16, 4)]
+    while graphless.capture_first(graphless.uncaptured_for(64, greedy)):
         pass
     assert asked == [64, 16, 4]
     served = {count: graphless._bucket_for(count, greedy) for count in (1, 3, 5, 15, 16, 17, 64)}
     assert served == {1: 4, 3: 4, 5: 16, 15: 16, 16: 16, 17: 64, 64: 64}
     drawn = RoundSampling.DRAWN
-    assert graphless.left_for(20, drawn) == [(32, drawn), (8, drawn)], "each kind has its own"
+    assert graphless.uncaptured_for(20, drawn) == [(32, drawn), (8, drawn)], "each kind has its own"
 
 
 def test_graphs_left_are_those_of_kinds_met_the_largest_first(graphless: GraphlessPass) -> None:
     greedy, drawn = RoundSampling.GREEDY, RoundSampling.DRAWN
-    assert not graphless.capture_first(graphless.left_of(()))
+    assert not graphless.capture_first(graphless.uncaptured(()))
     _result(graphless, [_sequence(GREEDY, 1)])
     _result(graphless, [_sequence(SamplingParams(seed=3), 1), _sequence(GREEDY, 3)])
     assert graphless.asked == [(1, greedy), (2, drawn)]
     graphless.asked.clear()
-    while graphless.capture_first(graphless.left_of((greedy, drawn))):
+    while graphless.capture_first(graphless.uncaptured((greedy, drawn))):
         pass
     largest = [(6, greedy), (6, drawn)]
     smaller = [(1, drawn), (2, greedy), (4, greedy), (4, drawn)]
