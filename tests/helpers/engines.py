@@ -39,13 +39,7 @@ from shared.runtime.graphs import ForwardGraphs, GraphLimits
 from shared.runtime.round_runner import RoundLimits
 from shared.runtime.runner import ModelRunner
 from shared.speculation.verify import EXACT, Thresholds
-from shared.tokens import (
-    Candidate,
-    SamplingParams,
-    StopParams,
-    TokenLogprobs,
-    TokenTree,
-)
+from shared.tokens import Candidate, SamplingParams, StopParams, TokenLogprobs, TokenTree
 from tests.helpers.checkpoints import DELTA, TinyShape, write_checkpoint
 from tests.helpers.poisoned import POISON
 

@@ -16,12 +16,7 @@ from shared.runtime.round_state import NewLane, SequenceRound
 from shared.runtime.runner import ModelRunner
 from shared.runtime.selection_runner import SelectionRunner, covering_shape
 from shared.tokens import EMPTY_TREE, SamplingParams, StopParams, TokenTree
-from tests.helpers.engines import (
-    PAGE_SIZE,
-    VOCAB_SIZE,
-    request,
-    run_plain,
-)
+from tests.helpers.engines import PAGE_SIZE, VOCAB_SIZE, request, run_plain
 from tests.helpers.poisoned import poison_padding
 
 NUM_PAGES = 160
