@@ -57,13 +57,13 @@ class BlockSetup:
         return torch.stack(rows)
 
     def sent(self, sequence: DraftSequence, start: int, end: int) -> FeatureRows:
-        """What the target sends of positions `[start, end)`."""
+        """Returns the features that the target sends of positions `[start, end)`."""
         projection = self.head.feature_spec.projection
         assert projection is not None
         return FeatureRows(start, self.features(sequence.token_ids[:end])[start:] @ projection.T)
 
     def open(self, drafter: DflashDrafter, sequence: DraftSequence) -> None:
-        """Takes a sequence on with the features of every position but the last."""
+        """Opens a sequence with the features of every position but the last."""
         drafter.open(sequence)
         drafter.add_features(sequence, self.sent(sequence, 0, sequence.num_tokens - 1))
 

@@ -1,4 +1,4 @@
-"""One pre-norm decoder layer written plainly: dense, one sequence, nothing cached, head by head."""
+"""A plain pre-norm decoder layer: dense, one sequence, without a cache, head by head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EPS, THETA = 1e-6, 10000.0
 
 @dataclass(frozen=True)
 class DenseLayer:
-    """The layer whose tensors begin with `prefix`; biases and q/k norms where there are any."""
+    """The layer whose tensor names begin with `prefix`; biases and q/k norms are optional."""
 
     tensors: Mapping[str, Tensor]
     prefix: str
@@ -31,8 +31,8 @@ class DenseLayer:
         """Returns `[N, H]`.
 
         Args:
-            sees: `[N, C + N]` bool, over the context and then the rows.
-            context: `[C, H]`, what keys and values in front of the rows' own are made of.
+            sees: attention mask `[N, C + N]` bool, over the context and then the rows.
+            context: `[C, H]`, hidden states that give the keys and values before the rows' own.
         """
         normed = self.norm("input_layernorm", rows)
         read = normed if context is None else torch.cat((context, normed))

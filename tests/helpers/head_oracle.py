@@ -1,4 +1,4 @@
-"""EAGLE and EAGLE-3 heads written plainly: dense, one sequence, nothing cached, key by key."""
+"""Plain EAGLE and EAGLE-3 heads as an oracle: dense, one sequence, without a cache."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _Rows = tuple[list[int], Tensor, Tensor]
 
 
 class Paths(Generic[T]):
-    """What an oracle finds for each path of one text, from what it found for the path before."""
+    """Caches an oracle's result for each path after one text; extends results token by token."""
 
     def __init__(self) -> None:
         self._text: tuple[tuple[int, ...], Tensor] | None = None
-        self._found: dict[tuple[int, ...], T] = {}
+        self._results: dict[tuple[int, ...], T] = {}
 
     def find(
         self,
@@ -37,16 +37,16 @@ class Paths(Generic[T]):
         longer: Callable[[T, int], T],
     ) -> T:
         """Args:
-        start: returns what there is of the text.
-        longer: returns what there is of a path that is a token longer.
+        start: returns the result of the text itself.
+        longer: returns the result of a path that is one token longer.
         """
         text = tuple(token_ids), features
         if self._text is None or self._text[0] != text[0] or self._text[1] is not features:
-            self._text, self._found = text, {(): start()}
+            self._text, self._results = text, {(): start()}
         for end in range(1, len(path) + 1):
-            if (known := tuple(path[:end])) not in self._found:
-                self._found[known] = longer(self._found[known[:-1]], known[-1])
-        return self._found[tuple(path)]
+            if (prefix := tuple(path[:end])) not in self._results:
+                self._results[prefix] = longer(self._results[prefix[:-1]], prefix[-1])
+        return self._results[tuple(path)]
 
 
 class HeadOracle:
@@ -91,7 +91,7 @@ class HeadOracle:
 
         Args:
             token_ids: N committed tokens.
-            features: `[N - 1, W]`, those of positions 0 … N-2.
+            features: `[N - 1, W]`, of positions 0 … N-2.
         """
 
         def rows(tokens: list[int], hidden: Tensor) -> _Rows:
@@ -183,7 +183,8 @@ class PathOracle(Protocol):
 
 @dataclass(frozen=True)
 class Behind:
-    """An oracle behind tokens that a verdict has yet to commit: they are a path to it."""
+    """An oracle that continues tokens of which the last `num_supposed` are not committed yet: these
+    are the beginning of the path."""
 
     oracle: PathOracle
     num_supposed: int
@@ -194,9 +195,9 @@ class Behind:
     def continue_path(
         self, token_ids: Sequence[int], features: Tensor, path: Sequence[int]
     ) -> Tensor:
-        known = len(token_ids) - self.num_supposed
-        whole = (*token_ids[known:], *path)
-        return self.oracle.continue_path(token_ids[:known], features, whole)
+        num_committed = len(token_ids) - self.num_supposed
+        full_path = (*token_ids[num_committed:], *path)
+        return self.oracle.continue_path(token_ids[:num_committed], features, full_path)
 
 
 def best_paths(
@@ -208,12 +209,12 @@ def best_paths(
     *,
     num_before: int = 0,
 ) -> Values:
-    """Returns the paths a tree keeps with their values, each level's logits from scratch.
+    """Returns the paths that a tree keeps, with their values; computes all logits from scratch.
 
     Args:
         token_ids: N committed tokens of the window.
         features: `[N - 1, W]`.
-        num_before: committed tokens before the window; the noise counts them.
+        num_before: committed tokens before the window; positions of the noise include them.
     """
     num_tokens, topk = len(token_ids), min(shape.topk, len(oracle.known_tokens()))
 

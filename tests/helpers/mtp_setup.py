@@ -1,4 +1,4 @@
-"""Tiny next-token layers with the oracle that recomputes what they draft from scratch."""
+"""Tiny next-token layers with an oracle that recomputes their drafts from scratch."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ class MtpSetup:
         return torch.stack(rows)
 
     def sent(self, sequence: DraftSequence, start: int, end: int) -> FeatureRows:
-        """What the target sends of positions `[start, end)`."""
+        """Returns the features that the target sends of positions `[start, end)`."""
         return FeatureRows(start, self.features(sequence.token_ids[:end])[start:])
 
     def open(self, drafter: EagleDrafter, sequence: DraftSequence) -> None:
-        """Takes a sequence on with the features of every position but the last."""
+        """Opens a sequence with the features of every position but the last."""
         drafter.open(sequence)
         drafter.add_features(sequence, self.sent(sequence, 0, sequence.num_tokens - 1))
 
@@ -85,7 +85,7 @@ class MtpSetup:
 
 
 def mtp_setup(folder: Path, mtp: TinyMtp) -> MtpSetup:
-    """Writes a target with next-token layers to `folder` and loads these."""
+    """Writes a target with next-token layers to `folder` and loads the layers."""
     write_mtp(folder, mtp)
     target = TargetFolder(folder, dtype=torch.float32, device=CPU)
     head = load_mtp(folder, target, dtype=torch.float32, device=CPU)
