@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from gateway.bodies import metrics, timings, usage
-from gateway.choice import Choice, Piece, check_field
+from gateway.choice import Choice, FinalChoice, Piece, check_field
 from gateway.failures import Problem
 from gateway.logprobs import chat_logprobs
 from gateway.output.parser import CallBegun, Content, Part, Reasoning
@@ -212,6 +212,12 @@ class ResponseText:
         self._status = _status(choice)
         opened = [] if self._items.items else self._items.open_message()
         return [*opened, *self._items.close(self._status)]
+
+    def whole(self, final: FinalChoice) -> dict[str, Any]:
+        """Returns the body of a response whose output comes in one piece."""
+        self.add(final.piece)
+        self.close(final.choice)
+        return self.response(final.choice)
 
     @property
     def message_text(self) -> str:

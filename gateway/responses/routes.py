@@ -88,10 +88,7 @@ def _add_generation(
         if plan.chat.is_stream:
             return EventStream(answer, ResponseChunks(plan, tokenizer, on_end))
         (final_choice,) = await whole_answer(answer, request.receive)
-        text = ResponseText(plan, tokenizer)
-        text.add(final_choice.piece)
-        text.close(final_choice.choice)
-        response = text.response(final_choice.choice)
+        response = ResponseText(plan, tokenizer).whole(final_choice)
         on_end(response)
         return _json(response)
 
@@ -113,14 +110,13 @@ def _add_counting(app: FastAPI, gateway: Gateway) -> None:
             Answer(plan.chat, gateway, "responses"), request.receive
         )
         text = ResponseText(plan, gateway.text.tokenizer)
-        text.add(final_choice.piece)
-        text.close(final_choice.choice)
+        response = text.whole(final_choice)
         compaction = {
             "id": plan.chat.request_id,
             "object": "response.compaction",
             "created_at": int(time.time()),
             "output": compacted([item for _, item in history.items], text.message_text),
-            "usage": text.response(final_choice.choice)["usage"],
+            "usage": response["usage"],
         }
         return _json(compaction)
 

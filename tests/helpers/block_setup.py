@@ -19,7 +19,7 @@ from shared.models.heads.target_tensors import TargetFolder
 from shared.tokens import TreeShape
 from tests.helpers.checkpoints import TinyShape, build_model, write_checkpoint
 from tests.helpers.dflash_heads import DflashOracle, TinyDflash, write_dflash
-from tests.helpers.drafting import VOCAB_SIZE, committed
+from tests.helpers.drafting import VOCAB_SIZE, committed, prefix_features
 
 PAGE_SIZE = 4
 BLOCK_SIZE = 5
@@ -49,12 +49,8 @@ class BlockSetup:
         )
 
     def features(self, token_ids: Sequence[int]) -> Tensor:
-        """`[N, K * H]`; row p depends on tokens 0 … p."""
-        seed, rows = 0, []
-        for token in token_ids:
-            seed = (seed * 1_000_003 + token + 1) % 2**31
-            rows.append(torch.randn(96, generator=torch.Generator().manual_seed(seed)))
-        return torch.stack(rows)
+        """Returns `[N, K * H]`, see `prefix_features`."""
+        return prefix_features(token_ids, 96)
 
     def sent(self, sequence: DraftSequence, start: int, end: int) -> FeatureRows:
         """Returns the features that the target sends of positions `[start, end)`."""

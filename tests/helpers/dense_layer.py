@@ -71,14 +71,14 @@ class DenseLayer:
         norm = f"{self.prefix}self_attn.{kind}_norm.weight"
         if norm in self.tensors:
             heads = plain_norm(heads, self.tensors[norm])
-        return _rotated(heads, positions)
+        return rotated(heads, positions)
 
 
 def plain_norm(rows: Tensor, weight: Tensor) -> Tensor:
     return rows / (rows.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight
 
 
-def _rotated(heads: Tensor, positions: Tensor) -> Tensor:
+def rotated(heads: Tensor, positions: Tensor) -> Tensor:
     """Rotates pairs (i, i + D/2) of `[N, heads, D]` by position / theta^(2i / D)."""
     half = heads.shape[-1] // 2
     rates = THETA ** (-torch.arange(half) / half)

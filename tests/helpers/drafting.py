@@ -5,6 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
 from services.draft.drafters.drafter import Drafter, Proposal, VerifiedTree
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.runtime.tree_grower import TreeGrower
@@ -26,6 +29,15 @@ def plain_grower(model: TreeModel, context: int, *, max_sequences: int = 8) -> T
 def random_text(seed: int, length: int) -> list[int]:
     generator = random.Random(seed)
     return [generator.randrange(VOCAB_SIZE) for _ in range(length)]
+
+
+def prefix_features(token_ids: Sequence[int], width: int) -> Tensor:
+    """Returns made-up features `[N, width]`; row p depends on tokens 0 … p."""
+    seed, rows = 0, []
+    for token in token_ids:
+        seed = (seed * 1_000_003 + token + 1) % 2**31
+        rows.append(torch.randn(width, generator=torch.Generator().manual_seed(seed)))
+    return torch.stack(rows)
 
 
 def draft_sequence(

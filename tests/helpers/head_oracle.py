@@ -13,9 +13,10 @@ from torch import Tensor
 
 from shared.speculation.noise import gumbel_noise
 from shared.tokens import SamplingParams, TokenTree, TreeShape
+from tests.helpers.dense_layer import rotated
 from tests.helpers.draft_heads import TinyHead
 
-EPS, THETA = 1e-5, 10000.0
+EPS = 1e-5
 Values = dict[tuple[int, ...], float]
 T = TypeVar("T")
 _Rows = tuple[list[int], Tensor, Tensor]
@@ -160,7 +161,8 @@ class HeadOracle:
             )
             for name in "qkv"
         )
-        q, k = _rotated(q), _rotated(k)
+        positions = torch.arange(len(rows))
+        q, k = rotated(q, positions), rotated(k, positions)
         group = head.num_heads // head.num_kv_heads
         outputs = []
         for query_head in range(head.num_heads):
@@ -248,18 +250,3 @@ def path_values(tree: TokenTree) -> Values:
         )
         for node in range(len(tree))
     }
-
-
-def _rotated(heads: Tensor) -> Tensor:
-    """Rotates pairs (i, i + D/2) of `[N, heads, D]` by position / theta^(2i / D)."""
-    half = heads.shape[-1] // 2
-    rates = THETA ** (-torch.arange(half) / half)
-    angles = (torch.arange(len(heads)).unsqueeze(1) * rates).unsqueeze(1)
-    first, second = heads[..., :half], heads[..., half:]
-    return torch.cat(
-        (
-            first * angles.cos() - second * angles.sin(),
-            second * angles.cos() + first * angles.sin(),
-        ),
-        dim=-1,
-    )

@@ -19,7 +19,7 @@ from shared.models.heads.head import DraftHead
 from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import TargetFolder
 from shared.runtime.tree_model import HeadModel
-from tests.helpers.drafting import committed, plain_grower
+from tests.helpers.drafting import committed, plain_grower, prefix_features
 from tests.helpers.mtp_heads import MtpOracle, TinyMtp, write_mtp
 
 PAGE_SIZE = 4
@@ -59,12 +59,8 @@ class MtpSetup:
         )
 
     def features(self, token_ids: Sequence[int]) -> Tensor:
-        """`[N, H]`; row p depends on tokens 0 … p."""
-        seed, rows = 0, []
-        for token in token_ids:
-            seed = (seed * 1_000_003 + token + 1) % 2**31
-            rows.append(torch.randn(32, generator=torch.Generator().manual_seed(seed)))
-        return torch.stack(rows)
+        """Returns `[N, H]`, see `prefix_features`."""
+        return prefix_features(token_ids, 32)
 
     def sent(self, sequence: DraftSequence, start: int, end: int) -> FeatureRows:
         """Returns the features that the target sends of positions `[start, end)`."""
