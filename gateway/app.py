@@ -27,8 +27,8 @@ from gateway.notices import NOTICE_HEADER
 from gateway.playground.routes import add_playground_routes
 from gateway.reference.answered import ChatAnswer, CompletionAnswer
 from gateway.reference.document import DocumentedApp, add_reference_routes
-from gateway.responses.kept_routes import add_kept_routes, kept_chat
 from gateway.responses.routes import add_response_routes
+from gateway.responses.stored_routes import add_stored_routes, stored_chat
 from gateway.schema import ChatCompletionRequest, CompletionRequest
 from gateway.serving import Gateway
 from gateway.workers import ForAllWorkers
@@ -48,7 +48,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     for error_class in (*FAILURES, Exception):
         app.add_exception_handler(error_class, on_error)
     _add_openai_routes(app, gateway)
-    add_kept_routes(app, gateway.response_store)
+    add_stored_routes(app, gateway.response_store)
     add_response_routes(app, gateway)
     add_message_routes(app, gateway)
     add_generate_routes(app, gateway)
@@ -85,7 +85,7 @@ def _add_openai_routes(app: FastAPI, gateway: Gateway) -> None:
         plan = await gateway.planner.chat(body, gateway.pool.model(body.model))
         keep = None
         if body.store:
-            plan, keep = kept_chat(gateway.response_store, body, plan, tokenizer)
+            plan, keep = stored_chat(gateway.response_store, body, plan, tokenizer)
         answer = Answer(plan, gateway, "chat_completions")
         if plan.is_stream:
             return EventStream(answer, ChatChunks(plan, tokenizer, keep))

@@ -1,4 +1,4 @@
-"""Answers of `/v1/messages`, whole and as events."""
+"""Answers of `/v1/messages`, as one object and as events of a stream."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ _DELTA = (
 
 
 def named_event(kind: str, **fields: Any) -> bytes:
-    """Returns one event."""
+    """Returns one server-sent event."""
     body = orjson.dumps({"type": kind, **fields})
     return b"event: " + kind.encode() + b"\ndata: " + body + b"\n\n"
 
 
 class Blocks:
-    """Opens, fills and closes blocks as the parts of an output come."""
+    """Opens, fills and closes content blocks as the parts of an output arrive."""
 
     def __init__(self) -> None:
         self._blocks: list[dict[str, Any]] = []
-        self._texts: list[list[str]] = []  # of each block, in pieces
+        self._texts: list[list[str]] = []  # the pieces of each block's text
         self._is_open = False
 
     def open_text(self) -> bytes:
-        """Opens a block of text before there is any."""
+        """Opens a block that has no text yet."""
         return self._open(Content(""))
 
     def add(self, parts: Sequence[Part]) -> bytes:
-        """Returns the events of more parts."""
+        """Adds parts of the output and returns their events."""
         events: list[bytes] = []
         for part in parts:
             kind = _kind(part)
@@ -63,25 +63,25 @@ class Blocks:
         return b"".join(events)
 
     def close(self) -> bytes:
-        """Returns the last events; there is one block at least."""
+        """Returns the last events. An empty output gets one empty text block."""
         opened = b"" if self._blocks else self.open_text()
         return opened + self._close()
 
     def whole(self) -> list[dict[str, Any]]:
-        """Returns the blocks of an output that has been closed."""
-        found = []
+        """Returns all blocks with their content."""
+        blocks = []
         for block, pieces in zip(self._blocks, self._texts, strict=True):
             kind, text = block["type"], "".join(pieces)
             value = _object(text) if kind == "tool_use" else text
-            found.append({**block, _FIELDS[kind]: value})
-        return found
+            blocks.append({**block, _FIELDS[kind]: value})
+        return blocks
 
     @property
     def _index(self) -> int:
         return len(self._blocks) - 1
 
     def _open(self, part: Part) -> bytes:
-        block = _opened(part)
+        block = _empty_block(part)
         self._blocks.append(block)
         self._texts.append([])
         self._is_open = True
@@ -100,18 +100,18 @@ def _kind(part: Part) -> str:
     return "thinking" if isinstance(part, Reasoning) else "tool_use"
 
 
-def _opened(part: Part) -> dict[str, Any]:
+def _empty_block(part: Part) -> dict[str, Any]:
     if isinstance(part, CallBegun):
         return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
     assert not isinstance(part, CallArguments), "a call begins before its arguments"
     if isinstance(part, Reasoning):
-        # Nothing signs thoughts here; clients want the field.
+        # Reasoning is not signed here, but clients expect the field.
         return {"type": "thinking", "thinking": "", "signature": ""}
     return {"type": "text", "text": ""}
 
 
 def _object(arguments: str) -> Any:
-    """Returns what the arguments say; those of a call that was cut off say nothing."""
+    """Parses the arguments of a call; empty if the call was cut off."""
     try:
         return json.loads(arguments)
     except ValueError:
@@ -119,14 +119,14 @@ def _object(arguments: str) -> Any:
 
 
 def message(plan: Plan, choice: Choice, piece: Piece) -> dict[str, Any]:
-    """Returns the whole message."""
+    """Returns the message as one JSON object."""
     blocks = Blocks()
     blocks.add(piece.parts or (Content(piece.text),))
     return {
         **_head(plan),
         "content": blocks.whole(),
         **_stop(choice),
-        **_ending(plan, choice),
+        **_final_fields(plan, choice),
     }
 
 
@@ -145,7 +145,7 @@ class MessageChunks:
             "stop_sequence": None,
             "usage": {**_input_usage(self._plan, choice), "output_tokens": 0},
         }
-        # Where thoughts or a call may come first, blocks open as they are known.
+        # If reasoning or a call may come first, the first block opens with the first part.
         opened = self._blocks.open_text() if self._plan.text.output is None else b""
         return named_event("message_start", message=started) + opened + named_event("ping")
 
@@ -161,7 +161,9 @@ class MessageChunks:
 
     def closing(self, choices: tuple[Choice, ...]) -> bytes:
         (choice,) = choices
-        delta = named_event("message_delta", delta=_stop(choice), **_ending(self._plan, choice))
+        delta = named_event(
+            "message_delta", delta=_stop(choice), **_final_fields(self._plan, choice)
+        )
         return self._blocks.close() + delta + named_event("message_stop")
 
     def failure(self, error: OutriderError) -> bytes:
@@ -188,8 +190,8 @@ def _stop(choice: Choice) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": matched}
 
 
-def _ending(plan: Plan, choice: Choice) -> dict[str, Any]:
-    """Returns what is told of a whole message at its end."""
+def _final_fields(plan: Plan, choice: Choice) -> dict[str, Any]:
+    """Returns the fields that are known only at the end of a message."""
     return {
         "usage": {**_input_usage(plan, choice), "output_tokens": choice.num_output_tokens},
         "metrics": metrics((choice,)),
@@ -199,7 +201,7 @@ def _ending(plan: Plan, choice: Choice) -> dict[str, Any]:
 
 
 def _input_usage(plan: Plan, choice: Choice) -> dict[str, int]:
-    """Returns the prompt's part of `usage`; there, cached tokens are not among `input_tokens`."""
+    """Returns the prompt's part of `usage`. Anthropic's `input_tokens` leaves out cached tokens."""
     return {
         "input_tokens": plan.num_prompt_tokens - choice.num_cached_tokens,
         "cache_read_input_tokens": choice.num_cached_tokens,

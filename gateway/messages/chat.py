@@ -1,4 +1,5 @@
-"""Bodies of `/v1/messages` as chats. Calls, their results and thinking are blocks of turns."""
+"""Plans requests to `/v1/messages` as chats. Tool calls, their results and thinking are blocks of
+a turn's content."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ from gateway.schema import (
 from shared.errors import InvalidArgument
 
 _CLEAR_THINKING = "clear_thinking_20251015"
-# Both begin only when the prompt has so many tokens. Here it is never shortened.
+# These edits shorten prompts above a number of tokens. The gateway never shortens prompts.
 _NEVER_APPLIED = ("clear_tool_uses_", "compact_")
 _THOUGHTS = frozenset({"thinking", "redacted_thinking"})
 _HARMLESS = frozenset(
@@ -54,12 +55,14 @@ _HARMLESS = frozenset(
 _UNIMPLEMENTED = frozenset({"compaction", "container", "mcp_servers", "prefill", "thread"})
 _FIELDS = KnownFields.of_generation(_HARMLESS, _UNIMPLEMENTED)
 _COUNTED_FIELDS = KnownFields(_HARMLESS, _UNIMPLEMENTED)
-_HOSTED = ("web_search_", "web_fetch_", "code_execution_", "tool_search_", "advisor_")
+_HOSTED_TOOLS = ("web_search_", "web_fetch_", "code_execution_", "tool_search_", "advisor_")
 
 
 def chat_messages(turns: Sequence[Message]) -> list[ChatMessage]:
-    """Raises:
-    InvalidArgument: a block is of a kind that is not implemented, or lacks a field.
+    """Returns the messages of a chat.
+
+    Raises:
+        InvalidArgument: the type of a block is not implemented, or a block lacks a field.
     """
     messages: list[ChatMessage] = []
     for index, turn in enumerate(turns):
@@ -68,7 +71,7 @@ def chat_messages(turns: Sequence[Message]) -> list[ChatMessage]:
         elif turn.role == "assistant":
             messages.append(_assistant(f"messages[{index}]", turn.content))
         else:
-            messages += _others(f"messages[{index}]", turn)
+            messages += _input_messages(f"messages[{index}]", turn)
     return messages
 
 
@@ -77,17 +80,17 @@ def _assistant(field: str, blocks: Sequence[Block]) -> ChatMessage:
     calls: list[ToolCall] = []
     thoughts: list[str] = []
     for number, block in enumerate(blocks):
-        place = f"{field}.content[{number}]"
+        block_field = f"{field}.content[{number}]"
         if block.type == "text":
             texts.append(ContentPart(type="text", text=block.text))
         elif block.type == "tool_use":
-            name = required(f"{place}.name", block.name)
+            name = required(f"{block_field}.name", block.name)
             function = CalledFunction(name=name, arguments=block.input or {})
             calls.append(ToolCall(id=block.id, function=function))
         elif block.type == "thinking":
             thoughts.append(block.thinking or "")
         elif block.type != "redacted_thinking":
-            raise unread(place, block.type)
+            raise unread(block_field, block.type)
     return ChatMessage(
         role="assistant",
         content=texts,
@@ -96,32 +99,32 @@ def _assistant(field: str, blocks: Sequence[Block]) -> ChatMessage:
     )
 
 
-def _others(field: str, turn: Message) -> list[ChatMessage]:
-    """Returns the results of tools, each a message of its own, then the text."""
+def _input_messages(field: str, turn: Message) -> list[ChatMessage]:
+    """Returns the messages of a user or system turn: one per tool result, then the text."""
     results: list[ChatMessage] = []
     texts: list[ContentPart] = []
     for number, block in enumerate(turn.content):
         assert isinstance(block, Block)
-        place = f"{field}.content[{number}]"
+        block_field = f"{field}.content[{number}]"
         if block.type == "text":
             texts.append(ContentPart(type="text", text=block.text))
         elif block.type == "tool_result":
-            call_id = required(f"{place}.tool_use_id", block.tool_use_id)
+            call_id = required(f"{block_field}.tool_use_id", block.tool_use_id)
             content = block.content or ""
-            check_texts(f"{place}.content", content)
+            check_texts(f"{block_field}.content", content)
             results.append(ChatMessage(role="tool", tool_call_id=call_id, content=content))
         else:
-            raise unread(place, block.type)
+            raise unread(block_field, block.type)
     if texts or not results:
         return [*results, ChatMessage(role=turn.role, content=texts)]
     return results
 
 
 def edited(turns: Sequence[Message], management: ContextManagement | None) -> Sequence[Message]:
-    """Returns the turns after the edits.
+    """Applies the edits of `context_management` to the turns.
 
     Raises:
-        InvalidArgument: an edit is of a kind nobody knows here.
+        InvalidArgument: the type of an edit is not implemented.
     """
     for index, edit in enumerate(() if management is None else management.edits or ()):
         field = f"context_management.edits[{index}]"
@@ -130,12 +133,12 @@ def edited(turns: Sequence[Message], management: ContextManagement | None) -> Se
             continue
         if edit.type != _CLEAR_THINKING:
             raise unimplemented(f"{field}.type", f"{field}.type {edit.type[:64]!r}")
-        turns = _without_thoughts(turns, _num_kept(edit, field))
+        turns = _without_thoughts(turns, _num_turns_to_keep(edit, field))
     return turns
 
 
-def _num_kept(edit: ContextEdit, field: str) -> int | None:
-    """Returns the turns of the assistant that keep their thoughts; None for all."""
+def _num_turns_to_keep(edit: ContextEdit, field: str) -> int | None:
+    """Returns how many of the assistant's last turns keep their thoughts; None for all."""
     keep = edit.keep
     if keep is None:
         return 1
@@ -151,7 +154,7 @@ def _num_kept(edit: ContextEdit, field: str) -> int | None:
 def _without_thoughts(turns: Sequence[Message], num_kept: int | None) -> Sequence[Message]:
     thinking = [index for index, turn in enumerate(turns) if _thinks(turn)]
     cleared = set() if num_kept is None else set(thinking[:-num_kept])
-    return [_cleared(turn) if n in cleared else turn for n, turn in enumerate(turns)]
+    return [_cleared(turn) if index in cleared else turn for index, turn in enumerate(turns)]
 
 
 def _thinks(turn: Message) -> bool:
@@ -167,8 +170,10 @@ def _cleared(turn: Message) -> Message:
 
 
 async def messages_plan(body: MessagesRequest, planner: Planner, model: TargetModel) -> Plan:
-    """Raises:
-    InvalidArgument: the request can never be served; by Anthropic's name of the field.
+    """Plans a request.
+
+    Raises:
+        InvalidArgument: the request can never be served; names the field as Anthropic does.
     """
     refuse_rounds(body.speculation)
     response_format, field = _response_format(body)
@@ -192,24 +197,24 @@ async def messages_plan(body: MessagesRequest, planner: Planner, model: TargetMo
 
 
 def _response_format(body: MessagesRequest) -> tuple[ResponseFormat | None, str]:
-    """Returns OpenAI's name of the format, and the field it came in."""
+    """Returns the format in OpenAI's form, and the field it came in."""
     if body.output_config is not None and body.output_config.format is not None:
-        given, field = body.output_config.format, "output_config.format"
+        output_format, field = body.output_config.format, "output_config.format"
     elif body.output_format is not None:
-        given, field = body.output_format, "output_format"
+        output_format, field = body.output_format, "output_format"
     else:
         return None, ""
-    return json_schema_format(given.content), field
+    return json_schema_format(output_format.content), field
 
 
 def prompt_chat(body: Prompt, style: OutputStyle) -> ChatCompletionRequest:
-    """Returns the chat of a prompt, `system` first.
+    """Returns the prompt as a chat, `system` first.
 
     Raises:
-        InvalidArgument: it has what the gateway cannot do: media, prefill.
+        InvalidArgument: the prompt asks for something that is not implemented, such as media.
     """
-    known = _FIELDS if isinstance(body, MessagesRequest) else _COUNTED_FIELDS
-    known.refuse(body)
+    known_fields = _FIELDS if isinstance(body, MessagesRequest) else _COUNTED_FIELDS
+    known_fields.refuse(body)
     messages = chat_messages(edited(body.messages, body.context_management))
     if not messages:
         raise InvalidArgument.of("PROMPT_EMPTY", "messages", "messages is empty")
@@ -234,7 +239,7 @@ def prompt_chat(body: Prompt, style: OutputStyle) -> ChatCompletionRequest:
 
 
 def _tools(body: Prompt) -> list[ToolDefinition] | None:
-    own = []
+    definitions = []
     for index, tool in enumerate(body.tools or ()):
         if tool.type in (None, "custom"):
             function = FunctionDefinition(
@@ -243,12 +248,12 @@ def _tools(body: Prompt) -> list[ToolDefinition] | None:
                 parameters=tool.input_schema,
                 strict=tool.strict,
             )
-            own.append(ToolDefinition(type="function", function=function))
-        elif tool.type.startswith(_HOSTED):
+            definitions.append(ToolDefinition(type="function", function=function))
+        elif tool.type.startswith(_HOSTED_TOOLS):
             leave_out_hosted(f"tools[{index}]", tool.type)
         else:
             raise unimplemented(f"tools[{index}].type", f"a tool of type {tool.type[:64]!r}")
-    return own
+    return definitions
 
 
 def _tool_choice(
@@ -269,7 +274,7 @@ def _tool_choice(
 def _is_thinking(thinking: Thinking | None, style: OutputStyle) -> bool:
     if thinking is None or thinking.type == "disabled":
         return False
-    if thinking.type == "adaptive":  # the model decides, and one that cannot has decided
+    if thinking.type == "adaptive":  # the model decides; one that cannot reason never does
         return style.reasoning is not ReasoningParser.NONE
     if style.reasoning is ReasoningParser.NONE:
         give_notice("thinking has no effect: the model does not set thoughts apart")

@@ -50,20 +50,20 @@ class ToolChoice(Body):
 
 
 class ContextEdit(Body):
-    """Something to be left out of the turns."""
+    """An edit that leaves out parts of the turns."""
 
     type: str = Field(description="clear_thinking_20251015; others are never applied")
     keep: str | dict[str, Any] | None = None
 
 
 class ContextManagement(Body):
-    """Edits, applied in their order."""
+    """Edits of the turns, applied in order."""
 
     edits: Items[ContextEdit] | None = None
 
 
 class Prompt(Body):
-    """Fields that counting shares with generating: body of `/v1/messages/count_tokens`."""
+    """Body of `/v1/messages/count_tokens`; `/v1/messages` has these fields, too."""
 
     model: str
     messages: Items[Message]
@@ -74,7 +74,7 @@ class Prompt(Body):
     chat_template_kwargs: dict[str, Any] | None = None
     context_management: ContextManagement | None = None
     service_tier: Literal["auto", "standard_only"] | None = Field(
-        default=None, description="each is served alike"
+        default=None, description="no effect: both tiers are served alike"
     )
 
 
@@ -100,7 +100,7 @@ class MessagesRequest(Prompt, SharedFields):
     stop_sequences: Items[str] | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(
-        default=None, description="the older place of `output_config.format`"
+        default=None, description="the older name of `output_config.format`"
     )
     speculation: Speculation | None = None
 
@@ -117,7 +117,7 @@ class ThinkingBlock(Answered):
 
     type: Literal["thinking"]
     thinking: str
-    signature: str = Field(description="empty: nothing signs thoughts here")
+    signature: str = Field(description="empty: reasoning is not signed here")
 
 
 class ToolUseBlock(Answered):
@@ -126,11 +126,11 @@ class ToolUseBlock(Answered):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: Any = Field(description="the arguments; empty where they were cut off")
+    input: Any = Field(description="the arguments; empty if they were cut off")
 
 
 class MessageUsage(Answered):
-    """Tokens of a message; cached ones are not among `input_tokens`."""
+    """Tokens of a message; `input_tokens` leaves out cached tokens."""
 
     input_tokens: NonNegativeInt
     cache_read_input_tokens: NonNegativeInt
@@ -148,8 +148,10 @@ class MessageAnswer(Answered):
     system_fingerprint: str
     content: list[TextBlock | ThinkingBlock | ToolUseBlock]
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
-    stop_sequence: str | None = Field(description="the one that ended the text")
+    stop_sequence: str | None = Field(description="the stop sequence that ended the text")
     usage: MessageUsage
     metrics: AnswerMetrics
     timings: Timings
-    schema_check: SchemaCheck | None = Field(default=None, description="of what no grammar holds")
+    schema_check: SchemaCheck | None = Field(
+        default=None, description="of the parts of a schema that no grammar enforces"
+    )

@@ -1,1 +1,1 @@
-"""SGLang's and vLLM's own interfaces: generate, tokenize, and what operates a server."""
+"""SGLang's and vLLM's own interfaces: generation, tokenization and server administration."""

@@ -1,4 +1,4 @@
-"""`/generate`: its body as the completion it asks for, its answers and its route."""
+"""SGLang's `/generate`: its requests planned as completions, its answers and its route."""
 
 from __future__ import annotations
 
@@ -29,31 +29,17 @@ from shared.errors import InvalidArgument, OutriderError
 from shared.text import Tokenizer
 from shared.tokens import FinishReason, TokenLogprobs
 
-_Prompt = str | list[str] | list[int] | list[list[int]]
+_Prompts = str | list[str] | list[int] | list[list[int]]
 
 _DEFAULT_NEW_TOKENS = 128  # SGLang's
 _FIELDS = KnownFields.of_generation(
     harmless=frozenset(
-        {
-            "background",
-            "custom_labels",
-            "data_parallel_rank",
-            "include_reasoning",
-            "log_metrics",
-            "routed_dp_rank",
-            "routing_key",
-            "separate_reasoning",
-        }
+        {"background", "custom_labels", "data_parallel_rank", "include_reasoning", "log_metrics"}
+        | {"routed_dp_rank", "routing_key", "separate_reasoning"}
     ),
     unimplemented=frozenset(
-        {
-            "audio_data",
-            "bootstrap_host",
-            "bootstrap_room",
-            "image_data",
-            "positional_embed_overrides",
-            "video_data",
-        }
+        {"audio_data", "bootstrap_host", "bootstrap_room", "image_data"}
+        | {"positional_embed_overrides", "video_data"}
     ),
 )
 _SAMPLING_FIELDS = KnownFields.of_generation(
@@ -63,7 +49,7 @@ _SAMPLING_FIELDS = KnownFields.of_generation(
 _RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 _PROMPT_NAMES = {"prompt_logprob_start": "logprob_start_len"}
 _CONSTRAINTS = ("regex", "ebnf", "json_schema", "structural_tag")
-_SAME = (*SamplingFields.model_fields, *_CONSTRAINTS, "n")
+_UNRENAMED = (*SamplingFields.model_fields, *_CONSTRAINTS, "n")
 
 _Entries = list[list[Any]] | None
 _ANSWERS: dict[int | str, dict[str, Any]] = {200: {"model": GenerateAnswer | list[GenerateAnswer]}}
@@ -71,12 +57,12 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {200: {"model": GenerateAnswer | lis
 
 @dataclass(frozen=True, slots=True)
 class WantedScores:
-    """Log probabilities of a prompt's outputs.
+    """The log probabilities that a request wants for one prompt and its outputs.
 
     Attributes:
         num_top: alternatives per token; None without log probabilities.
-        start: first prompt token with a log probability; None when none has.
-        named: further tokens to report; None where it is not asked for.
+        start: first prompt token with a log probability; None without any for the prompt.
+        named: ids of further tokens to report; None if the request names none.
     """
 
     num_top: int | None
@@ -86,124 +72,122 @@ class WantedScores:
 
 @dataclass(frozen=True, slots=True)
 class GeneratePlan:
-    """A plan, and how `/generate` shows it.
+    """A plan, and how `/generate` shows its answer.
 
     Attributes:
         is_batch: the answer is a list, and events of a stream have an index.
-        scores: the log probabilities of each prompt.
+        scores: the wanted log probabilities, one element per prompt.
         spells_tokens: whether log probabilities come with the tokens' text.
     """
 
-    plan: Plan
+    completion: Plan
     is_batch: bool
     scores: tuple[WantedScores, ...]
     spells_tokens: bool
 
     def scores_of(self, index: int) -> WantedScores:
-        """Returns what a choice tells of its tokens."""
-        return self.scores[index // self.plan.num_choices]
+        """Returns the log probabilities that a choice reports."""
+        return self.scores[index // self.completion.num_choices]
 
     def id_of(self, index: int) -> str:
         """Returns `meta_info.id` of a choice."""
-        return f"{self.plan.request_id}_{index}" if self.is_batch else self.plan.request_id
+        return (
+            f"{self.completion.request_id}_{index}" if self.is_batch else self.completion.request_id
+        )
 
 
 async def generate_plan(
     body: GenerateRequest, planner: Planner, model: TargetModel
 ) -> GeneratePlan:
-    """Raises:
-    InvalidArgument: the request can never be served; by SGLang's name of the field.
+    """Plans a request as one completion, or as one per prompt if their settings differ.
+
+    Raises:
+        InvalidArgument: the request can never be served; names the field as SGLang does.
     """
     _FIELDS.refuse(body)
-    prompt, field = _prompt(body)
-    is_many = _is_batch(prompt)
-    count = max(len(prompt), 1) if is_many else 1
-    samplings = _each("sampling_params", body.sampling_params, count)
+    prompts, field = _prompts(body)
+    is_list = not isinstance(prompts, str) and not (prompts and isinstance(prompts[0], int))
+    count = max(len(prompts), 1) if is_list else 1
+    samplings = _per_prompt("sampling_params", body.sampling_params, count)
+    samplings = [sampling or NativeSampling() for sampling in samplings]
     scores = _scores(body, count)
-    asked = [(each or NativeSampling(), own) for each, own in zip(samplings, scores, strict=True)]
-    for sampling, _ in asked:
+    for sampling in samplings:
         _SAMPLING_FIELDS.refuse(sampling, "sampling_params.")
-    names = {inside: f"sampling_params.{_RENAMED.get(inside, inside)}" for inside in _SAME}
-    names |= {inside: f"sampling_params.{outside}" for inside, outside in _RENAMED.items()}
-    if body.return_routed_experts and any(sampling.stop for sampling, _ in asked):
-        # Text that ends an output is found here, before the target has told anything.
+    names = {name: f"sampling_params.{_RENAMED.get(name, name)}" for name in _UNRENAMED}
+    names |= {name: f"sampling_params.{native}" for name, native in _RENAMED.items()}
+    if body.return_routed_experts and any(sampling.stop for sampling in samplings):
+        # The gateway finds stop strings, before the target has reported the routed experts.
         message = "return_routed_experts is true; stop cannot be set beside it, stop_token_ids can"
         raise InvalidArgument.of("ROUTED_EXPERTS_STOP", "return_routed_experts", message)
     names |= {"logprobs": "top_logprobs_num", "logprob_token_ids": "token_ids_logprob"}
     with client_names({**names, "prompt": field, **_PROMPT_NAMES}):
-        if all(each == asked[0] for each in asked):
-            parts = [prompt]
+        settings = list(zip(samplings, scores, strict=True))
+        if all(own == settings[0] for own in settings):
+            batches = [prompts]
         else:
             check_prompts(planner.settings, count)
-            parts = _alone(prompt)
+            batches = _split_batch(prompts)
         plans = [
             await planner.completion(
-                _completion(body, sampling, part, own),
+                _completion(body, sampling, batch, wanted),
                 model,
-                scored_from=own.start,
+                scored_from=wanted.start,
                 default_tokens=_DEFAULT_NEW_TOKENS,
                 keeps_likeliest=True,
             )
-            for part, (sampling, own) in zip(parts, asked, strict=False)
+            for batch, (sampling, wanted) in zip(batches, settings, strict=False)
         ]
-        plan = _joined(plans, planner)
-    is_batch = len(plan.generations) > 1 or is_many
-    field = f"sampling_params.{plan.grammar_field}"
+        plan = _merged(plans, planner)
+    is_batch = len(plan.generations) > 1 or is_list
+    wants_routes = body.return_routed_experts
     plan = replace(
         plan,
         request_id=body.rid or uuid.uuid4().hex,
-        grammar_field=field,
+        grammar_field=f"sampling_params.{plan.grammar_field}",
         generations=tuple(
-            replace(
-                each,
-                logprobs_after_temperature=True,
-                wants_routes=body.return_routed_experts,
-            )
-            for each in plan.generations
+            replace(generation, logprobs_after_temperature=True, wants_routes=wants_routes)
+            for generation in plan.generations
         ),
     )
     return GeneratePlan(plan, is_batch, scores, body.return_text_in_logprobs)
 
 
-def _alone(prompt: _Prompt) -> list[_Prompt]:
+def _split_batch(prompts: _Prompts) -> list[_Prompts]:
     """Returns each prompt of a batch as a batch of its own."""
-    assert not isinstance(prompt, str)
-    texts = [each for each in prompt if isinstance(each, str)]
-    tokens = [each for each in prompt if isinstance(each, list)]
-    return [*([each] for each in texts), *([each] for each in tokens)]
+    assert not isinstance(prompts, str)
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    token_lists = [prompt for prompt in prompts if isinstance(prompt, list)]
+    return [*([text] for text in texts), *([token_ids] for token_ids in token_lists)]
 
 
-def _joined(plans: Sequence[Plan], planner: Planner) -> Plan:
-    """Returns one plan of several prompts, each with its own settings.
+def _merged(plans: Sequence[Plan], planner: Planner) -> Plan:
+    """Merges the plans of several prompts, each with its own settings, into one.
 
     Raises:
-        InvalidArgument: they ask for different numbers of choices, or for too many.
+        InvalidArgument: the plans have different numbers of choices, or too many choices together.
     """
     first = plans[0]
-    if any(each.num_choices != first.num_choices for each in plans):
+    if any(plan.num_choices != first.num_choices for plan in plans):
         raise unimplemented("n", "n that differs within a batch")
     if len(plans) == 1:
         return first
     check_choices(planner.settings, first.num_choices, len(plans))
     return replace(
         first,
-        generations=tuple(generation for each in plans for generation in each.generations),
-        texts=tuple(each.text for each in plans for _ in each.generations),
+        generations=tuple(generation for plan in plans for generation in plan.generations),
+        texts=tuple(plan.text for plan in plans for _ in plan.generations),
     )
 
 
 def _completion(
-    body: GenerateRequest,
-    sampling: NativeSampling,
-    prompt: _Prompt,
-    scores: WantedScores,
+    body: GenerateRequest, sampling: NativeSampling, prompts: _Prompts, scores: WantedScores
 ) -> CompletionRequest:
-    given = {name: getattr(sampling, name) for name in _SAME}
+    fields = {name: getattr(sampling, name) for name in _UNRENAMED}
     renamed = {"min_tokens": sampling.min_new_tokens, "seed": sampling.sampling_seed}
-    given |= {name: value for name, value in renamed.items() if value is not None}
+    fields |= {name: value for name, value in renamed.items() if value is not None}
     return CompletionRequest(
-        **given,
-        prompt=prompt,
+        **fields,
+        prompt=prompts,
         priority=body.priority,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         truncation_side=body.truncation_side,
@@ -217,8 +201,8 @@ def _completion(
     )
 
 
-def _prompt(body: GenerateRequest) -> tuple[_Prompt, str]:
-    """Returns the prompts and the field they came in."""
+def _prompts(body: GenerateRequest) -> tuple[_Prompts, str]:
+    """Returns the prompt or prompts, and the field they came in."""
     if body.text is not None and body.input_ids is None:
         return body.text, "text"
     if body.input_ids is not None and body.text is None:
@@ -227,35 +211,33 @@ def _prompt(body: GenerateRequest) -> tuple[_Prompt, str]:
     raise InvalidArgument.of("PROMPT_AMBIGUOUS", "text", message)
 
 
-def _is_batch(prompt: str | Sequence[object]) -> bool:
-    return not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], int))
-
-
 def _scores(body: GenerateRequest, count: int) -> tuple[WantedScores, ...]:
-    """Returns the log probabilities that each prompt is to have; a start of -1, SGLang's default,
-    is behind the prompt."""
-    wants = _each("return_logprob", body.return_logprob, count)
-    tops = _each("top_logprobs_num", body.top_logprobs_num, count)
-    starts = _each("logprob_start_len", body.logprob_start_len, count)
-    given: Any = body.token_ids_logprob
-    if given is not None and all(isinstance(each, int) for each in given):
-        given = [given] * count
-    named = _each("token_ids_logprob", given, count)
-    found = []
-    for is_wanted, top, start, ids in zip(wants, tops, starts, named, strict=True):
+    """Returns the wanted log probabilities of each prompt.
+
+    A start of -1, SGLang's default, lies behind the prompt: no prompt token has one.
+    """
+    wants = _per_prompt("return_logprob", body.return_logprob, count)
+    tops = _per_prompt("top_logprobs_num", body.top_logprobs_num, count)
+    starts = _per_prompt("logprob_start_len", body.logprob_start_len, count)
+    id_lists: Any = body.token_ids_logprob
+    if id_lists is not None and all(isinstance(entry, int) for entry in id_lists):
+        id_lists = [id_lists] * count
+    id_lists = _per_prompt("token_ids_logprob", id_lists, count)
+    scores = []
+    for is_wanted, top, start, ids in zip(wants, tops, starts, id_lists, strict=True):
         if not is_wanted:
-            found.append(WantedScores(None, None, None))
+            scores.append(WantedScores(None, None, None))
             continue
-        own = tuple(dict.fromkeys(ids)) if isinstance(ids, list) else None
-        found.append(WantedScores(top or 0, None if start in (None, -1) else start, own))
-    return tuple(found)
+        named = tuple(dict.fromkeys(ids)) if isinstance(ids, list) else None
+        scores.append(WantedScores(top or 0, None if start in (None, -1) else start, named))
+    return tuple(scores)
 
 
-def _each(field: str, value: Any, count: int) -> list[Any]:
-    """Returns the value of a field for each prompt; one alone is for all.
+def _per_prompt(field: str, value: Any, count: int) -> list[Any]:
+    """Returns the values of a field, one per prompt. A single value applies to all prompts.
 
     Raises:
-        InvalidArgument: it has other values than prompts.
+        InvalidArgument: the field is a list whose length is not the number of prompts.
     """
     if not isinstance(value, list):
         return [value] * count
@@ -266,15 +248,15 @@ def _each(field: str, value: Any, count: int) -> list[Any]:
 
 
 class GeneratedText:
-    """One choice as `/generate` shows it: everything so far, every time.
+    """One choice as `/generate` shows it: every event has the whole output so far.
 
-    A request that was aborted ends like any other, with what it had and `finish_reason` abort.
+    An aborted request ends with the output it had and the `finish_reason` abort.
     """
 
-    def __init__(self, asked: GeneratePlan, choice: Choice, tokenizer: Tokenizer) -> None:
+    def __init__(self, plan: GeneratePlan, choice: Choice, tokenizer: Tokenizer) -> None:
         self.choice = choice
-        self._asked = asked
-        self._wanted = asked.scores_of(choice.index)
+        self._plan = plan
+        self._wanted = plan.scores_of(choice.index)
         self._tokenizer = tokenizer
         self._begin_s = time.perf_counter()
         self._text = ""
@@ -297,8 +279,8 @@ class GeneratedText:
             self._named.append(named)
 
     def body(self, aborted: Aborted | None = None) -> dict[str, Any]:
-        """Returns the JSON object."""
-        index = {"index": self.choice.index} if self._asked.is_batch else {}
+        """Returns the answer's JSON object."""
+        index = {"index": self.choice.index} if self._plan.is_batch else {}
         return {
             "text": self._text,
             "output_ids": self._token_ids,
@@ -308,9 +290,9 @@ class GeneratedText:
 
     def _meta_info(self, aborted: Aborted | None) -> dict[str, Any]:
         choice = self.choice
-        prompt = self._asked.plan.generations[choice.index].prompt_token_ids
+        prompt = self._plan.completion.generations[choice.index].prompt_token_ids
         info: dict[str, Any] = {
-            "id": self._asked.id_of(choice.index),
+            "id": self._plan.id_of(choice.index),
             "finish_reason": _finish_reason(choice, aborted),
             "prompt_tokens": len(prompt),
             "completion_tokens": choice.num_output_tokens,
@@ -324,20 +306,22 @@ class GeneratedText:
             info["e2e_latency"] = time.perf_counter() - self._begin_s
             if choice.routes:
                 info["routed_experts"] = base64.b64encode(choice.routes).decode()
-        info |= self._of_prompt(prompt)
+        info |= self._prompt_score_fields(prompt)
         if self._wanted.num_top is not None:
             info["output_token_logprobs"] = self._logprobs
         if self._wanted.num_top:
             info["output_top_logprobs"] = self._top
         if self._wanted.named is not None:
             info["output_token_ids_logprobs"] = self._named
-        if self._rounds:  # new ones only: all of them in every event would add up to megabytes
+        if self._rounds:  # only the new rounds: all of them in every event would make megabytes
             info["spec_rounds"] = self._rounds
         return info | check_field(choice) | speculation_fields(choice)
 
-    def _of_prompt(self, prompt: Sequence[int]) -> dict[str, orjson.Fragment]:
-        """Returns the fields of the prompt's tokens. They are in every event of a stream and, once
-        there, the same in all: thousands of entries are encoded once."""
+    def _prompt_score_fields(self, prompt: Sequence[int]) -> dict[str, orjson.Fragment]:
+        """Returns the fields with log probabilities of prompt tokens, encoded.
+
+        Every event of a stream repeats these thousands of entries, so they are encoded once.
+        """
         if self._num_prompt_scores == len(self.choice.prompt_scores):
             return self._prompt_fields
         inputs, wanted = self._inputs(prompt), self._wanted
@@ -348,28 +332,31 @@ class GeneratedText:
             fields["input_top_logprobs"] = [top for _, top, _ in inputs]
         if wanted.named is not None:
             fields["input_token_ids_logprobs"] = [named for _, _, named in inputs]
-        encoded = {name: orjson.Fragment(orjson.dumps(each)) for name, each in fields.items()}
+        encoded = {name: orjson.Fragment(orjson.dumps(value)) for name, value in fields.items()}
         self._prompt_fields, self._num_prompt_scores = encoded, len(self.choice.prompt_scores)
         return encoded
 
     def _inputs(self, prompt: Sequence[int]) -> list[tuple[list[Any], _Entries, _Entries]]:
-        """Returns the entries of the prompt's tokens; the very first one has no distribution."""
+        """Returns (entry, top entries, named entries) of each scored prompt token.
+
+        The first token of a prompt has no log probability: nothing precedes it.
+        """
         scores = self.choice.prompt_scores
-        found: list[tuple[list[Any], _Entries, _Entries]] = []
+        inputs: list[tuple[list[Any], _Entries, _Entries]] = []
         if self._wanted.start == 0:
-            found.append((self._entry(prompt[0], None), None, None))
-        for token_id, each in zip(prompt[len(prompt) - len(scores) :], scores, strict=True):
-            found.append((self._entry(token_id, each.log_prob), *self._split(each)))
-        return found
+            inputs.append((self._entry(prompt[0], None), None, None))
+        for token_id, score in zip(prompt[len(prompt) - len(scores) :], scores, strict=True):
+            inputs.append((self._entry(token_id, score.log_prob), *self._split(score)))
+        return inputs
 
     def _entry(self, token_id: int, log_prob: float | None) -> list[Any]:
         spelled = None
-        if self._asked.spells_tokens:
+        if self._plan.spells_tokens:
             spelled = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return [None if log_prob is None else finite(log_prob), token_id, spelled]
 
     def _split(self, logprobs: TokenLogprobs) -> tuple[list[list[Any]], list[list[Any]]]:
-        """Returns the likeliest tokens, and those that were named."""
+        """Returns the entries of the likeliest tokens, and of the tokens that the request named."""
         entries = [self._entry(token_id, log_prob) for token_id, log_prob in logprobs.top]
         num_named = len(self._wanted.named or ())
         return entries[: len(entries) - num_named], entries[len(entries) - num_named :]
@@ -378,13 +365,13 @@ class GeneratedText:
 class GenerateChunks:
     """Events of a `/generate` stream."""
 
-    def __init__(self, asked: GeneratePlan, tokenizer: Tokenizer) -> None:
-        self._asked = asked
+    def __init__(self, plan: GeneratePlan, tokenizer: Tokenizer) -> None:
+        self._plan = plan
         self._tokenizer = tokenizer
         self._texts: dict[int, GeneratedText] = {}
 
     def opening(self, choice: Choice, usage_so_far: bytes) -> bytes:
-        self._texts[choice.index] = GeneratedText(self._asked, choice, self._tokenizer)
+        self._texts[choice.index] = GeneratedText(self._plan, choice, self._tokenizer)
         return b""
 
     def news(self, choice: Choice, usage_so_far: bytes) -> bytes:
@@ -410,7 +397,7 @@ class GenerateChunks:
 def speculation_fields(choice: Choice) -> dict[str, Any]:
     """Returns the speculation counters under the names of old and new releases of SGLang.
 
-    As there, they are absent when no tree was verified.
+    As in SGLang, the fields are absent when no tree was verified.
     """
     figures, stats = speculative_decoding([choice]), choice.stats
     if figures is None:
@@ -449,20 +436,20 @@ def add_generate_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.put("/generate", tags=["sglang"], responses=_ANSWERS)
     @app.post("/generate", tags=["sglang"], responses=_ANSWERS)
     async def generate(body: GenerateRequest, request: Request) -> Response:
-        asked = await generate_plan(body, gateway.planner, gateway.pool.model(body.model))
-        answer = Answer(asked.plan, gateway, "generate")
-        if asked.plan.is_stream:
-            return EventStream(answer, GenerateChunks(asked, tokenizer))
-        texts = [GeneratedText(asked, choice, tokenizer) for choice in answer.choices]
+        plan = await generate_plan(body, gateway.planner, gateway.pool.model(body.model))
+        answer = Answer(plan.completion, gateway, "generate")
+        if plan.completion.is_stream:
+            return EventStream(answer, GenerateChunks(plan, tokenizer))
+        texts = [GeneratedText(plan, choice, tokenizer) for choice in answer.choices]
         bodies = await _bodies(answer, texts, request)
-        content = orjson.dumps(bodies if asked.is_batch else bodies[0])
+        content = orjson.dumps(bodies if plan.is_batch else bodies[0])
         return Response(content, media_type="application/json")
 
 
 async def _bodies(
     answer: Answer, texts: Sequence[GeneratedText], request: Request
 ) -> list[dict[str, Any]]:
-    """Returns the objects of the whole answer. What was aborted ends with what it had."""
+    """Returns the JSON object of each choice. An aborted choice has the output so far."""
     try:
         final_choices = await whole_answer(answer, request.receive)
     except Aborted as error:

@@ -1,7 +1,7 @@
 """Routes for trainers that use this server for rollouts, with SGLang's paths and bodies.
 
-All of it is done by the targets, at their maintenance ports. With several targets a weight update
-is in force on all or on none; or it goes from one to the next.
+The targets do the work, through their maintenance ports. With several targets a weight update
+takes effect on all of them or on none; a rolling update goes from one target to the next.
 """
 
 from __future__ import annotations
@@ -31,19 +31,14 @@ from gateway.native.schema import (
     WeightCheck,
 )
 from gateway.serving import Gateway
-from shared.errors import (
-    FailedPrecondition,
-    InvalidArgument,
-    OutriderError,
-    PermissionDenied,
-)
+from shared.errors import FailedPrecondition, InvalidArgument, OutriderError, PermissionDenied
 from shared.rpc.admin_client import TargetAdmin, TensorToCome
 
 T = TypeVar("T")
 Reply = dict[str, Any]
 Route = Callable[..., Awaitable[Reply]]
 Update = Callable[[TargetAdmin], Awaitable[Reply]]
-_KEPT_TAG = "cuda_graph"
+_NEVER_RELEASED_TAG = "cuda_graph"
 
 
 def add_rollout_routes(app: FastAPI, gateway: Gateway) -> None:
@@ -74,19 +69,19 @@ def add_rollout_routes(app: FastAPI, gateway: Gateway) -> None:
 
 
 def _answered(route: Route, gateway: Gateway) -> Callable[..., Awaitable[Response]]:
-    """Has a route answer as SGLang's do, whether targets did what it asked for or refused."""
+    """Wraps a route: its answers, and its refusals by targets, have the shape of SGLang's."""
 
     @wraps(route)
-    async def handle(**given: Any) -> Response:
+    async def handle(**arguments: Any) -> Response:
         try:
-            done = await route(**given)
+            reply = await route(**arguments)
         except OutriderError as error:
             problem = Problem.of_request(error)
             body = {"success": False, "message": error.message, **problem.openai_body()}
             return JSONResponse(body, problem.status)
-        # What answers say of their weights is what targets said when they were last asked.
+        # Later answers report the weight version that each target states here.
         await asyncio.gather(*(link.ask_model() for link in gateway.pool.links))
-        return JSONResponse({"success": True, "message": "done", **done})
+        return JSONResponse({"success": True, "message": "done", **reply})
 
     return handle
 
@@ -98,42 +93,42 @@ class RolloutRoutes:
         self._gateway = gateway
 
     async def weight_version(self) -> Reply:
-        """Tells which weights are in force."""
+        """Returns the version of the weights in use."""
         admins = self._gateway.target_admins()
-        statuses = await _each(admins, TargetAdmin.status)
-        versions = [each.weight_version for each in statuses]
+        statuses = await _call_all(admins, TargetAdmin.status)
+        versions = [status.weight_version for status in statuses]
         return {
             "weight_version": versions[0],
             "is_uniform": len(set(versions)) == 1,
             "targets": {
                 admin.address: {
-                    "weight_version": each.weight_version,
-                    "update_count": each.num_updates,
-                    "paused": each.pause,
-                    "released": each.released,
+                    "weight_version": status.weight_version,
+                    "update_count": status.num_updates,
+                    "paused": status.pause,
+                    "released": status.released,
                 }
-                for admin, each in zip(admins, statuses, strict=True)
+                for admin, status in zip(admins, statuses, strict=True)
             },
         }
 
     async def pause_generation(self, body: PauseRequest | None = None) -> Reply:
-        """Holds generation."""
+        """Pauses generation."""
         admins = self._gateway.target_admins()
         mode = "abort" if body is None else body.mode
         if mode == "abort":
-            # They hold first, and answers end with all that had been drawn.
-            await _each(admins, lambda admin: admin.pause("in_place"))
+            # Pause before aborting, so that answers end with all tokens that were drawn.
+            await _call_all(admins, lambda admin: admin.pause("in_place"))
             self._gateway.open_answers.abort(None)
-        counts = await _each(admins, lambda admin: admin.pause(mode))
+        counts = await _call_all(admins, lambda admin: admin.pause(mode))
         return {"num_paused_requests": sum(counts)}
 
     async def continue_generation(self) -> Reply:
-        """Lets it go on."""
-        dropped = await _each(self._gateway.target_admins(), TargetAdmin.resume)
+        """Resumes generation."""
+        dropped = await _call_all(self._gateway.target_admins(), TargetAdmin.resume)
         return {"dropped_update": any(dropped)}
 
     async def update_weights_from_disk(self, body: DiskUpdate) -> Reply:
-        """Replaces weights by a checkpoint."""
+        """Loads new weights from a checkpoint."""
         admins = self._gateway.target_admins()
         folder, version = body.model_path, body.weight_version or ""
         if body.abort_all_requests:
@@ -143,45 +138,45 @@ class RolloutRoutes:
             return admin.update_from_folder(folder, body.load_format or "", version)
 
         if body.rolling:
-            return await _rolling(admins, update)
-        return await _at_once(admins, update, version)
+            return await _update_rolling(admins, update)
+        return await _update_all(admins, update, version)
 
     async def update_weights_from_tensor(self, body: TensorUpdate) -> Reply:
-        """Replaces weights by those in the body."""
+        """Loads new weights from the body."""
         admins, version = self._gateway.target_admins(), body.weight_version or ""
         tensors = _safetensors(body)
-        return await _at_once(
+        return await _update_all(
             admins, lambda admin: admin.update_from_tensors(tensors, version), version
         )
 
     async def update_weights_from_distributed(self, body: GroupUpdate) -> Reply:
-        """Replaces weights by those that a group sends."""
+        """Loads new weights that a process group sends."""
         admins, version = self._gateway.target_admins(), body.weight_version or ""
-        is_flat, sent = _is_flat(body), _sent(body)
+        is_flat, tensors = _is_flat(body), _announced_tensors(body)
 
         def update(admin: TargetAdmin) -> Awaitable[Reply]:
-            return admin.update_from_group(body.group_name, sent, version, is_flat=is_flat)
+            return admin.update_from_group(body.group_name, tensors, version, is_flat=is_flat)
 
-        return await _at_once(admins, update, version)
+        return await _update_all(admins, update, version)
 
     async def begin_weight_update(self, body: UpdateBracket | None = None) -> Reply:
-        """Has the updates that follow gathered."""
+        """Begins an update: later calls only collect tensors, until the update ends."""
         admins = self._gateway.target_admins()
         _check_selector(body)
-        await _each(admins, TargetAdmin.begin)
+        await _call_all(admins, TargetAdmin.begin)
         return {}
 
     async def end_weight_update(self, body: UpdateBracket | None = None) -> Reply:
-        """Applies the gathered tensors."""
+        """Ends an update: applies the collected tensors."""
         admins = self._gateway.target_admins()
         version = "" if body is None else body.weight_version or ""
         _check_selector(body)
-        return _by_target(admins, await _each(admins, lambda admin: admin.end(version)))
+        return _by_target(admins, await _call_all(admins, lambda admin: admin.end(version)))
 
     async def init_weights_update_group(self, body: InitGroup) -> Reply:
-        """Joins a group; each target has the ranks behind those of the one before."""
+        """Joins a process group. Targets take consecutive ranks, from `rank_offset` on."""
         admins = self._gateway.target_admins()
-        statuses = await _each(admins, TargetAdmin.status)
+        statuses = await _call_all(admins, TargetAdmin.status)
         ranks, rank = {}, body.rank_offset
         for admin, status in zip(admins, statuses, strict=True):
             ranks[admin.address] = rank
@@ -193,49 +188,52 @@ class RolloutRoutes:
                 *(ranks[admin.address], body.world_size, body.backend or ""),
             )
 
-        await _each(admins, join)
+        await _call_all(admins, join)
         return {}
 
     async def destroy_weights_update_group(self, body: GroupName) -> Reply:
-        """Leaves a group."""
+        """Leaves a process group."""
         admins = self._gateway.target_admins()
-        await _each(admins, lambda admin: admin.leave(body.group_name))
+        await _call_all(admins, lambda admin: admin.leave(body.group_name))
         return {}
 
     async def weights_checker(self, body: WeightCheck) -> Reply:
-        """Compares checksums."""
+        """Returns checksums of the weights, or compares them with a snapshot."""
         admins = self._gateway.target_admins()
-        found = await _each(admins, lambda admin: admin.check(body.action))
+        results = await _call_all(admins, lambda admin: admin.check(body.action))
         changed = {
-            admin.address: names for admin, (_, names) in zip(admins, found, strict=True) if names
+            admin.address: names for admin, (_, names) in zip(admins, results, strict=True) if names
         }
         if changed:
             message = f"tensors differ from the snapshot: {changed}"
             raise FailedPrecondition(message, reason="WEIGHTS_CHANGED")
-        checksums = [sums for sums, _ in found]
+        checksums = [sums for sums, _ in results]
         return {"checksums": checksums} if any(checksums) else {}
 
     async def release_memory_occupation(self, body: MemoryTags | None = None) -> Reply:
-        """Frees memory while nothing runs."""
+        """Frees memory of weights or KV cache; no request may run."""
         admins, (tags, kept) = self._gateway.target_admins(), _tags(body)
         if not tags and kept:
             return {"freed_bytes": 0, "kept": kept}
-        found = await _each(admins, lambda admin: admin.release(tags))
-        for admin, (_, reasons) in zip(admins, found, strict=True):
+        results = await _call_all(admins, lambda admin: admin.release(tags))
+        for admin, (_, reasons) in zip(admins, results, strict=True):
             kept += [f"{admin.address} {reason}" for reason in reasons]
-        return {"freed_bytes": sum(num_bytes for num_bytes, _ in found), "kept": kept}
+        return {"freed_bytes": sum(num_bytes for num_bytes, _ in results), "kept": kept}
 
     async def resume_memory_occupation(self, body: MemoryTags | None = None) -> Reply:
-        """Takes it again."""
+        """Takes released memory again."""
         admins, (tags, kept) = self._gateway.target_admins(), _tags(body)
         if tags or not kept:
-            await _each(admins, lambda admin: admin.reoccupy(tags))
+            await _call_all(admins, lambda admin: admin.reoccupy(tags))
         return {}
 
 
 def check_may_change_weights(request: Request, gateway: Gateway) -> None:
-    """Raises:
-    PermissionDenied: the client is no operator, or of another host while that is not allowed.
+    """Checks that a client may change weights and pause generation.
+
+    Raises:
+        PermissionDenied: the client is no operator, or is on another host without
+            `--remote-operators`.
     """
     check_may_operate("change weights or hold generation")
     host = "" if request.client is None else request.client.host
@@ -249,19 +247,19 @@ def check_may_change_weights(request: Request, gateway: Gateway) -> None:
 
 
 def _is_local(host: str) -> bool:
-    """A socket of the file system has no host."""
+    """Returns whether a client is on this host. A Unix socket has an empty host."""
     try:
         return not host or ip_address(host).is_loopback
     except ValueError:
         return False
 
 
-async def _settled(
+async def _call_all_settled(
     admins: Sequence[TargetAdmin], call: Callable[[TargetAdmin], Awaitable[T]]
 ) -> list[T | OutriderError]:
-    """Calls all targets at once, waits for all of them, and returns what each answers."""
+    """Calls all targets at once, waits for all of them, and returns each one's answer or error."""
 
-    async def one(admin: TargetAdmin) -> T | OutriderError:
+    async def call_one(admin: TargetAdmin) -> T | OutriderError:
         try:
             return await call(admin)
         except OutriderError as error:
@@ -269,89 +267,93 @@ async def _settled(
                 error.message = f"{admin.address}: {error.message}"
             return error
 
-    return await asyncio.gather(*map(one, admins))
+    return await asyncio.gather(*map(call_one, admins))
 
 
-async def _each(
+async def _call_all(
     admins: Sequence[TargetAdmin], call: Callable[[TargetAdmin], Awaitable[T]]
 ) -> list[T]:
-    """Does what `_settled` does.
+    """Calls all targets at once, waits for all of them, and returns their answers.
 
     Raises:
-        OutriderError: that of the first that refused.
+        OutriderError: the error of the first target, in order, that refused.
     """
-    found: list[T] = []
-    for result in await _settled(admins, call):
-        if isinstance(result, OutriderError):
-            raise result
-        found.append(result)
-    return found
+    answers: list[T] = []
+    for answer in await _call_all_settled(admins, call):
+        if isinstance(answer, OutriderError):
+            raise answer
+        answers.append(answer)
+    return answers
 
 
-async def _at_once(admins: list[TargetAdmin], update: Update, version: str) -> Reply:
-    """Updates all targets or none: they gather first, and then all of them apply."""
+async def _update_all(admins: list[TargetAdmin], update: Update, version: str) -> Reply:
+    """Updates all targets or none: all collect the tensors first, then all apply them."""
     if len(admins) == 1:
         return await update(admins[0])
-    begun = await _settled(admins, TargetAdmin.begin)
-    refusals = [each for each in begun if isinstance(each, OutriderError)]
+    begun = await _call_all_settled(admins, TargetAdmin.begin)
+    refusals = [answer for answer in begun if isinstance(answer, OutriderError)]
     if len(refusals) == len(admins) and all(r.reason == "WEIGHT_UPDATE_OPEN" for r in refusals):
-        # The client has begun it, and ends it.
-        return _by_target(admins, await _each(admins, update))
-    own = [admin for admin, each in zip(admins, begun, strict=True) if each is None]
+        # The client has begun the update itself, and will end it.
+        return _by_target(admins, await _call_all(admins, update))
+    begun_here = [admin for admin, answer in zip(admins, begun, strict=True) if answer is None]
     try:
         if refusals:
             raise refusals[0]
-        await _each(admins, update)
+        await _call_all(admins, update)
     except OutriderError:
-        await _settled(own, lambda admin: admin.end("", drop=True))
+        await _call_all_settled(begun_here, lambda admin: admin.end("", drop=True))
         raise
-    return _by_target(admins, await _each(admins, lambda admin: admin.end(version)))
+    return _by_target(admins, await _call_all(admins, lambda admin: admin.end(version)))
 
 
-async def _rolling(admins: list[TargetAdmin], update: Update) -> Reply:
-    """Updates one target after the other; the others serve meanwhile."""
-    done: list[Reply] = []
+async def _update_rolling(admins: list[TargetAdmin], update: Update) -> Reply:
+    """Updates one target after the other, while the rest keep serving."""
+    replies: list[Reply] = []
     for admin in admins:
         was_paused = (await admin.status()).pause is not None
         if not was_paused:
             await admin.pause("retract")
         try:
-            done.append(await update(admin))
+            replies.append(await update(admin))
         finally:
             if not was_paused:
                 await admin.resume()
-    return _by_target(admins, done)
+    return _by_target(admins, replies)
 
 
-def _by_target(admins: Sequence[TargetAdmin], done: Sequence[Reply]) -> Reply:
-    found = {admin.address: each for admin, each in zip(admins, done, strict=True) if each}
-    if not found:
+def _by_target(admins: Sequence[TargetAdmin], replies: Sequence[Reply]) -> Reply:
+    """Returns the first target's reply, and under `targets` the replies of all of them."""
+    targets = {admin.address: reply for admin, reply in zip(admins, replies, strict=True) if reply}
+    if not targets:
         return {}
-    return {**next(iter(found.values())), "targets": found}
+    return {**next(iter(targets.values())), "targets": targets}
 
 
 def _safetensors(body: TensorUpdate) -> bytes:
-    """Raises: InvalidArgument: the tensors are pickled, or not one part for all processes."""
-    parts = body.serialized_named_tensors
+    """Returns the tensors of a body, in the format of safetensors.
+
+    Raises:
+        InvalidArgument: the tensors are pickled, not base64, or differ between processes.
+    """
+    field, parts = "serialized_named_tensors", body.serialized_named_tensors
     if body.load_format != "safetensors":
-        given = body.load_format or "null"
+        load_format = body.load_format or "null"
         message = (
-            f"load_format is {given}: pickled tensors are refused, since reading them runs code; "
-            f"send one base64 text of the format of safetensors with load_format safetensors"
+            f"load_format is {load_format}: pickled tensors are refused, since reading them runs "
+            f"code; send one base64 text of the format of safetensors with load_format safetensors"
         )
         raise InvalidArgument.of("WEIGHTS_PICKLED", "load_format", message)
     if len(set(parts)) != 1:
-        message = f"serialized_named_tensors holds {len(parts)} texts; one is for all processes"
-        raise InvalidArgument.of("WEIGHT_PARTS_DIFFER", "serialized_named_tensors", message)
+        message = f"{field} holds {len(parts)} texts; one is for all processes"
+        raise InvalidArgument.of("WEIGHT_PARTS_DIFFER", field, message)
     try:
         return base64.b64decode(parts[0], validate=True)
     except binascii.Error as error:
-        message = f"serialized_named_tensors is not base64: {error}"
-        field = "serialized_named_tensors"
+        message = f"{field} is not base64: {error}"
         raise InvalidArgument.of("WEIGHTS_NOT_BASE64", field, message) from error
 
 
-def _sent(body: GroupUpdate) -> list[TensorToCome]:
+def _announced_tensors(body: GroupUpdate) -> list[TensorToCome]:
     counts = {len(body.names), len(body.dtypes), len(body.shapes)}
     if len(counts) != 1:
         message = (
@@ -380,7 +382,8 @@ def _check_selector(body: UpdateBracket | None) -> None:
 
 
 def _tags(body: MemoryTags | None) -> tuple[list[str], list[str]]:
-    """Returns the tags for targets, and the tags whose memory is always kept."""
-    given = [] if body is None else body.tags or []
-    kept = [f"{_KEPT_TAG}: graphs stay captured"] if _KEPT_TAG in given else []
-    return [tag for tag in given if tag != _KEPT_TAG], kept
+    """Returns the tags for the targets, and notes on the tags whose memory is never released."""
+    tags = [] if body is None else body.tags or []
+    is_kept = _NEVER_RELEASED_TAG in tags
+    kept = [f"{_NEVER_RELEASED_TAG}: graphs stay captured"] if is_kept else []
+    return [tag for tag in tags if tag != _NEVER_RELEASED_TAG], kept

@@ -19,7 +19,7 @@ from gateway.schema import (
 )
 
 TokenEntry = tuple[float | None, int, str | None]
-"""Log probability, id, and text where `return_text_in_logprobs` asks for it."""
+"""Log probability, token id, and the token's text with `return_text_in_logprobs`, else null."""
 Alternatives = list[TokenEntry] | None
 
 
@@ -84,14 +84,14 @@ class GenerateRequest(ServingFields):
     return_logprob: Flag | Items[bool] = False
     top_logprobs_num: int | Items[int] | None = None
     token_ids_logprob: Items[int] | Items[Items[int] | None] | None = Field(
-        default=None, description="tokens whose log probabilities are told, too"
+        default=None, description="further tokens whose log probabilities are reported"
     )
     logprob_start_len: int | Items[int] | None = Field(
-        default=None, description="from this position of the prompt on; -1: of the output only"
+        default=None, description="first position of the prompt; -1: output tokens only"
     )
     return_text_in_logprobs: Flag = False
     return_routed_experts: Flag = Field(
-        default=False, description="of a mixture of experts, by --enable-return-routed-experts"
+        default=False, description="for mixtures of experts; needs --enable-return-routed-experts"
     )
     speculation: Speculation | None = None
 
@@ -109,7 +109,7 @@ class DiskUpdate(Body):
     load_format: str | None = Field(default=None, description="auto, safetensors or pt")
     weight_version: str | None = None
     abort_all_requests: Flag = False
-    rolling: Flag = Field(default=False, description="one target after the other")
+    rolling: Flag = Field(default=False, description="update one target after the other")
 
 
 class TensorUpdate(Body):
@@ -168,21 +168,21 @@ class MemoryTags(Body):
 
 
 class LengthReached(Answered):
-    """The output is as long as it may be."""
+    """The output has reached its length limit."""
 
     type: Literal["length"]
     length: NonNegativeInt
 
 
 class Stopped(Answered):
-    """The output ended."""
+    """The output ended by itself, or at a stop string or stop token."""
 
     type: Literal["stop"]
     matched: int | str | None = Field(description="the token or the text that ended it")
 
 
 class AbortedRequest(Answered):
-    """Somebody aborted the request; the output is what it had."""
+    """The request was aborted; the output holds what was generated until then."""
 
     type: Literal["abort"]
     message: str
@@ -198,28 +198,27 @@ class MetaInfo(Answered):
     cached_tokens: NonNegativeInt
     weight_version: str = Field(default="", description="of the last token")
     weight_version_spans: list[tuple[str, NonNegativeInt]] = Field(
-        default=[], description="each version with its first token; where there are several"
+        default=[],
+        description="each weight version and its first token; absent with a single version",
     )
     routed_experts: str = Field(
         default="",
         description="with return_routed_experts, at the end: base64 of little-endian int32 "
-        "[tokens - 1, layers, experts a token]",
+        "[tokens - 1, layers, experts per token]",
     )
-    schema_check: SchemaCheck | None = Field(default=None, description="of what no grammar holds")
+    schema_check: SchemaCheck | None = Field(
+        default=None, description="of the parts of a schema that no grammar enforces"
+    )
     e2e_latency: float = Field(default=0.0, description="seconds; once the output has ended")
     input_token_logprobs: list[TokenEntry] = Field(default=[], description="with return_logprob")
     output_token_logprobs: list[TokenEntry] = Field(default=[], description="with return_logprob")
     input_top_logprobs: list[Alternatives] = Field(default=[], description="with top_logprobs_num")
     output_top_logprobs: list[Alternatives] = Field(default=[], description="with top_logprobs_num")
-    input_token_ids_logprobs: list[Alternatives] = Field(
-        default=[], description="with token_ids_logprob"
-    )
-    output_token_ids_logprobs: list[Alternatives] = Field(
-        default=[], description="with token_ids_logprob"
-    )
+    input_token_ids_logprobs: list[Alternatives] = Field([], description="with token_ids_logprob")
+    output_token_ids_logprobs: list[Alternatives] = Field([], description="with token_ids_logprob")
     spec_rounds: list[TracedRound] = Field(default=[], description="with speculation.trace")
     spec_verify_ct: NonNegativeInt = Field(default=0, description="rounds that verified a tree")
-    spec_accept_length: float = Field(default=1.0, description="tokens a round, bonus included")
+    spec_accept_length: float = Field(default=1.0, description="tokens per round, bonus included")
     spec_accept_rate: float = 0.0
     spec_accept_token_num: NonNegativeInt = 0
     spec_draft_token_num: NonNegativeInt = 0

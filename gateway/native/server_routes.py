@@ -1,4 +1,4 @@
-"""Routes about the server: its model, its load, its speculation, its caches."""
+"""Routes about the server: its model, its load, its speculation statistics and its caches."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ def add_history_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/speculation_history", tags=["server"])
     async def speculation_history(model: str | None = None) -> dict[str, Any]:
         name = gateway.pool.model(model).name
-        asked = await _models(gateway)
-        served = [found for found in asked if found is not None and found.name == name]
+        models = await _models(gateway)
+        served = [model for model in models if model is not None and model.name == name]
         changes = sorted(
-            (each for found in served for each in found.weight_changes),
-            key=lambda each: each.time_s,
+            (change for model in served for change in model.weight_changes),
+            key=lambda change: change.time_s,
         )
         return {
             "model": name,
-            "weight_versions": sorted({found.weight_version for found in served}),
+            "weight_versions": sorted({model.weight_version for model in served}),
             "interval_s": INTERVAL_S,
             "intervals": [
                 {
-                    "begin_time": each.begin_s,
-                    "verified_round_count": each.num_verified_rounds,
-                    "accepted_token_count": each.num_accepted,
+                    "begin_time": interval.begin_s,
+                    "verified_round_count": interval.num_verified_rounds,
+                    "accepted_token_count": interval.num_accepted,
                 }
-                for each in gateway.metrics.acceptance.intervals(name)
+                for interval in gateway.metrics.acceptance.intervals(name)
             ],
             "weight_changes": [
                 {
-                    "time": each.time_s,
-                    "algorithm": each.algorithm or None,
-                    "weight_version": each.version,
+                    "time": change.time_s,
+                    "algorithm": change.algorithm or None,
+                    "weight_version": change.version,
                 }
-                for each in changes
+                for change in changes
             ],
         }
 
@@ -64,15 +64,15 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/model_info", tags=["server"])
     @app.get("/get_model_info", tags=["server"])
     async def model_info(model: str | None = None) -> dict[str, Any]:
-        found = gateway.pool.model(model)
+        served = gateway.pool.model(model)
         return {
-            # The name clients use: where the files lie is nobody's business.
-            "model_path": found.name,
-            "tokenizer_path": found.name,
+            # The name that clients use; the path of the files is not disclosed.
+            "model_path": served.name,
+            "tokenizer_path": served.name,
             "is_generation": True,
-            "max_model_len": found.max_context_tokens,
-            "vocab_size": found.vocab_size,
-            "tokenizer_sha256": found.tokenizer_sha256,
+            "max_model_len": served.max_context_tokens,
+            "vocab_size": served.vocab_size,
+            "tokenizer_sha256": served.tokenizer_sha256,
             "weight_version": _version(await _models(gateway)),
         }
 
@@ -80,14 +80,14 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/get_server_info", tags=["server"])
     async def server_info() -> dict[str, Any]:
         speculation = gateway.metrics.acceptance.total
-        statuses = [each for each in await target_statuses(gateway) if each is not None]
+        statuses = [status for status in await target_statuses(gateway) if status is not None]
         first, models = statuses[0] if statuses else None, await _models(gateway)
         return {
             "tp_size": None if first is None else first.tp_size,
             "pp_size": None if first is None else first.pp_size,
             "ep_size": 1,
             "max_total_num_tokens": None if first is None else first.num_max_tokens,
-            "enable_memory_saver": bool(statuses) and all(each.can_release for each in statuses),
+            "enable_memory_saver": bool(statuses) and all(s.can_release for s in statuses),
             "weight_version": _version(models),
             "version": gateway.version,
             "status": gateway.lifecycle.state.value,
@@ -95,7 +95,7 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
             "models": sorted(gateway.pool.models()),
             "open_request_count": gateway.open_answers.num_open,
             "targets": list(map(_target, gateway.pool.links, models)),
-            # Load tools take the mean over everything since the start from here.
+            # Load-testing tools read the mean acceptance length since start-up from here.
             "internal_states": [{"avg_spec_accept_length": speculation.mean_accepted_length}],
         }
 
@@ -108,7 +108,7 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
         statuses = await target_statuses(gateway)
         is_paired = len(statuses) == len(gateway.pool.links)
         paired = statuses if is_paired else [None] * len(gateway.pool.links)
-        each = [
+        link_loads = [
             {
                 "address": link.address,
                 "num_running_reqs": link.num_live,
@@ -117,7 +117,7 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
             }
             for link, status in zip(gateway.pool.links, paired, strict=True)
         ]
-        return {"loads": each, "num_waiting_reqs": gateway.pool.num_waiting}
+        return {"loads": link_loads, "num_waiting_reqs": gateway.pool.num_waiting}
 
     @app.get("/tokenizer_info", tags=["server"])
     async def tokenizer_info() -> dict[str, Any]:
@@ -146,12 +146,12 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
         check_may_operate("flush caches")
         admins = gateway.target_admins()
         try:
-            freed = await asyncio.gather(*(each.flush(only_when_idle=True) for each in admins))
+            freed = await asyncio.gather(*(admin.flush(only_when_idle=True) for admin in admins))
         except FailedPrecondition as error:
             problem = Problem.of_request(error)
             body = {"success": False, "message": error.message, **problem.openai_body()}
             return JSONResponse(body, problem.status)
-        pages = {each.address: count for each, count in zip(admins, freed, strict=True)}
+        pages = {admin.address: count for admin, count in zip(admins, freed, strict=True)}
         return JSONResponse({"success": True, "freed_page_count": pages})
 
     @app.post("/abort_request", tags=["server"])
@@ -167,7 +167,7 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
 
 
 def _load(status: TargetStatus | None) -> dict[str, Any]:
-    """The load that a target reports; empty where its maintenance port is closed."""
+    """Returns the load that a target reports; empty when its maintenance port did not answer."""
     if status is None:
         return {}
     return {
@@ -182,21 +182,21 @@ def _load(status: TargetStatus | None) -> dict[str, Any]:
 
 
 async def target_statuses(gateway: Gateway) -> list[TargetStatus | None]:
-    """Returns what each maintenance port says; None of one that does not answer."""
+    """Returns the status from each maintenance port; None for one that does not answer."""
     addresses, tls = gateway.settings.maintenance_addresses, gateway.settings.target_tls
     calls = (TargetAdmin(address, tls).status() for address in addresses)
-    found = await asyncio.gather(*calls, return_exceptions=True)
-    return [each if isinstance(each, TargetStatus) else None for each in found]
+    statuses = await asyncio.gather(*calls, return_exceptions=True)
+    return [status if isinstance(status, TargetStatus) else None for status in statuses]
 
 
 async def _models(gateway: Gateway) -> list[TargetModel | None]:
-    """Returns what each target says of its model now; None of one that does not answer."""
+    """Asks each target for its model; None for a target that does not answer."""
     return await asyncio.gather(*(link.ask_model() for link in gateway.pool.links))
 
 
 def _version(models: Sequence[TargetModel | None]) -> str | None:
-    """Returns the version of the weights; None while targets have different ones."""
-    versions = {each.weight_version for each in models if each is not None}
+    """Returns the version of the weights; None while targets have different versions."""
+    versions = {model.weight_version for model in models if model is not None}
     return versions.pop() if len(versions) == 1 else None
 
 

@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`: what a prompt costs, without generating anything."""
+"""`/tokenize` and `/detokenize`: token counts and ids of prompts, and the text of token ids."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ from shared.generation import check_token_ids
 T = TypeVar("T")
 
 _INLINE_TOKENS = 8_192
-_TOKENIZE_FIELDS = KnownFields(
-    harmless=frozenset(),
-    unimplemented=frozenset({"documents", "mm_processor_kwargs"}),
-)
+_TOKENIZE_FIELDS = KnownFields(frozenset(), frozenset({"documents", "mm_processor_kwargs"}))
 _DETOKENIZE_FIELDS = KnownFields(frozenset(), frozenset())
 
 
@@ -44,9 +41,11 @@ def add_token_routes(app: FastAPI, gateway: Gateway) -> None:
             "token_strs": None,
         }
         if body.return_token_strs:
-            write = partial(_entries, rows, gateway)
-            written = await _inline_if_short("prompt", rows, write)
-            answer["token_strs"] = written if is_batch else written[0]
+            tokenizer = gateway.text.tokenizer
+            strings = await _inline_if_short(
+                "prompt", rows, lambda: list(map(tokenizer.entries, rows))
+            )
+            answer["token_strs"] = strings if is_batch else strings[0]
         return answer
 
     @app.post("/v1/detokenize", tags=["tokens"])
@@ -67,7 +66,7 @@ def add_token_routes(app: FastAPI, gateway: Gateway) -> None:
 
 
 async def _encoded(body: TokenizeRequest, gateway: Gateway) -> list[list[int]]:
-    """Returns the token ids of each prompt, or of the one chat."""
+    """Returns the token ids of each prompt, or of the single chat."""
     if (body.prompt is None) == (body.messages is None):
         message = "one of prompt and messages must be given"
         raise InvalidArgument.of("PROMPT_AMBIGUOUS", "prompt", message)
@@ -90,6 +89,7 @@ async def _encoded(body: TokenizeRequest, gateway: Gateway) -> list[list[int]]:
 async def _inline_if_short(
     field: str, rows: Sequence[Sequence[int]], work: Callable[[], list[T]]
 ) -> list[T]:
+    """Does the work here for few tokens, else off the event loop."""
     if sum(map(len, rows)) <= _INLINE_TOKENS:
         return work()
     return await off_loop(field, work)
@@ -102,7 +102,3 @@ def _decoded(
         check_token_ids("tokens", row, model.vocab_size, reason="TOKEN_OUT_OF_RANGE")
     decode = gateway.text.tokenizer.decode
     return [decode(row, skip_special_tokens=skip) for row in rows]
-
-
-def _entries(rows: Sequence[Sequence[int]], gateway: Gateway) -> list[list[str]]:
-    return [gateway.text.tokenizer.entries(row) for row in rows]

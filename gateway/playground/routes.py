@@ -1,5 +1,8 @@
-"""The playground: one page at `/`, its files below `/playground/`. No build step, nothing from
-elsewhere: the page works without a network, and its policy keeps it to this server."""
+"""The playground: one page at `/` and its files below `/playground/`.
+
+There is no build step, and the page loads nothing from other hosts: it works without a network, and
+its content security policy allows this server only.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,12 @@ from starlette.staticfiles import StaticFiles
 
 FILES_PREFIX = "/playground/"
 
-_POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self'",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    )
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _HEADERS = {
-    "cache-control": "no-cache",  # asked for again, answered with 304
+    "cache-control": "no-cache",  # the browser asks again and gets 304 if nothing has changed
     "content-security-policy": _POLICY,
     "cross-origin-opener-policy": "same-origin",
     "referrer-policy": "no-referrer",
@@ -42,7 +37,7 @@ class _PageFiles(StaticFiles):
 
 
 def add_playground_routes(app: FastAPI) -> None:
-    """Adds the page and its files. They hold no secret, so they ask for no key."""
+    """Adds the page and its files. They hold no secret, so they need no API key."""
     files = _PageFiles(directory=Path(__file__).parent / "page")
 
     async def page(request: Request) -> Response:

@@ -1,5 +1,5 @@
-"""Types of answers, for the document. The gateway builds answers without them: tests hold what it
-answers against them, with no field that they lack."""
+"""Types of answers, for the OpenAPI document only. The gateway builds its answers without these
+types; tests check that every answer fits its type and has no field beyond it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 def _without_defaults(schema: dict[str, Any]) -> None:
     """Removes defaults from a schema: a field that is absent from an answer has no value."""
-    for each in schema["properties"].values():
-        each.pop("default", None)
+    for field in schema["properties"].values():
+        field.pop("default", None)
 
 
 class Answered(BaseModel):
-    """A JSON object of an answer. Fields without a default are always there."""
+    """A JSON object in an answer. Fields without a default are always present."""
 
     model_config = ConfigDict(protected_namespaces=(), json_schema_extra=_without_defaults)
 
@@ -24,7 +24,7 @@ class SpeculationMetrics(Answered):
     """Speculation figures of an answer."""
 
     mean_acceptance_length: float = Field(
-        ge=1, description="tokens of a round that verified a tree, the bonus token included"
+        ge=1, description="mean tokens per round that verified a tree, bonus token included"
     )
     draft_acceptance_rate: float = Field(ge=0, le=1)
     acceptance_histogram: list[NonNegativeInt] = Field(
@@ -33,7 +33,7 @@ class SpeculationMetrics(Answered):
     num_spec_steps: NonNegativeInt
     num_accepted_draft_tokens: NonNegativeInt
     num_draft_tokens: NonNegativeInt
-    num_spec_tokens: NonNegativeInt = Field(description="the deepest path that was accepted")
+    num_spec_tokens: NonNegativeInt = Field(description="length of the longest accepted path")
 
 
 class AnswerMetrics(Answered):
@@ -65,15 +65,15 @@ class Timings(Answered):
 
 
 class SchemaCheck(Answered):
-    """Whether an answer keeps to the part of its schema that no grammar holds."""
+    """Whether an answer satisfies the parts of its schema that no grammar enforces."""
 
-    valid: bool | None = Field(description="null where it could not be checked")
-    error: str | None = Field(description="what is wrong first")
-    path: str | None = Field(description="where, as a JSON pointer")
+    valid: bool | None = Field(description="null if it could not be checked")
+    error: str | None = Field(description="the first violation")
+    path: str | None = Field(description="place of the violation, as a JSON pointer")
 
 
 class TokenAlternative(Answered):
-    """A token that might have stood there."""
+    """An alternative to a token of the text."""
 
     token: str
     logprob: float
@@ -81,19 +81,19 @@ class TokenAlternative(Answered):
 
 
 class TokenLogprob(TokenAlternative):
-    """A token of the text, and the likeliest in its place."""
+    """A token of the text, and the likeliest tokens in its place."""
 
     top_logprobs: list[TokenAlternative]
 
 
 class PromptUsage(Answered):
-    """Of the tokens of the prompt."""
+    """The parts of `prompt_tokens`."""
 
     cached_tokens: NonNegativeInt
 
 
 class OutputUsage(Answered):
-    """Of the tokens of the output. Drafts are predictions, too."""
+    """The parts of `completion_tokens`; prediction tokens include tokens proposed by drafts."""
 
     accepted_prediction_tokens: NonNegativeInt
     rejected_prediction_tokens: NonNegativeInt
@@ -101,23 +101,23 @@ class OutputUsage(Answered):
 
 
 class Usage(Answered):
-    """Tokens of a request; its prompt counts once, whatever `n`."""
+    """Tokens of a request; its prompt counts once, whatever `n` is."""
 
     prompt_tokens: NonNegativeInt
     completion_tokens: NonNegativeInt
     total_tokens: NonNegativeInt
     prompt_tokens_details: PromptUsage
     completion_tokens_details: OutputUsage
-    reasoning_tokens: NonNegativeInt = Field(description="where SGLang has it")
+    reasoning_tokens: NonNegativeInt = Field(description="the same count, in SGLang's place")
 
 
 class TracedTree(Answered):
-    """The tree of a round; its lists have one element a node."""
+    """The candidate tree of a round; its lists have one element per node."""
 
     token_ids: list[int]
     texts: list[str]
-    parents: list[int | None] = Field(description="node of each node's parent; null is the root")
-    log_probs: list[float] = Field(description="the draft's, given the parent")
+    parents: list[int | None] = Field(description="index of each node's parent; null: the root")
+    log_probs: list[float] = Field(description="draft log probabilities, given the parent")
 
 
 class TracedToken(Answered):
@@ -133,7 +133,7 @@ class TracedRound(Answered):
 
     round: NonNegativeInt
     algorithm: str | None
-    rows: int = Field(description="tokens the target computed at once, of all requests")
+    rows: int = Field(description="tokens of all requests in this step of the target")
     wait_ms: float
     verify_ms: float
     draft_ms: float | None
@@ -154,11 +154,11 @@ class AnsweredChoice(Answered):
     index: NonNegativeInt
     finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: str | int | None = Field(
-        description="the `stop` text or the token of `stop_token_ids` that ended it, as vLLM tells"
+        description="the `stop` text or `stop_token_ids` token that ended the output, as in vLLM"
     )
-    matched_stop: str | int | None = Field(description="the same, the model's own end included")
+    matched_stop: str | int | None = Field(description="the same, but also for the model's EOS")
     schema_check: SchemaCheck | None = Field(
-        default=None, description="absent where a grammar holds the schema, or there is none"
+        default=None, description="absent without a schema, or if a grammar enforces it all"
     )
     token_ids: list[int] | None = Field(description="with `return_token_ids`")
     speculation: TracedChoice | None = Field(
@@ -167,7 +167,7 @@ class AnsweredChoice(Answered):
 
 
 class CalledFunction(Answered):
-    """A function, and what it is called with."""
+    """A function and the arguments of a call."""
 
     name: str
     arguments: str = Field(description="a JSON object, as text")
@@ -182,14 +182,14 @@ class ChatCall(Answered):
 
 
 class AssistantMessage(Answered):
-    """The answer of the assistant."""
+    """The assistant's message."""
 
     role: Literal["assistant"]
-    content: str | None = Field(description="null where there are calls alone")
+    content: str | None = Field(description="null if there are only tool calls")
     refusal: None
-    tool_calls: list[ChatCall] = Field(default=[], description="absent where there are none")
-    reasoning_content: str = Field(default="", description="absent where there is none")
-    reasoning: str = Field(default="", description="the same, by vLLM's newer name")
+    tool_calls: list[ChatCall] = Field(default=[], description="absent without calls")
+    reasoning_content: str = Field(default="", description="absent without reasoning")
+    reasoning: str = Field(default="", description="the same text, under vLLM's newer name")
 
 
 class ChatLogprobs(Answered):
@@ -231,10 +231,10 @@ class OpenAIAnswer(Answered):
     created: NonNegativeInt = Field(description="seconds since 1970")
     model: str
     system_fingerprint: str | None = Field(
-        description="of weights, version and settings: what outputs depend on"
+        description="identifies weights, version and settings: all that outputs depend on"
     )
     service_tier: Literal["default"] | None = Field(
-        default=None, description="absent where it was not asked"
+        default=None, description="absent unless the request set it"
     )
     usage: Usage
     metrics: AnswerMetrics

@@ -1,4 +1,4 @@
-"""The OpenAPI document of the gateway's routes, and the page of their fields."""
+"""The OpenAPI document of the gateway's routes, and the page at `/docs` that shows it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CHAT = ("/v1/chat/completions", "post")
 _DESCRIPTIONS = {
     400: "a field is missing, malformed, out of range or not implemented",
     401: "the API key is missing or wrong",
-    403: "the key's scope does not reach so far",
+    403: "the key's scope does not allow it",
     404: "no such model, response or route",
     410: "somebody aborted the request",
     408: "the body did not arrive in time",
@@ -42,9 +42,9 @@ _DESCRIPTIONS = {
     503: "no target takes requests, or the gateway is stopping",
     504: "it took longer than allowed",
 }
-_OF_KEYED: tuple[int, ...] = (400, 401, 404, 500, 503, 504)
-_OF_BODIES = (408, 413)
-_OF_POST = (429,)  # the only method that limits of keys count
+_STATUSES_OF_ALL: tuple[int, ...] = (400, 401, 404, 500, 503, 504)
+_STATUSES_OF_BODIES = (408, 413)
+_STATUSES_OF_LIMITED = (429,)  # limits of keys count only POST requests
 _EVENT: Schema = {
     "type": "object",
     "description": "One event; its data is a JSON object, or `[DONE]` at the end of OpenAI's.",
@@ -89,7 +89,7 @@ _ERRORS: dict[str, Schema] = {
 
 @dataclass(frozen=True, slots=True)
 class Type:
-    """A type in words; `schema` is the one it names, if any."""
+    """A type in words; `schema` is the name of the schema that it refers to, if any."""
 
     text: str
     schema: str | None = None
@@ -109,19 +109,20 @@ def fields(schema: Mapping[str, Any]) -> tuple[SchemaField, ...]:
     """Returns the properties of an object in their order."""
     required = schema.get("required", ())
     return tuple(
-        SchemaField(name, types(each), name in required, each.get("description", ""))
-        for name, each in schema.get("properties", {}).items()
+        SchemaField(name, types(field), name in required, field.get("description", ""))
+        for name, field in schema.get("properties", {}).items()
     )
 
 
 def types(schema: Mapping[str, Any]) -> tuple[Type, ...]:
-    """Returns what a value may be, each alternative once. Null, which means absent, is left out."""
+    """Returns the alternative types of a value, without duplicates and without null, which means
+    absent."""
     alternatives = schema.get("anyOf") or schema.get("oneOf")
     if alternatives:
-        found = [each for one in alternatives for each in types(one)]
+        all_types = [kind for alternative in alternatives for kind in types(alternative)]
     else:
-        found = [_type(schema)]
-    return tuple(dict.fromkeys(each for each in found if each.text != "null"))
+        all_types = [_type(schema)]
+    return tuple(dict.fromkeys(kind for kind in all_types if kind.text != "null"))
 
 
 def _type(schema: Mapping[str, Any]) -> Type:
@@ -134,13 +135,13 @@ def _type(schema: Mapping[str, Any]) -> Type:
         return Type(" | ".join(map(repr, schema["enum"])))
     if schema.get("type") == "array":
         items = types(schema.get("items", {}))
-        text = " or ".join(each.text for each in items)
-        return Type(f"list of {text}", next((each.schema for each in items if each.schema), None))
+        text = " or ".join(item.text for item in items)
+        return Type(f"list of {text}", next((item.schema for item in items if item.schema), None))
     return Type(str(schema.get("type", "any")))
 
 
 def add_reference_routes(app: FastAPI) -> None:
-    """Adds the page. It asks for no key, like the document."""
+    """Adds the page. Like the document, it needs no API key."""
     make = functools.cache(lambda: render(app.openapi()))
 
     async def page(_request: Request) -> Response:
@@ -170,29 +171,30 @@ def _groups(document: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     groups: dict[str, list[dict[str, Any]]] = {}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            entry = {**operation, "path": path, "method": method.upper(), "body": _body(operation)}
-            entry["answer"] = _json(operation["responses"].get("200", {}))
+            entry = {
+                **operation,
+                "path": path,
+                "method": method.upper(),
+                "body": _json_schema(operation.get("requestBody", {})),
+                "answer": _json_schema(operation["responses"].get("200", {})),
+            }
             groups.setdefault(operation["tags"][0], []).append(entry)
     return groups
 
 
-def _body(operation: dict[str, Any]) -> dict[str, Any] | None:
-    return _json(operation.get("requestBody", {}))
-
-
-def _json(message: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the schema of a request's or an answer's JSON, if it says any."""
+def _json_schema(message: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the schema of a request's or an answer's JSON; None without one."""
     content = message.get("content", {}).get("application/json", {})
     schema: dict[str, Any] | None = content.get("schema")
     return schema or None
 
 
 class DocumentedApp(FastAPI):
-    """An application whose document is true of its errors and streams."""
+    """An application whose OpenAPI document also describes its errors and streams."""
 
     def setup(self) -> None:
-        """Adds the document, which takes a second to make: FastAPI's own route would hold up every
-        stream for so long."""
+        """Adds the route of the document. Making the document takes a second; FastAPI's own route
+        would block the event loop, and so every stream, for that time."""
         self._document_lock = threading.Lock()
         make = functools.cache(lambda: orjson.dumps(self.openapi()))
 
@@ -238,18 +240,16 @@ def _add_content(responses: Schema, path: str, method: str) -> None:
 def _statuses(path: str, method: str, tags: list[str]) -> tuple[int, ...]:
     if "operations" in tags:
         return ()
-    statuses = _OF_KEYED
+    statuses = _STATUSES_OF_ALL
     if method in ("post", "put"):
-        statuses += _OF_BODIES
-    if method == "post" or path in (
-        *_STREAMED,
-        "/health_generate",
-    ):  # of these the target's queue may be full
-        statuses += _OF_POST
+        statuses += _STATUSES_OF_BODIES
+    # Routes that generate answer 429 by any method: the target's queue may be full.
+    if method == "post" or path in (*_STREAMED, "/health_generate"):
+        statuses += _STATUSES_OF_LIMITED
     if path in (*_STREAMED, "/health_generate", "/v1/responses/compact"):
         statuses += (410,)
-    is_of_chats = path.startswith("/v1/chat/completions") and (path, method) != _CHAT
-    if path.startswith("/v1/conversations") or is_of_chats:
+    is_stored_chat = path.startswith("/v1/chat/completions") and (path, method) != _CHAT
+    if path.startswith("/v1/conversations") or is_stored_chat:
         statuses += (501,)
     if path == "/flush_cache" or "rollouts" in tags:
         statuses += (403, 501)

@@ -1,1 +1,1 @@
-"""OpenAI's newer interface: responses, without the stored ones."""
+"""OpenAI's newer interface: responses, conversations and stored chats."""

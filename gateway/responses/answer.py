@@ -1,4 +1,4 @@
-"""Answers of `/v1/responses`: their items, whole and as events."""
+"""Answers of `/v1/responses`: their output items, as one object and as events of a stream."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from gateway.bodies import metrics, timings, usage
-from gateway.choice import Choice, Piece, check_field
+from gateway.choice import Choice, FinalChoice, Piece, check_field
 from gateway.failures import Problem
 from gateway.logprobs import chat_logprobs
 from gateway.output.parser import CallBegun, Content, Part, Reasoning
@@ -24,18 +24,18 @@ from shared.tokens import FinishReason
 Event = tuple[str, dict[str, Any]]
 Logprobs = list[dict[str, Any]]
 
-_NAMES = {"message": "output_text", "reasoning": "reasoning_text"}
+_TEXT_TYPES = {"message": "output_text", "reasoning": "reasoning_text"}
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 @dataclass(slots=True)
 class Item:
-    """One item so far.
+    """One output item, as far as it has been generated.
 
     Attributes:
-        call: of a call, its id and name.
-        logprobs: of a message's text.
-        namespace: of a call, the namespace of its tool and the tool's name there, if it has one.
+        call: the id and name of a function call; None for other kinds of items.
+        logprobs: log probabilities of a message's text.
+        namespace: the namespace of the called tool and its name there; None without a namespace.
     """
 
     kind: str
@@ -46,11 +46,11 @@ class Item:
     logprobs: Logprobs = field(default_factory=list)
     namespace: tuple[str, str] | None = None
 
-    def shown(self, status: str) -> dict[str, Any]:
-        """Returns the item; its content once it is no longer in progress."""
+    def as_json(self, status: str) -> dict[str, Any]:
+        """Returns the item as JSON. An item in progress is shown without its content."""
         is_over = status != "in_progress"
         if self.call is not None:
-            shown = {
+            fields = {
                 "id": self.item_id,
                 "type": "function_call",
                 "call_id": self.call.call_id,
@@ -59,17 +59,17 @@ class Item:
                 "status": status,
             }
             if self.namespace is None:
-                return shown
+                return fields
             namespace, name = self.namespace
-            return {**shown, "namespace": namespace, "name": name}
-        shown = {"id": self.item_id, "type": self.kind, "status": status}
+            return {**fields, "namespace": namespace, "name": name}
+        fields = {"id": self.item_id, "type": self.kind, "status": status}
         content = [self.part()] if is_over else []
         if self.kind == "reasoning":
-            return {**shown, "summary": [], "content": content}
-        return {**shown, "role": "assistant", "content": content}
+            return {**fields, "summary": [], "content": content}
+        return {**fields, "role": "assistant", "content": content}
 
     def part(self) -> dict[str, Any]:
-        """Returns the one part of its content."""
+        """Returns the single content part of a message or of reasoning."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
         return {
@@ -81,11 +81,11 @@ class Item:
 
 
 class Items:
-    """Opens, fills and closes items as the parts of an output come.
+    """Opens, fills and closes output items as the parts of an output arrive.
 
     Args:
-        message_id: of the first message.
-        namespaces: by the names of tools as the model knows them.
+        message_id: item id of the first message.
+        namespaces: the namespace of a tool and its name there, by the tool's flat name.
     """
 
     def __init__(self, message_id: str, namespaces: Mapping[str, tuple[str, str]]) -> None:
@@ -95,14 +95,14 @@ class Items:
         self._is_open = False
 
     def open_message(self) -> list[Event]:
-        """Opens a message before there is any text."""
+        """Opens a message that has no text yet."""
         return self._open(Content(""))
 
     def add(self, parts: Sequence[Part], logprobs: Logprobs) -> list[Event]:
-        """Returns the events of more parts.
+        """Adds parts of the output and returns their events.
 
         Args:
-            logprobs: of the text among them.
+            logprobs: log probabilities of the text in these parts.
         """
         events: list[Event] = []
         for part in parts:
@@ -115,44 +115,43 @@ class Items:
                 logprobs = logprobs if self.items[-1].kind != "message" else []
         return events
 
-    def note(self, logprobs: Logprobs) -> None:
-        """Adds log probabilities of tokens without text."""
+    def add_logprobs(self, logprobs: Logprobs) -> None:
+        """Adds log probabilities of tokens that have no text."""
         if self._is_open and self.items[-1].kind == "message":
             self.items[-1].logprobs += logprobs
 
     def close(self, status: str) -> list[Event]:
-        """Returns the last events of the item that is open, if one is."""
+        """Closes the open item, if there is one, and returns its last events."""
         if not self._is_open:
             return []
         self._is_open = False
         item = self.items[-1]
-        place = _place(item)
-        done: list[Event] = [
-            ("response.output_item.done", {"output_index": item.index, "item": item.shown(status)})
-        ]
+        position = _position(item)
+        done_item = {"output_index": item.index, "item": item.as_json(status)}
+        done: list[Event] = [("response.output_item.done", done_item)]
         if item.call is not None:
-            whole = {**place, "name": item.shown(status)["name"], "arguments": item.text}
-            return [("response.function_call_arguments.done", whole), *done]
-        inner = {**place, "content_index": 0}
-        text: dict[str, Any] = {**inner, "text": item.text}
+            call = {**position, "name": item.as_json(status)["name"], "arguments": item.text}
+            return [("response.function_call_arguments.done", call), *done]
+        part_position = {**position, "content_index": 0}
+        text: dict[str, Any] = {**part_position, "text": item.text}
         if item.kind == "message":
             text["logprobs"] = item.logprobs
         return [
-            (f"response.{_NAMES[item.kind]}.done", text),
-            ("response.content_part.done", {**inner, "part": item.part()}),
+            (f"response.{_TEXT_TYPES[item.kind]}.done", text),
+            ("response.content_part.done", {**part_position, "part": item.part()}),
             *done,
         ]
 
     def _fill(self, item: Item, text: str, logprobs: Logprobs) -> list[Event]:
         item.text += text
-        place = _place(item)
+        position = _position(item)
         if item.call is not None:
-            return [("response.function_call_arguments.delta", {**place, "delta": text})]
-        delta: dict[str, Any] = {**place, "content_index": 0, "delta": text}
+            return [("response.function_call_arguments.delta", {**position, "delta": text})]
+        delta: dict[str, Any] = {**position, "content_index": 0, "delta": text}
         if item.kind == "message":
             item.logprobs += logprobs
             delta["logprobs"] = logprobs
-        return [(f"response.{_NAMES[item.kind]}.delta", delta)]
+        return [(f"response.{_TEXT_TYPES[item.kind]}.delta", delta)]
 
     def _open(self, part: Part) -> list[Event]:
         self._is_open = True
@@ -161,11 +160,11 @@ class Items:
         item = Item(kind, self._new_id(kind), len(self.items), call)
         item.namespace = None if call is None else self._namespaces.get(call.name)
         self.items.append(item)
-        added = {"output_index": item.index, "item": item.shown("in_progress")}
+        added = {"output_index": item.index, "item": item.as_json("in_progress")}
         events: list[Event] = [("response.output_item.added", added)]
         if call is None:
-            inner = {**_place(item), "content_index": 0, "part": item.part()}
-            events.append(("response.content_part.added", inner))
+            part_added = {**_position(item), "content_index": 0, "part": item.part()}
+            events.append(("response.content_part.added", part_added))
         return events
 
     def _new_id(self, kind: str) -> str:
@@ -180,53 +179,63 @@ def _kind(part: Part) -> str:
     return "reasoning" if isinstance(part, Reasoning) else "function_call"
 
 
-def _place(item: Item) -> dict[str, Any]:
+def _position(item: Item) -> dict[str, Any]:
     return {"item_id": item.item_id, "output_index": item.index}
 
 
 class ResponseText:
-    """Builds the objects of one response from its output so far."""
+    """Builds the items and the body of one response while its output is generated."""
 
-    def __init__(self, asked: ResponsePlan, tokenizer: Tokenizer) -> None:
-        self._asked = asked
+    def __init__(self, plan: ResponsePlan, tokenizer: Tokenizer) -> None:
+        self._plan = plan
         self._tokenizer = tokenizer
-        self._items = Items(asked.item_id, asked.namespaces)
+        self._items = Items(plan.item_id, plan.namespaces)
         self._status = "completed"
 
     def open(self) -> list[Event]:
-        """Opens the message, where nothing can come before it."""
-        return self._items.open_message() if self._asked.plan.text.output is None else []
+        """Opens the message at once, if neither reasoning nor a tool call can come before it."""
+        return self._items.open_message() if self._plan.chat.text.output is None else []
 
     def add(self, piece: Piece) -> list[Event]:
-        """Returns the events of more output."""
-        scores = chat_logprobs(self._asked.plan, piece.scores, self._tokenizer)
+        """Adds a piece of output and returns its events."""
+        scores = chat_logprobs(self._plan.chat, piece.scores, self._tokenizer)
         logprobs: Logprobs = [] if scores is None else scores["content"]
         parts = piece.parts
         if not parts and piece.text:
             parts = (Content(piece.text),)
         if not parts:
-            self._items.note(logprobs)
+            self._items.add_logprobs(logprobs)
         return self._items.add(parts, logprobs)
 
     def close(self, choice: Choice) -> list[Event]:
-        """Returns the last events of the output; there is one item at least."""
+        """Returns the last events of the output. An empty output gets one empty message."""
         self._status = _status(choice)
         opened = [] if self._items.items else self._items.open_message()
         return [*opened, *self._items.close(self._status)]
 
+    def whole(self, final: FinalChoice) -> dict[str, Any]:
+        """Returns the body of a response whose output comes in one piece."""
+        self.add(final.piece)
+        self.close(final.choice)
+        return self.response(final.choice)
+
     @property
-    def said(self) -> str:
-        """The text of its messages."""
+    def message_text(self) -> str:
+        """The text of all messages in the output."""
         return "".join(item.text for item in self._items.items if item.kind == "message")
 
     def response(self, choice: Choice | None) -> dict[str, Any]:
-        """Returns the response; in progress while there is no choice that finished."""
-        asked, body = self._asked, self._asked.body
-        sampling = asked.plan.generations[0].sampling
+        """Returns the body of the response.
+
+        Args:
+            choice: the finished choice; None while the response is in progress.
+        """
+        plan, body = self._plan, self._plan.body
+        sampling = plan.chat.generations[0].sampling
         response: dict[str, Any] = {
-            "id": asked.plan.request_id,
+            "id": plan.chat.request_id,
             "object": "response",
-            "created_at": asked.plan.created,
+            "created_at": plan.chat.created,
             "status": "in_progress",
             "background": body.background,
             "completed_at": None,
@@ -236,7 +245,7 @@ class ResponseText:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "model": asked.plan.model,
+            "model": plan.chat.model,
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
@@ -244,8 +253,8 @@ class ResponseText:
             "reasoning": _reasoning(body),
             "safety_identifier": body.safety_identifier,
             "service_tier": body.service_tier and "default",
-            "store": asked.history.is_kept,
-            "system_fingerprint": asked.plan.fingerprint,
+            "store": plan.history.is_stored,
+            "system_fingerprint": plan.chat.fingerprint,
             "temperature": sampling.temperature,
             "text": _text(body),
             "tool_choice": _tool_choice(body),
@@ -258,9 +267,9 @@ class ResponseText:
             "metrics": None,
             "timings": None,
         }
-        return response if choice is None else response | self._ending(choice)
+        return response if choice is None else response | self._final_fields(choice)
 
-    def _ending(self, choice: Choice) -> dict[str, Any]:
+    def _final_fields(self, choice: Choice) -> dict[str, Any]:
         status = _status(choice)
         return {
             "status": status,
@@ -271,27 +280,27 @@ class ResponseText:
             "output": self._output(),
             "usage": self._usage(choice),
             "metrics": metrics((choice,)),
-            "timings": timings(self._asked.plan, (choice,)),
+            "timings": timings(self._plan.chat, (choice,)),
             **check_field(choice),
         }
 
     def _output(self) -> list[dict[str, Any]]:
-        """Only the last item can be cut off."""
-        *whole, last = self._items.items
-        return [*(item.shown("completed") for item in whole), last.shown(self._status)]
+        """Returns the output items. Only the last one can be incomplete."""
+        *completed, last = self._items.items
+        return [*(item.as_json("completed") for item in completed), last.as_json(self._status)]
 
     def _usage(self, choice: Choice) -> dict[str, Any]:
-        counted = usage(self._asked.plan, (choice,))
-        cached = counted["prompt_tokens_details"]["cached_tokens"]
+        chat_usage = usage(self._plan.chat, (choice,))
+        cached = chat_usage["prompt_tokens_details"]["cached_tokens"]
         return {
-            "input_tokens": counted["prompt_tokens"],
+            "input_tokens": chat_usage["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-            "output_tokens": counted["completion_tokens"],
+            "output_tokens": chat_usage["completion_tokens"],
             "output_tokens_details": {
                 "reasoning_tokens": choice.num_reasoning_tokens,
-                **counted["completion_tokens_details"],
+                **chat_usage["completion_tokens_details"],
             },
-            "total_tokens": counted["total_tokens"],
+            "total_tokens": chat_usage["total_tokens"],
         }
 
 
@@ -299,18 +308,18 @@ class ResponseChunks:
     """Events of a response stream, numbered from 0.
 
     Args:
-        on_end: is given the response when it has ended.
+        on_end: called with the body of the response when it has ended.
     """
 
     def __init__(
-        self, asked: ResponsePlan, tokenizer: Tokenizer, on_end: Callable[[dict[str, Any]], None]
+        self, plan: ResponsePlan, tokenizer: Tokenizer, on_end: Callable[[dict[str, Any]], None]
     ) -> None:
-        self._text = ResponseText(asked, tokenizer)
+        self._text = ResponseText(plan, tokenizer)
         self._on_end = on_end
         self._number = 0
 
     def response(self) -> dict[str, Any]:
-        """Returns the response while it is in progress."""
+        """Returns the body of the response while it is in progress."""
         return self._text.response(None)
 
     def opening(self, choice: Choice, usage_so_far: bytes) -> bytes:
@@ -330,9 +339,9 @@ class ResponseChunks:
         return self._events(events) + self.ended(response)
 
     def ended(self, response: dict[str, Any]) -> bytes:
-        """Returns the last event, with the final status."""
+        """Returns the last event of the stream, with the final status."""
         status = response["status"]
-        kind = "failed" if status == "cancelled" else status  # which has no event of its own
+        kind = "failed" if status == "cancelled" else status  # OpenAI has no "cancelled" event
         return self._event(f"response.{kind}", response=response)
 
     def failure(self, error: OutriderError) -> bytes:
@@ -350,8 +359,8 @@ class ResponseChunks:
 
 
 def _reasoning(body: ResponsesRequest) -> dict[str, Any]:
-    given = body.reasoning
-    return {"effort": given and given.effort, "summary": given and given.summary}
+    reasoning = body.reasoning
+    return {"effort": reasoning and reasoning.effort, "summary": reasoning and reasoning.summary}
 
 
 def _text(body: ResponsesRequest) -> dict[str, Any]:
@@ -360,10 +369,10 @@ def _text(body: ResponsesRequest) -> dict[str, Any]:
 
 
 def _format(body: ResponsesRequest) -> dict[str, Any]:
-    given = None if body.text is None else body.text.format
-    if given is None:
+    text_format = None if body.text is None else body.text.format
+    if text_format is None:
         return {"type": "text"}
-    return given.model_dump(by_alias=True, exclude_unset=True) | {"type": given.type}
+    return text_format.model_dump(by_alias=True, exclude_unset=True) | {"type": text_format.type}
 
 
 def _tool_choice(body: ResponsesRequest) -> Any:

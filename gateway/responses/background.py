@@ -1,4 +1,4 @@
-"""Responses that are generated while nobody waits; their clients come back for them."""
+"""Background responses: generated without an open connection and fetched by the client later."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from gateway.answer import Answer
 from gateway.api_keys import current_quota
 from gateway.failures import Aborted, Problem
 from gateway.responses.answer import ResponseChunks
-from gateway.responses.chat import ResponsePlan, keep
-from gateway.responses.store import ResponseStore, StoredResponse, unawaited
+from gateway.responses.chat import ResponsePlan, store_ended
+from gateway.responses.store import ResponseStore, StoredResponse, log_failure
 from shared.errors import OutriderError, QueueFull
 from shared.text import Tokenizer
 
@@ -20,18 +20,18 @@ _MAX_RUNNING = 256
 
 
 class BackgroundResponse:
-    """One of them, and what followers of its stream read.
+    """One background response and the events of its stream.
 
     Attributes:
-        body: the response as it is now.
-        events: of its stream so far; element n has sequence number n.
-        is_wanted: False once it was deleted.
+        body: the body of the response in its present state.
+        events: events of the stream so far; element n has sequence number n.
+        is_wanted: False once the client has deleted the response.
     """
 
-    def __init__(self, asked: ResponsePlan, answer: Answer, tokenizer: Tokenizer) -> None:
-        self.asked = asked
+    def __init__(self, plan: ResponsePlan, answer: Answer, tokenizer: Tokenizer) -> None:
+        self.plan = plan
         self.answer = answer
-        self.chunks = ResponseChunks(asked, tokenizer, self._set_body)
+        self.chunks = ResponseChunks(plan, tokenizer, self._set_body)
         self.body: dict[str, Any] = self.chunks.response() | {"status": "queued"}
         self.events: list[bytes] = []
         self.is_wanted = True
@@ -40,12 +40,13 @@ class BackgroundResponse:
 
     @property
     def stored(self) -> StoredResponse:
-        is_stream = self.asked.plan.is_stream
-        return StoredResponse(self.body, self.asked.history.own, self.events if is_stream else None)
+        is_stream = self.plan.chat.is_stream
+        events = self.events if is_stream else None
+        return StoredResponse(self.body, self.plan.history.new_items, events)
 
     def add(self, chunk: bytes) -> int:
-        """Adds the events of a chunk; returns how many bytes are kept of it."""
-        if not self.asked.plan.is_stream:
+        """Adds the events of a chunk; returns how many of its bytes are kept."""
+        if not self.plan.chat.is_stream:
             return 0
         self.events += [event + b"\n\n" for event in chunk.split(b"\n\n")[:-1]]
         self._wake()
@@ -56,7 +57,7 @@ class BackgroundResponse:
         self._wake()
 
     async def follow(self, after: int = -1) -> AsyncIterator[bytes]:
-        """Yields the events behind a sequence number, to the end."""
+        """Yields the events that follow sequence number `after`, until the response ends."""
         position = after + 1
         while True:
             news = self._news
@@ -77,7 +78,7 @@ class BackgroundResponse:
 
 
 class BackgroundResponses:
-    """Runs them, and knows those that have not ended."""
+    """Runs background responses and holds the ones that have not ended."""
 
     def __init__(self, store: ResponseStore, tokenizer: Tokenizer) -> None:
         self._store = store
@@ -86,36 +87,36 @@ class BackgroundResponses:
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_bytes = 0
 
-    async def start(self, owner: str, asked: ResponsePlan, answer: Answer) -> BackgroundResponse:
+    async def start(self, owner: str, plan: ResponsePlan, answer: Answer) -> BackgroundResponse:
         """Raises:
-        QueueFull: too many of them run.
+        QueueFull: `_MAX_RUNNING` background responses run already.
         """
         if len(self._running) >= _MAX_RUNNING:
             raise QueueFull.of(len(self._running), _MAX_RUNNING)
-        started = BackgroundResponse(asked, answer, self._tokenizer)
-        self._running[owner, asked.plan.request_id] = started
-        unawaited(self._store.put(owner, started.stored))
-        task = asyncio.create_task(self._run(owner, started))
+        response = BackgroundResponse(plan, answer, self._tokenizer)
+        self._running[owner, plan.chat.request_id] = response
+        log_failure(self._store.put(owner, response.stored))
+        task = asyncio.create_task(self._run(owner, response))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return started
+        return response
 
     def find(self, owner: str, response_id: str) -> BackgroundResponse | None:
         return self._running.get((owner, response_id))
 
     def forget(self, owner: str, response_id: str) -> None:
-        """Ends a response that is not to be kept."""
-        found = self.find(owner, response_id)
-        if found is not None:
-            found.is_wanted = False
-            found.answer.abort()
+        """Aborts a response, if it runs, and does not store it."""
+        response = self.find(owner, response_id)
+        if response is not None:
+            response.is_wanted = False
+            response.answer.abort()
 
     async def cancel(self, owner: str, response_id: str) -> None:
-        """Ends a response and waits until that is kept."""
-        found = self.find(owner, response_id)
-        if found is not None:
-            found.answer.abort()
-            async for _ in found.follow(len(found.events)):
+        """Aborts a response, if it runs, and waits until it has ended and is being stored."""
+        response = self.find(owner, response_id)
+        if response is not None:
+            response.answer.abort()
+            async for _ in response.follow(len(response.events)):
                 pass
 
     async def _run(self, owner: str, response: BackgroundResponse) -> None:
@@ -136,9 +137,9 @@ class BackgroundResponses:
             self._fail(response, "failed", fields)
         finally:
             self._num_bytes -= num_bytes
-            del self._running[owner, response.asked.plan.request_id]
+            del self._running[owner, response.plan.chat.request_id]
             if response.is_wanted:
-                keep(self._store, owner, response.asked, response.stored)
+                store_ended(self._store, owner, response.plan, response.stored)
             response.end()
 
     async def _chunks(self, owner: str, response: BackgroundResponse) -> AsyncIterator[bytes]:
@@ -146,7 +147,7 @@ class BackgroundResponses:
         async with answer.running():
             response.body = chunks.response()
             if response.is_wanted:
-                unawaited(self._store.put(owner, response.stored))
+                log_failure(self._store.put(owner, response.stored))
             (choice,) = answer.choices
             yield chunks.opening(choice, b"")
             yield chunks.news(choice, b"")
@@ -163,7 +164,8 @@ class BackgroundResponses:
 
     def _check_room(self) -> None:
         """Raises:
-        QueueFull: the events of all that run are more than the store takes.
+        QueueFull: the events of all running responses take more bytes than the store may hold.
+
         """
         limit = self._store.max_bytes
         if self._num_bytes > limit:

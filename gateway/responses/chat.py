@@ -1,4 +1,4 @@
-"""Bodies of `/v1/responses` as chats: their input, the items before them, tools of namespaces."""
+"""Plans requests to `/v1/responses` as chats: the history they continue, their input and tools."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from gateway.responses.store import (
     Item,
     ResponseStore,
     StoredResponse,
+    log_failure,
     stored_items,
-    unawaited,
 )
 from gateway.sampling import OutputLength, json_schema_format
 from gateway.schema import (
@@ -51,24 +51,25 @@ from gateway.schema import (
 )
 from shared.errors import InvalidArgument
 
-COMPACTIONS = frozenset({"compaction", "compaction_summary"})
-REQUEST = (
+_COMPACTION_TYPES = frozenset({"compaction", "compaction_summary"})
+COMPACTION_PROMPT = (
     "Summarize the conversation so far for whoever continues it: the task, what has been done and "
     "found, decisions, names of files and values that are still needed, and what is left to do."
 )
-_MARK = b"outrider:summary:"
+_SUMMARY_PREFIX = b"outrider:summary:"
 _ITEMS = TypeAdapter(list[InputItem])
 Role = Literal["system", "developer", "user", "assistant"]
 _ROLES = frozenset({"system", "developer", "user", "assistant"})
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
 _LOGPROBS = "message.output_text.logprobs"
-# There is nothing to encrypt here, and nothing of hosted tools or images to show.
+# All but log probabilities are accepted without effect: reasoning is not encrypted here, and there
+# are neither hosted tools nor images.
 _INCLUDABLE = frozenset(
     {_LOGPROBS, "reasoning.encrypted_content", "message.input_image.image_url"}
     | {"code_interpreter_call.outputs", "computer_call_output.output.image_url"}
     | {"file_search_call.results", "web_search_call.action.sources", "web_search_call.results"}
 )
-_HOSTED = frozenset(
+_HOSTED_TOOLS = frozenset(
     {"code_interpreter", "computer", "computer_use_preview", "file_search", "image_generation"}
     | {"mcp", "tool_search", "web_search", "web_search_2025_08_26", "web_search_preview"}
     | {"web_search_preview_2025_03_11"}
@@ -76,39 +77,39 @@ _HOSTED = frozenset(
 _FIELDS = KnownFields.of_generation(
     harmless=frozenset(
         {"client_metadata", "max_tool_calls", "prompt_cache_options", "prompt_cache_retention"}
-        | {"image", "stream_options"}  # how images are shortened, of which there are none
+        | {"image", "stream_options"}  # `image` says how images are scaled down; there are none
     ),
     unimplemented=frozenset({"context_management"}),
-    neutral={
-        "truncation": ("disabled",),
-    },
+    neutral={"truncation": ("disabled",)},
 )
 _TEXT_FIELDS = KnownFields(frozenset(), frozenset())
-# Thoughts are shown as they are; there is no summary of them.
+# Reasoning is returned whole, never summarized.
 _REASONING_FIELDS = KnownFields(frozenset({"generate_summary", "summary"}), frozenset())
 
 
 def flat_name(name: str, namespace: str | None) -> str:
-    """Returns what the model calls a tool."""
+    """Returns the name by which the model knows a tool."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
 def namespaces(tools: Sequence[Tool]) -> Mapping[str, tuple[str, str]]:
-    """Returns the namespace and the name of each tool that is in one, by its flat name."""
+    """Returns the (namespace, name) of each tool that has a namespace, by the tool's flat name."""
     return {
-        flat_name(inner.name, tool.name): (tool.name, inner.name)
-        for tool in tools
-        if tool.type == "namespace" and tool.name is not None
-        for inner in tool.tools or ()
-        if inner.name is not None
+        flat_name(tool.name, namespace.name): (namespace.name, tool.name)
+        for namespace in tools
+        if namespace.type == "namespace" and namespace.name is not None
+        for tool in namespace.tools or ()
+        if tool.name is not None
     }
 
 
 def compacted(items: Sequence[InputItem], summary: str) -> list[Item]:
-    """Returns the items that stand for a history. The summary is encoded, not encrypted: it is the
-    client's own text."""
+    """Returns the items that replace a history: the user's messages and a summary of the whole.
+
+    The summary is encoded, not encrypted: it is the client's own text.
+    """
     users = [item for item in items if item.type == "message" and item.role == "user"]
-    content = base64.b64encode(_MARK + summary.encode()).decode()
+    content = base64.b64encode(_SUMMARY_PREFIX + summary.encode()).decode()
     item_id = f"cmp_{uuid.uuid4().hex}"
     return [
         *stored_items(users),
@@ -117,14 +118,16 @@ def compacted(items: Sequence[InputItem], summary: str) -> list[Item]:
 
 
 def summary_of(field: str, item: InputItem) -> str:
-    """Raises:
-    InvalidArgument: it is no compaction of this program's making.
+    """Returns the summary in a compaction item.
+
+    Raises:
+        InvalidArgument: the item was not made by `/v1/responses/compact` of this program.
     """
     try:
         content = base64.b64decode(item.encrypted_content or "", validate=True)
-        if content.startswith(_MARK):
-            return content.removeprefix(_MARK).decode()
-    except (binascii.Error, ValueError):  # of bytes that are no UTF-8 as well
+        if content.startswith(_SUMMARY_PREFIX):
+            return content.removeprefix(_SUMMARY_PREFIX).decode()
+    except (binascii.Error, ValueError):  # ValueError: the bytes are not UTF-8
         pass
     field = f"{field}.encrypted_content"
     message = f"{field} is not what /v1/responses/compact of this gateway returns"
@@ -136,58 +139,62 @@ class History:
     """The conversation that a response continues.
 
     Attributes:
-        items: all of it in order, each with the field it came in.
-        own: the items of the request itself, as they are kept.
-        is_kept: whether the response is kept.
+        items: pairs of field and item, in order; the field is the one of the request that the
+            item came in. The input of the request comes last.
+        new_items: the input items of the request itself, as they are stored.
+        is_stored: whether the response will be stored.
     """
 
     items: Sequence[tuple[str, InputItem]]
-    own: Sequence[Item]
-    is_kept: bool
+    new_items: Sequence[Item]
+    is_stored: bool
 
 
 async def history_of(body: ResponsesRequest, store: ResponseStore | None, owner: str) -> History:
-    """Args:
-        store: None where nothing is kept.
-        owner: name of the client's key.
+    """Returns the conversation that a request continues, with the request's input at its end.
+
+    Args:
+        store: None when the gateway runs without a response store.
+        owner: name of the client's API key.
 
     Raises:
-        InvalidArgument: something needs a store, or the fields do not go together.
-        NotFound: nothing of that name is kept for this client.
+        InvalidArgument: a field needs a store and there is none, or two fields exclude each other.
+        NotFound: a response, conversation or item that the request names is not stored for `owner`.
     """
     if store is None:
         _refuse_without_store(body)
         return History(_named_items(body.input), (), False)
-    _check(body)
-    before = await _before(body, store, owner)
-    own = [
-        item if not item.is_reference else await _referred(item, f"input[{index}]", store, owner)
-        for index, item in enumerate(_listed(body.input))
+    _check_exclusive_fields(body)
+    earlier = await _earlier_items(body, store, owner)
+    new_items = [
+        await _resolved(item, f"input[{index}]", store, owner) if item.is_reference else item
+        for index, item in enumerate(_input_items(body.input))
     ]
-    is_kept = body.store is not False
-    return History([*before, *_named_items(own)], stored_items(own), is_kept)
+    is_stored = body.store is not False
+    return History([*earlier, *_named_items(new_items)], stored_items(new_items), is_stored)
 
 
-async def _before(
+async def _earlier_items(
     body: ResponsesRequest, store: ResponseStore, owner: str
 ) -> list[tuple[str, InputItem]]:
     if body.previous_response_id is not None:
-        field, found = "previous_response_id", await store.turns(owner, body.previous_response_id)
+        field, items = "previous_response_id", await store.turns(owner, body.previous_response_id)
     elif body.conversation_id is not None:
         field = "conversation"
-        found = await store.entry_items(owner, body.conversation_id, CONVERSATION)
+        items = await store.entry_items(owner, body.conversation_id, CONVERSATION)
     else:
         return []
-    return [(field, item) for item in _ITEMS.validate_python(found)]
+    return [(field, item) for item in _ITEMS.validate_python(items)]
 
 
-async def _referred(item: InputItem, field: str, store: ResponseStore, owner: str) -> InputItem:
+async def _resolved(item: InputItem, field: str, store: ResponseStore, owner: str) -> InputItem:
+    """Returns the stored item that an item refers to."""
     if item.id is None:
         raise InvalidArgument.of("FIELD_INVALID", f"{field}.id", f"{field}.id is missing")
     return InputItem.model_validate(await store.item(owner, item.id))
 
 
-def _check(body: ResponsesRequest) -> None:
+def _check_exclusive_fields(body: ResponsesRequest) -> None:
     if body.previous_response_id is not None and body.conversation is not None:
         message = "conversation is set beside previous_response_id; only one may be"
         raise InvalidArgument.of("HISTORY_AMBIGUOUS", "conversation", message)
@@ -197,72 +204,75 @@ def _check(body: ResponsesRequest) -> None:
 
 
 def _refuse_without_store(body: ResponsesRequest) -> None:
-    needs = {
+    fields = {
         "previous_response_id": body.previous_response_id,
         "conversation": body.conversation,
         "background": body.background,
         "store": body.store,
     }
-    for index, item in enumerate(_listed(body.input)):
-        needs[f"input[{index}]"] = item.is_reference
-    for field, given in needs.items():
-        if given:
+    for index, item in enumerate(_input_items(body.input)):
+        fields[f"input[{index}]"] = item.is_reference
+    for field, value in fields.items():
+        if value:
             raise InvalidArgument.of("STORE_OFF", field, f"{field} needs --response-store")
 
 
-def _listed(given: str | list[InputItem] | None) -> list[InputItem]:
-    if isinstance(given, str):
-        return [InputItem(type="message", role="user", content=given)]
-    return given or []
+def _input_items(value: str | list[InputItem] | None) -> list[InputItem]:
+    if isinstance(value, str):
+        return [InputItem(type="message", role="user", content=value)]
+    return value or []
 
 
-def _named_items(given: str | list[InputItem] | None) -> list[tuple[str, InputItem]]:
-    return [(f"input[{index}]", item) for index, item in enumerate(_listed(given))]
+def _named_items(value: str | list[InputItem] | None) -> list[tuple[str, InputItem]]:
+    return [(f"input[{index}]", item) for index, item in enumerate(_input_items(value))]
 
 
-def chat_messages(given: Sequence[tuple[str, InputItem]]) -> list[ChatMessage]:
-    """Args:
-        given: items, each with the field it came in.
+def chat_messages(items: Sequence[tuple[str, InputItem]]) -> list[ChatMessage]:
+    """Returns the messages of a chat.
+
+    Args:
+        items: pairs of field and item; errors name the field.
 
     Raises:
-        InvalidArgument: there is nothing, or an item of a kind that is not implemented.
+        InvalidArgument: there are no items, or the type of one is not implemented.
     """
-    if not given:
+    if not items:
         raise InvalidArgument.of("PROMPT_EMPTY", "input", "input is missing or empty")
     messages: list[ChatMessage] = []
-    thought: str | None = None
-    for field, item in given:
+    reasoning: str | None = None
+    for field, item in items:
         if item.type == "reasoning":
-            thought = _thought(item)
+            reasoning = _reasoning_text(item)
         elif item.type == "function_call":
-            _add_call(field, item, messages, thought)
-            thought = None
+            _add_call(field, item, messages, reasoning)
+            reasoning = None
         elif item.type == "function_call_output":
-            messages.append(_output(field, item))
-        elif item.type in COMPACTIONS:
+            messages.append(_call_output(field, item))
+        elif item.type in _COMPACTION_TYPES:
             messages.append(ChatMessage(role="assistant", content=summary_of(field, item)))
         else:
             message = _message(field, item)
             if message.role == "assistant":
-                message.reasoning_content, thought = thought, None
+                message.reasoning_content, reasoning = reasoning, None
             messages.append(message)
     return messages
 
 
 def _add_call(
-    field: str, item: InputItem, messages: list[ChatMessage], thought: str | None
+    field: str, item: InputItem, messages: list[ChatMessage], reasoning: str | None
 ) -> None:
-    """Adds a call to the assistant's last message, or to a new one."""
+    """Adds a call to the last message, if it is the assistant's and no reasoning precedes
+    the call; else to a new message."""
     name = flat_name(required(f"{field}.name", item.name), item.namespace)
     function = CalledFunction(name=name, arguments=item.arguments or "{}")
     call = ToolCall(id=item.call_id, function=function)
-    if messages and messages[-1].role == "assistant" and thought is None:
+    if messages and messages[-1].role == "assistant" and reasoning is None:
         messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), call]
         return
-    messages.append(ChatMessage(role="assistant", tool_calls=[call], reasoning_content=thought))
+    messages.append(ChatMessage(role="assistant", tool_calls=[call], reasoning_content=reasoning))
 
 
-def _output(field: str, item: InputItem) -> ChatMessage:
+def _call_output(field: str, item: InputItem) -> ChatMessage:
     call_id = required(f"{field}.call_id", item.call_id)
     output = item.output or ""
     if isinstance(output, list):
@@ -270,8 +280,8 @@ def _output(field: str, item: InputItem) -> ChatMessage:
     return ChatMessage(role="tool", tool_call_id=call_id, content=output)
 
 
-def _thought(item: InputItem) -> str | None:
-    """Returns the text of a reasoning item; one that is encrypted or a summary has none."""
+def _reasoning_text(item: InputItem) -> str | None:
+    """Returns the text of a reasoning item; None if it is encrypted or only a summary."""
     content = item.content if isinstance(item.content, list) else []
     return "".join(part.text or "" for part in content if part.type == "reasoning_text") or None
 
@@ -296,15 +306,15 @@ def _part(field: str, part: ContentPart) -> ContentPart:
 
 @dataclass(frozen=True, slots=True)
 class ResponsePlan:
-    """A plan, and what the response repeats of its request.
+    """A request to `/v1/responses`, planned as a chat.
 
     Attributes:
-        history: what comes before its input, and the input as it is kept.
-        item_id: of the first message in the output.
-        namespaces: of flattened names of tools, the namespace and the name in it.
+        body: the request's body, of which the response repeats many fields.
+        item_id: the id of the first message in the output.
+        namespaces: the namespace of a tool and its name there, by the tool's flat name.
     """
 
-    plan: Plan
+    chat: Plan
     body: ResponsesRequest
     history: History
     item_id: str
@@ -314,8 +324,10 @@ class ResponsePlan:
 async def response_plan(
     body: ResponsesRequest, history: History, planner: Planner, model: TargetModel
 ) -> ResponsePlan:
-    """Raises:
-    InvalidArgument: the request can never be served.
+    """Plans a request.
+
+    Raises:
+        InvalidArgument: the request can never be served.
     """
     _FIELDS.refuse(body)
     refuse_rounds(body.speculation)
@@ -346,17 +358,17 @@ def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
     if body.text is None:
         return None
     _TEXT_FIELDS.refuse(body.text, "text.")
-    given = body.text.format
-    if given is None:
+    text_format = body.text.format
+    if text_format is None:
         return None
-    if given.type in ("text", "json_object"):
-        return ResponseFormat(type=given.type)
-    if given.type != "json_schema":
-        raise unimplemented("text.format.type", f"text.format of type {given.type[:64]!r}")
-    if given.content is None:
+    if text_format.type in ("text", "json_object"):
+        return ResponseFormat(type=text_format.type)
+    if text_format.type != "json_schema":
+        raise unimplemented("text.format.type", f"text.format of type {text_format.type[:64]!r}")
+    if text_format.content is None:
         message = "text.format.schema is missing"
         raise InvalidArgument.of("FIELD_INVALID", "text.format.schema", message)
-    return json_schema_format(given.content)
+    return json_schema_format(text_format.content)
 
 
 def _messages(body: ResponsesRequest, history: History) -> list[ChatMessage]:
@@ -367,7 +379,7 @@ def _messages(body: ResponsesRequest, history: History) -> list[ChatMessage]:
 
 
 def _tools(body: ResponsesRequest) -> list[ToolDefinition] | None:
-    own = []
+    definitions = []
     for tool, namespace in _functions(body.tools or (), "tools"):
         function = FunctionDefinition(
             name=flat_name(tool.name or "", namespace),
@@ -375,28 +387,28 @@ def _tools(body: ResponsesRequest) -> list[ToolDefinition] | None:
             parameters=tool.parameters,
             strict=tool.strict,
         )
-        own.append(ToolDefinition(type="function", function=function))
-    return own
+        definitions.append(ToolDefinition(type="function", function=function))
+    return definitions
 
 
 def _functions(
     tools: Sequence[Tool], field: str, namespace: str | None = None
 ) -> Iterator[tuple[Tool, str | None]]:
-    """Yields the functions among tools, those of a namespace with its name."""
+    """Yields each function among the tools with its namespace; None for one without."""
     for index, tool in enumerate(tools):
-        place = f"{field}[{index}]"
+        tool_field = f"{field}[{index}]"
         is_namespace = tool.type == "namespace" and namespace is None
         if tool.name is None and (tool.type == "function" or is_namespace):
-            name = f"{place}.name"
-            raise InvalidArgument.of("FIELD_INVALID", name, f"{name} is missing")
+            name_field = f"{tool_field}.name"
+            raise InvalidArgument.of("FIELD_INVALID", name_field, f"{name_field} is missing")
         if tool.type == "function":
             yield tool, namespace
         elif is_namespace:
-            yield from _functions(tool.tools or (), f"{place}.tools", tool.name)
-        elif tool.type in _HOSTED:
-            leave_out_hosted(place, tool.type)
+            yield from _functions(tool.tools or (), f"{tool_field}.tools", tool.name)
+        elif tool.type in _HOSTED_TOOLS:
+            leave_out_hosted(tool_field, tool.type)
         else:
-            raise unimplemented(f"{place}.type", f"a tool of type {tool.type[:64]!r}")
+            raise unimplemented(f"{tool_field}.type", f"a tool of type {tool.type[:64]!r}")
 
 
 def _tool_choice(
@@ -405,7 +417,7 @@ def _tool_choice(
     if isinstance(choice, NamedFunction):
         return NamedTool.of(choice.name)
     if isinstance(choice, AllowedFunctions):
-        tools = [NamedTool.of(each.name) for each in choice.tools]
+        tools = [NamedTool.of(tool.name) for tool in choice.tools]
         return AllowedToolChoice(
             type="allowed_tools", allowed_tools=AllowedTools(mode=choice.mode, tools=tools)
         )
@@ -413,11 +425,11 @@ def _tool_choice(
 
 
 def _wants_logprobs(body: ResponsesRequest) -> bool:
-    asked = body.include or []
-    for name in asked:
+    included = body.include or []
+    for name in included:
         if name not in _INCLUDABLE:
             raise unimplemented("include", f"include of {name[:64]!r}")
-    return _LOGPROBS in asked or bool(body.top_logprobs)
+    return _LOGPROBS in included or bool(body.top_logprobs)
 
 
 def _effort(body: ResponsesRequest) -> str | None:
@@ -427,11 +439,14 @@ def _effort(body: ResponsesRequest) -> str | None:
     return body.reasoning.effort
 
 
-def keep(store: ResponseStore, owner: str, asked: ResponsePlan, stored: StoredResponse) -> None:
-    """Keeps a response that has ended, as far as it was asked for."""
-    if asked.history.is_kept:
-        unawaited(store.put(owner, stored))
-    conversation_id = asked.body.conversation_id
+def store_ended(
+    store: ResponseStore, owner: str, plan: ResponsePlan, stored: StoredResponse
+) -> None:
+    """Stores a response that has ended, if the request asks for it. Adds its items to the
+    conversation that it continues, unless it failed or was cancelled."""
+    if plan.history.is_stored:
+        log_failure(store.put(owner, stored))
+    conversation_id = plan.body.conversation_id
     if conversation_id is not None and stored.body["status"] in ("completed", "incomplete"):
         items = [*stored.input, *stored.body["output"]]
-        unawaited(store.append(owner, conversation_id, items))
+        log_failure(store.append(owner, conversation_id, items))

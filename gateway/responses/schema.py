@@ -1,4 +1,4 @@
-"""The JSON body of OpenAI's responses interface."""
+"""The JSON bodies and answers of OpenAI's responses interface."""
 
 from __future__ import annotations
 
@@ -6,25 +6,11 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt
 
-from gateway.reference.answered import (
-    Answered,
-    AnswerMetrics,
-    SchemaCheck,
-    Timings,
-    TokenLogprob,
-)
-from gateway.schema import (
-    Body,
-    ContentPart,
-    Flag,
-    Items,
-    ServiceTier,
-    SharedFields,
-    Speculation,
-)
+from gateway.reference.answered import Answered, AnswerMetrics, SchemaCheck, Timings, TokenLogprob
+from gateway.schema import Body, ContentPart, Flag, Items, ServiceTier, SharedFields, Speculation
 
 Status = Literal["completed", "incomplete"]
-"""Of an item that the answer has."""
+"""Status of an output item."""
 
 
 class InputItem(Body):
@@ -35,7 +21,9 @@ class InputItem(Body):
         description="message, function_call, function_call_output, reasoning, compaction or "
         "item_reference",
     )
-    id: str | None = Field(default=None, description="alone, or of an item_reference: a kept item")
+    id: str | None = Field(
+        default=None, description="alone, or in an item_reference: names a stored item"
+    )
     role: str | None = None
     content: str | Items[ContentPart] | None = None
     call_id: str | None = None
@@ -44,7 +32,7 @@ class InputItem(Body):
     arguments: str | None = None
     output: str | Items[ContentPart] | None = None
     encrypted_content: str | None = Field(
-        default=None, description="of a compaction: what `/v1/responses/compact` made of a history"
+        default=None, description="of a compaction: the summary that `/v1/responses/compact` made"
     )
 
     @property
@@ -55,7 +43,7 @@ class InputItem(Body):
 class Tool(Body):
     """A tool the model may use: a function."""
 
-    type: str = Field(description="function, or namespace; tools that others host are left out")
+    type: str = Field(description="function, or namespace; hosted tools are left out")
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -71,7 +59,7 @@ class NamedFunction(Body):
 
 
 class AllowedFunctions(Body):
-    """Only some of the functions may be called."""
+    """The functions that may be called."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"] = "auto"
@@ -82,7 +70,7 @@ class Reasoning(Body):
     """The reasoning effort, passed to the chat template."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: str | None = Field(default=None, description="no effect: thoughts come whole")
+    summary: str | None = Field(default=None, description="no effect: reasoning is returned whole")
 
 
 class TextFormat(Body):
@@ -103,7 +91,7 @@ class TextConfig(Body):
 
 
 class ConversationId(Body):
-    """A conversation that is kept."""
+    """A stored conversation."""
 
     id: str
 
@@ -114,18 +102,19 @@ class ResponsesRequest(SharedFields):
     model: str | None = None
     input: str | Items[InputItem] | None = None
     previous_response_id: str | None = Field(
-        default=None, description="a kept response, whose input and output come first"
+        default=None, description="a stored response, whose input and output come first"
     )
     conversation: str | ConversationId | None = Field(
-        default=None, description="a kept conversation, which comes first and grows"
+        default=None,
+        description="a stored conversation: it comes first, and gets the new input and output",
     )
     store: bool | None = Field(
-        default=None, description="whether the response is kept; true where there is a store"
+        default=None, description="whether to store the response; true by default with a store"
     )
     background: Flag = Field(default=False, description="answer at once; ask for the result later")
     instructions: str | None = None
     stream: Flag = False
-    # The answer repeats what was asked, and JSON's writer knows 64 bits.
+    # The answer repeats the number, and the JSON writer takes at most 64 bits.
     max_output_tokens: int | None = Field(default=None, le=2**31 - 1)
     top_logprobs: int | None = None
     include: Items[str] | None = None
@@ -143,7 +132,7 @@ class ResponsesRequest(SharedFields):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: ServiceTier | None = Field(
-        default=None, description="one tier serves all: `default`"
+        default=None, description="every request is served by the tier `default`"
     )
     speculation: Speculation | None = None
 
@@ -154,7 +143,7 @@ class ResponsesRequest(SharedFields):
 
 
 class NewMetadata(Body):
-    """Body that changes a kept chat or conversation."""
+    """Body that changes the metadata of a stored chat or conversation."""
 
     metadata: dict[str, str] | None = None
 
@@ -166,7 +155,7 @@ class ConversationRequest(NewMetadata):
 
 
 class ConversationItems(Body):
-    """Items that a conversation gets."""
+    """Body that adds items to a conversation."""
 
     items: Items[InputItem]
 
@@ -225,14 +214,14 @@ class IncompleteDetails(Answered):
 
 
 class ReasoningSettings(Answered):
-    """As they were asked for."""
+    """The request's reasoning settings, repeated."""
 
     effort: str | None
     summary: str | None
 
 
 class TextSettings(Answered):
-    """As they were asked for."""
+    """The request's text settings, repeated."""
 
     format: dict[str, Any]
 
@@ -245,7 +234,7 @@ class InputTokensDetails(Answered):
 
 
 class OutputTokensDetails(Answered):
-    """The parts of `output_tokens`; prediction tokens are those that drafts proposed."""
+    """The parts of `output_tokens`; prediction tokens are tokens proposed by drafts."""
 
     reasoning_tokens: NonNegativeInt
     accepted_prediction_tokens: NonNegativeInt
@@ -263,7 +252,7 @@ class ResponseTokens(Answered):
 
 
 class ResponseConversation(Answered):
-    """The conversation that it continues."""
+    """The conversation that the response continues."""
 
     id: str
 
@@ -288,7 +277,7 @@ class ResponseAnswer(Answered):
     previous_response_id: str | None
     prompt_cache_key: str | None
     safety_identifier: str | None
-    service_tier: Literal["default"] | None = Field(description="where it was asked for")
+    service_tier: Literal["default"] | None = Field(description="null unless the request set it")
     system_fingerprint: str
     user: str | None
     conversation: ResponseConversation | None
@@ -304,4 +293,6 @@ class ResponseAnswer(Answered):
     usage: ResponseTokens | None = Field(description="null before it has ended")
     metrics: AnswerMetrics | None
     timings: Timings | None = Field(description="null before it has ended")
-    schema_check: SchemaCheck | None = Field(default=None, description="of what no grammar holds")
+    schema_check: SchemaCheck | None = Field(
+        default=None, description="of the parts of a schema that no grammar enforces"
+    )

@@ -1,7 +1,7 @@
-"""Responses, conversations and chats that are kept, in SQLite: in memory, or in a file.
+"""Stored responses, conversations and chats, in SQLite: in memory, or in a file.
 
-Everything belongs to the key that made it, and another key does not find it. The bound is in bytes
-of JSON: above it, the oldest entry goes of whoever keeps most.
+An entry belongs to the API key that made it; no other key can read it. The size limit is in bytes
+of JSON. Above it, the oldest entry of the key that stores most is deleted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MEMORY = ":memory:"
-RESPONSE, CONVERSATION, CHAT = "resp_", "conv_", "chatcmpl-"  # what ids begin with
+RESPONSE, CONVERSATION, CHAT = "resp_", "conv_", "chatcmpl-"  # prefixes of ids
 _RUNNING = ("queued", "in_progress")
 _LOCK_TIMEOUT_S = 5.0
 _log = logging.getLogger(__name__)
@@ -67,12 +67,12 @@ Order = Literal["asc", "desc"]
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response as it is kept.
+    """A response as it is stored.
 
     Attributes:
-        body: as clients see it.
-        input: its own items, without those of earlier responses.
-        events: of its stream, one each; None when they are not kept.
+        body: the JSON object that clients see.
+        input: the input items of its own request, without the items of earlier responses.
+        events: the events of its stream; None when they are not stored.
     """
 
     body: dict[str, Any]
@@ -93,10 +93,10 @@ class ChatFilter:
     """A filter for stored chats.
 
     Attributes:
-        after: the id of the one before them; None begins with the first.
+        after: list the chats after the one with this id; None starts at the first.
         order: `asc`, oldest first, or `desc`.
-        model: None takes those of every model.
-        metadata: pairs that each of them has.
+        model: list only chats with this model; None lists all.
+        metadata: list only chats with all of these pairs.
     """
 
     after: str | None
@@ -109,7 +109,7 @@ class ChatFilter:
 def _on_thread(
     work: Callable[Concatenate[ResponseStore, P], T],
 ) -> Callable[Concatenate[ResponseStore, P], asyncio.Future[T]]:
-    """Has a method of the store run on its thread, in a transaction of its own."""
+    """Decorates a method of the store to run on the store's thread, in its own transaction."""
 
     @wraps(work)
     def begin(store: ResponseStore, /, *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
@@ -118,29 +118,30 @@ def _on_thread(
     return begin
 
 
-def unawaited(keeping: asyncio.Future[None]) -> None:
-    """Has the log tell when something is not kept and nobody waits for it."""
+def log_failure(write: asyncio.Future[None]) -> None:
+    """Logs the error of a write to the store that nobody awaits, should it fail."""
 
-    def log_failure(done: asyncio.Future[None]) -> None:
+    def log_error(done: asyncio.Future[None]) -> None:
         if (error := done.exception()) is not None:
-            _log.error("a response was not kept: %s", error)
+            _log.error("a response was not stored: %s", error)
 
-    keeping.add_done_callback(log_failure)
+    write.add_done_callback(log_error)
 
 
 class ResponseStore:
-    """Keeps entries on a thread of its own, which does one thing after the other.
+    """Stores entries. All database work runs on one thread of the store, in order.
 
     Args:
         path: a file, which no other gateway may have open; or `MEMORY`.
-        now: Unix time in seconds.
-        max_bytes: of the JSON of all entries.
-        max_age_s: of an entry since it changed last.
-        max_history_bytes: of the stored items that one request continues.
-        is_shared: other workers have the file open, and what runs in them goes on.
+        now: the clock: returns Unix time in seconds.
+        max_bytes: limit on the JSON of all entries.
+        max_age_s: an entry is deleted so long after its last change.
+        max_history_bytes: limit on the stored items that one request continues.
+        is_shared: other workers have the file open; their responses that still run are left alone.
 
     Raises:
         SettingsError: the file cannot be used.
+        NotFound (every method with an id): `owner` has stored nothing with this id.
     """
 
     def __init__(
@@ -170,18 +171,18 @@ class ResponseStore:
             raise SettingsError((f"--response-store {path}: {error}",)) from error
 
     def close(self) -> None:
-        """Lets go of the file, after everything that was to be kept."""
+        """Closes the database, after all writes that have begun."""
         self._thread.submit(self._database.close)
         self._thread.shutdown()
 
     def begin(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Works on the database, before what begins later; without being waited for, too."""
+        """Queues work for the database thread. It runs even if nobody awaits the result."""
         return asyncio.wrap_future(self._thread.submit(self._guarded, work))
 
     def _guarded(self, work: Callable[[], T]) -> T:
         try:
             with self._database:
-                # Nobody else writes between what is read here and what is written.
+                # Takes the write lock now: no other worker writes between our reads and writes.
                 self._database.execute("BEGIN IMMEDIATE")
                 return work()
         except sqlite3.Error as error:
@@ -190,7 +191,7 @@ class ResponseStore:
 
     @_on_thread
     def put(self, owner: str, stored: StoredResponse) -> None:
-        """Keeps a response; replaces the one with its id."""
+        """Stores a response; replaces an earlier state of it."""
         items = [(item, False) for item in stored.input]
         items += [(item, True) for item in stored.body["output"]]
         events = None if stored.events is None else b"".join(stored.events)
@@ -199,23 +200,21 @@ class ResponseStore:
 
     @_on_thread
     def response(self, owner: str, response_id: str) -> StoredResponse:
-        """Raises:
-        NotFound: there is none.
-        """
+        """Returns a response."""
         body, events = self._row(owner, response_id, RESPONSE)
         return StoredResponse(
             {**body, "output": self._items(response_id, owner, is_output=True)},
             self._items(response_id, owner, is_output=False),
-            None if events is None else [each + b"\n\n" for each in events.split(b"\n\n")[:-1]],
+            None if events is None else [event + b"\n\n" for event in events.split(b"\n\n")[:-1]],
         )
 
     @_on_thread
     def turns(self, owner: str, response_id: str) -> list[Item]:
-        """Returns the input and output of a response, after those that it builds on.
+        """Returns the input and output items of a response and, before them, those of all earlier
+        responses in its chain of `previous_response_id`.
 
         Raises:
-            NotFound: one of them is not here.
-            InvalidArgument: it has not ended, or they are too large together.
+            InvalidArgument: one has not ended, or they exceed `max_history_bytes` together.
         """
         self._row(owner, response_id, RESPONSE)
         items: list[Item] = []
@@ -235,41 +234,33 @@ class ResponseStore:
 
     @_on_thread
     def item(self, owner: str, item_id: str) -> Item:
-        """Raises:
-        NotFound: there is none.
-        """
-        found = self._database.execute(
+        """Returns an item of any entry."""
+        row = self._database.execute(
             "SELECT items.body FROM items JOIN entries ON entries.id = items.entry "
             "WHERE items.id = ? AND owner = ? ORDER BY changed DESC LIMIT 1",
             (item_id, owner),
         ).fetchone()
-        if found is None:
+        if row is None:
             raise _missing(item_id)
-        item: Item = orjson.loads(found[0])
+        item: Item = orjson.loads(row[0])
         return item
 
     @_on_thread
     def delete(self, owner: str, entry_id: str, kind: str) -> None:
-        """Raises:
-        NotFound: there is none of this kind.
-        """
+        """Deletes an entry."""
         self._row(owner, entry_id, kind)
-        self._drop("id = ?", entry_id)
+        self._delete_where("id = ?", entry_id)
 
     @_on_thread
     def put_entry(self, owner: str, body: Mapping[str, Any], items: Sequence[Item]) -> None:
-        """Keeps a new conversation or chat."""
-        self._put(owner, body, None, [(each, False) for each in items], None)
+        """Stores a new conversation or chat."""
+        self._put(owner, body, None, [(item, False) for item in items], None)
 
     @_on_thread
     def set_metadata(
         self, owner: str, entry_id: str, kind: str, metadata: Mapping[str, str]
     ) -> dict[str, Any]:
-        """Returns a conversation or chat with other metadata.
-
-        Raises:
-            NotFound: there is none.
-        """
+        """Replaces the metadata of a conversation or chat and returns its new body."""
         body = self._row(owner, entry_id, kind)[0]
         changed = {**body, "metadata": metadata}
         old, new = orjson.dumps(body), orjson.dumps(changed)
@@ -279,11 +270,7 @@ class ResponseStore:
 
     @_on_thread
     def append(self, owner: str, conversation_id: str, items: Sequence[Item]) -> None:
-        """Adds items to a conversation.
-
-        Raises:
-            NotFound: there is no such conversation.
-        """
+        """Adds items at the end of a conversation."""
         self._row(owner, conversation_id, CONVERSATION)
         (count,) = self._database.execute(
             "SELECT coalesce(max(position) + 1, 0) FROM items WHERE entry = ?", (conversation_id,)
@@ -293,16 +280,15 @@ class ResponseStore:
 
     @_on_thread
     def entry(self, owner: str, entry_id: str, kind: str) -> dict[str, Any]:
-        """Raises:
-        NotFound: there is none of this kind.
-        """
+        """Returns the body of an entry."""
         return self._row(owner, entry_id, kind)[0]
 
     @_on_thread
     def entry_items(self, owner: str, entry_id: str, kind: str) -> list[Item]:
-        """Raises:
-        NotFound: there is no such entry.
-        InvalidArgument: they are too large together.
+        """Returns all items of an entry, oldest first.
+
+        Raises:
+            InvalidArgument: the entry is larger than `max_history_bytes`.
         """
         self._row(owner, entry_id, kind)
         (size,) = self._database.execute(
@@ -312,52 +298,47 @@ class ResponseStore:
         return self._items(entry_id, owner)
 
     @_on_thread
-    def chats(self, owner: str, asked: ChatFilter) -> list[Item]:
-        """Returns the chats that are asked for, at most one more than `limit`.
-
-        Raises:
-            NotFound: there is no chat `after`.
-        """
-        is_ascending = asked.order == "asc"
+    def chats(self, owner: str, chat_filter: ChatFilter) -> list[Item]:
+        """Returns the chats that pass a filter, at most one more than its `limit`."""
+        is_ascending = chat_filter.order == "asc"
         conditions = "owner = ? AND id GLOB ? AND changed >= ?"
         values: list[Any] = [owner, f"{CHAT}*", self._now() - self._max_age_s]
-        if asked.after is not None:
-            self._row(owner, asked.after, CHAT)
+        if chat_filter.after is not None:
+            self._row(owner, chat_filter.after, CHAT)
             conditions += f" AND rowid {'>' if is_ascending else '<'} "
             conditions += "(SELECT rowid FROM entries WHERE id = ?)"
-            values.append(asked.after)
-        if asked.model is not None:
+            values.append(chat_filter.after)
+        if chat_filter.model is not None:
             conditions += " AND json_extract(body, '$.model') = ?"
-            values.append(asked.model)
-        for pair in asked.metadata.items():
+            values.append(chat_filter.model)
+        for pair in chat_filter.metadata.items():
             conditions += " AND EXISTS (SELECT 1 FROM json_each(body, '$.metadata') AS pair"
             conditions += " WHERE pair.key = ? AND pair.value = ?)"
             values += pair
         order = "ASC" if is_ascending else "DESC"
         rows = self._database.execute(
             f"SELECT body FROM entries WHERE {conditions} ORDER BY rowid {order} LIMIT ?",
-            (*values, asked.limit + 1),
+            (*values, chat_filter.limit + 1),
         )
         return [orjson.loads(body) for (body,) in rows]
 
     @_on_thread
     def delete_item(self, owner: str, conversation_id: str, item_id: str) -> None:
-        """Raises:
-        NotFound: there is no such item in it.
-        """
+        """Deletes an item of a conversation."""
         body = self._row(owner, conversation_id, CONVERSATION)[0]
-        kept = self._items(conversation_id, owner)
-        left = [(item, False) for item in kept if item["id"] != item_id]
-        if len(left) == len(kept):
+        items = self._items(conversation_id, owner)
+        remaining = [(item, False) for item in items if item["id"] != item_id]
+        if len(remaining) == len(items):
             raise _missing(item_id)
-        self._put(owner, body, None, left, None)
+        self._put(owner, body, None, remaining, None)
 
     @_on_thread
     def num_bytes(self) -> int:
-        """Returns the size of everything that is kept."""
+        """Returns the size of all stored entries."""
         return sum(self._sizes().values())
 
     def _sizes(self) -> dict[str, int]:
+        """Returns the bytes that each owner stores."""
         return dict(
             self._database.execute("SELECT owner, sum(size) FROM entries GROUP BY owner").fetchall()
         )
@@ -383,12 +364,12 @@ class ResponseStore:
             "UPDATE entries SET size = size + ?, changed = ? WHERE id = ?",
             (num_bytes, self._now(), entry_id),
         )
-        self._make_room()
+        self._delete_surplus()
 
     def _add_items(
         self, entry_id: str, items: Sequence[tuple[Item, bool]], first_position: int = 0
     ) -> int:
-        """Returns how many bytes they have."""
+        """Adds pairs of item and `is_output` to an entry; returns their size in bytes."""
         num_bytes = 0
         for position, (item, is_output) in enumerate(items, first_position):
             body = orjson.dumps(item)
@@ -406,7 +387,7 @@ class ResponseStore:
         events: bytes | None,
     ) -> None:
         entry_id = str(body["id"])
-        self._drop("id = ?", entry_id)
+        self._delete_where("id = ?", entry_id)
         head = orjson.dumps(body)
         size = len(head) + len(events or b"")
         self._database.execute(
@@ -415,14 +396,15 @@ class ResponseStore:
         )
         self._grow(owner, entry_id, self._add_items(entry_id, items))
 
-    def _make_room(self) -> None:
-        self._drop("changed < ?", self._now() - self._max_age_s)
+    def _delete_surplus(self) -> None:
+        """Deletes entries that are too old, then the oldest of the largest owner until all fit."""
+        self._delete_where("changed < ?", self._now() - self._max_age_s)
         while sum((sizes := self._sizes()).values()) > self.max_bytes:
             largest = max(sizes, key=sizes.__getitem__)
             oldest = "SELECT id FROM entries WHERE owner = ? ORDER BY changed LIMIT 1"
-            self._drop(f"id = ({oldest})", largest)
+            self._delete_where(f"id = ({oldest})", largest)
 
-    def _drop(self, condition: str, value: str | float) -> None:
+    def _delete_where(self, condition: str, value: str | float) -> None:
         self._database.execute(f"DELETE FROM entries WHERE {condition}", (value,))
 
     def _check_history(self, field: str, size: int) -> None:
@@ -432,15 +414,16 @@ class ResponseStore:
             raise InvalidArgument.of("HISTORY_TOO_LARGE", field, message)
 
     def _row(self, owner: str, entry_id: str, kind: str) -> tuple[dict[str, Any], bytes | None]:
+        """Returns the body and the stream's events of an entry that is not too old."""
         if not entry_id.startswith(kind):
             raise _missing(entry_id)
-        found = self._database.execute(
+        row = self._database.execute(
             "SELECT body, events FROM entries WHERE id = ? AND owner = ? AND changed >= ?",
             (entry_id, owner, self._now() - self._max_age_s),
         ).fetchone()
-        if found is None:
+        if row is None:
             raise _missing(entry_id)
-        return orjson.loads(found[0]), found[1]
+        return orjson.loads(row[0]), row[1]
 
     def _items(self, entry_id: str, owner: str, *, is_output: bool | None = None) -> list[Item]:
         rows = self._database.execute(
@@ -463,13 +446,9 @@ def _missing(entry_id: str) -> NotFound:
     return NotFound(message, reason="RESPONSE_NOT_STORED")
 
 
-def stored_items(given: str | Sequence[InputItem] | None) -> list[Item]:
-    """Returns what a client gave as items of their own."""
-    if given is None:
-        return []
-    if isinstance(given, str):
-        given = [InputItem(type="message", role="user", content=given)]
-    return [_stored(item) for item in given]
+def stored_items(items: Sequence[InputItem] | None) -> list[Item]:
+    """Returns input items as they are stored: complete, each with an id."""
+    return [_stored(item) for item in items or ()]
 
 
 def _stored(item: InputItem) -> Item:
@@ -488,19 +467,22 @@ def _parts(item: InputItem) -> list[dict[str, Any]]:
     is_output = item.role == "assistant"
     kind = "output_text" if is_output else "input_text"
     if isinstance(item.content, list):
-        given = [part.model_dump(exclude_none=True) for part in item.content]
+        parts = [part.model_dump(exclude_none=True) for part in item.content]
     else:
-        given = [{"type": kind, "text": item.content or ""}]
+        parts = [{"type": kind, "text": item.content or ""}]
     if not is_output:
-        return given
-    return [{"annotations": [], "logprobs": [], **part} for part in given]
+        return parts
+    return [{"annotations": [], "logprobs": [], **part} for part in parts]
 
 
 def item_list(items: Sequence[Item], after: str | None, limit: int, order: Order) -> dict[str, Any]:
-    """Returns a page of items that are given oldest first.
+    """Returns one page of a list of items.
+
+    Args:
+        items: all items, oldest first.
 
     Raises:
-        InvalidArgument: none of them has the id `after`.
+        InvalidArgument: no item has the id `after`.
     """
     ordered = list(items if order == "asc" else reversed(items))
     start = 0
@@ -510,16 +492,16 @@ def item_list(items: Sequence[Item], after: str | None, limit: int, order: Order
             message = f"after is {after[:128]!r}; no item has that id"
             raise InvalidArgument.of("FIELD_INVALID", "after", message)
         start = ids.index(after) + 1
-    return listed(ordered[start:], limit)
+    return list_page(ordered[start:], limit)
 
 
-def listed(found: Sequence[Item], limit: int) -> dict[str, Any]:
-    """Returns the page that some items begin with."""
-    page = found[:limit]
+def list_page(items: Sequence[Item], limit: int) -> dict[str, Any]:
+    """Returns the first `limit` items as OpenAI's list object."""
+    page = items[:limit]
     return {
         "object": "list",
         "data": page,
         "first_id": page[0]["id"] if page else None,
         "last_id": page[-1]["id"] if page else None,
-        "has_more": len(found) > limit,
+        "has_more": len(items) > limit,
     }

@@ -24,7 +24,7 @@ WALL_CLOCK = {
     "gateway/planner.py": "`created` of an answer",
     "gateway/process.py": "start times, shown",
     "gateway/responses/answer.py": "`created_at` of an answer",
-    "gateway/responses/kept_routes.py": "`created_at` of a conversation",
+    "gateway/responses/stored_routes.py": "`created_at` of a conversation",
     "gateway/responses/routes.py": "`created_at` of an answer",
     "gateway/model_text.py": "`strftime_now` of templates",
     "services/certs.py": "validity of certificates",

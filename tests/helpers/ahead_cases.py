@@ -1,4 +1,4 @@
-"""Prompts, shapes and samplings that drafting ahead is tried with, and what came of it."""
+"""Prompts, tree shapes and samplings for tests of drafting ahead, and their outcome counts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAMPLINGS = {
 
 
 def requests(sampling: SamplingParams, num_tokens: int = 20) -> list[GenerationRequest]:
-    """One for each prompt, each with a seed of its own."""
+    """Returns one request per prompt, each with its own seed."""
     return [
         request(prompt, replace(sampling, seed=sampling.seed + i), StopParams(num_tokens))
         for i, prompt in enumerate(PROMPTS)
@@ -35,7 +35,7 @@ def outputs(collector: Collector) -> list[list[int]]:
 
 
 def total_outcomes(reports: Iterable[StepReport]) -> OutcomeTally:
-    """Returns how verdicts were foreseen over all steps."""
+    """Returns the sum of the outcome counts of all steps."""
     total = OutcomeTally()
     for report in reports:
         total.add(report.outcomes)
@@ -43,12 +43,12 @@ def total_outcomes(reports: Iterable[StepReport]) -> OutcomeTally:
 
 
 def num_device_rounds(reports: Iterable[StepReport]) -> int:
-    """Returns how many draws were of rounds on the device."""
-    return sum(each.num_rounds for each in reports if each.round_shape is not None)
+    """Returns the number of rounds on the device."""
+    return sum(report.num_rounds for report in reports if report.round_shape is not None)
 
 
 def lossy_draft(engine: Engine, drafter: Drafter, outcome_budget: int, seed: int) -> LossyDraft:
-    """Attaches one whose delay grows with the seed; every other seed has trees, and losses."""
+    """Attaches a draft whose delay grows with the seed. Odd seeds have trees and lose messages."""
     shape, loss = ((CHAIN, 0.0), (TREE, 0.2))[seed % 2]
     draft = LossyDraft(engine, drafter, shape, outcome_budget, seed=seed, delay=2 + seed, loss=loss)
     draft.attach()

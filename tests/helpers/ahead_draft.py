@@ -1,4 +1,4 @@
-"""A draft that knows the right answers, and which verdicts it foresees is the test's to say."""
+"""A draft that knows the right answers. The test decides which verdicts it foresees."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ NEVER_S = 1e9
 
 @dataclass
 class AheadDraft:
-    """Sends a tree for a verdict on none of its own, and with it, or for any other verdict, only
-    what is for the round after the one under way. The target would wait for it for ever.
+    """Sends a tree for the current round only after a verdict on none of its own trees. After every
+    verdict it sends a conditional tree for the round after the current one. The target would wait
+    for this draft for ever.
 
     Attributes:
-        answers: whole sequences, prompt and output, that begin differently.
-        foresees: whether it is right about how the round of an answer ends.
-        recovers: sends a tree for a verdict that it did not foresee, too.
-        is_held: keeps what it would send in `held`.
-        offer: the way to the engine; None is the engine's own.
-        features: what it was sent, by answer.
+        answers: complete sequences, prompt and output, that begin differently.
+        foresees: whether the draft foresees the verdict on a round, by answer and round.
+        recovers: also sends a tree after a verdict that it did not foresee.
+        is_held: keeps candidates in `held` instead of sending them.
+        offer: sends candidates to the engine; None calls `Engine.offer`.
+        features: the feature rows received, by answer.
     """
 
     engine: Engine
@@ -73,7 +74,7 @@ class AheadDraft:
         raise AssertionError("the target gave the draft up")
 
     def release(self) -> None:
-        """Sends what was held."""
+        """Sends the held candidates."""
         while self.held:
             (self.offer or self.engine.offer)(self.name, self.held.pop(0))
 

@@ -37,7 +37,7 @@ class Layer:
 
 
 def random_layer(num_rows: int, num_slots: int, heads: Heads, dtype: torch.dtype) -> Layer:
-    """Returns a layer of normal numbers."""
+    """Returns a layer of normally distributed numbers."""
     generator = torch.Generator().manual_seed(num_rows)
 
     def draw(count: int, num_heads: int) -> Tensor:
@@ -85,7 +85,7 @@ def tree(rng: random.Random, *, start: int, num_nodes: int, num_cached: int = 0)
 def with_pages(
     rng: random.Random, sequences: list[SequenceRows], page_size: int
 ) -> tuple[list[SequenceRows], int]:
-    """Gives every sequence pages of its own in random order; returns the number of slots too."""
+    """Gives every sequence its own pages in random order; also returns the number of slots."""
     needed = [-(-(rows.kv_start + len(rows.token_ids)) // page_size) for rows in sequences]
     pages = rng.sample(range(1, sum(needed) + 1), sum(needed))
     placed = []

@@ -19,7 +19,7 @@ from shared.models.heads.target_tensors import TargetFolder
 from shared.tokens import TreeShape
 from tests.helpers.checkpoints import TinyShape, build_model, write_checkpoint
 from tests.helpers.dflash_heads import DflashOracle, TinyDflash, write_dflash
-from tests.helpers.drafting import VOCAB_SIZE, committed
+from tests.helpers.drafting import VOCAB_SIZE, committed, prefix_features
 
 PAGE_SIZE = 4
 BLOCK_SIZE = 5
@@ -49,21 +49,17 @@ class BlockSetup:
         )
 
     def features(self, token_ids: Sequence[int]) -> Tensor:
-        """`[N, K * H]`; row p depends on tokens 0 … p."""
-        seed, rows = 0, []
-        for token in token_ids:
-            seed = (seed * 1_000_003 + token + 1) % 2**31
-            rows.append(torch.randn(96, generator=torch.Generator().manual_seed(seed)))
-        return torch.stack(rows)
+        """Returns `[N, K * H]`, see `prefix_features`."""
+        return prefix_features(token_ids, 96)
 
     def sent(self, sequence: DraftSequence, start: int, end: int) -> FeatureRows:
-        """What the target sends of positions `[start, end)`."""
+        """Returns the features that the target sends of positions `[start, end)`."""
         projection = self.head.feature_spec.projection
         assert projection is not None
         return FeatureRows(start, self.features(sequence.token_ids[:end])[start:] @ projection.T)
 
     def open(self, drafter: DflashDrafter, sequence: DraftSequence) -> None:
-        """Takes a sequence on with the features of every position but the last."""
+        """Opens a sequence with the features of every position but the last."""
         drafter.open(sequence)
         drafter.add_features(sequence, self.sent(sequence, 0, sequence.num_tokens - 1))
 

@@ -1,4 +1,4 @@
-"""Both wheels, built from a copy of the sources, in which no earlier build has left anything."""
+"""Both wheels, built from a copy of the sources that holds no leftovers of earlier builds."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# By their names: processes that build no model need not import transformers, which takes seconds.
+# Class names: processes that build no model need not import transformers, which takes seconds.
 FAMILY_CLASSES = {
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
     "mistral": ("MistralConfig", "MistralForCausalLM"),
@@ -28,7 +28,7 @@ FAMILY_CLASSES = {
     "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
     "mimo_v2_flash": ("MiMoV2FlashConfig", "MiMoV2FlashForCausalLM"),
-    # Step-3.5's text model is there as a part of Step-3.7 alone.
+    # transformers has Step-3.5's text model only as a part of Step-3.7.
     "step3p5": ("Step3p7Config", "Step3p7ForConditionalGeneration"),
     "llama4": ("Llama4TextConfig", "Llama4ForCausalLM"),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
@@ -38,7 +38,7 @@ FAMILY_CLASSES = {
     "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
 }
 DELTA: dict[str, Any] = {
-    # Smaller, and norms of what a head reads at first would blow rounding up.
+    # With a smaller value, the norms of a head's first inputs would magnify rounding errors.
     "rms_norm_eps": 0.01,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -46,7 +46,7 @@ DELTA: dict[str, Any] = {
     "linear_value_head_dim": 8,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
-"""Of layers of Qwen3-Next and Qwen3.5."""
+"""Config of Qwen3-Next and Qwen3.5 with linear attention layers."""
 BOS_TOKEN_ID = 256
 EOS_TOKEN_ID = 257
 BYTE_VOCAB_SIZE = 258
@@ -79,8 +79,8 @@ def write_checkpoint(
 ) -> Path:
     """Writes `config.json`, `generation_config.json` and safetensors; returns `folder`.
 
-    Weights are drawn from `seed`; biases and norms too, so that none of them can be left out
-    unnoticed. A small `max_shard_size` writes several shards and an index.
+    Weights are drawn from `seed`, also biases and norms, so that a test notices if one is left out.
+    A small `max_shard_size` writes several shards and an index.
     """
     model = build_model(family, shape, seed=seed)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
@@ -90,7 +90,7 @@ def write_checkpoint(
 
 
 def build_model(family: str, shape: TinyShape | None = None, *, seed: int = 0) -> PreTrainedModel:
-    """Returns the same model in transformers, in float32, ready to be asked for logits."""
+    """Returns the same model in transformers, in float32 and evaluation mode."""
     import transformers
 
     config_class, model_class = (getattr(transformers, name) for name in FAMILY_CLASSES[family])
@@ -107,7 +107,7 @@ def build_model(family: str, shape: TinyShape | None = None, *, seed: int = 0) -
             noise = torch.randn(parameter.shape, generator=generator)
             is_norm = "norm" in name
             if "conv1d" in name:
-                # Less, and the norm of its results would blow rounding up.
+                # With less, the norm of the convolution's results would magnify rounding errors.
                 noise *= 4.0
             center = 0.0 if has_delta and "linear_attn" not in name else 1.0
             parameter.copy_(center + 0.2 * noise if is_norm else 0.25 * noise)
@@ -136,8 +136,8 @@ def write_byte_tokenizer(folder: Path) -> Path:
 def _byte_symbols(alphabet: list[str]) -> list[str]:
     """Orders the byte-level alphabet by byte: printable bytes stand for themselves."""
     printable = {ord(symbol): symbol for symbol in alphabet if ord(symbol) < 256}
-    others = iter(sorted(symbol for symbol in alphabet if ord(symbol) >= 256))
-    return [printable[byte] if byte in printable else next(others) for byte in range(256)]
+    stand_ins = iter(sorted(symbol for symbol in alphabet if ord(symbol) >= 256))
+    return [printable[byte] if byte in printable else next(stand_ins) for byte in range(256)]
 
 
 def _config_arguments(shape: TinyShape) -> dict[str, Any]:

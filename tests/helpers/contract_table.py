@@ -1,4 +1,4 @@
-"""A gRPC contract as lines of text: what counts on the wire, so that two can be compared."""
+"""A gRPC contract as lines of text that hold all that counts on the wire, for comparisons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same language model as a draft of one process and of two."""
+"""The same language model as a draft in one process and split over two."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from tests.helpers.twin_drafters import (
 
 @dataclass
 class CutDraft:
-    """A model, whole and cut in two."""
+    """A model in one process, and the same model split over two."""
 
     whole: BuiltModel
     cut: BuiltModel
     followers: Followers
 
     def twins(self, *, grows_whole: bool = True) -> TwinDrafters:
-        """Returns drafters with empty pages, of the cut model and of the whole one."""
+        """Returns drafters with empty pages, of the split model and of the whole one."""
         return TwinDrafters(
             self.cut.grower,  # type: ignore[arg-type]
             _drafter(self.cut),
@@ -84,11 +84,11 @@ def draft_settings(folder: Path, device: str, tp_size: int) -> DraftSettings:
 def check_trees(
     twins: TwinDrafters, shape: TreeShape, samplings: Sequence[SamplingParams] = SAMPLINGS
 ) -> None:
-    """Grows trees of several sequences, greedy and drawn, whose accepted rows move and whose
+    """Checks trees of several sequences, greedy and sampled, while accepted rows move and context
     windows slide.
 
     Args:
-        samplings: of the sequences in turn; passes by kernels leave cuts out.
+        samplings: of the sequences in turn; for passes by kernels, without truncated sampling.
     """
     draw = random.Random(str(shape))
     batch = [
@@ -102,7 +102,7 @@ def check_trees(
 
 
 def check_ahead(twins: TwinDrafters, shape: TreeShape) -> None:
-    """Drafts ahead in passes that stop after each level, with other passes in between."""
+    """Checks drafting ahead in passes that stop after each level, with other passes in between."""
     draw = random.Random(4)
     batch = [
         draft_sequence(text(draw, length), SAMPLINGS[number], number)
@@ -116,11 +116,11 @@ def check_ahead(twins: TwinDrafters, shape: TreeShape) -> None:
     for _ in range(3):
         prepared = prepare_ahead(twins.whole, shape, *zip(batch, trees, strict=True))
         for place, sequence in enumerate(batch):
-            fallen = draw.choice([each for each in prepared if each.sequence is sequence])
-            twins.commit(sequence, foreseen_tokens(trees[place], fallen), is_late=False)
+            hit = draw.choice([proposal for proposal in prepared if proposal.sequence is sequence])
+            twins.commit(sequence, foreseen_tokens(trees[place], hit), is_late=False)
             [expected] = propose(twins.scored, shape, sequence)
-            assert path_values(fallen.tree) == pytest.approx(path_values(expected), abs=1e-3)
-            trees[place] = fallen.tree
+            assert path_values(hit.tree) == pytest.approx(path_values(expected), abs=1e-3)
+            trees[place] = hit.tree
     for sequence in batch:
         twins.close(sequence)
 

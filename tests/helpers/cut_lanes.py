@@ -1,4 +1,4 @@
-"""A target that several processes hold, whose lanes have a head in the first of them."""
+"""A target split over several processes, with a draft head in the first one."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ TWO = Ranks(2)
 
 @dataclass(frozen=True)
 class CutTarget:
-    """A target and its head in one process, and a runner of the target in several."""
+    """A target and its head in one process, and a runner of the target split over several."""
 
     whole: Pair
     runner: ModelRunner
 
     def plain(self) -> Engine:
-        """Returns an engine of all processes without drafts."""
+        """Returns an engine over all processes, without drafts."""
         return engine_over(self.runner, self._leases(NUM_PAGES))
 
     def drafted(
@@ -47,11 +47,11 @@ class CutTarget:
         other_trees: Mapping[TreeShape, int] | None = None,
         num_pages: int = NUM_PAGES,
     ) -> Engine:
-        """Returns an engine of all processes whose lanes have the head.
+        """Returns an engine over all processes, with the head drafting for its lanes.
 
         Args:
-            other_trees: has the policy choose.
-            num_pages: of the pool, that the engine may use; of each, where each has its own.
+            other_trees: further tree shapes; with them the policy chooses the shape.
+            num_pages: pages that the engine may use, of each pool if processes have their own.
         """
         engine = engine_over(
             self.runner,
@@ -75,7 +75,7 @@ def cut_target(
     """Writes a tiny target and a head to `folder` and loads them.
 
     Args:
-        spreads_sequences: each process attends from sequences of its own, not with some heads.
+        spreads_sequences: each process computes the attention of its own sequences, with all heads.
     """
     whole = write_pair(folder / "target", folder / "head", torch.device(device))
     settings = TargetSettings(

@@ -1,4 +1,4 @@
-"""One pre-norm decoder layer written plainly: dense, one sequence, nothing cached, head by head."""
+"""A plain pre-norm decoder layer: dense, one sequence, without a cache, head by head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EPS, THETA = 1e-6, 10000.0
 
 @dataclass(frozen=True)
 class DenseLayer:
-    """The layer whose tensors begin with `prefix`; biases and q/k norms where there are any."""
+    """The layer whose tensor names begin with `prefix`; biases and q/k norms are optional."""
 
     tensors: Mapping[str, Tensor]
     prefix: str
@@ -31,8 +31,8 @@ class DenseLayer:
         """Returns `[N, H]`.
 
         Args:
-            sees: `[N, C + N]` bool, over the context and then the rows.
-            context: `[C, H]`, what keys and values in front of the rows' own are made of.
+            sees: attention mask `[N, C + N]` bool, over the context and then the rows.
+            context: `[C, H]`, hidden states that give the keys and values before the rows' own.
         """
         normed = self.norm("input_layernorm", rows)
         read = normed if context is None else torch.cat((context, normed))
@@ -71,14 +71,14 @@ class DenseLayer:
         norm = f"{self.prefix}self_attn.{kind}_norm.weight"
         if norm in self.tensors:
             heads = plain_norm(heads, self.tensors[norm])
-        return _rotated(heads, positions)
+        return rotated(heads, positions)
 
 
 def plain_norm(rows: Tensor, weight: Tensor) -> Tensor:
     return rows / (rows.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight
 
 
-def _rotated(heads: Tensor, positions: Tensor) -> Tensor:
+def rotated(heads: Tensor, positions: Tensor) -> Tensor:
     """Rotates pairs (i, i + D/2) of `[N, heads, D]` by position / theta^(2i / D)."""
     half = heads.shape[-1] // 2
     rates = THETA ** (-torch.arange(half) / half)

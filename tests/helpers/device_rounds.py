@@ -1,4 +1,4 @@
-"""A `RoundRunner` over pages of its own, whose trees are recorded."""
+"""A `RoundRunner` over its own pages, whose trees are recorded."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MAX_CONTEXT = 128
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and a head of it."""
+    """A target and its head."""
 
     decoder: Decoder
     head: DraftHead | DflashHead
@@ -78,7 +78,7 @@ def load_pair(target: Path, folder: Path, head: TinyHead, device: torch.device) 
 
 
 def load_block_pair(target: Path, folder: Path, head: TinyDflash, device: torch.device) -> Pair:
-    """Does the same for a head that drafts blocks."""
+    """Does the same as `load_pair` for a head that drafts blocks."""
     tensors = TargetFolder(target, dtype=torch.float32, device=device)
     written = write_dflash(folder, head)
     return Pair(
@@ -88,7 +88,7 @@ def load_block_pair(target: Path, folder: Path, head: TinyDflash, device: torch.
 
 
 def load_layered_pair(folder: Path, mtp: TinyMtp, device: torch.device) -> Pair:
-    """Does the same for a target that brings its own next-token layers."""
+    """Does the same as `load_pair` for a target with its own next-token layers."""
     write_mtp(folder, mtp)
     tensors = TargetFolder(folder, dtype=torch.float32, device=device)
     return Pair(
@@ -98,7 +98,7 @@ def load_layered_pair(folder: Path, mtp: TinyMtp, device: torch.device) -> Pair:
 
 
 class _PlainLayers(LayeredModel):
-    """Drafts in plain torch, as the host does, wherever that is."""
+    """Drafts in plain torch on any device, as the host does."""
 
     def code(self, batches: RoundBatches, source_rows: Tensor | None) -> LayeredDraft:
         assert source_rows is not None
@@ -106,7 +106,7 @@ class _PlainLayers(LayeredModel):
 
 
 class _PlainBlocks(BlockModel):
-    """Drafts in plain torch, as the host does, wherever that is."""
+    """Drafts in plain torch on any device, as the host does."""
 
     def code(self, batches: RoundBatches, source_rows: Tensor | None) -> BlockDraft:
         assert source_rows is not None
@@ -123,7 +123,7 @@ def _model(head: DraftHead | DflashHead, pool: KvPool, *, is_plain: bool) -> Rou
 
 
 class _PlainHead(HeadModel):
-    """Drafts in plain torch, as the host does, wherever that is."""
+    """Drafts in plain torch on any device, as the host does."""
 
     def code(self, batches: RoundBatches, source_rows: Tensor | None) -> RoundDraft:
         assert source_rows is not None
@@ -132,7 +132,7 @@ class _PlainHead(HeadModel):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedVerification(RoundVerification):
-    """Keeps the trees it is given."""
+    """Verifies trees and records them."""
 
     recorded: list[TreeRows]
 
@@ -142,11 +142,11 @@ class RecordedVerification(RoundVerification):
 
 
 class DeviceRounds:
-    """Places sequences in pages in random order and grows them as rounds need it. The padding page
-    is poisoned.
+    """Places sequences in pages in random order and adds pages as rounds need them. The padding
+    page is poisoned.
 
     Attributes:
-        trees: those of every round so far, if they are recorded, which takes the plain parts.
+        trees: the trees of every round so far, if recorded; recording needs the plain torch parts.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class DeviceRounds:
         *,
         num_head_rows: int = 0,
     ) -> None:
-        """Computes all tokens but the last as the general path does, and places the sequence."""
+        """Computes all tokens but the last in a normal forward pass, and places the sequence."""
         self.runner.place(
             [self.new_lane(sequence_id, token_ids, sampling, num_head_rows=num_head_rows)]
         )
@@ -206,8 +206,8 @@ class DeviceRounds:
         num_head_rows: int = 0,
         num_computed: int | None = None,
     ) -> NewLane:
-        """Computes the first tokens, all but the last unless told otherwise, and returns what is to
-        be placed."""
+        """Computes the first `num_computed` tokens, by default all but the last, and returns the
+        lane to place."""
         pages = self._pages.setdefault(sequence_id, ([], []))
         self._grow(pages[0], self._free[0], len(token_ids))
         self._grow(pages[1], self._free[1], len(token_ids))
@@ -215,18 +215,18 @@ class DeviceRounds:
         return NewLane(sequence_id, token_ids, sampling, *pages, num_head_rows, num_computed)
 
     def remove(self, sequence_id: int) -> None:
-        """Takes a sequence out; its pages stay its own."""
+        """Removes a sequence from the runner; it keeps its pages."""
         self.runner.remove([sequence_id])
 
     def launch(self) -> None:
-        """Makes room and launches a round."""
+        """Adds the pages that a round needs and launches it."""
         for sequence_id in self.runner.sequence_ids:
-            pages = self._pages[sequence_id]
-            for own, free, count in zip(
-                pages, self._free, self.runner.num_kv_tokens(sequence_id), strict=True
+            page_lists = self._pages[sequence_id]
+            for pages, free, count in zip(
+                page_lists, self._free, self.runner.num_kv_tokens(sequence_id), strict=True
             ):
-                self._grow(own, free, count)
-            self.runner.set_pages(sequence_id, *pages)
+                self._grow(pages, free, count)
+            self.runner.set_pages(sequence_id, *page_lists)
         self.runner.launch()
 
     def _recorded(self) -> Callable[..., RoundVerification]:

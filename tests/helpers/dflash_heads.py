@@ -1,5 +1,5 @@
-"""Tiny random DFlash checkpoints with the key names of published ones, and what such a head
-computes, written plainly."""
+"""Tiny random DFlash checkpoints with the key names of published ones, and a plain implementation
+of the head as an oracle."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TinyDflash:
     """Sizes of a head; the defaults fit a `TinyShape` of 64 tokens and 6 layers.
 
     Attributes:
-        target_layer_ids: None leaves them out.
+        target_layer_ids: None leaves the key out of config.json.
         config: further keys of config.json; None removes a key.
     """
 
@@ -53,10 +53,10 @@ def write_dflash(folder: Path, head: TinyDflash, *, seed: int = 13) -> Path:
 
 
 def dflash_config(head: TinyDflash) -> dict[str, Any]:
-    """Returns what config.json says."""
-    own: dict[str, Any] = {"mask_token_id": head.mask_token_id}
+    """Returns the contents of config.json."""
+    dflash: dict[str, Any] = {"mask_token_id": head.mask_token_id}
     if head.target_layer_ids is not None:
-        own["target_layer_ids"] = list(head.target_layer_ids)
+        dflash["target_layer_ids"] = list(head.target_layer_ids)
     config: dict[str, Any] = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -76,7 +76,7 @@ def dflash_config(head: TinyDflash) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "layer_types": ["full_attention"] * head.num_layers,
         "block_size": head.block_size,
-        "dflash_config": own,
+        "dflash_config": dflash,
         "torch_dtype": "float32",
         **head.config,
     }
@@ -144,7 +144,7 @@ class DflashOracle:
             features: `[N - 1 - num_supposed, K * H]`, the concatenated target layers from
                 position 0 on.
             start: the first position that the block sees.
-            num_supposed: last of the known tokens that a verdict has yet to commit.
+            num_supposed: how many of the last known tokens are not committed yet.
         """
         size, first = block_size or self.head.block_size, len(token_ids) - 1 - num_supposed
         context = plain_norm(
@@ -170,11 +170,11 @@ class DflashOracle:
 def best_block_paths(
     logits: Tensor, sampling: SamplingParams, shape: TreeShape, *, num_tokens: int
 ) -> Values:
-    """Returns the best paths over a block with their values, by enumeration of all.
+    """Returns the best paths over a block with their values, by enumerating all paths.
 
     Args:
         logits: `[P, V]`, of the P tokens after the committed ones.
-        num_tokens: committed tokens; the noise counts them.
+        num_tokens: committed tokens; positions of the sampling noise follow them.
     """
     if not sampling.is_greedy:
         positions = torch.arange(len(logits)) + num_tokens

@@ -61,7 +61,7 @@ def write_head(folder: Path, head: TinyHead, *, seed: int = 7, suffix: str = "sa
 
 
 def save_head(folder: Path, tensors: dict[str, Tensor], *, suffix: str = "safetensors") -> None:
-    """Writes the tensors alone."""
+    """Writes only the tensors."""
     if suffix == "bin":
         torch.save(tensors, folder / "pytorch_model.bin")
     else:
@@ -69,7 +69,7 @@ def save_head(folder: Path, tensors: dict[str, Tensor], *, suffix: str = "safete
 
 
 def head_config(head: TinyHead) -> dict[str, Any]:
-    """Returns what config.json says."""
+    """Returns the contents of config.json."""
     architecture = "LlamaForCausalLMEagle3" if head.kind == "EAGLE3" else "LlamaForCausalLMEagle"
     config: dict[str, Any] = {
         "architectures": [architecture],
@@ -96,8 +96,8 @@ def head_config(head: TinyHead) -> dict[str, Any]:
 
 
 def head_tensors(head: TinyHead, *, seed: int = 7) -> dict[str, Tensor]:
-    """Returns every tensor of the checkpoint; biases and norms are random, too, so that none of
-    them can be left out unnoticed."""
+    """Returns every tensor of the checkpoint. Biases and norms are random, too, so that a test
+    notices if one is left out."""
     draw = torch.Generator().manual_seed(seed)
     tensors = {
         key: (1.0 if "norm" in key else 0.0) + 0.25 * torch.randn(shape, generator=draw)

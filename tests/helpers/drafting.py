@@ -1,9 +1,12 @@
-"""Drafters without a worker: texts, sequences, and rounds by hand."""
+"""Drafters called by hand, without a worker: texts, sequences and rounds."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+
+import torch
+from torch import Tensor
 
 from services.draft.drafters.drafter import Drafter, Proposal, VerifiedTree
 from services.draft.sequence import DraftSequence, SequenceKey
@@ -19,7 +22,7 @@ OUTCOME_BUDGET = 5
 
 
 def plain_grower(model: TreeModel, context: int, *, max_sequences: int = 8) -> TreeGrower:
-    """Grows trees without graphs."""
+    """Returns a grower without CUDA graphs."""
     return TreeGrower(model, PassLimits(max_sequences, context, has_graphs=False))
 
 
@@ -28,17 +31,26 @@ def random_text(seed: int, length: int) -> list[int]:
     return [generator.randrange(VOCAB_SIZE) for _ in range(length)]
 
 
+def prefix_features(token_ids: Sequence[int], width: int) -> Tensor:
+    """Returns made-up features `[N, width]`; row p depends on tokens 0 … p."""
+    seed, rows = 0, []
+    for token in token_ids:
+        seed = (seed * 1_000_003 + token + 1) % 2**31
+        rows.append(torch.randn(width, generator=torch.Generator().manual_seed(seed)))
+    return torch.stack(rows)
+
+
 def draft_sequence(
     token_ids: Sequence[int], sampling: SamplingParams = GREEDY, number: int = 1
 ) -> DraftSequence:
-    """A sequence in its first round, all of its tokens a prompt."""
+    """Returns a sequence in its first round, with `token_ids` as its prompt."""
     return DraftSequence(
         SequenceKey(1, number), list(token_ids), len(token_ids), sampling, 0, True, VOCAB_SIZE, 256
     )
 
 
 def mixed_sequences(*lengths: int) -> list[DraftSequence]:
-    """A sequence of each length, greedy and sampled in turn."""
+    """Returns a sequence of each length, greedy and sampled in turn."""
     return [
         draft_sequence(random_text(number, length), [GREEDY, SAMPLED][number % 2], number=number)
         for number, length in enumerate(lengths)
@@ -48,16 +60,17 @@ def mixed_sequences(*lengths: int) -> list[DraftSequence]:
 def propose(drafter: Drafter, shape: TreeShape, *sequences: DraftSequence) -> list[TokenTree]:
     """Returns a tree for each sequence, in their order."""
     assert all(drafter.reserve(sequence, shape) for sequence in sequences)
-    by_key = {each.sequence.key: each.tree for each in drafter.propose(sequences, shape)}
+    proposals = drafter.propose(sequences, shape)
+    by_key = {proposal.sequence.key: proposal.tree for proposal in proposals}
     assert len(by_key) == len(sequences)
     return [by_key[sequence.key] for sequence in sequences]
 
 
 def committed(sequence: DraftSequence, tokens: Sequence[int], *nodes: int) -> Verdict:
-    """Commits tokens to a sequence and returns the verdict that says so.
+    """Commits tokens to a sequence and returns their verdict.
 
     Args:
-        nodes: those of its tree that were accepted; none when no tree was verified.
+        nodes: the accepted nodes of the sequence's tree; none when no tree was verified.
     """
     sequence.token_ids.extend(tokens)
     outcome = Outcome.VERIFIED if nodes else Outcome.MISSED
@@ -67,7 +80,8 @@ def committed(sequence: DraftSequence, tokens: Sequence[int], *nodes: int) -> Ve
 def prepare_ahead(
     drafter: Drafter, shape: TreeShape, *verified: tuple[DraftSequence, TokenTree]
 ) -> list[Proposal]:
-    """Returns what a drafter prepares, `OUTCOME_BUDGET` a tree, while these are verified."""
+    """Returns the trees that a drafter prepares while trees are verified, at most `OUTCOME_BUDGET`
+    for each of them."""
     for sequence, tree in verified:
         drafter.lookahead.begin(VerifiedTree(sequence, tree, shape, OUTCOME_BUDGET))
     proposals: list[Proposal] = []
@@ -78,8 +92,8 @@ def prepare_ahead(
 
 
 def foreseen_tokens(tree: TokenTree, proposal: Proposal) -> tuple[int, ...]:
-    """Returns what the verdict on `tree` commits that a proposal is for."""
+    """Returns the tokens that `tree`'s verdict must commit for a prepared proposal to match."""
     assert proposal.condition is not None
     node = proposal.condition.node_index
-    path = [] if node is None else [tree.token_ids[each] for each in tree.path(node)]
-    return (*path, proposal.condition.bonus_token_id)
+    path = () if node is None else tree.path(node)
+    return (*(tree.token_ids[index] for index in path), proposal.condition.bonus_token_id)

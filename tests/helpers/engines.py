@@ -39,13 +39,7 @@ from shared.runtime.graphs import ForwardGraphs, GraphLimits
 from shared.runtime.round_runner import RoundLimits
 from shared.runtime.runner import ModelRunner
 from shared.speculation.verify import EXACT, Thresholds
-from shared.tokens import (
-    Candidate,
-    SamplingParams,
-    StopParams,
-    TokenLogprobs,
-    TokenTree,
-)
+from shared.tokens import Candidate, SamplingParams, StopParams, TokenLogprobs, TokenTree
 from tests.helpers.checkpoints import DELTA, TinyShape, write_checkpoint
 from tests.helpers.poisoned import POISON
 
@@ -57,7 +51,7 @@ VOCAB_SIZE = 24
 def tiny_decoder(
     folder: Path, device: torch.device = CPU, *, seed: int = 3, num_layers: int = 3
 ) -> Decoder:
-    """Returns a random decoder with a small vocabulary, so that drafts hit by chance as well.
+    """Returns a random decoder with a small vocabulary, so that drafts also hit by chance.
 
     Another seed gives another model of the same shape.
     """
@@ -84,7 +78,7 @@ class Clock:
 
 
 class PoisonedPages(PagePool):
-    """Whoever reads a page after its release gets an answer that is visibly wrong."""
+    """Overwrites released pages, so that reading one gives a visibly wrong answer."""
 
     def __init__(self, num_pages: int, pool: KvPool) -> None:
         super().__init__(range(1, num_pages))
@@ -125,7 +119,7 @@ def build_engine(
     """Returns an engine over `decoder`, on its device, whose thread is not started.
 
     Args:
-        poisons_free_pages: fills pages with large numbers when nobody owns them any more.
+        poisons_free_pages: fills pages with large numbers when they are released.
         selects: whether the device selects among the trees that drafts push.
     """
     layout = decoder.kv_layout(PAGE_SIZE, kv_dtype)
@@ -156,10 +150,10 @@ def build_engine(
 
 
 def leases_over(pool: KvPool, num_pages: Sequence[int] | None = None) -> KvLeases:
-    """Returns leases of the pages that a pool and those of other ranks hold.
+    """Returns leases of the pages of a pool and of the same pool on other ranks.
 
     Args:
-        num_pages: of each rank, its padding page included, which may be used; None takes all.
+        num_pages: usable pages of each rank, its padding page included; None takes all.
     """
     leases = KvLeases(pool.num_leased_pages, pool.page_size, num_groups=pool.num_ranks)
     if num_pages is not None:
@@ -188,7 +182,7 @@ def engine_over(
     selects: bool = False,
     always_up_to: int = ALWAYS,
 ) -> Engine:
-    """Returns an engine over a runner that is there already; arguments as in `build_engine`."""
+    """Returns an engine over an existing runner; arguments as in `build_engine`."""
     num_pages = runner.pool.num_pages
     loop = StepLoop(
         runner=runner,
@@ -223,18 +217,18 @@ class Collector:
         return [t for event in self._deltas(key) for t in event.token_ids]
 
     def logprobs(self, key: int) -> list[TokenLogprobs]:
-        return [each for event in self._deltas(key) for each in event.logprobs]
+        return [token for event in self._deltas(key) for token in event.logprobs]
 
     def prompt_scores(self, key: int) -> dict[int, TokenLogprobs]:
-        """Returns the log probabilities of prompt tokens by position; each comes once, in order,
-        before the first output token."""
-        found: dict[int, TokenLogprobs] = {}
+        """Returns the log probabilities of prompt tokens by position. Checks that they come in
+        order, without gaps, and before the first output token."""
+        scores: dict[int, TokenLogprobs] = {}
         for place, event in enumerate(self.events[key]):
             if isinstance(event, PromptScored):
-                assert not any(isinstance(each, Delta) for each in self.events[key][:place])
-                assert not found or event.start == max(found) + 1
-                found |= dict(enumerate(event.logprobs, event.start))
-        return found
+                assert not any(isinstance(past, Delta) for past in self.events[key][:place])
+                assert not scores or event.start == max(scores) + 1
+                scores |= dict(enumerate(event.logprobs, event.start))
+        return scores
 
     def finished(self, key: int) -> Finished:
         [last] = [event for event in self.events[key] if isinstance(event, Finished)]
@@ -289,8 +283,8 @@ def run(
 ) -> Collector:
     """Steps the engine until every request has ended, then checks its pages."""
     collector = Collector()
-    for key, each in enumerate(requests):
-        engine.submit(each, collector, key)
+    for key, submitted in enumerate(requests):
+        engine.submit(submitted, collector, key)
     for step in itertools.count():
         assert step < 100_000, "the engine does not come to an end"
         each_step(step)
@@ -306,11 +300,11 @@ _MOST_PLAIN_RUNS = 64
 
 
 def run_plain(decoder: Decoder, requests: Sequence[GenerationRequest]) -> Collector:
-    """Returns what plain decoding answers: that of a new engine without a draft.
+    """Returns the answers of plain decoding, by a new engine without a draft.
 
-    Such an engine gives the same answers to the same requests, so it is asked once for each.
+    Such an engine gives the same answers to the same requests, so answers are cached.
     """
-    # The decoder is kept with them, so that no other gets its id.
+    # The entry keeps the decoder alive, so that no other decoder gets its id.
     key = (id(decoder), repr(requests))
     if key not in _plain_runs:
         if len(_plain_runs) == _MOST_PLAIN_RUNS:
@@ -320,8 +314,8 @@ def run_plain(decoder: Decoder, requests: Sequence[GenerationRequest]) -> Collec
 
 
 def settle(engine: Engine) -> None:
-    """Steps the engine until nothing runs, then checks its pages. With a round under way a step has
-    nothing to do until that is about to end."""
+    """Steps the engine until nothing runs, then checks its pages. While a round runs, steps do
+    nothing until the round is about to end."""
     while engine.step() or engine.gauges_now().num_running:
         pass
     engine.check_idle()
@@ -332,9 +326,9 @@ Proposal = Callable[[list[int]], TokenTree]
 
 @dataclass
 class ScriptedDraft:
-    """A draft in the engine's own thread that proposes whatever its script says.
+    """A draft in the engine's thread that proposes trees from a script.
 
-    `disturb` may drop, repeat, delay or falsify what it sends.
+    `disturb` may drop, repeat, delay or falsify its candidates.
     """
 
     engine: Engine
@@ -369,7 +363,7 @@ class ScriptedDraft:
             candidates.append(self._candidate(verdict.sequence_id, verdict.round + 1))
         for sequence_id in message.closed:
             del self.committed[sequence_id]
-        batch = self.disturb([each for each in candidates if each.sequence_id in self.committed])
+        batch = self.disturb([c for c in candidates if c.sequence_id in self.committed])
         if batch:
             self.engine.offer(self.name, batch)
         return True
@@ -383,7 +377,7 @@ class ScriptedDraft:
 
 
 def random_trees(seed: int, max_nodes: int = 8) -> Proposal:
-    """Returns a script of random trees over the small vocabulary; some of it hits."""
+    """Returns a script of random trees over the small vocabulary; some tokens hit."""
     source = random.Random(seed)
 
     def propose(tokens: list[int]) -> TokenTree:
@@ -399,16 +393,16 @@ def oracle_trees(answers: Sequence[Sequence[int]], seed: int, quality: float) ->
     """Returns a script that knows the right continuations and follows them `quality` of the time.
 
     Args:
-        answers: whole sequences, prompt and output.
+        answers: complete sequences, prompt and output.
     """
     source = random.Random(seed)
 
     def propose(tokens: list[int]) -> TokenTree:
-        known = next((a for a in answers if list(a[: len(tokens)]) == tokens), None)
+        answer = next((a for a in answers if list(a[: len(tokens)]) == tokens), None)
         ids: list[int] = []
         parents: list[int | None] = []
         parent: int | None = None
-        for right in (known or [])[len(tokens) : len(tokens) + 4]:
+        for right in (answer or [])[len(tokens) : len(tokens) + 4]:
             wrong = source.randrange(VOCAB_SIZE)
             ids += [wrong, right if source.random() < quality else wrong]
             parents += [parent, parent]
@@ -419,7 +413,8 @@ def oracle_trees(answers: Sequence[Sequence[int]], seed: int, quality: float) ->
 
 
 def shuffled_drops(seed: int) -> Callable[[list[Candidate]], list[Candidate]]:
-    """Returns a disturbance that drops, repeats, reorders, delays and falsifies fences."""
+    """Returns a disturbance that drops, repeats, reorders and delays candidates, and falsifies
+    their rounds and lengths."""
     source = random.Random(seed)
     held: list[Candidate] = []
 

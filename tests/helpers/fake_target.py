@@ -26,7 +26,7 @@ Reply = Callable[[pb.GenerateRequest], Steps]
 
 
 def prompt_again(request: pb.GenerateRequest) -> Steps:
-    """The default reply: the prompt's tokens over and over, three a step, for ever enough."""
+    """The default reply: the prompt's tokens repeated, three per step, up to the output limit."""
     prompt = list(request.prompt_token_ids)
     num_steps = request.stop_params.max_output_token_count // 3 + 1
     endless = prompt * (3 * num_steps // len(prompt) + 1)
@@ -40,10 +40,10 @@ class FakeTarget:
     Attributes:
         reply: the tokens of a request; cut to its limits and at its stop tokens.
         is_mute: requests get no event at all.
-        refusals: failures given to the next submits, first come first served, before any event.
+        refusals: failures for the next submits, one each, in order, before any event.
         hold_after: a request stops after so many steps until `release` is set.
         submits: every request that arrived, in order.
-        cancelled: request ids that were cancelled, in order, unknown ones too.
+        cancelled: ids of all cancelled requests, in order, also unknown ids.
         num_sessions: session streams opened so far.
     """
 
@@ -228,7 +228,7 @@ class _Session:
             taken = _within_limits(request, step, finished, target.eos_token_ids)
             self._put(submit, response=pb.GenerateResponse(delta=_delta(request, taken, finished)))
             await asyncio.sleep(0)
-            while not self.outgoing.empty():  # each step is a message of its own
+            while not self.outgoing.empty():  # so that each step gets its own message
                 await asyncio.sleep(0)
             if _is_over(request, finished):
                 break
@@ -237,7 +237,7 @@ class _Session:
 
 
 def _prompt_logprobs(request: pb.GenerateRequest) -> list[pb.PromptLogprobs]:
-    """Three tokens at a time, as a chunked prefill would."""
+    """Returns events of three tokens each, like those of a chunked prefill."""
     if not request.HasField("prompt_logprob_params"):
         return []
     params, prompt = request.prompt_logprob_params, request.prompt_token_ids
@@ -265,7 +265,7 @@ def _within_limits(
     finished: pb.GenerationFinished,
     eos_token_ids: Sequence[int],
 ) -> list[int]:
-    """Cuts a step at the output limit and at stop tokens; counts it."""
+    """Cuts a step at the output limit and at stop tokens; counts its tokens in `finished`."""
     stops = set(request.stop_params.stop_token_ids)
     if not request.stop_params.ignore_eos:
         stops.update(eos_token_ids)
@@ -291,9 +291,9 @@ def _is_over(request: pb.GenerateRequest, finished: pb.GenerationFinished) -> bo
 def _delta(
     request: pb.GenerateRequest, taken: Sequence[int], finished: pb.GenerationFinished
 ) -> pb.TokenDelta:
-    """Makes the message, and counts it as a verified round that drafted two tokens too many.
+    """Returns the message of a step, counted as a verified round with two rejected draft tokens.
 
-    A trace, when asked for, has the tokens of the step as a chain under two wrong first tokens.
+    A trace, if requested, has the tokens of the step as a chain after two wrong root children.
     """
     number = finished.speculation.round_count
     finished.speculation.round_count += 1
@@ -311,7 +311,7 @@ def _delta(
     logprobs = []
     if request.HasField("top_logprob_count"):
         named = request.logprob_token_ids
-        logprobs = [_logprobs(each, request.top_logprob_count, named) for each in taken]
+        logprobs = [_logprobs(token, request.top_logprob_count, named) for token in taken]
     return pb.TokenDelta(
         token_ids=taken,
         accepted_token_count=num_accepted,
@@ -337,8 +337,8 @@ def _trace(number: int, taken: Sequence[int], num_drafted: int) -> pb.RoundTrace
 
 
 def _logprobs(token_id: int, num_top: int, named: Sequence[int]) -> pb.TokenLogprobs:
-    """The token itself is the most probable one, its successors follow, half as probable each;
-    named tokens have the log probability of minus their id."""
+    """Returns log probabilities: the token itself is the most probable one, each successor is half
+    as probable as the token before it, and the log probability of a named token is minus its id."""
     top_ids = range(token_id, token_id + num_top)
     return pb.TokenLogprobs(
         log_prob=-0.5,
@@ -346,6 +346,6 @@ def _logprobs(token_id: int, num_top: int, named: Sequence[int]) -> pb.TokenLogp
         top_token_ids=[*top_ids, *named],
         top_log_probs=[
             *(-0.5 - 0.75 * place for place in range(num_top)),
-            *(-float(each) for each in named),
+            *(-float(named_id) for named_id in named),
         ],
     )

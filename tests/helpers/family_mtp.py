@@ -1,5 +1,5 @@
-"""Tiny targets of families with next-token layers of their own kind, by published key names, and
-what transformers' layers make of the same weights."""
+"""Tiny targets of families with their own kind of next-token layers, under published key names, and
+an oracle: transformers' layers with the same weights."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class FamilyMtp:
     """A target and its next-token layers, which are the last layers of a model in transformers.
 
     Attributes:
-        num_layers: of the decoder.
-        count: of the next-token layers.
-        names: of the norms of embedding and hidden state, the projection, and the norm behind the
-            block, as the checkpoint has them.
-        is_flat: the text model's config and keys stand alone, where transformers nests them.
+        num_layers: layers of the decoder.
+        count: number of next-token layers.
+        names: checkpoint names of the norms of embedding and hidden state, of the projection, and
+            of the norm after the block.
+        is_flat: config and keys hold the text model only, which transformers nests.
     """
 
     family: str
@@ -79,7 +79,7 @@ class FamilyMtp:
         )
 
     def key(self, layer: int, name: str) -> str:
-        """Returns the key of one of `names` of a layer; all of Qwen's have the same."""
+        """Returns the key of one of `names` in a layer. Qwen's keys name no layer."""
         if not self.is_step:
             return f"mtp.{name}.weight"
         root = "model." if self.is_flat else "model.language_model."
@@ -112,12 +112,12 @@ def write_family_mtp(
     if not mtp.is_step:
         own_config["layer_types"] = own_config["layer_types"][: mtp.num_layers]
         first = f"model.layers.{mtp.num_layers}."
-        tensors = {key.replace(first, "mtp.layers.0."): each for key, each in tensors.items()}
+        tensors = {key.replace(first, "mtp.layers.0."): tensors[key] for key in tensors}
     if mtp.is_flat:
         config = own_config | {"architectures": ["Step3p5ForCausalLM"]}
-        tensors = {key: each for key, each in tensors.items() if not _is_of_pictures(key)}
+        tensors = {key: tensors[key] for key in tensors if not _is_vision(key)}
     elif mtp.is_step:
-        tensors = {_nested(key): each for key, each in tensors.items()}
+        tensors = {_nested(key): tensor for key, tensor in tensors.items()}
     path.write_text(json.dumps(config))
     draw = torch.Generator().manual_seed(3)
     own = {
@@ -125,19 +125,19 @@ def write_family_mtp(
         for layer in range(mtp.count)
         for name in mtp.names
     }
-    if mtp.is_step:  # each has a copy of the lm_head
+    if mtp.is_step:  # each layer has a copy of the lm_head
         copies = "transformer.shared_head.output"
         own |= {mtp.key(layer, copies): tensors["lm_head.weight"].clone() for layer in range(3)}
     save_file(tensors | own, file)
     return own
 
 
-def _is_of_pictures(key: str) -> bool:
+def _is_vision(key: str) -> bool:
     return "vision" in key or "vit" in key or "projector" in key
 
 
 def _nested(key: str) -> str:
-    """Returns the key beside a picture model."""
+    """Returns the key of a text tensor in a checkpoint with a vision model."""
     is_text = key.startswith(("model.layers.", "model.embed_tokens.", "model.norm."))
     return key.replace("model.", "model.language_model.", 1) if is_text else key
 
@@ -150,7 +150,7 @@ def _size(name: str, shape: TinyShape) -> tuple[int, ...]:
 class FamilyOracle(LayerOracle):
     """See `LayerOracle`. Blocks, embedding and lm_head are transformers'.
 
-    Norms are those of both families: weights are kept as what they differ from one.
+    In norms of both families the stored weight is the difference from one.
     """
 
     def __init__(self, mtp: FamilyMtp, own: dict[str, Tensor], vocab_size: int = 64) -> None:
@@ -164,7 +164,7 @@ class FamilyOracle(LayerOracle):
 
     @torch.no_grad()
     def states(self, layer: int, tokens: Sequence[int], hidden: Tensor) -> Tensor:
-        """Returns the states `[N, H]` of rows (token, hidden state); Step's are not normed."""
+        """Returns the states `[N, H]` of rows (token, hidden state), for Step without the norm."""
         inner, mtp = self._inner, self._mtp
         embedding_norm, hidden_norm, projection, _ = (
             self._own[mtp.key(layer, name)] for name in mtp.names
@@ -195,7 +195,7 @@ class FamilyOracle(LayerOracle):
 
     @torch.no_grad()
     def features(self, token_ids: Sequence[int]) -> Tensor:
-        """Returns what the first layer reads of the target, `[N, H]`."""
+        """Returns the target's hidden states that the first layer reads, `[N, H]`."""
         output = self.model(torch.tensor([list(token_ids)]), output_hidden_states=True)
         raw: Tensor = output.hidden_states[self._mtp.num_layers][0]
         return raw if self._mtp.is_step else self._inner.norm(raw)

@@ -43,12 +43,12 @@ def page() -> str:
     parts = [_INTRODUCTION, _section("`outrider serve`", launcher)]
     parts.append(_section("All services", common))
     fields["learner"] = declared_fields(LearnerSettings)
-    for service, own in fields.items():
-        parts.append(_section(f"`outrider {service}`", [f for f in own if f not in common]))
-    idle = [field for field in of_sglang if field.help.startswith("no effect")]
+    for service, flags in fields.items():
+        parts.append(_section(f"`outrider {service}`", [f for f in flags if f not in common]))
+    ignored = [field for field in of_sglang if field.help.startswith("no effect")]
     heading = "Accepted from SGLang by `outrider serve`"
-    parts.append(_section(heading, [field for field in of_sglang if field not in idle]))
-    names = ",\n".join(f"`{field.flag}`" for field in idle)
+    parts.append(_section(heading, [field for field in of_sglang if field not in ignored]))
+    names = ",\n".join(f"`{field.flag}`" for field in ignored)
     parts.append(f"Without effect, with a note at start that says why:\n{names}.\n")
     return "\n".join(parts)
 
@@ -60,7 +60,7 @@ def _section(heading: str, fields: Iterable[Field]) -> str:
 
 def _row(field: Field) -> str:
     default = "required" if field.is_required else field.render(field.default)
-    # Paths below the checkout read the same on every machine.
+    # Relative paths, so that the page is the same on every machine.
     default = default.replace(f"{ROOT}/", "")
     names = ", ".join(f"`{name}`" for name in (field.flag, *_spelled(field.aliases)))
     values = _values(field)
@@ -73,7 +73,7 @@ def _spelled(aliases: Iterable[str]) -> Iterator[str]:
 
 
 def _values(field: Field) -> str:
-    """Which values a flag takes, as far as its default does not tell."""
+    """Returns the choices or the range of a flag's values; empty for any value."""
     if field.choices:
         return ", ".join(f"`{choice}`" for choice in field.choices)
     match field.minimum, field.maximum:

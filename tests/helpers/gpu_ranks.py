@@ -1,4 +1,4 @@
-"""A process a GPU, joined as the processes of a target are, that end within a limit."""
+"""One process per GPU, joined like the processes of a target, with a time limit."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Work = Callable[[TensorGroup, torch.device], bool]
 def run_ranks(work: Work, *, size: int, limit_s: float) -> list[int | None]:
     """Runs `work`, a function of a module, as every rank of a group and returns exit codes.
 
-    A process that takes longer than `limit_s` is killed: ranks that wait for each other in a
-    kernel would do so for ever. A rank fails when `work` raises or returns False.
+    A process that takes longer than `limit_s` is killed, because ranks can wait for each other in a
+    kernel for ever. A rank fails when `work` raises or returns False.
     """
     # Nothing here uses NVLink multicast, and on some hosts it must not even be set up.
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
@@ -42,9 +42,9 @@ def run_ranks(work: Work, *, size: int, limit_s: float) -> list[int | None]:
 
 
 def _run(work: Work, rank: int, size: int, port: int) -> None:
-    """One rank's process, which must not wait for the others when it fails.
+    """Runs one rank. If it fails it must not wait for the other ranks.
 
-    Nor outlive its parent: a kernel that waits holds its GPU.
+    It must not outlive its parent either: a waiting kernel occupies its GPU.
     """
     end_with_parent()
     logging.basicConfig(level=logging.INFO)
@@ -65,7 +65,7 @@ def _joined(work: Work, rank: int, size: int, port: int) -> bool:
         is_right = work(group, device)
     torch.cuda.synchronize()
     if rank:
-        os._exit(0 if is_right else 1)  # as a follower ends
+        os._exit(0 if is_right else 1)  # the way a follower process ends
     start_s = time.monotonic()
     group.close()
     logging.info("closing took %.2f s", time.monotonic() - start_s)

@@ -1,4 +1,4 @@
-"""Grammars over the small vocabulary of the tests' engines, and what they allow, found slowly."""
+"""Grammars over the small vocabulary of the tests' engines, and a slow oracle of their tokens."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class _SmallTokenizer:
     special_token_ids = (EOS,)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Takes the longest token each time; what no token spells is left out."""
-        found: list[int] = []
+        """Tokenizes by longest match; skips characters that no token spells."""
+        token_ids: list[int] = []
         while text:
             fits = [i for i, token in enumerate(self.tokens) if i and text.startswith(token)]
             longest = max(fits, key=lambda i: len(self.tokens[i]), default=EOS)
-            found += [longest] if fits else []
+            token_ids += [longest] if fits else []
             text = text[max(len(self.tokens[longest]) if fits else 1, 1) :]
-        return found
+        return token_ids
 
 
 @functools.cache
@@ -51,7 +51,7 @@ def compiled(kind: GrammarKind, text: str, limits: LLParserLimits | None = None)
 
 
 def tree_tokens(matcher: GrammarMatcher, tree: TokenTree) -> list[set[int] | None]:
-    """Returns the tokens that may follow the root and each node; None where none may be drawn."""
+    """Returns the tokens that may follow the root and each node; None if no token may follow."""
     [masks] = MaskExecutor().tree_masks([matcher], [tree])
     bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
     return [set(np.flatnonzero(row).tolist()) or None for row in bits]
@@ -67,9 +67,9 @@ def spelled(token_ids: Sequence[int]) -> str:
 
 
 def is_forced(language: Collection[str], token_ids: Sequence[int]) -> bool:
-    """Returns whether all words go on with the same character and none ends here.
+    """Returns whether all words continue with the same character and none ends here.
 
-    Then llguidance allows only the tokens that its tokenizer would cut the forced text into.
+    In this case llguidance allows only the tokens that its tokenizer makes of the forced text.
     """
     text = spelled(token_ids)
     rests = {word[len(text) :] for word in language if word.startswith(text)}
@@ -77,9 +77,9 @@ def is_forced(language: Collection[str], token_ids: Sequence[int]) -> bool:
 
 
 def allowed(language: Collection[str], token_ids: Sequence[int]) -> set[int]:
-    """Returns the tokens that may follow, by going through the words of a finite language.
+    """Returns the tokens that may follow, by trying all words of a finite language.
 
-    After a word that no other word extends nothing follows but the end.
+    After a word that no other word extends only the end token may follow.
     """
     if EOS in token_ids:
         return set()

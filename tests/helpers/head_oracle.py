@@ -1,4 +1,4 @@
-"""EAGLE and EAGLE-3 heads written plainly: dense, one sequence, nothing cached, key by key."""
+"""Plain EAGLE and EAGLE-3 heads as an oracle: dense, one sequence, without a cache."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from torch import Tensor
 
 from shared.speculation.noise import gumbel_noise
 from shared.tokens import SamplingParams, TokenTree, TreeShape
+from tests.helpers.dense_layer import rotated
 from tests.helpers.draft_heads import TinyHead
 
-EPS, THETA = 1e-5, 10000.0
+EPS = 1e-5
 Values = dict[tuple[int, ...], float]
 T = TypeVar("T")
 _Rows = tuple[list[int], Tensor, Tensor]
 
 
 class Paths(Generic[T]):
-    """What an oracle finds for each path of one text, from what it found for the path before."""
+    """Caches an oracle's result for each path after one text; extends results token by token."""
 
     def __init__(self) -> None:
         self._text: tuple[tuple[int, ...], Tensor] | None = None
-        self._found: dict[tuple[int, ...], T] = {}
+        self._results: dict[tuple[int, ...], T] = {}
 
     def find(
         self,
@@ -37,16 +38,16 @@ class Paths(Generic[T]):
         longer: Callable[[T, int], T],
     ) -> T:
         """Args:
-        start: returns what there is of the text.
-        longer: returns what there is of a path that is a token longer.
+        start: returns the result of the text itself.
+        longer: returns the result of a path that is one token longer.
         """
         text = tuple(token_ids), features
         if self._text is None or self._text[0] != text[0] or self._text[1] is not features:
-            self._text, self._found = text, {(): start()}
+            self._text, self._results = text, {(): start()}
         for end in range(1, len(path) + 1):
-            if (known := tuple(path[:end])) not in self._found:
-                self._found[known] = longer(self._found[known[:-1]], known[-1])
-        return self._found[tuple(path)]
+            if (prefix := tuple(path[:end])) not in self._results:
+                self._results[prefix] = longer(self._results[prefix[:-1]], prefix[-1])
+        return self._results[tuple(path)]
 
 
 class HeadOracle:
@@ -91,7 +92,7 @@ class HeadOracle:
 
         Args:
             token_ids: N committed tokens.
-            features: `[N - 1, W]`, those of positions 0 … N-2.
+            features: `[N - 1, W]`, of positions 0 … N-2.
         """
 
         def rows(tokens: list[int], hidden: Tensor) -> _Rows:
@@ -160,7 +161,8 @@ class HeadOracle:
             )
             for name in "qkv"
         )
-        q, k = _rotated(q), _rotated(k)
+        positions = torch.arange(len(rows))
+        q, k = rotated(q, positions), rotated(k, positions)
         group = head.num_heads // head.num_kv_heads
         outputs = []
         for query_head in range(head.num_heads):
@@ -183,7 +185,8 @@ class PathOracle(Protocol):
 
 @dataclass(frozen=True)
 class Behind:
-    """An oracle behind tokens that a verdict has yet to commit: they are a path to it."""
+    """An oracle that continues tokens of which the last `num_supposed` are not committed yet: these
+    are the beginning of the path."""
 
     oracle: PathOracle
     num_supposed: int
@@ -194,9 +197,9 @@ class Behind:
     def continue_path(
         self, token_ids: Sequence[int], features: Tensor, path: Sequence[int]
     ) -> Tensor:
-        known = len(token_ids) - self.num_supposed
-        whole = (*token_ids[known:], *path)
-        return self.oracle.continue_path(token_ids[:known], features, whole)
+        num_committed = len(token_ids) - self.num_supposed
+        full_path = (*token_ids[num_committed:], *path)
+        return self.oracle.continue_path(token_ids[:num_committed], features, full_path)
 
 
 def best_paths(
@@ -208,12 +211,12 @@ def best_paths(
     *,
     num_before: int = 0,
 ) -> Values:
-    """Returns the paths a tree keeps with their values, each level's logits from scratch.
+    """Returns the paths that a tree keeps, with their values; computes all logits from scratch.
 
     Args:
         token_ids: N committed tokens of the window.
         features: `[N - 1, W]`.
-        num_before: committed tokens before the window; the noise counts them.
+        num_before: committed tokens before the window; positions of the noise include them.
     """
     num_tokens, topk = len(token_ids), min(shape.topk, len(oracle.known_tokens()))
 
@@ -247,18 +250,3 @@ def path_values(tree: TokenTree) -> Values:
         )
         for node in range(len(tree))
     }
-
-
-def _rotated(heads: Tensor) -> Tensor:
-    """Rotates pairs (i, i + D/2) of `[N, heads, D]` by position / theta^(2i / D)."""
-    half = heads.shape[-1] // 2
-    rates = THETA ** (-torch.arange(half) / half)
-    angles = (torch.arange(len(heads)).unsqueeze(1) * rates).unsqueeze(1)
-    first, second = heads[..., :half], heads[..., half:]
-    return torch.cat(
-        (
-            first * angles.cos() - second * angles.sin(),
-            second * angles.cos() + first * angles.sin(),
-        ),
-        dim=-1,
-    )

@@ -1,4 +1,4 @@
-"""Speculative rounds of one sequence through the host: the oracle of rounds on the device."""
+"""Speculative rounds of one sequence run by the host: the oracle for rounds on the device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NUM_PAGES = 80
 
 @dataclass(frozen=True)
 class HostRound:
-    """One round: what was drafted, what was accepted, what was committed."""
+    """One round: the drafted tree, the accepted nodes and the committed tokens."""
 
     tree: TokenTree
     accepted: tuple[int, ...]
@@ -62,7 +62,7 @@ def _drafter(head: DraftHead | DflashHead, pool: KvPool) -> EagleDrafter | Dflas
 
 
 class HostRounds:
-    """One sequence with pools of its own."""
+    """One sequence with its own KV pools."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class HostRounds:
         )
         self._drafter.open(self.sequence)
         self.start = self._decide(0, EMPTY_TREE)
-        """The prompt's round, without a tree."""
+        """The round of the prompt, without a tree."""
 
     def round(self, shape: TreeShape) -> HostRound:
         """Drafts, verifies and commits."""
@@ -154,7 +154,7 @@ class HostRounds:
 
 
 def tail_mask(tree: TokenTree) -> tuple[tuple[bool, ...], ...]:
-    """Returns what each row sees of the rows: the root, its ancestors and itself.
+    """Returns the rows that each row attends to: the root, its ancestors and itself.
 
     Square, and lower triangular because parents come first; it is `SequenceRows.tail_mask` of a
     tree whose prefix ends before the root.

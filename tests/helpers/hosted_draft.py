@@ -22,15 +22,15 @@ _LINK = 1
 
 
 class SteppedDraftEngine:
-    """Stands in for `DraftEngine` with one link; steps when it is told to."""
+    """Stands in for `DraftEngine` with one link; steps when `step` is called."""
 
     def __init__(self, drafter: Drafter, shape: TreeShape, *, max_sequences: int) -> None:
         self.table = SequenceTable(drafter, max_sequences=max_sequences, deliver=self._deliver)
         self.rounds = Rounds(self.table, drafter, shape, chunk_tokens=512, deliver=self._deliver)
-        self._outlet: Deliver = lambda output: None
+        self._deliver_to_link: Deliver = lambda output: None
 
     def open_link(self, terms: LinkTerms, deliver: Deliver) -> int:
-        self._outlet = deliver
+        self._deliver_to_link = deliver
         self.submit(LinkOpened(_LINK, terms))
         return _LINK
 
@@ -41,16 +41,16 @@ class SteppedDraftEngine:
         self.table.apply(event)
 
     def step(self) -> None:
-        """Does all there is to do."""
+        """Runs rounds until there is nothing left to do."""
         while self.rounds.step():
             pass
 
     def _deliver(self, output: Output) -> None:
-        self._outlet(output)
+        self._deliver_to_link(output)
 
 
 class HostedDraft(EmbeddedDraft):
-    """Hosted by `target`; attach it with `attach("")`."""
+    """An embedded draft, hosted by `target`; attach it with `attach("")`."""
 
     def __init__(
         self,

@@ -1,17 +1,18 @@
-"""Makes Triton's interpreter look up what never changes once a process.
+"""Makes Triton's interpreter faster by caching lookups whose results never change.
 
 The interpreter replaces the built-in functions of `triton.language` before each launch, and again
 before each call of one kernel from another. Each time it lists every member of five modules and
-classes to find them, which took a quarter of the time of the kernel tests. Which names are
-built-in never changes, so this keeps the names. What is replaced, and by what, stays the same;
-within a launch it has been replaced already.
+classes to find these functions, which took a quarter of the time of the kernel tests. The names of
+built-in functions never change, so this module caches them. It replaces the same functions by the
+same stand-ins, but only once a launch.
 
-For each operation it also makes a table anew of numpy's types; this keeps what it found in it. The
-same for what follows from a shape alone: its sizes as constants, and whether a block may have it.
+For each operation the interpreter also builds a table of numpy's types; this module caches the
+lookups. It also caches what depends on a shape only: its sizes as constants, and whether a block
+may have that shape.
 
-Of each sum and product of integers it computes whether it overflows, and then asserts nothing,
-since it does not run in its debug mode; this leaves that out. So it does with broadcasts of blocks
-that have the same shape already.
+For each sum and product of integers the interpreter computes whether it overflows, but asserts
+nothing outside its debug mode; this module skips that. It also skips broadcasts of blocks that
+already have the same shape.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ from triton.runtime import interpreter
 def _names(package: Any) -> tuple[str, ...]:
     """Returns the names of the built-in functions of a module or class of `triton.language`.
 
-    Only the interpreter replaces them, and it asks here first: none is replaced at the first call.
+    Nothing is replaced yet at the first call: only the interpreter replaces functions, and it calls
+    this first.
     """
     is_builtin = interpreter.tl.core.is_builtin
     return tuple(name for name, member in inspect.getmembers(package) if is_builtin(member))
 
 
 @functools.cache
-def _told(member: Any) -> Any:
-    """Returns a built-in function that is told what its operations mean: those of numpy."""
+def _interpreted(member: Any) -> Any:
+    """Returns a built-in function bound to the interpreter's numpy semantics."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         kwargs["_semantic"] = interpreter.interpreter_semantic
@@ -53,26 +55,26 @@ def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
     """Does what the interpreter's function of the same name does."""
     for name in _names(package):
         member = getattr(package, name)
-        # A launch has replaced them already when one kernel calls another.
+        # When one kernel calls another, the launch has already replaced the functions.
         if interpreter.tl.core.is_builtin(member):
-            scope.set_attr(package, name, _told(member))
+            scope.set_attr(package, name, _interpreted(member))
 
 
 @functools.cache
 def _languages(fn: Any) -> list[Any]:
     """Returns the modules of Triton's language that a kernel sees."""
     modules = interpreter.tl, interpreter.tl.core
-    return [each for each in modules if any(each is seen for seen in fn.__globals__.values())]
+    return [module for module in modules if any(module is v for v in fn.__globals__.values())]
 
 
-_patch_lang_anew = interpreter._patch_lang
+_original_patch_lang = interpreter._patch_lang
 
 
 def _patch_lang(fn: Any) -> Any:
     """Does what the interpreter's function of the same name does, once a launch."""
-    # What a launch has replaced, it puts back at its end.
-    if any(interpreter.tl.core.is_builtin(each.load) for each in _languages(fn)):
-        return _patch_lang_anew(fn)
+    # A launch restores the functions at its end.
+    if any(interpreter.tl.core.is_builtin(module.load) for module in _languages(fn)):
+        return _original_patch_lang(fn)
     return interpreter._LangPatchScope()
 
 
@@ -84,7 +86,7 @@ def _block_sizes(shape: tuple[Any, ...]) -> tuple[tuple[int, ...], int]:
     """Returns a shape without its constants, and the number of its elements.
 
     Raises:
-        TypeError, ValueError: no block may have it.
+        TypeError, ValueError: no block may have this shape.
     """
     block = _Block()
     _new_block_type(block, interpreter.tl.int1, list(shape))
@@ -92,7 +94,7 @@ def _block_sizes(shape: tuple[Any, ...]) -> tuple[tuple[int, ...], int]:
 
 
 class _Block:
-    """Takes what a type of blocks is told."""
+    """Holds the attributes that the constructor of a block type sets."""
 
     shape: tuple[int, ...]
     numel: int
@@ -123,30 +125,30 @@ def _tensor(self: Any, handle: Any, type: Any) -> None:  # noqa: A002
     self.dtype = type.scalar
 
 
-_broadcast_anew = TritonSemantic.broadcast_impl_value
+_original_broadcast = TritonSemantic.broadcast_impl_value
 
 
 def _broadcast(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
     """Does what the method `broadcast_impl_value` does."""
     if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape == rhs.type.shape:
         return lhs, rhs
-    found: tuple[Any, Any] = _broadcast_anew(self, lhs, rhs)
-    return found
+    broadcast: tuple[Any, Any] = _original_broadcast(self, lhs, rhs)
+    return broadcast
 
 
-_of_numpy = functools.cache(interpreter._get_np_dtype)
+_np_dtype = functools.cache(interpreter._get_np_dtype)
 
 
 def _get_np_dtype(dtype: Any) -> Any:
     """Does what the interpreter's function of the same name does."""
-    scalar = dtype.scalar  # that of a block is its elements'
+    scalar = dtype.scalar  # of a block: the type of its elements
     if isinstance(scalar, interpreter.tl.pointer_type):
         return np.dtype(np.uint64)
-    return _of_numpy(scalar)
+    return _np_dtype(scalar)
 
 
 def look_up_once() -> None:
-    """Puts faster functions in the place of the interpreter's, in this process."""
+    """Replaces functions of the interpreter by cached ones, in this process."""
     interpreter._patch_builtin = _patch_builtin
     interpreter._patch_lang = _patch_lang
     interpreter._get_np_dtype = _get_np_dtype

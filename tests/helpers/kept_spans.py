@@ -1,4 +1,4 @@
-"""A tracer of the real kind whose spans stay here."""
+"""A real tracer that keeps its spans in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 @dataclass(frozen=True, slots=True)
 class KeptSpan:
-    """A span that ended; ids in hexadecimal, as `traceparent` spells them."""
+    """A span that ended; ids are hexadecimal, as in `traceparent`."""
 
     name: str
     trace_id: str
@@ -28,7 +28,7 @@ class KeptSpan:
 
 
 class KeptSpans(SpanExporter):
-    """Keeps what one process's tracer exports."""
+    """Keeps the spans that the tracer of one process exports."""
 
     def __init__(self, service: str, sample_ratio: float = 1.0) -> None:
         self.ended: list[KeptSpan] = []

@@ -1,4 +1,4 @@
-"""Where tests try Triton's kernels."""
+"""The device on which tests run Triton's kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""As much of kustomize as the manifests use: resources, components and JSON patches."""
+"""The parts of kustomize that the manifests use: resources, components and JSON patches."""
 
 from __future__ import annotations
 
@@ -8,48 +8,48 @@ from typing import Any
 import yaml
 
 Manifest = dict[str, Any]
-# That in C takes a tenth of the time, where there is one.
+# The loader in C, if available, takes a tenth of the time.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def built(folder: Path) -> list[Manifest]:
-    """Returns the manifests of a kustomization; fails when it names what is not there."""
+    """Returns the manifests of a kustomization; fails if it names something that does not exist."""
     content = yaml.load((folder / "kustomization.yaml").read_text(), _LOADER)
     assert set(content) <= {
         *("apiVersion", "kind", "namespace", "resources", "components", "images", "patches"),
     }, f"{folder} uses more of kustomize than is read here"
-    found: list[Manifest] = []
+    manifests: list[Manifest] = []
     for name in content.get("resources", ()):
         path = folder / name
-        # Kustomize reads files of the folder alone; others come as folders.
+        # Kustomize reads single files from this folder only; elsewhere it reads folders.
         assert path.is_dir() or path.resolve().is_relative_to(folder.resolve()), path
-        found += built(path) if path.is_dir() else _documents(path)
+        manifests += built(path) if path.is_dir() else _documents(path)
     for name in content.get("components", ()):
         component = yaml.load((folder / name / "kustomization.yaml").read_text(), _LOADER)
         assert component["kind"] == "Component"
-        for each in component["resources"]:
-            found += _documents(folder / name / each)
-        _patch(found, component["patches"])
-    _patch(found, content.get("patches", ()))
+        for resource in component["resources"]:
+            manifests += _documents(folder / name / resource)
+        _patch(manifests, component["patches"])
+    _patch(manifests, content.get("patches", ()))
     images = {image["name"]: f"{image['newName']}:{image['newTag']}"
               for image in content.get("images", ())}  # fmt: skip
-    for manifest in found:
+    for manifest in manifests:
         _place_images(manifest, images)
-    return found
+    return manifests
 
 
 def _documents(path: Path) -> list[Manifest]:
-    return [each for each in yaml.load_all(path.read_text(), _LOADER) if each]
+    return [document for document in yaml.load_all(path.read_text(), _LOADER) if document]
 
 
 def _patch(manifests: list[Manifest], patches: Any) -> None:
     for patch in patches:
         wanted = patch["target"]
         matching = [
-            each
-            for each in manifests
-            if each["kind"] == wanted["kind"]
-            and each["metadata"]["name"] == wanted.get("name", each["metadata"]["name"])
+            manifest
+            for manifest in manifests
+            if manifest["kind"] == wanted["kind"]
+            and wanted.get("name") in (None, manifest["metadata"]["name"])
         ]
         assert matching, f"nothing is {wanted}"
         for manifest in matching:
@@ -58,29 +58,29 @@ def _patch(manifests: list[Manifest], patches: Any) -> None:
 
 
 def _apply(manifest: Manifest, operation: dict[str, Any]) -> None:
-    """One operation of RFC 6902, on a place that exists."""
-    *way, last = operation["path"].strip("/").split("/")
-    place: Any = manifest
-    for step in way:
-        place = place[int(step)] if isinstance(place, list) else place[step]
+    """Applies one operation of RFC 6902, at a path that exists."""
+    *parents, last = operation["path"].strip("/").split("/")
+    node: Any = manifest
+    for key in parents:
+        node = node[int(key)] if isinstance(node, list) else node[key]
     match operation["op"]:
         case "add" if last == "-":
-            place.append(operation["value"])
+            node.append(operation["value"])
         case "replace":
-            assert last in place, f"{operation['path']} is not there"
-            place[last] = operation["value"]
+            assert last in node, f"{operation['path']} is not there"
+            node[last] = operation["value"]
         case "remove":
-            del place[last]
-        case other:
-            raise AssertionError(f"{other} {operation['path']} is not known here")
+            del node[last]
+        case unknown:
+            raise AssertionError(f"{unknown} {operation['path']} is not known here")
 
 
 def _place_images(node: Any, images: dict[str, str]) -> None:
     if isinstance(node, dict):
         if isinstance(node.get("image"), str):
             node["image"] = images.get(node["image"], node["image"])
-        for each in node.values():
-            _place_images(each, images)
+        for child in node.values():
+            _place_images(child, images)
     elif isinstance(node, list):
-        for each in node:
-            _place_images(each, images)
+        for child in node:
+            _place_images(child, images)

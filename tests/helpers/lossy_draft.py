@@ -15,9 +15,9 @@ from tests.helpers.wired_draft import LINK, WiredDraft
 
 
 class LossyDraft(WiredDraft):
-    """Hears and says things late, and what it says may be lost, repeated or out of order.
+    """Receives and sends messages late; its candidates may be lost, repeated or reordered.
 
-    What the target says arrives in order and whole, as on a stream; what the draft says need not,
+    The target's messages arrive complete and in order, as on a stream. The draft's need not,
     because the target trusts no draft.
     """
 
@@ -39,29 +39,29 @@ class LossyDraft(WiredDraft):
         self._source = random.Random(seed)
         self._delay = delay
         self._loss = loss
-        self._heard: deque[bytes] = deque()
-        self._said: list[Candidate] = []
+        self._to_draft: deque[bytes] = deque()
+        self._to_target: list[Candidate] = []
 
     def send(self, message: DraftMessage) -> bool:
-        self._heard.extend(each.SerializeToString() for each in draft_messages(message))
+        self._to_draft.extend(part.SerializeToString() for part in draft_messages(message))
         return True
 
     def offer(self, candidates: tuple[Candidate, ...]) -> None:
         for candidate in candidates:
             copies = self._source.choice((1, 1, 1, 2))
             if self._source.random() >= self._loss:
-                self._said += [candidate] * copies
+                self._to_target += [candidate] * copies
 
     def pump(self) -> None:
-        """Lets some of what is under way arrive, and the draft compute a little."""
+        """Delivers some of the messages under way, and lets the draft compute a little."""
         for _ in range(self._source.randint(0, self._delay)):
-            if self._heard and self._source.random() < 0.7:
-                self.hear(self._heard.popleft())
+            if self._to_draft and self._source.random() < 0.7:
+                self.receive(self._to_draft.popleft())
             self.rounds.step()
-        self._source.shuffle(self._said)
-        num_now = self._source.randint(0, len(self._said))
-        now, self._said = self._said[:num_now], self._said[num_now:]
-        super().offer(tuple(now))
+        self._source.shuffle(self._to_target)
+        count = self._source.randint(0, len(self._to_target))
+        arrived, self._to_target = self._to_target[:count], self._to_target[count:]
+        super().offer(tuple(arrived))
 
     def each_step(self, step: int) -> None:
         """For `run`: pumps, and loses the stream twice in a row and once more."""
@@ -70,13 +70,13 @@ class LossyDraft(WiredDraft):
         self.pump()
 
     def reconnect(self) -> None:
-        """Loses the stream with all that is on it, and attaches again."""
+        """Loses the stream with all messages on it, and attaches again."""
         self.disconnect()
         self.attach()
 
     def disconnect(self) -> None:
-        """Loses the stream with all that is on it; the next one is open, but not attached."""
+        """Loses the stream with all messages on it; the next one is open, but not attached."""
         self.detach()
-        self._heard.clear()
+        self._to_draft.clear()
         self.table.apply(LinkClosed(LINK))
         self.open_link()

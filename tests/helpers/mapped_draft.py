@@ -1,4 +1,4 @@
-"""A draft whose head takes part in rounds from a thread of its own, through shared memory."""
+"""A draft whose head takes part in rounds from its own thread, through shared memory."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class MappedDraft:
     """Stands in for a draft's process: everything but gRPC is real.
 
     Attributes:
-        commands: all that came.
-        spans: name, start and end of what it did in rounds.
+        commands: all commands received.
+        spans: name, start and end of its work in rounds.
         spoils: changes the trees `[S, 2, T]` before they are written.
-        is_frozen: rounds are announced and nothing happens.
-        is_full: it takes no message.
+        is_frozen: it does not react to announced rounds.
+        is_full: it refuses messages.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class MappedDraft:
         is_pinned: bool = True,
     ) -> None:
         """Args:
-        model: drafts instead of the pair's head.
+        model: drafts in place of the pair's head.
         """
         head = pair.head
         self.commands: list[MappedCommand] = []
@@ -85,7 +85,7 @@ class MappedDraft:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether it takes no command, and will take all of them later."""
+        """Whether it delays all commands."""
         return not self._is_thawed.is_set()
 
     @is_frozen.setter
@@ -96,11 +96,11 @@ class MappedDraft:
             self._is_thawed.set()
 
     def send(self, message: DraftMessage) -> bool:
-        """Takes the commands as they are on the wire."""
+        """Takes the commands after a round trip through their wire form."""
         if self.is_full:
             return False
-        for each in message.commands:
-            command = command_from_message(command_message(each))
+        for sent in message.commands:
+            command = command_from_message(command_message(sent))
             assert command is not None
             self.commands.append(command)
             self._queue.put(command)
@@ -116,7 +116,7 @@ class MappedDraft:
         self._thread.join()
 
     def settle(self) -> None:
-        """Waits until all commands so far are done."""
+        """Waits until all commands received so far are done."""
         self._queue.join()
 
     def _run(self) -> None:

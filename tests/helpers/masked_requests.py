@@ -1,4 +1,4 @@
-"""Requests of which the host says what each row of a tree may draw."""
+"""Requests for which the host computes the token masks of tree rows."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _BIASED = SamplingParams(seed=5, logit_bias={3: 2.0, 9: -100.0, 11: 1.5})
 
 
 def masked_requests() -> list[GenerationRequest]:
-    """Returns requests with a grammar or a rule, and one without. The fourth has log
-    probabilities; the first four can be done in 30 tokens."""
+    """Returns requests with a grammar, bad words or a thinking budget, and one without. The fourth
+    has log probabilities; the first four can be done in 30 tokens."""
     thinking = ThinkingBudget(end_token_id=4, max_tokens=5)
     return [
         request([5, 4, 3], _SEEDED, StopParams(30), grammar=regex("(a|b|ab|abc){1,40}")),
@@ -29,6 +29,6 @@ def masked_requests() -> list[GenerationRequest]:
         request([6, 1], replace(_SEEDED, thinking=thinking), StopParams(30)),
         request([6, 2], replace(_BIASED, bad_words=((3, 9),)), grammar=regex("[abcd]*")),
         request([11, 3], _TRUNCATED, StopParams(30)),
-        # All that its grammar allows may not come yet: the grammar counts.
+        # The minimum length forbids the stop token that the grammar requires: the grammar wins.
         request([9, 4], _GREEDY, StopParams(30, 12, frozenset({_Y})), grammar=regex("[ab]y{20}")),
     ]

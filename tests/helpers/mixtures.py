@@ -41,7 +41,7 @@ NUM_LAYERS = 3
 
 
 def mixture_shape(family: str, vocab_size: int = 64) -> TinyShape:
-    """One layer more than the target has: the next-token layer's block."""
+    """Returns a shape with one layer more than the target: the block of the next-token layer."""
     return TinyShape(
         vocab_size=vocab_size, num_layers=NUM_LAYERS + 1, num_kv_heads=4, overrides=MIXTURES[family]
     )
@@ -59,7 +59,7 @@ def write_mixture(folder: Path, family: str, vocab_size: int = 64) -> dict[str, 
         name: float("norm" in name) + 0.25 * torch.randn(size, generator=draw)
         for name, size in sizes.items()
     }
-    prefixed = {f"model.layers.{NUM_LAYERS}.{name}.weight": each for name, each in own.items()}
+    prefixed = {f"model.layers.{NUM_LAYERS}.{name}.weight": own[name] for name in own}
     file = folder / "model.safetensors"
     save_file(load_file(file) | prefixed, file)
     return own

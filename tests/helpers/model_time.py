@@ -1,4 +1,4 @@
-"""A real small engine whose forwards and drafts take the time that a cost model says."""
+"""A real small engine whose forward passes and drafts take the time that a cost model gives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shared.tokens import NO_REPORT, Candidate, DraftReport, TokenTree, TreeRequ
 from tests.helpers.engines import VOCAB_SIZE, Collector, build_engine
 
 IDLE_S = 0.0005
-"""Step of the clock while nothing is due."""
+"""Longest step of the clock while the engine is idle."""
 
 StepTime = Callable[[int], float]
 DraftTime = Callable[[int, int], float]
@@ -30,7 +30,7 @@ DraftTime = Callable[[int, int], float]
 
 @dataclass
 class ModelClock:
-    """Stands still unless somebody spends time; what is due on the way happens on time."""
+    """Advances only when time is spent; runs scheduled actions at their times."""
 
     now_s: float = 0.0
     _due: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
@@ -45,7 +45,7 @@ class ModelClock:
 
     @property
     def next_due_s(self) -> float:
-        """When the next action is due; never when there is none."""
+        """Time of the next action; infinite without one."""
         return self._due[0][0] if self._due else math.inf
 
     def advance(self, duration_s: float) -> None:
@@ -58,12 +58,12 @@ class ModelClock:
         self.now_s = end_s
 
     def idle(self) -> None:
-        """Spends time until something happens, but not for long."""
+        """Spends time until the next action, at most `IDLE_S`."""
         self.advance(min(max(self.next_due_s - self.now_s, 0.0), IDLE_S))
 
 
 class TimedRunner(ModelRunner):
-    """Each forward takes `step_s` of its rows."""
+    """Spends `step_s` of a forward pass's rows on each pass."""
 
     def __init__(self, decoder: Decoder, pool: KvPool, clock: ModelClock, step_s: StepTime) -> None:
         super().__init__(decoder, pool)
@@ -78,15 +78,14 @@ class TimedRunner(ModelRunner):
 class TimedDraft:
     """A draft that knows the answers and gets each level right with some probability.
 
-    It obeys tree requests, computes one batch after another, and takes `draft_s` of depth and
-    sequences for each.
+    It follows tree requests and computes one batch after another, each in `draft_s` of its depth
+    and number of sequences.
 
     Attributes:
-        right: probability of each level, by whole committed text.
+        right: probability that a level is right, by the committed text.
         report: sent with candidates; its time is filled in.
-        shapes, sizes: of each batch it computed.
-        asked: committed tokens and wanted shape of each tree.
-        sequence_ids: of each tree.
+        shapes, sizes: tree shape and number of sequences of each computed batch.
+        sequence_ids: the sequence of each tree.
     """
 
     engine: Engine
@@ -102,7 +101,6 @@ class TimedDraft:
     report: DraftReport = NO_REPORT
     shapes: list[TreeShape] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    asked: list[tuple[int, TreeShape]] = field(default_factory=list)
     sequence_ids: list[int] = field(default_factory=list)
     is_closed: bool = False
     _random: random.Random = field(init=False)
@@ -151,12 +149,10 @@ class TimedDraft:
         self._free_s = max(self._free_s, self.clock.now_s) + duration_s
         self.shapes.append(shape)
         self.sizes.append(len(rounds))
-        for each, _ in rounds:
-            self.asked.append((len(self._committed[each]), shape))
-            self.sequence_ids.append(each)
+        self.sequence_ids += [sequence_id for sequence_id, _ in rounds]
         batch = [
-            Candidate(each, round_, len(self._committed[each]), self._tree(each, shape))
-            for each, round_ in rounds
+            Candidate(number, round_, len(self._committed[number]), self._tree(number, shape))
+            for number, round_ in rounds
         ]
         report = replace(self.report, draft_s=duration_s)
         self.clock.at(self._free_s, lambda: self.engine.offer(self.name, batch, report))
@@ -178,7 +174,7 @@ class TimedDraft:
 
 @dataclass
 class TimedRun:
-    """What a run gave and how long it took by the model's clock."""
+    """The outputs of a run, and its duration by the model's clock."""
 
     collector: Collector
     duration_s: float
@@ -191,7 +187,7 @@ def timed_engine(
     adaptive: AdaptiveConfig | None,
     **options: int,
 ) -> Engine:
-    """Returns an engine whose forwards take `step_s`."""
+    """Returns an engine whose forward passes take `step_s`."""
     return build_engine(
         decoder,
         clock=clock,
@@ -209,8 +205,8 @@ def run_timed(
     """Runs requests side by side to their end."""
     collector = Collector()
     start_s = clock.now_s
-    for key, each in enumerate(requests):
-        engine.submit(each, collector, key)
+    for key, request in enumerate(requests):
+        engine.submit(request, collector, key)
     for step in itertools.count():
         assert step < 50_000, "the engine does not come to an end"
         if not engine.step():

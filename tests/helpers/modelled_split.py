@@ -1,8 +1,8 @@
-"""A target and its drafts by the clock of a cost model: the real engine, with nothing computed.
+"""A target and its drafts by the clock of a cost model: the real engine without any computation.
 
-Everything that decides is real (step loop, scheduler, verifier, policy); forwards and drafts
-take the time that a `Split` says, and every answer is known beforehand. So minutes of serving take
-seconds, and the same ones whatever the machine does.
+Everything that decides is real (step loop, scheduler, verifier, policy). Forward passes and drafts
+take the time that a `Split` gives, and every answer is known beforehand. So minutes of serving take
+seconds, and results do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tests.helpers.model_time import ModelClock
 PROMPT_TOKENS = 40
 CHAIN = TreeShape(3, 1, 4)
 MOST_BEHIND = 64
-"""Tokens that a paused sequence is behind before its draft takes them in."""
+"""Committed tokens of a paused sequence that its draft leaves unread before it reads them."""
 
 _NUM_DRAWS = 65_521
 _INSTANT_S = 1e-9
@@ -71,18 +71,18 @@ class Kind:
     """A draft: how fast and how right it is.
 
     Attributes:
-        tree_s: seconds of a batch of trees, by depth and sequences.
-        right: probability that a level is right where the one before was, by time and stream.
-        hop_s: from target to draft, and back.
-        prompt_s: to read a prompt, or what was committed in a pause.
+        tree_s: seconds to compute a batch of trees, by depth and number of sequences.
+        right: probability that a level is right if the level before is, by time and stream.
+        hop_s: seconds of a message from target to draft, or back.
+        prompt_s: seconds to read a prompt, or the tokens committed in a pause.
         num_cold: batches at the start that take `cold` times as long.
-        shape: of its trees while no other is wanted.
-        slower: how many times as long everything takes, by time.
-        budget: verdicts it prepares for, unless the target wants fewer.
-        ahead_s: seconds of doing so, by depth and the verdicts of all sequences.
-        hit_rate: how often the verdict is among them.
-        capture_s: seconds to capture the graphs for trees of one shape and about one number of
-            them, after a verdict or ahead of one.
+        shape: shape of its trees while the target requests no other.
+        slower: factor on all durations, by time.
+        budget: outcomes it prepares for, unless the target requests fewer.
+        ahead_s: seconds to prepare, by depth and the outcomes of all sequences.
+        hit_rate: share of verdicts that are among the prepared outcomes.
+        capture_s: seconds to capture the graphs for trees of one shape and roughly one batch
+            size, for drafting after a verdict or ahead of one.
     """
 
     tree_s: Callable[[int, int], float]
@@ -105,16 +105,16 @@ class Split:
     """Hardware, text and load.
 
     Attributes:
-        step_s: seconds of a forward by its rows.
-        num_streams: requests at a time, by time.
-        num_tokens: of an answer.
-        num_cold: first forwards of an octave of widths that take `cold` times as long.
+        step_s: seconds of a forward pass by its rows.
+        num_streams: concurrent requests, by time.
+        num_tokens: mean tokens of an answer.
+        num_cold: first forward passes per power of two of rows that take `cold` times as long.
         noise: standard deviation of a duration's logarithm.
-        beside: how much longer forwards and trees take while the other side computes too, which
-            they do where target and draft share cores.
-        attended_s: how much longer a step takes for each sequence that is at a draft: its account
-            and its verdicts, which cost the host what they cost, trees or not.
-        num_prompt_tokens: of a request.
+        beside: factor on forward passes and trees while the other side computes, too: target and
+            draft share cores.
+        attended_s: extra seconds of a step for each sequence at a draft: the host keeps its record
+            and sends its verdicts, with or without trees.
+        num_prompt_tokens: prompt tokens of a request.
     """
 
     step_s: Callable[[int], float]
@@ -138,7 +138,7 @@ class _Noise:
 
 
 class KnownRunner(ModelRunner):
-    """Each row's logits say what comes next; nothing is computed."""
+    """Returns logits of the known answers; nothing is computed."""
 
     def __init__(self, decoder: Decoder, pool: KvPool, clock: ModelClock, world: World) -> None:
         super().__init__(decoder, pool)
@@ -153,14 +153,14 @@ class KnownRunner(ModelRunner):
     def run(self, batch: ForwardBatch, *, capture_layers: tuple[int, ...] = ()) -> RunnerOutput:
         self._world.compute(len(batch.token_ids))
         positions = batch.positions.index_select(0, batch.logit_rows)
-        # Answers repeat, because the vocabulary is small.
+        # Answers repeat after VOCAB_SIZE tokens.
         logits = self._table[positions % VOCAB_SIZE]
         return RunnerOutput(logits, torch.empty(len(batch.token_ids), 0), ())
 
 
 @dataclass
 class World:
-    """Durations, as the split says and with its noise."""
+    """Spends the durations that a split gives, with its noise."""
 
     split: Split
     clock: ModelClock
@@ -172,7 +172,7 @@ class World:
         self._seen: dict[int, int] = {}
 
     def compute(self, rows: int) -> None:
-        """Spends the time of a forward; target and drafts slow each other down meanwhile."""
+        """Spends the time of a forward pass, in which target and drafts slow each other down."""
         beside, left_s = self.split.beside, self._step_s(rows)
         while left_s > _INSTANT_S:
             busy = [draft for draft in self.drafts if draft.free_s > self.clock.now_s]
@@ -195,7 +195,7 @@ class World:
 
 @dataclass
 class ModelledDraft:
-    """Obeys tree requests, computes one batch after another, in the time that its kind says."""
+    """Follows tree requests; computes one batch after another, in the times of its kind."""
 
     engine: Engine
     clock: ModelClock
@@ -214,7 +214,7 @@ class ModelledDraft:
     _tree_requests: dict[int, TreeRequest] = field(default_factory=dict)
     _due: dict[int, tuple[int, TreeRequest]] = field(default_factory=dict)
     _unread: list[int] = field(default_factory=list)
-    _flying: list[Candidate] = field(default_factory=list)
+    _in_flight: list[Candidate] = field(default_factory=list)
     _captured: set[tuple[str, TreeShape, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -223,16 +223,16 @@ class ModelledDraft:
         self._draws = [source.random() for _ in range(_NUM_DRAWS)]
 
     def __len__(self) -> int:
-        """Returns the sequences that it has."""
+        """Returns the number of its sequences."""
         return len(self._lengths)
 
     def delay(self, delay_s: float) -> None:
-        """What it is computing takes longer."""
+        """Prolongs the current computation."""
         self.free_s += delay_s
         self._lag_s += delay_s
 
     def _at(self, time_s: float, action: Callable[[], None]) -> None:
-        """Schedules an action that follows what it is computing."""
+        """Schedules an action for the end of the current computation, delays included."""
         lag_s = self._lag_s
 
         def act() -> None:
@@ -271,7 +271,7 @@ class ModelledDraft:
             if ready is None:
                 self._due[verdict.sequence_id] = verdict.round + 1, verdict.tree_request
             else:
-                self._flying.append(replace(ready, round=verdict.round + 1))
+                self._in_flight.append(replace(ready, round=verdict.round + 1))
         for sequence_id in message.closed:
             del self._lengths[sequence_id], self._num_read[sequence_id]
             self._due.pop(sequence_id, None)
@@ -281,7 +281,8 @@ class ModelledDraft:
             self._work()
 
     def _fall_behind(self, sequence_id: int, *, is_paused: bool) -> None:
-        """Reads what was committed in a pause once it is much; a tree reads it anyway."""
+        """Queues reading of the tokens committed in a pause, once they are many. A sequence that
+        is not paused reads them for its next tree."""
         length = self._lengths[sequence_id]
         if not is_paused:
             self._num_read[sequence_id] = length
@@ -291,7 +292,7 @@ class ModelledDraft:
                 self._unread.append(sequence_id)
 
     def _work(self) -> None:
-        """Answers all that is due, or else reads a prompt."""
+        """Computes all trees that are due, then reads one prompt."""
         ready = {
             sequence_id: (round_, tree_request)
             for sequence_id, (round_, tree_request) in self._due.items()
@@ -325,26 +326,26 @@ class ModelledDraft:
         self.shapes.append((self.clock.now_s, shape))
         batch = [
             Candidate(
-                each,
+                sequence_id,
                 round_,
-                self._lengths[each],
-                self._tree(each, self._lengths[each], shape),
+                self._lengths[sequence_id],
+                self._tree(sequence_id, self._lengths[sequence_id], shape),
                 candidate_id=next(self._ids),
                 shape=shape,
             )
-            for each, round_ in rounds
+            for sequence_id, round_ in rounds
         ]
-        self._flying += batch
-        self.sequence_ids += [each for each, _ in rounds]
+        self._in_flight += batch
+        self.sequence_ids += [sequence_id for sequence_id, _ in rounds]
         report = self._report(duration_s)
         name = self.kind.name
         self._at(self.free_s + self.kind.hop_s, lambda: self.engine.offer(name, batch, report))
 
     def _prepare(self) -> None:
-        """Prepares for the verdicts on what the target verifies now."""
+        """Prepares trees for the verdicts on the trees that the target verifies now."""
         batch: list[Candidate] = []
         by_shape: Counter[TreeShape] = Counter()
-        for candidate in self._flying:
+        for candidate in self._in_flight:
             length = self._lengths.get(candidate.sequence_id)
             wanted = self._tree_requests[candidate.sequence_id].num_outcomes
             budget = self.kind.budget if wanted is None else min(wanted, self.kind.budget)
@@ -354,7 +355,7 @@ class ModelledDraft:
                 continue
             by_shape[self._shape_for(candidate.sequence_id)] += budget
             batch.append(self._foreseen(candidate, length))
-        self._flying.clear()
+        self._in_flight.clear()
         if batch:
             for shape, num_outcomes in by_shape.items():
                 self.free_s += self.kind.ahead_s(shape.num_steps, num_outcomes)
@@ -363,7 +364,7 @@ class ModelledDraft:
             self._at(at_s, lambda: self.engine.offer(name, batch, report))
 
     def _foreseen(self, candidate: Candidate, length: int) -> Candidate:
-        """Returns the tree for the verdict that falls, or for another if that is not foreseen."""
+        """Returns the tree for the verdict to come, or for a wrong one if it is not foreseen."""
         tokens = candidate.tree.token_ids
         num_right = 0
         while num_right < len(tokens) and tokens[num_right] == answer(length + num_right):
@@ -384,34 +385,35 @@ class ModelledDraft:
         return pushed
 
     def _shape_for(self, sequence_id: int) -> TreeShape:
-        wished = None if self.is_pinned else self._tree_requests[sequence_id].shape
-        if wished is None:
+        requested = None if self.is_pinned else self._tree_requests[sequence_id].shape
+        if requested is None:
             return self.kind.shape
-        return self._preparation.shape_for(wished, self.kind.shape, len(self))
+        return self._preparation.shape_for(requested, self.kind.shape, len(self))
 
     def is_prepared(self, shape: TreeShape, num_sequences: int) -> bool:
         """See `Preparation`."""
-        return not self._left(shape, num_sequences)
+        return not self._missing_graphs(shape, num_sequences)
 
     def prepare(self, shape: TreeShape, num_sequences: int | None) -> bool:
         """See `Preparation`."""
         assert num_sequences is not None, "it is never idle"
-        left = self._left(shape, num_sequences)
-        if left:
-            self._captured.add(left[0])
+        missing = self._missing_graphs(shape, num_sequences)
+        if missing:
+            self._captured.add(missing[0])
             self.free_s += self.kind.capture_s
-        return bool(left)
+        return bool(missing)
 
-    def _left(self, shape: TreeShape, num_sequences: int) -> list[tuple[str, TreeShape, int]]:
-        """Returns the batches whose graphs are missing."""
+    def _missing_graphs(
+        self, shape: TreeShape, num_sequences: int
+    ) -> list[tuple[str, TreeShape, int]]:
         if not self.kind.capture_s:
             return []
         sizes = {"trees": num_sequences, "ahead": num_sequences * self.kind.budget}
         keys = [(name, shape, 1 << (size - 1).bit_length()) for name, size in sizes.items() if size]
-        return [key for key in keys if not any(_serves(each, key) for each in self._captured)]
+        return [key for key in keys if not any(_serves(own, key) for own in self._captured)]
 
     def announce(self) -> None:
-        """Says what the draft is like now."""
+        """Sends a report of the draft's present state."""
         report = self._report(None)
         self.clock.at(
             self.free_s + self.kind.hop_s, lambda: self.engine.offer(self.kind.name, [], report)
@@ -432,33 +434,33 @@ class ModelledDraft:
 
 
 def _serves(captured: tuple[str, TreeShape, int], wanted: tuple[str, TreeShape, int]) -> bool:
-    """Whether a graph does for smaller batches, too, if it is not much too large for them."""
+    """Returns whether a captured graph serves a batch: it is not smaller, nor much too large."""
     size = wanted[2]
     return captured[:2] == wanted[:2] and size <= captured[2] <= max(8, 4 * size)
 
 
 @dataclass
 class Served:
-    """What was served.
+    """The result of serving.
 
     Attributes:
-        tokens: time and tokens of each delta, in order.
+        tokens: time and number of tokens of each delta, in order.
     """
 
     tokens: list[tuple[float, int]]
     drafts: list[ModelledDraft]
 
     def rate(self, start_s: float, end_s: float) -> float:
-        """Returns the tokens a second of a while."""
+        """Returns the tokens a second between two times."""
         count = sum(count for at_s, count in self.tokens if start_s <= at_s < end_s)
         return count / (end_s - start_s)
 
 
 class Sink:
-    """Notes when tokens came.
+    """Records when tokens arrive.
 
     Attributes:
-        num_open: requests; counted up by whoever submits them.
+        num_open: open requests; the submitter counts them up.
     """
 
     def __init__(self, clock: ModelClock) -> None:
@@ -486,11 +488,11 @@ def serve(
     pinned: TreeShape | None = None,
     seed: int = 0,
 ) -> Served:
-    """Serves streams of requests for a while.
+    """Serves streams of requests for `duration_s`.
 
     Args:
-        is_plain: without drafts.
-        pinned: shape of every tree; None does what the policy wants.
+        is_plain: serve without drafts.
+        pinned: shape of every tree; None lets the policy choose.
     """
     clock = ModelClock()
     world = World(split, clock, seed)
@@ -504,7 +506,7 @@ def serve(
         max_step_rows=2048,
         max_context_tokens=4096,
         prefix_cache=False,
-        # A choice that is fixed is kept to, whatever it costs.
+        # With a pinned shape the target always wants trees, even if plain steps are faster.
         always_up_to=0 if pinned is None else ALWAYS,
     )
     drafts: list[ModelledDraft] = []
@@ -528,6 +530,6 @@ def serve(
 
 
 def plain_request(num_tokens: int, num_prompt_tokens: int = PROMPT_TOKENS) -> GenerationRequest:
-    """Returns a greedy request for so many tokens."""
+    """Returns a greedy request for `num_tokens` tokens."""
     prompt = [answer(position) for position in range(num_prompt_tokens)]
     return request(prompt, SamplingParams(temperature=0.0), StopParams(num_tokens, ignore_eos=True))

@@ -1,5 +1,5 @@
-"""Tiny random targets with next-token layers in their folder, by the real key names, and what such
-layers compute, written plainly."""
+"""Tiny random targets with next-token layers in their folder, under the real key names, and a plain
+implementation of the layers as an oracle."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class TinyMtp:
 
     Attributes:
         style: deepseek or mimo; MiMo's layers have Qwen2's biases.
-        family: of a DeepSeek-style target and its layers.
-        has_copies: with the copies of embedding and lm_head that DeepSeek's files hold.
+        family: family of a DeepSeek-style target and of its layers.
+        has_copies: the folder has copies of embedding and lm_head, like DeepSeek's files.
     """
 
     style: str = "deepseek"
@@ -44,7 +44,7 @@ class TinyMtp:
     shape: TinyShape = field(default_factory=lambda: TinyShape(vocab_size=64))
 
     def prefix(self, layer: int) -> str:
-        """What the keys of a next-token layer begin with."""
+        """Returns the prefix of a next-token layer's keys."""
         if self.style == "mimo":
             return f"model.mtp_layers.{layer}."
         return f"model.layers.{self.shape.num_layers + layer}."
@@ -64,7 +64,7 @@ def change_mtp(
     config: dict[str, Any] | None = None,
     tensors: dict[str, Tensor | None] | dict[str, Tensor] | None = None,
 ) -> None:
-    """Replaces keys of config and weights; None removes one."""
+    """Replaces keys of config and weights; None removes a key."""
     path = folder / "config.json"
     values = json.loads(path.read_text()) | (config or {})
     path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
@@ -126,8 +126,8 @@ class LayerOracle(ABC):
     """Computes next-token layers over whole sequences, from scratch.
 
     Attributes:
-        num_layers: of them.
-        vocab_size: of the target.
+        num_layers: number of next-token layers.
+        vocab_size: vocabulary size of the target.
     """
 
     def __init__(self, num_layers: int, vocab_size: int) -> None:
@@ -140,7 +140,7 @@ class LayerOracle(ABC):
 
     @abstractmethod
     def logits(self, states: Tensor, layer: int = 0) -> Tensor:
-        """Returns `[N, V]` of states of a layer."""
+        """Returns the logits `[N, V]` of a layer's states."""
 
     def known_tokens(self) -> list[int]:
         return list(range(self.vocab_size))
@@ -151,7 +151,7 @@ class LayerOracle(ABC):
         """Returns the logits `[V]` after N committed tokens and a path of tree tokens.
 
         Args:
-            features: `[N - 1, H]`, those of positions 0 … N-2.
+            features: `[N - 1, H]`, of positions 0 … N-2.
         """
 
         def rows(layer: int, tokens: list[int], hidden: Tensor) -> _Rows:

@@ -1,4 +1,4 @@
-"""Tiny next-token layers with the oracle that recomputes what they draft from scratch."""
+"""Tiny next-token layers with an oracle that recomputes their drafts from scratch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shared.models.heads.head import DraftHead
 from shared.models.heads.mtp_loader import load_mtp
 from shared.models.heads.target_tensors import TargetFolder
 from shared.runtime.tree_model import HeadModel
-from tests.helpers.drafting import committed, plain_grower
+from tests.helpers.drafting import committed, plain_grower, prefix_features
 from tests.helpers.mtp_heads import MtpOracle, TinyMtp, write_mtp
 
 PAGE_SIZE = 4
@@ -59,19 +59,15 @@ class MtpSetup:
         )
 
     def features(self, token_ids: Sequence[int]) -> Tensor:
-        """`[N, H]`; row p depends on tokens 0 … p."""
-        seed, rows = 0, []
-        for token in token_ids:
-            seed = (seed * 1_000_003 + token + 1) % 2**31
-            rows.append(torch.randn(32, generator=torch.Generator().manual_seed(seed)))
-        return torch.stack(rows)
+        """Returns `[N, H]`, see `prefix_features`."""
+        return prefix_features(token_ids, 32)
 
     def sent(self, sequence: DraftSequence, start: int, end: int) -> FeatureRows:
-        """What the target sends of positions `[start, end)`."""
+        """Returns the features that the target sends of positions `[start, end)`."""
         return FeatureRows(start, self.features(sequence.token_ids[:end])[start:])
 
     def open(self, drafter: EagleDrafter, sequence: DraftSequence) -> None:
-        """Takes a sequence on with the features of every position but the last."""
+        """Opens a sequence with the features of every position but the last."""
         drafter.open(sequence)
         drafter.add_features(sequence, self.sent(sequence, 0, sequence.num_tokens - 1))
 
@@ -85,7 +81,7 @@ class MtpSetup:
 
 
 def mtp_setup(folder: Path, mtp: TinyMtp) -> MtpSetup:
-    """Writes a target with next-token layers to `folder` and loads these."""
+    """Writes a target with next-token layers to `folder` and loads the layers."""
     write_mtp(folder, mtp)
     target = TargetFolder(folder, dtype=torch.float32, device=CPU)
     head = load_mtp(folder, target, dtype=torch.float32, device=CPU)

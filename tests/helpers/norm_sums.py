@@ -36,18 +36,18 @@ class NormSums:
     columns: int = 4096
 
     def drawn(self, seed: int, rows: int) -> Tensor:
-        """Returns `[rows, columns]` of very different sizes."""
+        """Returns `[rows, columns]` random numbers of very different magnitudes."""
         generator = torch.Generator().manual_seed(seed)
         shape = (rows, self.columns)
         sizes = torch.exp2(torch.randint(-6, 4, shape, generator=generator).float())
         return (torch.randn(shape, generator=generator) * sizes).to(self.device, self.dtype)
 
     def part(self, seed: int, rows: int) -> Tensor:
-        """Returns what only this rank has."""
+        """Returns this rank's partial sums, which differ from those of other ranks."""
         return self.drawn(1000 * (1 + self.group.rank) + seed, rows)
 
     def ways(self) -> tuple[Way, Way]:
-        """Returns what computes sum and norm in one kernel, and through NCCL."""
+        """Returns two functions that compute sum and norm: in one kernel, and through NCCL."""
         weight = self.drawn(0, 1)[0]
 
         def one(part: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -61,7 +61,7 @@ class NormSums:
         return one, two
 
     def wrong_rows(self, counts: Iterable[int]) -> Iterator[str]:
-        """Yields the numbers of rows whose bits differ."""
+        """Yields the row counts for which the two results differ in a bit."""
         one, two = self.ways()
         for count in counts:
             part, hidden = self.part(count, count), self.drawn(count, count)
@@ -70,7 +70,8 @@ class NormSums:
                     yield f"{count} rows of {self.columns} {self.dtype}"
 
     def wrong_replays(self) -> Iterator[str]:
-        """Yields chains in graphs, replayed in any order with other inputs, that differ."""
+        """Yields chains whose result differs when replayed as graphs, in any order and with
+        changing inputs."""
         one, two = self.ways()
         graphs = [_Chain(self, one, rows, length) for rows, length in _CHAINS]
         expected = {
@@ -92,14 +93,14 @@ class NormSums:
         chain = _Chain(self, one, rows, length)
         wrong = torch.zeros((), dtype=torch.int64, device=self.device)
         for _ in range(-(-NUM_SUMS // length)):
-            for found, right in zip(chain.replay(), expected, strict=True):
-                wrong += (found != right).sum()
+            for actual, right in zip(chain.replay(), expected, strict=True):
+                wrong += (actual != right).sum()
         if count := int(wrong):
             yield f"{count} elements in {NUM_SUMS} sums of {rows} rows"
 
 
 class _Chain:
-    """A graph of sums, each of which adds the norm of the one before; its inputs have seed 0."""
+    """A graph of sums, each of which adds the norm of the previous sum; its inputs have seed 0."""
 
     def __init__(self, sums: NormSums, way: Way, rows: int, length: int) -> None:
         self._sums = sums
@@ -119,14 +120,14 @@ class _Chain:
 
 
 def chained(way: Way, part: Tensor, hidden: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Returns sum and norm after `length` of them; the part of each is the norm before."""
+    """Returns sum and norm after `length` sums; the part of each sum is the previous norm."""
     for _ in range(length):
         hidden, part = way(part, hidden)
     return hidden, part
 
 
 def captured(work: Callable[[], Result], group: TensorGroup) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """Returns a graph of `work`, which is noted in `group`, and where its result lies."""
+    """Captures `work` as a graph and registers it in `group`; returns the graph and its result."""
     work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -137,7 +138,7 @@ def captured(work: Callable[[], Result], group: TensorGroup) -> tuple[torch.cuda
 
 
 def wrong_norms(group: TensorGroup, device: torch.device) -> Iterator[str]:
-    """Yields everything that differs between one kernel and NCCL's way."""
+    """Yields all differences between the one kernel and NCCL."""
     for dtype, columns in WIDTHS:
         sums = NormSums(group, device, dtype, columns)
         counts = _MANY_ROWS if columns == WIDTHS[0][1] else _FEW_ROWS
@@ -148,5 +149,5 @@ def wrong_norms(group: TensorGroup, device: torch.device) -> Iterator[str]:
     )
 
 
-def _equal(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+def _equal(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))

@@ -1,4 +1,4 @@
-"""`Attachments` without an engine: one draft that says nothing by itself, and one sequence."""
+"""`Attachments` without an engine: one draft that never answers, and one sequence."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LIMITS = ModelLimits(1000, 1000, 1000, frozenset())
 
 
 class _SilentPort:
-    """Takes every message and answers none."""
+    """Accepts every message and answers none."""
 
     def send(self, message: DraftMessage) -> bool:
         return True
@@ -51,7 +51,7 @@ def make_sequence(
     num_tokens: int = 50,
     num_draft_tokens: int | None = None,
 ) -> Sequence:
-    """A sequence of two prompt tokens, in round 0."""
+    """Returns a sequence of two prompt tokens, in round 0."""
     stop = StopParams(num_tokens)
     request = GenerationRequest(
         "r",
@@ -68,7 +68,7 @@ def make_sequence(
 def with_one_draft(
     wait_s: float = 1.0, *, num_draft_tokens: int | None = None
 ) -> tuple[Attachments, Attachment, Sequence]:
-    """A sequence at a draft `a`, which was not told yet."""
+    """Returns a sequence assigned to draft `a`, which has not been informed yet."""
     attachments, attachment = Attachments(), make_attachment(wait_s=wait_s)
     sequence = make_sequence(num_draft_tokens=num_draft_tokens)
     attachments.attach(attachment, [sequence], 0.0)
@@ -81,19 +81,19 @@ def offer(
     now_s: float,
     report: DraftReport = NO_REPORT,
 ) -> None:
-    """Draft `a` pushes candidates."""
+    """Pushes candidates of draft `a`."""
     attachments.offer(Offer("a", CandidateColumns.of(candidates), report, now_s))
 
 
 def make_candidate(sequence: Sequence, tree: TokenTree = TREE, **changes: int) -> Candidate:
-    """A candidate for the sequence's current round, or for what `changes` make of its fence."""
+    """Returns a candidate for the sequence's current round and length; `changes` replace these."""
     fence = {"round": sequence.round, "committed_token_count": len(sequence.token_ids)}
     fence.update(changes)
     return Candidate(sequence.sequence_id, fence["round"], fence["committed_token_count"], tree)
 
 
 def pushed_ahead(condition: Condition, tree: TokenTree = TREE, candidate_id: int = 2) -> Candidate:
-    """A candidate for what follows if the first round of `make_sequence` ends as named."""
+    """Returns a candidate for the case that `make_sequence`'s first round meets `condition`."""
     return Candidate(1, 0, 2, tree, condition, candidate_id)
 
 

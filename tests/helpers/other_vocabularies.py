@@ -20,12 +20,12 @@ def renumbered(source: Path, folder: Path, order: Sequence[int]) -> Path:
     """Writes the model of `source`, whose tokenizer is byte-level, with some of its tokens.
 
     Args:
-        order: for each new id the old one; others are left out.
+        order: the old id of each new id; other tokens are left out.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = load_file(source / "model.safetensors")
-    for name in [each for each in tensors if each.startswith(_TABLES)]:
-        rows = tensors[name]  # of a packed table with its scales and its shape beside it
+    for name in [key for key in tensors if key.startswith(_TABLES)]:
+        rows = tensors[name]  # a packed table has its scales and its shape beside it
         if name.endswith(_SHAPE):
             tensors[name] = torch.tensor([len(order), int(rows[1])])
         else:
@@ -40,7 +40,7 @@ def renumbered(source: Path, folder: Path, order: Sequence[int]) -> Path:
 
 
 def renumber_tokenizer(source: Path, folder: Path, order: Sequence[int]) -> Path:
-    """Writes the tokenizer that goes with such a model."""
+    """Writes the tokenizer of such a model."""
     tokenizer = json.loads((source / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps(_renumbered(tokenizer, order)))
     return folder
@@ -50,17 +50,17 @@ def _renumbered(tokenizer: dict[str, Any], order: Sequence[int]) -> dict[str, An
     new_ids = {old: new for new, old in enumerate(order)}
     model = tokenizer["model"]
     vocab = {token: new_ids[old] for token, old in model["vocab"].items() if old in new_ids}
-    merges = [each.split(" ") if isinstance(each, str) else each for each in model["merges"]]
+    merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
     kept = [
         [left, right]
         for left, right in merges
         if left in vocab and right in vocab and left + right in vocab
     ]
     added = [
-        {**each, "id": new_ids[each["id"]]}
-        for each in tokenizer["added_tokens"]
-        if each["id"] in new_ids
+        {**token, "id": new_ids[token["id"]]}
+        for token in tokenizer["added_tokens"]
+        if token["id"] in new_ids
     ]
-    # The library numbers those that are not among the model's behind them.
-    vocab |= {each["content"]: each["id"] for each in added}
+    # The library gives added tokens that are not in the model's vocabulary ids behind it.
+    vocab |= {token["content"]: token["id"] for token in added}
     return {**tokenizer, "model": {**model, "vocab": vocab, "merges": kept}, "added_tokens": added}

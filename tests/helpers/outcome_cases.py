@@ -1,4 +1,4 @@
-"""Lanes whose verdicts a language model prepares for, and what it must find, from scratch."""
+"""Lanes for whose verdicts a language model prepares chains, and an oracle for these chains."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class OutcomeLane:
 
     Attributes:
         num_open: tokens at its end that the draft has not read.
-        verified: the chain that the target verifies; empty where it has none.
+        verified: the chain that the target verifies; empty without one.
     """
 
     token_ids: tuple[int, ...]
@@ -66,11 +66,11 @@ class OutcomeCase:
             for number in range(len(LANES))
         ]
         CatchUp(drafts, None).run(
-            HeadBacklog(each.token_ids, 0, len(each.token_ids) - 1 - each.num_open, own, own)
-            for each, own in zip(LANES, pages, strict=True)
+            HeadBacklog(lane.token_ids, 0, len(lane.token_ids) - 1 - lane.num_open, own, own)
+            for lane, own in zip(LANES, pages, strict=True)
         )
         self.state = RoundState.empty(
-            len(LANES) + 1,  # a lane that nobody has
+            len(LANES) + 1,  # one lane stays free
             max_open_rows=shape.max_committed,
             num_pages=shape.num_pages(PAGE_SIZE),
             device=device,
@@ -87,7 +87,7 @@ class OutcomeCase:
         self.code: DraftCode = drafts.code(RoundBatches(shape, PAGE_SIZE), None)
 
     def committed(self, lane: int, token_ids: tuple[int, ...]) -> RoundState:
-        """Returns the state in which a verdict has committed tokens to a lane."""
+        """Returns the state after a verdict that commits tokens to a lane."""
         numbers = self.state.numbers.clone()
         numbers[lane, LENGTH] += len(token_ids)
         numbers[lane, OPEN] = len(token_ids)
@@ -97,7 +97,7 @@ class OutcomeCase:
         )
 
     def continuation(self, lane: OutcomeLane, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns what the model says after tokens, each computed anew from the first one on."""
+        """Returns the model's next `NUM_STEPS` tokens, each computed from scratch."""
         tokens = list(token_ids)
         for _ in range(NUM_STEPS):
             logits = self._logits(tokens)
@@ -119,13 +119,13 @@ class OutcomeCase:
 
 
 def _rows(device: torch.device) -> Tensor:
-    nodes = [*(each.verified for each in LANES), ()]
-    rows = [[0, *(each or [NO_TOKEN] * NUM_STEPS)] for each in nodes]
+    chains = [*(lane.verified for lane in LANES), ()]
+    rows = [[0, *(chain or [NO_TOKEN] * NUM_STEPS)] for chain in chains]
     return torch.tensor(rows, device=device)
 
 
 def check_chains(case: OutcomeCase) -> None:
-    """Checks each chain that was prepared against the model, computed from scratch."""
+    """Checks each prepared chain against the model, computed from scratch."""
     for number, lane in enumerate(LANES):
         outcomes = set[tuple[int, int]]()
         for place in range(NUM_OUTCOMES):

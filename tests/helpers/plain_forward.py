@@ -1,4 +1,4 @@
-"""One forward over a whole text, with pages of its own: what engines and drafts are held to."""
+"""One forward pass over a whole text, with its own pages: the oracle for engines and drafts."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def plain_forward(
     logit_rows: Sequence[int],
     capture_layers: tuple[int, ...] = (),
 ) -> RunnerOutput:
-    """Returns what the decoder makes of `token_ids`, in float32.
+    """Returns the decoder's output for `token_ids`, in float32.
 
     Args:
-        logit_rows: positions whose logits are wanted.
+        logit_rows: positions to return logits of.
     """
     num_pages = len(token_ids) // _PAGE_SIZE + 2
     pool = KvPool(decoder.kv_layout(_PAGE_SIZE, torch.float32), num_pages, decoder.device)

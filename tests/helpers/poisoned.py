@@ -1,11 +1,12 @@
-"""Poison where nobody may read."""
+"""Poison values for memory that nothing may read."""
 
 from __future__ import annotations
 
 from shared.kv.pool import KvPool
 
 POISON = 1e3
-"""Visible in whatever reads it; finite, because plain torch multiplies hidden keys by 0."""
+"""Large, so that any result that reads it is visibly wrong. Finite, because plain torch multiplies
+masked keys by 0."""
 
 
 def poison_padding(pool: KvPool) -> KvPool:

@@ -1,4 +1,4 @@
-"""Forwards of draft heads over a pool."""
+"""Forward passes of draft heads over a KV pool."""
 
 from __future__ import annotations
 
@@ -44,6 +44,6 @@ class BlockRunner:
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch) -> Tensor:
-        """Returns the logits of the rows that ask for them."""
+        """Returns the logits of the batch's `logit_rows`."""
         states = self.head.forward(batch, self.pool)
         return self.head.logits(states.index_select(0, batch.logit_rows))

@@ -1,4 +1,4 @@
-"""How far products of kernels are from exact ones."""
+"""Errors of matrix products of kernels."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import torch
 from torch import Tensor
 
 ROUNDING = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
-"""Largest `product_error` of results that were rounded to a type."""
+"""Largest `product_error` of results that are rounded to a type."""
 
 
 def product_error(
-    found: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None = None
+    actual: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> float:
-    """Returns the largest error of a product `[T, N]`, over the lengths of what was multiplied.
+    """Returns the largest error of a product `[T, N]`, relative to the norms of its factors.
 
     Args:
         inputs: `[T, K]`.
-        weight: `[N, K]`, with the numbers that the kernel has.
+        weight: `[N, K]`, with the values that the kernel uses.
         bias: `[N]`.
     """
     exact = inputs.double() @ weight.double().T
     size = inputs.double().norm(dim=1, keepdim=True) * weight.double().norm(dim=1)
     if bias is not None:
         exact, size = exact + bias.double(), size + bias.double().abs()
-    return float(((found.double() - exact).abs() / size).max())
+    return float(((actual.double() - exact).abs() / size).max())

@@ -1,4 +1,4 @@
-"""Forwards of sequences whose pages two ranks hold, a pool of equal size each."""
+"""Forward batches of sequences whose pages lie on two ranks, with pools of equal size."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import torch
 from shared.kv.batch import ForwardBatch, SequenceRows, build_batch
 
 PAGE_SIZE, NUM_PAGES = 4, 24
-"""Of each rank's pool."""
+"""Sizes of each rank's pool."""
 NUM_RANKS = 2
 _TOKENS = list(range(3, 33))
-# A root, two children of it, and one of the second.
+# A root, its two children, and a child of the second.
 _TREE = ((1, 0, 0, 0), (1, 1, 0, 0), (1, 0, 1, 0), (1, 0, 1, 1))
 
 
 def rank_batches(device: torch.device) -> list[ForwardBatch]:
-    """Returns a forward of prompts, and one of a chunk, a tree and a token behind them. The first
-    rank has one of the sequences, and the second rank two. Then more of the second rank's alone."""
+    """Returns three batches: prompts; a chunk, a tree and a token after the prompts; and chunks of
+    the second rank's sequences only. Of three sequences the first rank has one, the second two."""
     first, second = range(1, 12), range(NUM_PAGES + 1, NUM_PAGES + 10)
     third = range(NUM_PAGES + 10, NUM_PAGES + 17)
     prompts = [
@@ -24,7 +24,7 @@ def rank_batches(device: torch.device) -> list[ForwardBatch]:
         SequenceRows.causal(_TOKENS[3:20], 0, second, range(17)),
         SequenceRows.causal(_TOKENS[5:9], 0, third, range(4)),
     ]
-    mask = [[bool(sees) for sees in row] for row in _TREE]
+    mask = [[bool(is_visible) for is_visible in row] for row in _TREE]
     more = [
         SequenceRows.causal(_TOKENS[:20], 18, first, range(20)),
         SequenceRows(_TOKENS[:4], (17, 18, 18, 19), 17, second, 17, mask, range(4)),

@@ -1,4 +1,4 @@
-"""The README's requests to a running gateway, as they stand there."""
+"""Runs the README's requests against a running gateway."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _ADDRESS = "http://127.0.0.1:8000"
 
 
 def run_requests(base_url: str, python: str | Path) -> tuple[str, str]:
-    """Runs the README's request by curl and its Python program; returns what each prints.
+    """Runs the README's curl request and its Python program; returns the output of both.
 
     Args:
-        base_url: of the gateway, in place of the README's.
+        base_url: URL of the gateway, in place of the README's.
         python: interpreter with the package `openai`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A TCP relay that makes a wire long, and cuts it."""
+"""A TCP relay that delays a connection and can cut it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ CHUNK_BYTES = 65_536
 
 
 class Relay:
-    """Carries bytes to `address`, each `delay_s` after it came, in order.
+    """Relays bytes to `address` and back, in order, each `delay_s` after it arrived.
 
     Attributes:
-        port: where it listens.
-        num_bytes: carried so far: towards the address, and back.
+        port: the port it listens on.
+        num_bytes: bytes relayed so far: to the address, and back.
     """
 
     def __init__(self, address: str, delay_s: float) -> None:
@@ -36,7 +36,7 @@ class Relay:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def cut(self) -> None:
-        """Drops every connection with what is under way on it; new ones are taken."""
+        """Drops every connection with all bytes under way; accepts new connections."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -52,19 +52,21 @@ class Relay:
         assert task is not None
         self._tasks.add(task)
         try:
-            there, back = await asyncio.open_connection(self._host, self._port)
+            remote_reader, remote_writer = await asyncio.open_connection(self._host, self._port)
             try:
-                await asyncio.gather(self._carry(reader, back, 0), self._carry(there, writer, 1))
+                await asyncio.gather(
+                    self._carry(reader, remote_writer, 0), self._carry(remote_reader, writer, 1)
+                )
             finally:
-                back.close()
+                remote_writer.close()
         except (OSError, asyncio.CancelledError):
-            pass  # the wire is cut; both ends see that
+            pass  # the connection is cut; both ends notice
         finally:
             writer.close()
             self._tasks.discard(task)
 
     async def _carry(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: int
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: int
     ) -> None:
         """Reads at once and writes later, so that the delay costs no bandwidth."""
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[float, bytes]]()
@@ -81,7 +83,7 @@ class Relay:
         writing = asyncio.create_task(write())
         try:
             while chunk := await reader.read(CHUNK_BYTES):
-                self.num_bytes[way] += len(chunk)
+                self.num_bytes[direction] += len(chunk)
                 queue.put_nowait((loop.time() + self._delay_s, chunk))
             queue.put_nowait((loop.time(), b""))
             await writing
@@ -94,7 +96,7 @@ class Relay:
 
 @asynccontextmanager
 async def relayed(address: str, delay_s: float) -> AsyncIterator[Relay]:
-    """Relays to an address for the length of a block."""
+    """Relays to an address while the context is open."""
     relay = Relay(address, delay_s)
     await relay.start()
     try:

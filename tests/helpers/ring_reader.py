@@ -25,13 +25,13 @@ for line in sys.stdin:
 
 
 def ring_rows(first: int, count: int) -> torch.Tensor:
-    """Returns rows that tell their place."""
+    """Returns rows whose elements are numbered by their position."""
     elements = torch.arange(first * WIDTH, (first + count) * WIDTH)
     return elements.view(-1, WIDTH).to(DTYPE)
 
 
 def read_elsewhere(ring: FeatureRingWriter, device: str) -> None:
-    """Asserts that a new process reads what is written, from that device, and ends well."""
+    """Checks that a new process on `device` reads the written rows, and exits with 0."""
     address = ring.address
     arguments = [address.shared_file, address.cuda_ipc_handle.hex(), device]
     process = subprocess.Popen(

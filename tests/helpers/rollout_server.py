@@ -1,4 +1,4 @@
-"""A gateway in front of real targets with a tiny model, for the calls of a trainer."""
+"""A gateway in front of real targets with a tiny model, for tests of a trainer's calls."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class Server:
         return await self.post("/generate", {**ASK, **changes})
 
     async def versions(self) -> list[str]:
-        """Returns what each target says."""
-        found = (await self.get("/get_weight_version"))["targets"].values()
-        return [each["weight_version"] for each in found]
+        """Returns the weight version of each target."""
+        targets = (await self.get("/get_weight_version"))["targets"].values()
+        return [target["weight_version"] for target in targets]
 
 
 def client_from(gateway: Gateway, host: str = "127.0.0.1", key: str = "") -> httpx.AsyncClient:
@@ -82,8 +82,8 @@ async def rollout_server(
             await target.start()
             opened.push_async_callback(target.stop, grace_s=0.0)
             targets.append(target)
-        addresses = tuple(f"127.0.0.1:{each.port}" for each in targets)
-        maintenance = tuple(f"127.0.0.1:{each.admin_port}" for each in targets)
+        addresses = tuple(f"127.0.0.1:{target.port}" for target in targets)
+        maintenance = tuple(f"127.0.0.1:{target.admin_port}" for target in targets)
         settings = GatewaySettings(target=addresses, target_maintenance=maintenance)
         timing = LinkTiming(first_backoff_s=0.01, longest_backoff_s=0.05)
         pool = TargetPool(settings, sha256, timing)

@@ -1,4 +1,4 @@
-"""Heads, shapes, samplings and prompts that rounds on any device are held to the host's with."""
+"""Heads, shapes, samplings and prompts for comparing rounds on any device with the host's."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ SAMPLINGS = {
 
 
 def load_pairs(factory: pytest.TempPathFactory, device: torch.device) -> dict[str, Pair]:
-    """Returns one small target with each of `HEADS`, by its name, and with a head that drafts
-    blocks, "dflash", and one with linear attention, "recurrent"."""
+    """Returns pairs by name: a small target with each of `HEADS` and `LAYERED`, with a head that
+    drafts blocks ("dflash"), and a target with linear attention ("recurrent")."""
     shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6)
     folder = write_checkpoint(factory.mktemp("target"), shape=shape)
     pairs = {
@@ -94,14 +94,14 @@ def load_pairs(factory: pytest.TempPathFactory, device: torch.device) -> dict[st
 
 
 def prompts(count: int) -> list[list[int]]:
-    """Lengths around the edges of pages, so that rows of a round straddle them."""
+    """Returns prompts that end near page boundaries, so that the rows of a round cross them."""
     source = random.Random(count)
     lengths = [PAGE_SIZE * 2 - 1, 1, PAGE_SIZE * 4 + 1, PAGE_SIZE * 3][:count]
     return [[source.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
 
 def texts_for(name: str) -> list[list[int]]:
-    """Returns the prompts that the host has trees for, by the name of a pair."""
+    """Returns the prompts for which the host can draft with a pair."""
     return [text for text in prompts(4) if name not in LAYERED or len(text) > 1]
 
 
@@ -112,7 +112,7 @@ def host_rounds(
     samplings: list[SamplingParams],
     num_rounds: int = NUM_ROUNDS,
 ) -> tuple[list[list[int]], list[list[HostRound]]]:
-    """Returns each sequence as it enters the rounds, and its rounds."""
+    """Returns the tokens of each sequence before its rounds, and its rounds."""
     starts, rounds = [], []
     for number, prompt in enumerate(prompts):
         sampling = samplings[number % len(samplings)]
@@ -123,10 +123,9 @@ def host_rounds(
 
 
 CHAINS = (TreeShape(4, 1, 5), TreeShape(2, 1, 3), TreeShape(1, 1, 2))
-"""Of blocks; a tree over the scores of their positions is not grown as the host grows it."""
+"""Chains drafted as blocks. A tree over block scores is grown differently by the host."""
 CHANGING = (TreeShape(5, 1, 6), TREE, TreeShape(1, 1, 2), TREE, TreeShape(2, 2, 30))
-"""Shapes of rounds one after the other: with fewer and with more open rows, in one kernel and in
-none."""
+"""Shapes of successive rounds: with fewer and with more open rows, in fused kernels and without."""
 
 
 def check_changing(
@@ -136,10 +135,10 @@ def check_changing(
     changing: Sequence[TreeShape] = CHANGING,
     name: str = "",
 ) -> None:
-    """Holds rounds whose shape changes each time, while one is unread, to those of the host.
+    """Compares rounds with the host's while their shape changes each time and one is unread.
 
     Args:
-        is_recorded: see `DeviceRounds`; then trees are compared, too.
+        is_recorded: see `DeviceRounds`; if true, trees are compared, too.
         name: see `texts_for`.
     """
     samplings = [*SAMPLINGS["greedy"], *SAMPLINGS["sampled"]]
@@ -163,20 +162,20 @@ def check_changing(
         if len(pending) < 2 and shape is not None:
             continue
         launched = pending.pop(0)
-        for host, found in zip(hosts, rounds.runner.result(), strict=True):
+        for host, result in zip(hosts, rounds.runner.result(), strict=True):
             expected = host.round(launched)
-            assert found.token_ids == expected.token_ids
+            assert result.token_ids == expected.token_ids
             if is_recorded:
-                tree = token_tree(rounds.trees[-1 - len(pending)], found.sequence_id)
+                tree = token_tree(rounds.trees[-1 - len(pending)], result.sequence_id)
                 assert tree.token_ids == expected.tree.token_ids
                 assert tree.parent_indices == expected.tree.parent_indices
 
 
 def check_reading(pair: Pair, shape: TreeShape, *, is_recorded: bool) -> None:
-    """Holds rounds that read the ends of prompts to rounds behind prompts that were read before.
+    """Compares rounds that compute the ends of prompts with rounds after fully computed prompts.
 
     Args:
-        is_recorded: see `DeviceRounds`; then trees are compared, too.
+        is_recorded: see `DeviceRounds`; if true, trees are compared, too.
     """
     samplings = SAMPLINGS["mixed"]
     short, _, long, even = prompts(4)
@@ -199,7 +198,7 @@ def check_reading(pair: Pair, shape: TreeShape, *, is_recorded: bool) -> None:
     assert rounds.runner.num_slots == 1 + len(texts)
     for runner in (rounds.runner, begun.runner):
         runner.result()
-    first = {each.sequence_id: each for each in rounds.runner.result()}
+    first = {result.sequence_id: result for result in rounds.runner.result()}
     begun.runner.result()
     for number, text in enumerate(texts):
         assert len(first[number].token_ids) == 1

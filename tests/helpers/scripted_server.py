@@ -39,7 +39,7 @@ async def scripted_server(
     client_tls: ClientTls | None = None,
     **behaviours: Callable[..., Any],
 ) -> AsyncIterator[ScriptedServer]:
-    """Serves behaviours by kind of RPC, for example `unary_stream=...`, on a free port."""
+    """Serves one behaviour per kind of RPC, for example `unary_stream=...`, on a free port."""
     handlers = {
         kind: getattr(grpc, f"{kind}_rpc_method_handler")(behaviour)
         for kind, behaviour in behaviours.items()

@@ -1,4 +1,4 @@
-"""A `SelectionRunner` over pages of its own, and what plain decoding says of its sequences."""
+"""A `SelectionRunner` over its own pages, and the outputs of plain decoding as its oracle."""
 
 from __future__ import annotations
 
@@ -16,12 +16,7 @@ from shared.runtime.round_state import NewLane, SequenceRound
 from shared.runtime.runner import ModelRunner
 from shared.runtime.selection_runner import SelectionRunner, covering_shape
 from shared.tokens import EMPTY_TREE, SamplingParams, StopParams, TokenTree
-from tests.helpers.engines import (
-    PAGE_SIZE,
-    VOCAB_SIZE,
-    request,
-    run_plain,
-)
+from tests.helpers.engines import PAGE_SIZE, VOCAB_SIZE, request, run_plain
 from tests.helpers.poisoned import poison_padding
 
 NUM_PAGES = 160
@@ -49,7 +44,7 @@ class SelectedRounds:
     """Sequences whose right continuations are known.
 
     Attributes:
-        committed: tokens of each that results have told of.
+        committed: tokens of each sequence, as far as results have been read.
     """
 
     def __init__(
@@ -67,7 +62,7 @@ class SelectedRounds:
         )
 
     def place(self, number: int, num_tokens: int, sampling: SamplingParams) -> None:
-        """Computes all of the first tokens but the last, and gives the sequence a slot."""
+        """Computes all but the last of the first `num_tokens` tokens; gives the sequence a slot."""
         tokens = self.answers[number][:num_tokens]
         pages = self._pages.setdefault(number, [])
         self._grow(pages, num_tokens)
@@ -76,7 +71,7 @@ class SelectedRounds:
         self.runner.place([NewLane(number, tokens, sampling, pages, (), 0)])
 
     def prepare(self, prepared: Mapping[int, Sequence[PreparedTree]]) -> None:
-        shape = covering_shape(each.tree for trees in prepared.values() for each in trees)
+        shape = covering_shape(tree.tree for trees in prepared.values() for tree in trees)
         assert shape is not None
         for number in self.runner.sequence_ids:
             pages = self._pages[number]
@@ -89,17 +84,16 @@ class SelectedRounds:
         self.runner.launch()
 
     def result(self) -> dict[int, SequenceRound]:
-        """Reads a round, and holds what it committed to the right answers."""
-        found = {each.sequence_id: each for each in self.runner.result()}
-        for number, each in found.items():
+        """Reads a round and checks its committed tokens."""
+        results = {result.sequence_id: result for result in self.runner.result()}
+        for number, result in results.items():
             start = self.committed[number]
-            self.committed[number] = end = start + len(each.token_ids)
-            assert list(each.token_ids) == self.answers[number][start:end]
-        return found
+            self.committed[number] = end = start + len(result.token_ids)
+            assert list(result.token_ids) == self.answers[number][start:end]
+        return results
 
     def right(self, number: int, num_nodes: int, start: int | None = None) -> TokenTree:
-        """Returns the chain that is accepted whole behind `start` tokens, those committed unless
-        told otherwise."""
+        """Returns the right chain after `start` tokens, by default after the committed ones."""
         start = self.committed[number] if start is None else start
         return TokenTree.chain(self.answers[number][start : start + num_nodes])
 
@@ -119,8 +113,8 @@ class SelectedRounds:
         return TokenTree(tuple(tokens), tuple(parents))
 
     def after(self, number: int, tree: TokenTree) -> tuple[int, Ending]:
-        """Returns how many tokens are committed when a tree was verified behind those that are
-        now, and how that round ends."""
+        """Returns the number of committed tokens after a round that verifies `tree`, and how that
+        round ends."""
         row, place = 0, self.committed[number]
         while True:
             wanted = None if row == 0 else row - 1
@@ -147,10 +141,10 @@ class SelectedRounds:
 
 
 def play(rounds: SelectedRounds, source: random.Random, *, num_tokens: int) -> None:
-    """Runs rounds of any shapes, of some of the sequences, with their next ones launched ahead or
-    not, until one has that many tokens more."""
+    """Runs rounds of random shapes over some of the sequences, some with the next round launched
+    ahead, until a sequence has `num_tokens` more tokens."""
     starts = dict(rounds.committed)
-    while max(rounds.committed[each] - starts[each] for each in starts) < num_tokens:
+    while max(rounds.committed[number] - starts[number] for number in starts) < num_tokens:
         trees = {
             number: rounds.bushy(number, source.randrange(8), source)
             for number in starts
@@ -171,12 +165,12 @@ def play(rounds: SelectedRounds, source: random.Random, *, num_tokens: int) -> N
         for number, tree in trees.items():
             count, ending = rounds.after(number, tree)
             right = rounds.bushy(number, source.randrange(5), source, count)
-            others = [
+            wrong = [
                 PreparedTree(count, EMPTY_TREE, Ending(source.randrange(9), VOCAB_SIZE))
                 for _ in range(source.randrange(MAX_PREPARED))
             ]
-            prepared[number] = [*others, PreparedTree(count, right, ending)]
+            prepared[number] = [*wrong, PreparedTree(count, right, ending)]
         rounds.launch(prepared)
         rounds.result()
-        found = rounds.result()
-        assert {number for number, each in found.items() if each.token_ids} == set(trees)
+        results = rounds.result()
+        assert {number for number, result in results.items() if result.token_ids} == set(trees)

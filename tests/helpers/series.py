@@ -1,4 +1,4 @@
-"""The time series that the three services can have."""
+"""The names of all time series that the three services export."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"),
 
 
 def every_series() -> set[str]:
-    """Returns their names as a scrape has them, without labels."""
+    """Returns the names as in a scrape, without labels."""
     target, draft = CollectorRegistry(), CollectorRegistry()
     TargetMetrics(target)
     target.register(WantedMetrics(tuple))

@@ -55,7 +55,7 @@ class Target:
         speculation: pb.SpeculationParams | None = None,
         num_tokens: int = MAX_TOKENS,
     ) -> tuple[list[int], pb.SpeculationStats]:
-        """Returns the output and how it was speculated."""
+        """Returns the output tokens and the speculation counters."""
         request = pb.GenerateRequest(
             prompt_token_ids=prompt,
             sampling_params=sampling_pb2.SamplingParams(temperature=temperature, seed=11),
@@ -63,21 +63,21 @@ class Target:
             speculation_params=speculation,
         )
         responses = [response async for response in self.stub.Generate(request)]
-        tokens = [token for each in responses for token in each.delta.token_ids]
+        tokens = [token for response in responses for token in response.delta.token_ids]
         return tokens, responses[-1].finished.speculation
 
     async def outputs(self, temperature: float) -> list[list[int]]:
-        """Generates for all prompts side by side."""
+        """Generates for all prompts concurrently."""
         responses = await asyncio.gather(
             *(self.generate(prompt, temperature) for prompt in PROMPTS)
         )
         return [tokens for tokens, _ in responses]
 
     async def until_attached(self, count: int) -> None:
-        """Waits until that many drafts are attached."""
+        """Waits until `count` drafts are attached."""
         async with asyncio.timeout(100):
             while await self.num_attached() != count:
-                await asyncio.sleep(0.02)  # to leave the cores to a process that starts
+                await asyncio.sleep(0.02)  # leaves the CPU cores to a starting process
 
     async def num_attached(self) -> int:
         request = admin_service_pb2.ListAttachmentsRequest()
@@ -97,17 +97,17 @@ async def serving_target(
         "max_total_tokens": 2048,
         "context_length": 256,
         "candidate_wait_ms": 10_000.0,
-        # Whether speculation pays for a tiny model depends on what else the machine does.
+        # Always wants trees: for a tiny model the load of the machine decides what pays.
         "candidate_wait_sequences": ALWAYS,
         "speculative_adaptive": False,
     }
     chosen = TargetSettings(**(defaults | settings))  # type: ignore[arg-type]
     with ExitStack() as opened:
-        others = None
+        followers = None
         if chosen.ranks.size > 1:
-            others = start_followers(chosen)
-            opened.callback(others.stop)
-        engine = build_engine(chosen, on_step, others)
+            followers = start_followers(chosen)
+            opened.callback(followers.stop)
+        engine = build_engine(chosen, on_step, followers)
         async with _running(TargetProcess(engine, chosen, tokenizer_sha256(folder))) as target:
             yield target
 
@@ -115,19 +115,19 @@ async def serving_target(
 def target_process(
     arguments: Sequence[str], opened: ExitStack | AsyncExitStack | None = None
 ) -> TargetProcess:
-    """Returns a target as its flags say, not started, with the draft that it embeds.
+    """Returns a target with the settings of its flags and its embedded draft; does not start it.
 
     Args:
-        opened: ends the other processes of its model; a model of one has none.
+        opened: stops the other processes of the model; not needed for a model in one process.
     """
     settings, chosen = read_settings(arguments, {})
     needs = draft_needs(settings, chosen)
-    others = None
+    followers = None
     if settings.ranks.size > 1:
-        assert opened is not None, "somebody has to end them"
-        others = start_followers(settings, needs)
-        opened.callback(others.stop)
-    engine = build_engine(settings, lambda report: None, others, needs)
+        assert opened is not None, "the followers must be stopped"
+        followers = start_followers(settings, needs)
+        opened.callback(followers.stop)
+    engine = build_engine(settings, lambda report: None, followers, needs)
     process = TargetProcess(engine, settings, tokenizer_sha256(settings.model_path))
     if chosen is not None:
         built = build_embedded_draft(engine, settings, chosen)
@@ -137,7 +137,7 @@ def target_process(
 
 @asynccontextmanager
 async def running_target(arguments: Sequence[str]) -> AsyncIterator[Target]:
-    """A target as its flags say."""
+    """Runs a target with the settings of its flags."""
     with ExitStack() as opened:
         async with _running(target_process(arguments, opened)) as target:
             yield target
@@ -168,7 +168,7 @@ def draft_settings(algorithm: str, folder: Path, *flags: str) -> DraftSettings:
 
 @asynccontextmanager
 async def draft_process(target: Target, *flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Starts a draft in a process of its own, to be killed and frozen."""
+    """Starts a draft in its own process, so that tests can kill or freeze it."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "services.draft", "--port", "0", "--target", target.address, *flags),
@@ -187,8 +187,8 @@ async def draft_process(target: Target, *flags: str) -> AsyncIterator[asyncio.su
 
 @asynccontextmanager
 async def demo_head(target: Target, algorithm: str, *flags: str) -> AsyncIterator[None]:
-    """Attaches a head of the demo that is not to be killed: in this process, because one of its own
-    would load torch."""
+    """Attaches a head of the demo, in this process: its own process would have to load torch, which
+    only tests that kill a draft need."""
     folder = DEMO_HEADS / algorithm.lower()
     settings = draft_settings(algorithm, folder, "--target", target.address, *flags)
     async with running_draft(settings):
@@ -200,8 +200,10 @@ async def demo_head(target: Target, algorithm: str, *flags: str) -> AsyncIterato
 async def serving_draft(
     addresses: Sequence[str], folder: Path, *arguments: str, algorithm: str = "STANDALONE"
 ) -> AsyncIterator[DraftProcess]:
-    """Args:
-    algorithm: the name it attaches under, whatever it drafts by.
+    """Runs a draft.
+
+    Args:
+        algorithm: name of the algorithm in its handshake, however it drafts.
     """
     settings = load_settings(
         DraftSettings,
@@ -223,8 +225,10 @@ async def serving_draft(
 async def running_draft(
     settings: DraftSettings, identity: WorkerIdentity | None = None
 ) -> AsyncIterator[DraftProcess]:
-    """Args:
-    identity: as what it attaches; None is what settings and drafter make of it.
+    """Runs a draft.
+
+    Args:
+        identity: its identity in the handshake; None derives it from settings and drafter.
     """
     process = DraftProcess(settings)
     await process.listen()

@@ -1,4 +1,4 @@
-"""`outrider serve` as a child, on ports that are free."""
+"""`outrider serve` as a child process, on free ports."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ EVERY_ROUND_HAS_A_TREE = {
     "OUTRIDER_TARGET_CANDIDATE_WAIT_MS": "60000",
     "OUTRIDER_TARGET_CANDIDATE_WAIT_ALWAYS": "true",
 }
-"""Settings of a target that speculates even where plain steps are faster: on a busy machine."""
+"""Settings of a target that always speculates: on a busy machine plain steps may be faster."""
 
 
 def free_ports(count: int) -> Iterator[int]:
-    """Yields ports that are free together with their successors.
+    """Yields ports that are free, together with their successors.
 
-    They lie below the range that the kernel takes ephemeral ports from, in a block that no other
-    test process uses: nobody takes one before the service binds it.
+    The ports lie below the kernel's range of ephemeral ports, in a block that no other test process
+    uses. So nothing else takes a port before the service binds it.
 
     Args:
-        count: ports in a row; a service takes two, the second for maintenance.
+        count: consecutive ports; a service takes two, the second for maintenance.
     """
     first = _own_block().getsockname()[1] + 1
     for port in range(first, first + _BLOCK_SIZE - count, count):
@@ -40,7 +40,7 @@ def free_ports(count: int) -> Iterator[int]:
 
 @functools.cache
 def _own_block() -> socket.socket:
-    """Listens on the first port of a block until this process ends, so that the block is its."""
+    """Reserves a block for this process: listens on its first port until the process ends."""
     for port in range(20_000, 32_000, _BLOCK_SIZE):
         with contextlib.suppress(OSError):
             return socket.create_server(("127.0.0.1", port))
@@ -54,9 +54,9 @@ def serving(
     """Yields the launcher, its ready line and the base URL.
 
     Args:
-        env: variables on top of this process's.
+        env: environment variables in addition to this process's.
     """
-    ports = free_ports(4)  # the draft's four are enough for two drafts
+    ports = free_ports(4)  # four ports serve two drafts
     gateway, target, draft = next(ports), next(ports), next(ports)
     command = [sys.executable, "-m", "services.cli", "serve", "--log-dir", str(log_dir)]
     command += ["--gateway-port", str(gateway), "--target-port", str(target)]

@@ -1,4 +1,4 @@
-"""A draft that lends its head for rounds on the device, and never offers a tree."""
+"""A draft that shares its head for rounds on the device, and never pushes a tree."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def write_pair(
 
 @dataclass
 class SilentDraft:
-    """Counts what it is told."""
+    """Counts the sequences that the target opens and closes."""
 
     opened: int = 0
     closed: int = 0
@@ -69,10 +69,10 @@ def sharing_head(
     max_sequences: int = 8,
     is_pinned: bool = False,
 ) -> Attachment:
-    """Returns an attachment whose head has pages of its own, in random order.
+    """Returns an attachment whose head has its own pages, in random order.
 
     Args:
-        num_pages: that are lent.
+        num_pages: pages that the draft lends to the target.
     """
     spec, head = pair.head.feature_spec, pair.head
     pages = random.Random(5).sample(range(1, num_pages + 50), num_pages)
@@ -98,7 +98,7 @@ def sharing_head(
 def any_choice(
     seed: int,
 ) -> Callable[[LanePolicy, int, int, Iterable[TreeShape], float], Choice]:
-    """Returns a `LanePolicy.choose` that changes every third step or so, whatever pays."""
+    """Returns a `LanePolicy.choose` that changes about every third step, regardless of speed."""
     source = random.Random(seed)
     last: list[Choice] = [None]
 

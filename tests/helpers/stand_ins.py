@@ -1,4 +1,4 @@
-"""Tiny models under the names of the launch lines, in a cache of the Hugging Face Hub."""
+"""Tiny models under the model names of launch lines, in a cache of the Hugging Face Hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts with a model and pages of their own."""
+"""Drafts with their own model and pages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def standalone(
     generator: torch.Generator | None = None,
     drafter: type[StandaloneDrafter] = StandaloneDrafter,
 ) -> StandaloneDrafter:
-    """Returns a draft on the decoder's device."""
+    """Returns a drafter on the decoder's device."""
     pool = KvPool(decoder.kv_layout(PAGE_SIZE), num_pages, decoder.device)
     return drafter(
         ModelRunner(decoder, pool),

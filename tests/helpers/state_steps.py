@@ -1,4 +1,4 @@
-"""Steps of sequences whose model has recurrent states: prompts, plain tokens, chains and trees."""
+"""Steps of sequences for models with recurrent states: prompts, plain tokens, chains and trees."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _PAGES = [range(1 + 8 * number, 9 + 8 * number) for number in range(4)]
 
 
 def state_steps() -> Iterator[list[SequenceRows]]:
-    """Yields the sequences of each step, which follow one another over one pool."""
+    """Yields the sequences of each step; successive steps use the same pool."""
     yield [causal(0, 0, 18), causal(1, 0, 3)]
     yield [causal(2, 0, 9), causal(0, 18, 1), causal(1, 3, 1)]
     yield [causal(number, start, 1) for number, start in enumerate((19, 4, 9))]
     yield [causal(0, 20, 4), tree(1, 5, [None, 0, 0, 1, 1, 2, 3]), causal(2, 10, 1)]
-    # Two of the chain stay, and the root alone of the tree.
+    # Two tokens of the chain are kept, and only the root of the tree.
     yield [causal(0, 22, 1), causal(1, 6, 1), causal(2, 11, 1)]
     yield [tree(0, 23, [None, 0, 1, 0]), tree(2, 12, [None]), causal(1, 7, 2)]
-    # One whose state is behind it begins anew.
+    # A sequence that goes back before its stored state starts again from an earlier one.
     yield [causal(0, 12, 1)]
 
 
@@ -30,7 +30,7 @@ def batch_of(sequences: list[SequenceRows], device: torch.device) -> ForwardBatc
 
 
 def causal(number: int, start: int, count: int) -> SequenceRows:
-    """Returns rows of a sequence by its number, whose token follows from its place."""
+    """Returns causal rows of a sequence; tokens depend on sequence number and position."""
     tokens = [_token(number, index) for index in range(start, start + count)]
     return SequenceRows.causal(tokens, start, _PAGES[number], range(count))
 

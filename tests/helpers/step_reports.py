@@ -1,4 +1,4 @@
-"""Reports of steps that no engine took."""
+"""Made-up step reports."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from services.target.step_report import OutcomeTally, SpeculationCounts, StepRep
 
 
 def step_report(**facts: Any) -> StepReport:
-    """Returns the report of a plain step of one sequence that takes a second and ends at 1, but for
-    some facts."""
+    """Returns the report of a plain step of one sequence that takes a second and ends at 1; `facts`
+    replace fields."""
     plain: dict[str, Any] = {
         "duration_s": 1.0,
         "end_s": 1.0,

@@ -1,4 +1,4 @@
-"""Groups whose processes are threads, which exchange tensors by hand."""
+"""Tensor groups whose ranks are threads of one process and exchange tensors in memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Share = Callable[[Tensor, int], object]
 
 
 def _meeting(size: int) -> list[tuple[Gather, Share]]:
-    """Returns the `gather` and the `share` of each process of a group."""
+    """Returns the functions `gather` and `share` of each rank of a group."""
     barrier, parts = threading.Barrier(size, timeout=30.0), [torch.empty(0)] * size
 
     def of(rank: int) -> tuple[Gather, Share]:
@@ -37,13 +37,13 @@ def _meeting(size: int) -> list[tuple[Gather, Share]]:
 
 
 def thread_groups(tp_size: int, pp_size: int) -> list[TensorGroup]:
-    """Returns the group of each process, as `open_group` makes them."""
+    """Returns the group of each rank, as `open_group` makes it."""
     size = tp_size * pp_size
-    everybody = _meeting(size)
+    all_ranks = _meeting(size)
     stages = [_meeting(tp_size) for _ in range(pp_size)]
 
     def of(rank: int) -> TensorGroup:
-        gather, share = everybody[rank]
+        gather, share = all_ranks[rank]
         if pp_size == 1:
             return TensorGroup(rank, size, gather)
         index, own_rank = divmod(rank, tp_size)

@@ -1,4 +1,4 @@
-"""Counts of every row of trees from whole histories."""
+"""Token counts of every tree row, from complete histories."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shared.speculation.row_sampling import TokenCounts, count_committed
 
 @dataclass(frozen=True, slots=True)
 class TokenHistory:
-    """What penalties of one sequence count.
+    """The tokens that the penalties of one sequence count.
 
     Attributes:
         prompt_ids: the prompt.

@@ -1,4 +1,5 @@
-"""The same sequences in two drafters of one model: scored as kinds of sampling, and as requests."""
+"""The same sequences in two drafters of one model: one grows whole trees on the device by kinds of
+sampling, the other scores each level by the requests' own parameters."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ PAGE_SIZE = 4
 NUM_PAGES = 240
 CONTEXT = 96
 MAX_SEQUENCES = 3
-"""Of one pass."""
+"""Most sequences of one pass."""
 SHAPES = [
     TreeShape(1, 1, 2),
     TreeShape(4, 1, 5),
@@ -81,7 +82,7 @@ def text(draw: random.Random, length: int) -> list[int]:
 
 
 class OwnPaths:
-    """See `PathOracle`: a head's own forwards over whole sequences, nothing cached."""
+    """See `PathOracle`: the head's own forward passes over whole sequences, without a cache."""
 
     def __init__(self, head: DraftHead) -> None:
         self._head, self._paths = head, Paths[tuple[list[int], Tensor, Tensor]]()
@@ -111,8 +112,10 @@ class OwnPaths:
 
 
 class CountingGrower(TreeGrower):
-    """Attributes:
-    num_sequences: trees that were grown whole.
+    """Counts trees.
+
+    Attributes:
+        num_sequences: trees grown by kinds of sampling.
     """
 
     num_sequences = 0
@@ -140,12 +143,12 @@ class CountingGrower(TreeGrower):
 
 @dataclass
 class TwinDrafters:
-    """Both are told the same.
+    """Two drafters that get the same calls.
 
     Attributes:
-        grower: of the one that grows whole trees.
-        is_exact: both order equal scores alike, and rounding does not come between.
-        grows_whole: else the first scores as the other one does.
+        grower: grower of the drafter `whole`.
+        is_exact: both order equal scores alike, and rounding cannot change their order.
+        grows_whole: False makes the drafter `whole` score like the other one.
     """
 
     grower: CountingGrower
@@ -208,7 +211,7 @@ class TwinDrafters:
             drafter.close(sequence)
 
     def send(self, sequence: DraftSequence, start: int, end: int) -> None:
-        """Hands over the features of positions `[start, end)`."""
+        """Sends the features of positions `[start, end)`."""
         rows = self.features(sequence, start, end)
         assert rows is not None, "a language model reads no features"
         for drafter in (self.whole, self.scored):
@@ -219,7 +222,7 @@ class TwinDrafters:
             self.send(sequence, 0, sequence.num_tokens - 1)
 
     def commit(self, sequence: DraftSequence, tokens: Sequence[int], *, is_late: bool) -> None:
-        """Commits tokens, whose features come later or with them."""
+        """Commits tokens, with their features unless these are late."""
         start = sequence.num_tokens - 1
         verdict = committed(sequence, tokens)
         rows = None if is_late else self.features(sequence, start, sequence.num_tokens - 1)
@@ -227,9 +230,9 @@ class TwinDrafters:
             drafter.commit(sequence, verdict, rows)
 
     def trees(self, shape: TreeShape, *sequences: DraftSequence) -> list[TokenTree]:
-        """Returns what both of them grow."""
-        # Trees of shapes that somebody has made up are scored as their requests are.
-        probes = [replace(each, shape=shape) for each in sequences]
+        """Returns the trees of `whole`, after comparing them with those of `scored`."""
+        # Sequences with a shape of their own are scored by their requests' parameters.
+        probes = [replace(sequence, shape=shape) for sequence in sequences]
         whole = propose(self.whole, shape, *(sequences if self.grows_whole else probes))
         for tree, expected in zip(whole, propose(self.scored, shape, *probes), strict=True):
             if self.is_exact:
@@ -243,7 +246,7 @@ class TwinDrafters:
     def rounds(
         self, shape: TreeShape, count: int, draw: random.Random, *batch: DraftSequence
     ) -> int:
-        """Proposes, and commits a random part of each tree; returns how many nodes there were."""
+        """Runs rounds that commit a random part of each tree; returns the number of nodes."""
         num_nodes = 0
         for _ in range(count):
             for sequence, tree in zip(batch, self.trees(shape, *batch), strict=True):

@@ -1,4 +1,4 @@
-"""Trees, candidates and verdicts of any content, for tests of their wire form."""
+"""Hypothesis strategies for trees, candidates and verdicts, for tests of their wire form."""
 
 from __future__ import annotations
 

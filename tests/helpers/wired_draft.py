@@ -1,4 +1,4 @@
-"""A draft without sockets: the target's engine, the wire's messages and the drafter are real."""
+"""A draft without sockets: the target's engine, the messages and the drafter are real."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LINK = 1
 
 
 class WiredDraft:
-    """A `DraftPort` that reads the bytes of the wire and answers within the target's step.
+    """A `DraftPort` that reads serialized messages and answers within the target's step.
 
     Attributes:
         wait_s: the target's timeout; its clock advances a second whenever it is read.
@@ -61,7 +61,7 @@ class WiredDraft:
         self.open_link()
 
     def open_link(self) -> None:
-        """Opens the link in the draft; its target may have come and gone before."""
+        """Opens the link in the draft, possibly again after the target was lost."""
         terms = LinkTerms(
             VOCAB_SIZE,
             64,
@@ -85,13 +85,13 @@ class WiredDraft:
 
     def send(self, message: DraftMessage) -> bool:
         for response in draft_messages(message):
-            self.hear(response.SerializeToString())
+            self.receive(response.SerializeToString())
         while self.rounds.step():
             pass
         return True
 
-    def hear(self, response: bytes) -> None:
-        """Takes the bytes of one message in."""
+    def receive(self, response: bytes) -> None:
+        """Takes in one message, as bytes."""
         event = event_from_response(LINK, pb.SpeculateResponse.FromString(response), self.spec)
         assert event is not None
         self.table.apply(event)

@@ -1,4 +1,4 @@
-/** What `/speculation_history` tells, as points along time and marks of other weights. */
+/** Turns `/speculation_history` into points over time and marks where weights were replaced. */
 
 /**
  * @typedef {{begin_time: number, verified_round_count: number, accepted_token_count: number}} Interval
@@ -10,36 +10,36 @@
 /**
  * @param {History} history
  * @returns {{begin: number, end: number, points: {time: number, length: number}[],
- *   marks: {time: number, label: string}[]}} seconds since the epoch; from the first interval with
- *   verified rounds on, or from the first change after the history's begin; `length` is tokens a
- *   round, bonus included, in the middle of an interval
+ *   marks: {time: number, label: string}[]}} seconds since the epoch. The time begins with the
+ *   first interval with verified rounds, or with the first change of weights if that is earlier.
+ *   `length` is tokens per round, bonus included; its time is the middle of an interval.
  */
 export function courseOf(history) {
   const { intervals, interval_s: width } = history;
-  const busy = intervals.filter((each) => each.verified_round_count > 0);
+  const busy = intervals.filter((interval) => interval.verified_round_count > 0);
   const first = intervals[0]?.begin_time ?? 0;
   const end = (intervals.at(-1)?.begin_time ?? 0) + width;
   const changes = history.weight_changes.filter(({ time }) => time >= first && time < end);
-  const starts = [...busy.map((each) => each.begin_time), ...changes.map((each) => each.time)];
+  const starts = [...busy.map((interval) => interval.begin_time), ...changes.map(({ time }) => time)];
   return {
     begin: Math.min(end - width, ...starts),
     end,
-    points: busy.map((each) => ({
-      time: each.begin_time + width / 2,
-      length: 1 + each.accepted_token_count / each.verified_round_count,
+    points: busy.map((interval) => ({
+      time: interval.begin_time + width / 2,
+      length: 1 + interval.accepted_token_count / interval.verified_round_count,
     })),
-    marks: changes.map((each) => ({ time: each.time, label: labelOf(each) })),
+    marks: changes.map((change) => ({ time: change.time, label: labelOf(change) })),
   };
 }
 
 /**
  * @param {History} history
- * @returns {string} the versions in force: the target's, and the last that each kind of draft took
+ * @returns {string} the current versions: of the target, and of each algorithm's drafts
  */
 export function versionsOf(history) {
   const drafts = new Map();
-  for (const each of history.weight_changes) {
-    if (each.algorithm !== null) drafts.set(each.algorithm, labelOf(each));
+  for (const change of history.weight_changes) {
+    if (change.algorithm !== null) drafts.set(change.algorithm, labelOf(change));
   }
   return [`weights ${history.weight_versions.join(", ")}`, ...drafts.values()].join(" · ");
 }

@@ -28,19 +28,19 @@ export class AcceptanceView {
   }
 
   /**
-   * Asks once and draws the answer; what is drawn stays where there is none.
+   * Asks for the history once and draws it. Without an answer the drawing stays.
    *
    * @param {string} model
    */
   async show(model) {
     try {
       const history = await this.#client.history(model);
-      const told = JSON.stringify(history);
-      if (told === this.#shown) return;
-      this.#shown = told;
+      const text = JSON.stringify(history);
+      if (text === this.#shown) return;
+      this.#shown = text;
       this.draw(history);
     } catch {
-      // The status line says that the gateway is gone.
+      // The status line shows that the gateway does not answer.
     }
   }
 
@@ -64,13 +64,13 @@ export class AcceptanceView {
         ...course.marks.flatMap((mark, place) => markOf(mark, x, course.marks[place + 1])),
         shape("polyline", {
           class: "course",
-          points: course.points.map((each) => `${x(each.time)},${y(each.length)}`).join(" "),
+          points: course.points.map(({ time, length }) => `${x(time)},${y(length)}`).join(" "),
         }),
-        ...course.points.map((each) =>
+        ...course.points.map(({ time, length }) =>
           shape(
             "circle",
-            { class: "draft", cx: x(each.time), cy: y(each.length), r: 2.5 },
-            shape("title", {}, `${each.length.toFixed(2)} tokens a round, ${clock(each.time)}`),
+            { class: "draft", cx: x(time), cy: y(length), r: 2.5 },
+            shape("title", {}, `${length.toFixed(2)} tokens a round, ${clock(time)}`),
           ),
         ),
       ),
@@ -91,7 +91,7 @@ function frame(course, most, y) {
   ];
 }
 
-/** Each mark is a line; its name stands beside it where the next one leaves room. */
+/** Draws a mark as a line, with its name beside it if the next mark leaves room. */
 function markOf(mark, x, next) {
   const at = x(mark.time);
   const isNamed = next === undefined || x(next.time) - at >= LABEL_WIDTH;

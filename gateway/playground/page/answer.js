@@ -1,4 +1,4 @@
-/** One answer while it is streamed: plain state, drawn by others. */
+/** The state of one answer while it is streamed. Views draw it. */
 
 /** @typedef {import("./figures.js").Round} Round */
 
@@ -6,9 +6,9 @@
 
 export class Answer {
   /**
-   * @param {import("./parameters.js").Side} side how it is speculated
+   * @param {import("./parameters.js").Side} side how the request is speculated
    * @param {number} seed of the request
-   * @param {string | null} model that answers; null when there is no other
+   * @param {string | null} model that answers; null if only one model is served
    */
   constructor({ name, speculation }, seed, model) {
     this.name = name;
@@ -17,9 +17,9 @@ export class Answer {
     this.model = model;
     /** @type {Round[]} */
     this.rounds = [];
-    /** Text, all of it. */
+    /** The whole text so far. */
     this.text = "";
-    /** Characters of the text that tokens account for; the end may add a few. */
+    /** Characters of the text that belong to tokens; the end of an answer may add a few. */
     this.numTokenCharacters = 0;
     /** @type {State} */
     this.state = "waiting";
@@ -39,7 +39,7 @@ export class Answer {
     return this.state === "waiting" || this.state === "streaming";
   }
 
-  /** Text that no token released: the end's. */
+  /** Text at the end that belongs to no token. */
   get tail() {
     return this.text.slice(this.numTokenCharacters);
   }
@@ -51,7 +51,7 @@ export class Answer {
 
   /**
    * @param {object} chunk of `/v1/chat/completions`
-   * @returns {Round[]} what is new
+   * @returns {Round[]} the new rounds
    */
   add(chunk) {
     this.state = "streaming";

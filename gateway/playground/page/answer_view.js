@@ -1,4 +1,4 @@
-/** An answer as text, every token marked with where it came from. */
+/** Shows an answer as text, with every token marked by its source. */
 
 import { element } from "./element.js";
 import { Fences } from "./fences.js";
@@ -41,7 +41,7 @@ export class AnswerView {
     this.update();
   }
 
-  /** Draws what is new. */
+  /** Draws the new rounds and the state of the answer. */
   update() {
     const { rounds, isOpen, tail } = this.#answer;
     for (; this.#numShown < rounds.length; this.#numShown += 1) {
@@ -101,7 +101,7 @@ export class AnswerView {
 
 /**
  * @param {import("./answer.js").Answer} answer
- * @returns {string[]} nothing when there is nothing to say
+ * @returns {string[]} empty for an ordinary state
  */
 function stateOf(answer) {
   if (answer.state === "waiting") return ["waiting"];
@@ -119,5 +119,5 @@ function footerOf(answer) {
   const name = element("span", { class: "name" }, ` · ${answer.name}`);
   const model = answer.model === null ? "" : ` · ${answer.model}`;
   const facts = [model, ` · ${figures.numTokens} tokens${perRound}`, name, ` · seed\u00a0${answer.seed}`];
-  return [speed, ...facts, ...state.flatMap((each) => [" · ", each])];
+  return [speed, ...facts, ...state.flatMap((words) => [" · ", words])];
 }

@@ -1,13 +1,13 @@
-/** The gateway as the page calls it. */
+/** The page's calls to the gateway. */
 
 import { readEvents } from "./event_reader.js";
 
 /**
- * @typedef {{id: string, algorithms: string[], detail: string}} Model with the drafts attached to
- *   it now, and why no trees are verified; empty while they are
+ * @typedef {{id: string, algorithms: string[], detail: string}} Model with the algorithms of its
+ *   attached drafts; `detail` says why no trees are verified, and is empty while they are
  */
 
-/** What the gateway refused, or why it could not be asked. */
+/** The gateway refused a request, or did not answer. */
 export class ApiError extends Error {
   /**
    * @param {string} message
@@ -27,14 +27,14 @@ export class Client {
     this.keys = keys;
   }
 
-  /** @returns {Promise<Model[]>} what is served, at least one */
+  /** @returns {Promise<Model[]>} the served models, at least one */
   async served() {
     const models = await (await this.#ask("v1/models")).json();
     if (models.data.length === 0) throw new ApiError("no model is served yet", 503, "no_model");
     const info = await (await this.#ask("server_info")).json();
     return models.data.map(({ id }) => {
       const serving = info.targets.filter((target) => target.model === id);
-      const detail = serving.map((target) => target.speculation_detail ?? "").find((each) => each !== "");
+      const detail = serving.map((target) => target.speculation_detail ?? "").find((text) => text !== "");
       return { id, algorithms: algorithmsOf(serving), detail: detail ?? "" };
     });
   }
@@ -48,7 +48,7 @@ export class Client {
   }
 
   /**
-   * @param {object} body of `/v1/chat/completions`; the answer is streamed whatever it says
+   * @param {object} body of `/v1/chat/completions`; the answer is always streamed
    * @param {AbortSignal} signal closes the connection, which ends the request on the target
    * @returns {AsyncGenerator<object>} chunks
    */

@@ -1,4 +1,4 @@
-/** The conversation: asks, streams, stops. */
+/** The conversation: sends questions, streams answers, stops them. */
 
 import { Answer } from "./answer.js";
 import { element, part } from "./element.js";
@@ -21,7 +21,7 @@ export class Conversation {
   #messages = [];
   /** @type {TurnView[]} */
   #turns = [];
-  /** @type {Answer | null} whose rounds are shown */
+  /** @type {Answer | null} the answer whose rounds are shown */
   #shown = null;
   /** @type {AbortController | null} */
   #running = null;
@@ -31,8 +31,8 @@ export class Conversation {
   /**
    * @param {import("./client.js").Client} client
    * @param {import("./parameters.js").Parameters} parameters
-   * @param {(error: Error) => void} onRefused hears of every failed request
-   * @param {() => void} onEnded hears of the end of every turn
+   * @param {(error: Error) => void} onRefused called for every failed request
+   * @param {() => void} onEnded called at the end of every turn
    */
   constructor(client, parameters, onRefused, onEnded) {
     this.#client = client;
@@ -45,7 +45,7 @@ export class Conversation {
     this.#transcript.addEventListener("scroll", () => {
       this.#isFollowing = this.#isAtEnd();
     });
-    // What opens below must not cover the end.
+    // Panels that open below must not cover the end of the transcript.
     new ResizeObserver(() => this.#isFollowing && this.#follow()).observe(this.#transcript);
   }
 
@@ -63,7 +63,7 @@ export class Conversation {
     return this.#running !== null;
   }
 
-  /** Forgets everything. */
+  /** Deletes the conversation. */
   clear() {
     this.stop();
     this.#messages = [];
@@ -81,7 +81,7 @@ export class Conversation {
     );
   }
 
-  /** Ends the answers that are being streamed; what they have stays. */
+  /** Stops the streamed answers; they keep the text so far. */
   stop() {
     this.#running?.abort();
   }
@@ -96,7 +96,7 @@ export class Conversation {
     const body = { model: this.model, messages: this.#prompt(system, question), seed, ...sampling };
     this.#running = new AbortController();
     this.#setRunning(true);
-    // One after the other: side by side they would share the machine that they measure.
+    // One after the other: in parallel, each answer would slow down the other's measurement.
     const { signal } = this.#running;
     for (const answer of answers) await this.#stream(answer, turn, body, signal);
     this.#running = null;
@@ -142,7 +142,7 @@ export class Conversation {
     this.#setRunning(false);
     turn.update();
     const [first] = answers;
-    const isKept = this.#turns.includes(turn); // not cleared meanwhile
+    const isKept = this.#turns.includes(turn); // false if the conversation was cleared meanwhile
     if (isKept && first.text !== "") {
       this.#messages.push({ role: "user", content: question }, { role: "assistant", content: first.text });
     }
@@ -157,7 +157,7 @@ export class Conversation {
     return [...before, ...this.#messages, { role: "user", content: question }];
   }
 
-  /** Draws at most once a frame, however fast chunks come. */
+  /** Draws at most once a frame, however fast chunks arrive. */
   #draw(turn) {
     if (this.#isDrawing) return;
     this.#isDrawing = true;
@@ -202,7 +202,7 @@ export class Conversation {
 
 /**
  * @param {Answer[]} answers
- * @returns {string} for those who listen
+ * @returns {string} a summary for screen readers
  */
 function spoken(answers) {
   const parts = answers.map((answer) => {

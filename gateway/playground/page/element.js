@@ -1,4 +1,4 @@
-/** Elements of HTML and SVG, made in one call. Text is always text, never markup. */
+/** Creates HTML and SVG elements in one call. Text is never read as markup. */
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -6,8 +6,8 @@ const SVG = "http://www.w3.org/2000/svg";
 
 /**
  * @param {string} tag
- * @param {Attributes} [attributes] a function is a listener of that event; true is an empty
- *   attribute; false and undefined leave it out
+ * @param {Attributes} [attributes] a function becomes a listener of the event by that name; true
+ *   an empty attribute; false and undefined leave the attribute out
  * @param {...(Node | string)} children
  * @returns {HTMLElement}
  */
@@ -28,22 +28,22 @@ export function shape(tag, attributes = {}, ...children) {
 /**
  * @template {HTMLElement} T
  * @param {string} id
- * @returns {T} the page's element; its absence is our bug
+ * @returns {T} the page's element with this id
  */
 export function part(id) {
-  const found = document.getElementById(id);
-  if (found === null) throw new Error(`the page has no #${id}`);
-  return /** @type {T} */ (found);
+  const node = document.getElementById(id);
+  if (node === null) throw new Error(`the page has no #${id}`);
+  return /** @type {T} */ (node);
 }
 
 /**
- * Offers other choices, unless they are the same: a list that is open would close.
+ * Replaces the options of a select if they differ. (Replacing them closes an open list.)
  *
- * @param {HTMLSelectElement} select keeps its choice while that is offered
+ * @param {HTMLSelectElement} select keeps its choice if it is still offered
  * @param {string[][]} options value and text
  */
 export function refill(select, options) {
-  const offered = [...select.options].map((each) => [each.value, each.text]);
+  const offered = [...select.options].map((option) => [option.value, option.text]);
   if (JSON.stringify(offered) === JSON.stringify(options)) return;
   const chosen = select.value;
   select.replaceChildren(...options.map(([value, text]) => element("option", { value }, text)));

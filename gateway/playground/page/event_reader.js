@@ -1,4 +1,4 @@
-/** Server-sent events out of a response body. */
+/** Reads server-sent events from a response body. */
 
 /**
  * @param {ReadableStream<Uint8Array>} body

@@ -1,4 +1,4 @@
-/** Which tokens are code: those between fences of three backquotes at the start of a line. */
+/** Finds tokens of code blocks: between fences of three backquotes at the start of a line. */
 
 const FENCE = "```";
 

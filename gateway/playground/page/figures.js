@@ -1,4 +1,4 @@
-/** Figures of an answer, from its rounds alone: the target's clock, not the browser's. */
+/** Computes the figures of an answer from its rounds, so by the target's clock. */
 
 /**
  * @typedef {{id: number, text: string, source: "accepted" | "bonus" | "plain"}} Token
@@ -16,8 +16,8 @@
  * @property {number | null} tokensPerSecond of the rounds after the first, which reads the prompt
  * @property {number | null} tokensPerRound of the rounds that verified a tree, bonus included
  * @property {number | null} hitRate share of the rounds after the first that had a tree
- * @property {{reached: number, accepted: number}[]} positions for each position, the verified
- *   trees deep enough to reach it and those that were right there
+ * @property {{reached: number, accepted: number}[]} positions for each tree position, how many
+ *   verified trees reach it and in how many it was accepted
  */
 
 /**
@@ -33,7 +33,7 @@ export function figuresOf(rounds) {
     numRounds: rounds.length,
     numTokens: sum(rounds.map((round) => round.tokens.length)),
     tokensPerSecond: laterMs > 0 ? (1000 * laterTokens) / laterMs : null,
-    tokensPerRound: ratio(sum(verified.map((each) => each.tokens.length)), verified.length),
+    tokensPerRound: ratio(sum(verified.map((round) => round.tokens.length)), verified.length),
     hitRate: ratio(later.filter((round) => round.tree !== null).length, later.length),
     positions: positionsOf(verified),
   };
@@ -41,7 +41,7 @@ export function figuresOf(rounds) {
 
 /**
  * @param {Tree} tree
- * @returns {number[]} of each node; 1 for children of the last committed token
+ * @returns {number[]} the depth of each node; 1 for children of the last committed token
  */
 export function depthsOf(tree) {
   const depths = [];

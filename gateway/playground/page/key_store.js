@@ -1,4 +1,4 @@
-/** The API key, for as long as the tab lives and nowhere else. */
+/** Keeps the API key in this tab, until the tab is closed. */
 
 const NAME = "outrider-key";
 
@@ -9,7 +9,7 @@ export class KeyStore {
     try {
       this.#key = sessionStorage.getItem(NAME) ?? "";
     } catch {
-      // Storage may be switched off; then the key lives as long as the page.
+      // Without storage the key lasts until the page is reloaded.
     }
   }
 

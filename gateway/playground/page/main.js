@@ -1,4 +1,4 @@
-/** Puts the page together. */
+/** Connects the parts of the page. */
 
 import { AcceptanceView } from "./acceptance_view.js";
 import { Client } from "./client.js";
@@ -26,7 +26,7 @@ const conversation = new Conversation(
   (error) => {
     if (error.status === 401) server.askForKey();
   },
-  () => server.ask(), // what it says of speculation has changed with the answer
+  () => server.ask(), // an answer can change the server's state of speculation
 );
 new Theme(part("theme"));
 
@@ -43,7 +43,7 @@ part("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   send();
 });
-part("composer").noValidate = true; // the server names field, value and limit itself
+part("composer").noValidate = true; // the server's errors name field, value and limit
 prompt.addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
@@ -60,12 +60,12 @@ part("new-chat").addEventListener("click", () => {
 for (const button of document.querySelectorAll(".panes button")) {
   button.addEventListener("click", () => {
     document.body.dataset.pane = button.dataset.pane;
-    for (const each of document.querySelectorAll(".panes button")) {
-      each.setAttribute("aria-pressed", String(each === button));
+    for (const pane of document.querySelectorAll(".panes button")) {
+      pane.setAttribute("aria-pressed", String(pane === button));
     }
   });
 }
 
-// On a phone that would open the keyboard over the page.
+// On a phone focus would open the keyboard over the page.
 if (matchMedia("(pointer: fine)").matches) prompt.focus();
 server.run();

@@ -1,4 +1,4 @@
-/** Which of several models answers; the choice outlives the page. */
+/** Chooses which of several models answers; the browser stores the choice. */
 
 import { part, refill } from "./element.js";
 
@@ -9,7 +9,7 @@ export class ModelPicker {
   #onChoice;
   /** @type {import("./client.js").Model[]} */
   #models = [];
-  /** What was chosen by hand; it may be away for a while. */
+  /** The model chosen by hand, which may not be served for a while. */
   #wanted = "";
 
   /** @param {(model: import("./client.js").Model, isOnly: boolean) => void} onChoice */
@@ -18,7 +18,7 @@ export class ModelPicker {
     try {
       this.#wanted = localStorage.getItem(NAME) ?? "";
     } catch {
-      // Storage may be switched off; the choice lives as long as the page then.
+      // Without storage the choice lasts until the page is reloaded.
     }
     this.#select.addEventListener("change", () => this.#choose(this.#select.value));
   }

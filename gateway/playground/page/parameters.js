@@ -1,14 +1,14 @@
-/** Sampling parameters and the choice of drafts, as the form has them. */
+/** Reads sampling parameters and the choice of drafts from the form. */
 
 import { part, refill } from "./element.js";
 
 const OFF = "off";
 const ANY = "any";
 const NONE = "none";
-/** Drafters by how much they usually bring; of several, the first that is attached answers. */
+/** Algorithms by usual speed-up; with several attached, the first one is the default. */
 const STRONGEST = ["EAGLE3", "MTP", "EAGLE", "DFLASH", "STANDALONE", "NGRAM"];
 
-/** @typedef {{name: string, speculation: object}} Side how a request is to be speculated */
+/** @typedef {{name: string, speculation: object}} Side how to speculate a request */
 
 export class Parameters {
   /** Whether the draft was chosen by hand. */
@@ -27,36 +27,36 @@ export class Parameters {
     this.offer([]);
   }
 
-  /** @param {string[]} algorithms of the drafts that are attached */
+  /** @param {string[]} algorithms of the attached drafts */
   offer(algorithms) {
-    const named = algorithms.map((each) => [each, each]);
+    const named = algorithms.map((name) => [name, name]);
     refill(part("algorithm"), [[ANY, "any draft"], ...named, [OFF, "off"]]);
     refill(part("rival"), [[NONE, "nothing"], [OFF, "off"], ...named]);
-    const strongest = STRONGEST.find((each) => algorithms.includes(each));
+    const strongest = STRONGEST.find((name) => algorithms.includes(name));
     if (!this.#isChosen && algorithms.length > 1 && strongest !== undefined) {
-      part("algorithm").value = strongest; // the target gives "any" to whichever has room
+      part("algorithm").value = strongest; // with "any" the target takes any draft that has room
     }
   }
 
-  /** @returns {Side[]} what the next turn runs: one, or two to compare */
+  /** @returns {Side[]} the sides of the next turn: one, or two to compare */
   get sides() {
     const chosen = sideOf(part("algorithm").value);
     const rival = part("rival").value;
     return rival === NONE ? [chosen] : [chosen, sideOf(rival)];
   }
 
-  /** @returns {string} empty without */
+  /** @returns {string} the system prompt; empty without one */
   get system() {
     return part("system").value.trim();
   }
 
-  /** @returns {number} the one given, or one drawn now: both sides of a turn share it */
+  /** @returns {number} the given seed, or a random one; both sides of a turn share it */
   get seed() {
     const given = part("seed").value;
     return given === "" ? crypto.getRandomValues(new Uint32Array(1))[0] >>> 1 : Number(given);
   }
 
-  /** @returns {object} fields of the request; what is empty is left to the server */
+  /** @returns {object} fields of the request, without empty ones */
   get sampling() {
     return Object.fromEntries(
       [["temperature", "temperature"], ["top-p", "top_p"], ["max-tokens", "max_tokens"]]

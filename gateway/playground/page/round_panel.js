@@ -11,7 +11,7 @@ export class RoundPanel {
   #onRound;
   /** @type {import("./answer.js").Answer | null} */
   #answer = null;
-  /** Index of the round shown; null follows the newest. */
+  /** Index of the shown round; null follows the newest. */
   #chosen = null;
   #drawn = null;
   /** @type {import("./client.js").Model | null} that answers */
@@ -36,7 +36,7 @@ export class RoundPanel {
     if (answer === this.#answer) return;
     this.#answer = answer;
     this.#drawn = null;
-    this.#tree.forget();
+    this.#tree.resetHeight();
     this.choose(null);
   }
 
@@ -54,7 +54,7 @@ export class RoundPanel {
     this.update();
   }
 
-  /** Draws what has changed. */
+  /** Draws the current round, if something has changed. */
   update() {
     const rounds = this.#answer?.rounds ?? [];
     const current = this.#chosen ?? rounds.length - 1;
@@ -117,11 +117,11 @@ export function noTree(isOff, model) {
 /** @param {import("./figures.js").Round} round */
 function summaryOf(round) {
   const candidates = round.tree?.token_ids.length ?? 0;
-  const found = round.tree === null ? "no tree" : `${round.accepted_nodes.length} of ${candidates} accepted`;
-  const answered = round.draft_ms === 0 ? "drafted ahead, " : `draft ${digits(round.draft_ms ?? 0)}, `;
-  const draft = round.draft_ms === null ? "" : answered;
+  const tree = round.tree === null ? "no tree" : `${round.accepted_nodes.length} of ${candidates} accepted`;
+  const drafted = round.draft_ms === 0 ? "drafted ahead, " : `draft ${digits(round.draft_ms ?? 0)}, `;
+  const draft = round.draft_ms === null ? "" : drafted;
   const rows = round.rows === 1 ? "1 row" : `${round.rows} rows`;
-  return `${found} · ${rows} · ${draft}wait ${digits(round.wait_ms)}, verify ${digits(round.verify_ms)} ms`;
+  return `${tree} · ${rows} · ${draft}wait ${digits(round.wait_ms)}, verify ${digits(round.verify_ms)} ms`;
 }
 
 /** @param {number} value */

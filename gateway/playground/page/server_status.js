@@ -1,4 +1,4 @@
-/** What is served, asked again now and then; and the key, when the server wants one. */
+/** Asks regularly what is served, and asks the user for a key if the server needs one. */
 
 import { part } from "./element.js";
 
@@ -18,7 +18,7 @@ export class ServerStatus {
     part("key-form").addEventListener("submit", (event) => this.#takeKey(event));
   }
 
-  /** Asks now, and again for ever. */
+  /** Asks now, and then every `INTERVAL_MS`. */
   async run() {
     await this.ask();
     setTimeout(() => this.run(), INTERVAL_MS);
@@ -38,14 +38,14 @@ export class ServerStatus {
 
   /**
    * @param {import("./client.js").Model} model that answers
-   * @param {boolean} isOnly or else the picker names it
+   * @param {boolean} isOnly false if the picker shows the model's name
    */
   showUp({ id, algorithms }, isOnly) {
     const drafts = algorithms.join(", ") || "no draft";
     this.#show("up", isOnly ? `${id} · ${drafts}` : drafts);
   }
 
-  /** The server refused a request for want of a key, or of the right one. */
+  /** Shows the form for the key: the server refused a request without a valid key. */
   askForKey() {
     const form = part("key-form");
     this.#show("down", "an API key is needed");
@@ -64,7 +64,7 @@ export class ServerStatus {
 
   #show(state, words) {
     part("server-dot").className = `dot ${state}`;
-    if (part("server").textContent === words) return; // said once is enough
+    if (part("server").textContent === words) return; // screen readers announce every change
     part("server").textContent = words;
     part("server").title = words;
   }

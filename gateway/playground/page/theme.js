@@ -1,4 +1,4 @@
-/** Light, dark, or what the system says. */
+/** The theme: light, dark, or the system's choice. */
 
 const NAME = "outrider-theme";
 const SIGNS = { system: "◐", light: "○", dark: "●" };
@@ -8,17 +8,17 @@ export class Theme {
   #button;
   #choice = "system";
 
-  /** @param {HTMLElement} button goes round the three */
+  /** @param {HTMLElement} button switches to the next theme */
   constructor(button) {
     this.#button = button;
     button.addEventListener("click", () => this.#choose(NEXT[this.#choice]));
-    let kept = null;
+    let stored = null;
     try {
-      kept = localStorage.getItem(NAME);
+      stored = localStorage.getItem(NAME);
     } catch {
-      // Storage may be switched off; the system's choice holds.
+      // Without storage the page begins with the system's choice.
     }
-    this.#apply(kept in SIGNS ? kept : "system");
+    this.#apply(stored in SIGNS ? stored : "system");
   }
 
   #choose(choice) {

@@ -1,4 +1,4 @@
-/** Rounds along time: when the target verified, when the draft answered, when both waited. */
+/** Draws rounds over time: waiting, verification by the target, and drafting. */
 
 import { element, shape } from "./element.js";
 
@@ -36,7 +36,7 @@ export class Timeline {
 
   /**
    * @param {import("./figures.js").Round[]} rounds
-   * @param {number} current index; in view, near the end while there is no later one
+   * @param {number} current index of the current round, which is always in view
    */
   draw(rounds, current) {
     if (rounds.length === 0) {
@@ -68,7 +68,7 @@ export class Timeline {
       bar("verify", plan, end, TARGET, LANE),
     ];
     if (round.draft_ms === 0) {
-      // Pushed ahead: it was there when the verdict fell.
+      // Drafted ahead: the tree had arrived before the verdict.
       parts.push(shape("circle", { class: "draft", cx: at(begin) + 3, cy: DRAFT + LANE / 2, r: 3 }));
     } else if (round.draft_ms !== null) {
       parts.push(bar("draft", begin, begin + Math.min(round.draft_ms, end - begin), DRAFT, LANE));
@@ -108,7 +108,7 @@ function spansOf(rounds, [first, last]) {
   return spans;
 }
 
-/** Where the number of tokens stands above each bar; null where it would touch the one before. */
+/** Returns the x of the token count above each bar; null if it would touch the previous one. */
 function labelsOf(spans, at) {
   let last = -Infinity;
   return spans.map(({ plan, end }) => {
@@ -120,7 +120,7 @@ function labelsOf(spans, at) {
 }
 
 function axisOf(begin, end, at) {
-  const tick = TICKS.find((each) => (end - begin) / each <= 6) ?? TICKS.at(-1);
+  const tick = TICKS.find((ms) => (end - begin) / ms <= 6) ?? TICKS.at(-1);
   const marks = [shape("line", { class: "axis", x1: 0, x2: WIDTH, y1: AXIS, y2: AXIS })];
   for (let ms = Math.ceil(begin / tick) * tick; ms <= end; ms += tick) {
     const x = at(ms);

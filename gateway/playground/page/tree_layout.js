@@ -1,7 +1,7 @@
-/** Where the nodes of a candidate tree stand. Pure: numbers in, numbers out.
+/** Computes the positions of a candidate tree's nodes.
  *
- * Depth goes right. A node stands level with its first child, the accepted path first, so that
- * path is a straight line along the top; other branches take the rows below.
+ * Depth grows to the right. A node is level with its first child, and accepted children come first:
+ * the accepted path is a straight line along the top, and other branches take the rows below.
  */
 
 const CHARACTER = 7.3;
@@ -19,9 +19,9 @@ const LONGEST_LABEL = 12;
  * @property {Node[]} children in drawing order
  * @property {string} text
  * @property {string} label the text as it is drawn: short, blanks visible
- * @property {number} id token id; -1 for the root, which is many tokens
- * @property {number | null} prob the draft's, given the parent
- * @property {number | null} pathProb product from the root
+ * @property {number} id token id; -1 for the root, which stands for the text so far
+ * @property {number | null} prob the draft's probability, given the parent
+ * @property {number | null} pathProb product of the probabilities from the root on
  * @property {number} depth
  * @property {number} x
  * @property {number} y
@@ -30,8 +30,8 @@ const LONGEST_LABEL = 12;
 
 /**
  * @param {import("./figures.js").Round} round
- * @param {string} before the last token before it, which stands for all of them
- * @param {boolean} [isLast] of the answer, whose last token may be the one that ends it
+ * @param {string} before the last token before the round, shown as the root
+ * @param {boolean} [isLast] whether it is the answer's last round, which may draw the end token
  * @returns {{nodes: Node[], width: number, height: number}}
  */
 export function layoutOf(round, before, isLast = false) {
@@ -46,8 +46,8 @@ export function layoutOf(round, before, isLast = false) {
     own.label = labelOf(drawn.text) || (isLast ? "end" : `#${drawn.id}`);
     nodes.push(own);
   }
-  const numRows = stand(root, 0);
-  const width = spread(nodes);
+  const numRows = placeRows(root, 0);
+  const width = placeColumns(nodes);
   return { nodes, width, height: 2 * MARGIN + (numRows - 1) * ROW + NODE_HEIGHT };
 }
 
@@ -108,33 +108,33 @@ function node(kind, index, parent, text, id, prob) {
 }
 
 /**
- * Gives a node and all below it their rows.
+ * Assigns rows to a node and its descendants.
  * @param {Node} start
  * @param {number} row
- * @returns {number} the first row that is free below them
+ * @returns {number} the first free row below them
  */
-function stand(start, row) {
+function placeRows(start, row) {
   start.y = MARGIN + row * ROW;
   const rank = { accepted: 0, bonus: 1, plain: 1, rejected: 2, root: 2 };
   start.children.sort(
-    (one, other) => rank[one.kind] - rank[other.kind] || (other.prob ?? 0) - (one.prob ?? 0),
+    (a, b) => rank[a.kind] - rank[b.kind] || (b.prob ?? 0) - (a.prob ?? 0),
   );
   let free = row;
-  for (const child of start.children) free = stand(child, free);
+  for (const child of start.children) free = placeRows(child, free);
   return Math.max(free, row + 1);
 }
 
 /**
- * Gives every depth a column as wide as its widest node.
+ * Assigns a column to every depth, as wide as its widest node.
  * @param {Node[]} nodes
  * @returns {number} width of the drawing
  */
-function spread(nodes) {
+function placeColumns(nodes) {
   const widths = [];
-  for (const each of nodes) {
-    const extra = each.prob === null ? 0 : 33;
-    each.width = Math.ceil([...each.label].length * CHARACTER) + 16 + extra;
-    widths[each.depth] = Math.max(widths[each.depth] ?? 0, each.width);
+  for (const drawn of nodes) {
+    const extra = drawn.prob === null ? 0 : 33;
+    drawn.width = Math.ceil([...drawn.label].length * CHARACTER) + 16 + extra;
+    widths[drawn.depth] = Math.max(widths[drawn.depth] ?? 0, drawn.width);
   }
   let x = MARGIN;
   const lefts = widths.map((width) => {
@@ -142,7 +142,7 @@ function spread(nodes) {
     x += width + GAP;
     return left;
   });
-  for (const each of nodes) each.x = lefts[each.depth];
+  for (const drawn of nodes) drawn.x = lefts[drawn.depth];
   return x - GAP + MARGIN;
 }
 

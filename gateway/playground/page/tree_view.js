@@ -1,4 +1,4 @@
-/** The candidate tree of a round as a drawing that pointer and arrow keys can walk. */
+/** Draws the candidate tree of a round; pointer and arrow keys select nodes. */
 
 import { element, shape } from "./element.js";
 import { layoutOf, NODE_HEIGHT, percent } from "./tree_layout.js";
@@ -27,7 +27,7 @@ export class TreeView {
 
   /**
    * @param {HTMLElement} box focusable; scrolls
-   * @param {HTMLElement} detail says what the current node is
+   * @param {HTMLElement} detail describes the current node
    */
   constructor(box, detail) {
     this.#box = box;
@@ -40,15 +40,15 @@ export class TreeView {
     this.draw(null);
   }
 
-  /** Starts small again: another answer is shown. */
-  forget() {
+  /** Resets the height of the box, for another answer. */
+  resetHeight() {
     this.#height = 0;
   }
 
   /**
    * @param {import("./figures.js").Round | null} round
-   * @param {string} [before] the last token before it
-   * @param {boolean} [isLast] of an answer that the model has ended
+   * @param {string} [before] the last token before the round
+   * @param {boolean} [isLast] whether it is the last round of an answer that the model ended
    */
   draw(round, before = "", isLast = false) {
     this.#current = 0;
@@ -61,11 +61,11 @@ export class TreeView {
       return;
     }
     const { nodes, width, height } = layoutOf(round, before, isLast);
-    // The box hardly shrinks, so that a live tree does not make the page jump.
+    // The box only grows, up to a limit, so that a live tree does not make the page jump.
     this.#height = Math.min(Math.max(this.#height, height), KEPT_HEIGHT);
     this.#size = { width, height: Math.max(height, this.#height) };
-    const edges = nodes.filter((each) => each.parent !== null).map(edgeOf);
-    const drawn = nodes.map((each, place) => this.#nodeOf(each, place));
+    const edges = nodes.filter((node) => node.parent !== null).map(edgeOf);
+    const drawn = nodes.map((node, place) => this.#nodeOf(node, place));
     this.#nodes = nodes;
     this.#box.replaceChildren(
       shape("svg", { role: "img", "aria-label": summaryOf(nodes) }, ...edges, ...drawn),
@@ -75,7 +75,7 @@ export class TreeView {
     else this.#leave();
   }
 
-  /** Draws a little smaller what is a little too wide; what is far too wide scrolls. */
+  /** Scales a drawing down that is a little too wide; a much wider one scrolls. */
   #fit() {
     const drawing = this.#box.querySelector("svg");
     if (drawing === null) return;
@@ -86,20 +86,20 @@ export class TreeView {
     drawing.setAttribute("height", String(height * scale));
   }
 
-  #nodeOf(each, place) {
-    const label = shape("text", { x: each.x + 8, y: each.y + 16 }, each.label);
+  #nodeOf(node, place) {
+    const label = shape("text", { x: node.x + 8, y: node.y + 16 }, node.label);
     const parts = [
-      shape("rect", { x: each.x, y: each.y, width: each.width, height: NODE_HEIGHT, rx: 6 }),
+      shape("rect", { x: node.x, y: node.y, width: node.width, height: NODE_HEIGHT, rx: 6 }),
       label,
     ];
-    if (each.prob !== null) {
-      const at = { class: "prob", x: each.x + each.width - 7, y: each.y + 16, "text-anchor": "end" };
-      parts.push(shape("text", at, percent(each.prob)));
+    if (node.prob !== null) {
+      const at = { class: "prob", x: node.x + node.width - 7, y: node.y + 16, "text-anchor": "end" };
+      parts.push(shape("text", at, percent(node.prob)));
     }
     return shape(
       "g",
       {
-        class: `node ${each.kind}`,
+        class: `node ${node.kind}`,
         pointerenter: () => this.#choose(place),
         click: () => this.#choose(place),
       },

@@ -15,7 +15,9 @@ export class TurnView {
    */
   constructor(question, answers, onSelect) {
     this.#answers = answers;
-    this.views = answers.map((each) => new AnswerView(each, (round) => onSelect(each, round)));
+    this.views = answers.map(
+      (answer) => new AnswerView(answer, (round) => onSelect(answer, round)),
+    );
     const isCompared = answers.length > 1;
     this.root = element(
       "div",
@@ -26,10 +28,10 @@ export class TurnView {
     if (isCompared) this.root.append(this.#verdict);
   }
 
-  /** Draws what is new. */
+  /** Draws the answers, and their comparison once both are complete. */
   update() {
     for (const view of this.views) view.update();
-    if (this.#answers.length > 1 && this.#answers.every((each) => each.state === "done")) {
+    if (this.#answers.length > 1 && this.#answers.every((answer) => answer.state === "done")) {
       const { isSame, words, rest } = compare(this.#answers);
       this.#verdict.classList.toggle("differs", !isSame);
       this.#verdict.replaceChildren(element("strong", {}, words), rest);
@@ -37,7 +39,7 @@ export class TurnView {
   }
 
   /**
-   * @param {import("./answer.js").Answer} answer whose rounds are shown beside
+   * @param {import("./answer.js").Answer} answer the answer whose rounds are shown
    * @param {number | null} round
    */
   mark(answer, round) {
@@ -53,18 +55,18 @@ export class TurnView {
  * @param {import("./answer.js").Answer[]} answers two, done
  * @returns {{isSame: boolean, words: string, rest: string}}
  */
-export function compare([one, other]) {
-  const [ids, otherIds] = [one.tokenIds, other.tokenIds];
+export function compare([first, second]) {
+  const [ids, otherIds] = [first.tokenIds, second.tokenIds];
   const differs = ids.findIndex((id, place) => id !== otherIds[place]);
   if (differs !== -1 || ids.length !== otherIds.length) {
     const at = differs === -1 ? Math.min(ids.length, otherIds.length) : differs;
     return { isSame: false, words: `The answers differ from token ${at + 1} on.`, rest: "" };
   }
-  const [speed, otherSpeed] = [one, other].map((each) => figuresOf(each.rounds).tokensPerSecond);
+  const [speed, otherSpeed] = [first, second].map(({ rounds }) => figuresOf(rounds).tokensPerSecond);
   const words = `Identical, all ${ids.length} tokens.`;
   if (speed === null || otherSpeed === null) return { isSame: true, words, rest: "" };
   const [fast, slow, factor] =
-    speed >= otherSpeed ? [one, other, speed / otherSpeed] : [other, one, otherSpeed / speed];
+    speed >= otherSpeed ? [first, second, speed / otherSpeed] : [second, first, otherSpeed / speed];
   const rest = ` ${fast.label} is ${factor.toFixed(2)} times as fast as ${slow.name}.`;
   return { isSame: true, words, rest };
 }

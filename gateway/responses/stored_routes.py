@@ -1,4 +1,4 @@
-"""Routes of what is kept beside responses: `/v1/conversations` and stored chats."""
+"""Routes of conversations and of stored chats."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from gateway.responses.store import (
     Order,
     ResponseStore,
     item_list,
-    listed,
+    list_page,
+    log_failure,
     stored_items,
-    unawaited,
 )
 from gateway.schema import ChatCompletionRequest, ChatMessage
 from shared.errors import FailedPrecondition, NotFound
@@ -40,8 +40,8 @@ _METADATA = re.compile(r"metadata\[(.+)\]")
 Limit = Annotated[int, Query(ge=1, le=100)]
 
 
-def add_kept_routes(app: FastAPI, store: ResponseStore | None) -> None:
-    """Adds the routes; without a store they refuse."""
+def add_stored_routes(app: FastAPI, store: ResponseStore | None) -> None:
+    """Adds the routes. Without a store every request is refused."""
     if store is None:
         _add_refusals(app, _CHATS, "GET", "stored chats")
         _add_refusals(app, _CONVERSATIONS, "POST", "conversations")
@@ -52,20 +52,20 @@ def add_kept_routes(app: FastAPI, store: ResponseStore | None) -> None:
     _add_entries(app, store, _CONVERSATIONS, CONVERSATION, "conversation.deleted")
 
 
-def _add_refusals(app: FastAPI, root: str, method: str, what: str) -> None:
-    """Adds a method of the root, and all below it."""
+def _add_refusals(app: FastAPI, root: str, method: str, subject: str) -> None:
+    """Adds refusals of `method` at the root path and of every method below it."""
 
     @app.api_route(root, methods=[method], tags=["openai"])
     @app.get(f"{root}/{{path:path}}", tags=["openai"])
     @app.delete(f"{root}/{{path:path}}", tags=["openai"])
     @app.post(f"{root}/{{path:path}}", tags=["openai"])
     async def refuse(path: str = "") -> Response:
-        message = f"{what} ({path[:128]!r}) need --response-store"
+        message = f"{subject} ({path[:128]!r}) need --response-store"
         raise FailedPrecondition(message, reason="STORE_OFF")
 
 
 def _add_entries(app: FastAPI, store: ResponseStore, root: str, kind: str, deleted: str) -> None:
-    """Adds what can be done with an entry of either kind."""
+    """Adds the routes that retrieve, update and delete a chat or a conversation."""
     path = f"{root}/{{entry_id}}"
 
     @app.get(path, tags=["openai"])
@@ -100,8 +100,8 @@ def _add_conversations(app: FastAPI, store: ResponseStore) -> None:
     async def items(
         conversation_id: str, after: str | None = None, limit: Limit = 20, order: Order = "desc"
     ) -> dict[str, Any]:
-        found = await store.entry_items(owner_of_request(), conversation_id, CONVERSATION)
-        return item_list(found, after, limit, order)
+        items = await store.entry_items(owner_of_request(), conversation_id, CONVERSATION)
+        return item_list(items, after, limit, order)
 
     @app.post(items_path, tags=["openai"])
     async def add_items(conversation_id: str, body: ConversationItems) -> dict[str, Any]:
@@ -111,9 +111,9 @@ def _add_conversations(app: FastAPI, store: ResponseStore) -> None:
 
     @app.get(f"{items_path}/{{item_id}}", tags=["openai"])
     async def item(conversation_id: str, item_id: str) -> dict[str, Any]:
-        for found in await store.entry_items(owner_of_request(), conversation_id, CONVERSATION):
-            if found["id"] == item_id:
-                return found
+        for item in await store.entry_items(owner_of_request(), conversation_id, CONVERSATION):
+            if item["id"] == item_id:
+                return item
         message = f"conversation {conversation_id[:128]!r} has no item {item_id[:128]!r}"
         raise NotFound(message, reason="RESPONSE_NOT_STORED")
 
@@ -134,48 +134,52 @@ def _add_chat_lists(app: FastAPI, store: ResponseStore) -> None:
         model: str | None = None,
     ) -> dict[str, Any]:
         metadata = {
-            found[1]: value
+            match[1]: value
             for name, value in request.query_params.items()
-            if (found := _METADATA.fullmatch(name))
+            if (match := _METADATA.fullmatch(name))
         }
-        asked = ChatFilter(after, limit, order, model, metadata)
-        return listed(await store.chats(owner_of_request(), asked), limit)
+        chat_filter = ChatFilter(after, limit, order, model, metadata)
+        return list_page(await store.chats(owner_of_request(), chat_filter), limit)
 
     @app.get(f"{_CHATS}/{{completion_id}}/messages", tags=["openai"])
     async def messages(
         completion_id: str, after: str | None = None, limit: Limit = 20, order: Order = "asc"
     ) -> dict[str, Any]:
-        found = await store.entry_items(owner_of_request(), completion_id, CHAT)
-        return item_list(found, after, limit, order)
+        items = await store.entry_items(owner_of_request(), completion_id, CHAT)
+        return item_list(items, after, limit, order)
 
 
-def kept_chat(
+def stored_chat(
     store: ResponseStore | None, body: ChatCompletionRequest, plan: Plan, tokenizer: Tokenizer
 ) -> tuple[Plan, OnEnd | None]:
-    """Returns a plan whose output is kept, and what keeps it at its end; the same plan, and None,
-    without a store."""
+    """Prepares a chat for being stored.
+
+    Returns:
+        The plan, changed to keep its output, and a callback that stores the chat at its end.
+        Without a store, the plan unchanged and None.
+    """
     if store is None:
         give_notice("store has no effect: nothing is kept without --response-store")
         return plan, None
-    kept, owner = store, owner_of_request()
+    owner = owner_of_request()
 
-    def keep(choices: Sequence[Choice]) -> None:
+    def store_chat(choices: Sequence[Choice]) -> None:
         final = [FinalChoice(choice, choice.whole_output(), choice.index) for choice in choices]
-        answered = chat_completion(plan, final, tokenizer)
-        answered["metadata"] = body.metadata or {}
+        completion = chat_completion(plan, final, tokenizer)
+        completion["metadata"] = body.metadata or {}
         messages = [
             _stored(f"{plan.request_id}-{index}", message)
             for index, message in enumerate(body.messages)
         ]
-        unawaited(kept.put_entry(owner, answered, messages))
+        log_failure(store.put_entry(owner, completion, messages))
 
-    return replace(plan, text=replace(plan.text, keeps_output=True)), keep
+    return replace(plan, text=replace(plan.text, keeps_output=True)), store_chat
 
 
 def _stored(item_id: str, message: ChatMessage) -> Item:
-    """Returns a message as it is listed: with an id, and its text apart from its parts."""
-    given = message.model_dump(exclude_none=True)
-    content = given.get("content")
+    """Returns a message in its listed form: with an id, and with `content_parts` for a list."""
+    fields = message.model_dump(exclude_none=True)
+    content = fields.get("content")
     if not isinstance(content, list):
-        return {"name": None, "content": None, **given, "id": item_id, "content_parts": None}
-    return {"name": None, **given, "id": item_id, "content": None, "content_parts": content}
+        return {"name": None, "content": None, **fields, "id": item_id, "content_parts": None}
+    return {"name": None, **fields, "id": item_id, "content": None, "content_parts": content}
