@@ -12,8 +12,7 @@ from shared.tokens import TreeShape
 MEMORY, UNTRIED_MEMORY = 0.98, 0.995
 """Decay of a level's trials in a round that tries the level, and in a round that does not."""
 LEAST_TRIALS = 16.0
-"""Least trials left of a level by rounds that do not try it: the last ones count until there are
-new ones."""
+"""Floor of the second decay: a level's last trials count until there are new ones."""
 FIRST_RATE, FIRST_WEIGHT = 0.75, 4.0
 """Prior of a level's acceptance rate, and the number of trials it is worth."""
 FORGET_S = 30.0
@@ -73,7 +72,7 @@ class Acceptance:
         """Returns the tokens that a round is expected to commit, bonus included.
 
         Args:
-            hope: optimism: added to the rate of every level, together with twice the largest
+            hope: optimism, added to the rate of every level, together with twice the largest
                 standard deviation that a rate of so few trials can have; 0 adds neither.
         """
         total, survival = 1.0, 1.0

@@ -38,6 +38,9 @@ T = TypeVar("T")
 class Engine:
     """Serves requests with one model.
 
+    Every method that uses the inbox raises `QueueFull`, `EngineFailed` and `Unavailable` as does
+    `submit`; only `cancel` and `detach` never do.
+
     Args:
         loop: runs on the engine thread.
         inbox: commands from other threads.
@@ -102,22 +105,14 @@ class Engine:
         return 2 * MAX_LAYERS * self.decoder.config.hidden_size**2
 
     def attach(self, attachment: Attachment) -> None:
-        """Adds a draft; running sequences without a draft are assigned to it.
-
-        Raises:
-            QueueFull, EngineFailed, Unavailable: as `submit`.
-        """
+        """Adds a draft; running sequences without a draft are assigned to it."""
         self._inbox.post(lambda: self._loop.attach(attachment))
 
     def map_head(self, attachment_id: str, pages: Sequence[int]) -> None:
         """A draft's head is ready for rounds in mapped memory.
 
         Args:
-            pages: pages of the draft's KV cache for the rounds alone; empty if it could not
-                prepare.
-
-        Raises:
-            QueueFull, EngineFailed, Unavailable: as `submit`.
+            pages: pages of the draft's KV cache for the rounds alone; empty if that failed.
         """
         self._inbox.post(lambda: self._loop.drafts.map_head(attachment_id, pages))
 
@@ -131,22 +126,13 @@ class Engine:
         candidates: CandidateColumns | Iterable[Candidate],
         report: DraftReport = NO_REPORT,
     ) -> None:
-        """Takes candidate trees of a draft, and its report. A step in progress still sees the
-        trees.
-
-        Raises:
-            QueueFull, EngineFailed, Unavailable: as `submit`.
-        """
+        """Takes candidate trees and a report of a draft; a step in progress still sees them."""
         columns = CandidateColumns.of(candidates)
         self._loop.drafts.offers.append(Offer(attachment_id, columns, report, self._loop.clock()))
         self._inbox.post(self._loop.drafts.take_offers)
 
     def release(self, attachment_id: str, sequence_ids: Sequence[int]) -> None:
-        """A draft hands sequences back.
-
-        Raises:
-            QueueFull, EngineFailed, Unavailable: as `submit`.
-        """
+        """A draft hands sequences back."""
         self._inbox.post(lambda: self._loop.drafts.release(attachment_id, sequence_ids))
 
     # Called from any thread: operators.
@@ -179,20 +165,12 @@ class Engine:
         return self._inbox.call(self._flush)
 
     def between_steps(self, function: Callable[[], None]) -> Future[None]:
-        """Calls a function on the engine thread, between two launches of steps.
-
-        Raises:
-            QueueFull, EngineFailed, Unavailable: as `submit`.
-        """
+        """Calls a function on the engine thread, between two launches of steps."""
         return self._inbox.call(function)
 
     def with_weights(self, function: Callable[[WeightControl], T]) -> Future[T]:
         """Calls a function with the weight control on the engine thread, between two launches of
-        steps; returns the future of its result.
-
-        Raises:
-            QueueFull, EngineFailed, Unavailable: as `submit`.
-        """
+        steps; returns the future of its result."""
         return self._inbox.call(lambda: function(self._loop.weights))
 
     def candidate_shapes(self, base: TreeShape) -> tuple[TreeShape, ...]:

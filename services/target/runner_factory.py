@@ -205,7 +205,8 @@ def _context_tokens(settings: TargetSettings, config: ModelConfig) -> int:
 
 
 def _check_device(settings: TargetSettings, device: torch.device) -> None:
-    """Checks that a GPU has the instructions that 8-bit numbers or batch-invariant products need.
+    """Checks that a GPU has the instructions for 8-bit numbers and batch-invariant products, where
+    flags ask for these.
 
     Raises:
         SettingsError: it does not have them.

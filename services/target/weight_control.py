@@ -110,7 +110,8 @@ class MovableMemory:
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
-    """Returns each storage once, with its bytes; those of packed tensors cannot be released."""
+    """Returns each storage once, with its bytes; packed tensors are left out, as they cannot
+    move."""
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
         for tensor in tensors
@@ -161,7 +162,7 @@ class WeightControl:
         self.memory = memory
         self.released: set[MemoryTag] = set()
         self._ranks: RankStages | None = None
-        # Tensors that the model lacks; None: unknown, so that only an update of all of them helps.
+        # Names of tensors that must still be updated before steps may run; None: all of them.
         self._missing: frozenset[str] | None = _NONE_MISSING
         self._snapshot: dict[str, str] = {}
         self.followers: list[Callable[[], None]] = []
@@ -298,7 +299,7 @@ class WeightControl:
             self._ranks.tell(call)
 
     def release(self, tags: Collection[MemoryTag]) -> tuple[int, tuple[str, ...]]:
-        """Frees memory, unless CUDA graphs hold its addresses, which change.
+        """Frees memory, except where CUDA graphs hold its addresses: it would come back at others.
 
         Returns:
             The freed bytes, and the memory that was kept, with the reason.

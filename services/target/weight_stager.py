@@ -108,7 +108,7 @@ class WeightStager:
         self._keys = DecoderKeys.of(Checkpoint.open(folder, options.load_format).files)
         self._options = options
         self._groups: dict[str, ProcessGroup] = {}
-        self.stage = self._new_stage()
+        self.reset()
 
     @property
     def num_processes(self) -> int:
@@ -118,7 +118,7 @@ class WeightStager:
 
     def reset(self) -> None:
         """Drops the tensors gathered so far."""
-        self.stage = self._new_stage()
+        self.stage = WeightStage(self._decoder, self._keys, self._options)
 
     def read(self, folder: Path, load_format: LoadFormat) -> None:
         """Gathers a checkpoint.
@@ -218,9 +218,6 @@ class WeightStager:
     def add_rows(self, table: Table, start: int, end: int) -> None:
         """Takes part in the collective call of `table_rows`, after the launched steps."""
         table_rows(self._decoder, table, start, end)
-
-    def _new_stage(self) -> WeightStage:
-        return WeightStage(self._decoder, self._keys, self._options)
 
     def _group(self, name: str) -> ProcessGroup:
         group = self._groups.get(name)
