@@ -1,4 +1,4 @@
-"""`outrider-target`: serves one model and verifies what drafts propose for it."""
+"""`outrider-target`: serves one model and verifies the candidate trees of drafts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from shared.garbage import collect_from_here, collect_none
 
 if __name__ == "__main__":
-    collect_none()  # while the rest is loaded
+    collect_none()  # no garbage collection during the imports
 
 import torch
 import uvloop
@@ -37,22 +37,22 @@ from shared.telemetry.tracing import tracer_for
 from shared.telemetry.vllm_metrics import VllmMetrics
 from shared.telemetry.wire_meter import WireMeter, WireMetrics
 
-# An update of the weights is gathered in pinned memory. One thread takes 14 s to pin 16 GB.
+# Weight updates are gathered in pinned memory. One thread takes 14 s to pin 16 GB.
 _PINNED_BY_THREADS = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
-# How long a busy event loop may keep the interpreter from the engine's thread, which then launches
-# late: Python's own 5 ms are longer than a step.
+# How long a busy event loop may hold the GIL before the engine thread gets it and can launch. The
+# default of Python, 5 ms, is longer than a step.
 _SWITCH_INTERVAL_S = 0.0005
 
 
 def main() -> None:
-    """Runs the target until SIGINT or SIGTERM, or what another host has of it."""
+    """Runs the target until SIGINT or SIGTERM; on a host other than the first, its ranks."""
     tune_torch()
     tune_interpreter()
     try:
         settings, draft_settings = read_settings(sys.argv[1:], os.environ)
         configure_logs("target", level=settings.log_level, log_format=settings.log_format)
         log_process_age(IMPORTS)
-        # Of the process, so a draft it hosts has no say.
+        # It holds for the whole process, so the setting of an embedded draft has no effect.
         torch.set_num_threads(settings.num_threads)
         if settings.node_rank > 0:
             run_followers(settings, draft_needs(settings, draft_settings))
@@ -63,12 +63,12 @@ def main() -> None:
 
 
 def tune_torch() -> None:
-    """Sets what torch reads from the environment when it first uses a GPU."""
+    """Sets environment variables that torch reads when it first uses a GPU."""
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", _PINNED_BY_THREADS)
 
 
 def tune_interpreter() -> None:
-    """Has Python hold up no step; once everything is imported."""
+    """Keeps garbage collection and the GIL from delaying steps; call it after the imports."""
     collect_from_here()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
@@ -76,17 +76,18 @@ def tune_interpreter() -> None:
 def read_settings(
     arguments: Sequence[str], env: Mapping[str, str]
 ) -> tuple[TargetSettings, DraftSettings | None]:
-    """Returns the target's settings and those of the draft it hosts, if any.
+    """Returns the settings of the target and of its embedded draft, if any.
+
+    Flags that the target lacks are the embedded draft's. Models named by a Hub id are downloaded.
 
     Raises:
-        SettingsError: names every bad setting. Flags that are not the target's are the draft's,
-            or bad when none is hosted. A model that is named by its id on the Hub is fetched.
+        SettingsError: names every bad setting, such as flags that neither of them has.
     """
-    own, others = split_arguments(TargetSettings, arguments)
-    settings = load_settings(TargetSettings, service="target", arguments=own, env=env)
+    target_arguments, draft_arguments = split_arguments(TargetSettings, arguments)
+    settings = load_settings(TargetSettings, service="target", arguments=target_arguments, env=env)
     if settings.draft is DraftPlacement.EMBEDDED:
         settings = with_local_model(settings)
-        return settings, embedded_settings(settings, others, env)
+        return settings, embedded_settings(settings, draft_arguments, env)
     settings = load_settings(TargetSettings, service="target", arguments=arguments, env=env)
     return with_local_model(settings), None
 
@@ -110,8 +111,8 @@ async def _serve(settings: TargetSettings, draft_settings: DraftSettings | None)
 def _build(
     settings: TargetSettings, draft_settings: DraftSettings | None, opened: ExitStack
 ) -> TargetProcess:
-    """Loads everything, and puts on `opened` what has to be closed at the end, however it comes.
-    That blocks the loop: there is nothing to serve yet."""
+    """Loads the model and builds the process. `opened` gets every resource that must be closed,
+    also after an error. This blocks the event loop, which has nothing to serve yet."""
     registry = CollectorRegistry()
     round_log = open_round_log(settings.round_log)
     if round_log is not None:
@@ -145,8 +146,8 @@ def _build(
 
 
 def _followers(settings: TargetSettings, draft: DraftNeeds, opened: ExitStack) -> Followers | None:
-    """Starts the other processes of the model, if there are any. They wait for this one, which
-    waits for them before it ends, so something has to end them."""
+    """Starts the other ranks of the model, if there are any. They wait for calls of this process,
+    and this process waits for them before it ends, so `opened` stops them."""
     if settings.ranks.size == 1:
         return None
     with start_phase("followers"):

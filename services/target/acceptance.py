@@ -1,4 +1,4 @@
-"""Estimates of how likely drafted tokens are accepted, by tree level. No torch."""
+"""Estimates of the acceptance rate of drafted tokens, by tree level. No torch."""
 
 from __future__ import annotations
 
@@ -10,52 +10,56 @@ from typing import TypeAlias
 from shared.tokens import TreeShape
 
 MEMORY, UNTRIED_MEMORY = 0.98, 0.995
-"""Share of their weight that the trials of a level keep in a round that tries it, and in others."""
+"""Decay of a level's trials in a round that tries the level, and in a round that does not."""
 LEAST_TRIALS = 16.0
-"""Trials that others leave a level: what was seen last counts until it is seen again."""
+"""Floor of the second decay: a level's last trials count until there are new ones."""
 FIRST_RATE, FIRST_WEIGHT = 0.75, 4.0
-"""Acceptance that a level is taken to have before anything is known, and the trials it is worth."""
+"""Prior of a level's acceptance rate, and the number of trials it is worth."""
 FORGET_S = 30.0
-"""What was not seen for so long is hoped to be twice as good as when it was."""
+"""A choice that was not tried for so long is hoped to be twice as good as it was then."""
 
 
 @dataclass(slots=True)
 class _Level:
-    """Trials of one level of a tree, older ones weighing less."""
+    """Trials of one level of a tree; older ones weigh less."""
 
     trials: float = 0.0
     hits: float = 0.0
 
 
 _Kind: TypeAlias = tuple[int, bool, bool]
-"""Breadth of the trees, whether they grow ahead, and whether their lanes are greedy."""
+"""Breadth (top-k) of the trees, whether they grow ahead, and whether their sequences are greedy."""
 
 
 class Acceptance:
-    """Acceptance rate of each level after an accepted one, by kind of trees and sampling.
+    """Acceptance rate of each tree level after an accepted one, by kind of trees and sampling.
 
-    Where trees grow ahead, a verdict that was not foreseen is a first level that was not accepted.
+    If trees grow ahead, a verdict that the draft did not foresee counts as a rejected first level.
 
-    What is known of levels and breadths that are not in use becomes uncertain by and by, so that
-    they are hoped to be better and tried again.
+    Estimates of levels and breadths that are not in use slowly become uncertain. Uncertain ones are
+    estimated with a margin on top, so that they are tried again.
     """
 
     def __init__(self) -> None:
         self._levels: dict[_Kind, list[_Level]] = {}
 
     def observe(self, shape: TreeShape, *, is_greedy: bool, accepted: Sequence[int]) -> None:
-        """Counts rounds with trees of a shape by the nodes that each accepted."""
+        """Counts rounds with trees of a shape.
+
+        Args:
+            accepted: number of accepted nodes of each round.
+        """
         if not accepted:
             return
-        own = self._levels.setdefault((shape.topk, shape.is_ahead, is_greedy), [])
+        tried = self._levels.setdefault((shape.topk, shape.is_ahead, is_greedy), [])
         depth = min(shape.num_steps, shape.max_node_count)
-        own.extend(_Level() for _ in range(len(own), depth))
+        tried.extend(_Level() for _ in range(len(tried), depth))
         for (*_, kind), levels in self._levels.items():
             if kind is not is_greedy:
                 continue
             for index, level in enumerate(levels):
                 num_trials = num_hits = 0
-                if levels is own and index < depth:
+                if levels is tried and index < depth:
                     num_trials = sum(count >= index for count in accepted)
                     num_hits = sum(count > index for count in accepted)
                 memory = MEMORY
@@ -68,8 +72,8 @@ class Acceptance:
         """Returns the tokens that a round is expected to commit, bonus included.
 
         Args:
-            hope: added to the rate of every level, with twice the standard deviation that a rate of
-                so few trials has at most; 0 adds neither.
+            hope: optimism, added to the rate of every level, together with twice the largest
+                standard deviation that a rate of so few trials can have; 0 adds neither.
         """
         total, survival = 1.0, 1.0
         for rate, num_trials in self._rates(shape, is_greedy=is_greedy):
@@ -79,17 +83,16 @@ class Acceptance:
         return total
 
     def rates(self, shape: TreeShape, *, is_greedy: bool) -> list[float]:
-        """Returns how often each level of a tree is accepted where the one before was.
+        """Returns the acceptance rate of each level of a tree after an accepted one.
 
-        A kind that was never tried promises what the one does that is most like it.
+        A kind that was never tried has the rates of the most similar kind.
         """
         return [rate for rate, _ in self._rates(shape, is_greedy=is_greedy)]
 
     def _rates(self, shape: TreeShape, *, is_greedy: bool) -> list[tuple[float, float]]:
-        """Returns the rate of each level, and the trials behind it."""
-        tried = [kind for kind in self._levels if kind[2] is is_greedy]
+        """Returns the rate of each level, and its number of trials."""
         nearest = min(
-            tried,
+            (kind for kind in self._levels if kind[2] is is_greedy),
             key=lambda kind: (kind[1] is not shape.is_ahead, abs(math.log2(kind[0] / shape.topk))),
             default=None,
         )

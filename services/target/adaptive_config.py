@@ -1,9 +1,9 @@
 """The tree depths that may be chosen, by batch size.
 
-The file of `--speculative-adaptive-config` has the keys SGLang's has: batch sizes, each with its
+The file of `--speculative-adaptive-config` has SGLang's keys: batch sizes, each with its
 `candidate_steps`, or one `candidate_steps` for every batch size. A step count of 0 allows plain
-steps. Knobs of SGLang's own rules (hysteresis, averages, profiles) are accepted without effect: the
-choice follows from what is measured while serving.
+steps. Keys of SGLang's own rules (hysteresis, averages, profiles) are accepted without effect: the
+target chooses by measurements while it serves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_STEPS = TREE_STEPS.highest
 MAX_DRAFT_TOKENS = TREE_TOKENS.highest
 DEFAULT_STEPS = (0, 1, 2, 3, 5, 7)
 STEPS_AHEAD, MAX_STEPS_AHEAD = (2, 4), 7
-"""Steps that chains may have beyond the draft's own, and in all, where it drafts ahead."""
+"""Where a draft drafts ahead: steps that chains may have beyond its own, and most steps in all."""
 _WITHOUT_EFFECT = frozenset(
     {
         *("ema_alpha", "update_interval", "warmup_batches"),
@@ -38,8 +38,8 @@ class Candidates:
     """Choices for one range of batch sizes.
 
     Attributes:
-        steps: depths of trees, ascending; None takes those around the draft's own shape, none at
-            all leaves only plain steps.
+        steps: depths of trees, ascending. None: depths around the draft's own. Empty: only plain
+            steps.
         may_pause: sequences may go without trees.
     """
 
@@ -47,39 +47,38 @@ class Candidates:
     may_pause: bool = True
 
     def shapes(self, base: TreeShape) -> tuple[TreeShape, ...]:
-        """Returns the trees a draft with this shape may be asked for.
+        """Returns the tree shapes that may be requested of a draft.
 
-        A shape keeps the breadth of the draft's own and its number of nodes in proportion to the
-        depth; a draft that grows trees may be asked for chains as well.
+        Each keeps the top-k of the draft's own shape, `base`, and scales its number of nodes with
+        the depth. A draft whose own trees branch may be asked for chains as well.
         """
         steps = _steps_around(base) if self.steps is None else self.steps
         shapes = {shape_of(base, depth) for depth in steps}
         if base.topk > 1:
             shapes |= {chain(depth) for depth in steps}
-        return tuple(sorted(shapes, key=lambda each: (each.num_steps, each.topk)))
+        return tuple(sorted(shapes, key=_depth_and_topk))
 
     def round_shapes(self, base: TreeShape, *, drafts_ahead: bool = False) -> tuple[TreeShape, ...]:
-        """Returns the trees that rounds on the device may have: `shapes` where depths are set,
-        else the draft's own and chains that are as deep, half as deep and of one step. Each takes
-        graphs of its own, so they are few.
+        """Returns the tree shapes of device rounds. Where depths are set these are `shapes`; else
+        the draft's own, and chains that are as deep, half as deep and of one step. Each shape needs
+        CUDA graphs of its own, so there are few.
 
         Args:
-            drafts_ahead: chains may grow while those before are verified. A few more steps cost
-                no time then, the more the larger the target is beside the draft.
+            drafts_ahead: chains may grow while the chains before them are verified. Then a few more
+                steps cost no time; the larger the target beside the draft, the more steps.
         """
         if self.steps is not None:
             return self.shapes(base)
         deepest = min(base.num_steps, base.max_node_count)
         deeper = {deepest + more for more in STEPS_AHEAD if deepest + more <= MAX_STEPS_AHEAD}
-        others = deeper if drafts_ahead and deeper else {-(-deepest // 2)}
-        depths = {1, deepest, *others}
-        own = deepest if base.topk == 1 else None
-        return (base, *map(chain, sorted(depths - {own}, reverse=True)))
+        depths = {1, deepest, *(deeper if drafts_ahead and deeper else {-(-deepest // 2)})}
+        base_depth = deepest if base.topk == 1 else None  # `base` is this chain
+        return (base, *map(chain, sorted(depths - {base_depth}, reverse=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveConfig:
-    """Candidates by batch size: those of the largest key that is not above the size hold.
+    """Candidates by batch size: the largest key that is not above the size counts.
 
     Attributes:
         by_batch: at least one entry.
@@ -88,25 +87,28 @@ class AdaptiveConfig:
     by_batch: Mapping[int, Candidates]
 
     def candidates(self, num_sequences: int) -> Candidates:
-        """Returns what may be chosen for a batch."""
+        """Returns the candidates for a batch."""
         fitting = [size for size in self.by_batch if size <= num_sequences]
         return self.by_batch[max(fitting, default=min(self.by_batch))]
 
     def shapes(self, base: TreeShape) -> tuple[TreeShape, ...]:
-        """Returns the trees a draft with this shape may be asked for at any size of batch, beside
-        its own."""
-        found = {shape for each in self.by_batch.values() for shape in each.shapes(base)}
-        return tuple(sorted(found - {base}, key=lambda each: (each.num_steps, each.topk)))
+        """Returns the tree shapes that may be requested at any batch size, besides the draft's
+        own."""
+        shapes = {
+            shape for candidates in self.by_batch.values() for shape in candidates.shapes(base)
+        }
+        return tuple(sorted(shapes - {base}, key=_depth_and_topk))
 
     def round_shapes(self, base: TreeShape, *, drafts_ahead: bool = False) -> tuple[TreeShape, ...]:
-        """Returns the trees that rounds may have at any size of batch, the draft's own first."""
-        found = {
+        """Returns the tree shapes of rounds at any batch size, the draft's own first."""
+        shapes = {
             shape
-            for each in self.by_batch.values()
-            for shape in each.round_shapes(base, drafts_ahead=drafts_ahead)
+            for candidates in self.by_batch.values()
+            for shape in candidates.round_shapes(base, drafts_ahead=drafts_ahead)
         }
-        order = sorted(found - {base}, key=lambda each: (-each.num_steps, -each.topk))
-        return (base, *order) if base in found or not order else tuple(order)
+        largest_first = sorted(shapes - {base}, key=_depth_and_topk, reverse=True)
+        has_base = base in shapes or not largest_first
+        return (base, *largest_first) if has_base else tuple(largest_first)
 
 
 DEFAULT_CONFIG = AdaptiveConfig({1: Candidates()})
@@ -114,8 +116,12 @@ ALWAYS_TREES = AdaptiveConfig({1: Candidates(may_pause=False)})
 
 
 def chain(num_steps: int) -> TreeShape:
-    """Returns the chain of a depth."""
+    """Returns the shape of a chain."""
     return TreeShape(num_steps, 1, num_steps + 1)
+
+
+def _depth_and_topk(shape: TreeShape) -> tuple[int, int]:
+    return shape.num_steps, shape.topk
 
 
 def shape_of(base: TreeShape, num_steps: int) -> TreeShape:
@@ -127,16 +133,16 @@ def shape_of(base: TreeShape, num_steps: int) -> TreeShape:
 
 
 def _steps_around(base: TreeShape) -> tuple[int, ...]:
-    """A draft is not asked for trees more than twice as deep as its own: it was not made for it."""
+    """Returns depths up to about twice the draft's own; it was not made for deeper trees."""
     deepest = min(2 * base.num_steps + 1, MAX_STEPS)
     return tuple(sorted({base.num_steps, *(s for s in DEFAULT_STEPS if 1 <= s <= deepest)}))
 
 
 def read_adaptive_config(path: Path) -> AdaptiveConfig:
-    """Reads a file.
+    """Reads the file of `--speculative-adaptive-config`.
 
     Raises:
-        SettingsError: names every key that is wrong, its value and what it must be.
+        SettingsError: names every wrong key, its value and what it must be.
     """
     name = f"--speculative-adaptive-config {path}"
     try:
@@ -149,12 +155,12 @@ def read_adaptive_config(path: Path) -> AdaptiveConfig:
     sizes = {key: value for key, value in content.items() if key.isdecimal()} or {"1": {}}
     problems = [f"{name}: {problem}" for problem in _problems(shared)]
     by_batch = {}
-    for key, own in sizes.items():
-        if isinstance(own, dict):
-            problems += [f"{name}: {key}: {problem}" for problem in _problems(own)]
-            by_batch[int(key)] = shared | own
+    for key, entry in sizes.items():
+        if isinstance(entry, dict):
+            problems += [f"{name}: {key}: {problem}" for problem in _problems(entry)]
+            by_batch[int(key)] = shared | entry
         else:
-            problems.append(f"{name}: {key} is {own!r}; it must be an object")
+            problems.append(f"{name}: {key} is {entry!r}; it must be an object")
     if problems:
         raise SettingsError(tuple(problems))
     return AdaptiveConfig({size: _candidates(**entry) for size, entry in by_batch.items()})
@@ -170,7 +176,7 @@ def _problems(entry: Mapping[str, Any]) -> Iterator[str]:
     if (
         not isinstance(steps, list)
         or not steps
-        or any(type(each) is not int or each not in allowed for each in steps)
+        or any(type(depth) is not int or depth not in allowed for depth in steps)
     ):
         yield (
             f"candidate_steps is {steps!r}; it must be a list of whole numbers in [0, {MAX_STEPS}]"

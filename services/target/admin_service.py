@@ -1,4 +1,4 @@
-"""The target's maintenance port: what every process has, and the weights."""
+"""`AdminService` of a target: the calls that every process has, and the calls for weights."""
 
 from __future__ import annotations
 
@@ -15,12 +15,7 @@ from services.target.metrics import shape_figures, wanted_figures
 from services.target.requests.request_messages import duration_message
 from services.target.settings import TargetSettings
 from services.target.step_report import shape_name
-from services.target.weight_control import (
-    MemoryTag,
-    PauseMode,
-    Updated,
-    WeightControl,
-)
+from services.target.weight_control import MemoryTag, PauseMode, Updated, WeightControl
 from services.target.weight_stager import GroupTerms, TensorToCome, WeightStager
 from services.target.weight_updates import WeightUpdates
 from shared.errors import InvalidArgument
@@ -46,14 +41,14 @@ def gauge_values(gauges: EngineGauges) -> Mapping[str, float]:
         "speculation_on": float(gauges.speculates),
         **shape_figures("round", gauges.round_shape),
         **{
-            f"round_ms_of_{shape_name(tree)}_for_{size}": 1e3 * each
-            for (tree, size), each in gauges.round_s.items()
+            f"round_ms_of_{shape_name(choice)}_for_{size}": 1e3 * seconds
+            for (choice, size), seconds in gauges.round_s.items()
         },
     }
 
 
 def wanted_gauges(statuses: Iterable[AttachmentStatus]) -> Mapping[str, float]:
-    """Returns the gauges of each draft, by names that end in that of its attachment."""
+    """Returns the gauges of each draft, by names that end in its attachment id."""
     return {
         f"{name}_of_{status.attachment.identity.attachment_id}": value
         for status in statuses
@@ -110,8 +105,9 @@ class TargetAdminServicer(AdminServicer):
         draft_settings: Mapping[str, str],
         update_draft: Callable[[Path, str], Awaitable[float]] | None,
     ) -> None:
-        """`drain` and `update_draft` see `AdminHooks`; `draft_settings` are of a draft inside."""
-        # The verification mode is the rule in force, whichever flag names it.
+        """For `drain` and `update_draft` see `AdminHooks`; `draft_settings` are an embedded
+        draft's."""
+        # The verification mode is shown as the rule that all flags together name.
         mode = {"verification-mode": settings.verification.value}
         shown = {**draft_settings, **shown_settings(settings), **mode}
         info = ProcessInfo("target", package_version(), time.time(), shown)
@@ -132,7 +128,7 @@ class TargetAdminServicer(AdminServicer):
 
     async def _attachments(self) -> Sequence[pb.Attachment]:
         statuses = await asyncio.wrap_future(self._engine.attachments())
-        return [attachment_message(each) for each in statuses]
+        return [attachment_message(status) for status in statuses]
 
     async def _flush(self) -> int:
         return await asyncio.wrap_future(self._engine.flush_prefix_cache())
@@ -203,12 +199,13 @@ class TargetAdminServicer(AdminServicer):
             disk = request.disk
             return await self._updates.read(Path(disk.model_path), disk.load_format, version)
         if source == "distributed":
-            sent = request.distributed
+            source_group = request.distributed
             tensors = [
-                TensorToCome(each.name, each.dtype, tuple(each.shape)) for each in sent.tensors
+                TensorToCome(tensor.name, tensor.dtype, tuple(tensor.shape))
+                for tensor in source_group.tensors
             ]
             return await self._updates.receive(
-                sent.group_name, tensors, version, is_flattened=sent.is_flattened
+                source_group.group_name, tensors, version, is_flattened=source_group.is_flattened
             )
         if source == "safetensors":
             return await self._updates.load(request.safetensors, version)
@@ -293,10 +290,14 @@ def _update(updated: Updated | None) -> pb.WeightUpdate | None:
 
 
 def _tags(names: Iterable[str]) -> list[MemoryTag]:
-    """Raises: InvalidArgument for a name that is no tag."""
+    """Returns the tags of these names; all tags if there are no names.
+
+    Raises:
+        InvalidArgument: a name is no tag.
+    """
     try:
         return [MemoryTag(name) for name in names] or list(MemoryTag)
     except ValueError as error:
-        known = ", ".join(tag.value for tag in MemoryTag)
-        message = f"tags holds {error}; it must be of {known}"
+        choices = ", ".join(tag.value for tag in MemoryTag)
+        message = f"tags holds {error}; each must be one of {choices}"
         raise InvalidArgument.of("MEMORY_TAG_UNKNOWN", "tags", message) from None

@@ -1,4 +1,4 @@
-"""From decisions to committed tokens, their events, the verdicts for drafts and the reports."""
+"""Commits decisions: tokens, their events, the verdicts for drafts and the step reports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shared.tokens import TokenLogprobs, TreeShape
 
 
 class Committed(NamedTuple):
-    """One sequence's part of a step: draft nodes that were verified and accepted, and tokens."""
+    """Counts of one sequence in a step: draft nodes verified and accepted, and tokens committed."""
 
     num_drafted: int
     num_accepted: int
@@ -36,12 +36,13 @@ class Committer:
 
     Args:
         has_fallback: whether the target has n-gram trees of its own.
-        routes: of the experts that tokens took, which are kept; None where they are not.
-        forget: lets go of a sequence that has ended.
-        release: frees the pages of one whose rows were in flight when it ended.
+        version: version of the weights.
+        routes: spec of the recorded experts of each token; None where they are not recorded.
+        forget: removes a sequence that has ended.
+        release: frees the pages of a sequence that ended while its rows were in flight.
 
     Attributes:
-        reports: of the steps that were committed, until the loop hands them out.
+        reports: reports of committed steps that the loop has not passed on yet.
     """
 
     def __init__(
@@ -68,17 +69,17 @@ class Committer:
         self._forget = forget
         self._release = release
         self._committed_s = 0.0
-        # Tokens of each round with a tree of the fallback, since the last report.
+        # Tokens of each round with a fallback tree since the last report.
         self._fallback_counts: list[int] = []
         self.reports: list[StepReport] = []
 
     def commit_step(
         self, step: LaunchedStep, decided: SequenceOf[tuple[ScheduledSequence, Decision]]
     ) -> None:
-        """Commits what a step decided.
+        """Commits the decisions of a step.
 
         Args:
-            decided: of the sequences that have not ended since the launch.
+            decided: decisions about the sequences that have not ended since the launch.
         """
         now_s = self._clock()
         start_s, self._committed_s = max(step.start_s, self._committed_s), now_s
@@ -113,10 +114,10 @@ class Committer:
         host_gap_s: float = 0.0,
         round_shape: TreeShape | None = None,
     ) -> None:
-        """Keeps the report of a step that was committed; see `StepReport`.
+        """Adds the report of a committed step; see `StepReport`.
 
         Args:
-            parts: of the sequences that drew tokens.
+            parts: counts of the sequences that drew tokens.
         """
         fallback_counts, self._fallback_counts = self._fallback_counts, []
         self.reports.append(
@@ -127,9 +128,9 @@ class Committer:
                 num_rows=num_rows,
                 num_prompt_rows=num_prompt_rows,
                 num_rounds=len(parts),
-                num_committed=sum(each.num_tokens for each in parts),
-                num_drafted=sum(each.num_drafted for each in parts),
-                num_accepted=sum(each.num_accepted for each in parts),
+                num_committed=sum(part.num_tokens for part in parts),
+                num_drafted=sum(part.num_drafted for part in parts),
+                num_accepted=sum(part.num_accepted for part in parts),
                 num_preempted=num_preempted,
                 outcomes=self._attachments.outcomes.take(),
                 speculation=self._attachments.verdicts.take_counts(),
@@ -151,11 +152,11 @@ class Committer:
     ) -> Committed:
         """Commits one decision.
 
-        The sequence may have ended by it: its `finish_reason` says so, and its last event is out.
+        The commit may end the sequence: then `finish_reason` is set and its last event is emitted.
 
         Args:
             start_s: when the device could begin with the step.
-            is_lane: the sequence has a lane, whose pages are never replaced by shared ones.
+            is_lane: the sequence has a lane, whose pages must not be replaced by shared ones.
         """
         sequence, has_tree = entry.sequence, bool(entry.tree.token_ids)
         was_verified = has_tree and self._attachments.assignments.has_tree(sequence)
@@ -197,7 +198,7 @@ class Committer:
         return part
 
     def commit_round(self, sequence: Sequence, round_: SequenceRound, now_s: float) -> Committed:
-        """Commits what a round did to a sequence that no draft has, as `commit` does."""
+        """Commits a device round's tokens of a sequence without a draft; see `commit`."""
         committed = sequence.commit(round_.token_ids)
         num_accepted = min(len(round_.token_ids) - 1, len(committed))
         sequence.decided_s = now_s
@@ -216,28 +217,22 @@ class Committer:
         num_drafted: int,
         trace: RoundTrace | None = None,
     ) -> None:
-        """Tells of committed tokens, and of the end that they may have brought."""
-        own = logprobs[: len(committed)]
-        version = self._told(sequence)
-        delta = Delta(committed, own, num_accepted, num_drafted, trace, version)
+        """Emits the committed tokens, and the last event if they end the sequence."""
+        version = None
+        if sequence.weight_version != self._version.name:  # sent once per change
+            version = sequence.weight_version = self._version.name
+        kept = logprobs[: len(committed)]
+        delta = Delta(committed, kept, num_accepted, num_drafted, trace, version)
         self._subscriptions.emit(sequence, delta)
         if sequence.finish_reason is not None:
             self._subscriptions.emit(sequence, self._last_event(sequence))
 
-    def _told(self, sequence: Sequence) -> str | None:
-        """Returns the version of the weights where it is news to whoever waits for the sequence."""
-        name = self._version.name
-        if sequence.weight_version == name:
-            return None
-        sequence.weight_version = name
-        return name
-
     def _trace(
         self, entry: ScheduledSequence, accepted: tuple[int, ...], start_s: float, now_s: float
     ) -> RoundTrace:
-        """Reports the round of a commit."""
+        """Returns the trace of the round that was just committed."""
         sequence = entry.sequence
-        # A step launched ahead may have begun before the host had read the one before it.
+        # A step launched ahead may have begun before the host had read the step before it.
         begin_s = max(start_s, sequence.decided_s)
         return RoundTrace(
             round=sequence.round - 1,
@@ -250,21 +245,18 @@ class Committer:
         )
 
     def _publish(self, sequence: Sequence) -> None:
-        """Shares the prompt's pages, so that equal prompts need not wait for this one to end."""
-        if sequence.lease is not None:  # else it was preempted, which shares them as well
-            # A row in flight may yet be thrown away.
+        """Caches the prompt's pages now, so that equal prompts need not wait for this one's end."""
+        if sequence.lease is not None:  # else it was preempted, which caches the pages as well
+            # A row in flight may still be discarded.
             num_tokens = min(sequence.num_computed, len(sequence.token_ids) - 1)
             self._leases.publish(sequence.lease, sequence.token_ids[:num_tokens])
 
     def _last_event(self, sequence: Sequence) -> Finished | Failed:
         if sequence.matcher is not None and sequence.matcher.failure is not None:
             return Failed(sequence.matcher.failure)
-        routes = self._routes if sequence.request.wants_routes else None
-        return Finished.of(sequence, None if routes is None else self._routes_of(sequence, routes))
-
-    def _routes_of(self, sequence: Sequence, routes: FeatureSpec) -> HostCopy:
-        """Returns the experts of all tokens but the last, on their way."""
-        end = len(sequence.token_ids) - 1
-        start, rows = self._features.known_rows(routes, sequence.open_lease, 0, end)
+        if self._routes is None or not sequence.request.wants_routes:
+            return Finished.of(sequence)
+        end = len(sequence.token_ids) - 1  # all tokens but the last
+        start, rows = self._features.known_rows(self._routes, sequence.open_lease, 0, end)
         assert start == 0, f"the experts of {start} tokens were not recorded"
-        return HostCopy(rows)
+        return Finished.of(sequence, HostCopy(rows))

@@ -1,8 +1,8 @@
 """Tokens that a step draws: queued on the device first, read as decisions later.
 
-Glossary. A sequence contributes one row for its last token, the *root*, and one for each tree
-node. Every row's distribution is the target's after that row's own path, sampling parameters and
-grammar included; the rules over these distributions are in `shared.speculation.verify`.
+Glossary. A sequence has one row for its last token, the *root*, and one row for each tree node. The
+distribution of a row is the target's, given the path to that row, with sampling parameters and
+grammar applied. The rules over these distributions are in `shared.speculation.verify`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ from services.target.token_masks import RowMasks
 from shared.kv.upload import uploaded_numbers
 from shared.runtime.host_copy import HostCopy
 from shared.speculation.distributions import shaped_logits, target_log_probs
-from shared.speculation.logprobs import (
-    packed_logprobs,
-    unpacked_logprobs,
-)
+from shared.speculation.logprobs import packed_logprobs, unpacked_logprobs
 from shared.speculation.rejection import ChainRule, DrawnChain, accept_chains
 from shared.speculation.row_sampling import RowSampling, TokenCounts, uploaded_tensor
 from shared.speculation.verify import (
@@ -39,16 +36,16 @@ from shared.tokens import TokenLogprobs, TokenTree
 
 
 class FreshRule:
-    """Decides the trees of a step with fresh randomness.
+    """Verifies the trees of a step with fresh randomness.
 
-    A tree that came without the distributions of its tokens is decided by the point-mass rule,
-    whatever drew it: that rule takes a child with the target's probability of it, so any tree is
-    good for it that does not know the target's coins.
+    A tree without the draft distributions of its tokens is verified by the point-mass rule, no
+    matter how it was drafted. That rule accepts a child with the target's probability of it, so it
+    is exact for every tree that does not depend on the target's random numbers.
 
     Args:
-        generator: on the host; the source of fresh randomness.
-        chains: decides drawn chains by their distributions; None has none.
-        thresholds: of the point-mass rule; below 1 they are lossy.
+        generator: on the host; source of the fresh randomness.
+        chains: rule for drawn chains, which come with their draft distributions; None: no rule.
+        thresholds: thresholds of the point-mass rule; below 1 they are lossy.
     """
 
     def __init__(
@@ -62,8 +59,8 @@ class FreshRule:
         self._thresholds = thresholds
 
     def __call__(self, log_probs: Tensor, trees: Sequence[TokenTree]) -> list[AcceptedPath]:
-        """Returns one path for each tree. Waits for the device, twice where trees of both kinds
-        come together.
+        """Returns the accepted path of each tree. Waits for the device, twice with trees of both
+        kinds.
 
         Args:
             log_probs: `[R, V]` float32, the target's distributions; for each tree the row of its
@@ -71,23 +68,23 @@ class FreshRule:
         """
         rows = torch.split(log_probs, [1 + len(tree) for tree in trees])
         chains = {
-            place: tree
-            for place, tree in enumerate(trees)
+            index: tree
+            for index, tree in enumerate(trees)
             if self._chains and isinstance(tree, DrawnChain) and tree.token_ids
         }
-        others = {place: tree for place, tree in enumerate(trees) if place not in chains}
+        point_mass = {index: tree for index, tree in enumerate(trees) if index not in chains}
         paths: dict[int, AcceptedPath] = {}
         if self._chains and chains:
-            distributions = torch.cat([rows[place] for place in chains])
-            own = list(chains.values())
-            found = accept_chains(distributions, own, self._chains, self._generator)
-            paths.update(zip(chains, found, strict=True))
-        if others:
-            distributions = torch.cat([rows[place] for place in others])
-            draws = point_mass_draws(distributions, list(others.values()), self._generator)
-            for (place, tree), draw in zip(others.items(), draws, strict=True):
-                paths[place] = accept_point_mass(tree, draw, self._thresholds)
-        return [paths[place] for place in range(len(trees))]
+            distributions = torch.cat([rows[index] for index in chains])
+            drawn_chains = list(chains.values())
+            accepted = accept_chains(distributions, drawn_chains, self._chains, self._generator)
+            paths.update(zip(chains, accepted, strict=True))
+        if point_mass:
+            distributions = torch.cat([rows[index] for index in point_mass])
+            draws = point_mass_draws(distributions, list(point_mass.values()), self._generator)
+            for (index, tree), draw in zip(point_mass.items(), draws, strict=True):
+                paths[index] = accept_point_mass(tree, draw, self._thresholds)
+        return [paths[index] for index in range(len(trees))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +92,7 @@ class Decision:
     """The tokens that one round of one sequence commits.
 
     Attributes:
-        accepted_nodes: accepted path, the root's child first.
+        accepted_nodes: the accepted path, the root's child first.
         token_ids: tokens of the path, then the bonus token.
         logprobs: one for each of `token_ids`; empty when the request wants none.
     """
@@ -111,13 +108,12 @@ class RowDistributions:
 
     Attributes:
         drawn: scheduled sequences whose last token the step computes.
-        rows: of each of them.
-        logits: `[L, V]` as the model gives them; for each of them the row of the root, then the
-            rows of its nodes.
-        positions: `[L]` int64, each row's position; it draws the token after it.
-        sampling: of the L rows.
-        counts: of the L rows; None without penalties.
-        masks: of the L rows; None without grammars and rules.
+        rows: rows of each of these sequences: the root, then the nodes.
+        logits: `[L, V]` as the model returns them.
+        positions: `[L]` int64, the position of each row's token; the row draws the token after it.
+        sampling: sampling parameters of the L rows.
+        counts: token counts of the L rows; None without penalties.
+        masks: token masks of the L rows; None without grammars and rules.
     """
 
     drawn: Sequence[ScheduledSequence]
@@ -135,8 +131,8 @@ class RowDistributions:
 
     @property
     def scored_logits(self) -> Tensor:
-        """The logits for log probabilities: as the model gives them, or divided by the temperature
-        for requests that ask for that."""
+        """The logits for log probabilities: as the model returns them, or, for requests with
+        `logprobs_after_temperature`, shaped and divided by the temperature."""
         wanted = [
             entry.sequence.request.logprobs_after_temperature
             for entry in self.drawn
@@ -146,9 +142,9 @@ class RowDistributions:
             return self.logits
         sampling = self.sampling
         shaped = shaped_logits(self.allowed_logits, sampling, self.counts)
-        cooled = torch.where(sampling.greedy, shaped, shaped / sampling.temperatures)
-        is_wanted = uploaded_tensor(torch.tensor(wanted), cooled.device).unsqueeze(1)
-        return torch.where(is_wanted, cooled, self.logits.to(cooled.dtype))
+        scaled = torch.where(sampling.greedy, shaped, shaped / sampling.temperatures)
+        is_wanted = uploaded_tensor(torch.tensor(wanted), scaled.device).unsqueeze(1)
+        return torch.where(is_wanted, scaled, self.logits.to(scaled.dtype))
 
 
 class Draw(Protocol):
@@ -156,14 +152,14 @@ class Draw(Protocol):
 
     @property
     def token_ids(self) -> Tensor | None:
-        """`[L]` int64 on the device, what each row drew; None when the host is to decide."""
+        """`[L]` int64 on the device, the token that each row drew; None when the host decides."""
 
     def read(self) -> list[Decision]:
         """Waits for the device and returns one decision for each sequence that drew."""
 
 
 class CoupledDraw:
-    """Every row draws with the noise of its seed and position. Queues; does not wait."""
+    """Every row draws with the noise of its seed and position; queued by the constructor."""
 
     def __init__(self, distributions: RowDistributions) -> None:
         self._drawn = distributions.drawn
@@ -182,7 +178,7 @@ class CoupledDraw:
         """See `Draw`."""
         tokens = self._tokens.read().tolist()
         if self._logprobs is None and len(tokens) == len(self._drawn):
-            return [Decision((), (token,), ()) for token in tokens]  # no tree anywhere
+            return [Decision((), (token,), ()) for token in tokens]  # there are no trees
         logprobs = None if self._logprobs is None else self._logprobs.read()
         decisions: list[Decision] = []
         for entry, rows in zip(self._drawn, self._slices, strict=True):
@@ -194,7 +190,7 @@ class CoupledDraw:
 
 
 class FreshDraw:
-    """Rows accept by fresh randomness. All of it happens in `read`, before the next forward."""
+    """Rows accept by fresh randomness. All the work happens in `read`, before the next forward."""
 
     token_ids = None
 
@@ -227,11 +223,11 @@ class FreshDraw:
 
 @dataclass(frozen=True, slots=True)
 class QueuedLogprobs:
-    """Log probabilities of N tokens on their way to the host.
+    """Log probabilities of N tokens, whose copy to the host is queued.
 
     Attributes:
-        num_top: alternatives of each.
-        named: tokens that are wanted of each beside them.
+        num_top: number of top alternatives for each token.
+        named: for each token, further token ids whose log probabilities are wanted.
     """
 
     packed: HostCopy
@@ -246,10 +242,11 @@ class QueuedLogprobs:
         num_top: Sequence[int],
         named: Sequence[Sequence[int]],
     ) -> QueuedLogprobs:
-        """Queues them.
+        """Queues the computation and the copy.
 
         Args:
-            logits: `[N, V]`, of the rows before the tokens `[N]`.
+            logits: `[N, V]`, of the rows that predict the tokens.
+            token_ids: `[N]` int64.
         """
         packed = packed_logprobs(logits, token_ids, max(num_top), named)
         return cls(HostCopy(packed), num_top, named)
@@ -261,14 +258,14 @@ class QueuedLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class _RowLogprobs:
-    """Those of the rows of a step, by row, whose requests want any."""
+    """Log probabilities of the rows of a step whose requests want any."""
 
     queued: QueuedLogprobs
     rows: list[int]
 
     @classmethod
     def of(cls, distributions: RowDistributions, token_ids: Tensor) -> _RowLogprobs | None:
-        """Queues them; None when no request wants any.
+        """Queues the log probabilities; None when no request wants any.
 
         Args:
             token_ids: `[L]` int64, the next token of each row.
@@ -276,12 +273,13 @@ class _RowLogprobs:
         rows: list[int] = []
         num_top: list[int] = []
         named: list[Sequence[int]] = []
-        for entry, own in zip(distributions.drawn, distributions.rows, strict=True):
+        for entry, entry_rows in zip(distributions.drawn, distributions.rows, strict=True):
             request = entry.sequence.request
             if request.top_logprobs is not None:
-                rows += range(own.start, own.stop)
-                num_top += [request.top_logprobs] * (own.stop - own.start)
-                named += [request.logprob_token_ids] * (own.stop - own.start)
+                num_rows = entry_rows.stop - entry_rows.start
+                rows += range(entry_rows.start, entry_rows.stop)
+                num_top += [request.top_logprobs] * num_rows
+                named += [request.logprob_token_ids] * num_rows
         if not rows:
             return None
         index = uploaded_numbers(rows, token_ids.device)
@@ -291,7 +289,7 @@ class _RowLogprobs:
         )
 
     def read(self) -> dict[int, TokenLogprobs]:
-        """Waits for the device and returns them by row."""
+        """Waits for the device and returns the log probabilities by row."""
         return dict(zip(self.rows, self.queued.read(), strict=True))
 
 
@@ -304,10 +302,10 @@ def _decision(
     committed = path.token_ids(entry.tree)
     if logprobs is None or entry.sequence.request.top_logprobs is None:
         return Decision(path.node_indices, committed, ())
-    found = tuple(logprobs[row] for row in _path_rows(path, rows))
-    return Decision(path.node_indices, committed, found)
+    of_path = tuple(logprobs[row] for row in _path_rows(path, rows))
+    return Decision(path.node_indices, committed, of_path)
 
 
 def _path_rows(path: AcceptedPath, rows: slice) -> tuple[int, ...]:
-    """Returns the rows whose next tokens are those of the path and the bonus."""
+    """Returns the rows whose next tokens are the tokens of the path, then the bonus token."""
     return (rows.start, *(rows.start + 1 + node for node in path.node_indices))

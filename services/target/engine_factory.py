@@ -1,4 +1,4 @@
-"""Builds an engine from settings: runner, pages, policies."""
+"""Builds an engine from settings: runner, KV leases, scheduler, verifier and step loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shared.speculation.verify import Thresholds
 
 logger = logging.getLogger(__name__)
 INBOX_CAPACITY = 65_536
-"""Commands that may wait for the engine: far above any sane number of open requests."""
+"""Most commands that wait for the engine: far above any reasonable number of open requests."""
 
 
 def build_engine(
@@ -38,15 +38,15 @@ def build_engine(
     """Loads the model and returns an engine, not started.
 
     Args:
-        followers: the other processes that hold a part of the model; None holds it all.
-        draft: of one that will be in this process.
+        followers: the other ranks of the model; None: this process holds the whole model.
+        draft: needs of the draft that will be embedded in this process.
 
     Raises:
         CheckpointError: the model folder cannot be served.
-        SettingsError: memory does not hold what the settings ask for.
+        SettingsError: the device is missing, or cannot hold or compute what the settings ask for.
     """
-    shared = () if followers is None else (followers.group, followers.leader)
-    built = build_runner(settings, *shared, draft=draft)
+    ranks = () if followers is None else (followers.group, followers.leader)
+    built = build_runner(settings, *ranks, draft=draft)
     leases = KvLeases(
         built.runner.pool.num_leased_pages,
         settings.page_size,
@@ -61,7 +61,7 @@ def build_engine(
         eos_token_ids=built.config.eos_token_ids,
         num_routes=num_routes(settings, built.config),
     )
-    selection = None  # of rounds whose trees remote drafts push
+    selection = None  # limits of device rounds with trees that remote drafts push
     if settings.has_device_rounds(is_cuda=built.runner.device.type == "cuda"):
         max_sequences = min(settings.max_running_requests, settings.cuda_graph_max_bs)
         selection = RoundLimits(max_sequences, limits.max_sequence_tokens)
@@ -97,6 +97,6 @@ def build_engine(
     )
     engine = Engine(loop, Inbox(INBOX_CAPACITY))
     if followers is not None:
-        ranks = RankStages(followers.group, followers.leader, built.runner.device)
-        engine.share_weights(ranks)
+        stages = RankStages(followers.group, followers.leader, built.runner.device)
+        engine.share_weights(stages)
     return engine

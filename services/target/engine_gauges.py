@@ -10,15 +10,15 @@ from shared.tokens import Choice, TreeShape
 
 @dataclass(frozen=True, slots=True)
 class EngineGauges:
-    """Live figures; free + cached + held pages are all pages.
+    """Live figures. Free, cached and held pages add up to all pages.
 
     Attributes:
-        num_drafted_for: running sequences for which trees are wanted.
-        num_paused: running sequences that have a draft, but go without trees.
+        num_drafted_for: running sequences for which trees are requested.
+        num_paused: running sequences with a draft, for which no trees are requested.
         probe_s: time that probes and trials have cost beyond plain decoding.
-        speculates: whether trees are wanted of drafts; also where there are none.
-        round_shape: of the trees of rounds on the device; None while there are none.
-        round_s: usual time of a round by shape, None for plain steps, and sequences.
+        speculates: whether trees are requested of drafts; True also without drafts.
+        round_shape: tree shape of the rounds on the device; None while there are none.
+        round_s: usual round time, by tree shape (None for plain steps) and number of sequences.
     """
 
     num_waiting: int

@@ -1,4 +1,4 @@
-"""Queues the work of a step on the device. Nothing here waits for any of it."""
+"""Queues the work of a step on the device. Only the `read` methods wait for it."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ from shared.runtime.host_copy import DeviceMark
 from shared.runtime.runner import ModelRunner
 
 UNREAD = 0
-"""Stands for a token that is filled in on the device."""
+"""Placeholder for a token that is filled in on the device."""
 
 
 def sequence_rows(entry: ScheduledSequence) -> SequenceRows:
-    """Returns the rows of one scheduled sequence: its tokens, then tree nodes.
+    """Returns the rows of one scheduled sequence: its tokens, then its tree nodes.
 
-    Logits are wanted of the rows that score prompt tokens, and, when the step reaches the last
-    token, of that and of every node. A pending token is `UNREAD`: the device has it.
+    Logits are wanted of the rows that score prompt tokens. If the step computes the sequence's last
+    token, they are also wanted of that token's row and of every node. A pending token is `UNREAD`:
+    its value is on the device.
     """
     sequence, tree, start = entry.sequence, entry.tree, entry.start
-    known = sequence.token_ids[start : start + entry.num_rows]
+    committed = sequence.token_ids[start : start + entry.num_rows]
     assert not (sequence.num_pending and len(tree)), "a tree cannot hang off an unread token"
     last_position = start + entry.num_rows - 1
     num_all = entry.num_rows + len(tree)
     drawing = range(entry.num_rows - 1, num_all) if entry.is_complete else ()
     return SequenceRows(
-        token_ids=[*known, *[UNREAD] * (entry.num_rows - len(known)), *tree.token_ids],
+        token_ids=[*committed, *[UNREAD] * (entry.num_rows - len(committed)), *tree.token_ids],
         positions=[
             *range(start, start + entry.num_rows),
             *(last_position + depth for depth in tree.depths),
@@ -54,21 +55,22 @@ def sequence_rows(entry: ScheduledSequence) -> SequenceRows:
 def kv_moves(
     entry: ScheduledSequence, accepted_nodes: SequenceOf[int], page_size: int
 ) -> list[tuple[int, int]]:
-    """Returns (from, to) slots that bring the KV of the accepted path behind the committed tokens.
+    """Returns the (from, to) slots that move the KV of the accepted nodes into path order.
 
-    Nodes were computed in tree order; after the verdict the accepted ones must stand in path
-    order. Nodes that stand right already are left out.
+    Nodes were computed in tree order; after the verdict the KV of the accepted path must follow the
+    committed tokens. Nodes that are in the right slot already are left out.
     """
     node_slots = entry.slots(page_size)[entry.num_rows :]
     return [
-        (node_slots[node], node_slots[place])
-        for place, node in enumerate(accepted_nodes)
-        if node != place
+        (node_slots[node], node_slots[index])
+        for index, node in enumerate(accepted_nodes)
+        if node != index
     ]
 
 
 def _tail_mask(entry: ScheduledSequence) -> Array:
-    """Committed rows are causal; a node sees every committed row, its ancestors and itself."""
+    """Returns the attention mask of the rows: committed rows are causal; a node sees every
+    committed row, its ancestors and itself."""
     num_rows, tree = entry.num_rows, entry.tree
     mask = np.tri(num_rows + len(tree), dtype=np.bool_)
     mask[num_rows:, num_rows:] = False
@@ -81,10 +83,10 @@ def _tail_mask(entry: ScheduledSequence) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """The log probabilities of the scoring rows of one step.
+    """Log probabilities of prompt tokens that one step scores.
 
     Attributes:
-        spans: for each sequence that scores, the positions of its tokens.
+        spans: each sequence that is scored, and the positions of its scored tokens.
     """
 
     queued: QueuedLogprobs
@@ -92,9 +94,9 @@ class PromptScores:
 
     def read(self) -> list[tuple[Sequence, PromptScored]]:
         """Waits for the device and returns one event for each sequence."""
-        found = iter(self.queued.read())
+        logprobs = iter(self.queued.read())
         return [
-            (sequence, PromptScored(span.start, tuple(next(found) for _ in span)))
+            (sequence, PromptScored(span.start, tuple(next(logprobs) for _ in span)))
             for sequence, span in self.spans
         ]
 
@@ -102,19 +104,19 @@ class PromptScores:
 def _scored(
     scheduled: SequenceOf[ScheduledSequence], logits: Tensor
 ) -> tuple[PromptScores, Tensor]:
-    """Queues the scores of prompt tokens and counts them as scored.
+    """Queues the scores of prompt tokens and counts the tokens as scored.
 
     Args:
-        logits: `[L, V]`; of each sequence the scoring rows, then the drawing ones.
+        logits: `[L, V]`; for each sequence its scoring rows, then its drawing rows.
 
     Returns:
-        The scores, and the rows `[D]` int64 that draw.
+        The scores, and the indices `[D]` int64 of the drawing rows.
     """
     scoring: list[int] = []
     drawing: list[int] = []
     token_ids: list[int] = []
     spans: list[tuple[Sequence, range]] = []
-    asked: list[tuple[int, SequenceOf[int]]] = []
+    requested: list[tuple[int, SequenceOf[int]]] = []
     row = 0
     for entry in scheduled:
         if entry.scored:
@@ -123,7 +125,7 @@ def _scored(
             request = sequence.request
             assert request.prompt_scoring is not None
             spans.append((sequence, span))
-            asked += [(request.prompt_scoring.num_top, request.logprob_token_ids)] * len(span)
+            requested += [(request.prompt_scoring.num_top, request.logprob_token_ids)] * len(span)
             token_ids += sequence.token_ids[span.start : span.stop]
             scoring += range(row, row + len(span))
             sequence.next_scored = span.stop
@@ -132,7 +134,7 @@ def _scored(
         drawing += range(row, row + num_drawing)
         row += num_drawing
     index = uploaded_numbers([scoring, token_ids], logits.device)
-    num_top, named = zip(*asked, strict=True)
+    num_top, named = zip(*requested, strict=True)
     queued = QueuedLogprobs.of(logits.index_select(0, index[0]), index[1], num_top, named)
     return PromptScores(queued, tuple(spans)), uploaded_numbers(drawing, logits.device)
 
@@ -143,16 +145,16 @@ class LaunchedStep:
 
     Attributes:
         drawn: the scheduled sequences that draw, in the order of the draw's rows.
-        draw: None when none does.
+        draw: None when no sequence draws.
         scores: log probabilities of prompt tokens; None when no sequence wants any.
         num_rows: rows of the forward.
-        num_prompt_rows: those of sequences that had more than one token to compute.
-        mark: behind its work on the device.
-        start_s: when it was planned.
+        num_prompt_rows: rows of the sequences that computed more than one token.
+        mark: passed once the device has done the step's work.
+        start_s: when the step was planned.
         allows_run_ahead: whether the next step can be launched before this one's tokens are read.
-        host_gap_s: how long the device had nothing to do before, because of the host.
-        retired: sequences that ended while the step was in flight. Their rows are thrown away,
-            their pages stay theirs until it is read.
+        host_gap_s: how long the device was idle before the step, because of the host.
+        retired: sequences that ended while the step was in flight. Their rows are discarded; they
+            keep their pages until the step is read.
     """
 
     plan: StepPlan
@@ -172,7 +174,7 @@ class LaunchedStep:
         return any(entry.sequence is sequence for entry in self.plan.scheduled)
 
     def read(self) -> list[tuple[ScheduledSequence, Decision]]:
-        """Waits for the device; returns what became of every sequence that drew."""
+        """Waits for the device; returns the decision about every sequence that drew."""
         decisions = [] if self.draw is None else self.draw.read()
         for entry in self.drawn:
             entry.sequence.num_pending -= 1
@@ -180,7 +182,7 @@ class LaunchedStep:
 
 
 class Launcher:
-    """Between a plan and the device. Owned by the engine thread."""
+    """Launches planned steps on the device. Owned by the engine thread."""
 
     def __init__(self, runner: ModelRunner, verifier: Verifier, features: FeatureFeed) -> None:
         self._runner = runner
@@ -190,10 +192,10 @@ class Launcher:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, last: LaunchedStep | None, *, start_s: float) -> LaunchedStep:
-        """Queues forward and draw, and counts the rows as computed.
+        """Queues the forward and the draw, and counts the rows as computed.
 
         Args:
-            last: the step in flight, whose tokens this one reads on the device.
+            last: the step in flight, whose drawn tokens this step reads on the device.
         """
         batch = self._packed(plan.scheduled)
         if last is not None and last.draw is not None:
@@ -203,7 +205,7 @@ class Launcher:
         drawn = plan.drawn
         draw, scores = None, None
         logits, positions, input_ids = output.logits, batch.positions, batch.token_ids
-        if len(batch.logit_rows) < len(positions):  # they ascend, so as many as rows are all
+        if len(batch.logit_rows) < len(positions):  # else all rows, in order: the indices ascend
             positions = positions.index_select(0, batch.logit_rows)
             input_ids = input_ids.index_select(0, batch.logit_rows)
         if any(entry.scored for entry in plan.scheduled):
@@ -231,20 +233,21 @@ class Launcher:
 
     def _packed(self, scheduled: SequenceOf[ScheduledSequence]) -> ForwardBatch:
         if all(
-            each.num_rows == 1 and each.is_complete and not each.node_indices for each in scheduled
+            entry.num_rows == 1 and entry.is_complete and not entry.node_indices
+            for entry in scheduled
         ):
-            # Plain decode: one row each, which draws.
+            # Plain decode: every sequence has one row, which draws.
             sequences = [entry.sequence for entry in scheduled]
             return self._decode_batches.build(
-                [UNREAD if each.num_pending else each.token_ids[-1] for each in sequences],
+                [UNREAD if seq.num_pending else seq.token_ids[-1] for seq in sequences],
                 [entry.start for entry in scheduled],
-                [each.open_lease for each in sequences],
+                [sequence.open_lease for sequence in sequences],
             )
         rows = [sequence_rows(entry) for entry in scheduled]
         return build_batch(rows, page_size=self._runner.page_size, device=self._runner.device)
 
     def keep_accepted(self, decided: SequenceOf[tuple[ScheduledSequence, Decision]]) -> None:
-        """Brings KV and features of accepted nodes into path order."""
+        """Moves the KV and the features of accepted nodes into path order."""
         moves = [
             move
             for entry, decision in decided
@@ -258,28 +261,28 @@ class Launcher:
 def _allows_run_ahead(drawn: SequenceOf[ScheduledSequence], draw: Draw | None) -> bool:
     if draw is None:
         return True
-    if draw.token_ids is None or any(each.node_indices for each in drawn):
+    if draw.token_ids is None or any(entry.node_indices for entry in drawn):
         return False  # the host decides how much of a tree is accepted
-    # The next distribution, or tree, may depend on tokens in a way only the host computes.
+    # Only the host can compute the next mask or tree from the drawn tokens.
     return not any(
-        each.sequence.is_masked or each.sequence.prediction is not None for each in drawn
+        entry.sequence.is_masked or entry.sequence.prediction is not None for entry in drawn
     )
 
 
 def _with_drawn_tokens(batch: ForwardBatch, plan: StepPlan, last: LaunchedStep) -> ForwardBatch:
-    """Fills in the tokens that `last` draws: rows that the host does not know."""
+    """Fills in the tokens that `last` draws; the host has not read them."""
     assert last.draw is not None
     drawn_token_ids = last.draw.token_ids
     assert drawn_token_ids is not None
-    before = [entry.sequence for entry in last.drawn]
-    if [entry.sequence for entry in plan.scheduled] == before:
-        # The usual case, without a launch: every sequence goes on, one row each.
+    last_drawn = [entry.sequence for entry in last.drawn]
+    if [entry.sequence for entry in plan.scheduled] == last_drawn:
+        # The usual case needs no kernel: every sequence goes on, one row each.
         assert batch.token_ids.shape == drawn_token_ids.shape
         return replace(batch, token_ids=drawn_token_ids)
-    places = {sequence: place for place, sequence in enumerate(before)}
+    last_rows = {sequence: row for row, sequence in enumerate(last_drawn)}
     ends = itertools.accumulate(entry.num_rows for entry in plan.scheduled)
     filled = [
-        (end - 1, places[entry.sequence])
+        (end - 1, last_rows[entry.sequence])
         for entry, end in zip(plan.scheduled, ends, strict=True)
         if entry.sequence.num_pending
     ]

@@ -1,4 +1,4 @@
-"""Metrics of the target, declared in one place. A counter costs one call a step, not a token."""
+"""Metrics of the target, declared in one place. Counters cost one call per step, not per token."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _GAUGES = {
 
 
 class WantedMetrics(Collector):
-    """Gauges of each draft, read at each scrape: `_GAUGES`, and why it is idle.
+    """Gauges of each draft, read at each scrape: `_GAUGES`, and the reason why it is idle.
 
     Args:
-        statuses: called on the scraper's thread.
+        statuses: returns the statuses of all drafts; called on the scraper's thread.
     """
 
     def __init__(self, statuses: Callable[[], Sequence[AttachmentStatus]]) -> None:
@@ -72,15 +72,14 @@ class WantedMetrics(Collector):
 
 
 def wanted_figures(status: AttachmentStatus) -> Mapping[str, int]:
-    """Returns what is requested of a draft, by name; without `wanted_outcome_count` where the draft
-    decides."""
+    """Returns a draft's tree request by name; no `wanted_outcome_count` if the draft decides it."""
     figures = shape_figures("wanted", status.shape)
     outcomes = status.num_outcomes
     return figures if outcomes is None else {**figures, "wanted_outcome_count": outcomes}
 
 
 def shape_figures(prefix: str, shape: TreeShape | None) -> Mapping[str, int]:
-    """Returns the sizes of trees by name; zeros where there are none."""
+    """Returns the sizes of a tree shape by name; zeros for None."""
     return {
         f"{prefix}_step_count": 0 if shape is None else shape.num_steps,
         f"{prefix}_topk": 0 if shape is None else shape.topk,
@@ -104,24 +103,24 @@ _COUNTERS = (
     ("host_gap_seconds", "Time the device waited for the host.", "host_gap_s"),
     ("busy_seconds", "Time of steps; its rate is their share of the time.", "duration_s"),
     ("paused_rounds", "Rounds without a tree; plain is faster.", "speculation.num_paused_rounds"),
-    ("probe_rounds", "Rounds of trials of what they bring.", "speculation.num_probe_rounds"),
+    ("probe_rounds", "Rounds that measure what trees gain.", "speculation.num_probe_rounds"),
     ("fallback_rounds", "Rounds that verified an n-gram tree.", "num_fallback_rounds"),
     ("fallback_tokens", "Tokens committed by these rounds.", "num_fallback_committed"),
 )
-"""Name, meaning, and what a `StepReport` adds. Rows a step, tokens a round and acceptance are rates
-of two of them, one over the other."""
+"""Name, meaning, and the attribute of a `StepReport` that is added. Rows per step, tokens per round
+and the acceptance rate are ratios of two counters."""
 
 
 class TargetMetrics:
-    """Counters and histograms of the step loop: `_COUNTERS`, those with labels, and two histograms,
-    whose quantiles are `histogram_quantile(0.99, …)`.
+    """Counters and histograms of the step loop: `_COUNTERS`, three counters with labels, and two
+    histograms, whose quantiles are `histogram_quantile(0.99, …)`.
 
     Attributes:
-        num_preempted: sequences since the start.
+        num_preempted: preempted sequences since the start.
     """
 
     def __init__(self, registry: CollectorRegistry, log: RoundLog | None = None) -> None:
-        """`log` also takes a span a step."""
+        """`log` gets a span for each step."""
 
         def counter(name: str, meaning: str, *labels: str) -> Counter:
             return Counter(f"{_PREFIX}_{name}", meaning, labels, registry=registry)
@@ -165,9 +164,10 @@ class TargetMetrics:
             self._hits.labels(_label(position), _label(rank)).inc(count)
         for position, count in report.outcomes.misses.items():
             self._misses.labels(_label(position)).inc(count)
-        # A gap follows the verdicts of the step before. There is none where that step was not the
-        # last to be read, or where something else was awaited in between. A round on the device
-        # behind hits was launched before they were read: the device did not wait at all.
+        # The gap before this step follows the verdicts of the step before it. The gap is unknown
+        # (0) if that step was not the last one read, or if the loop waited for something else in
+        # between. A device round behind lookahead hits was launched before the verdicts were read,
+        # so its gap of 0 is real: the device did not wait at all.
         is_known = report.host_gap_s > 0.0 or report.round_shape is not None
         if self._follows_hits and is_known:
             self._hit_gaps.observe(report.host_gap_s)
@@ -190,12 +190,12 @@ class TargetMetrics:
 
 
 def _label(number: int) -> str:
-    """Every label value is a time series of its own, so large numbers share one."""
+    """Returns a label; large numbers share one, because each label value is a time series."""
     return str(number) if number < _MOST_LABELS else f"{_MOST_LABELS}+"
 
 
 def answer(ask: Callable[[], Future[T]]) -> T | None:
-    """Returns what the engine says to a scraper's thread; None when it does not within a second."""
+    """Returns the engine's answer on a scraper's thread; None if none comes within a second."""
     with suppress(OutriderError, TimeoutError):
         return ask().result(_TIMEOUT_S)
     return None

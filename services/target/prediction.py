@@ -1,8 +1,8 @@
-"""Trees from text that a client expects the output to hold in long runs, as in an edit. No torch.
+"""Trees from text that a client predicts to recur in the output, as in an edit. No torch.
 
-While the output goes as predicted, the next predicted tokens are its tree. Where it leaves the
-text, it is looked for again: behind a token that was put in, replaced or left out, and wherever the
-last tokens of the output occur.
+While the output follows the prediction, the next predicted tokens are its tree. When the output
+leaves the prediction, its position there is searched for: next to an inserted, replaced or deleted
+token, and wherever the last tokens of the output occur.
 """
 
 from __future__ import annotations
@@ -14,86 +14,88 @@ from collections.abc import Iterator, Sequence
 from shared.tokens import EMPTY_TREE, TokenTree
 
 _LENGTHS = ((8, 32), (0, 16))
-"""Tokens that went as predicted in a row, from which on a tree has that many levels."""
+"""Pairs: from so many predicted tokens in a row on, a tree has so many levels."""
 _SIDE_LENGTH = 8
-_MAX_PLACES = 3
-_MATCHED = (8, 4, 2)
-"""Last tokens of the output that are looked for, the most first."""
+_MAX_POSITIONS = 3
+_MATCH_LENGTHS = (8, 4, 2)
+"""Numbers of last output tokens that are searched for, in this order."""
 _MAX_REPLACED = 3
-_MAX_LEFT_OUT = 32
-_MOST_IDLE = 64
-"""Tokens in a row that do not go as predicted, after which drafts take over for good."""
+_MAX_DELETED = 32
+_MAX_MISMATCHED = 64
+"""After more mismatched tokens in a row, drafts take over for good."""
 _ITEM_BYTES = array("i").itemsize
 
 
 class Prediction:
-    """Follows one output through its predicted text. Owned by the engine thread."""
+    """Follows one output through its prediction. Owned by the engine thread."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._tokens = tuple(token_ids)
         self._bytes = array("i", self._tokens).tobytes()
-        self._tail: deque[int] = deque(maxlen=_MATCHED[0])
-        # Where in the text the output may be; the likeliest first, none where it is lost.
-        self._places = [0]
-        self._lost_at = 0
-        self._num_lost = 0
-        self._run = 0
+        self._tail: deque[int] = deque(maxlen=_MATCH_LENGTHS[0])
+        # Likely positions of the output in the prediction, the likeliest first; none if unknown.
+        self._positions = [0]
+        # Where the output left the prediction, and how many tokens have mismatched since.
+        self._left_at = 0
+        self._num_mismatched = 0
+        self._num_matched = 0
 
     @property
     def is_over(self) -> bool:
-        """Whether the text is of no more use."""
-        return self._num_lost > _MOST_IDLE
+        """Whether the prediction is of no more use."""
+        return self._num_mismatched > _MAX_MISMATCHED
 
     def advance(self, token_id: int) -> None:
         """Takes a committed token."""
         self._tail.append(token_id)
-        places = self._places or self._found()
-        kept = [place + 1 for place in places if self._token(place) == token_id]
+        positions = self._positions or self._search()
+        kept = [start + 1 for start in positions if self._tokens[start : start + 1] == (token_id,)]
         if kept:
-            self._run, self._num_lost = self._run + 1, 0
+            self._num_matched, self._num_mismatched = self._num_matched + 1, 0
         else:
-            if not self._num_lost:
-                self._lost_at = places[0] if places else len(self._tokens)
-            self._run, self._num_lost = 0, self._num_lost + 1
-        self._places = [place for place in kept if place < len(self._tokens)]
+            if not self._num_mismatched:
+                self._left_at = positions[0] if positions else len(self._tokens)
+            self._num_matched, self._num_mismatched = 0, self._num_mismatched + 1
+        self._positions = [position for position in kept if position < len(self._tokens)]
 
     def tree(self) -> TokenTree:
-        """Returns what may come next, perhaps nothing."""
-        if not self._places:
-            self._places = self._found()
-        length = next(length for run, length in _LENGTHS if self._run >= run)
+        """Returns the tree of likely next tokens, perhaps empty."""
+        if not self._positions:
+            self._positions = self._search()
+        length = next(length for least, length in _LENGTHS if self._num_matched >= least)
         chains = [
-            self._tokens[place : place + (_SIDE_LENGTH if rank else length)]
-            for rank, place in enumerate(self._places)
+            self._tokens[position : position + (_SIDE_LENGTH if rank else length)]
+            for rank, position in enumerate(self._positions)
         ]
         return _merged(chains) if chains else EMPTY_TREE
 
-    def _found(self) -> list[int]:
-        """Returns where a lost output may be."""
-        places = [*self._matching(), *self._near()]
-        inside = [place for place in dict.fromkeys(places) if place < len(self._tokens)]
-        return inside[:_MAX_PLACES]
+    def _search(self) -> list[int]:
+        """Returns likely positions of an output that has left the prediction."""
+        positions = [*self._at_last_tokens(), *self._near_edit()]
+        inside = [position for position in dict.fromkeys(positions) if position < len(self._tokens)]
+        return inside[:_MAX_POSITIONS]
 
-    def _near(self) -> Iterator[int]:
-        """Yields positions after a small edit: tokens replaced, left out, or inserted."""
-        if not 0 < self._num_lost <= _MAX_REPLACED:
+    def _near_edit(self) -> Iterator[int]:
+        """Yields the positions after a small edit: tokens replaced, deleted, or inserted."""
+        if not 0 < self._num_mismatched <= _MAX_REPLACED:
             return
-        yield self._lost_at + self._num_lost
-        if self._num_lost == 1:
-            left_out = self._tokens[self._lost_at + 1 : self._lost_at + _MAX_LEFT_OUT]
-            if self._tail[-1] in left_out:
-                yield self._lost_at + 2 + left_out.index(self._tail[-1])
-            yield self._lost_at
+        yield self._left_at + self._num_mismatched
+        if self._num_mismatched == 1:
+            deleted = self._tokens[self._left_at + 1 : self._left_at + _MAX_DELETED]
+            if self._tail[-1] in deleted:
+                yield self._left_at + 2 + deleted.index(self._tail[-1])
+            yield self._left_at
 
-    def _matching(self) -> Iterator[int]:
-        """Behind the most of the last tokens that occur: the next time, else the first time."""
+    def _at_last_tokens(self) -> Iterator[int]:
+        """Yields the position behind the longest match of the last output tokens: behind the next
+        occurrence, else behind the first."""
         tail = tuple(self._tail)
-        for length in _MATCHED:
+        for length in _MATCH_LENGTHS:
             if len(tail) >= length:
-                found = self._find(tail[-length:], self._lost_at)
-                found = self._find(tail[-length:], 0) if found is None else found
-                if found is not None:
-                    yield found + length
+                start = self._find(tail[-length:], self._left_at)
+                start = self._find(tail[-length:], 0) if start is None else start
+                if start is not None:
+                    yield start + length
                     return
 
     def _find(self, token_ids: Sequence[int], start: int) -> int | None:
@@ -104,12 +106,9 @@ class Prediction:
             offset += 1
         return None
 
-    def _token(self, place: int) -> int | None:
-        return self._tokens[place] if place < len(self._tokens) else None
-
 
 def _merged(chains: Sequence[Sequence[int]]) -> TokenTree:
-    """Returns the tree of all chains; equal beginnings are there once."""
+    """Returns the tree of all chains; chains share the nodes of equal prefixes."""
     nodes: dict[tuple[int | None, int], int] = {}
     for chain in chains:
         parent: int | None = None

@@ -24,10 +24,7 @@ from services.target.vllm.vllm_engine_service import VllmEngineServicer
 from services.target.warm_up import warm_up, warm_up_tokens
 from shared.errors import EngineFailed
 from shared.pb.outrider.admin.v1 import admin_service_pb2, admin_service_pb2_grpc
-from shared.pb.outrider.speculation.v1 import (
-    speculation_service_pb2,
-    speculation_service_pb2_grpc,
-)
+from shared.pb.outrider.speculation.v1 import speculation_service_pb2, speculation_service_pb2_grpc
 from shared.pb.outrider.target.v1 import target_service_pb2, target_service_pb2_grpc
 from shared.pb.vllm.grpc.engine import vllm_engine_pb2, vllm_engine_pb2_grpc
 from shared.rpc.channel import MAX_MESSAGE_BYTES, USUAL_MESSAGE_BYTES
@@ -51,8 +48,8 @@ _SAMPLE_BYTES = 65_536
 
 
 def output_fingerprint(settings: TargetSettings) -> str:
-    """Returns 16 hexadecimal digits. Large files are known by their sizes and some of their bytes:
-    reading all of them would take as long as loading them."""
+    """Returns 16 hexadecimal digits for the settings and the model files. Files are identified by
+    size and samples of their bytes: reading them whole would take as long as loading them."""
     digest = hashlib.sha256()
     for name in _SETTINGS:
         digest.update(f"{name}={getattr(settings, name)}\n".encode())
@@ -84,24 +81,24 @@ class EmbeddedPort(Protocol):
     """A draft inside this process.
 
     Attributes:
-        algorithm: of its drafter.
+        algorithm: algorithm of its drafter.
     """
 
     @property
     def algorithm(self) -> str: ...
 
     def attach(self, tokenizer_sha256: str) -> None:
-        """Attaches to the engine, which runs."""
+        """Attaches to the running engine."""
 
     def take_weights(self, folder: Path, version: str) -> float:
         """See `HeadWeights.take`."""
 
     def stop(self) -> None:
-        """Ends its thread."""
+        """Ends the draft's thread."""
 
 
 def attachment_terms(settings: TargetSettings) -> AttachmentTerms:
-    """Returns the terms for every draft of this target."""
+    """Returns the terms on which every draft attaches."""
     return AttachmentTerms(
         mode=settings.verification,
         max_nodes=settings.max_tree_nodes,
@@ -112,7 +109,7 @@ def attachment_terms(settings: TargetSettings) -> AttachmentTerms:
 
 
 class TargetProcess:
-    """Two servers, the public and the maintenance one, around an engine.
+    """Two gRPC servers, public and maintenance, around an engine.
 
     Attributes:
         port: the public port, after `start`.
@@ -163,16 +160,16 @@ class TargetProcess:
         self.admin_port = 0
 
     def embed(self, draft: EmbeddedPort, settings: Mapping[str, str]) -> None:
-        """Hosts a draft in this process; before `start`.
+        """Hosts a draft in this process; call it before `start`.
 
         Args:
-            settings: of the draft, for `GetServerInfo`.
+            settings: the draft's settings, for `GetServerInfo`.
         """
         self._embedded = draft
         self._draft_settings = settings
 
     async def start(self) -> None:
-        """Starts everything; SERVING once a warm-up generation has passed.
+        """Starts servers, engine and embedded draft; SERVING after a warm-up generation.
 
         Raises:
             SettingsError: a port is taken.
@@ -205,7 +202,7 @@ class TargetProcess:
         """Serves until `stop` is set.
 
         Raises:
-            EngineFailed: the engine died; the process is of no more use.
+            EngineFailed: the engine thread died; the process cannot serve any more.
         """
         stopped, died = asyncio.create_task(stop.wait()), asyncio.wrap_future(self._engine.death)
         await asyncio.wait((stopped, died), return_when=asyncio.FIRST_COMPLETED)
@@ -215,7 +212,7 @@ class TargetProcess:
             raise EngineFailed.of()
 
     async def stop(self, grace_s: float) -> None:
-        """Says NOT_SERVING, refuses new work, lets running work finish, then stops."""
+        """Reports NOT_SERVING, refuses new requests, lets running ones finish, then stops."""
         await stop_servers(self._servers, self._lifecycle, self._drain, grace_s=grace_s)
         await asyncio.to_thread(self._engine.stop)
         self._grammars.close()
@@ -223,7 +220,7 @@ class TargetProcess:
             await asyncio.to_thread(self._embedded.stop)
 
     async def _drain(self, grace_s: float) -> int:
-        """Waits for running requests, then asks drafts to leave; returns requests left over."""
+        """Waits for requests, then asks drafts to leave; returns the number of requests left."""
         num_left = await self._admission.wait_idle(grace_s)
         self._speculation.drain(grace_s=1.0)
         return num_left

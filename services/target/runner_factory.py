@@ -1,4 +1,4 @@
-"""Builds what computes the target's forwards: weights, KV pool, CUDA graphs."""
+"""Builds the model runner of the target: weights, KV pool, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -44,11 +44,13 @@ from shared.runtime.memory import (
 from shared.runtime.runner import ModelRunner
 from shared.telemetry.start_up import start_phase
 
-# What a target does not do with layers that have recurrent states.
-
 
 def check_recurrent(settings: TargetSettings, config: ModelConfig) -> None:
-    """Raises: SettingsError with a line for each flag that such a model is not served with."""
+    """Checks the flags for a model with linear attention, whose layers have recurrent states.
+
+    Raises:
+        SettingsError: has a line for each flag that such a model cannot be served with.
+    """
     if config.delta is None:
         return
     problems = [*first_shard(settings).problems(config)]
@@ -70,15 +72,15 @@ def first_shard(settings: TargetSettings) -> Shard:
 
 
 logger = logging.getLogger(__name__)
-# Of a row and token: in half precision, and three times in single.
+# Bytes of one logit, which is kept in half precision and three times in single precision.
 _LOGIT_BYTES = 14
-_MOST_OF_ROUNDS = 0.2
-"""Of the memory that weights leave. Rounds that can use more have fewer lanes."""
+_MAX_ROUND_SHARE = 0.2
+"""Largest share of the memory left by the weights that rounds get; it may limit their lanes."""
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltRunner:
-    """A runner and what the engine's limits follow from.
+    """A runner, and the figures that the engine's limits follow from.
 
     Attributes:
         max_context_tokens: longest prompt plus output.
@@ -100,12 +102,12 @@ def build_runner(
 
     Args:
         group: processes that share the model; all of them call this at the same time.
-        leader: of rank 0.
+        leader: leader of the other ranks; None on them, and without a group.
+        draft: needs of the draft that will be embedded in this process.
 
     Raises:
         CheckpointError: the model folder cannot be served.
-        SettingsError: the device is not there, or does not hold or compute what the settings ask
-            for.
+        SettingsError: the device is missing, or cannot hold or compute what the settings ask for.
     """
     device = _opened_device(settings)
     config = ModelConfig.from_folder(settings.model_path)
@@ -117,7 +119,7 @@ def build_runner(
     if group is not None:
         shard = first_shard(settings)
         group = group.spreading(experts=shard.spreads_experts, sequences=shard.spreads_sequences)
-    with refusing_shortage(lambda shortage: _weights_in_words(settings, device, shortage)):
+    with refusing_shortage(lambda shortage: _weights_message(settings, device, shortage)):
         decoder = load_decoder(
             settings.model_path,
             dtype=dtype,
@@ -131,20 +133,21 @@ def build_runner(
         feature_layers = (*feature_layers, ROUTES)
     max_context = _context_tokens(settings, config)
     limits = _graph_limits(settings, decoder, max_context)
-    # The draft is loaded behind the cache; ranks without one have pages for no more.
+    # The draft is loaded after the cache is allocated. Ranks without a draft reserve as much, since
+    # all ranks have the same number of pages.
     reserved_bytes = draft.weight_bytes
     if limits is not None:
         reserved_bytes += graph_memory_bytes(config, limits, dtype) + num_widened_bytes(decoder)
     if limits is not None and has_rounds:
-        # Of a head here, or of drafts that come later.
-        share = int(_MOST_OF_ROUNDS * free_memory_bytes(device))
+        # For rounds with the embedded draft's head, or with drafts that attach later.
+        share = int(_MAX_ROUND_SHARE * free_memory_bytes(device))
         reserved_bytes += min(round_memory_bytes(config), share)
     with start_phase("kv-pool") as phase:
-        # A draft in this process has the target keep a row of features for each token.
+        # For an embedded draft the target keeps a feature row for each token.
         feature_bytes = config.hidden_size * dtype.itemsize if feature_layers else 0
         pool, cache = _pool(settings, decoder, max_context, reserved_bytes, feature_bytes)
         phase.size_bytes = pool.storage.nbytes
-    _log_other_products(settings, decoder)
+    _warn_of_batch_variant_products(settings, decoder)
     logger.info(
         "%s in %s on %s, 8-bit layers save %.2f GiB; keys and values in %s",
         settings.model_id, dtype, device, num_saved_bytes(decoder) / 2**30, pool.layout.dtype,
@@ -159,16 +162,16 @@ def build_runner(
 
 
 def round_memory_bytes(config: ModelConfig) -> int:
-    """Returns about what the largest rounds need beside weights and cache: logits of the graphs,
-    and those that are drawn from."""
+    """Returns roughly the memory of the largest rounds besides weights and cache: the logits of the
+    graphs, and the logits that tokens are drawn from."""
     return MAX_ROWS * config.vocab_size * _LOGIT_BYTES
 
 
 def num_routes(settings: TargetSettings, config: ModelConfig) -> int:
-    """Returns the experts that are recorded of each token, of all layers.
+    """Returns the number of experts recorded per token, over all layers; 0 if none are.
 
     Raises:
-        SettingsError: they are to be, and the model has none.
+        SettingsError: experts are to be recorded, and the model has none.
     """
     if not settings.enable_return_routed_experts:
         return 0
@@ -179,7 +182,7 @@ def num_routes(settings: TargetSettings, config: ModelConfig) -> int:
 
 
 def _opened_device(settings: TargetSettings) -> torch.device:
-    """Returns the device, ready for use by this thread; a GPU takes a while to be."""
+    """Returns the device, initialised for this thread, which takes a while for a GPU."""
     with start_phase("device"):
         device = device_named(settings.device)
         _check_device(settings, device)
@@ -189,7 +192,8 @@ def _opened_device(settings: TargetSettings) -> torch.device:
 
 
 def _context_tokens(settings: TargetSettings, config: ModelConfig) -> int:
-    """Returns the longest sequence; no longer than the model knows positions, which it says."""
+    """Returns the longest sequence in tokens; at most the model's number of positions, with a
+    warning if the setting is larger."""
     longest = config.max_position_embeddings
     if settings.context_length is not None and settings.context_length > longest:
         logger.warning(
@@ -201,11 +205,15 @@ def _context_tokens(settings: TargetSettings, config: ModelConfig) -> int:
 
 
 def _check_device(settings: TargetSettings, device: torch.device) -> None:
-    """Raises: SettingsError for a GPU without the instructions that 8-bit numbers, or products
-    whose rows keep their bits, take."""
+    """Checks that a GPU has the instructions for 8-bit numbers and batch-invariant products, where
+    flags ask for these.
+
+    Raises:
+        SettingsError: it does not have them.
+    """
     if device.type != "cuda" or is_hopper(device):
         return
-    asked = {
+    flags = {
         f"--quantization {settings.quantization.value}": settings.quantization
         is not Quantisation.UNQUANT,
         f"--kv-cache-dtype {settings.kv_cache_dtype.value}": settings.kv_cache_dtype
@@ -215,25 +223,25 @@ def _check_device(settings: TargetSettings, device: torch.device) -> None:
     major, minor = torch.cuda.get_device_capability(device)
     problems = tuple(
         f"{flag} needs a GPU of compute capability 9.0 or above; {device} has {major}.{minor}"
-        for flag, is_asked in asked.items()
-        if is_asked
+        for flag, is_set in flags.items()
+        if is_set
     )
     if problems:
         raise SettingsError(problems)
 
 
-def _log_other_products(settings: TargetSettings, decoder: Decoder) -> None:
-    """Says so where a row of some products can have other bits in another batch."""
+def _warn_of_batch_variant_products(settings: TargetSettings, decoder: Decoder) -> None:
+    """Logs a warning if the rows of some products can have other bits in another batch."""
     if not settings.enable_deterministic_inference or decoder.device.type != "cuda":
         return
     weights = [layer.weight for layer in linears(decoder)]
-    plain = [each for each in weights if isinstance(each, LinearWeight)]
-    num_others = sum(each.operand is None for each in plain)
-    if num_others:
+    unquantised = [weight for weight in weights if isinstance(weight, LinearWeight)]
+    num_variant = sum(weight.operand is None for weight in unquantised)
+    if num_variant:
         logger.warning(
             "--enable-deterministic-inference: %d of %d products keep the library's kernels, whose "
             "bits depend on the batch; ours take half precision and depths that 128 divides",
-            *(num_others, len(weights)),
+            *(num_variant, len(weights)),
         )
 
 
@@ -246,7 +254,7 @@ def _pool(
 ) -> tuple[KvPool, CacheSize]:
     dtype = kv_dtype_named(settings.kv_cache_dtype, decoder.dtype)
     layout = decoder.kv_layout(settings.page_size, dtype)
-    # Each running request has a state of its own.
+    # Each running request has its own recurrent state.
     num_states = settings.max_running_requests
     if layout.states is not None:
         state_bytes = num_states * layout.states.size_bytes
@@ -262,11 +270,11 @@ def _pool(
         max_sequence_length=min(max_context, settings.max_total_tokens or max_context),
         reserved_bytes=reserved_bytes,
         step_bytes=step_memory_bytes(decoder),
-        # Rank 0 has them for all ranks.
+        # Rank 0 keeps the features for all ranks.
         token_bytes_elsewhere=num_ranks * feature_bytes,
     )
     if decoder.group is not None:
-        # Pages are leased by rank 0 alone, so all must have as many.
+        # Only rank 0 leases pages, so all ranks must have the same number.
         num_pages = decoder.group.least(num_pages, decoder.device)
     cache = CacheSize(
         num_pages * layout.page_size_bytes,
@@ -284,9 +292,9 @@ def _pool(
         return pool, cache
 
 
-def _weights_in_words(settings: TargetSettings, device: torch.device, shortage: Shortage) -> str:
-    """Returns that the weights do not fit. They are read as they are stored, before any of them is
-    rounded to 8 bits."""
+def _weights_message(settings: TargetSettings, device: torch.device, shortage: Shortage) -> str:
+    """Returns the error message for weights that do not fit. It gives the size of the files,
+    because weights are read as they are stored, before any is rounded to 8 bits."""
     files = Checkpoint.open(settings.model_path).files
     size = in_words(sum(path.stat().st_size for path in set(files.values())))
     return (

@@ -1,7 +1,7 @@
 """Decides what the next step computes. Plain data in, plain data out; no torch.
 
-The scheduler knows no phases. A sequence has committed tokens, computed tokens and perhaps a tree;
-a step closes the gap. Prompt chunks, plain tokens and trees share one ragged forward.
+There are no phases. A sequence has committed tokens, computed tokens and perhaps a tree; a step
+computes what is missing. Prompt chunks, plain tokens and trees share one ragged forward.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from shared.kv.leases import KvLeases, OutOfPages, PageGroup
 from shared.tokens import EMPTY_TREE, TokenTree
 
 MAX_COMMITTED_ROWS_BESIDE_TREE = 64
-"""A tree rides along with at most this many uncomputed committed tokens, so that a long prompt
-chunk never needs an explicit mask."""
+"""A sequence's tree is scheduled with at most this many of its uncomputed committed tokens, so that
+a long prompt chunk never needs an explicit mask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class SchedulerLimits:
     """Bounds of a step.
 
     Attributes:
-        max_running: sequences that hold KV pages at once.
-        max_waiting: admission queue bound.
-        max_step_rows: rows of prompt chunks a step; decode rows and trees come on top.
+        max_running: most sequences that hold KV pages at once.
+        max_waiting: bound of the admission queue.
+        max_step_rows: most rows of prompt chunks in a step, besides decode rows and trees.
     """
 
     max_running: int
@@ -44,45 +44,46 @@ class SchedulerLimits:
 
 
 class Lanes(Protocol):
-    """Sequences whose next tokens are drawn by rounds on the device, beside the planned steps."""
+    """Slots of rounds on the device. A round draws the next tokens of the sequences that have a
+    lane, beside the planned steps."""
 
     def holds(self, sequence: Sequence) -> bool:
         """Whether a sequence has a lane; no step is planned for it."""
 
     def num_taken(self, sequence: Sequence) -> int:
-        """Returns how many of the last tokens of a sequence its lane is to compute, steps computing
-        those before; 0 where no lane draws its next token."""
+        """Returns how many of a sequence's last tokens its lane will compute; steps compute the
+        tokens before them. 0 where no lane draws its next token."""
 
     def evict(self, sequence: Sequence) -> None:
-        """Takes a sequence out of its lane, with every launched round read. It may have ended."""
+        """Reads every launched round and takes a sequence out of its lane. It may have ended."""
 
 
 class AllLanes:
-    """Lanes of several kinds, which never have the same sequence; or of none."""
+    """Lanes of any number of kinds; a sequence has a lane of one kind at most."""
 
     def __init__(self, *kinds: Lanes) -> None:
         self._kinds = kinds
 
     def holds(self, sequence: Sequence) -> bool:
         """See `Lanes`."""
-        return any(each.holds(sequence) for each in self._kinds)
+        return any(lanes.holds(sequence) for lanes in self._kinds)
 
     def num_taken(self, sequence: Sequence) -> int:
         """See `Lanes`."""
-        return max((each.num_taken(sequence) for each in self._kinds), default=0)
+        return max((lanes.num_taken(sequence) for lanes in self._kinds), default=0)
 
     def evict(self, sequence: Sequence) -> None:
         """See `Lanes`."""
-        next(each for each in self._kinds if each.holds(sequence)).evict(sequence)
+        next(lanes for lanes in self._kinds if lanes.holds(sequence)).evict(sequence)
 
 
 class Scheduler:
-    """Owns the waiting queue, the running set and their leases.
+    """Owns the waiting queue, the running list and their KV leases.
 
-    Both are in order of priority, and of age among equals.
+    Queue and list are in order of priority, and of age within a priority.
 
     Attributes:
-        lanes: who draws elsewhere.
+        lanes: lanes of the sequences that rounds on the device draw for.
     """
 
     def __init__(
@@ -93,8 +94,8 @@ class Scheduler:
         self.lanes = lanes or AllLanes()
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
-        # Who had no room, and at which of the leases' returns.
-        self._turned_away: tuple[Sequence, int] | None = None
+        # The last sequence that found too few pages, and `num_returns` of the leases at that time.
+        self._out_of_pages: tuple[Sequence, int] | None = None
 
     @property
     def num_waiting(self) -> int:
@@ -106,15 +107,15 @@ class Scheduler:
 
     @property
     def may_admit(self) -> bool:
-        """Whether a waiting sequence might run in the next step: there is a place for it, and
-        pages have come free since there was no room for it."""
+        """Whether a waiting sequence might run in the next step: fewer than `max_running` run, and
+        pages have come free since there were too few for it."""
         if not self._waiting or len(self._running) >= self._limits.max_running:
             return False
-        return self._turned_away != (self._waiting[0], self._leases.num_returns)
+        return self._out_of_pages != (self._waiting[0], self._leases.num_returns)
 
     @property
     def max_step_rows(self) -> int:
-        """Rows of prompts that a step computes at most."""
+        """Most prompt rows that a step computes."""
         return self._limits.max_step_rows
 
     @property
@@ -133,35 +134,33 @@ class Scheduler:
         """
         if len(self._waiting) >= self._limits.max_waiting:
             raise QueueFull.of(len(self._waiting), self._limits.max_waiting)
-        # Behind those of its own priority.
+        # Behind the sequences of its own priority.
         self._waiting.insert(_num_up_to(self._waiting, sequence.request.priority), sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """Takes a sequence out, whatever its state. Its pages stay until `release`."""
+        """Removes a waiting or running sequence. Its pages stay until `release`."""
         if sequence.lease is None:
             self._waiting.remove(sequence)
         else:
             self._running.remove(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Frees the pages of a finished sequence, if it has any; whole pages of committed tokens go
-        to the prefix cache."""
+        """Frees a finished sequence's pages; full pages of committed tokens go to the prefix
+        cache."""
         if sequence.lease is None:
             return
-        # A row that was thrown away may have computed the last token, or one that never was.
+        # A discarded row may have computed the last token, or a token that was never committed.
         sequence.num_computed = min(sequence.num_computed, len(sequence.token_ids) - 1)
         self._close_lease(sequence)
 
     def plan(
-        self,
-        is_ready: Callable[[Sequence], bool],
-        candidate: Callable[[Sequence], TokenTree],
+        self, is_ready: Callable[[Sequence], bool], candidate: Callable[[Sequence], TokenTree]
     ) -> StepPlan:
         """Plans one step.
 
         Args:
-            is_ready: False leaves a running sequence out of this step: its candidates are awaited.
-            candidate: the tree for a sequence's current round, perhaps empty.
+            is_ready: False leaves a running sequence out of this step: it waits for its draft.
+            candidate: returns the tree for a sequence's current round, perhaps empty.
         """
         step = PlanInProgress(self._limits.max_step_rows)
         for sequence in tuple(self._running):
@@ -176,14 +175,14 @@ class Scheduler:
     def _schedule(self, sequence: Sequence, tree: TokenTree, step: PlanInProgress) -> None:
         num_remaining = sequence.num_remaining
         if num_remaining == 0:
-            return  # its last token is drawn, and not read yet
+            return  # its last token has been drawn, but not read yet
         num_rows = step.take_rows(sequence, self.lanes.num_taken(sequence))
         if num_rows == 0:
             return
         is_complete = num_rows == sequence.num_uncomputed
-        # A tree was drafted for the committed tokens; it cannot hang off one that nobody has read.
-        is_read = sequence.num_pending == 0
-        if not (is_read and is_complete) or num_rows > MAX_COMMITTED_ROWS_BESIDE_TREE:
+        # A tree was drafted for the committed tokens; its root cannot be a pending token.
+        has_pending = sequence.num_pending > 0
+        if has_pending or not is_complete or num_rows > MAX_COMMITTED_ROWS_BESIDE_TREE:
             tree = EMPTY_TREE
         tree, node_indices = pruned(tree, num_remaining - 1)
         if node_indices and not self._fits(sequence, num_rows + len(tree)):
@@ -198,7 +197,8 @@ class Scheduler:
             )
 
     def _fits(self, sequence: Sequence, num_rows: int) -> bool:
-        """Grows the lease if that needs no preemption: no one is preempted for a guess."""
+        """Grows the lease to cover more rows; False if there are too few pages. A tree must fit
+        without preemption: no sequence is preempted for drafted tokens."""
         try:
             self._leases.grow(sequence.open_lease, sequence.num_computed + num_rows)
         except OutOfPages:
@@ -206,41 +206,39 @@ class Scheduler:
         return True
 
     def _make_room(self, sequence: Sequence, num_rows: int, step: PlanInProgress) -> bool:
-        """Grows the lease, preempting the youngest sequences, itself at last, if need be."""
+        """Grows the lease. If pages are missing, it preempts the youngest sequences, in the end the
+        sequence itself; returns False then."""
         group = sequence.open_lease.group
         while not self._fits(sequence, num_rows):
             victim = self._victim(group, step)
             if self.lanes.holds(victim):
-                self.lanes.evict(victim)  # which may make room: sequences may have ended
+                self.lanes.evict(victim)  # may free pages: sequences may have ended
                 continue
-            self._preempt(victim, step)
+            self._retract(victim)
+            step.preempted.append(victim)
             if victim is sequence:
                 return False
         return True
 
     def _victim(self, group: PageGroup, step: PlanInProgress) -> Sequence:
-        """The youngest of the least urgent running sequences not part of the step already, of those
-        whose pages are in `group`."""
+        """Returns the youngest running sequence of the lowest priority, among the sequences with
+        pages in `group` that are not scheduled in this step yet."""
         scheduled = {id(entry.sequence) for entry in step.scheduled}
         return next(
-            s
-            for s in reversed(self._running)
-            if s.open_lease.group is group and id(s) not in scheduled
+            sequence
+            for sequence in reversed(self._running)
+            if sequence.open_lease.group is group and id(sequence) not in scheduled
         )
 
     def retract_all(self) -> None:
-        """Sends every running sequence back to the queue; no step is under way."""
+        """Sends every running sequence back to the queue; no step may be in flight."""
         for sequence in reversed(self.running):
-            self._send_back(sequence)
+            self._retract(sequence)
 
-    def _preempt(self, sequence: Sequence, step: PlanInProgress) -> None:
-        self._send_back(sequence)
-        step.preempted.append(sequence)
-
-    def _send_back(self, sequence: Sequence) -> None:
+    def _retract(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
         self._close_lease(sequence)
-        # Before those of its own priority, which are younger.
+        # Before the sequences of its own priority, which are younger.
         self._waiting.insert(_num_up_to(self._waiting, sequence.request.priority - 1), sequence)
 
     def _admit(self, candidate: Callable[[Sequence], TokenTree], step: PlanInProgress) -> None:
@@ -252,13 +250,14 @@ class Scheduler:
             sequence = self._waiting[0]
             cacheable, salt = sequence.token_ids, sequence.request.prefix_salt
             if sequence.is_scoring:
-                # What comes before the row that scores the next prompt token must be there, that
-                # row must be computed: for it, one token more.
+                # A prompt token is scored by the row of the token before it. That row must be
+                # computed, so only the tokens before the row may come from the prefix cache. The
+                # cache never covers the last token it is given, hence the slice ends with that row.
                 cacheable = cacheable[: sequence.next_scored]
             try:
                 lease = self._leases.open(cacheable, salt, len(sequence.token_ids))
             except OutOfPages:
-                self._turned_away = (sequence, self._leases.num_returns)
+                self._out_of_pages = (sequence, self._leases.num_returns)
                 return
             sequence.lease, sequence.num_computed = lease, lease.num_cached_tokens
             self._waiting.popleft()
@@ -273,5 +272,5 @@ class Scheduler:
 
 
 def _num_up_to(sequences: Iterable[Sequence], priority: int) -> int:
-    """Returns how many have their turn no later than `priority` says."""
-    return sum(each.request.priority <= priority for each in sequences)
+    """Returns how many sequences have this priority or a more urgent one."""
+    return sum(sequence.request.priority <= priority for sequence in sequences)

@@ -1,4 +1,4 @@
-"""One request while it runs: its tokens, its KV and how a round's tokens are committed."""
+"""A running request: its tokens, its KV lease, and the commit of a round's tokens."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from shared.kv.leases import KvLease
 from shared.tokens import FinishReason, SamplingParams, ThinkingBudget
 
 _LATEST_START = 16
-"""Tokens of an output after which a model that has not begun to think will not."""
+"""A model that has not begun to think within this many output tokens is taken not to think."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Thought:
+class _Thinking:
     """The progress of an output's reasoning.
 
     Attributes:
-        num_tokens: of the output.
-        num_thought: None before the thoughts have begun.
+        num_tokens: tokens of the output.
+        num_thought: tokens of the reasoning; None before it has begun.
     """
 
     budget: ThinkingBudget
@@ -30,11 +30,11 @@ class _Thought:
     num_thought: int | None = None
 
     @classmethod
-    def begin(cls, budget: ThinkingBudget) -> _Thought:
+    def begin(cls, budget: ThinkingBudget) -> _Thinking:
         return cls(budget, num_thought=None if budget.start_token_id is not None else 0)
 
-    def after(self, token_id: int) -> _Thought | None:
-        """Returns where it stands one token later; None when it will think no more."""
+    def after(self, token_id: int) -> _Thinking | None:
+        """Returns the progress one token later; None once the budget no longer applies."""
         budget, num_thought = self.budget, self.num_thought
         if token_id == budget.end_token_id:
             return None
@@ -52,12 +52,12 @@ class _Thought:
 
 
 class TokenRules:
-    """The rules of one sequence. Owned by the engine thread."""
+    """The bad phrases and the thinking budget of one sequence. Owned by the engine thread."""
 
     def __init__(self, sampling: SamplingParams) -> None:
         self._phrases = sampling.bad_phrases
-        self._thought = None if sampling.thinking is None else _Thought.begin(sampling.thinking)
-        self._longest = max((len(phrase) - 1 for phrase in self._phrases), default=0)
+        self._thinking = None if sampling.thinking is None else _Thinking.begin(sampling.thinking)
+        self._max_tail = max((len(phrase) - 1 for phrase in self._phrases), default=0)
         self._tail: tuple[int, ...] = ()
 
     @classmethod
@@ -67,18 +67,18 @@ class TokenRules:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is ruled any more."""
-        return not self._phrases and self._thought is None
+        """Whether no rule applies any more."""
+        return not self._phrases and self._thinking is None
 
     def advance(self, token_id: int) -> None:
         """Takes a committed token."""
-        if self._longest:
-            self._tail = (*self._tail, token_id)[-self._longest :]
-        if self._thought is not None:
-            self._thought = self._thought.after(token_id)
+        if self._max_tail:
+            self._tail = (*self._tail, token_id)[-self._max_tail :]
+        if self._thinking is not None:
+            self._thinking = self._thinking.after(token_id)
 
     def banned_after(self, path: SequenceOf[int]) -> frozenset[int]:
-        """Returns the tokens that may not follow the committed ones and a path of a tree."""
+        """Returns the tokens that may not follow the committed tokens and a path of a tree."""
         tokens = (*self._tail, *path)
         return frozenset(
             phrase[-1]
@@ -88,40 +88,41 @@ class TokenRules:
         )
 
     def forced_after(self, path: SequenceOf[int]) -> int | None:
-        """Returns the one token that may follow: the end of thoughts that have been long enough."""
-        thought = self._thought
+        """Returns the one token that may follow the committed tokens and a path: the end token of
+        reasoning whose budget is used up. None if no token is forced."""
+        thinking = self._thinking
         for token_id in path:
-            if thought is None:
+            if thinking is None:
                 return None
-            thought = thought.after(token_id)
-        return thought.budget.end_token_id if thought is not None and thought.is_over else None
+            thinking = thinking.after(token_id)
+        return thinking.budget.end_token_id if thinking is not None and thinking.is_over else None
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A running or waiting request.
 
-    Invariants: `token_ids` are committed and never taken back. After them come `num_pending` tokens
-    that the device has drawn and the host has not read. The KV of the first `num_computed` of all
-    these is in the lease's pages once the launched steps have run; at least one, the last, is not
-    computed yet.
+    Invariants: `token_ids` are committed and never taken back. They are followed by `num_pending`
+    tokens that the device has drawn and the host has not read. The KV of the first `num_computed`
+    of all these tokens is in the lease's pages once the launched steps have run. The last token is
+    not computed yet.
 
     Attributes:
         token_ids: prompt, then output.
-        num_pending: at most 1 but while a step is launched behind another, then 2.
-        num_computed: tokens whose KV is valid, or will be by the step in flight; 0 without a lease.
+        num_pending: at most 1; 2 while a step is launched behind another one.
+        num_computed: tokens whose KV is valid after the step in flight; 0 without a lease.
         lease: None while waiting.
-        round: counts commits; fences candidates.
+        round: number of commits; a candidate tree of another round is stale.
         finish_reason: set by the commit that ends the sequence.
-        stop_token_id: the token that ended it, if one did.
+        stop_token_id: the token that ended the sequence, if one did.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission.
         next_scored: position of the next prompt token that gets a log probability; the launched
             steps have scored those before. The prompt's length when none is left.
-        matcher: how far the output has got in the request's grammar, if it has one.
-        weight_version: of the weights that the last tokens were drawn with.
-        rules: of the request about what follows what, while there are any.
-        prediction: of the output, while it is of use; then drafts take over.
-        decided_s: engine clock at the last commit, or when it left the queue.
+        matcher: the output's state in the request's grammar, if it has one.
+        weight_version: version of the weights that drew the last tokens.
+        rules: the request's bad phrases and thinking budget, while any applies.
+        prediction: the predicted output, while trees are made from it; then drafts take over.
+        decided_s: engine clock at the last commit, or when the sequence left the queue.
         num_prompt_tokens: how many of `token_ids` are the prompt.
         max_output_tokens: the request's bound, clamped to the context.
         stop_token_ids: tokens that end this sequence.
@@ -160,7 +161,7 @@ class Sequence:
         self.rules = TokenRules.of(sampling) if has_rules else None
         predicted = () if request.speculation_disabled else request.predicted_token_ids
         self.prediction = Prediction(predicted) if predicted else None
-        # Nothing predicts the first token.
+        # No row scores the first token: it has no token before it.
         self.next_scored = self.num_prompt_tokens if scoring is None else max(scoring.start, 1)
         room = limits.max_sequence_tokens - self.num_prompt_tokens
         self.max_output_tokens = min(stop.max_output_tokens, room)
@@ -199,30 +200,30 @@ class Sequence:
 
     @property
     def is_scoring(self) -> bool:
-        """Whether prompt tokens are left that want a log probability."""
+        """Whether prompt tokens are left that need a log probability."""
         return self.next_scored < self.num_prompt_tokens
 
     @property
     def is_masked(self) -> bool:
-        """Whether the host says which tokens may be drawn, after each path of a tree."""
+        """Whether the host masks the tokens that may be drawn after each path of a tree."""
         return self.matcher is not None or self.rules is not None
 
     def banned_token_ids(self, depth: int) -> frozenset[int]:
-        """Tokens that may not be drawn so far down a tree, which hangs off the committed and
-        pending ones: no stop token before the minimum length."""
+        """Returns the tokens that may not be drawn at this depth of a tree whose root is the last
+        committed or pending token: stop tokens, before the minimum length is reached."""
         num_before = self.num_output_tokens + self.num_pending + depth
         is_too_short = num_before < self.request.stop.min_output_tokens
         return self.stop_token_ids if is_too_short else frozenset()
 
     def cancel(self) -> None:
-        """Ends the sequence; what is in flight for it will not be committed."""
+        """Ends the sequence; its rows in flight will not be committed."""
         self.finish_reason = FinishReason.CANCELLED
 
     def commit(self, drawn_token_ids: SequenceOf[int]) -> tuple[int, ...]:
         """Appends tokens up to and including the one that ends the sequence.
 
         Returns:
-            The tokens that were appended, at least one.
+            The appended tokens, at least one.
         """
         assert self.finish_reason is None
         assert drawn_token_ids
@@ -232,7 +233,7 @@ class Sequence:
             committed.append(token_id)
             self.token_ids.append(token_id)
             if self.prediction is not None or self.rules is not None:
-                self._follow(token_id)
+                self._advance_rules(token_id)
             if token_id in stop_token_ids:
                 self.finish_reason, self.stop_token_id = FinishReason.STOP, token_id
                 break
@@ -247,8 +248,8 @@ class Sequence:
         self.round += 1
         return tuple(committed)
 
-    def _follow(self, token_id: int) -> None:
-        """Takes rules and prediction on by one committed token."""
+    def _advance_rules(self, token_id: int) -> None:
+        """Passes a committed token to rules and prediction; drops those that no longer apply."""
         if self.prediction is not None:
             self.prediction.advance(token_id)
             if self.prediction.is_over:

@@ -1,4 +1,4 @@
-"""Settings of the target. Flags that SGLang has keep its names."""
+"""Settings of the target. Flags that SGLang has, too, keep SGLang's names."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from services.ranks import Ranks
-from services.target.adaptive_config import (
-    DEFAULT_CONFIG,
-    AdaptiveConfig,
-    read_adaptive_config,
-)
+from services.target.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig, read_adaptive_config
 from services.target.fallback import Fallback
 from shared.errors import SettingsError
 from shared.hub import local_path, shown_name
@@ -30,7 +26,7 @@ from shared.settings import ServiceSettings, setting, tls_problems
 
 
 class DeviceRoundsChoice(enum.Enum):
-    """Whether rounds stay on the device where they can."""
+    """Whether rounds run on the device where they can."""
 
     AUTO = "auto"
     ON = "on"
@@ -45,7 +41,7 @@ class VerificationChoice(enum.Enum):
 
 
 class DraftPlacement(enum.Enum):
-    """Placement of drafts."""
+    """Where drafts run."""
 
     REMOTE = "remote"
     EMBEDDED = "embedded"
@@ -61,7 +57,7 @@ class VerificationMode(enum.Enum):
 
     @property
     def draws_chains(self) -> bool:
-        """Whether drafts draw their chains and hand over the distributions."""
+        """Whether drafts sample their chains and hand over the draft distributions."""
         return self in (VerificationMode.REJECTION, VerificationMode.BLOCK)
 
 
@@ -90,9 +86,7 @@ class TargetSettings(ServiceSettings):
         None, "folder of the tokenizer; the model's when unset", is_model=True
     )
     dtype: Dtype = setting(
-        Dtype.AUTO,
-        "auto: the checkpoint's on a GPU, float32 on a CPU",
-        synonyms=DTYPE_SYNONYMS,
+        Dtype.AUTO, "auto: the checkpoint's on a GPU, float32 on a CPU", synonyms=DTYPE_SYNONYMS
     )
     attention_backend: AttentionBackend = setting(
         AttentionBackend.AUTO,
@@ -124,8 +118,7 @@ class TargetSettings(ServiceSettings):
         maximum=64,
     )
     enable_dp_attention: bool = setting(
-        False,
-        "each GPU of --tp-size has whole attention, and the KV cache of sequences of its own",
+        False, "each GPU of --tp-size has whole attention, and the KV cache of sequences of its own"
     )
     dp_size: int = setting(
         1,
@@ -282,10 +275,10 @@ class TargetSettings(ServiceSettings):
 
     @property
     def adaptive(self) -> AdaptiveConfig | None:
-        """The trees to choose from; None where `--speculative-adaptive` is off.
+        """The tree shapes to choose from; None where `--speculative-adaptive` is off.
 
         Raises:
-            SettingsError: the file is wrong.
+            SettingsError: the file of `--speculative-adaptive-config` is wrong, or has no effect.
         """
         path = self.speculative_adaptive_config
         if self.speculative_adaptive:
@@ -310,14 +303,14 @@ class TargetSettings(ServiceSettings):
         return Ranks(self.tp_size, self.pp_size, self.nnodes, self.node_rank, self.dist_init_addr)
 
     def has_device_rounds(self, *, is_cuda: bool) -> bool:
-        """Whether rounds are to stay on the device where they can; on a GPU they are graphs."""
+        """Whether rounds run on the device where they can; on a GPU they are CUDA graphs."""
         if self.device_rounds is DeviceRoundsChoice.AUTO:
             return is_cuda and not self.disable_cuda_graph
         return self.device_rounds is DeviceRoundsChoice.ON
 
     @property
     def admin_port(self) -> int:
-        """The maintenance port, resolved."""
+        """The maintenance port, or its default; 0 for any free port."""
         if self.maintenance_port is not None:
             return self.maintenance_port
         return self.port + 1 if self.port else 0
@@ -340,7 +333,7 @@ class TargetSettings(ServiceSettings):
         return self.served_model_name or shown_name(self.model_path)
 
 
-# Lines about settings that do not go together.
+# Error messages about combinations of settings that are not possible.
 
 
 def _parallel_problems(settings: TargetSettings) -> Iterator[str]:
@@ -360,14 +353,11 @@ def _parallel_problems(settings: TargetSettings) -> Iterator[str]:
 
 
 def _round_problems(settings: TargetSettings) -> Iterator[str]:
-    """`auto` asks for nothing."""
+    """Only `on` can be in conflict with other settings."""
     if settings.device_rounds is not DeviceRoundsChoice.ON:
         return
-    flag, rule, fallback = (
-        "--device-rounds on",
-        settings.verification,
-        settings.speculative_fallback,
-    )
+    flag, rule = "--device-rounds on", settings.verification
+    fallback = settings.speculative_fallback
     if settings.draft is DraftPlacement.REMOTE and fallback is not Fallback.NONE:
         yield (
             f"{flag} with --draft remote needs --speculative-fallback none; it is "
@@ -418,7 +408,7 @@ def with_local_model(settings: TargetSettings) -> TargetSettings:
     """Returns the settings with paths on this machine in place of ids on the Hub.
 
     Raises:
-        SettingsError: a model is not to be had.
+        SettingsError: a model is not on this machine and cannot be downloaded.
     """
     model = local_path(settings.model_path, flag="--model-path", revision=settings.revision)
     tokenizer = settings.tokenizer_path
@@ -429,13 +419,13 @@ def with_local_model(settings: TargetSettings) -> TargetSettings:
 
 @dataclass(frozen=True, slots=True)
 class DraftNeeds:
-    """What a draft in this process wants of its target.
+    """What an embedded draft needs of its target.
 
     Attributes:
-        feature_layers: that it reads. Graphs return their features; those with others are captured
-            when a draft first wants them, in the middle of its first rounds.
+        feature_layers: layers whose features it reads, and CUDA graphs return. Graphs for other
+            layers are captured when a draft first needs them, during its first rounds.
         has_lanes: sequences draft in lanes with its head; planned steps verify few trees.
-        weight_bytes: about what its weights take of the memory of rank 0.
+        weight_bytes: approximate size of its weights, on rank 0.
     """
 
     feature_layers: tuple[int, ...] = ()

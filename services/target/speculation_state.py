@@ -1,4 +1,4 @@
-"""Whether speculation does anything now, and why it does not: logged once a change. No torch."""
+"""Whether speculation is used now, and if not, why; changes are logged. No torch."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from services.target.drafts.attachments import Attachments
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.1
-"""Time between two looks."""
+"""Time between two updates."""
 FIRST_LOG_PAUSE_S, LAST_LOG_PAUSE_S = 1.0, 60.0
-"""Least time between two log lines about one thing; doubles with each line."""
+"""Shortest time between two log lines about one draft, or about the comparison: at first, and at
+most. It doubles with each line."""
 
 
 class Comparison(Protocol):
-    """The mechanism that compares speculation with plain steps."""
+    """Compares speculation with plain steps."""
 
     @property
     def pays(self) -> bool | None:
-        """Whether speculation is faster; None while that is not known."""
+        """Whether speculation is faster; None while unknown."""
 
     def comparison(self) -> str:
         """Returns the figures behind `pays`."""
@@ -30,7 +31,7 @@ class Comparison(Protocol):
 
 @dataclass(slots=True)
 class _Logged:
-    """A state that is logged when it changes, the less often the more it does."""
+    """A state that is logged when it changes; less often, the more often it changes."""
 
     state: str | None = None
     may_log_s: float = -math.inf
@@ -38,11 +39,14 @@ class _Logged:
 
 
 class SpeculationState:
-    """Owned by the engine thread.
+    """Tracks and logs whether speculation is used. Owned by the engine thread.
+
+    Args:
+        lanes: comparison of the device rounds; while it is unknown, that of the attachments counts.
 
     Attributes:
-        detail: why no trees are verified; empty while they are, or while that is not known. Other
-            threads may read it.
+        detail: why no trees are verified; empty while trees are verified, or while the reason is
+            unknown. Other threads may read it.
     """
 
     def __init__(self, attachments: Attachments, lanes: Comparison) -> None:
@@ -50,15 +54,16 @@ class SpeculationState:
         self._attachments = attachments
         self._lanes = lanes
         self._next_s = -math.inf
-        # By the id of an attachment; that of the comparison is empty.
+        # By attachment id; the state of the comparison has an empty id.
         self._logged: dict[str, _Logged] = {"": _Logged()}
 
     def update(self, now_s: float) -> None:
-        """A turn of the loop begins. Costs a comparison, but for every tenth of a second."""
+        """Updates the state at the beginning of a turn of the loop, at most every `POLL_S`; other
+        calls cost one comparison."""
         if now_s < self._next_s:
             return
         self._next_s = now_s + POLL_S
-        drafts = {each.identity.attachment_id: each for each in self._attachments.drafts.live}
+        drafts = {draft.identity.attachment_id: draft for draft in self._attachments.drafts.live}
         source = self._attachments if self._lanes.pays is None else self._lanes
         if not drafts:
             self.detail = ""
@@ -67,8 +72,8 @@ class SpeculationState:
             self.detail = "" if pays else f"plain steps are faster here: {figures}"
             state = "on" if pays else "off"
             self._log("", state, f"speculation is {state}: {self.detail or figures}", now_s)
-        for gone in self._logged.keys() - {"", *drafts}:
-            del self._logged[gone]
+        for detached_id in self._logged.keys() - {"", *drafts}:
+            del self._logged[detached_id]
         for attachment_id, draft in drafts.items():
             idle = _own_idle(draft, now_s)
             if idle is not None or attachment_id in self._logged:
@@ -92,7 +97,7 @@ class SpeculationState:
 
 
 def _own_idle(draft: Attachment, now_s: float) -> Idle | None:
-    """Returns why a draft by itself is of no use now."""
+    """Returns why a draft cannot help now, for a reason of its own; None if it can."""
     if draft.warm_up.is_on(now_s) or draft.is_mapping:
         return Idle(IdleReason.WARMING_UP, "it is warming up (CUDA graphs, kernels)")
     if draft.timeout.is_cold:

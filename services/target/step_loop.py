@@ -1,11 +1,11 @@
-"""Steps of the engine: plan, launch, read, commit, tell. All of it on one thread.
+"""Steps of the engine: plan, launch, read, commit, send. All of it on one thread.
 
-The loop runs ahead: it launches a step before it has read the one before, whose tokens stay on the
-device and are the inputs of the next. So the host's work hides behind the device's, and checks for
-the end lag one step: a sequence that turns out to have ended has a row in flight, which is thrown
-away. Where the next step depends on what the host makes of the last one (drafts, grammars), the
-loop reads each step before it launches the next. Drafts are told of the last one at once, since the
-next may wait for them; its tokens go out behind the launch, while the device computes.
+The loop runs ahead: it launches step N + 1 before it has read step N, whose tokens stay on the
+device as inputs of step N + 1. So the host works while the device computes. Checks for the end of a
+sequence lag one step: a sequence that has ended may have a row in flight, which is discarded. If
+step N + 1 depends on what the host computes from step N (drafts, grammars), the loop reads step N
+first. Drafts get the verdicts of step N at once, because step N + 1 may wait for them; the tokens
+of step N are delivered after the launch of step N + 1, while the device computes.
 """
 
 from __future__ import annotations
@@ -48,15 +48,14 @@ class StepLoop:
 
     Args:
         runner: runs forwards of the target model and owns the KV pool.
-        leases: owners of that pool's pages.
+        leases: leases of that pool's pages.
         clock: seconds, monotonic.
         on_step: called after each step on the engine thread.
-        overlaps: whether steps are launched before the last one is read, where they can be.
-        fallback: drafts where no draft does; None where nobody should.
-        always_up_to: sequences that want trees of every draft, whatever they bring.
-        adaptive: trees to choose from, where no shape is pinned; None leaves remote drafts their
-            own shape.
-        selection: of rounds on the device with trees that remote drafts push; None has none.
+        overlaps: whether a step may be launched before the step before it is read.
+        fallback: n-gram trees for sequences without a draft's tree; None disables them.
+        always_up_to: up to this many sequences, trees are requested even if plain steps are faster.
+        adaptive: tree shapes to choose from, if none is pinned; None: remote drafts' own shapes.
+        selection: limits of device rounds with trees that remote drafts push; None: no such rounds.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class StepLoop:
             are_files=selection is not None and runner.device.type == "cpu",
         )
         self._subscriptions = Subscriptions(limits, scheduler, self.attachments.drafts)
-        self.submit = self._subscriptions.submit  # of requests, on this thread
+        self.submit = self._subscriptions.submit  # called on the engine thread
         self._launcher = Launcher(runner, verifier, self._features)
         version = WeightVersion()
         routes = FeatureSpec.of_routes(limits.num_routes) if limits.num_routes else None
@@ -111,25 +110,17 @@ class StepLoop:
             release=scheduler.release,
         )
         factory = RoundFactory(
-            runner,
-            verifier,
-            leases,
-            self._features,
-            selection,
-            adaptive or DEFAULT_CONFIG,
+            runner, verifier, leases, self._features, selection, adaptive or DEFAULT_CONFIG
         )
         parts = StepParts(
             scheduler, self.attachments, self._committer, clock, self._forget, overlaps
         )
         self._rounds = HeadSteps(
-            parts,
-            factory.head_lanes,
-            factory.config,
-            launches_late=runner.computes_aside,
+            parts, factory.head_lanes, factory.config, launches_late=runner.computes_aside
         )
         self.speculation = SpeculationState(self.attachments, self._rounds)
         self._host_gap = HostGap()
-        # A target with trees of its own decides between two steps which to verify.
+        # With a fallback, the host decides between two steps which tree to verify.
         self._pushed = PushedSteps(
             None if fallback else factory.pushed_lanes(),
             parts,
@@ -150,8 +141,8 @@ class StepLoop:
         )
         scheduler.lanes = AllLanes(self._rounds, self._pushed)
         self._in_flight: LaunchedStep | None = None
-        # Rows of prompts that were planned since the last round, while the next one is put off.
-        self._num_put_off = 0
+        # Prompt rows planned since the last round, while the next round is postponed; else 0.
+        self._num_postponed_rows = 0
         self.weights = WeightControl(
             decoder=runner.decoder,
             leases=leases,
@@ -160,26 +151,26 @@ class StepLoop:
             version=version,
             quiesce=self._quiesce,
             drop=self._forget,
-            unplace=self._unplace,
+            detach_sequence=self._detach_sequence,
             memory=MovableMemory(
                 {
                     MemoryTag.KV_CACHE: [runner.pool.storage],
-                    MemoryTag.WEIGHTS: [each for _, each in named_tensors(runner.decoder)],
+                    MemoryTag.WEIGHTS: [tensor for _, tensor in named_tensors(runner.decoder)],
                 },
                 is_movable=not runner.has_graphs and runner.decoder.group is None,
             ),
         )
         self.weights.followers.append(self.drafts.weights_updated)
-        self._planned = DeviceMark(runner.device)
+        self._last_planned = DeviceMark(runner.device)
 
     def step(self) -> bool:
-        """Launches a step, and reads and commits the one before, or both if the loop may not run
-        ahead. Returns whether there was anything to do."""
+        """Launches a step, and reads and commits the one before it. If the loop may not run ahead,
+        it commits the launched step as well. Returns whether there was anything to do."""
         if self.weights.is_paused:
-            self._tell()  # what commands have left
+            self._send_results()  # messages and events that commands have queued
             return False
         if self._until_launch_s() > 0.0:
-            self._subscriptions.deliver()  # what commands have left
+            self._subscriptions.deliver()  # events that commands have queued
             return False
         self._rounds.choose(self._settle)
         self._pushed.choose()
@@ -187,44 +178,46 @@ class StepLoop:
         self.speculation.update(now_s)
         turn = self._pushed.step()
         if turn is Turn.DONE or self._committer.reports:
-            self._tell()
+            self._send_results()
             self._report()
-            now_s = self.clock()  # a planned step begins behind that
-        if turn is Turn.ELSEWHERE or self._has_others:
-            return self._step(now_s, is_aside=turn is not Turn.ELSEWHERE) or turn is Turn.DONE
-        self._subscriptions.deliver()  # what commands have left
+            now_s = self.clock()  # a planned step begins after that work
+        if turn is Turn.ELSEWHERE or self._needs_planned_step:
+            beside_pushed = turn is not Turn.ELSEWHERE
+            return self._planned_step(now_s, beside_pushed=beside_pushed) or turn is Turn.DONE
+        self._subscriptions.deliver()  # events that commands have queued
         return turn is Turn.DONE
 
     @property
-    def _has_others(self) -> bool:
-        """Whether a step is to be planned beside lanes whose trees drafts push: a sequence has no
-        lane yet, or waits, and the device is done with the last such step."""
-        if self._in_flight is None and not self._planned.is_passed:
+    def _needs_planned_step(self) -> bool:
+        """Whether a planned step is due beside lanes with pushed trees: the last one is in flight,
+        or is finished and a sequence may be admitted or runs without a lane."""
+        if self._in_flight is None and not self._last_planned.is_passed:
             return False
-        lanes, running = self._scheduler.lanes, self._scheduler.running
-        is_any = self._in_flight is not None or self._scheduler.may_admit
-        return is_any or not all(map(lanes.holds, running))
+        if self._in_flight is not None or self._scheduler.may_admit:
+            return True
+        return not all(map(self._scheduler.lanes.holds, self._scheduler.running))
 
-    def _step(self, now_s: float, *, is_aside: bool) -> bool:
-        """A planned step of prompts and of whoever has no lane, then a round of the lanes.
+    def _planned_step(self, now_s: float, *, beside_pushed: bool) -> bool:
+        """Runs a planned step of prompts and of sequences without a lane, then a round of the lanes
+        with a head. Returns whether there was anything to do.
 
         Args:
-            is_aside: lanes whose trees drafts push have had their part of the turn.
+            beside_pushed: the lanes with pushed trees have had their part of the turn.
         """
-        others = self._rounds.not_taken(self._scheduler.running)
-        if is_aside:
-            others = [each for each in others if not self._scheduler.lanes.num_taken(each)]
-            others = [each for each in others if not self._scheduler.lanes.holds(each)]
+        planned = self._rounds.not_taken(self._scheduler.running)
+        if beside_pushed:
+            lanes = self._scheduler.lanes
+            planned = [sequence for sequence in planned if not lanes.num_taken(sequence)]
+            planned = [sequence for sequence in planned if not lanes.holds(sequence)]
         else:
-            self.attachments.readiness.judge(others, now_s)
-        if not self._runs_ahead():  # a draft has attached since the launch, or is asked again
+            self.attachments.readiness.judge(planned, now_s)
+        if not self._runs_ahead():  # a draft attached since the launch, or got requests again
             self._settle()
-        if not is_aside or others:
-            decoding = [each for each in others if each.num_uncomputed == 1]
+        if not beside_pushed or planned:
+            decoding = [sequence for sequence in planned if sequence.num_uncomputed == 1]
             self.attachments.readiness.gather(decoding, now_s)
         plan = self._scheduler.plan(
-            lambda sequence: self.attachments.readiness.is_ready(sequence, now_s),
-            self._tree,
+            lambda sequence: self.attachments.readiness.is_ready(sequence, now_s), self._tree
         )
         if plan.admitted:
             running = self._rounds.not_taken(self._scheduler.running)
@@ -236,54 +229,54 @@ class StepLoop:
         if plan.scheduled:
             self.attachments.readiness.begin_rounds(entry.sequence for entry in plan.drawn)
             self._in_flight = self._launcher.launch(plan, last, start_s=now_s)
-            self._planned = self._in_flight.mark
+            self._last_planned = self._in_flight.mark
             self._in_flight.host_gap_s = self._host_gap.launched(self.clock())
         has_round = self._launch_round(is_alone=last is None and not plan.scheduled)
-        self._subscriptions.deliver()  # what the turn before left until the device computes
+        self._subscriptions.deliver()  # events of the turn before, kept until the device computes
         if last is not None:
             self._commit(last)
             if last.num_prompt_rows:
-                self._subscriptions.deliver()  # first tokens wait for no launch of a round
+                self._subscriptions.deliver()  # first tokens do not wait for a round
             self._rounds.join()
         if not self._runs_ahead():
             self._settle()
-        has_round |= self._rounds.commit(drains=bool(self._num_put_off))
+        has_round |= self._rounds.commit(drains=bool(self._num_postponed_rows))
         self.drafts.tell()
-        idle_s = 0.0 if is_aside else self._idle_s()
+        idle_s = 0.0 if beside_pushed else self._idle_s()
         is_computing = self._in_flight is not None or self._rounds.is_under_way
         if is_computing or not self.runner.computes_aside or idle_s > 0.0:
-            self._subscriptions.deliver()  # what nothing is launched before waits for nothing
+            self._subscriptions.deliver()  # no launch comes first that these events should wait for
         self._report()
         was_busy = bool(plan.scheduled or plan.preempted or last is not None or has_round)
-        if not was_busy and not is_aside:
+        if not was_busy and not beside_pushed:
             self._host_gap.wait()
         return was_busy
 
     def _tree(self, sequence: TargetSequence) -> TokenTree:
-        """The tree for a sequence's current round: its draft's, else the target's own."""
+        """Returns the tree for a sequence's current round: its draft's, else the target's own."""
         tree = self.attachments.assignments.tree(sequence)
         if tree.token_ids or (self._fallback is None and sequence.prediction is None):
             return tree
         return own_tree(sequence, self._fallback)
 
     def _report(self) -> None:
-        """Hands out the reports of the steps that were committed."""
+        """Passes the reports of committed steps to `on_step`."""
         for report in self._committer.reports:
             self._on_step(report)
         self._committer.reports.clear()
 
     def _idle_s(self) -> float:
-        """Seconds for which every sequence awaits a draft; 0 if there is anything to do."""
+        """Returns how long every sequence still waits for its draft; 0 if there is any work."""
         is_computing = (
             self._in_flight is not None or self._pushed.is_under_way or self._rounds.is_under_way
         )
-        is_news = self._scheduler.may_admit or bool(self.drafts.offers)
-        if is_computing or is_news or not self._scheduler.num_running:
+        has_input = self._scheduler.may_admit or bool(self.drafts.offers)
+        if is_computing or has_input or not self._scheduler.num_running:
             return 0.0
         return self._until_ready_s()
 
-    def patience_s(self) -> float | None:
-        """Seconds that an engine with nothing ready may sleep; None for until a command comes."""
+    def idle_timeout_s(self) -> float | None:
+        """Returns how long an idle engine may sleep; None: until a command arrives."""
         round_s = self._pushed.patience_s()
         if round_s is not None:
             return round_s
@@ -299,31 +292,32 @@ class StepLoop:
         return self._until_ready_s()
 
     def _until_ready_s(self) -> float:
+        """Returns the seconds until the first running sequence stops waiting for its draft."""
         deadlines_s = map(self.attachments.readiness.deadline_s, self._scheduler.running)
         return max(min(deadlines_s) - self.clock(), 0.0)
 
     def _until_launch_s(self) -> float:
-        """Seconds in which nothing has to be launched, because the device has enough to do."""
+        """Returns the seconds until the next launch is due, while the device is busy; else 0."""
         if self._in_flight is None:
             return self._rounds.until_launch_s()
-        if not self._num_put_off or self._scheduler.may_admit:
+        if not self._num_postponed_rows or self._scheduler.may_admit:
             return 0.0
         return self._rounds.until_launch_behind_s(self._in_flight)
 
     def _launch_round(self, *, is_alone: bool) -> bool:
-        """Launches a round, unless that is put off until the planned step in flight is about to
-        end. Requests that arrive until then have their prompts read before it, as far as one step
-        could have taken them all.
+        """Launches a round, or postpones it until the planned step in flight is about to end.
+        Requests that arrive until then have their prompts computed before it, up to `max_step_rows`
+        rows in all. Returns whether there was anything to do.
 
         Args:
             is_alone: see `HeadSteps.launch`.
         """
-        step, num_before, self._num_put_off = self._in_flight, self._num_put_off, 0
+        step, num_before, self._num_postponed_rows = self._in_flight, self._num_postponed_rows, 0
         if step is not None and step.num_prompt_rows and self._runs_ahead():
             num_rows = num_before + step.num_rows
             is_within = num_rows < self._scheduler.max_step_rows
             if is_within and self._rounds.covers_launch(step):
-                self._num_put_off = num_rows
+                self._num_postponed_rows = num_rows
                 return False
         return self._rounds.launch(is_alone=is_alone)
 
@@ -335,13 +329,13 @@ class StepLoop:
             self._forget(sequence)
 
     def attach(self, attachment: Attachment) -> None:
-        """Adds a draft and hands it the sequences that have left the queue."""
+        """Adds a draft and assigns it the sequences that have left the queue."""
         started = [sequence for sequence in self._subscriptions.sequences if sequence.started]
         self.drafts.attach(attachment, started)
 
     def gauges(self) -> EngineGauges:
         """Returns the live figures."""
-        leases, rounds, policy = self.leases, self._rounds, self._rounds.policy
+        leases, rounds, round_policy = self.leases, self._rounds, self._rounds.policy
         assignments, policies = self.attachments.assignments, self.attachments.drafts.policies
         return EngineGauges(
             num_waiting=self._scheduler.num_waiting,
@@ -352,22 +346,23 @@ class StepLoop:
             num_held_pages=leases.num_held_pages,
             num_drafted_for=assignments.num_drafted_for + rounds.num_lanes,
             num_paused=assignments.num_paused + rounds.num_paused,
-            probe_s=sum(each.trial_s for each in policies) + (policy.probe_s if policy else 0.0),
+            probe_s=sum(policy.trial_s for policy in policies)
+            + (round_policy.probe_s if round_policy else 0.0),
             speculates=self.attachments.pays is not False,
             round_shape=rounds.shape or self._pushed.shape,
             round_s={
-                **{key: s for each in policies for key, s in each.times.measured().items()},
-                **({} if policy is None else policy.costs.measured()),
+                **{key: s for policy in policies for key, s in policy.times.measured().items()},
+                **({} if round_policy is None else round_policy.costs.measured()),
             },
         )
 
     def statuses(self) -> tuple[AttachmentStatus, ...]:
-        """Returns the drafts, oldest first, with what is wanted of them."""
-        now_s, told = self.clock(), map(self._rounds.told, self.attachments.statuses())
-        return tuple(self.speculation.explained(each, now_s) for each in told)
+        """Returns the drafts, oldest first, with their tree requests."""
+        now_s, statuses = self.clock(), map(self._rounds.told, self.attachments.statuses())
+        return tuple(self.speculation.explained(status, now_s) for status in statuses)
 
     def check_idle(self) -> None:
-        """With nothing running every page is free or cached; anything else is our bug."""
+        """Asserts that every page is free or cached, while no sequence runs."""
         assert self.leases.num_held_pages == 0, f"{self.leases.num_held_pages} pages leaked"
         self.leases.check()
 
@@ -387,15 +382,15 @@ class StepLoop:
         return self._in_flight.allows_run_ahead
 
     def _quiesce(self) -> None:
-        """Reads and commits everything that is launched, and tells what it has brought."""
+        """Reads and commits every launched step and round, and sends the results."""
         self._settle()
         self._rounds.settle()
         self._pushed.settle()
-        self._tell()
+        self._send_results()
 
-    def _unplace(self, sequence: TargetSequence) -> None:
-        """Takes a running sequence from its draft and from lanes, which know features and keys of
-        other weights; a draft begins with it anew."""
+    def _detach_sequence(self, sequence: TargetSequence) -> None:
+        """Takes a running sequence from its draft and from lanes, which hold features and KV of
+        other weights; a draft starts over with it."""
         self._rounds.forget(sequence)
         self._pushed.forget(sequence)
         if self.attachments.assignments.get(sequence.sequence_id) is not None:
@@ -409,7 +404,7 @@ class StepLoop:
             self._commit(step)
 
     def _commit(self, step: LaunchedStep) -> None:
-        """Reads a step and commits its tokens; those of sequences that have ended are dropped."""
+        """Reads a step and commits its tokens; tokens of sequences that have ended are dropped."""
         is_awaited = not step.mark.is_passed
         decided = step.read()
         self._rounds.planned_read(step, is_awaited=is_awaited)
@@ -419,18 +414,18 @@ class StepLoop:
                     self._subscriptions.emit(sequence, event)
         if self._in_flight is None:
             self._host_gap.read(self.clock())
-        live = [each for each in decided if each[0].sequence.finish_reason is None]
+        live = [part for part in decided if part[0].sequence.finish_reason is None]
         self._launcher.keep_accepted(live)
         self.drafts.take_offers()
         self._committer.commit_step(step, live)
 
-    def _tell(self) -> None:
+    def _send_results(self) -> None:
         """Sends one message to each draft and one batch to each sink."""
         self.drafts.tell()
         self._subscriptions.deliver()
 
     def _forget(self, sequence: TargetSequence) -> None:
-        """Lets go of a sequence that has ended; its pages only when no step in flight has them."""
+        """Removes a sequence that has ended; steps in flight keep its pages until they are read."""
         self.drafts.learners.ended(sequence)
         self._subscriptions.remove(sequence)
         self._rounds.forget(sequence)

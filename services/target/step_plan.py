@@ -1,4 +1,4 @@
-"""The work of one step: plain data, between the scheduler and the device. No torch."""
+"""The plan of one step: plain data from the scheduler to the launcher. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from services.target.sequence import Sequence
 from shared.tokens import EMPTY_TREE, TokenTree
 
 MAX_SCORED_ROWS = 256
-"""Rows of a step that score prompt tokens: their logits are kept over the whole vocabulary."""
+"""Most rows of a step that score prompt tokens: each keeps logits over the whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +18,11 @@ class ScheduledSequence:
 
     Attributes:
         start: logical KV index of the first row.
-        num_rows: committed tokens, and the pending one if there is one.
-        node_indices: index of each node in the tree as it was drafted; they differ from 0 … N-1
-            when nodes beyond the output's end were cut.
+        num_rows: number of committed tokens, and of the pending one if there is one.
+        node_indices: index of each node in the tree as it was drafted. They differ from 0 … N-1 if
+            nodes beyond the output's end were cut.
         is_complete: whether the step computes the last token, so that the next one is drawn.
-        scored: the rows, counted from 0, whose next token is of the prompt and gets a log
-            probability.
+        scored: rows, counted from 0, whose next token is a prompt token to be scored.
     """
 
     sequence: Sequence
@@ -35,17 +34,17 @@ class ScheduledSequence:
     scored: range = range(0)
 
     def slots(self, page_size: int) -> list[int]:
-        """Returns the KV slot of each row, committed tokens first. While it has its lease only."""
+        """Returns the KV slot of each row, committed tokens first; requires a lease."""
         lease = self.sequence.open_lease
         return lease.slots(self.start, self.start + self.num_rows + len(self.tree), page_size)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The work of one step, and the sequences that lost their pages for it.
+    """The sequences of one step, and the sequences that lost their pages for it.
 
     Attributes:
-        drawn: those of `scheduled` that draw.
+        drawn: the scheduled sequences that draw.
     """
 
     scheduled: tuple[ScheduledSequence, ...]
@@ -56,11 +55,11 @@ class StepPlan:
 
 @dataclass(slots=True)
 class PlanInProgress:
-    """A plan in the making, and the rows that it may still compute.
+    """A plan under construction, and the rows that it may still compute.
 
     Attributes:
-        num_prompt_rows_left: rows of prompt chunks that the step still has room for.
-        num_scored_rows_left: of these, rows that score prompt tokens.
+        num_prompt_rows_left: rows of prompt chunks that the step may still compute.
+        num_scored_rows_left: rows among them that may score prompt tokens.
     """
 
     num_prompt_rows_left: int
@@ -70,11 +69,11 @@ class PlanInProgress:
     preempted: list[Sequence] = field(default_factory=list)
 
     def take_rows(self, sequence: Sequence, num_left: int = 0) -> int:
-        """Returns how many of its uncomputed tokens a sequence may compute; more than one is a
-        prompt chunk, and leaves less room for others.
+        """Returns how many of its uncomputed tokens a sequence may compute. More than one token is
+        a prompt chunk, which counts towards the limits.
 
         Args:
-            num_left: the last tokens, which are computed elsewhere.
+            num_left: number of last tokens that a lane computes instead.
         """
         num_rows = sequence.num_uncomputed - num_left
         if num_rows > 1:
@@ -87,18 +86,18 @@ class PlanInProgress:
 
 
 def scored_rows(sequence: Sequence, start: int, num_rows: int) -> range:
-    """Returns the rows whose next token is the next of the prompt to be scored, or after it."""
+    """Returns the rows whose next token is a prompt token at `next_scored` or behind it."""
     end = min(start + num_rows, sequence.num_prompt_tokens - 1)
     return range(max(sequence.next_scored - 1 - start, 0), max(end - start, 0))
 
 
 CutTree: TypeAlias = tuple[TokenTree, tuple[int, ...]]
-"""The tree that is left and, for each of its nodes, the index in the tree as drafted."""
+"""The remaining tree and, for each of its nodes, the index in the tree as drafted."""
 NO_CUT_TREE: CutTree = (EMPTY_TREE, ())
 
 
 def pruned(tree: TokenTree, max_depth: int) -> CutTree:
-    """Cuts nodes deeper than `max_depth`: the output or the context ends before them."""
+    """Cuts the nodes deeper than `max_depth`, where the output or the context ends."""
     if not tree.token_ids:
         return tree, ()
     if len(tree) <= max_depth:
@@ -111,14 +110,13 @@ def pruned(tree: TokenTree, max_depth: int) -> CutTree:
 
 
 def narrowed(tree: TokenTree, num_draft_tokens: int | None) -> CutTree:
-    """Cuts a tree to the nodes that its draft believes in most, if it may not stay whole.
+    """Cuts a tree that has too many nodes to those most probable according to its draft.
 
-    The probability of a node's path decides, and between equals the depth: never what a token is,
-    so that nothing about the output changes. Without probabilities the depth decides alone, as it
-    must for drawn chains.
+    Nodes are ranked by the probability of their path, then by depth; never by their token, so that
+    the output does not change. Without probabilities depth alone counts, as drawn chains need.
 
     Args:
-        num_draft_tokens: rows of the tree at most, the root included; None is any number.
+        num_draft_tokens: most rows of the tree, root included; None allows any number.
 
     Source: nodes ranked by the probability of their path, Miao et al., arXiv 2305.09781.
     """
@@ -131,9 +129,11 @@ def narrowed(tree: TokenTree, num_draft_tokens: int | None) -> CutTree:
 
 
 def _path_log_probs(tree: TokenTree) -> list[float]:
-    """Returns what is never above the same of a node's parent, whatever the draft said."""
+    """Returns the log probability of each node's path; never above that of its parent's path, even
+    if the draft sent a positive log probability."""
     log_probs = tree.log_probs or [0.0] * len(tree)
-    found: list[float] = []
+    path_log_probs: list[float] = []
     for parent, log_prob in zip(tree.parent_indices, log_probs, strict=True):
-        found.append((0.0 if parent is None else found[parent]) + min(log_prob, 0.0))
-    return found
+        parent_log_prob = 0.0 if parent is None else path_log_probs[parent]
+        path_log_probs.append(parent_log_prob + min(log_prob, 0.0))
+    return path_log_probs

@@ -1,5 +1,5 @@
-"""Figures of one step of the engine: what it computed, the verdicts that drafts foresaw, and how
-long the device idled before it."""
+"""Figures of one engine step: what it computed, the verdicts that drafts foresaw, and how long the
+device was idle before it. No torch."""
 
 from __future__ import annotations
 
@@ -9,19 +9,16 @@ from dataclasses import dataclass, field
 
 from shared.tokens import Choice, TreeShape
 
-# Counts the verdicts that drafts foresaw, by position and rank. No torch.
-#
-# *Position* is how many nodes of the tree were accepted, *rank* the place of the matching candidate
-# among those pushed for the same node. Both tell a controller where fan-out pays.
-
 
 @dataclass(frozen=True, slots=True)
 class Foreseen:
-    """A verdict that a draft had prepared for.
+    """A verdict for which a draft had pushed the next tree.
+
+    Position and rank show where preparing several outcomes (fan-out) pays.
 
     Attributes:
-        position: nodes accepted.
-        rank: place among the candidates pushed for the same node, 0 for the first.
+        position: number of accepted nodes.
+        rank: index of the matching candidate among those pushed for the same node.
     """
 
     position: int
@@ -33,10 +30,10 @@ class OutcomeTally:
     """Counts of verdicts on drafted trees.
 
     Attributes:
-        hits: verdicts whose next tree was here when they fell, by (position, rank).
-        misses: verdicts for which the prepared trees did not fit, by position.
-        num_late_hits: verdicts whose next tree had been pushed but came after them.
-        num_unprepared: verdicts that nothing had been pushed for.
+        hits: verdicts whose next tree had arrived before them, by (position, rank).
+        misses: verdicts that none of the prepared trees fits, by position.
+        num_late_hits: verdicts whose next tree had been pushed before them, but arrived later.
+        num_unprepared: verdicts for which no tree had been pushed.
     """
 
     hits: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -54,12 +51,12 @@ class OutcomeTally:
 
     @property
     def is_all_hits(self) -> bool:
-        """Whether there were verdicts, and the next tree of each was here."""
+        """Whether there were verdicts, and all of them were hits."""
         return bool(self.hits) and not self.misses and not self.num_unprepared
 
     @property
     def hit_rate(self) -> float:
-        """The share of verdicts that are foreseen, of those that are prepared for; 1 before any."""
+        """Hits as a share of hits and misses, with one hit added; 1 before the first verdict."""
         return (self.num_hits + 1) / (self.num_hits + self.num_misses + 1)
 
     def count(self, position: int, foreseen: Foreseen | None, *, was_prepared: bool) -> None:
@@ -72,8 +69,7 @@ class OutcomeTally:
             self.num_unprepared += 1
 
     def count_late_hit(self) -> None:
-        """A pushed candidate arrived after the verdict it is for; the miss or unprepared verdict
-        stays counted as such."""
+        """Counts a candidate that came after its verdict, which stays a miss or unprepared."""
         self.num_late_hits += 1
 
     def add(self, other: OutcomeTally) -> None:
@@ -85,8 +81,8 @@ class OutcomeTally:
 
 
 class RecentOutcomes:
-    """Counts what all drafts foresaw since it was last taken; each draft's own tally, over its
-    life, is counted along."""
+    """Counts the verdicts on trees of all drafts since the last `take`, and adds each to the tally
+    of its draft, which spans the draft's life."""
 
     def __init__(self) -> None:
         self._recent = OutcomeTally()
@@ -104,7 +100,7 @@ class RecentOutcomes:
             tally.count(position, foreseen, was_prepared=was_prepared)
 
     def count_late_hit(self, of_draft: OutcomeTally) -> None:
-        """Counts a candidate of a draft that came after the verdict it is for."""
+        """Counts a candidate of a draft that arrived after its verdict."""
         for tally in (of_draft, self._recent):
             tally.count_late_hit()
 
@@ -115,21 +111,21 @@ class RecentOutcomes:
 
 
 Clock = Callable[[], float]
-"""Returns seconds since a fixed moment; never goes back."""
+"""Returns seconds since a fixed moment; never decreases."""
 
 
 class HostGap:
-    """Measures from the read that emptied the device to the next launch."""
+    """Measures the time from the read of the last launched step to the next launch."""
 
     def __init__(self) -> None:
         self._idle_since_s: float | None = None
 
     def read(self, now_s: float) -> None:
-        """The last launched step was read: the device has nothing left."""
+        """The last launched step was read: the device is idle."""
         self._idle_since_s = now_s
 
     def wait(self) -> None:
-        """There is nothing to launch, which is not the host's fault."""
+        """There is nothing to launch, so the idle time is not a gap caused by the host."""
         self._idle_since_s = None
 
     def launched(self, now_s: float) -> float:
@@ -140,11 +136,11 @@ class HostGap:
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """Rounds since the counts were taken.
+    """Rounds since the counts were last taken.
 
     Attributes:
-        num_paused_rounds: without a tree, because plain steps are faster or are tried.
-        num_probe_rounds: of trials.
+        num_paused_rounds: rounds without a tree, because plain steps are faster or are tried.
+        num_probe_rounds: rounds of trials.
     """
 
     num_paused_rounds: int = 0
@@ -156,11 +152,11 @@ class StepReport:
     """The result of one step.
 
     Attributes:
-        duration_s: from its plan, or from the commit of the step before if that was later, to its
-            commit.
-        end_s: when it was committed, by the engine's clock.
-        host_gap_s: how long the device had nothing to do before it because of the host: from
-            reading the step before to launching this one; 0 when it was launched earlier.
+        duration_s: time from the step's plan, or from the commit of the step before if that was
+            later, to the step's commit.
+        end_s: time of the commit, by the engine's clock.
+        host_gap_s: how long the device was idle before the step because of the host: from reading
+            the step before to launching this one; 0 when this one was launched earlier.
         num_rows: rows of the forward.
         num_prompt_rows: rows of sequences that had more than one token to compute.
         num_rounds: sequences that drew tokens.
@@ -168,13 +164,13 @@ class StepReport:
         num_drafted: draft nodes verified.
         num_accepted: draft nodes accepted.
         num_preempted: sequences that lost their pages.
-        outcomes: how drafts foresaw the verdicts of the step, and which of their trees came late
-            for the one before.
-        num_discarded: sequences that had ended when the step was read; their rows were for nothing.
-        speculation: rounds since the report before.
-        num_fallback_rounds: of `num_rounds`, those with a tree of the target's own.
-        num_fallback_committed: tokens that these committed, bonus included.
-        round_shape: of the trees where the step was a round on the device; else None.
+        outcomes: hits and misses of drafts in the step's verdicts, and trees that arrived late for
+            the verdicts of the step before.
+        num_discarded: sequences that had ended when the step was read; their rows were discarded.
+        speculation: rounds since the last report.
+        round_shape: tree shape of a round on the device; None for a planned step.
+        num_fallback_rounds: rounds among `num_rounds` with an n-gram tree of the target's own.
+        num_fallback_committed: tokens that these rounds committed, bonus tokens included.
     """
 
     duration_s: float
@@ -196,8 +192,8 @@ class StepReport:
 
 
 def shape_name(shape: Choice) -> str:
-    """Returns a shape as figures name it: steps, top-k and draft tokens, and `ahead` where trees
-    grow ahead; `plain` without one."""
+    """Returns the name of a shape in figures: steps, top-k and draft tokens, and `ahead` if trees
+    grow ahead; `plain` for None."""
     if shape is None:
         return "plain"
     name = f"{shape.num_steps}_{shape.topk}_{shape.num_draft_tokens}"
@@ -205,7 +201,7 @@ def shape_name(shape: Choice) -> str:
 
 
 def compared(rates: Mapping[Choice, float], num_sequences: int) -> str:
-    """Returns the tokens a second of plain steps and of the best trees, in words."""
+    """Returns the tokens per second of plain steps and of the best trees, as text."""
     trees = {shape: rate for shape, rate in rates.items() if shape is not None}
     best = max(trees, key=lambda shape: trees[shape], default=None)
     figures = [f"plain steps {rates[None]:,.0f} tokens/s"] if None in rates else []

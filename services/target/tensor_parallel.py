@@ -1,4 +1,4 @@
-"""The processes that share a target's model."""
+"""The other ranks of a target: processes that share its model."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from shared.runtime.followers import RoundFollower
 from shared.runtime.lockstep import follow
 from shared.settings import shown_settings
 
-_OF_A_HOST = ("node-rank", "model-path", "tokenizer-path")
+_HOST_SETTINGS = ("node-rank", "model-path", "tokenizer-path")
+"""Settings that may differ between hosts."""
 _STOP_MARGIN_S = 5.0
-"""After the grace that rank 0 gives its requests."""
+"""Added to the grace period that rank 0 gives its requests."""
 
 
 def start_followers(settings: TargetSettings, draft: DraftNeeds = NO_DRAFT) -> Followers:
-    """Starts them and returns once all have joined; they load their weights meanwhile.
+    """Starts the other ranks and returns once all have joined; they then load their weights.
 
     Args:
         draft: argument of `build_runner` in this process.
 
     Raises:
         CheckpointError: the model folder has no usable config.
-        SettingsError: the model cannot be cut so, there are not as many GPUs, or other hosts do
-            not come or agree.
+        SettingsError: the model cannot be sharded as set, there are too few GPUs, or other hosts do
+            not connect or have other settings.
     """
     terms = _terms(settings, draft)
     devices = rank_devices(settings.device, settings.ranks)
@@ -41,7 +42,7 @@ def start_followers(settings: TargetSettings, draft: DraftNeeds = NO_DRAFT) -> F
 
 
 def run_followers(settings: TargetSettings, draft: DraftNeeds = NO_DRAFT) -> None:
-    """Runs those of a host that is not the first, until rank 0 ends; see `follow_first_host`.
+    """Runs the ranks of a host other than the first, until rank 0 ends; see `follow_first_host`.
 
     Args, raises: see `start_followers`.
     """
@@ -56,10 +57,14 @@ def run_followers(settings: TargetSettings, draft: DraftNeeds = NO_DRAFT) -> Non
 
 
 def _terms(settings: TargetSettings, draft: DraftNeeds) -> Terms:
-    """Raises: SettingsError: the model cannot be cut so."""
+    """Returns what all hosts must agree on.
+
+    Raises:
+        SettingsError: the model cannot be sharded as set.
+    """
     check_shard(first_shard(settings), ModelConfig.from_folder(settings.model_path))
     shown = shown_settings(settings)
-    agreed = {f"--{name}": text for name, text in shown.items() if name not in _OF_A_HOST}
+    agreed = {f"--{name}": text for name, text in shown.items() if name not in _HOST_SETTINGS}
     config = (settings.model_path / CONFIG_FILE).read_bytes()
     agreed[f"SHA-256 of {CONFIG_FILE}"] = hashlib.sha256(config).hexdigest()
     agreed["layers that the embedded draft reads"] = str(draft.feature_layers)
@@ -67,16 +72,11 @@ def _terms(settings: TargetSettings, draft: DraftNeeds) -> Terms:
     return Terms(settings.dist_secret, agreed)
 
 
-def _follow(
-    settings: TargetSettings,
-    draft: DraftNeeds,
-    seat: Seat,
-    pipe: Connection,
-) -> None:
+def _follow(settings: TargetSettings, draft: DraftNeeds, seat: Seat, pipe: Connection) -> None:
     group = seat.join(settings)
-    own = replace(settings, device=str(seat.device))
-    runner = build_runner(own, group, draft=draft).runner
-    stager = WeightStager(runner.decoder, own.model_path, own.model_options)
+    settings = replace(settings, device=str(seat.device))
+    runner = build_runner(settings, group, draft=draft).runner
+    stager = WeightStager(runner.decoder, settings.model_path, settings.model_options)
     weights = FollowingStager(stager, group, runner.device)
     rounds = RoundFollower(runner)
 

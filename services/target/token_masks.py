@@ -1,4 +1,4 @@
-"""The tokens that grammars and rules allow at each row of a tree: committed token, then nodes."""
+"""Masks of the tokens that grammars and rules allow at each row of a tree: the root, then nodes."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from shared.tokens import TokenTree
 
 @dataclass(frozen=True, slots=True)
 class RowMasks:
-    """Masks of some of R rows.
+    """Masks of some of the R rows of a step.
 
     Attributes:
-        rows, words: on the device, see `mask_logits`.
+        rows, words: arguments of `mask_logits`, on the device.
         may_draw: `[R]` bool on the host; False for the rows of nodes that their grammar forbids,
-            and beyond a bound of the matcher. A token drawn there means nothing.
+            and for rows beyond a bound of the matcher. Tokens drawn by such rows are meaningless.
     """
 
     rows: Tensor
@@ -48,25 +48,25 @@ class RowMasks:
         return masked
 
     def cut(self, path: AcceptedPath, tree: TokenTree, first_row: int) -> AcceptedPath:
-        """Ends a path at the first node whose row may not draw: the node is the bonus then.
+        """Ends a path at the first node whose row may not draw; its token becomes the bonus token.
 
-        Rows that may not draw have a distribution all the same, that without the grammar, so what
-        is decided above them is right whatever the rule.
+        Rows that may not draw still have a distribution, without the grammar. So the decisions
+        above them are right under every verification rule.
         """
-        for place, node in enumerate(path.node_indices):
+        for num_accepted, node in enumerate(path.node_indices):
             if not self.may_draw[first_row + 1 + node]:
-                return AcceptedPath(path.node_indices[:place], tree.token_ids[node])
+                return AcceptedPath(path.node_indices[:num_accepted], tree.token_ids[node])
         return path
 
 
 class TokenMasks:
-    """Computes masks on the host, in the shadow of the forward where that is on a GPU."""
+    """Computes masks on the host, at the same time as the forward if that runs on a GPU."""
 
     def __init__(self) -> None:
         self._executor = MaskExecutor()
 
     def of(self, drawn: SequenceOf[ScheduledSequence], logits: Tensor) -> RowMasks:
-        """Queues the upload of the masks of a planned step, in which a sequence has any."""
+        """Queues the upload of the masks of a planned step. At least one sequence has a mask."""
         starts = itertools.accumulate((1 + len(entry.tree) for entry in drawn), initial=0)
         masked = [
             (entry, start)
@@ -84,29 +84,29 @@ class TokenMasks:
         is_open = joined.words.any(axis=1)
         rows, may_draw = np.array(joined.rows, np.int64), np.ones(len(logits), np.bool_)
         may_draw[rows] = is_open
-        places, words = uploaded((rows[is_open], joined.words[is_open]), logits.device)
-        return RowMasks(places, words, may_draw)
+        open_rows, words = uploaded((rows[is_open], joined.words[is_open]), logits.device)
+        return RowMasks(open_rows, words, may_draw)
 
     def of_lanes(
         self, lanes: SequenceOf[tuple[Sequence, TokenTree]], vocab_size: int
     ) -> list[Masks]:
-        """Returns what a grammar and the rules of each sequence allow, root first, then nodes."""
-        followed = [(each.matcher, tree) for each, tree in lanes if each.matcher is not None]
-        allowed = iter(self._executor.tree_masks(*zip(*followed, strict=True)) if followed else ())
-        found: list[Masks] = []
+        """Returns the masks of each sequence by grammar and rules: root first, then nodes."""
+        matched = [(seq.matcher, tree) for seq, tree in lanes if seq.matcher is not None]
+        allowed = iter(self._executor.tree_masks(*zip(*matched, strict=True)) if matched else ())
+        lane_masks: list[Masks] = []
         for sequence, tree in lanes:
             if sequence.matcher is None:
                 masks = np.full((1 + len(tree), num_mask_words(vocab_size)), ALL_TOKENS, np.int32)
             else:
                 masks = next(allowed)
             if sequence.rules is not None:
-                _follow(sequence.rules, tree, masks)
-            found.append(masks)
-        return found
+                _apply_rules(sequence.rules, tree, masks)
+            lane_masks.append(masks)
+        return lane_masks
 
 
-def _follow(rules: TokenRules, tree: TokenTree, masks: Masks) -> None:
-    """Takes from masks what rules forbid; a rule that leaves nothing is not followed."""
+def _apply_rules(rules: TokenRules, tree: TokenTree, masks: Masks) -> None:
+    """Removes the tokens that rules forbid from masks, unless a row would have none left."""
     words = masks.view(np.uint32)
     for row, path in zip(words, row_paths(tree), strict=True):
         kept, forced = row.copy(), rules.forced_after(path)
@@ -122,5 +122,5 @@ def _follow(rules: TokenRules, tree: TokenTree, masks: Masks) -> None:
 
 
 def _allows(row: NDArray[np.uint32], token_id: int) -> bool:
-    place, bit = divmod(token_id, WORD_BITS)
-    return place < len(row) and bool(row[place] >> np.uint32(bit) & np.uint32(1))
+    word, bit = divmod(token_id, WORD_BITS)
+    return word < len(row) and bool(row[word] >> np.uint32(bit) & np.uint32(1))

@@ -1,4 +1,4 @@
-"""From the logits of a step to the draw of its tokens, by one rule."""
+"""Draws the tokens of a step from its logits, by the verification rule of the target."""
 
 from __future__ import annotations
 
@@ -8,13 +8,7 @@ from collections.abc import Sequence as SequenceOf
 import torch
 from torch import Tensor
 
-from services.target.draw import (
-    CoupledDraw,
-    Draw,
-    FreshDraw,
-    FreshRule,
-    RowDistributions,
-)
+from services.target.draw import CoupledDraw, Draw, FreshDraw, FreshRule, RowDistributions
 from services.target.settings import VerificationMode as VerificationMode
 from services.target.step_plan import ScheduledSequence
 from services.target.token_masks import TokenMasks
@@ -28,13 +22,13 @@ _CHAIN_RULES = {VerificationMode.REJECTION: REJECTION, VerificationMode.BLOCK: B
 
 
 class RunningCounts:
-    """Counts of the sequences of the last step that had any penalties; a row each.
+    """Token counts of the sequences of the last step with penalties; one row a sequence.
 
-    Penalties count every token of a sequence. To count them all anew in every step would cost the
-    host milliseconds, and it could not: the last token may be on the device only. So each step adds
-    what is new, which is one token a sequence as a rule.
+    Penalties count every token of a sequence. Counting all tokens anew in each step would cost the
+    host milliseconds, and the host may not know the last token, which may be on the device only. So
+    each step adds the new tokens, usually one a sequence.
 
-    Rows of sequences without penalties hold anything: neutral penalties do not read them.
+    The rows of sequences without penalties hold arbitrary counts: neutral penalties ignore them.
     """
 
     def __init__(self) -> None:
@@ -46,84 +40,84 @@ class RunningCounts:
     def of(
         self, drawn: SequenceOf[ScheduledSequence], input_ids: Tensor, vocab_size: int
     ) -> TokenCounts:
-        """Returns the counts of every row. They hold until the next call.
+        """Returns the counts of every row. They are valid until the next call.
 
         Args:
             input_ids: `[L]` int64 on the device, the token each row computes.
         """
         if [entry.sequence.sequence_id for entry in drawn] != self._sequence_ids:
-            self._take_over(drawn, vocab_size, input_ids.device)
-        self._count_known(drawn)
+            self._change_rows(drawn, vocab_size, input_ids.device)
+        self._count_committed(drawn)
         self._count_pending(drawn, input_ids)
         if len(input_ids) == len(drawn):
             return TokenCounts(self._output, self._in_prompt | (self._output > 0))
         return self._with_paths(drawn)
 
-    def _take_over(
+    def _change_rows(
         self, drawn: SequenceOf[ScheduledSequence], vocab_size: int, device: torch.device
     ) -> None:
-        """Keeps the rows of sequences that were there, and begins those of the others."""
-        places = {sequence_id: row for row, sequence_id in enumerate(self._sequence_ids)}
+        """Keeps the rows of sequences of the last step, and adds rows of new sequences."""
+        old_rows = {sequence_id: row for row, sequence_id in enumerate(self._sequence_ids)}
         prompts: list[SequenceOf[int]] = []
         rows: list[int] = []
         num_counted: list[int] = []
         for entry in drawn:
             sequence = entry.sequence
-            place = places.get(sequence.sequence_id)
-            if place is None:
-                place = len(places) + len(prompts)
+            row = old_rows.get(sequence.sequence_id)
+            if row is None:
+                row = len(old_rows) + len(prompts)
                 has_penalties = sequence.sampling.has_penalties
                 prompts.append(sequence.request.prompt_token_ids if has_penalties else ())
-            rows.append(place)
-            is_old = place < len(places)
-            num_counted.append(self._num_counted[place] if is_old else 0)
+            rows.append(row)
+            is_old = row < len(old_rows)
+            num_counted.append(self._num_counted[row] if is_old else 0)
         index = uploaded_numbers(rows, device)
         fresh = histogram(prompts, vocab_size, device)
-        old_output = self._output.to(device).view(len(places), vocab_size)
-        old_in_prompt = self._in_prompt.to(device).view(len(places), vocab_size)
+        old_output = self._output.to(device).view(len(old_rows), vocab_size)
+        old_in_prompt = self._in_prompt.to(device).view(len(old_rows), vocab_size)
         self._output = torch.cat((old_output, torch.zeros_like(fresh))).index_select(0, index)
         self._in_prompt = torch.cat((old_in_prompt, fresh > 0)).index_select(0, index)
         self._sequence_ids = [entry.sequence.sequence_id for entry in drawn]
         self._num_counted = num_counted
 
-    def _count_known(self, drawn: SequenceOf[ScheduledSequence]) -> None:
-        """Adds the tokens that were committed since."""
+    def _count_committed(self, drawn: SequenceOf[ScheduledSequence]) -> None:
+        """Adds the tokens that were committed since the last step."""
         vocab_size = self._output.shape[1]
-        places: list[int] = []
+        offsets: list[int] = []
         for row, entry in enumerate(drawn):
             sequence = entry.sequence
             if sequence.sampling.has_penalties:
                 first = sequence.num_prompt_tokens + self._num_counted[row]
-                places += [row * vocab_size + token for token in sequence.token_ids[first:]]
-            # A pending token was counted when it was the root of a row.
+                offsets += [row * vocab_size + token for token in sequence.token_ids[first:]]
+            # A token that was pending then was counted as the input of a row.
             self._num_counted[row] = max(self._num_counted[row], sequence.num_output_tokens)
-        if places:
-            self._add(uploaded_numbers(places, self._output.device))
+        if offsets:
+            self._add(uploaded_numbers(offsets, self._output.device))
 
     def _count_pending(self, drawn: SequenceOf[ScheduledSequence], input_ids: Tensor) -> None:
-        """Adds the tokens that only the device knows: the inputs of rows that follow a draw."""
+        """Adds the pending tokens, which only the device knows, as the inputs of their rows."""
         rows = [row for row, entry in enumerate(drawn) if entry.sequence.num_pending]
         if not rows:
             return
         assert len(input_ids) == len(drawn), "a tree cannot hang off an unread token"
         for row in rows:
             self._num_counted[row] += 1
-        places = torch.arange(len(drawn), device=input_ids.device) * self._output.shape[1]
-        places += input_ids
+        offsets = torch.arange(len(drawn), device=input_ids.device) * self._output.shape[1]
+        offsets += input_ids
         if len(rows) < len(drawn):
-            places = places.index_select(0, uploaded_numbers(rows, input_ids.device))
-        self._add(places)
+            offsets = offsets.index_select(0, uploaded_numbers(rows, input_ids.device))
+        self._add(offsets)
 
-    def _add(self, places: Tensor) -> None:
+    def _add(self, offsets: Tensor) -> None:
         # Sums of ones are exact in float32, so the order of the additions does not matter.
-        ones = torch.ones((), device=places.device).expand(len(places))
-        self._output.view(-1).scatter_add_(0, places, ones)
+        ones = torch.ones((), device=offsets.device).expand(len(offsets))
+        self._output.view(-1).scatter_add_(0, offsets, ones)
 
     def _with_paths(self, drawn: SequenceOf[ScheduledSequence]) -> TokenCounts:
-        """Returns a row for each root and node: the sequence's counts and those of its path."""
+        """Returns a row for each root and node: counts of the sequence plus those of its path."""
         device = self._output.device
-        owners = [[row] * (1 + len(entry.tree)) for row, entry in enumerate(drawn)]
-        rows = uploaded_numbers(list(itertools.chain.from_iterable(owners)), device)
+        sequence_rows = [[row] * (1 + len(entry.tree)) for row, entry in enumerate(drawn)]
+        rows = uploaded_numbers(list(itertools.chain.from_iterable(sequence_rows)), device)
         paths = [path for entry in drawn for path in row_paths(entry.tree)]
         output = self._output.index_select(0, rows)
         output += histogram(paths, self._output.shape[1], device)
@@ -131,22 +125,18 @@ class RunningCounts:
 
 
 class Verifier:
-    """Decides by one rule.
+    """Draws and verifies by one rule.
 
     Args:
-        generator: on the host; the source of fresh randomness of all rules but the coupled one.
-        thresholds: of the point-mass rule; below 1 they are lossy.
+        generator: on the host; source of the fresh randomness of all rules but the coupled one.
+        thresholds: thresholds of the point-mass rule; below 1 they are lossy.
 
     Attributes:
-        masks: computes what grammars and rules allow.
+        masks: computes the masks of grammars and token rules.
     """
 
     def __init__(
-        self,
-        mode: VerificationMode,
-        *,
-        generator: torch.Generator,
-        thresholds: Thresholds = EXACT,
+        self, mode: VerificationMode, *, generator: torch.Generator, thresholds: Thresholds = EXACT
     ) -> None:
         self.mode = mode
         self._rule: FreshRule | None = None
@@ -168,8 +158,8 @@ class Verifier:
     ) -> Draw:
         """Queues the draw of a step; see `RowDistributions` for the arguments.
 
-        The result must be read before the next forward, unless its `token_ids` are there: then it
-        needs `logits` no more.
+        The result must be read before the next forward, unless its `token_ids` are not None: then
+        it no longer needs `logits`.
 
         Args:
             input_ids: `[L]` int64, the token each row computes.
@@ -178,11 +168,13 @@ class Verifier:
         counts = None
         if sampling.penalties is not None:
             counts = self._counts.of(drawn, input_ids, logits.shape[-1])
-        # On a GPU the host does this while the forward, which is queued, runs.
+        # On a GPU the host computes masks while the queued forward runs.
         is_masked = any(entry.sequence.is_masked for entry in drawn)
         masks = self.masks.of(drawn, logits) if is_masked else None
         ends = itertools.accumulate(1 + len(entry.tree) for entry in drawn)
-        rows = [slice(end - 1 - len(each.tree), end) for each, end in zip(drawn, ends, strict=True)]
+        rows = [
+            slice(end - 1 - len(entry.tree), end) for entry, end in zip(drawn, ends, strict=True)
+        ]
         distributions = RowDistributions(drawn, rows, logits, positions, sampling, counts, masks)
         return (
             CoupledDraw(distributions)
@@ -193,12 +185,13 @@ class Verifier:
     def _sampling_of(
         self, drawn: SequenceOf[ScheduledSequence], device: torch.device
     ) -> RowSampling:
-        """Returns the parameters of every row, kept while the same sequences draw the same rows."""
-        is_ruled = any(entry.sequence.request.stop.min_output_tokens for entry in drawn)
-        banned = _banned(drawn) if is_ruled else ()
-        num_rows = [(each.sequence.sequence_id, 1 + len(each.tree)) for each in drawn]
+        """Returns the sampling parameters of every row. They are cached while the same sequences
+        draw the same numbers of rows."""
+        may_ban = any(entry.sequence.request.stop.min_output_tokens for entry in drawn)
+        banned = _banned(drawn) if may_ban else ()
+        num_rows = [(entry.sequence.sequence_id, 1 + len(entry.tree)) for entry in drawn]
         if self._sampling is None or banned or num_rows != self._num_rows:
-            # What is banned changes with every token.
+            # Banned tokens depend on the output's length, so they are not cached.
             self._num_rows = [] if banned else num_rows
             self._sampling = row_sampling(
                 [entry.sequence.sampling for entry in drawn],

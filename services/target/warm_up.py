@@ -1,4 +1,4 @@
-"""First generations, so that no client pays for set-up that is done on first use."""
+"""Warm-up generations, so that no request pays for set-up on first use."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from shared.tokens import SamplingParams, StopParams
 
 _NUM_OUTPUT_TOKENS = 2
 _NUM_LANE_TOKENS = 12
-# Kernels are compiled for kinds of lengths: of one row, of a few, of multiples of 16 and others.
+# Kernels are specialised by length: one row, a few rows, multiples of 16, and other lengths.
 _PROMPT_LENGTHS = (2, 3, 9, 16, 17, 33, 64, 100, 129, 300, 512, 777, 1024)
-# Prompts at once, and how long each is: products of other sizes take other kernels.
+# Concurrent prompts, and their lengths: matrix products of other sizes use other kernels.
 _GROUP_SIZES = (2, 4, 8, 16, 32, 64)
 _GROUP_LENGTHS = (9, 16, 17, 65)
-# Behind a prefix that is cached, attention has few rows and many keys.
+# Behind a cached prefix, attention has few rows and many keys.
 _PREFIX_LENGTH = 512
 _SAMPLINGS = (
     SamplingParams(temperature=0.0),
@@ -30,20 +30,20 @@ _SAMPLINGS = (
 
 
 def warm_up_tokens(engine: Engine, chunk_tokens: int) -> int:
-    """Returns the tokens of the longest prompt to warm up with: on a GPU as many as a step may
-    compute, so that memory for them is there, or is found missing now."""
+    """Returns the number of tokens of the longest warm-up prompt. On a GPU it is as long as a step
+    may compute, so that missing memory is found now."""
     if engine.device.type != "cuda":
         return 1
     return max(1, min(chunk_tokens, engine.limits.max_sequence_tokens - _NUM_OUTPUT_TOKENS))
 
 
 async def warm_up(engine: Engine, num_prompt_tokens: int, most_at_once: int = 1) -> None:
-    """Generates after prompts of many lengths, with every kind of sampling; on a CPU after one
-    token alone. Nothing of it stays cached.
+    """Generates with prompts of many lengths and every kind of sampling; on a CPU only with the
+    longest prompt. The prefix cache is flushed at the end.
 
     Args:
-        num_prompt_tokens: of the longest prompt.
-        most_at_once: requests that may wait or run.
+        num_prompt_tokens: length of the longest prompt.
+        most_at_once: most requests that may wait or run.
 
     Raises:
         OutriderError: the engine cannot serve.
@@ -77,7 +77,7 @@ def _request(
     num_output_tokens: int,
     prefix: tuple[int, ...] = (),
 ) -> GenerationRequest:
-    """Returns a request whose prompt is like no other's behind the prefix."""
+    """Returns a request whose prompt differs from all others behind the prefix."""
     token_id = (31 * num_prompt_tokens + key) % engine.limits.vocab_size
     return GenerationRequest(
         request_id="warm-up",

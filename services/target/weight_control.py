@@ -1,6 +1,7 @@
-"""Weights that change while the engine runs, and generation that holds still for it.
+"""Updates of the weights while the engine runs, and the pauses of generation for them.
 
-Owned by the engine thread, where it runs between two steps: every launched one has been read.
+Owned by the engine thread. Its methods run between two steps; before the weights change, every
+launched step is read.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from shared.runtime.memory import Shortage, is_shortage
 
 logger = logging.getLogger(__name__)
 FIRST_VERSION = "default"
-"""The version of the weights that a process has started with."""
-_WHOLE: frozenset[str] = frozenset()
-"""Names of tensors that are yet to come where all of the model is there."""
+"""The version of the weights that a process starts with."""
+_NONE_MISSING: frozenset[str] = frozenset()
+"""Names of missing tensors while the model is complete."""
 
 
 @dataclass(slots=True)
 class WeightVersion:
-    """The name of the weights in force. Not frozen: an update replaces it.
+    """The name of the current weights. Not frozen: an update changes it.
 
     Attributes:
-        num_updates: since the start.
+        num_updates: updates since the start.
     """
 
     name: str = FIRST_VERSION
@@ -47,10 +48,10 @@ class WeightVersion:
 
 
 class PauseMode(enum.Enum):
-    """The fate of running sequences when generation pauses.
+    """What happens to running sequences when generation pauses.
 
-    `abort` ends them; `retract` sends them back to the queue, and their keys and values are
-    computed anew; `in_place` leaves them as they are, with keys and values of the weights before.
+    `abort` ends them. `retract` sends them back to the queue, and their KV is recomputed.
+    `in_place` keeps them and their KV, which the weights before the update have computed.
     """
 
     ABORT = "abort"
@@ -63,9 +64,9 @@ class Updated:
     """The result of an update.
 
     Attributes:
-        num_retracted: sequences whose keys and values are computed anew.
-        num_freed_pages: of the prefix cache.
-        pause_s: how long no step was taken.
+        num_retracted: sequences whose KV is recomputed.
+        num_freed_pages: freed pages of the prefix cache.
+        pause_s: how long no step ran.
     """
 
     version: str
@@ -82,18 +83,18 @@ class MemoryTag(enum.Enum):
 
 
 class MovableMemory:
-    """Tensors whose memory can be given back and taken again, at other addresses.
+    """Tensors whose memory can be released and allocated again, at other addresses.
 
     Args:
-        is_movable: nothing holds the addresses.
+        is_movable: nothing else holds the addresses.
     """
 
     def __init__(self, tensors: Mapping[MemoryTag, Iterable[Tensor]], *, is_movable: bool) -> None:
         self.is_movable = is_movable
-        self._storages = {tag: _storages(each) for tag, each in tensors.items()}
+        self._storages = {tag: _storages(of_tag) for tag, of_tag in tensors.items()}
 
     def release(self, tag: MemoryTag) -> int:
-        """Returns the bytes that came free."""
+        """Frees the memory of a tag; returns its bytes."""
         storages = self._storages[tag]
         for storage, _ in storages:
             storage.resize_(0)
@@ -102,37 +103,38 @@ class MovableMemory:
         return sum(size for _, size in storages)
 
     def take(self, tag: MemoryTag) -> None:
-        """Takes it again, filled with zeros."""
+        """Allocates the memory of a tag again, filled with zeros."""
         for storage, size in self._storages[tag]:
             storage.resize_(size)
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
-    """Returns the memory of tensors, each once; that of packed ones cannot be given back."""
-    found = {
+    """Returns each storage once, with its bytes; packed tensors are left out, as they cannot
+    move."""
+    storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
         for tensor in tensors
         if tensor.layout == torch.strided
     }
-    return [(storage, storage.nbytes()) for storage in found.values()]
+    return [(storage, storage.nbytes()) for storage in storages.values()]
 
 
 class WeightControl:
-    """See the module.
+    """Applies weight updates, pauses generation and releases memory; see the module.
 
     Args:
         quiesce: reads and commits every launched step and round.
-        drop: lets go of a sequence that has ended.
-        unplace: removes a running sequence from drafts and lanes, with their state of it.
-        memory: what can be released.
+        drop: removes a sequence that has ended.
+        detach_sequence: removes a running sequence from drafts and lanes, with their state of it.
+        memory: memory that can be released.
 
     Attributes:
-        version: of the weights in force.
-        mode: of the pause; None while generation does not pause.
-        released: memory that is given back.
-        followers: copy tensors of the decoder again after an update, or notify drafts in other
-            processes.
+        version: version of the current weights.
+        mode: mode of the pause; None while generation is not paused.
+        released: memory that is released now.
+        followers: callbacks after an update, which copy the decoder's tensors again or notify
+            drafts.
     """
 
     def __init__(
@@ -145,7 +147,7 @@ class WeightControl:
         version: WeightVersion,
         quiesce: Callable[[], None],
         drop: Callable[[Sequence], None],
-        unplace: Callable[[Sequence], None],
+        detach_sequence: Callable[[Sequence], None],
         memory: MovableMemory,
     ) -> None:
         self._decoder = decoder
@@ -155,28 +157,28 @@ class WeightControl:
         self.version = version
         self._quiesce = quiesce
         self._drop = drop
-        self._unplace = unplace
+        self._detach_sequence = detach_sequence
         self.mode: PauseMode | None = None
         self.memory = memory
         self.released: set[MemoryTag] = set()
         self._ranks: RankStages | None = None
-        # Of what is no model: tensors that are yet to come; None where nobody knows which.
-        self._missing: frozenset[str] | None = _WHOLE
+        # Names of tensors that must still be updated before steps may run; None: all of them.
+        self._missing: frozenset[str] | None = _NONE_MISSING
         self._snapshot: dict[str, str] = {}
         self.followers: list[Callable[[], None]] = []
 
     def share(self, ranks: RankStages) -> None:
-        """Has other processes take part in updates; before the engine starts."""
+        """Has the other ranks take part in updates; call it before the engine starts."""
         self._ranks = ranks
 
     @property
     def is_paused(self) -> bool:
-        """Whether no step may be taken."""
-        return self.mode is not None or self._missing != _WHOLE or bool(self.released)
+        """Whether no step may run."""
+        return self.mode is not None or self._missing != _NONE_MISSING or bool(self.released)
 
     def pause(self, mode: PauseMode) -> int:
-        """Holds generation; returns how many sequences were ended or sent back. Requests that come
-        meanwhile wait. Pausing again does what the new mode says."""
+        """Pauses generation; returns how many sequences were ended or sent back to the queue. New
+        requests wait. A second pause applies its own mode to the running sequences."""
         self._quiesce()
         self.mode = mode
         if mode is PauseMode.ABORT:
@@ -184,14 +186,14 @@ class WeightControl:
         return self._retract() if mode is PauseMode.RETRACT else 0
 
     def resume(self) -> None:
-        """Lets generation go on.
+        """Continues generation.
 
         Raises:
-            FailedPrecondition: there are no whole weights to go on with.
+            FailedPrecondition: the weights are incomplete, or memory is released.
         """
         if self.released:
-            raise _released(self.released)
-        if self._missing != _WHOLE:
+            raise _memory_released(self.released)
+        if self._missing != _NONE_MISSING:
             raise FailedPrecondition(
                 "the weights were reset or released, or an update broke off in the middle; send a "
                 "whole update",
@@ -200,7 +202,7 @@ class WeightControl:
         self.mode = None
 
     def flush_if_idle(self) -> int:
-        """Frees every cached page; returns how many.
+        """Frees every cached page; returns their number.
 
         Raises:
             FailedPrecondition: requests run or, unless generation is paused, wait.
@@ -220,11 +222,11 @@ class WeightControl:
             )
 
     def apply(self, stage: WeightStage, version: str | None) -> Updated:
-        """Puts an update in force, all of it or nothing. What was computed before is not reused;
-        sequences that run are computed anew, unless generation was paused in place.
+        """Applies an update, all of it or nothing. Cached KV is not reused; running sequences are
+        retracted and their KV recomputed, unless generation was paused in place.
 
         Args:
-            version: its name; the number of updates so far when None.
+            version: name of the new weights; None takes the number of updates so far.
 
         Raises:
             CheckpointError: the update is incomplete.
@@ -234,14 +236,14 @@ class WeightControl:
         self._check(stage)
         missing = stage.all_names if self._missing is None else self._missing
         if MemoryTag.WEIGHTS in self.released:
-            raise _released(self.released)
+            raise _memory_released(self.released)
         self._quiesce()
         num_retracted = 0 if self.mode is PauseMode.IN_PLACE else self._retract()
         for sequence in self._scheduler.running:
-            self._unplace(sequence)
+            self._detach_sequence(sequence)
         if self._ranks is not None:
             self._ranks.agree()
-        # Of one that breaks off, the engine must compute nothing.
+        # If the update breaks off, the engine must compute nothing with these weights.
         names, self._missing = stage.names, None
         stage.apply()
         self._missing = missing - names
@@ -269,12 +271,12 @@ class WeightControl:
     def table_rows(
         self, table: Table, start: int, end: int, dtype: torch.dtype, *, num_updates: int
     ) -> HostCopy:
-        """Returns rows of a table on their way to the host.
+        """Queues the copy of a table's rows to the host.
 
         Raises:
-            FailedPrecondition: there were not as many updates, or one broke off.
+            FailedPrecondition: `num_updates` is not the number of updates, or one broke off.
         """
-        if num_updates != self.version.num_updates or self._missing != _WHOLE:
+        if num_updates != self.version.num_updates or self._missing != _NONE_MISSING:
             raise FailedPrecondition(
                 f"the weights of update {num_updates} were asked for; {self.version.num_updates} "
                 f"is in force",
@@ -292,15 +294,15 @@ class WeightControl:
         return table_rows(self._decoder, table, start, end)
 
     def gather(self, call: RankCall) -> None:
-        """Has the other processes of the model gather what this one does."""
+        """Has the other ranks of the model gather the same part of an update as this process."""
         if self._ranks is not None:
             self._ranks.tell(call)
 
     def release(self, tags: Collection[MemoryTag]) -> tuple[int, tuple[str, ...]]:
-        """Frees memory; its addresses change, so that what CUDA graphs read is kept.
+        """Frees memory, except where CUDA graphs hold its addresses: it would come back at others.
 
         Returns:
-            The bytes that came free, and the memory that did not, with the reason.
+            The freed bytes, and the memory that was kept, with the reason.
 
         Raises:
             FailedPrecondition: requests run or, unless generation is paused, wait.
@@ -323,10 +325,10 @@ class WeightControl:
         return num_bytes, tuple(kept)
 
     def reoccupy(self, tags: Collection[MemoryTag]) -> None:
-        """Takes memory again. Weights are to be sent anew.
+        """Allocates released memory again. Weights must then be sent in full.
 
         Raises:
-            FailedPrecondition: there is not enough any more.
+            FailedPrecondition: too little memory is free.
         """
         for tag in tags:
             if tag in self.released:
@@ -343,15 +345,15 @@ class WeightControl:
         return checksums(self._decoder)
 
     def snapshot(self) -> int:
-        """Remembers what the weights are, for `compare`; returns how many tensors there are."""
+        """Remembers the checksums of the weights for `compare`; returns the number of tensors."""
         self._snapshot = checksums(self._decoder)
         return len(self._snapshot)
 
     def compare(self) -> tuple[str, ...]:
-        """Returns the tensors that are not as they were at the `snapshot`.
+        """Returns the names of the tensors that have changed since the `snapshot`.
 
         Raises:
-            FailedPrecondition: there is none.
+            FailedPrecondition: no snapshot was taken.
         """
         if not self._snapshot:
             raise FailedPrecondition("no snapshot was taken", reason="SNAPSHOT_MISSING")
@@ -360,8 +362,8 @@ class WeightControl:
 
     @torch.inference_mode()
     def reset(self) -> int:
-        """Fills every tensor with zeros, to see that an update replaces all of them; returns how
-        many there are. Generation waits until all have been replaced.
+        """Fills every tensor with zeros, to test that an update replaces all of them; returns their
+        number. Generation pauses until all have been replaced.
 
         Raises:
             FailedPrecondition: requests run or, unless generation is paused, wait.
@@ -384,12 +386,12 @@ class WeightControl:
     def _retract(self) -> int:
         running = self._scheduler.running
         for sequence in running:
-            self._unplace(sequence)
+            self._detach_sequence(sequence)
         self._scheduler.retract_all()
         return len(running)
 
 
-def _released(tags: Iterable[MemoryTag]) -> FailedPrecondition:
+def _memory_released(tags: Iterable[MemoryTag]) -> FailedPrecondition:
     names = ", ".join(sorted(tag.value for tag in tags))
     return FailedPrecondition(
         f"memory of {names} is released; resume it first", reason="MEMORY_RELEASED"

@@ -1,6 +1,6 @@
-"""Receives the weights of an update in one of the processes that share a model.
+"""Gathers the weights of an update in one of the processes that share a model.
 
-Everything here may block, and runs beside the steps: on a worker thread.
+Gathering may block, so it runs on a worker thread beside the steps.
 """
 
 from __future__ import annotations
@@ -49,18 +49,22 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorToCome:
-    """A tensor that another process sends."""
+    """Name, dtype and shape of a tensor that another process will send."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """Raises: InvalidArgument: torch has no such dtype here, or no such shape."""
+        """Returns an uninitialised tensor.
+
+        Raises:
+            InvalidArgument: the dtype is not supported, or a size is negative.
+        """
         dtype = _DTYPES.get(self.dtype.removeprefix("torch."))
         if dtype is None:
-            known = ", ".join(_DTYPES)
-            message = f"dtypes holds {self.dtype!r} for {self.name}; it must be one of {known}"
+            choices = ", ".join(_DTYPES)
+            message = f"dtypes holds {self.dtype!r} for {self.name}; it must be one of {choices}"
             raise InvalidArgument.of("WEIGHT_DTYPE_UNKNOWN", "dtypes", message)
         if any(size < 0 for size in self.shape):
             message = f"shapes holds {list(self.shape)} for {self.name}; sizes must be at least 0"
@@ -70,11 +74,11 @@ class TensorToCome:
 
 @dataclass(frozen=True, slots=True)
 class GroupTerms:
-    """A group of processes that rank 0 sends weights to.
+    """A process group in which rank 0 sends weights.
 
     Attributes:
-        rank_offset: rank of the target's first process.
-        backend: `nccl` or `gloo`; None takes what the device does.
+        rank_offset: rank of the target's first process in the group.
+        backend: `nccl` or `gloo`; None takes the one for the device.
     """
 
     name: str
@@ -85,7 +89,7 @@ class GroupTerms:
     backend: str | None = None
 
     def problem(self, num_processes: int) -> str | None:
-        """Returns why no such group can be."""
+        """Returns why the target cannot join such a group; None if it can."""
         last = self.rank_offset + num_processes - 1
         if not self.rank_offset >= 1 or last >= self.world_size:
             return (
@@ -99,12 +103,12 @@ class WeightStager:
     """Gathers an update for this process's part of the model."""
 
     def __init__(self, decoder: Decoder, folder: Path, options: ModelOptions) -> None:
-        """`folder` is that of the checkpoint that is served."""
+        """`folder` is the folder of the served checkpoint."""
         self._decoder = decoder
         self._keys = DecoderKeys.of(Checkpoint.open(folder, options.load_format).files)
         self._options = options
         self._groups: dict[str, ProcessGroup] = {}
-        self.stage = self._new_stage()
+        self.reset()
 
     @property
     def num_processes(self) -> int:
@@ -113,8 +117,8 @@ class WeightStager:
         return 1 if group is None else group.size
 
     def reset(self) -> None:
-        """Drops what has been gathered."""
-        self.stage = self._new_stage()
+        """Drops the tensors gathered so far."""
+        self.stage = WeightStage(self._decoder, self._keys, self._options)
 
     def read(self, folder: Path, load_format: LoadFormat) -> None:
         """Gathers a checkpoint.
@@ -131,7 +135,7 @@ class WeightStager:
 
         Raises:
             CheckpointError: see `WeightStage.add`.
-            InvalidArgument: they are in another format.
+            InvalidArgument: the content is in another format.
         """
         try:
             tensors = load(content)
@@ -146,10 +150,11 @@ class WeightStager:
             self.stage.add(name, tensor)
 
     def join(self, terms: GroupTerms) -> None:
-        """Joins a group; waits for all of it.
+        """Joins a group; waits for all its processes.
 
         Raises:
-            FailedPrecondition: there is one of that name, or it did not come together.
+            FailedPrecondition: a group of that name was joined before, or it could not be formed.
+            InvalidArgument: the backend is `nccl` and the target computes on the CPU.
         """
         if terms.name in self._groups:
             message = f"the group {terms.name!r} is joined already; destroy it first"
@@ -161,7 +166,7 @@ class WeightStager:
             raise InvalidArgument.of("WEIGHT_GROUP_BACKEND", "backend", message)
         rank = terms.rank_offset + (0 if group is None else group.rank)
         if backend == "nccl":
-            # It allocates memory itself, and torch keeps what steps have freed.
+            # NCCL allocates its own memory, while torch caches the memory that steps have freed.
             torch.cuda.empty_cache()
         try:
             self._groups[terms.name] = _joined(terms, rank, backend)
@@ -173,18 +178,18 @@ class WeightStager:
         """Leaves a group.
 
         Raises:
-            FailedPrecondition: there is none of that name.
+            FailedPrecondition: no group of that name was joined.
         """
         dist.destroy_process_group(self._group(name))
         del self._groups[name]
 
     def receive(self, name: str, tensors: Sequence[TensorToCome], *, is_flattened: bool) -> None:
-        """Gathers tensors that rank 0 of a group broadcasts. All are received before any is
-        refused, or the sender would wait.
+        """Gathers tensors that rank 0 of a group broadcasts. All tensors are received before one is
+        refused: else the sender would wait.
 
         Raises:
             CheckpointError: see `WeightStage.add`.
-            FailedPrecondition: there is no such group, or it broke.
+            FailedPrecondition: no group of that name was joined, or the group broke.
         """
         group, device = self._group(name), self._decoder.device
         shapes = [tensor.empty(torch.device("meta")) for tensor in tensors]
@@ -195,13 +200,13 @@ class WeightStager:
                     size_bytes = sum(shape.nbytes for shape in shapes)
                     flat = torch.empty(size_bytes, dtype=torch.uint8, device=device)
                     dist.broadcast(flat, src=0, group=group)
-                    places: Iterable[torch.Tensor] = _unflattened(flat, shapes)
+                    received: Iterable[torch.Tensor] = _unflattened(flat, shapes)
                 else:
-                    places = (_broadcast(shape, device, group) for shape in shapes)
-                # One after the other, so that the device holds no more than one beside the model.
-                for tensor, place in zip(tensors, places, strict=True):
+                    received = (_broadcast(shape, device, group) for shape in shapes)
+                # One at a time, so that the device holds only one tensor beside the model.
+                for tensor, value in zip(tensors, received, strict=True):
                     try:
-                        self.stage.add(tensor.name, place)
+                        self.stage.add(tensor.name, value)
                     except CheckpointError as error:
                         problem = problem or error
         except RuntimeError as error:
@@ -211,24 +216,21 @@ class WeightStager:
             raise problem
 
     def add_rows(self, table: Table, start: int, end: int) -> None:
-        """Takes part in `table_rows`, behind what is launched."""
+        """Takes part in the collective call of `table_rows`, after the launched steps."""
         table_rows(self._decoder, table, start, end)
-
-    def _new_stage(self) -> WeightStage:
-        return WeightStage(self._decoder, self._keys, self._options)
 
     def _group(self, name: str) -> ProcessGroup:
         group = self._groups.get(name)
         if group is None:
-            known = ", ".join(map(repr, self._groups)) or "none"
-            message = f"the group {name!r} was never joined; joined are {known}"
+            joined = ", ".join(map(repr, self._groups)) or "none"
+            message = f"the group {name!r} was never joined; joined are {joined}"
             raise FailedPrecondition(message, reason="WEIGHT_GROUP_MISSING")
         return group
 
 
 def _joined(terms: GroupTerms, rank: int, backend: str) -> ProcessGroup:
-    """Joins as trainers do, who have copied this from each other: beside the default group, with
-    the store below the name of the group."""
+    """Joins a group beside torch's default group, with a store prefixed by the group's name: the
+    same calls as in the trainers, which have copied them from each other."""
     url = f"tcp://{terms.address}:{terms.port}"
     store, rank, size = next(rendezvous(url, rank, terms.world_size, timeout=_GROUP_TIMEOUT))
     store.set_timeout(_GROUP_TIMEOUT)
@@ -242,13 +244,13 @@ def _joined(terms: GroupTerms, rank: int, backend: str) -> ProcessGroup:
         timeout=_GROUP_TIMEOUT,
     )
     assert isinstance(group, ProcessGroup)
-    _world.pg_group_ranks[group] = {each: each for each in range(size)}
+    _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
     return group
 
 
 @contextmanager
 def _beside_steps(device: torch.device) -> Iterator[None]:
-    """Queues the block's work on a GPU beside that of steps, and waits for it at the end."""
+    """Queues the block's GPU work on its own stream, beside the steps; waits at the end."""
     if device.type != "cuda":
         yield
         return
@@ -259,9 +261,9 @@ def _beside_steps(device: torch.device) -> Iterator[None]:
 
 
 def _broadcast(shape: torch.Tensor, device: torch.device, group: ProcessGroup) -> torch.Tensor:
-    place = torch.empty_like(shape, device=device)
-    dist.broadcast(place, src=0, group=group)
-    return place
+    tensor = torch.empty_like(shape, device=device)
+    dist.broadcast(tensor, src=0, group=group)
+    return tensor
 
 
 def _unflattened(flat: torch.Tensor, shapes: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -274,33 +276,33 @@ def _unflattened(flat: torch.Tensor, shapes: Sequence[torch.Tensor]) -> Iterator
 
 @dataclass(frozen=True, slots=True)
 class RankCall:
-    """A method of `WeightStager` that every process calls of its own, or `apply`: all of them put
-    what they have gathered in force, if all are ready."""
+    """A method of `WeightStager` that every rank calls on its own stager; or `apply`, by which all
+    ranks apply the weights they have gathered, if all are ready."""
 
     method: str
     arguments: tuple[Any, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def on(self, stager: WeightStager) -> None:
-        """Calls it."""
+        """Calls the method."""
         getattr(stager, self.method)(*self.arguments, **self.options)
 
 
 class RankStages:
-    """The processes of ranks 1 and above, as rank 0 sees them. On the engine thread."""
+    """Rank 0's view of the stagers of ranks 1 and above. Used on the engine thread."""
 
     def __init__(self, group: TensorGroup, leader: Leader, device: torch.device) -> None:
         self._group, self._leader, self._device = group, leader, device
 
     def tell(self, call: RankCall) -> None:
-        """Has them do the same: gather beside their steps, each call behind the one before."""
+        """Has the other ranks do the same call, one after the other, beside their steps."""
         self._leader.tell(call)
 
     def agree(self) -> None:
-        """Waits until all are ready, and has them apply.
+        """Waits until all ranks have gathered the update, and has the other ranks apply it.
 
         Raises:
-            FailedPrecondition: one is not, and none applies.
+            FailedPrecondition: a rank could not gather it; no rank applies it then.
         """
         self._leader.tell(RankCall("apply"))
         failed = _failed_ranks(self._group, self._device, is_ready=True)
@@ -321,7 +323,7 @@ class FollowingStager:
         self._is_sound = True
 
     def take(self, call: RankCall) -> None:
-        """Does what rank 0 announces."""
+        """Does a call that rank 0 announces."""
         if call.method == "add_rows":
             call.on(self._stager)
         elif call.method == "apply":
@@ -343,7 +345,7 @@ class FollowingStager:
             call.on(self._stager)
         except Exception:
             logger.exception("cannot gather an update of the weights")
-            # A group that is not there is found out by the one that is to receive.
+            # Without a group the later `receive` fails, so these calls do not fail the update.
             self._is_sound = call.method in ("join", "leave")
 
     def _is_ready(self) -> bool:
@@ -358,5 +360,4 @@ class FollowingStager:
 def _failed_ranks(group: TensorGroup, device: torch.device, *, is_ready: bool) -> list[int]:
     flags = torch.zeros(group.size, dtype=torch.int64, device=device)
     flags[group.rank] = int(not is_ready)
-    found = group.maximum(flags).tolist()
-    return [rank for rank, has_failed in enumerate(found) if has_failed]
+    return [rank for rank, has_failed in enumerate(group.maximum(flags).tolist()) if has_failed]

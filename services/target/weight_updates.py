@@ -1,4 +1,4 @@
-"""Updates of a target's weights, from the first call to the last. On the event loop."""
+"""The calls of a weight update, one after the other. Runs on the event loop."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ def _alone(
     [Callable[Concatenate[WeightUpdates, P], Coroutine[Any, Any, T]]],
     Callable[Concatenate[WeightUpdates, P], Awaitable[T]],
 ]:
-    """Has a method do all of its work even if the caller hangs up, and refuses others meanwhile."""
+    """Decorates a method: it finishes even if the caller hangs up; other calls are refused until
+    then."""
 
-    def with_refusal(
+    def decorate(
         method: Callable[Concatenate[WeightUpdates, P], Coroutine[Any, Any, T]],
     ) -> Callable[Concatenate[WeightUpdates, P], Awaitable[T]]:
         @wraps(method)
@@ -38,25 +39,26 @@ def _alone(
 
         return call
 
-    return with_refusal
+    return decorate
 
 
 class WeightUpdates:
-    """One update at a time. Gathering runs beside the steps, applying between two of them. Each
-    method raises `FailedPrecondition` while another is under way.
+    """Runs one update at a time. Tensors are gathered beside the steps and applied between two
+    steps. Each method raises `FailedPrecondition` while another one runs.
 
     Args:
-        make_stager: reads which names the served checkpoint has; called once, when it is needed.
+        make_stager: makes the stager, which reads the checkpoint's tensor names; called once, when
+            needed.
 
     Attributes:
-        under_way: the last call.
+        under_way: the task of the last call.
     """
 
     def __init__(self, engine: Engine, make_stager: Callable[[], WeightStager]) -> None:
         self.under_way: asyncio.Task[Any] | None = None
         self._engine = engine
         self._make_stager = make_stager
-        self._made: WeightStager | None = None
+        self._stager: WeightStager | None = None
         self._is_open = False
         self._version: str | None = None
 
@@ -70,7 +72,7 @@ class WeightUpdates:
 
     @_alone("begin_weight_update")
     async def begin(self) -> None:
-        """Gathers what comes from now on, until `end`.
+        """Opens an update: tensors are gathered until `end`.
 
         Raises:
             FailedPrecondition: an update was begun before.
@@ -86,7 +88,7 @@ class WeightUpdates:
 
     @_alone("end_weight_update")
     async def end(self, version: str | None) -> Updated | None:
-        """Applies the gathered tensors; None where that is nothing.
+        """Applies the gathered tensors; returns None where there are none.
 
         Raises:
             CheckpointError, FailedPrecondition: see `WeightControl.apply`. The update is dropped.
@@ -96,15 +98,15 @@ class WeightUpdates:
                 "no update was begun, or it was dropped", reason="WEIGHT_UPDATE_NOT_OPEN"
             )
         self._is_open = False
-        if (await self._stager()).stage.is_empty:
+        if (await self._made_stager()).stage.is_empty:
             return None
         return await self._applied(version or self._version)
 
     def drop(self) -> bool:
-        """Drops an update that has not ended; returns whether there was one.
+        """Drops an open update; returns whether there was one.
 
         Raises:
-            FailedPrecondition: tensors are on their way right now.
+            FailedPrecondition: a call is running.
         """
         self.check_free("an end of the update")
         was_open, self._is_open = self._is_open, False
@@ -112,17 +114,17 @@ class WeightUpdates:
 
     @_alone("update_weights_from_disk")
     async def read(self, folder: Path, load_format: str, version: str | None) -> Updated | None:
-        """Takes a checkpoint.
+        """Takes the tensors of a checkpoint.
 
         Raises:
-            CheckpointError: it is not one of the model that is served.
+            CheckpointError: it is no checkpoint of the served model.
             InvalidArgument: there is no such load format.
         """
         return await self._update(version, "read", folder, _load_format(load_format))
 
     @_alone("update_weights_from_tensor")
     async def load(self, content: bytes, version: str | None) -> Updated | None:
-        """Takes tensors in the format of safetensors; raises see `WeightStager.load`."""
+        """Takes tensors in the format of safetensors. Raises: see `WeightStager.load`."""
         return await self._update(version, "load", content)
 
     @_alone("update_weights_from_distributed")
@@ -134,26 +136,26 @@ class WeightUpdates:
         *,
         is_flattened: bool,
     ) -> Updated | None:
-        """Takes tensors that a process of a group sends; raises see `WeightStager.receive`."""
+        """Takes tensors that rank 0 of a group sends. Raises: see `WeightStager.receive`."""
         return await self._update(
             version, "receive", group, tuple(tensors), is_flattened=is_flattened
         )
 
     @_alone("init_weights_update_group")
     async def join(self, terms: GroupTerms) -> None:
-        """Joins a group; raises see `WeightStager.join`."""
-        problem = terms.problem((await self._stager()).num_processes)
+        """Joins a group. Raises: see `WeightStager.join`."""
+        problem = terms.problem((await self._made_stager()).num_processes)
         if problem is not None:
             raise InvalidArgument.of("WEIGHT_GROUP_RANKS", "rank_offset", problem)
         await self._gather("join", terms)
 
     @_alone("destroy_weights_update_group")
     async def leave(self, group: str) -> None:
-        """Leaves a group; raises see `WeightStager.leave`."""
+        """Leaves a group. Raises: see `WeightStager.leave`."""
         await self._gather("leave", group)
 
     async def with_weights(self, function: Callable[[WeightControl], T]) -> T:
-        """Does something with the weights between two steps; no update need wait for it."""
+        """Calls a function with the weight control between two steps, also during an update."""
         return await asyncio.wrap_future(self._engine.with_weights(function))
 
     async def _update(
@@ -164,7 +166,7 @@ class WeightUpdates:
         try:
             await self._gather(method, *arguments, **options)
         except BaseException:
-            self._is_open = False  # half of it is here
+            self._is_open = False  # part of its tensors is missing
             raise
         if self._is_open:
             self._version = version or self._version
@@ -172,28 +174,28 @@ class WeightUpdates:
         return await self._applied(version)
 
     async def _applied(self, version: str | None) -> Updated:
-        stager = await self._stager()
+        stager = await self._made_stager()
         try:
             return await self.with_weights(lambda weights: weights.apply(stager.stage, version))
         finally:
             stager.reset()
 
     async def _gather(self, method: str, *arguments: Any, **options: Any) -> None:
-        """Has every process of the model do something with its stager."""
+        """Has every rank of the model call a method of its stager."""
         call = RankCall(method, arguments, options)
         await self.with_weights(lambda weights: weights.gather(call))
-        await asyncio.to_thread(call.on, await self._stager())
+        await asyncio.to_thread(call.on, await self._made_stager())
 
-    async def _stager(self) -> WeightStager:
-        if self._made is None:
-            self._made = await asyncio.to_thread(self._make_stager)
-        return self._made
+    async def _made_stager(self) -> WeightStager:
+        if self._stager is None:
+            self._stager = await asyncio.to_thread(self._make_stager)
+        return self._stager
 
 
 def _load_format(name: str) -> LoadFormat:
     try:
         return LoadFormat(name or LoadFormat.AUTO.value)
     except ValueError:
-        known = ", ".join(each.value for each in LoadFormat)
-        message = f"load_format is {name!r}; it must be one of {known}"
+        choices = ", ".join(choice.value for choice in LoadFormat)
+        message = f"load_format is {name!r}; it must be one of {choices}"
         raise InvalidArgument.of("LOAD_FORMAT_UNKNOWN", "load_format", message) from None

@@ -1,7 +1,7 @@
-"""Compiles grammars on threads of its own: neither the event loop nor the engine waits for one.
+"""Compiles grammars on threads of their own: neither the event loop nor the engine waits for one.
 
-Each is compiled in a process first that may be killed; only what ends well there, in time and in
-little memory, is compiled here.
+Each grammar is first compiled in a trial process, which may be killed. Only a grammar that compiles
+there, in time and within the memory limit, is compiled in this process.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class GrammarLimits:
     """Bounds of one grammar.
 
     Attributes:
-        max_bytes: of its text.
-        compile_timeout_s: of compiling it, and of the wait for its turn.
-        compile_bytes: that compiling it may take.
-        cached_bytes: that all grammars may keep which are there for another request.
+        max_bytes: longest text.
+        compile_timeout_s: longest time to compile it, and longest wait for its turn.
+        compile_bytes: most memory for compiling it.
+        cached_bytes: most memory of all compiled grammars that are kept for later requests.
     """
 
     max_bytes: int
@@ -62,9 +62,9 @@ class GrammarCompiler:
     """Compiles each grammar once while it stays among the last few hundred.
 
     Args:
-        folder: of the tokenizer. It is read at the first grammar: a large one takes a second.
-        vocab_size: rows of the model's output, which may be more than the tokenizer has tokens.
-        eos_token_ids: tokens that may end an output which matches; the tokenizer's when empty.
+        folder: tokenizer folder, read at the first grammar: a large one takes a second.
+        vocab_size: size of the model's output, which may exceed the tokenizer's number of tokens.
+        eos_token_ids: tokens that may end a matching output; the tokenizer's when empty.
     """
 
     def __init__(
@@ -79,20 +79,22 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
         self._limits = limits
-        self._threads = _deep_threads()
+        self._threads = _large_stack_threads()
         self._turns = asyncio.Semaphore(_NUM_THREADS)
-        self._reading = threading.Lock()
+        self._vocabulary_lock = threading.Lock()
         self._vocabulary: Vocabulary | None = None
         self._compiled: OrderedDict[Grammar, asyncio.Future[_Compiled]] = OrderedDict()
-        # Each thread has a process, from its first grammar on.
-        self._own = threading.local()
+        # Each thread has a trial process, from its first grammar on.
+        self._per_thread = threading.local()
         self._processes: list[_TrialProcess] = []
 
     async def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Raises:
-        InvalidArgument: the grammar is wrong, too large or too slow to compile.
-        QueueFull: the grammars of others keep this one from being compiled.
-        FailedPrecondition: the target has no tokenizer that grammars could be applied to.
+        """Returns the compiled grammar, from the cache if it is there.
+
+        Raises:
+            InvalidArgument: the grammar is wrong, too large or too slow to compile.
+            QueueFull: the grammar waited for others for as long as it may.
+            FailedPrecondition: the target has no tokenizer that grammars can be applied to.
         """
         limits = self._limits
         if grammar.size_bytes > limits.max_bytes:
@@ -100,13 +102,13 @@ class GrammarCompiler:
                 f"the {grammar.kind.value} has {grammar.size_bytes:,} bytes; "
                 f"at most {limits.max_bytes:,} are accepted"
             )
-        found = self._compiled.get(grammar)
-        if found is None or (found.done() and found.exception() is not None):
-            # It outlives whoever waits for it.
-            found = self._compiled[grammar] = asyncio.ensure_future(self._turn(grammar))
-            found.add_done_callback(_note_exception)
+        future = self._compiled.get(grammar)
+        if future is None or (future.done() and future.exception() is not None):
+            # The compilation goes on even if the request that waits for it is cancelled.
+            future = self._compiled[grammar] = asyncio.ensure_future(self._compile_in_turn(grammar))
+            future.add_done_callback(_note_exception)
         self._compiled.move_to_end(grammar)
-        compiled_grammar = (await asyncio.shield(found)).grammar
+        compiled_grammar = (await asyncio.shield(future)).grammar
         while len(self._compiled) > _NUM_CACHED or self.num_cached_bytes > limits.cached_bytes:
             self._compiled.popitem(last=False)
         return compiled_grammar
@@ -114,15 +116,15 @@ class GrammarCompiler:
     @property
     def num_cached_bytes(self) -> int:
         """Bytes of the compiled grammars that are kept for later requests."""
-        return sum(_num_bytes(each) for each in self._compiled.values())
+        return sum(_num_bytes(future) for future in self._compiled.values())
 
     def close(self) -> None:
-        """Lets the threads end; grammars still waiting are dropped."""
+        """Lets the threads end; waiting grammars are dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in self._processes:
             process.close()
 
-    async def _turn(self, grammar: Grammar) -> _Compiled:
+    async def _compile_in_turn(self, grammar: Grammar) -> _Compiled:
         timeout_s = self._limits.compile_timeout_s
         try:
             await asyncio.wait_for(self._turns.acquire(), timeout_s)
@@ -131,72 +133,74 @@ class GrammarCompiler:
             raise QueueFull(message, reason="GRAMMARS_BUSY", retry_after_s=1.0) from error
         try:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, self._tried, grammar)
+            return await loop.run_in_executor(self._threads, self._compile_after_trial, grammar)
         finally:
             self._turns.release()
 
-    def _tried(self, grammar: Grammar) -> _Compiled:
-        """Compiles a grammar if its trial ends well. On one of the threads."""
+    def _compile_after_trial(self, grammar: Grammar) -> _Compiled:
+        """Compiles a grammar if its trial succeeds. Runs on one of the threads."""
         vocabulary = self._read_vocabulary()
-        process: _TrialProcess | None = getattr(self._own, "process", None)
+        process: _TrialProcess | None = getattr(self._per_thread, "process", None)
         if process is None or not process.is_alive:
-            terms = (self._path, self._vocab_size, self._eos_token_ids, self._limits)
-            process = self._own.process = _TrialProcess(*terms)
+            process = self._per_thread.process = _TrialProcess(
+                self._path, self._vocab_size, self._eos_token_ids, self._limits
+            )
             self._processes.append(process)
         num_bytes = process.run(grammar)
         return _Compiled(compiled(grammar, vocabulary), num_bytes)
 
     def _read_vocabulary(self) -> Vocabulary:
         try:
-            with self._reading:
+            with self._vocabulary_lock:
                 if self._vocabulary is None:
-                    terms = (self._path, self._vocab_size, self._eos_token_ids)
-                    self._vocabulary = read_vocabulary(*terms)
+                    self._vocabulary = read_vocabulary(
+                        self._path, self._vocab_size, self._eos_token_ids
+                    )
                 return self._vocabulary
         except (ImportError, OSError, ValueError) as error:
             message = f"this target cannot constrain output: {error}"
             raise FailedPrecondition(message, reason="GRAMMAR_UNAVAILABLE") from error
 
 
-def _deep_threads() -> ThreadPoolExecutor:
-    """Returns threads that rules which name each other in a long chain cannot overflow."""
+def _large_stack_threads() -> ThreadPoolExecutor:
+    """Returns threads whose stacks are large enough for long chains of rules; see `STACK_BYTES`."""
     threads = ThreadPoolExecutor(_NUM_THREADS, "grammar")
-    # Each waits for the others, so that all of them start, and start now.
-    together = threading.Barrier(_NUM_THREADS)
-    usual = threading.stack_size(STACK_BYTES)
+    # Each thread waits for the others, so that all of them start, and start now.
+    barrier = threading.Barrier(_NUM_THREADS)
+    default_bytes = threading.stack_size(STACK_BYTES)
     try:
         for _ in range(_NUM_THREADS):
-            threads.submit(together.wait)
-    except RuntimeError:  # the host has no room for one; the others must not wait for it for ever
-        together.abort()
+            threads.submit(barrier.wait)
+    except RuntimeError:  # the host has no room for a thread; the others must not wait for ever
+        barrier.abort()
         raise
     finally:
-        threading.stack_size(usual)
+        threading.stack_size(default_bytes)
     return threads
 
 
-def _num_bytes(compiled: asyncio.Future[_Compiled]) -> int:
-    has_ended_well = compiled.done() and not compiled.cancelled() and not compiled.exception()
-    return compiled.result().num_bytes if has_ended_well else 0
+def _num_bytes(future: asyncio.Future[_Compiled]) -> int:
+    has_succeeded = future.done() and not future.cancelled() and not future.exception()
+    return future.result().num_bytes if has_succeeded else 0
 
 
-def _note_exception(compiled: asyncio.Future[_Compiled]) -> None:
-    """Marks a failure as seen: whoever asked may have given up."""
-    if not compiled.cancelled():
-        compiled.exception()
+def _note_exception(future: asyncio.Future[_Compiled]) -> None:
+    """Marks an exception as retrieved: every request that waited for it may have given up."""
+    if not future.cancelled():
+        future.exception()
 
 
 class _TrialProcess:
-    """Runs `services.target.grammars.trial`; arguments see `GrammarCompiler`."""
+    """Runs `services.target.grammars.trial`; for the arguments see `GrammarCompiler`."""
 
     def __init__(
         self, path: Path, vocab_size: int, eos_token_ids: list[int], limits: GrammarLimits
     ) -> None:
         self._limits = limits
-        words = (path, vocab_size, json.dumps(eos_token_ids))
+        arguments = (path, vocab_size, json.dumps(eos_token_ids))
         bounds = (limits.compile_bytes, limits.compile_timeout_s)
         self._process = subprocess.Popen(
-            (sys.executable, "-m", trial.__name__, *map(str, (*words, *bounds))),
+            (sys.executable, "-m", trial.__name__, *map(str, (*arguments, *bounds))),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=Path(__file__).parents[3],
@@ -208,16 +212,16 @@ class _TrialProcess:
         return self._process.poll() is None
 
     def run(self, grammar: Grammar) -> int:
-        """Tries a grammar; returns the bytes that it keeps once it is compiled.
+        """Tries a grammar; returns the memory of the compiled grammar in bytes.
 
         Raises:
-            InvalidArgument: it is wrong, takes too long or too much memory.
+            InvalidArgument: the grammar is wrong, or takes too long or too much memory.
             EngineFailed: the process ended.
         """
         process, kind, limits = self._process, grammar.kind.value, self._limits
         assert process.stdin is not None
         assert process.stdout is not None
-        with contextlib.suppress(BrokenPipeError, ValueError):  # it ended, which its answer tells
+        with contextlib.suppress(BrokenPipeError, ValueError):  # it ended: the answer is empty then
             process.stdin.write(json.dumps([kind, grammar.source]) + "\n")
             process.stdin.flush()
         line = process.stdout.readline()

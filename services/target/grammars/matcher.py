@@ -14,7 +14,7 @@ from shared.errors import InvalidArgument
 from shared.tokens import TokenTree
 
 if TYPE_CHECKING:
-    # A target decodes where it is not installed.
+    # A target without llguidance can still serve requests without grammars.
     from llguidance import LLExecutor, LLMatcher
 
 _MAX_REASON_CHARACTERS = 500
@@ -22,7 +22,7 @@ _MAX_MASKS_S = 0.5  # usually less than a millisecond each
 _NUM_THREADS = 4
 _WORD_BITS = 32
 Masks = NDArray[np.int32]
-"""A row each: bit i % 32 of word i // 32 says whether token i may come next."""
+"""One row per tree row: bit i % 32 of word i // 32 says whether token i may come next."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,7 +30,8 @@ class CompiledGrammar:
     """A grammar ready for use, shared by the outputs that must match it.
 
     Attributes:
-        num_tokens: that its tokenizer has.
+        start: a matcher before the first token, which is copied.
+        num_tokens: number of tokens of its tokenizer.
     """
 
     start: LLMatcher
@@ -45,9 +46,9 @@ class GrammarMatcher:
     """Follows one output through its grammar. Owned by the engine thread.
 
     Attributes:
-        failure: why the grammar cannot be followed further: it exceeded a bound of the matcher.
-            The output must end.
-        num_words: of a mask, see `Masks`.
+        failure: why the grammar cannot be followed further, for example because it exceeded a bound
+            of the matcher; the output must end then. None while it can be followed.
+        num_words: words of a mask; see `Masks`.
     """
 
     def __init__(self, start: LLMatcher, num_words: int) -> None:
@@ -59,7 +60,7 @@ class GrammarMatcher:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing can follow: the grammar is complete, or cannot be followed."""
+        """Whether no token can follow: the grammar is complete, or cannot be followed further."""
         return self.failure is not None or self._matcher.is_stopped()
 
     def advance(self, token_id: int) -> None:
@@ -70,12 +71,12 @@ class GrammarMatcher:
 
     @property
     def inner(self) -> LLMatcher:
-        """Stands at the last committed token; to be left there."""
+        """The matcher at the last committed token; the caller must leave it there."""
         return self._matcher
 
-    def check_bounds(self, masks: Masks) -> None:
-        """Mends the masks of a path where the matcher met a bound: the last one that it wrote is
-        not to be relied on, and it cannot go back by itself."""
+    def repair_masks(self, masks: Masks) -> None:
+        """Repairs the masks of a path if the matcher met a bound. The last mask it wrote may be
+        wrong, so it is cleared; the root's mask is computed again by a restored matcher."""
         if not self._matcher.is_error():
             return
         written = np.flatnonzero(masks.any(axis=1))
@@ -87,8 +88,9 @@ class GrammarMatcher:
             if not self._matcher.is_error():
                 masks[0] = np.frombuffer(root, np.int32, self.num_words)
 
-    def computed(self, root: Masks) -> None:
-        """The masks of a tree were computed, that of its root among them."""
+    def finish_tree(self, root: Masks) -> None:
+        """Ends the computation of a tree's masks: restores a matcher in error, or fails the grammar
+        if the mask of the root allows no token."""
         if root.any():
             if self._matcher.is_error():
                 self._restore()
@@ -96,15 +98,15 @@ class GrammarMatcher:
             self._fail(self._matcher.get_error() or "no token can follow")
 
     def check_time(self) -> None:
-        """Ends a grammar whose next mask takes too long."""
+        """Fails a grammar whose next mask takes too long."""
         begin_s = time.thread_time()
         self._matcher.compute_bitmask()
-        taken_s = time.thread_time() - begin_s
-        if taken_s > _MAX_MASKS_S:
-            self._fail(f"a mask takes {taken_s:.2f} s; at most {_MAX_MASKS_S:g} s are allowed")
+        elapsed_s = time.thread_time() - begin_s
+        if elapsed_s > _MAX_MASKS_S:
+            self._fail(f"a mask takes {elapsed_s:.2f} s; at most {_MAX_MASKS_S:g} s are allowed")
 
     def _restore(self) -> None:
-        """Brings the matcher back to the committed tokens; one in error cannot roll back."""
+        """Returns to the committed tokens with a new matcher; one in error cannot roll back."""
         self._matcher = self._start.deep_copy()
         self._matcher.consume_tokens(self._token_ids)
 
@@ -117,17 +119,16 @@ class GrammarMatcher:
 
 
 def shown_reason(error: str) -> str:
-    """Returns what a client should see of an error of llguidance; the rest is its inner state."""
+    """Returns the part of an llguidance error that clients should see; the rest is its state."""
     return error.split("\n<", 1)[0][:_MAX_REASON_CHARACTERS]
 
 
-_Asked = tuple[GrammarMatcher, SequenceOf[int], TokenTree, Masks]
-"""A matcher, the nodes of a path of its tree, the tree, and where the masks of its rows go."""
+_MaskJob = tuple[GrammarMatcher, SequenceOf[int], TokenTree, Masks]
+"""A matcher, the nodes of one path of its tree, the tree, and the array for the tree's masks."""
 
 
 class MaskExecutor:
-    """Computes masks of many matchers side by side. Owned by the engine thread, which lets go of
-    the interpreter meanwhile."""
+    """Computes masks of many matchers in parallel, without the GIL. Owned by the engine thread."""
 
     def __init__(self) -> None:
         self._executor: LLExecutor | None = None
@@ -135,29 +136,29 @@ class MaskExecutor:
     def tree_masks(
         self, matchers: SequenceOf[GrammarMatcher], trees: SequenceOf[TokenTree]
     ) -> list[Masks]:
-        """Returns the masks of the root's row, then of each node's, of each tree.
+        """Returns the masks of each tree: the root's row first, then the nodes' rows.
 
         A row of zeros must not draw: the grammar forbids its node or an ancestor, or the matcher
         met a bound there.
         """
-        found = [
+        tree_masks = [
             np.zeros((1 + len(tree), matcher.num_words), np.int32)
             for matcher, tree in zip(matchers, trees, strict=True)
         ]
-        paths = [_paths(tree) for tree in trees]
-        # A path of each tree at a time, because a matcher can stand in one place only.
-        for turn in range(max(map(len, paths), default=0)):
-            asked = [
-                (matchers[place], own[turn], trees[place], found[place])
-                for place, own in enumerate(paths)
-                if turn < len(own) and not matchers[place].inner.is_error()
+        tree_paths = [_paths(tree) for tree in trees]
+        # One path of each tree at a time, because a matcher has only one position.
+        for turn in range(max(map(len, tree_paths), default=0)):
+            jobs = [
+                (matchers[index], paths[turn], trees[index], tree_masks[index])
+                for index, paths in enumerate(tree_paths)
+                if turn < len(paths) and not matchers[index].inner.is_error()
             ]
-            self._compute(asked)
-        for matcher, masks in zip(matchers, found, strict=True):
-            matcher.computed(masks[0])
-        return found
+            self._compute(jobs)
+        for matcher, masks in zip(matchers, tree_masks, strict=True):
+            matcher.finish_tree(masks[0])
+        return tree_masks
 
-    def _compute(self, asked: SequenceOf[_Asked]) -> None:
+    def _compute(self, jobs: SequenceOf[_MaskJob]) -> None:
         """Computes the masks on one path of each tree."""
         if self._executor is None:
             from llguidance import LLExecutor
@@ -166,35 +167,34 @@ class MaskExecutor:
         plain: list[tuple[LLMatcher, int]] = []
         drafted: list[tuple[LLMatcher, int, list[int]]] = []
         num_rows = 0
-        for matcher, path, tree, _ in asked:
+        for matcher, path, tree, _ in jobs:
             tokens = [tree.token_ids[node] for node in path]
             if tokens:
                 drafted.append((matcher.inner, num_rows, tokens))
             else:
                 plain.append((matcher.inner, num_rows))
             num_rows += 1 + len(tokens)
-        num_words = asked[0][0].num_words if asked else 0
+        num_words = jobs[0][0].num_words if jobs else 0
         rows = np.zeros((num_rows, num_words), np.int32)
-        where = (rows.ctypes.data, rows.itemsize * num_words, num_rows)
+        output = (rows.ctypes.data, rows.itemsize * num_words, num_rows)
         begin_s = time.monotonic()
         if plain:
-            self._executor.unsafe_compute_mask_ptr(plain, *where)
+            self._executor.unsafe_compute_mask_ptr(plain, *output)
         if drafted:
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *output)
         if time.monotonic() - begin_s > _MAX_MASKS_S:
-            for matcher, *_ in asked:
+            for matcher, *_ in jobs:
                 matcher.check_time()
         first = 0
-        for matcher, path, _, masks in asked:
+        for matcher, path, _, masks in jobs:
             end = first + 1 + len(path)
             if matcher.failure is None:
-                matcher.check_bounds(rows[first:end])
+                matcher.repair_masks(rows[first:end])
                 masks[[0, *(node + 1 for node in path)]] = rows[first:end]
             first = end
 
 
 def _paths(tree: TokenTree) -> list[list[int]]:
-    """Returns the nodes from below the root to each leaf; one path without nodes of an empty
-    tree."""
+    """Returns the nodes below the root on the path to each leaf; [[]] for an empty tree."""
     leaves = set(range(len(tree))) - set(tree.parent_indices)
     return [list(tree.path(leaf)) for leaf in sorted(leaves)] or [[]]

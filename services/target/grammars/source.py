@@ -1,5 +1,5 @@
-"""Grammars as clients write them: in the notation of llguidance, Lark with JSON schemas inside, and
-as its matchers."""
+"""Translates grammars of clients into the notation of llguidance (Lark with embedded JSON schemas),
+and compiles them to its matchers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 
-# Structural tags in Lark notation: free text in which tags hold what a schema demands.
+# Structural tags in Lark notation: free text with tags, whose content must match a schema.
 #
-# Two forms are in use. vLLM and SGLang began with `{"structures": [{begin, schema, end}],
-# "triggers"}`; XGrammar's `{"format": …}` nests typed formats. The first is read as the second.
+# There are two forms. vLLM and SGLang began with `{"structures": [{begin, schema, end}],
+# "triggers"}`; XGrammar's `{"format": …}` nests typed formats. The first becomes the second.
 #
-# Free text ends where a trigger is complete: its rule is lazy, so the text before it is as short as
-# possible, and no text can hide a trigger. Special tokens are never part of free text.
+# Free text ends where a trigger is complete: its rule is lazy, so the text before the trigger is as
+# short as possible and cannot contain it. Special tokens are never part of free text.
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +75,20 @@ KNOWN_FORMATS = frozenset(
 
 
 def without_unknown_formats(schema: JsonSchema) -> JsonSchema:
-    """Returns the schema without the formats nobody here knows. What only looks like a format, a
-    property of that name or a value of an `enum`, stays."""
+    """Returns the schema without `format` keywords of unknown formats. A property that is named
+    `format`, or a value of an `enum`, stays."""
 
     def drop(part: JsonSchema) -> None:
-        given = part.get("format")
-        if isinstance(given, str) and given not in KNOWN_FORMATS:
+        name = part.get("format")
+        if isinstance(name, str) and name not in KNOWN_FORMATS:
             del part["format"]
 
     return edited(schema, drop)
 
 
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,16}"}
-"""White space between JSON tokens is free but bounded: a model that falls into a run of spaces
-would otherwise never leave it."""
+"""White space between JSON tokens is allowed but bounded: else a model that falls into a run of
+spaces might never leave it."""
 Format = Mapping[str, Any]
 
 _HEAD = "%llguidance {}\n"
@@ -99,7 +99,7 @@ def structural_tag_lark(tag: Format, tokens: SpecialTokens) -> str:
     """Returns the grammar of a structural tag.
 
     Raises:
-        InvalidArgument: it is of neither form, or of a format that is not implemented.
+        InvalidArgument: the tag has neither form, or a format that is not implemented.
     """
     rules = _Rules(tokens)
     try:
@@ -119,17 +119,17 @@ def _format(tag: Format) -> Format:
         raise _wrong("it needs `format`, or `structures` and `triggers`")
     tags = [
         {
-            "begin": each["begin"],
-            "content": {"type": "json_schema", "json_schema": each.get("schema") or {}},
-            "end": each["end"],
+            "begin": structure["begin"],
+            "content": {"type": "json_schema", "json_schema": structure.get("schema") or {}},
+            "end": structure["end"],
         }
-        for each in tag["structures"]
+        for structure in tag["structures"]
     ]
     return {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
 
 
 class _Rules:
-    """Writes one rule for each format that needs a name."""
+    """Writes a named Lark rule for each format that needs one."""
 
     def __init__(self, tokens: SpecialTokens) -> None:
         self.lines: list[str] = []
@@ -148,9 +148,10 @@ class _Rules:
                 _check_excludes(content)
                 return "TEXT"
             case "sequence":
-                return self._sequence(content["elements"])
+                elements = map(self.expression, content["elements"])
+                return self._rule(" ".join(elements) or quoted(""))
             case "or":
-                return self._any_of([self.expression(each) for each in content["elements"]])
+                return self._any_of([self.expression(part) for part in content["elements"]])
             case "tag":
                 return self._tag(content)
             case "triggered_tags":
@@ -160,8 +161,8 @@ class _Rules:
             case "optional" | "plus" | "star" as kind:
                 suffix = {"optional": "?", "plus": "+", "star": "*"}[kind]
                 return self._rule(f"({self.expression(content['content'])}){suffix}")
-            case other:
-                raise _wrong(f"the format {str(other)[:64]!r} is not implemented")
+            case kind:
+                raise _wrong(f"the format {str(kind)[:64]!r} is not implemented")
 
     def _json(self, content: Format) -> str:
         style = content.get("style", "json")
@@ -173,14 +174,11 @@ class _Rules:
         schema = without_unknown_formats(schema)
         return "%json " + json.dumps({**schema, "x-guidance": JSON_OPTIONS})
 
-    def _sequence(self, elements: Sequence[Format]) -> str:
-        return self._rule(" ".join(self.expression(each) for each in elements) or quoted(""))
-
     def _any_of(self, expressions: Sequence[str]) -> str:
-        return self._rule(" | ".join(self._rule(each) for each in expressions))
+        return self._rule(" | ".join(map(self._rule, expressions)))
 
     def _tag(self, tag: Format, begin: str | None = None) -> str:
-        """Returns begin, content and end. Content that is free text runs up to the first end."""
+        """Returns begin, content and end. Free text as content runs up to the first end."""
         head = self._tokens.literal(tag["begin"] if begin is None else begin)
         ends = [tag["end"]] if isinstance(tag["end"], str) else tag["end"]
         if tag["content"]["type"] == "any_text":
@@ -199,7 +197,7 @@ class _Rules:
         return f"{self._rule(f'TEXT {quoted(parts[0])}', is_lazy=True)} {rest}"
 
     def _triggered(self, content: Format) -> str:
-        """Returns text with tags in it. Where there must be a tag, the text begins with one."""
+        """Returns free text with tags in it. If a tag is required, the text begins with one."""
         _check_excludes(content)
         groups = [self._group(trigger, content["tags"]) for trigger in content["triggers"]]
         tags = self._any_of([group for group in groups if group])
@@ -210,18 +208,18 @@ class _Rules:
         return first if stops else self._rule(f"{first} {tags}* TEXT")
 
     def _group(self, trigger: str, tags: Sequence[Format]) -> str:
-        """Returns text up to a trigger, then any of the tags that begin with it."""
+        """Returns free text up to a trigger, then any of the tags that begin with the trigger."""
         parts = self._tokens.split(trigger)
         is_special = any(part in self._tokens.ids for part in parts)
         if len(parts) != 1:
             what = "mixes special tokens with text" if parts else "is empty"
             raise _wrong(f"the trigger {trigger[:64]!r} {what}")
-        own = [tag for tag in tags if tag["begin"].startswith(trigger)]
-        if not own:
+        triggered = [tag for tag in tags if tag["begin"].startswith(trigger)]
+        if not triggered:
             return ""
         head = f"TEXT {self._tokens.literal(trigger)}"
         before = self._rule(head, is_lazy=not is_special)
-        rest = self._any_of([self._tag(tag, tag["begin"][len(trigger) :]) for tag in own])
+        rest = self._any_of([self._tag(tag, tag["begin"][len(trigger) :]) for tag in triggered])
         return self._rule(f"{before} {rest}")
 
     def _separated(self, content: Format) -> str:
@@ -238,7 +236,7 @@ class _Rules:
 
 def _check_excludes(content: Format) -> None:
     """Raises:
-    InvalidArgument: text is to be kept out of free text.
+    InvalidArgument: the format excludes strings from free text, which is not implemented.
     """
     if content.get("excludes"):
         raise _wrong(f"`excludes` of {content['type']} is not implemented")
@@ -252,8 +250,7 @@ def grammar_source(grammar: Grammar, tokens: SpecialTokens) -> str:
     """Returns the text that llguidance compiles.
 
     Raises:
-        InvalidArgument: the text is not of its kind. Whether it is a valid grammar is found out
-            when it is compiled.
+        InvalidArgument: the text is not of its kind. Other errors are found when it is compiled.
     """
     kind = grammar.kind
     if kind is GrammarKind.REGEX:
@@ -270,19 +267,20 @@ def grammar_source(grammar: Grammar, tokens: SpecialTokens) -> str:
         return LLMatcher.grammar_from_lark(structural_tag_lark(tag, tokens))
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
-    except Exception as error:  # of a parser written for trusted text
+    except Exception as error:  # the parser was written for trusted text
         raise invalid_grammar(kind, str(error)) from error
 
 
 def json_object(text: str, kind: GrammarKind) -> dict[str, Any]:
-    """Raises:
-    InvalidArgument: the text is no JSON object.
+    """Returns the parsed text; the schema `true`, which allows anything, becomes an empty object.
+
+    Raises:
+        InvalidArgument: the text is no JSON object.
     """
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise invalid_grammar(kind, f"it is not JSON: {error}") from error
-    # `true` is a schema as well: anything.
     if value is True:
         return {}
     if not isinstance(value, dict):
@@ -291,23 +289,22 @@ def json_object(text: str, kind: GrammarKind) -> dict[str, Any]:
 
 
 def invalid_grammar(kind: GrammarKind, reason: str) -> InvalidArgument:
-    """Returns the refusal of a grammar."""
+    """Returns the error for a wrong grammar."""
     return InvalidArgument.of("GRAMMAR_INVALID", "grammar", f"the {kind.value} is wrong: {reason}")
 
 
-# From there to a matcher.
-
 STACK_BYTES = 512 * 2**20
-"""Of address space, for rules that name each other in a long chain: llguidance bounds how deeply
-they are written, not how deeply they refer. What is not used costs no memory."""
+"""Stack of a thread that compiles grammars, for long chains of rules that refer to each other:
+llguidance bounds the nesting of rules, but not the length of such chains. The stack is address
+space; unused parts take no memory."""
 
 
 def too_complex(message: str) -> InvalidArgument:
-    """Returns the refusal of a grammar that is beyond a bound."""
+    """Returns the error for a grammar beyond a bound."""
     return InvalidArgument.of("GRAMMAR_TOO_COMPLEX", "grammar", message)
 
 
-# Below llguidance's own. Some 50,000 units of fuel take a millisecond, a state 2 kB.
+# Limits below llguidance's defaults. Some 50,000 units of fuel take a millisecond; a state 2 kB.
 _FIRST_MASK_FUEL = 300_000
 _MAX_LEXER_STATES = 50_000
 _MAX_STEP_ITEMS = 20_000
@@ -322,10 +319,10 @@ class Vocabulary:
 
 
 def read_vocabulary(path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Vocabulary:
-    """Reads a `tokenizer.json`; arguments see `GrammarCompiler`.
+    """Reads a `tokenizer.json`; for the arguments see `GrammarCompiler`.
 
     Raises:
-        OSError, ValueError: it is missing, or no tokenizer that llguidance knows.
+        OSError, ValueError: the file is missing, or llguidance does not support the tokenizer.
     """
     text = path.read_text("utf-8")
     eos = list(eos_token_ids) or None
@@ -333,8 +330,10 @@ def read_vocabulary(path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -
 
 
 def compiled(grammar: Grammar, vocabulary: Vocabulary) -> CompiledGrammar:
-    """Raises:
-    InvalidArgument: the grammar is wrong.
+    """Compiles a grammar.
+
+    Raises:
+        InvalidArgument: the grammar is wrong.
     """
     try:
         source = grammar_source(grammar, vocabulary.special_tokens)
@@ -354,7 +353,7 @@ def compiled(grammar: Grammar, vocabulary: Vocabulary) -> CompiledGrammar:
                 reason = "no token of the vocabulary can begin a match"
     except OutriderError:
         raise
-    # Foreign code on a stranger's text; a panic of Rust is no `Exception`.
+    # llguidance parses untrusted text; a panic in Rust is no `Exception`.
     except BaseException as error:
         raise invalid_grammar(grammar.kind, shown_reason(str(error))) from error
     if reason:

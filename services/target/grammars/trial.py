@@ -1,8 +1,8 @@
-"""Tries grammars out in processes that may be killed: llguidance cannot be stopped in its own, and
-its bounds leave patterns that take minutes and gigabytes.
+"""Trial compilation of grammars in processes that may be killed: llguidance cannot be stopped
+otherwise, and within its bounds some patterns still take minutes and gigabytes.
 
-`python -m services.target.grammars.trial` reads a tokenizer once and forks for each grammar. Lines
-of JSON come in, a grammar's kind and source, and go out, see `Answer`.
+`python -m services.target.grammars.trial` reads a tokenizer once and forks for each grammar. It
+reads lines of JSON, each a grammar's kind and source, and writes an `Answer` for each.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from services.target.grammars.source import STACK_BYTES, Vocabulary, compiled, r
 from shared.errors import OutriderError
 from shared.grammar import Grammar, GrammarKind
 
-_NICE = 5  # the engine's own threads go first
+_NICE = 5  # the engine's threads have priority
 
 
 class Answer(TypedDict, total=False):
     """The result of a trial.
 
-    `outcome` is `good`, `wrong`, `slow` or `large`. A good grammar keeps `num_bytes`; of a wrong
-    one, `reason` and `message` are those of its error.
+    `outcome` is `good`, `wrong`, `slow` or `large`. `num_bytes` is the memory of a good grammar;
+    `reason` and `message` are the error of a wrong one.
     """
 
     outcome: str
@@ -58,21 +58,21 @@ def tried(grammar: Grammar, vocabulary: Vocabulary, max_bytes: int, timeout_s: f
 
 
 def _run(grammar: Grammar, vocabulary: Vocabulary, max_bytes: int, answers: int) -> NoReturn:
-    """Runs in a fork, which ends with it."""
+    """Compiles a grammar in the forked process, and ends the process."""
     status = 1
     with contextlib.suppress(BaseException):
-        for own in (sys.stdout, sys.stderr):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), own.fileno())
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         os.nice(_NICE)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         limit = _data_bytes() + STACK_BYTES + max_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         threading.stack_size(STACK_BYTES)
-        found: list[Answer] = []
-        thread = threading.Thread(target=lambda: found.append(_compiled(grammar, vocabulary)))
+        result: list[Answer] = []
+        thread = threading.Thread(target=lambda: result.append(_compiled(grammar, vocabulary)))
         thread.start()
         thread.join()
-        os.write(answers, json.dumps(found[0]).encode())
+        os.write(answers, json.dumps(result[0]).encode())
         status = 0
     os._exit(status)
 
@@ -87,12 +87,12 @@ def _compiled(grammar: Grammar, vocabulary: Vocabulary) -> Answer:
 
 
 def _resident_bytes() -> int:
-    """Returns the most that was ever in memory."""
+    """Returns the peak resident memory of the process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _data_bytes() -> int:
-    """Returns what RLIMIT_DATA counts: private writable memory."""
+    """Returns the memory that RLIMIT_DATA counts: private and writable."""
     pages = int(Path("/proc/self/statm").read_text().split()[5])
     return pages * resource.getpagesize()
 
@@ -100,7 +100,7 @@ def _data_bytes() -> int:
 def main() -> None:
     path, vocab_size, eos_token_ids, max_bytes, timeout_s = sys.argv[1:]
     vocabulary = read_vocabulary(Path(path), int(vocab_size), json.loads(eos_token_ids))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the target ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the target ends this process
     for line in sys.stdin:
         kind, source = json.loads(line)
         grammar = Grammar(GrammarKind(kind), tuple(source))

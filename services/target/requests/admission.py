@@ -1,4 +1,5 @@
-"""The way into the engine, the same for every service that takes requests; and their records."""
+"""Admission of requests to the engine, shared by all services that take requests, and the metrics,
+log line and span of each request."""
 
 from __future__ import annotations
 
@@ -17,14 +18,12 @@ from shared.rpc.lifecycle import Lifecycle
 from shared.telemetry.tracing import NO_TRACER, Tracer, current_request_id
 from shared.telemetry.vllm_metrics import VllmMetrics
 
-# Metrics, one log line and one span for each request.
-
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTelemetry:
-    """What the records of a target's requests share. On the event loop."""
+    """What the records of all requests of a target share. Used on the event loop."""
 
     model_id: str
     metrics: VllmMetrics
@@ -33,13 +32,14 @@ class RequestTelemetry:
 
 
 class RequestRecord:
-    """One request from its arrival to its end.
+    """Metrics, log line and span of one request, from its arrival to its end.
 
     Args:
-        parent: its `traceparent`, if the caller traces.
+        num_prompt: prompt tokens.
+        parent: `traceparent` of the caller, if it traces.
 
     Attributes:
-        traceparent: for whom the target calls on the request's behalf.
+        traceparent: `traceparent` for calls of the target on the request's behalf.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RequestRecord:
         self._error: str | None = None
 
     def observe(self, event: Event) -> None:
-        """Takes an event of the request, as it goes out."""
+        """Records an event of the request when it is sent."""
         telemetry = self._telemetry
         metrics, now_s = telemetry.metrics, telemetry.clock()
         if isinstance(event, Delta):
@@ -84,14 +84,14 @@ class RequestRecord:
             self.fail(event)
 
     def fail(self, event: Failed) -> None:
-        """The request is refused or broke."""
+        """Records that the request was refused or failed."""
         self._reason, self._error = "error", event.error.reason
 
     def end(self) -> None:
-        """Nothing more comes; called once."""
+        """Ends the record, behind the last event; called once."""
         figures = self._figures
         self._telemetry.metrics.end(figures, self._num_prompt, self._reason)
-        facts: dict[str, str | int | float] = {
+        fields: dict[str, str | int | float] = {
             "outcome": self._error or self._reason,
             "num_prompt": self._num_prompt,
             "num_cached": self._num_cached,
@@ -99,17 +99,17 @@ class RequestRecord:
             "num_drafted": self._num_drafted,
             "num_accepted": self._num_accepted,
         }
-        # The requests of a session share its task, and so its context.
+        # The requests of a session share a task, so the context does not have this request's id.
         token = current_request_id.set(self.request_id)
-        logger.info("request ended", extra=facts)
+        logger.info("request ended", extra=fields)
         current_request_id.reset(token)
-        attributes = {f"outrider.{name}": value for name, value in facts.items()}
+        attributes = {f"outrider.{name}": value for name, value in fields.items()}
         attributes["gen_ai.usage.output_tokens"] = figures.num_tokens
         self._span.end(attributes, self._error)
 
 
 class Admission:
-    """What requests need on the event loop before they are queued, of all services together.
+    """What requests need on the event loop before they are queued; shared by all services.
 
     Attributes:
         num_open: requests that have not ended; a drain waits for them.
@@ -129,7 +129,7 @@ class Admission:
         self._is_idle.set()
 
     def count(self, num_more: int) -> None:
-        """Counts a request that was opened, or one that has ended: -1."""
+        """Counts opened requests; -1 for a request that has ended."""
         self.num_open += num_more
         if self.num_open:
             self._is_idle.clear()
@@ -137,17 +137,17 @@ class Admission:
             self._is_idle.set()
 
     async def wait_idle(self, timeout_s: float) -> int:
-        """Waits until none is open, at most `timeout_s`; returns how many are left."""
+        """Waits at most `timeout_s` until no request is open; returns how many still are."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._is_idle.wait(), timeout_s)
         return self.num_open
 
 
 class OpenRequests:
-    """The requests of one RPC by their keys, each from its arrival to its end. On the event loop.
+    """The open requests of one RPC, by key. Used on the event loop.
 
     Attributes:
-        stream: of the events of all of them.
+        stream: the events of all these requests.
     """
 
     def __init__(self, admission: Admission) -> None:
@@ -158,14 +158,14 @@ class OpenRequests:
     def begin(
         self, key: int, request_id: str, num_prompt: int, parent: str | None
     ) -> RequestRecord:
-        """Opens a request; what fails from here on is counted. Arguments see `RequestRecord`."""
+        """Opens a request, which counts from here on, failed or not; see `RequestRecord`."""
         record = RequestRecord(self.admission.telemetry, request_id, num_prompt, parent)
         self._records[key] = record
         self.admission.count(1)
         return record
 
     def take(self, key: int, event: Event) -> bool:
-        """Records an event; False when it is about a request that was cancelled or timed out."""
+        """Records an event; returns False if its request was cancelled or timed out before."""
         record = self._records.get(key)
         if record is None:
             return False
@@ -175,18 +175,18 @@ class OpenRequests:
         return True
 
     def cancel(self, key: int) -> None:
-        """Ends a request that nobody waits for any more. Unknown keys are ignored."""
+        """Ends a request without an event. Unknown keys are ignored."""
         if key in self._records:
             self._close(key)
         self._stop(key)
 
     def end(self, key: int, event: Event) -> None:
-        """Ends a request wherever it is, queued, computing or unread; `event` is its last."""
+        """Ends a request, whether it is queued, running or unread; `event` is its last event."""
         self._stop(key)
         self.stream.put(key, event)
 
     def cancel_all(self) -> None:
-        """Cancels what still runs."""
+        """Cancels all open requests."""
         for key in tuple(self._records):
             self.cancel(key)
 

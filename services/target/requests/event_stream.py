@@ -1,5 +1,5 @@
-"""Requests on their way to sequences, and events on their way from the engine thread: to
-subscribers of sequences, and to one RPC."""
+"""Turns requests into sequences, and delivers the events of sequences: from the engine thread to
+each sink, and from an `EventStream` to the RPC that reads it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from shared.generation import Failed, Started
 
 
 class Subscriptions:
-    """Open sequences by id and by their caller's (sink, key), from the queue to their last event.
-    Owned by the engine thread."""
+    """Open sequences, by id and by their caller's (sink, key), from the admission queue to the last
+    event. Owned by the engine thread."""
 
     def __init__(self, limits: ModelLimits, scheduler: Scheduler, drafts: DraftRegistry) -> None:
         self._limits, self._scheduler, self._drafts = limits, scheduler, drafts
@@ -34,8 +34,8 @@ class Subscriptions:
         return [sequence for sequence, _, _ in self._by_id.values()]
 
     def submit(self, request: GenerationRequest, sink: EventSink, key: int) -> None:
-        """Queues a request, whose events go to `sink` under `key`, or fails it: the queue is full,
-        or it names an unknown algorithm."""
+        """Queues a request, whose events go to `sink` under `key`. If the queue is full, or the
+        request names an unknown algorithm, its event is `Failed`."""
         sequence = Sequence(next(self._ids), request, self._limits)
         try:
             self._drafts.check_algorithm(request.draft_algorithm)
@@ -47,8 +47,8 @@ class Subscriptions:
         self._by_caller[id(sink), key] = sequence
 
     def start(self, admitted: Iterable[Sequence], now_s: float) -> list[Sequence]:
-        """Announces the sequences that leave the queue for the first time, and returns them; the
-        others were preempted and return."""
+        """Emits `Started` for the sequences that leave the queue for the first time, and returns
+        them. The other admitted sequences had been preempted."""
         started = [sequence for sequence in admitted if not sequence.started]
         for sequence in started:
             sequence.started = True
@@ -73,13 +73,13 @@ class Subscriptions:
         self._events[sink].append((key, event))
 
     def deliver(self) -> None:
-        """Hands every sink its events since the last time, in one batch."""
+        """Delivers to every sink its events since the last call, in one batch."""
         events, self._events = self._events, defaultdict(list)
         for sink, batch in events.items():
             sink.deliver(batch)
 
     def fail_all(self, error: OutriderError) -> None:
-        """Fails and forgets every open sequence, and delivers that."""
+        """Fails and removes every open sequence, and delivers the events."""
         for _, sink, key in self._by_id.values():
             self._events[sink].append((key, Failed(error)))
         self._by_id.clear()
@@ -94,8 +94,8 @@ MAX_UNREAD_EVENTS = 65_536
 class EventStream:
     """An `EventSink` that an RPC reads in batches.
 
-    A reader that lags gets the events of several steps in one batch. One that does not read at all
-    gets no new requests, see `check_room`; what those it has may still generate is the bound.
+    A slow reader gets the events of several steps in one batch. A reader with too many unread
+    events gets no new requests, see `check_room`; its open ones bound what is still added.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class EventStream:
 
     def check_room(self) -> None:
         """Raises:
-        QueueFull: the reader has to drain its queue first.
+        QueueFull: too many events are unread.
         """
         if len(self._pending) >= self._max_unread_events:
             raise QueueFull(
@@ -123,23 +123,23 @@ class EventStream:
         try:
             self._loop.call_soon_threadsafe(self._append, events)
         except RuntimeError:
-            # The loop closed under a stopping server; nobody reads any more.
+            # The loop was closed by a stopping server; nobody reads any more.
             if not self._loop.is_closed():
                 raise
 
     async def next_batch(self) -> list[KeyedEvent]:
-        """Returns everything pending, in order; waits for at least one event, or for `wake`."""
+        """Returns all pending events, in order; waits for at least one event, or for `wake`."""
         await self._has_pending.wait()
         self._has_pending.clear()
         batch, self._pending = self._pending, []
         return batch
 
     def put(self, key: int, event: Event) -> None:
-        """Appends an event from the event loop itself."""
+        """Appends an event; called on the event loop."""
         self._append(((key, event),))
 
     def wake(self) -> None:
-        """Has `next_batch` return, perhaps with nothing."""
+        """Makes `next_batch` return, perhaps without events."""
         self._has_pending.set()
 
     def _append(self, events: SequenceOf[KeyedEvent]) -> None:

@@ -1,4 +1,4 @@
-"""`TargetService`: prompts in, streams of tokens out. The adapter between gRPC and the engine."""
+"""`TargetService`: the adapter between gRPC and the engine. Prompts in, streams of tokens out."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class OpenSession(OpenRequests):
         self._reader: asyncio.Future[None] | None = None
 
     def read(self, requests: AsyncIterator[pb.SessionRequest]) -> None:
-        """Takes messages from now on, until the client half-closes."""
+        """Starts to read messages, until the client half-closes."""
         self._reader = asyncio.ensure_future(self._read(requests))
         self._reader.add_done_callback(lambda _: self.stream.wake())
 
     async def next_batch(self) -> list[KeyedEvent] | None:
-        """Returns the next events; None when the client half-closed and all is finished.
+        """Returns the next events; None when the client has half-closed and all requests ended.
 
         Raises:
             InvalidArgument: a request id is open already, or a message is empty.
@@ -61,10 +61,10 @@ class OpenSession(OpenRequests):
         ]
 
     def submit(self, submit: pb.Submit) -> Coroutine[Any, Any, None]:
-        """Opens a request; returns what starts it. What is refused then fails by an event.
+        """Opens a request; returns the coroutine that starts it, or fails it by an event.
 
         Raises:
-            InvalidArgument: its id is that of an open request.
+            InvalidArgument: a request with its id is open.
         """
         key = submit.request_id
         if key in self._records:
@@ -82,7 +82,7 @@ class OpenSession(OpenRequests):
         return self._submit(submit, record, timeout_s)
 
     def close(self) -> None:
-        """Reads no more, and cancels what still runs."""
+        """Stops reading, and cancels the open requests."""
         if self._reader is not None:
             self._reader.cancel()
         self.cancel_all()
@@ -92,7 +92,7 @@ class OpenSession(OpenRequests):
             kind = message.WhichOneof("message")
             if kind == "submit":
                 key, submitting = message.submit.request_id, self.submit(message.submit)
-                if message.submit.request.HasField("grammar"):  # others need not wait for it
+                if message.submit.request.HasField("grammar"):  # other requests do not wait for it
                     task = self._compiling[key] = asyncio.create_task(submitting)
                     task.add_done_callback(partial(self._compiling.pop, key))
                 else:
@@ -109,15 +109,15 @@ class OpenSession(OpenRequests):
     ) -> None:
         try:
             if timeout_s is not None and timeout_s <= 0.0:
-                message = f"timeout_duration is {timeout_s:g} s; it must be above 0"
-                raise InvalidArgument.of("TIMEOUT_OUT_OF_RANGE", "timeout_duration", message)
+                problem = f"timeout_duration is {timeout_s:g} s; it must be above 0"
+                raise InvalidArgument.of("TIMEOUT_OUT_OF_RANGE", "timeout_duration", problem)
             self.stream.check_room()
-            admission, asked = self.admission, submit.request
+            admission, message = self.admission, submit.request
             admission.lifecycle.check_open()
             limits, now_s = admission.engine.limits, admission.telemetry.clock()
-            request = generation_request(asked, record, limits, now_s)
-            if asked.HasField("grammar"):
-                compiled = await admission.grammars.compile(grammar_from_message(asked.grammar))
+            request = generation_request(message, record, limits, now_s)
+            if message.HasField("grammar"):
+                compiled = await admission.grammars.compile(grammar_from_message(message.grammar))
                 request = replace(request, grammar=compiled)
             admission.engine.submit(request, self.stream, submit.request_id)
         except OutriderError as error:
@@ -146,10 +146,10 @@ class ServedModel:
     """Identity of the model.
 
     Attributes:
-        model_id: name clients pass as `model`.
+        model_id: name that clients pass as `model`.
         tokenizer_sha256: see `shared.model_files`.
         output_fingerprint: see `services.target.process`.
-        changes: of its weights, and of its drafts', the latest.
+        changes: the latest changes of its weights, and of its drafts' weights.
     """
 
     model_id: str
@@ -158,8 +158,8 @@ class ServedModel:
     changes: deque[WeightChange] = field(default_factory=lambda: deque(maxlen=_MAX_CHANGES))
 
     def note_change(self, algorithm: str, version: str) -> None:
-        """Weights of a draft, or of the model where `algorithm` is empty, are in force from now on.
-        Called on any thread."""
+        """Records that new weights are used from now on: those of a draft, or of the model if
+        `algorithm` is empty. Called on any thread."""
         self.changes.append(WeightChange(time.time(), algorithm, version))
 
 

@@ -1,4 +1,4 @@
-"""Requests to the engine and its answers. Plain data."""
+"""Requests to the engine, and the events that answer them. Plain data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GenerationRequest(GenerationParams):
 
     Attributes:
         arrival_s: engine clock at submission, in seconds.
-        grammar: what the output must match; None lets it be anything.
+        grammar: grammar that the output must match; None allows any output.
     """
 
     arrival_s: float
@@ -40,23 +40,23 @@ class GenerationRequest(GenerationParams):
 
     @property
     def prefix_salt(self) -> str:
-        """Names those whose cached prefixes serve this request: of others nobody may have recorded
-        the experts."""
+        """Salt of the cached prefixes that this request may use. Requests for routed experts have
+        one of their own: for the pages of other requests, experts may not have been recorded."""
         return f"{self.cache_salt}\0routes" if self.wants_routes else self.cache_salt
 
     @property
     def logprob_temperature(self) -> float:
-        """The divisor of logits before log probabilities are taken."""
+        """The divisor of the logits before log probabilities are computed."""
         is_scaled = self.logprobs_after_temperature and not self.sampling.is_greedy
         return self.sampling.temperature if is_scaled else 1.0
 
     @property
     def scores_shaped(self) -> bool:
-        """Whether log probabilities want more of the draw than its temperature."""
+        """Whether log probabilities depend on more sampling parameters than the temperature."""
         if self.top_logprobs is None or not self.logprobs_after_temperature:
             return False
-        is_ruled = bool(self.sampling.bad_phrases or self.sampling.thinking or self.grammar)
-        return self.sampling.shapes_logits or is_ruled or bool(self.stop.min_output_tokens)
+        is_masked = bool(self.sampling.bad_phrases or self.sampling.thinking or self.grammar)
+        return self.sampling.shapes_logits or is_masked or bool(self.stop.min_output_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class ModelLimits:
     Attributes:
         max_context_tokens: largest prompt plus output.
         max_kv_tokens: tokens the KV pool of one rank holds; a longer sequence could never run.
-        num_routes: experts that are recorded of each token, of all layers; 0 where none are.
+        num_routes: experts recorded for each token, over all layers; 0 if none are recorded.
     """
 
     vocab_size: int
@@ -108,8 +108,7 @@ class ModelLimits:
         for name, token_ids in named.items():
             check_token_ids(name, token_ids, self.vocab_size)
         stop, allowed = request.stop, set(request.sampling.allowed_token_ids)
-        ends = self.end_token_ids(stop)
-        if stop.min_output_tokens and allowed and allowed <= ends:
+        if stop.min_output_tokens and allowed and allowed <= self.end_token_ids(stop):
             message = "allowed_token_ids holds only tokens that min_tokens forbids at first"
             raise InvalidArgument.of("SAMPLING_PARAM_OUT_OF_RANGE", "allowed_token_ids", message)
         counts = (
@@ -141,10 +140,10 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The request ended well.
+    """The request ended without an error.
 
     Attributes:
-        routes: `[tokens - 1, layers * k]` int32, where they are wanted.
+        routes: `[tokens - 1, layers * k]` int32, the experts of each token, if requested.
     """
 
     reason: FinishReason
@@ -157,7 +156,7 @@ class Finished:
 
     @classmethod
     def of(cls, sequence: Sequence, routes: HostCopy | None = None) -> Finished:
-        """Returns the end of a sequence that has one."""
+        """Returns the last event of a sequence that has ended."""
         assert sequence.finish_reason is not None
         return cls(
             sequence.finish_reason,

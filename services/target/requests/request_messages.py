@@ -1,4 +1,4 @@
-"""Requests from protobuf messages, and the engine's events as such messages."""
+"""Converts protobuf messages to requests, and the engine's events to protobuf messages."""
 
 from __future__ import annotations
 
@@ -9,14 +9,7 @@ from google.protobuf.duration_pb2 import Duration
 from services.target.requests.admission import RequestRecord
 from services.target.requests.request import Event, Finished, GenerationRequest, ModelLimits
 from shared.errors import OutriderError
-from shared.generation import (
-    Delta,
-    Failed,
-    PromptScored,
-    PromptScoring,
-    RoundTrace,
-    Started,
-)
+from shared.generation import Delta, Failed, PromptScored, PromptScoring, RoundTrace, Started
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.rpc.requests import sampling_from_message, stop_from_message, tree_message
 from shared.sampling_defaults import OUTCOMES, TREE_STEPS, TREE_TOKENS, drawn_seed
@@ -26,10 +19,10 @@ from shared.tokens import FinishReason, TokenLogprobs
 def generation_request(
     message: pb.GenerateRequest, record: RequestRecord, limits: ModelLimits, arrival_s: float
 ) -> GenerationRequest:
-    """Reads everything but the grammar, which takes time to compile.
+    """Returns the request without its grammar, which takes time to compile.
 
     Raises:
-        InvalidArgument: a field is out of its range.
+        InvalidArgument: a field is out of range.
     """
     limits.check_prompt(message.prompt_token_ids)
     wants_logprobs, params = message.HasField("top_logprob_count"), message.speculation_params
@@ -45,7 +38,7 @@ def generation_request(
         ),
         arrival_s=arrival_s,
         top_logprobs=message.top_logprob_count if wants_logprobs else None,
-        # A tree of one row is only its root.
+        # A tree of one row has only its root.
         speculation_disabled=params.disabled or params.draft_token_count == 1,
         draft_algorithm=params.algorithm or None,
         num_draft_steps=TREE_STEPS.checked(params.step_count)
@@ -83,7 +76,7 @@ def response_message(event: Started | PromptScored | Delta | Finished) -> pb.Gen
     if isinstance(event, Delta):
         return pb.GenerateResponse(delta=_delta(event))
     if isinstance(event, PromptScored):
-        logprobs = [_logprobs(each) for each in event.logprobs]
+        logprobs = map(_logprobs, event.logprobs)
         scored = pb.PromptLogprobs(start_position=event.start, logprobs=logprobs)
         return pb.GenerateResponse(prompt_logprobs=scored)
     if isinstance(event, Started):
@@ -96,11 +89,11 @@ def response_message(event: Started | PromptScored | Delta | Finished) -> pb.Gen
 
 
 def session_responses(batch: Iterable[tuple[int, Event]]) -> Iterator[pb.SessionResponse]:
-    """Yields the events of a session's requests, each with its request's id, as few messages.
+    """Yields the events of a session's requests, each with its request's id, in few messages.
 
-    Tokens go as columns, because there is a delta for every request and step, and a message of its
-    own costs twenty times as much. Columns come before the events of their message, so a delta
-    that follows an event of its request begins another message.
+    Plain deltas are sent as columns: every step has a delta for every request, and a message for
+    each would cost twenty times as much. In a message the columns come before the events, so a
+    delta that follows an event of the same request begins another message.
     """
     events, deltas, with_event = list[pb.SessionEvent](), list[tuple[int, Delta]](), set[int]()
     for key, event in batch:
@@ -122,7 +115,7 @@ def session_responses(batch: Iterable[tuple[int, Event]]) -> Iterator[pb.Session
 def _session_response(
     events: list[pb.SessionEvent], deltas: list[tuple[int, Delta]]
 ) -> pb.SessionResponse:
-    """Returns a message of plain deltas and the events behind them. A column is written at once:
+    """Returns a message of plain deltas and the events behind them. Each column is written at once;
     number by number it would cost four times as much."""
     if not deltas:
         return pb.SessionResponse(events=events)
@@ -140,7 +133,7 @@ def _delta(delta: Delta) -> pb.TokenDelta:
     return pb.TokenDelta(
         trace=None if delta.trace is None else _trace(delta.trace),
         token_ids=delta.token_ids,
-        logprobs=[_logprobs(each) for each in delta.logprobs],
+        logprobs=map(_logprobs, delta.logprobs),
         accepted_token_count=delta.num_accepted,
         drafted_token_count=delta.num_drafted,
         weight_version=delta.weight_version,
@@ -163,7 +156,7 @@ def _trace(trace: RoundTrace) -> pb.RoundTrace:
 
 
 def duration_message(duration_s: float) -> Duration:
-    """Returns a duration, to nanoseconds."""
+    """Returns a duration, rounded to nanoseconds."""
     duration = Duration()
     duration.FromNanoseconds(round(duration_s * 1e9))
     return duration

@@ -1,4 +1,4 @@
-"""The `n` outputs of one request, from their submission to the last of their ends."""
+"""The `n` outputs (choices) of one request, from their submission until all have ended."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from shared.tokens import FinishReason, TokenLogprobs
 class TextStop:
     """Finds the token of an output that completes a stop string.
 
-    Tokens are looked at one by one, so what ends an output does not depend on how many of them a
-    step commits.
+    Tokens are checked one by one, so that the end of an output does not depend on the number of
+    tokens that a step commits.
 
     Args:
-        silent_token_ids: tokens that end generation; they spell nothing.
-        num_ignored: tokens at the beginning whose text cannot be part of a stop string.
+        silent_token_ids: tokens that end generation; they have no text.
+        num_ignored: first tokens of the output, whose text cannot be part of a stop string.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class TextStop:
 
     @property
     def matched(self) -> str | None:
-        """The stop string that was completed."""
+        """The stop string that was completed, if any."""
         return self._stops.matched
 
     def take(self, token_ids: Sequence[int]) -> int:
-        """Takes the next tokens; returns how many there are up to the one that completes a stop
-        string, or all."""
+        """Takes the next tokens; returns how many belong to the output: those up to the token that
+        completes a stop string, else all."""
         for number, token_id in enumerate(token_ids, start=1):
             text = ""
             if token_id not in self._silent_token_ids:
@@ -63,11 +63,11 @@ class ChoiceOutput:
     """Collects the events of one output, and ends it at a stop string.
 
     Attributes:
-        token_ids: up to and including the one that ended it.
-        logprobs: one for each token, or none.
-        prompt_scores: of the prompt's tokens from the second on; all of them are there before the
-            first token of output.
-        finished: None while it runs.
+        token_ids: tokens so far, up to and including the one that ended the output.
+        logprobs: one for each token; empty if not requested.
+        prompt_scores: log probabilities of the prompt's tokens from the second on. All are there
+            before the first token of the output.
+        finished: None while the output runs.
         num_drafted: draft nodes verified.
         num_accepted: draft tokens in the output.
     """
@@ -86,11 +86,11 @@ class ChoiceOutput:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended it."""
+        """The stop string that ended the output, if any."""
         return None if self._stop is None else self._stop.matched
 
     def push(self, event: Event) -> Event:
-        """Takes an event; returns it, with the tokens after a stop string left out."""
+        """Takes an event; returns it without the tokens after a stop string."""
         assert self.finished is None
         if isinstance(event, Delta):
             return self._add(event)
@@ -140,10 +140,10 @@ _ABORTED = Finished(FinishReason.CANCELLED, 0, 0, 0, None, SpeculationStats())
 
 
 class OpenChoices(OpenRequests):
-    """Runs outputs side by side, keyed by their index.
+    """Runs the outputs concurrently, keyed by their index.
 
     Attributes:
-        choices: none before `submit`.
+        choices: empty before `submit`.
     """
 
     def __init__(self, admission: Admission) -> None:
@@ -154,10 +154,10 @@ class OpenChoices(OpenRequests):
     def submit(
         self, requests: Sequence[GenerationRequest], stops: Sequence[TextStop | None]
     ) -> None:
-        """Starts the outputs, which have begun.
+        """Submits the outputs to the engine; `begin` was called for each before.
 
         Raises:
-            OutriderError: the engine refuses them.
+            OutriderError: the engine refuses an output.
         """
         self.choices = tuple(
             ChoiceOutput(index, request, stop)
@@ -170,10 +170,10 @@ class OpenChoices(OpenRequests):
             self.admission.engine.submit(choice.request, self.stream, choice.index)
 
     async def outputs(self) -> AsyncIterator[tuple[ChoiceOutput, Delta | None]]:
-        """Yields each output that changed, with the tokens that were added, until all have ended.
+        """Yields each output that changed, with the added tokens, until all have ended.
 
         Raises:
-            OutriderError: one of them failed.
+            OutriderError: an output failed.
         """
         while any(choice.finished is None for choice in self.choices):
             for key, event in await self.stream.next_batch():
@@ -183,14 +183,14 @@ class OpenChoices(OpenRequests):
                     yield choice, taken if isinstance(taken, Delta) else None
 
     def abort(self) -> None:
-        """Ends all outputs that still run; their output is kept."""
+        """Ends all outputs that still run; their tokens so far are kept."""
         self._is_aborted = True
         for choice in self.choices:
             if choice.finished is None:
                 self.end(choice.index, _ABORTED)
 
     def fail(self, error: OutriderError) -> None:
-        """Notes why the request ends."""
+        """Records the error that ends the request."""
         for record in self._records.values():
             record.fail(Failed(error))
 

@@ -1,5 +1,4 @@
-"""Messages of the VllmEngine contract: requests into the engine, its answers, and what is
-served."""
+"""Messages of the VllmEngine contract: requests, responses, model information and load."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ _ANY_OBJECT = '{"type": "object"}'
 
 def check_supported(message: pb.GenerateRequest) -> None:
     """Raises:
-    InvalidArgument: a field is set that this target cannot heed; names it.
+    InvalidArgument: a field is set that this target does not support; names the field.
     """
     for field, value in message.ListFields():
         if field.name in _REFUSED:
@@ -55,7 +54,7 @@ def prompt_within(
     """Returns the prompt, or the end of it that `truncate_prompt_tokens` keeps.
 
     Raises:
-        InvalidArgument: the prompt or the number cannot be served.
+        InvalidArgument: the prompt or `truncate_prompt_tokens` cannot be served.
     """
     prompt = tuple(token_ids)
     if params.HasField("truncate_prompt_tokens"):
@@ -79,7 +78,7 @@ def generation_request(
     """Returns the request of the first output, without its grammar.
 
     Raises:
-        InvalidArgument: a field is out of its range.
+        InvalidArgument: a field is out of range.
     """
     top_logprobs = scoring = None
     if params.HasField("logprobs"):
@@ -99,7 +98,7 @@ def generation_request(
 
 
 def choice_requests(first: GenerationRequest, params: pb.SamplingParams) -> list[GenerationRequest]:
-    """Returns the requests of the `n` outputs: they differ in their seeds.
+    """Returns the requests of the `n` outputs, which differ in their seeds.
 
     Raises:
         InvalidArgument: `n` is out of range.
@@ -116,7 +115,7 @@ def _sampling(params: pb.SamplingParams, limits: ModelLimits) -> SamplingParams:
     """Fields without presence are off at 0."""
     return SamplingParams(
         temperature=params.temperature if params.HasField("temperature") else 1.0,
-        # As many as there are is all of them; the wire's numbers are larger than the device's.
+        # A larger top-k keeps all tokens, and may not fit the device's integers.
         top_k=0 if params.top_k >= limits.vocab_size else params.top_k,
         top_p=params.top_p or 1.0,
         min_p=params.min_p,
@@ -129,14 +128,14 @@ def _sampling(params: pb.SamplingParams, limits: ModelLimits) -> SamplingParams:
 
 
 def _stop(params: pb.SamplingParams, num_left: int) -> StopParams:
-    """`num_left` tokens are left in the context, at least 1. Stop strings are left out."""
-    asked = StopParams(
+    """Returns the stop parameters without strings; the context has `num_left` ≥ 1 tokens left."""
+    stop = StopParams(
         max_output_tokens=params.max_tokens if params.HasField("max_tokens") else num_left,
         min_output_tokens=params.min_tokens,
         stop_token_ids=frozenset(params.stop_token_ids),
         ignore_eos=params.ignore_eos,
     )
-    return asked.within(num_left)
+    return stop.within(num_left)
 
 
 def stop_strings(params: pb.SamplingParams) -> tuple[str, ...]:
@@ -158,7 +157,7 @@ def stop_strings(params: pb.SamplingParams) -> tuple[str, ...]:
 
 
 def grammar_from_message(params: pb.SamplingParams) -> Grammar | None:
-    """Returns what the output must match; None when it may be anything."""
+    """Returns the grammar that the output must match; None allows any output."""
     match params.WhichOneof("constraint"):
         case "json_schema":
             return Grammar.of(GrammarKind.JSON_SCHEMA, params.json_schema)
@@ -183,7 +182,7 @@ _FINISH_REASONS = {
 
 
 def chunk_message(choice: ChoiceOutput, delta: Delta) -> pb.GenerateResponse:
-    """Returns the message of tokens that were added to an output last."""
+    """Returns the message of the tokens that were last added to an output."""
     is_first = len(choice.token_ids) == len(delta.token_ids)
     chunk = pb.GenerateStreamChunk(
         token_ids=delta.token_ids,
@@ -201,7 +200,7 @@ def complete_message(choice: ChoiceOutput, *, is_streamed: bool) -> pb.GenerateR
     """Returns the message of an output that has ended.
 
     Args:
-        is_streamed: log probabilities went out with the tokens.
+        is_streamed: log probabilities were sent with the tokens.
     """
     finished = choice.finished
     assert finished is not None
@@ -233,7 +232,9 @@ def _output_logprobs(
         return None
     tops = map(_top, logprobs) if choice.request.top_logprobs else ()
     return pb.OutputLogProbs(
-        token_logprobs=[each.log_prob for each in logprobs], token_ids=token_ids, top_logprobs=tops
+        token_logprobs=[token.log_prob for token in logprobs],
+        token_ids=token_ids,
+        top_logprobs=tops,
     )
 
 
@@ -245,7 +246,7 @@ def _input_logprobs(choice: ChoiceOutput) -> pb.InputLogProbs | None:
     first = pb.InputTokenLogProb()
     tops = [pb.TopLogProbs(), *map(_top, scores)] if scoring.num_top else ()
     return pb.InputLogProbs(
-        token_logprobs=[first, *(pb.InputTokenLogProb(value=each.log_prob) for each in scores)],
+        token_logprobs=[first, *(pb.InputTokenLogProb(value=score.log_prob) for score in scores)],
         token_ids=choice.request.prompt_token_ids[: len(scores) + 1],
         top_logprobs=tops,
     )
@@ -259,15 +260,15 @@ def _top(logprobs: TokenLogprobs) -> pb.TopLogProbs:
 
 
 def model_info_message(settings: TargetSettings, limits: ModelLimits) -> pb.GetModelInfoResponse:
-    """Returns what is served.
+    """Returns the message about the served model.
 
     Raises:
         CheckpointError: a file of the model folder cannot be used.
     """
     config = ConfigFile.read(settings.model_path / CONFIG_FILE)
     usual = dataclasses.asdict(SamplingDefaults())
-    own = dataclasses.asdict(SamplingDefaults.read(settings.model_path))
-    changed = {name: value for name, value in own.items() if value != usual[name]}
+    of_model = dataclasses.asdict(SamplingDefaults.read(settings.model_path))
+    changed = {name: value for name, value in of_model.items() if value != usual[name]}
     return pb.GetModelInfoResponse(
         model_path=settings.model_id,
         served_model_name=settings.model_id,
@@ -285,7 +286,7 @@ def model_info_message(settings: TargetSettings, limits: ModelLimits) -> pb.GetM
 
 
 def load_message(gauges: EngineGauges, settings: TargetSettings) -> pb.SchedulerLoad:
-    """Returns how busy the engine is."""
+    """Returns the message about the engine's load."""
     return pb.SchedulerLoad(
         num_running_reqs=gauges.num_running,
         num_waiting_reqs=gauges.num_waiting,

@@ -1,4 +1,4 @@
-"""`VllmEngine`: the contract of the gateway `smg`, over the same engine as `TargetService`."""
+"""`VllmEngine`: the contract of the gateway `smg`, served by the same engine as `TargetService`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,7 @@ from services.target.settings import TargetSettings
 from services.target.step_report import Clock
 from services.target.vllm import vllm_engine_messages as messages
 from services.target.vllm.open_choices import OpenChoices, TextStop
-from shared.errors import (
-    CheckpointError,
-    FailedPrecondition,
-    InvalidArgument,
-    OutriderError,
-)
+from shared.errors import CheckpointError, FailedPrecondition, InvalidArgument, OutriderError
 from shared.pb.smg.grpc.common import common_pb2
 from shared.pb.vllm.grpc.engine import vllm_engine_pb2 as pb
 from shared.pb.vllm.grpc.engine import vllm_engine_pb2_grpc as pb_grpc
@@ -44,13 +39,13 @@ from shared.version import package_version
 
 logger = logging.getLogger(__name__)
 
-_SHORTEST_S = 1.0
+_MIN_WINDOW_S = 1.0
 
 
 class Throughput:
-    """Tokens a second between the last two questions that lay a second or more apart.
+    """Tokens per second over a window between two calls, of `_MIN_WINDOW_S` or more.
 
-    Calls within the window get the same answer, so that frequent calls do not make it jump.
+    Calls before the window ends get the last rate, so that frequent calls do not make it jump.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -67,7 +62,7 @@ class Throughput:
         """
         now_s = self._clock()
         elapsed_s = now_s - self._since_s
-        if elapsed_s >= _SHORTEST_S:
+        if elapsed_s >= _MIN_WINDOW_S:
             self._rate = (num_tokens - self._since_tokens) / elapsed_s
             self._since_s, self._since_tokens = now_s, num_tokens
         return self._rate
@@ -79,23 +74,23 @@ _TOKENIZER_FILES = (
     *("*.jinja", "*.model", "*.tiktoken"),
 )
 _LARGEST_FILE_BYTES = 256 * 2**20
-_EPOCH = (1980, 1, 1, 0, 0, 0)  # the first that the format knows
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # the first time stamp that ZIP supports
 
 
 def tokenizer_archive(folders: Sequence[Path]) -> tuple[bytes, str]:
-    """Packs the files with which a gateway turns text into a model's tokens and back. A file of an
-    earlier folder hides that of a later one.
+    """Packs the tokenizer files, with which a gateway turns text into tokens and back. A file of an
+    earlier folder hides a file of the same name in a later one.
 
     Returns:
-        A ZIP archive and its SHA-256; the same files always give the same.
+        A ZIP archive and its SHA-256; equal files give equal archives.
 
     Raises:
-        CheckpointError: there is nothing to pack, or a file is too large to be one of these.
+        CheckpointError: there are no such files, or one is too large to be a tokenizer file.
     """
     paths: dict[str, Path] = {}
     for folder in folders:
         for pattern in _TOKENIZER_FILES:
-            paths.update({each.name: each for each in folder.glob(pattern)} | paths)
+            paths.update({path.name: path for path in folder.glob(pattern)} | paths)
     if not paths:
         raise CheckpointError(f"{folders[0]} holds no files of a tokenizer")
     packed = io.BytesIO()
@@ -115,12 +110,12 @@ Context = aio.ServicerContext[Any, Any]
 _ARCHIVE_CHUNK_BYTES = 64 * 1024
 
 
-# Abstract to the type checker; what is left out is UNIMPLEMENTED, see `ErrorInterceptor`.
+# Abstract to the type checker. Methods left out are UNIMPLEMENTED, see `ErrorInterceptor`.
 _Servicer: Any = pb_grpc.VllmEngineServicer
 
 
 class VllmEngineServicer(_Servicer):  # type: ignore[misc]
-    """Serves one engine to other people's gateways: without embeddings, profiler and events."""
+    """Serves one engine to gateways of other projects, without embeddings, profiler and events."""
 
     def __init__(self, admission: Admission, settings: TargetSettings) -> None:
         """Raises: CheckpointError: a file of the model folder cannot be used."""
@@ -129,7 +124,7 @@ class VllmEngineServicer(_Servicer):  # type: ignore[misc]
         self._settings = settings
         self._model_info = messages.model_info_message(settings, admission.engine.limits)
         self._open: dict[str, OpenChoices] = {}
-        # Called on threads; two that come first may both read.
+        # Called on threads; two first calls at the same time may both read the files.
         self._tokenizer = cache(partial(Tokenizer.read, settings.tokenizer_folder))
         folders = (settings.tokenizer_folder, settings.model_path)
         self._archive = cache(partial(tokenizer_archive, folders))
@@ -207,9 +202,9 @@ class VllmEngineServicer(_Servicer):  # type: ignore[misc]
         metrics, model_id = self._admission.telemetry.metrics, self._settings.model_id
         load = messages.load_message(gauges, self._settings)
         load.gen_throughput = self._throughput.rate(metrics.count(model_id, "generation_tokens"))
-        num_asked = metrics.count(model_id, "prefix_cache_queries")
-        if num_asked:
-            load.cache_hit_rate = metrics.count(model_id, "prefix_cache_hits") / num_asked
+        num_queries = metrics.count(model_id, "prefix_cache_queries")
+        if num_queries:
+            load.cache_hit_rate = metrics.count(model_id, "prefix_cache_hits") / num_queries
         loads = [] if request.dp_rank else [load]
         return pb.GetLoadsResponse(
             timestamp=datetime.now(UTC).isoformat(),
@@ -241,12 +236,14 @@ class VllmEngineServicer(_Servicer):  # type: ignore[misc]
             raise FailedPrecondition(message, reason="TOKENIZER_MISSING") from error
         for start in range(0, len(data), _ARCHIVE_CHUNK_BYTES):
             end = start + _ARCHIVE_CHUNK_BYTES
-            own = sha256 if end >= len(data) else ""
-            yield common_pb2.GetTokenizerChunk(data=data[start:end], sha256=own)
+            is_last = end >= len(data)
+            yield common_pb2.GetTokenizerChunk(
+                data=data[start:end], sha256=sha256 if is_last else ""
+            )
 
     async def _submit(self, message: pb.GenerateRequest, log_id: str, opened: OpenChoices) -> None:
-        """Starts the outputs of a request. The tokenizer is read when a call first brings text, or
-        stops at some.
+        """Starts the outputs of a request. The first one with text or stop strings reads the
+        tokenizer.
 
         Raises:
             OutriderError: the request is refused.
@@ -264,7 +261,7 @@ class VllmEngineServicer(_Servicer):  # type: ignore[misc]
             compiled = await self._admission.grammars.compile(grammar)
             request = replace(request, grammar=compiled)
         requests = messages.choice_requests(request, params)
-        stops = [await self._text_stop(params, each) for each in requests]
+        stops = [await self._text_stop(params, choice) for choice in requests]
         for index in range(1, len(requests)):
             record = opened.begin(index, log_id, len(prompt), parent)
             requests[index] = replace(requests[index], traceparent=record.traceparent)
@@ -293,7 +290,7 @@ class VllmEngineServicer(_Servicer):  # type: ignore[misc]
 
     async def _read_tokenizer(self, field: str) -> Tokenizer:
         """Raises:
-        InvalidArgument: the target has no tokenizer; the field cannot be heeded.
+        InvalidArgument: the target has no tokenizer, which `field` needs.
         """
         try:
             return await asyncio.to_thread(self._tokenizer)

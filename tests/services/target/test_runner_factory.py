@@ -141,9 +141,9 @@ def test_products_whose_bits_depend_on_the_batch_are_named(
     settings = _settings(folder, enable_deterministic_inference=True)
     decoder = build_runner(settings).runner.decoder
     with caplog.at_level(logging.WARNING):
-        runner_factory._log_other_products(settings, decoder)
+        runner_factory._warn_of_batch_variant_products(settings, decoder)
         assert not caplog.text, "on a CPU no row depends on its batch"
         monkeypatch.setattr(type(decoder), "device", torch.device("cuda"))
-        runner_factory._log_other_products(settings, decoder)
+        runner_factory._warn_of_batch_variant_products(settings, decoder)
     num_products = len(decoder.layers) * 4 + 1
     assert f"{num_products} of {num_products} products keep the library's kernels" in caplog.text
