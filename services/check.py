@@ -28,12 +28,12 @@ _MEMORY_FILE = Path("/proc/meminfo")
 
 
 def check(plan: Plan) -> str:
-    """Returns what a plan would start, in words.
+    """Returns a description of what a plan would start.
 
     Raises:
         CheckpointError: a model's config.json cannot be served.
-        SettingsError: a device is not there, weights are larger than its memory, or a flag does not
-            fit the model.
+        SettingsError: there is no such device, weights are larger than its memory, or a flag does
+            not fit the model.
     """
     device = device_named(plan.target.device)
     config = ModelConfig.from_folder(plan.target.model_path)
@@ -110,7 +110,9 @@ def _check_memory(plan: Plan, device: torch.device) -> None:
     folders = [plan.target.model_path]
     if device.type == "cpu" or plan.placement is Placement.EMBEDDED:
         folders += [
-            each.settings.model_folder for each in plan.drafts if each.settings.algorithm.has_model
+            draft.settings.model_folder
+            for draft in plan.drafts
+            if draft.settings.algorithm.has_model
         ]
     needed = sum(map(_weight_bytes, folders)) / plan.target.ranks.size
     free = _free_bytes(device)
@@ -126,7 +128,7 @@ def _check_memory(plan: Plan, device: torch.device) -> None:
 
 
 def _free_bytes(device: torch.device) -> float | None:
-    """Returns the free memory of a device, None where nothing tells."""
+    """Returns the free memory of a device, None if it is unknown."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     if not _MEMORY_FILE.is_file():

@@ -107,7 +107,7 @@ def test_who_hangs_up_or_is_silent_is_no_host(
     meeting: _Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(hosts, "_PATIENCE", struct.pack("ll", 0, 1_000))
+        patch.setattr(hosts, "_CALLER_TIMEOUT", struct.pack("ll", 0, 1_000))
         first = meeting.first()
         place = "127.0.0.1", meeting.port
         socket.create_connection(place).close()
