@@ -50,7 +50,7 @@ class ColumnReader:
         Raises:
             InvalidArgument: it is not as long as the others.
         """
-        # A slice copies a repeated field in one call; iterating it costs a call an element.
+        # A slice copies a repeated field in one call; iteration costs a call per element.
         column: list[Any] = getattr(self._message, name)[:]
         if len(column) != self._count:
             raise self._refusal(f"{name} has {len(column)} entries; it must have {self._count}")
