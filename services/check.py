@@ -43,7 +43,9 @@ def check(plan: Plan) -> str:
     lines = [*_target_lines(plan, config, device)]
     for draft in plan.drafts:
         lines += _draft_lines(plan, draft)
-    lines += _gateway_lines(plan)
+    address, tokenizer = f"{plan.gateway.host}:{plan.gateway.port}", plan.gateway.tokenizer
+    lines.append(f"gateway: {address}, tokenizer of {shown_name(tokenizer)}")
+    lines += _given(plan.gateway)
     lines += [f"note: {notice}" for notice in plan.notices]
     _check_memory(plan, device)
     return "\n".join([*lines, f"would say: {ready_line(plan)}"])
@@ -60,8 +62,9 @@ def _target_lines(plan: Plan, config: ModelConfig, device: torch.device) -> list
         target.context_length or config.max_position_embeddings, config.max_position_embeddings
     )
     return [
-        f"target: {shown_name(target.model_path)}, {config.architecture}, {_short(dtype)} on "
-        f"{_devices(device, target.ranks)}, port {target.port}",
+        f"target: {shown_name(target.model_path)}, {config.architecture}, "
+        f"{str(dtype).removeprefix('torch.')} on {_devices(device, target.ranks)}, "
+        f"port {target.port}",
         f"  weights {_gib(_weight_bytes(target.model_path))} on disk, "
         f"{token_bytes / 1024:g} KiB of KV a token{state}, context {context}",
         *_given(target),
@@ -84,14 +87,6 @@ def _draft_lines(plan: Plan, draft: PlannedDraft) -> list[str]:
         f"  trees of {shape.num_steps} steps, topk {shape.topk}, {shape.num_draft_tokens} tokens "
         f"({pinned})",
         *_given(settings),
-    ]
-
-
-def _gateway_lines(plan: Plan) -> list[str]:
-    return [
-        f"gateway: {plan.gateway.host}:{plan.gateway.port}, tokenizer of "
-        f"{shown_name(plan.gateway.tokenizer)}",
-        *_given(plan.gateway),
     ]
 
 
@@ -149,10 +144,6 @@ def _devices(device: torch.device, ranks: Ranks) -> str:
     count, hosts = ranks.num_here, ranks.num_hosts
     here = f"{device}" if count == 1 else f"{count} GPUs from {device} on"
     return here if hosts == 1 else f"{here} of each of {hosts} hosts"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _gib(num_bytes: float) -> str:

@@ -1,8 +1,8 @@
 """A draft engine inside the target's process, behind the same attachment as a remote one.
 
-Two processes that share one GPU pay a switch of contexts a step; here the same drafters run beside
-the target, and feature rows stay on the device. The engines keep their threads and their queues:
-only the wire between them is gone.
+Two processes that share one GPU pay a context switch per step. Here the same drafters run in the
+target's process, and feature rows stay on the device. The two engines keep their threads and
+queues; only the wire between them is gone.
 """
 
 from __future__ import annotations
@@ -355,7 +355,10 @@ def _rounds(
             *(draft_settings.page_size, settings.page_size),
         )
         return None
-    trees = _round_trees(settings, draft_settings)
+    config, shape = settings.adaptive or DEFAULT_CONFIG, draft_settings.shape
+    # The first shape is used until another one is chosen.
+    shapes = (shape,) if draft_settings.is_shape_pinned else config.round_shapes(shape)
+    trees = capacities(shapes, min(settings.max_running_requests, settings.cuda_graph_max_bs))
     if isinstance(drafter, MultiLayerDrafter):
         trees = {tree: capacity for tree, capacity in trees.items() if tree.topk == 1}
         if not trees:
@@ -372,16 +375,6 @@ def _rounds(
         max_context_tokens=min(shared.max_context_tokens, target.limits.max_sequence_tokens),
         is_pinned=draft_settings.is_shape_pinned,
     )
-
-
-def _round_trees(settings: TargetSettings, draft_settings: DraftSettings) -> dict[TreeShape, int]:
-    """Returns the tree shapes of rounds, each with the most sequences of a round. The first shape
-    is used until another one is chosen."""
-    config = settings.adaptive or DEFAULT_CONFIG
-    is_pinned = draft_settings.is_shape_pinned
-    shapes = (draft_settings.shape,) if is_pinned else config.round_shapes(draft_settings.shape)
-    most = min(settings.max_running_requests, settings.cuda_graph_max_bs)
-    return capacities(shapes, most)
 
 
 def _log_capacities(settings: TargetSettings, trees: Mapping[TreeShape, int]) -> None:

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 _STOP_GRACE_S = 10.0
 _KILL_GRACE_S = 5.0
 _DISMISSAL_WAIT_S = 1.0
-"""Time for a host's dismissal to arrive after one of its followers has ended, or the reverse."""
+"""Time in which a dismissal by rank 0 arrives after the first follower of the host has ended."""
 
 
 class FollowerSettings(Protocol):
@@ -139,7 +139,7 @@ class Followers:
             pipes |= {pipe: f"{service}-{rank} of {host.name}" for rank, pipe in host.pipes.items()}
         self._pipes = list(pipes)
         # Nothing is sent to this process on these, so one is readable only when its peer is gone.
-        self._peer_names = pipes | {host.own: host.name for host in self._hosts}
+        self._peer_names = pipes | {host.control: host.name for host in self._hosts}
         # Watched before the group is joined, because a follower may die while it joins.
         self._stop_receiver, self._stop_sender = multiprocessing.Pipe(duplex=False)
         self._watcher = threading.Thread(target=self._watch, name="followers", daemon=True)
@@ -215,7 +215,7 @@ def follow_first_host(
     ]
     logger.info("ranks %d to %d follow %s", ranks.here[0], ranks.here[-1], links.name)
     ended = multiprocessing.connection.wait(
-        [links.own, *(process.sentinel for process in processes)]
+        [links.control, *(process.sentinel for process in processes)]
     )
     if links.was_dismissed(_DISMISSAL_WAIT_S):
         end_processes(processes, _STOP_GRACE_S)
@@ -223,7 +223,7 @@ def follow_first_host(
     failed = [process.name for process in processes if process.exitcode]
     end_processes(processes, 0.0)
     # A process that dies because another one died ends later, so the first to end is named.
-    _exit_without(failed if failed and links.own not in ended else [links.name], service)
+    _exit_without(failed if failed and links.control not in ended else [links.name], service)
 
 
 def _start(work: Work, seat: Seat, pipe: Connection) -> SpawnProcess:

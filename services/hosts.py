@@ -56,18 +56,18 @@ class HostLinks:
 
     Attributes:
         name: of the host at the other end, for messages.
-        own: of the host itself; its only message is rank 0's dismissal.
+        control: the connection of the host itself; its only message is rank 0's dismissal.
         pipes: of the host's followers, by rank.
     """
 
     name: str
-    own: Connection
+    control: Connection
     pipes: Mapping[int, Connection]
 
     def dismiss(self) -> None:
         """Tells the host, if it is still connected, that rank 0 ends."""
         try:
-            self.own.send_bytes(_END)
+            self.control.send_bytes(_END)
         except OSError:
             return
 
@@ -75,7 +75,7 @@ class HostLinks:
         """Whether a dismissal arrives within `wait_s`; without one, a closed connection means that
         rank 0 has died."""
         try:
-            return self.own.poll(wait_s) and self.own.recv_bytes() == _END
+            return self.control.poll(wait_s) and self.control.recv_bytes() == _END
         except (EOFError, OSError):
             return False
 
@@ -176,9 +176,9 @@ def join_hosts(ranks: Ranks, store: TCPStore, terms: Terms) -> HostLinks:
         raise SettingsError(
             (f"the first host, {ranks.address}, is gone, and its log may say why: {error}",)
         ) from error
-    own = connections.pop(None)
+    control = connections.pop(None)
     pipes = {rank: pipe for rank, pipe in connections.items() if rank is not None}
-    return HostLinks(f"the first host, {ranks.address}", own, pipes)
+    return HostLinks(f"the first host, {ranks.address}", control, pipes)
 
 
 class _Arrivals:

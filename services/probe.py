@@ -92,7 +92,10 @@ async def has_generated(address: str, tls: ClientTls | None = None) -> bool:
 def _get_is_ok(
     host: str, port: int, path: str, tls: ssl.SSLContext | None, asks_clients: bool
 ) -> bool:
-    connection = _connection(host, port, tls)
+    if tls is None:
+        connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
+    else:
+        connection = http.client.HTTPSConnection(host, port, timeout=_TIMEOUT_S, context=tls)
     is_connected = False
     try:
         connection.connect()
@@ -105,9 +108,3 @@ def _get_is_ok(
         return is_connected and asks_clients
     finally:
         connection.close()
-
-
-def _connection(host: str, port: int, tls: ssl.SSLContext | None) -> http.client.HTTPConnection:
-    if tls is None:
-        return http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
-    return http.client.HTTPSConnection(host, port, timeout=_TIMEOUT_S, context=tls)

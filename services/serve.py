@@ -91,12 +91,6 @@ async def _always_ready() -> bool:
     return True
 
 
-def _model_name(plan: Plan) -> str:
-    """The name that clients pass as `model`."""
-    default = "demo" if plan.is_demo else plan.target.model_id
-    return plan.gateway.model_name or plan.target.served_model_name or default
-
-
 def _hint(plan: Plan, draft: PlannedDraft) -> str:
     model = "no model"
     if draft.settings.algorithm.has_model:
@@ -114,10 +108,12 @@ def ready_line(plan: Plan) -> str:
     if plan.drafts:
         names = ", ".join(draft.algorithm for draft in plan.drafts)
         drafts = f"{names} ({plan.placement.value})"
+    model = plan.gateway.model_name or plan.target.served_model_name
+    model = model or ("demo" if plan.is_demo else plan.target.model_id)
     scheme = "http" if plan.gateway.http_tls is None else "https"
     url = f"{scheme}://{dial_address(plan.gateway.host, plan.gateway.port)}"
     return (
-        f"ready: {url}/v1  page: {url}/  model: {_model_name(plan)}"
+        f"ready: {url}/v1  page: {url}/  model: {model}"
         f"  speculation: {drafts}  logs: {plan.launcher.log_dir}/"
     )
 

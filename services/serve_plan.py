@@ -52,7 +52,7 @@ _DEMO_SHAPE = MappingProxyType(
 _CACHE_AND_FEATURES_FRACTION, _FEATURES_PER_CACHE = 0.93, 0.19
 _SHARED_GPU_FRACTION = 0.1  # of free memory, for the KV cache of a draft on the target's GPU
 _OWN_DEVICE_FLAGS = ("--device", "--speculative-outcome-budget")
-"""Flags that have an effect only in a draft's own process."""
+"""Flags of a draft with its own device."""
 _REVISIONS = ("--revision", "--speculative-draft-model-revision")
 S = TypeVar("S")
 
@@ -171,8 +171,9 @@ class _PlanBuilder:
         self.notices += [*notices(self.launcher), *variable_notices(self.env)]
         self.notices += _backend_notices(self.line)
         _add_certs(self.launcher, self.line)
-        _add_graph_sizes(self.launcher, self.line)
         words = self.line.services[TARGET]
+        if sizes := self.launcher.cuda_graph_bs:
+            words.insert(0, f"--cuda-graph-max-bs={min(max(sizes), _MAX_GRAPH_SEQUENCES)}")
         self.target = self._required(self._load(TargetSettings, TARGET, words))
         self._raise_problems()
         if _is_demo(self.target) and not any(DEMO_MODEL.glob("*.safetensors")):
@@ -183,7 +184,6 @@ class _PlanBuilder:
                 )
             )
         self.target = with_local_model(self.target)
-        words = self.line.services[TARGET]
         if self._is_cpu_demo and not self._is_given(words, TARGET, _WAIT_FLAG):
             # The demo on a CPU is there to show trees: a lone request waits for them even where
             # plain steps are as fast.
@@ -249,7 +249,11 @@ class _PlanBuilder:
             algorithms = ("STANDALONE" if has_draft else "NGRAM",)
         self.placement = self._choose_placement(algorithms)
         if not algorithms:
-            self._note_unused()
+            unused = [word.partition("=")[0] for word in self.line.services[DRAFT]]
+            unused = [flag for flag in unused if flag.startswith("--speculative")]
+            if unused:
+                flags = ", ".join(unused)
+                self.notices.append(f"{flags}: no effect: {NO_DRAFT} starts no draft")
         if len(algorithms) > 1 and self._has_draft_model:
             self.problems.append(
                 f"--speculative-draft-model-path is of one draft; --speculative-algorithm names "
@@ -288,7 +292,7 @@ class _PlanBuilder:
     def _choose_placement(self, algorithms: Sequence[str]) -> Placement:
         """Two processes that alternate on one GPU pay for every context switch, so the target hosts
         a draft that shares its GPU. A draft model runs on a free GPU if there is one. A head is
-        faster in the target's process even then, unless flags of its own process are given."""
+        faster in the target's process even then, unless flags of `_OWN_DEVICE_FLAGS` are given."""
         if self.launcher.placement is not Placement.AUTO:
             return self.launcher.placement
         is_on_gpu = self.num_gpus >= 1 and self.target.device != "cpu"
@@ -374,20 +378,18 @@ class _PlanBuilder:
         words = [*_with_local_models(target, self.line.services[TARGET])]
         if _is_demo(target) and target.served_model_name is None:
             words.append(f"--served-model-name={_DEMO_NAME}")
+        # A GPU target keeps the features of all cached tokens on its GPU for remote heads.
+        has_gpu = self.num_gpus > 0 and target.device != "cpu"
+        keeps_features = has_gpu and any(
+            draft.settings.algorithm.reads_features for draft in drafts
+        )
         if self.placement is Placement.EMBEDDED:
             for draft in drafts:
                 words += ["--draft=embedded", *draft.arguments]
-        elif self._keeps_features(drafts) and not self._is_given(
-            words, TARGET, "--mem-fraction-static"
-        ):
+        elif keeps_features and not self._is_given(words, TARGET, "--mem-fraction-static"):
             share = _CACHE_AND_FEATURES_FRACTION / (1 + _FEATURES_PER_CACHE * target.dp_size)
             words.append(f"--mem-fraction-static={share:.2f}")
         return tuple(words)
-
-    def _keeps_features(self, drafts: Sequence[PlannedDraft]) -> bool:
-        """Whether the target keeps features of all cached tokens on its GPU for remote heads."""
-        has_gpu = self.num_gpus > 0 and self.target.device != "cpu"
-        return has_gpu and any(draft.settings.algorithm.reads_features for draft in drafts)
 
     def _gateway_words(self) -> list[str]:
         words, target = [*self.line.services[GATEWAY]], self.target
@@ -437,12 +439,6 @@ class _PlanBuilder:
         self._load(LearnerSettings, "learner", words)
         return tuple(words)
 
-    def _note_unused(self) -> None:
-        unused = [word.partition("=")[0] for word in self.line.services[DRAFT]]
-        unused = [flag for flag in unused if flag.startswith("--speculative")]
-        if unused:
-            self.notices.append(f"{', '.join(unused)}: no effect: {NO_DRAFT} starts no draft")
-
 
 def dial_address(host: str, port: int) -> str:
     """Returns the address at which this host reaches a server that it runs."""
@@ -479,12 +475,6 @@ def _add_certs(launcher: LauncherSettings, line: Line) -> None:
     line.services[TARGET][:0] = server_flags
     for service in (DRAFT, GATEWAY):
         line.services[service][:0] = [*server_flags, *client_flags]
-
-
-def _add_graph_sizes(launcher: LauncherSettings, line: Line) -> None:
-    if launcher.cuda_graph_bs:
-        most = min(max(launcher.cuda_graph_bs), _MAX_GRAPH_SEQUENCES)
-        line.services[TARGET].insert(0, f"--cuda-graph-max-bs={most}")
 
 
 def _backend_notices(line: Line) -> list[str]:

@@ -160,19 +160,14 @@ class Stack:
         try:
             for part in self._parts:
                 await part.child.start()
-            await _first_of(stop.wait(), self._serve(announce))
+            watches = (self._keep(part) for part in self._parts)  # each ends only by raising
+            await _first_of(stop.wait(), self._announce_when_ready(announce), *watches)
             return 0
         except (PartDied, TimeoutError) as error:
             self._report(str(error))
             return 1
         finally:
             await self._stop_parts()
-
-    async def _serve(self, announce: Callable[[], None]) -> None:
-        """Watches every part, and announces once when all are ready. Ends by raising only."""
-        await _first_of(
-            self._announce_when_ready(announce), *(self._keep(part) for part in self._parts)
-        )
 
     async def _announce_when_ready(self, announce: Callable[[], None]) -> None:
         started = time.monotonic()
@@ -181,7 +176,8 @@ class Stack:
             while not await part.is_ready():
                 waited_s = time.monotonic() - started
                 if waited_s > self._timeouts.start_s:
-                    raise TimeoutError(self._not_ready_message(part))
+                    late = f"{part.child.spec.name} is not ready after {self._timeouts.start_s:g} s"
+                    raise TimeoutError(f"{late}\n{_excerpt(part.child)}")
                 if waited_s > next_word_s:
                     spec = part.child.spec
                     self._report(f"waiting for {spec.name} since {waited_s:.0f} s: {spec.log_file}")
@@ -190,10 +186,6 @@ class Stack:
         self._all_ready = True
         announce()
         await asyncio.Event().wait()
-
-    def _not_ready_message(self, part: Part) -> str:
-        name = part.child.spec.name
-        return f"{name} is not ready after {self._timeouts.start_s:g} s\n{_excerpt(part.child)}"
 
     async def _keep(self, part: Part) -> None:
         """Waits for the part's death, and starts an expendable part again."""

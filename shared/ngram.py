@@ -31,7 +31,7 @@ Flags = NDArray[np.bool_]
 PAGE = 64
 """Tokens per page. A page holds tokens of one text, and a link to the text's next page."""
 WAYS = 16
-"""Continuations per context: the next token's hash selects one of so many table entries."""
+"""Table entries per context; the hash of the continuation selects one of them."""
 MAX_TOKENS = 16384
 """Most tokens that are hashed at once."""
 NEAR_END = 16

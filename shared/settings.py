@@ -111,8 +111,7 @@ def split_arguments(cls: type, arguments: Sequence[str]) -> tuple[list[str], lis
     stay with the declared ones.
     """
     given = _parser(cls, "target").read(arguments)
-    own = [*given.strays, *flag_words(given.flags)]
-    return own, flag_words(given.unknown)
+    return [*given.strays, *flag_words(given.flags)], flag_words(given.unknown)
 
 
 def flag_words(flags: Mapping[str, Sequence[str]]) -> list[str]:
@@ -162,27 +161,28 @@ def _variable(service: str, flag: str) -> str:
 def _variables(fields: Sequence[Field], service: str, env: Mapping[str, str]) -> dict[str, str]:
     """Returns the variable that sets each flag; that of a service beats the shared one."""
     shared = {field.flag: _variable("", field.flag) for field in fields if field.is_shared}
-    own = {field.flag: _variable(service, field.flag) for field in fields}
-    names = [*shared.items(), *own.items()]
+    of_service = {field.flag: _variable(service, field.flag) for field in fields}
+    names = [*shared.items(), *of_service.items()]
     return {flag: name for flag, name in names if env.get(name)}
 
 
 def _unknown_variables(fields: Sequence[Field], service: str, env: Mapping[str, str]) -> list[str]:
     known = [_variable(service, field.flag) for field in fields]
-    own = sorted(name for name in env if name.startswith(_variable(service, "")))
-    return [not_a_setting(name, known) for name in own if name not in known]
+    prefix = _variable(service, "")
+    names = sorted(name for name in env if name.startswith(prefix) and name not in known)
+    return [not_a_setting(name, known) for name in names]
 
 
 def _parsed(
     fields: Sequence[Field],
-    given: Mapping[str, Sequence[str]],
+    flags: Mapping[str, Sequence[str]],
     sources: Mapping[str, str],
     problems: list[str],
 ) -> dict[str, Any]:
     """Returns the values by name of the field; adds a line for each bad value to `problems`."""
     values: dict[str, Any] = {}
     for field in fields:
-        texts = given.get(field.flag)
+        texts = flags.get(field.flag)
         if texts is None:
             continue
         source = sources[field.flag]
@@ -299,13 +299,10 @@ def tls_problems(
         others: read further TLS settings of one service.
     """
     problems: dict[str, None] = {}  # in order, each once
-    for read in (lambda: settings.server_tls, lambda: _target_tls(settings), *others):
+    target = (lambda: settings.target_tls,) if isinstance(settings, DialingSettings) else ()
+    for read in (lambda: settings.server_tls, *target, *others):
         try:
             read()
         except SettingsError as error:
             problems.update(dict.fromkeys(error.problems))
     return tuple(problems)
-
-
-def _target_tls(settings: ServiceSettings) -> ClientTls | None:
-    return settings.target_tls if isinstance(settings, DialingSettings) else None

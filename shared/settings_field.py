@@ -172,7 +172,9 @@ class Field:
         if self.choices:
             text = self._choice(text)
         if self.kind is bool:
-            return self._parse_bool(text)
+            if text.lower() not in _TRUE + _FALSE:
+                raise ValueError(self.expectation)
+            return text.lower() in _TRUE
         try:
             value = self.kind(text)
         except ValueError:
@@ -187,11 +189,6 @@ class Field:
             if choice.lower() == text.lower():
                 return choice
         raise ValueError(self.expectation)
-
-    def _parse_bool(self, text: str) -> bool:
-        if text.lower() not in _TRUE + _FALSE:
-            raise ValueError(self.expectation)
-        return text.lower() in _TRUE
 
     def _is_within(self, value: float) -> bool:
         low = -math.inf if self.minimum is None else self.minimum

@@ -64,7 +64,10 @@ class FlagParser:
             title: heading of the flag's group in `--help`.
             is_listed: whether `--help` shows the flag.
         """
-        parser = self._group(title) if title else self._parser
+        parser = self._parser
+        if title:
+            groups = {group.title: group for group in self._parser._action_groups}
+            parser = groups.get(title) or self._parser.add_argument_group(title)
         options: dict[str, Any] = {"dest": field.flag, "default": argparse.SUPPRESS}
         text = field.full_help.replace("%", "%%") if is_listed else argparse.SUPPRESS
         parser.add_argument(
@@ -112,10 +115,6 @@ class FlagParser:
     def help(self) -> str:
         """Returns what `--help` prints."""
         return str(self._parser.format_help())
-
-    def _group(self, title: str) -> Any:
-        groups = {group.title: group for group in self._parser._action_groups}
-        return groups.get(title) or self._parser.add_argument_group(title)
 
 
 def _texts(value: object) -> list[str]:

@@ -27,7 +27,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE_MARK = "▁"
 MAX_PROMPT_CHARACTERS = 4 * 2**20
 _INLINE_CHARACTERS = 4_096
-"""Encoding so many characters takes about 1 ms; longer texts are encoded on a thread."""
+"""Longest text that is encoded inline, in about 1 ms; longer texts are encoded on a thread."""
 _NUM_THREADS = 2
 _ENCODE_TIMEOUT_S = 30.0
 
@@ -78,10 +78,7 @@ class StopStrings:
 
 def held_length(text: str, strings: Sequence[str]) -> int:
     """Returns the length of the longest suffix of `text` that is a prefix of one of `strings`."""
-    longest = 0
-    for string in strings:
-        longest = max(longest, _overlap(text, string))
-    return longest
+    return max((_overlap(text, string) for string in strings), default=0)
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -111,20 +108,13 @@ def read_token_bytes(tokenizer: tokenizers.Tokenizer) -> dict[int, bytes]:
 
 
 def _speller(tokenizer: tokenizers.Tokenizer) -> Callable[[str], bytes]:
-    kinds = {step["type"]: step for step in _decoder_steps(tokenizer)}
+    decoder: dict[str, Any] = json.loads(tokenizer.to_str())["decoder"] or {"decoders": []}
+    kinds = {step["type"] for step in decoder.get("decoders", [decoder])}
     if "ByteLevel" in kinds:
         return _byte_level_speller()
     if "ByteFallback" in kinds or "Metaspace" in kinds:
         return _sentencepiece_bytes
     raise ValueError(f"decoder {sorted(kinds) or None} is neither byte-level nor SentencePiece")
-
-
-def _decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    decoder = json.loads(tokenizer.to_str())["decoder"]
-    if decoder is None:
-        return []
-    steps: list[dict[str, Any]] = decoder.get("decoders", [decoder])
-    return steps
 
 
 def _byte_level_speller() -> Callable[[str], bytes]:

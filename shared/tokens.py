@@ -349,7 +349,7 @@ NO_TREE = TreeRequest(is_paused=True)
 
 @dataclass(frozen=True, slots=True)
 class DraftReport:
-    """A draft's report about itself beside its candidates.
+    """A draft's report about itself, sent with its candidates.
 
     Attributes:
         draft_s: the drafter's time to draft the candidates, in seconds; None if not reported.

@@ -52,8 +52,10 @@ def main() -> int:
     try:
         if command in _COMMANDS:
             return _COMMANDS[command](arguments, os.environ)
-        if command in _SERVICES:
-            return _service(command, arguments)
+        if command in _SERVICES:  # exits by itself if its settings are wrong
+            sys.argv = [f"outrider-{command}", *arguments]
+            runpy.run_module(_SERVICES[command], run_name="__main__", alter_sys=True)
+            return 0
         if command in _CHECKOUT_COMMANDS:
             return _measure(command, arguments)
     except ModuleNotFoundError as error:
@@ -100,13 +102,6 @@ def _check(arguments: Sequence[str], env: Mapping[str, str]) -> int:
     from services.check import check
 
     print(check(plan))
-    return 0
-
-
-def _service(command: str, arguments: Sequence[str]) -> int:
-    """Runs one service in this process; it exits by itself when its settings are wrong."""
-    sys.argv = [f"outrider-{command}", *arguments]
-    runpy.run_module(_SERVICES[command], run_name="__main__", alter_sys=True)
     return 0
 
 

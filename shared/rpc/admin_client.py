@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from grpc import aio
 
-from shared.errors import InvalidArgument, OutriderError, Unimplemented
+from shared.errors import InvalidArgument, Unimplemented
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as pb
 from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as pb_grpc
 from shared.rpc.channel import open_channel
@@ -134,13 +133,10 @@ class TargetAdmin:
             broadcast.tensors.add(name=name, dtype=dtype, shape=shape)
         return await self._update(request)
 
-    async def _update(self, request: pb.UpdateWeightsRequest) -> Update:
-        return _update(await self._call("UpdateWeights", request, LONG_CALL_S))
-
     async def end(self, version: str, *, drop: bool = False) -> Update:
         """Applies the staged tensors, or drops them."""
         request = pb.EndWeightUpdateRequest(weight_version=version, drop=drop)
-        return _update(await self._call("EndWeightUpdate", request, LONG_CALL_S))
+        return await self._update(request, "EndWeightUpdate")
 
     async def join(
         self, group: str, address: str, port: int, rank_offset: int, world_size: int, backend: str
@@ -182,33 +178,27 @@ class TargetAdmin:
         """Allocates released memory again."""
         await self._call("ResumeMemory", pb.ResumeMemoryRequest(tags=tags), LONG_CALL_S)
 
+    async def _update(self, request: Any, method: str = "UpdateWeights") -> Update:
+        """Returns the effects of an update; none if the tensors were only staged."""
+        response = await self._call(method, request, LONG_CALL_S)
+        if not response.HasField("update"):
+            return {}
+        update = response.update
+        return {
+            "weight_version": update.weight_version,
+            "num_retracted_requests": update.retracted_request_count,
+            "freed_page_count": update.freed_page_count,
+            "pause_s": update.pause_duration.ToNanoseconds() / 1e9,
+        }
+
     async def _call(self, method: str, request: Any, timeout_s: float = SHORT_CALL_S) -> Any:
-        async with self._stub() as stub:
-            return await getattr(stub, method)(request, timeout=timeout_s)
-
-    @asynccontextmanager
-    async def _stub(self) -> AsyncIterator[pb_grpc.AdminServiceStub]:
         async with open_channel(self.address, self._tls) as channel:
+            stub = pb_grpc.AdminServiceStub(channel)
             try:
-                yield pb_grpc.AdminServiceStub(channel)
+                return await getattr(stub, method)(request, timeout=timeout_s)
             except aio.AioRpcError as failure:
-                raise self._as_admin_error(error_from_rpc(failure)) from failure
-
-    def _as_admin_error(self, error: OutriderError) -> OutriderError:
-        if not isinstance(error, Unimplemented):
-            return error
-        message = f"{self.address} is not the maintenance port of a target: {error.message}"
-        return Unimplemented(message, reason=error.reason)
-
-
-def _update(response: Any) -> Update:
-    """Returns the effects of an update; none if the tensors were only staged."""
-    if not response.HasField("update"):
-        return {}
-    update = response.update
-    return {
-        "weight_version": update.weight_version,
-        "num_retracted_requests": update.retracted_request_count,
-        "freed_page_count": update.freed_page_count,
-        "pause_s": update.pause_duration.ToNanoseconds() / 1e9,
-    }
+                error = error_from_rpc(failure)
+                if isinstance(error, Unimplemented):
+                    address = f"{self.address} is not the maintenance port of a target"
+                    error = Unimplemented(f"{address}: {error.message}", reason=error.reason)
+                raise error from failure

@@ -25,7 +25,7 @@ def channel_options() -> Options:
     """Returns the options of a client channel."""
     return [
         *_both_ends(),
-        # Peers are in the same network, for which the environment's HTTP proxy is not meant.
+        # Peers are addressed directly; the environment's HTTP proxy is for hosts outside.
         ("grpc.enable_http_proxy", 0),
     ]
 

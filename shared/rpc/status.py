@@ -64,13 +64,20 @@ def status_of(error: OutriderError, request_id: str) -> status_pb2.Status:
         error_details_pb2.RequestInfo(request_id=request_id),
     ]
     if error.violations:
-        details.append(_bad_request(error.violations))
+        violations = [
+            error_details_pb2.BadRequest.FieldViolation(
+                field=violation.field, description=_shortened(violation.description)
+            )
+            for violation in error.violations[:_MAX_VIOLATIONS]
+        ]
+        details.append(error_details_pb2.BadRequest(field_violations=violations))
     if error.retry_after_s is not None:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromNanoseconds(round(error.retry_after_s * 1e9))
         details.append(retry)
     status = status_pb2.Status(code=int(error.code), message=_shortened(error.message))
-    status.details.extend(_packed(detail) for detail in details)
+    for detail in details:
+        status.details.add().Pack(detail)
     return status
 
 
@@ -112,23 +119,6 @@ def _details(failure: aio.AioRpcError) -> list[any_pb2.Any]:
             except message.DecodeError:  # a peer's bad details must not hide the failure
                 return []
     return list(status.details)
-
-
-def _packed(detail: message.Message) -> any_pb2.Any:
-    packed = any_pb2.Any()
-    packed.Pack(detail)
-    return packed
-
-
-def _bad_request(violations: tuple[FieldViolation, ...]) -> error_details_pb2.BadRequest:
-    return error_details_pb2.BadRequest(
-        field_violations=[
-            error_details_pb2.BadRequest.FieldViolation(
-                field=violation.field, description=_shortened(violation.description)
-            )
-            for violation in violations[:_MAX_VIOLATIONS]
-        ]
-    )
 
 
 def _shortened(text: str) -> str:

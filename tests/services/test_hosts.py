@@ -87,9 +87,9 @@ def test_each_process_of_a_host_has_a_pipe(meeting: _Meeting, secret: str | None
     assert others[0].pipes[5].recv() == "to rank 5"
     assert not others[0].was_dismissed(0.0)
     third.dismiss()
-    second.own.close()
+    second.control.close()
     assert [each.was_dismissed(10.0) for each in others] == [True, False]
-    third.own.close()
+    third.control.close()
     third.dismiss()  # to nobody
 
 

@@ -45,7 +45,7 @@ class Lessons:
         out: folder of the versions, and of the log.
         num_updates: weight updates per lesson.
         min_new_tokens: new tokens before the next lesson.
-        num_steps: depth of the chains with which acceptance is measure.
+        num_steps: depth of the chains with which acceptance is measured.
         min_held_out: examples without which weights are neither swapped in nor rolled back.
         min_gain: tokens per round that new weights must gain to be swapped in.
         max_loss: tokens per round that served weights may lose against the previous ones, on

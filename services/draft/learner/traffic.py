@@ -226,7 +226,8 @@ class _ExampleQueue:
         self.num_tokens += len(example.token_ids)
         dropped = []
         while self._examples and self._is_full:
-            dropped.append(self._drop())
+            dropped.append(self._examples.popleft())
+            self.num_tokens -= len(dropped[-1].token_ids)
         return dropped
 
     def drop_before(self, time_s: float) -> None:
@@ -245,11 +246,6 @@ class _ExampleQueue:
     @property
     def _is_full(self) -> bool:
         return self.num_tokens > self._max_tokens
-
-    def _drop(self) -> Example:
-        dropped = self._examples.popleft()
-        self.num_tokens -= len(dropped.token_ids)
-        return dropped
 
 
 def _is_held_out(example: Example, share: float) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from services.draft.training.acceptance import Acceptance, measure_acceptance
+from services.draft.training.acceptance import measure_acceptance
 from services.draft.training.documents import (
     Documents,
     Source,
@@ -263,11 +263,12 @@ def train(arguments: argparse.Namespace) -> None:
         target = _target(arguments, ranks.device)
         objective = _objective(arguments, target, _head(arguments, target))
         plan = _plan(arguments)
+        sources = [Source(Documents.load(path), share) for path, share in arguments.data]
         trainer = Trainer(
             plan,
             objective,
             target,
-            _windows(arguments),
+            Windows(sources, window=arguments.window, seed=arguments.seed),
             Optimisers(
                 objective.head,
                 arguments.optimiser,
@@ -305,7 +306,11 @@ def evaluate(arguments: argparse.Namespace) -> None:
     for folder in arguments.head:
         head = load_head(folder).to(target.device)
         acceptance = measure_acceptance(head, target, prompts, answers, num_steps=arguments.steps)
-        report[str(folder)] = _figures(acceptance, head)
+        report[str(folder)] = {
+            "algorithm": head.shape.algorithm.value,
+            "accepted_length_with_bonus": round(acceptance.mean_length, 4),
+            **dataclasses.asdict(acceptance),
+        }
         print(json.dumps({str(folder): report[str(folder)]}))
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -324,9 +329,15 @@ def _target(arguments: argparse.Namespace, device: torch.device) -> FrozenTarget
 
 
 def _head(arguments: argparse.Namespace, target: FrozenTarget) -> Head:
-    if arguments.init:
-        return _trained_head(arguments).to(target.device)
     algorithm: Algorithm = arguments.algorithm
+    if arguments.init:
+        head = load_head(arguments.init).train()
+        if head.shape.algorithm is not algorithm:
+            raise CheckpointError(
+                f"{arguments.init} holds a head of {head.shape.algorithm.value}; "
+                f"--algorithm is {algorithm.value}"
+            )
+        return head.to(target.device)
     token_ids = None
     if algorithm is Algorithm.EAGLE3 and arguments.token_map:
         vocab_size = target.model.config.vocab_size
@@ -347,16 +358,6 @@ def _head(arguments: argparse.Namespace, target: FrozenTarget) -> Head:
     head = build_head(target.head_shape(algorithm, sizes), token_ids)
     init_from_target(head, target)
     return head.to(target.device)
-
-
-def _trained_head(arguments: argparse.Namespace) -> Head:
-    head = load_head(arguments.init).train()
-    if head.shape.algorithm is not arguments.algorithm:
-        raise CheckpointError(
-            f"{arguments.init} holds a head of {head.shape.algorithm.value}; "
-            f"--algorithm is {arguments.algorithm.value}"
-        )
-    return head
 
 
 def _objective(arguments: argparse.Namespace, target: FrozenTarget, head: Head) -> Objective[Any]:
@@ -386,11 +387,6 @@ def _or_default(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _windows(arguments: argparse.Namespace) -> Windows:
-    sources = [Source(Documents.load(path), share) for path, share in arguments.data]
-    return Windows(sources, window=arguments.window, seed=arguments.seed)
-
-
 def _plan(arguments: argparse.Namespace) -> TrainingPlan:
     return TrainingPlan(
         out=arguments.out,
@@ -416,14 +412,6 @@ def _report(algorithm: Algorithm, plan: TrainingPlan, ranks: Ranks) -> None:
         draw_curves(rows, plan.folder, algorithm.value)
     except ImportError:
         print("no pictures: matplotlib is not installed")
-
-
-def _figures(acceptance: Acceptance, head: Head) -> dict[str, Any]:
-    return {
-        "algorithm": head.shape.algorithm.value,
-        "accepted_length_with_bonus": round(acceptance.mean_length, 4),
-        **dataclasses.asdict(acceptance),
-    }
 
 
 def _save(documents: Documents, path: Path) -> None:

@@ -264,7 +264,10 @@ def write_answers(
         **sampling,
     )
     ends = end_token_ids(target)
-    return [_cut_after_end(row, ends) for row in output[:, longest:].tolist()]
+    answers: list[list[int]] = output[:, longest:].tolist()
+    return [
+        next((row[: i + 1] for i, token in enumerate(row) if token in ends), row) for row in answers
+    ]
 
 
 def answered_documents(
@@ -304,10 +307,3 @@ def end_token_ids(target: FrozenTarget) -> frozenset[int]:
     if ends is None:
         return frozenset()
     return frozenset([ends] if isinstance(ends, int) else ends)
-
-
-def _cut_after_end(row: list[int], ends: frozenset[int]) -> list[int]:
-    for index, token in enumerate(row):
-        if token in ends:
-            return row[: index + 1]
-    return row

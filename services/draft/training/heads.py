@@ -265,25 +265,6 @@ class MtpLayer(nn.Module):
         return normed
 
 
-def build_recurrent(shape: HeadShape, token_ids: Sequence[int] | None = None) -> RecurrentHead:
-    """Returns a freshly initialised head.
-
-    Args:
-        token_ids: EAGLE3, the target's id of each draft id; None takes the target's lm_head.
-    """
-    match shape.algorithm:
-        case Algorithm.EAGLE:
-            return EagleHead(shape)
-        case Algorithm.MTP:
-            return MtpHead(shape)
-        case Algorithm.EAGLE3:
-            if token_ids is None:
-                return Eagle3Head(shape)
-            return Eagle3SmallVocabHead(shape, torch.tensor(sorted(token_ids)))
-        case Algorithm.DFLASH:
-            raise AssertionError("DFLASH drafts blocks")
-
-
 class TargetTables(Protocol):
     """Embedding and lm_head of a target, `[V, H]` each."""
 
@@ -408,10 +389,22 @@ Head = RecurrentHead | BlockHead
 
 
 def build_head(shape: HeadShape, token_ids: Sequence[int] | None = None) -> Head:
-    """Returns a freshly initialised head; see `build_recurrent` for `token_ids`."""
-    if shape.algorithm is Algorithm.DFLASH:
-        return BlockHead(shape)
-    return build_recurrent(shape, token_ids)
+    """Returns a freshly initialised head.
+
+    Args:
+        token_ids: EAGLE3, the target's id of each draft id; None takes the target's lm_head.
+    """
+    match shape.algorithm:
+        case Algorithm.EAGLE:
+            return EagleHead(shape)
+        case Algorithm.MTP:
+            return MtpHead(shape)
+        case Algorithm.EAGLE3:
+            if token_ids is None:
+                return Eagle3Head(shape)
+            return Eagle3SmallVocabHead(shape, torch.tensor(sorted(token_ids)))
+        case Algorithm.DFLASH:
+            return BlockHead(shape)
 
 
 def init_from_target(head: Head, target: FrozenTarget) -> None:
@@ -472,15 +465,12 @@ def load_head(folder: Path) -> Head:
         tensors = {key: checkpoint.read(key) for key in checkpoint.files}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder} holds no trained head: {error}") from error
-    head = build_head(shape, _token_ids(tensors))
+    offsets = tensors.get("d2t")
+    token_ids = None if offsets is None else (offsets + torch.arange(len(offsets))).tolist()
+    head = build_head(shape, token_ids)
     named = {key.removeprefix(head.prefix): tensor for key, tensor in tensors.items()}
     try:
         head.load_state_dict(named)
     except RuntimeError as error:
         raise CheckpointError(f"{folder / WEIGHTS_FILE}: {error}") from error
     return head.eval()
-
-
-def _token_ids(tensors: dict[str, Tensor]) -> list[int] | None:
-    offsets = tensors.get("d2t")
-    return None if offsets is None else (offsets + torch.arange(len(offsets))).tolist()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
 from services.draft.training.heads import Head
@@ -104,13 +104,9 @@ def averaged(heads: Sequence[Head], shares: Sequence[float]) -> Head:
     for name, tensor in states[0].items():
         tensors = [state[name] for state in states]
         if tensor.is_floating_point():
-            tensor.copy_(_mean(tensors, shares))
+            pairs = zip(tensors, shares, strict=True)
+            total = sum((share * part.double() for part, share in pairs), torch.zeros(()))
+            tensor.copy_(total / sum(shares))
         elif not all(torch.equal(other, tensor) for other in tensors):
             raise CheckpointError(f"heads differ in {name}: they can draft other tokens")
     return first
-
-
-def _mean(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    pairs = zip(tensors, shares, strict=True)
-    total = sum((share * tensor.double() for tensor, share in pairs), torch.zeros(()))
-    return total / sum(shares)

@@ -67,17 +67,11 @@ class TrainingLog:
 def read_log(path: Path) -> list[LogRow]:
     """Raises: CheckpointError if the file cannot be read as a log."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return [_parsed(line) for line in lines]
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        names = ("losses", "agreements")
+        return [LogRow(**row | {name: tuple(row[name]) for name in names}) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is no training log: {error}") from error
-
-
-def _parsed(line: str) -> LogRow:
-    values = json.loads(line)
-    return LogRow(
-        **values | {key: tuple(values[key]) for key in ("losses", "agreements")},
-    )
 
 
 def _line(row: LogRow) -> str:
@@ -244,11 +238,18 @@ class Trainer:
     def run(self) -> None:
         """Trains to the end of the plan and writes the head."""
         plan, ranks = self._plan, self._ranks
-        model = self._parallel()
-        log = self._log()
+        model: nn.Module = self._objective
+        if ranks.size > 1:
+            devices = [ranks.device] if ranks.device.type == "cuda" else None
+            model = DistributedDataParallel(model, device_ids=devices)
+        log = None
+        if ranks.is_first:
+            log = TrainingLog(plan.folder / LOG_FILE, resume_step=self._step)
         means = _Means()
         begin = time.monotonic() - self._seconds
-        bar = tqdm(total=plan.num_steps, initial=self._step, disable=_bar_is_off(ranks))
+        # `disable=None` draws the bar on terminals only.
+        is_off = None if ranks.is_first else True
+        bar = tqdm(total=plan.num_steps, initial=self._step, disable=is_off)
         while (progress := self._progress()) < 1.0:
             torch.manual_seed(hash((plan.seed, self._step, ranks.rank)))
             factor = rate_factor(progress)
@@ -283,21 +284,10 @@ class Trainer:
         torch.save(state, partial)
         partial.replace(path)
 
-    def _log(self) -> TrainingLog | None:
-        if not self._ranks.is_first:
-            return None
-        return TrainingLog(self._plan.folder / LOG_FILE, resume_step=self._step)
-
     def _progress(self) -> float:
         plan = self._plan
         by_time = self._seconds / plan.seconds if plan.seconds else 0.0
         return max(self._step / plan.num_steps, by_time)
-
-    def _parallel(self) -> nn.Module:
-        if self._ranks.size == 1:
-            return self._objective
-        devices = [self._ranks.device] if self._ranks.device.type == "cuda" else None
-        return DistributedDataParallel(self._objective, device_ids=devices)
 
     def _update(self, model: nn.Module, factor: float) -> Outcome:
         plan, device = self._plan, self._ranks.device
@@ -311,11 +301,6 @@ class Trainer:
         self._step += 1
         self._tokens += batch.size * self._ranks.size
         return outcome
-
-
-def _bar_is_off(ranks: Ranks) -> bool | None:
-    """None lets tqdm draw on terminals only."""
-    return None if ranks.is_first else True
 
 
 class _Means:
