@@ -265,11 +265,9 @@ def build_embedded_draft(
     with start_phase("load"):
         drafter = build_drafter(draft_settings, _host(target, settings, draft_settings))
     check_drafter(settings, draft_settings, drafter)
-    shape = (
-        draft_settings.shape.as_chain
-        if settings.verification.draws_chains
-        else draft_settings.shape
-    )
+    shape = draft_settings.shape
+    if settings.verification.draws_chains:
+        shape = shape.as_chain
     # Before the draft engine's thread uses the drafter.
     rounds = _rounds(target, settings, draft_settings, drafter)
     recorder = DraftRecorder(tracer)

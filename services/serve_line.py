@@ -91,7 +91,7 @@ class Line:
     problems: list[str] = field(default_factory=list)
 
 
-def take_apart(arguments: Sequence[str]) -> Line:
+def split_line(arguments: Sequence[str]) -> Line:
     """Assigns the flags of a launch line, and of its `--config` file, to their owners.
 
     Raises:

@@ -17,7 +17,7 @@ from services.draft.drafter_factory import target_vocabulary
 from services.draft.learner.settings import TAUGHT, LearnerSettings
 from services.draft.settings import DraftSettings, with_local_models
 from services.embedded_settings import embedded_settings, with_target_tokenizer
-from services.serve_line import DRAFT, GATEWAY, TARGET, Line, take_apart
+from services.serve_line import DRAFT, GATEWAY, TARGET, Line, split_line
 from services.serve_settings import (
     NO_DRAFT,
     LauncherSettings,
@@ -146,7 +146,7 @@ def make_plan(arguments: Sequence[str], env: Mapping[str, str], num_gpus: int) -
     Raises:
         SettingsError: one line for each problem.
     """
-    return _PlanBuilder(env, num_gpus, take_apart(arguments)).plan()
+    return _PlanBuilder(env, num_gpus, split_line(arguments)).plan()
 
 
 class _PlanBuilder:

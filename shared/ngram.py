@@ -409,9 +409,9 @@ class NgramIndex:
         rows = zip(*(column.tolist() for column in columns), strict=True)
         for owner, length, score, tokens in rows:
             text_chains.setdefault(owner, []).append((length, score, tokens))
-        for owner, merged in text_chains.items():
-            is_single = len(merged) == 1
-            trees[owner] = _chain_tree(*merged[0]) if is_single else _merged_tree(merged, shape)
+        for owner, group in text_chains.items():
+            is_single = len(group) == 1
+            trees[owner] = _chain_tree(*group[0]) if is_single else _merged_tree(group, shape)
         return trees
 
     def _matches(

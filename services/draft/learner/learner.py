@@ -232,10 +232,8 @@ class Learner:
         size, lessons = self._student.batch_size, self._lessons
         num_replayed = round(size * lessons.replay_share) if replayed else 0
         num_fresh = round((size - num_replayed) * _FRESH_SHARE)
-        fresh = [
-            example for example in recent if example.arrived_s >= self._last_lesson_s
-        ] or recent
-        self._last_lesson_s = self._clock()
+        since_s, self._last_lesson_s = self._last_lesson_s, self._clock()
+        fresh = [example for example in recent if example.arrived_s >= since_s] or recent
         for _ in range(self._lessons.num_updates):
             if stop.is_set():
                 break

@@ -60,10 +60,8 @@ def divergence(logits: Tensor, target_logits: Tensor, hard: float) -> Tensor:
     Args:
         logits, target_logits: `[R, Vd]`, the head's and the target's scores of the same tokens.
     """
-    log_probs, target_log_probs = (
-        logits.float().log_softmax(-1),
-        target_logits.float().log_softmax(-1),
-    )
+    log_probs = logits.float().log_softmax(-1)
+    target_log_probs = target_logits.float().log_softmax(-1)
     soft = (target_log_probs.exp() * (target_log_probs - log_probs)).sum(-1)
     best = target_log_probs.argmax(-1, keepdim=True)
     return (soft - hard * log_probs.gather(-1, best).squeeze(-1)).mean()
@@ -142,10 +140,8 @@ class RecurrentObjective(Objective[RecurrentHead]):
         (target,), head = self._target, self.head
         num_rows = rows.token_ids.shape[1] - self._num_steps
         hidden = head.fuse(self._noisy(rows.features[:, :num_rows]))
-        unrolling, positions = (
-            Unrolling(head.shape, self._attention),
-            PositionLosses(self._terms.decay),
-        )
+        unrolling = Unrolling(head.shape, self._attention)
+        positions = PositionLosses(self._terms.decay)
         target_scores, best = self._target_scores(rows.states)
         distance = hidden.new_zeros(())
         for step in range(self._num_steps):
