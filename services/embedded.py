@@ -147,7 +147,6 @@ class EmbeddedDraft:
 
     @property
     def algorithm(self) -> str:
-        """Name of the drafter's algorithm."""
         return self._worker.algorithm
 
     def take_weights(self, folder: Path, version: str) -> float:

@@ -74,7 +74,6 @@ class Seat:
 
     @property
     def name(self) -> str:
-        """Name of the process."""
         return f"{self.service}-{self.rank}"
 
     def join(self, settings: FollowerSettings) -> TensorGroup:
@@ -270,7 +269,6 @@ def end_processes(processes: Sequence[SpawnProcess], grace_s: float) -> list[str
 
 
 def _join_group(store: Store, ranks: Ranks, rank: int, device: torch.device) -> TensorGroup:
-    """Joins the processes of a model; see `open_group`."""
     return open_group(
         store,
         rank=rank,

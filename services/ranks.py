@@ -27,7 +27,6 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """Number of processes."""
         return self.tp_size * self.pp_size
 
     @property

@@ -122,13 +122,12 @@ def notices(settings: SglangSettings) -> list[str]:
 
 def variable_notices(env: Mapping[str, str]) -> list[str]:
     """Returns a line for each variable of SGLang that is set and known to be harmless."""
-    lines = []
-    if env.get("SGLANG_ENABLE_SPEC_V2"):
-        lines.append(
-            "SGLANG_ENABLE_SPEC_V2: no effect: steps overlap with drafts unless "
-            "--disable-overlap-schedule is set"
-        )
-    return lines
+    if not env.get("SGLANG_ENABLE_SPEC_V2"):
+        return []
+    return [
+        "SGLANG_ENABLE_SPEC_V2: no effect: steps overlap with drafts unless "
+        "--disable-overlap-schedule is set"
+    ]
 
 
 def variable_problems(env: Mapping[str, str]) -> list[str]:

@@ -79,7 +79,6 @@ class CandidateColumns:
 
     @classmethod
     def of_rows(cls, rows: Iterable[CandidateRow]) -> CandidateColumns:
-        """Returns candidates as columns."""
         columns = list(zip(*rows, strict=True))
         if not columns:
             return cls()
@@ -132,7 +131,6 @@ class CandidateColumns:
         return zip(*columns, strict=True)
 
     def candidate(self, place: int) -> Candidate:
-        """Returns one candidate."""
         condition, bonus_token_id = None, self.bonus_token_ids[place]
         if bonus_token_id >= 0:
             node_index = self.node_indices[place]
@@ -149,7 +147,6 @@ class CandidateColumns:
         )
 
     def tree(self, place: int) -> TokenTree:
-        """Returns the tree of one candidate."""
         if self.trees:
             return self.trees[place]
         nodes = slice(self.node_offsets[place], self.node_offsets[place + 1])
@@ -163,7 +160,6 @@ class CandidateColumns:
 
 
 def condition_key(condition: Condition) -> ConditionKey:
-    """Returns a condition as three numbers."""
     node_index = -1 if condition.node_index is None else condition.node_index
     return node_index, condition.bonus_token_id, condition.candidate_id or 0
 

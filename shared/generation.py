@@ -129,7 +129,6 @@ class SpeculationStats:
     histogram: list[int] = field(default_factory=list)
 
     def add_verified(self, num_drafted: int, num_accepted: int) -> None:
-        """Counts a verified round."""
         self.num_verified_rounds += 1
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
@@ -165,8 +164,7 @@ class PromptScored:
 class Delta:
     """Tokens committed by one step; the first `num_accepted` of them were drafted.
 
-    Not frozen: one is made for every request and step, and a frozen dataclass costs three times as
-    much to make.
+    Not frozen: one is made for every request and step, and freezing triples the cost.
 
     Attributes:
         logprobs: one entry for each token, or empty.

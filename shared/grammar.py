@@ -44,7 +44,6 @@ class Grammar:
 
     @classmethod
     def of(cls, kind: GrammarKind, source: str) -> Grammar:
-        """Returns the grammar of one text."""
         return cls(kind, (source,))
 
     @property

@@ -46,7 +46,6 @@ def num_ids(folder: Path) -> int:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a model's folder has a tokenizer."""
     return any((folder / name).is_file() for name in (_TOKENIZER_JSON, *_VOCABULARY_FILES))
 
 

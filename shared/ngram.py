@@ -120,7 +120,6 @@ class Cursor:
 
     @classmethod
     def of(cls, salt: str = "") -> Cursor:
-        """Returns the cursor of a new text."""
         digest = hashlib.blake2b(salt.encode(), digest_size=8).digest() if salt else b""
         return cls(int.from_bytes(digest) >> 1)
 

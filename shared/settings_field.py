@@ -143,7 +143,6 @@ class Field:
 
     @property
     def expectation(self) -> str:
-        """A description of valid texts."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         if self.kind is bool:

@@ -262,7 +262,6 @@ class Tokenizer:
             raise DeadlineExceeded(message, reason="TOKENIZING_TOO_SLOW") from error
 
     def encode_word(self, word: str) -> list[int]:
-        """Returns the token ids of a few characters."""
         assert len(word) <= _INLINE_CHARACTERS
         return self._encode(word, add_special_tokens=False)
 

@@ -28,7 +28,7 @@ class ServerTls:
         """Returns the context of a server that speaks TLS through Python's `ssl`.
 
         Raises:
-            OSError: a file cannot be read; `ssl.SSLError` says that it is not what it should be.
+            OSError: a file cannot be read; it is an `ssl.SSLError` if its content is invalid.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -77,7 +77,7 @@ class ClientTls:
         """Returns the context of a client that speaks TLS through Python's `ssl`.
 
         Raises:
-            OSError: a file cannot be read; `ssl.SSLError` says that it is not what it should be.
+            OSError: see `ServerTls.context`.
         """
         context = ssl.create_default_context(cafile=self.ca)
         context.minimum_version = ssl.TLSVersion.TLSv1_2

@@ -94,8 +94,7 @@ class SamplingParams:
             self._check_words()
 
     def __reduce__(self) -> tuple[type[SamplingParams], tuple[object, ...]]:
-        # A MappingProxyType cannot be pickled. `__getstate__` is no way out: some releases of
-        # Python 3.11 replace it.
+        # Read-only maps cannot be pickled, and some releases of Python 3.11 replace `__getstate__`.
         values = (getattr(self, attribute.name) for attribute in fields(self))
         return SamplingParams, tuple(
             dict(value) if isinstance(value, MappingProxyType) else value for value in values

@@ -76,7 +76,6 @@ class TargetAdmin:
         return int((await self._call("FlushPrefixCache", request)).freed_page_count)
 
     async def status(self) -> TargetStatus:
-        """Returns the target's current weights and load."""
         response = await self._call("GetWeightStatus", pb.GetWeightStatusRequest())
         names = {number: name for name, number in PAUSE_MODES.items()}
         pp_size = response.stage_count or 1
@@ -153,7 +152,6 @@ class TargetAdmin:
         await self._call("InitWeightUpdateGroup", request, LONG_CALL_S)
 
     async def leave(self, group: str) -> None:
-        """Leaves a group."""
         request = pb.DestroyWeightUpdateGroupRequest(group_name=group)
         await self._call("DestroyWeightUpdateGroup", request, LONG_CALL_S)
 

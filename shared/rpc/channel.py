@@ -22,7 +22,6 @@ Options = list[tuple[str, int | str]]
 
 
 def channel_options() -> Options:
-    """Returns the options of a client channel."""
     return [
         *_both_ends(),
         # Peers are addressed directly; the environment's HTTP proxy is for hosts outside.
@@ -65,7 +64,6 @@ def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
 
 
 def channel_credentials(tls: ClientTls) -> grpc.ChannelCredentials:
-    """Returns the credentials of a client."""
     return grpc.ssl_channel_credentials(
         root_certificates=_bytes(tls.ca),
         private_key=_bytes(tls.key),

@@ -36,7 +36,6 @@ class ColumnReader:
 
     Args:
         count: entries of each column.
-        refusal: returns the error for columns that do not fit together.
     """
 
     def __init__(self, message: Any, count: int, refusal: Refusal) -> None:
@@ -348,7 +347,6 @@ def opening_tree_request(message: pb.SequenceOpened) -> TreeRequest:
 
 
 def malformed_verdicts(message: str) -> InvalidArgument:
-    """Returns the error for verdicts that do not fit together."""
     return InvalidArgument.of("VERDICTS_MALFORMED", "verdicts", f"malformed verdicts: {message}")
 
 

@@ -85,7 +85,6 @@ def stop_from_message(message: sampling_pb2.StopParams, *, max_output_tokens: in
 
 
 def stop_message(params: StopParams) -> sampling_pb2.StopParams:
-    """Returns the message."""
     return sampling_pb2.StopParams(
         max_output_token_count=params.max_output_tokens,
         min_output_token_count=params.min_output_tokens,
@@ -108,7 +107,6 @@ def grammar_from_message(message: grammar_pb2.Grammar) -> Grammar:
 
 
 def grammar_message(grammar: Grammar) -> grammar_pb2.Grammar:
-    """Returns the message."""
     if grammar.kind is GrammarKind.CHOICES:
         return grammar_pb2.Grammar(choices=grammar_pb2.TextChoices(texts=grammar.source))
     message = grammar_pb2.Grammar()
@@ -136,7 +134,6 @@ def tree_from_message(message: token_tree_pb2.TokenTree) -> TokenTree:
 
 
 def tree_message(tree: TokenTree) -> token_tree_pb2.TokenTree:
-    """Returns the message."""
     return token_tree_pb2.TokenTree(
         token_ids=tree.token_ids,
         parent_indices=[-1 if parent is None else parent for parent in tree.parent_indices],
@@ -152,7 +149,6 @@ def shape_from_message(message: token_tree_pb2.TreeShape) -> TreeShape:
 
 
 def shape_message(shape: TreeShape) -> token_tree_pb2.TreeShape:
-    """Returns the message."""
     return token_tree_pb2.TreeShape(
         step_count=shape.num_steps, topk=shape.topk, draft_token_count=shape.num_draft_tokens
     )

@@ -46,7 +46,6 @@ def enter_request(metadata: Metadata) -> str:
 
 
 def abort_arguments(error: OutriderError, request_id: str) -> dict[str, Any]:
-    """Returns the arguments for `context.abort`."""
     return {
         "code": _CODES[int(error.code)],
         "details": _shortened(error.message),

@@ -29,7 +29,6 @@ Attributes = Mapping[str, str | int | float | bool]
 
 
 def new_request_id() -> str:
-    """Returns a fresh id."""
     return uuid.uuid4().hex
 
 

@@ -124,7 +124,6 @@ class _Model:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The counters by name."""
         lengths = dict(self.accepted_lengths)
         return {
             "prompt_tokens": self.num_prompt,
@@ -174,7 +173,6 @@ class VllmMetrics(Collector):
         return self._models[model].counts[name]
 
     def begin(self, model: str, now_s: float) -> RequestFigures:
-        """Counts a request that has arrived."""
         figures = self._models[model]
         figures.num_waiting += 1
         return RequestFigures(figures, now_s)

@@ -33,7 +33,6 @@ class WireMeter:
         self._log = log
 
     def stream(self, attachment_id: str) -> StreamMeter:
-        """Returns the meter of an attached stream."""
         return StreamMeter(self, attachment_id, self._log)
 
 
@@ -53,7 +52,6 @@ class StreamMeter:
         self._count("sent", self._meter.sent, next(self._sent), num_bytes, kind)
 
     def received(self, num_bytes: int, kind: str) -> None:
-        """Counts a message that has arrived."""
         self._count("received", self._meter.received, next(self._received), num_bytes, kind)
 
     def _count(self, name: str, totals: WireTotals, number: int, num_bytes: int, kind: str) -> None:

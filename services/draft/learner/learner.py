@@ -146,7 +146,6 @@ class Learner:
 
     @property
     def served_state(self) -> State:
-        """The served weights."""
         return self._served.state
 
     def begin(self) -> None:

@@ -123,7 +123,6 @@ class LearnerSettings(DialingSettings):
 
     @property
     def model_folder(self) -> Path:
-        """Folder of the draft."""
         return self.speculative_draft_model_path or default_model_folder(
             self.speculative_algorithm, self.target_folder
         )

@@ -146,7 +146,6 @@ class Student(ABC):
 
     @property
     def batch_size(self) -> int:
-        """Examples of an update."""
         return self._teaching.batch_size
 
     def state(self) -> State:
@@ -243,7 +242,6 @@ class Student(ABC):
         return {name: value.clone() for name, value in self._module.state_dict().items()}
 
     def _lengths(self, examples: Sequence[Example]) -> list[int]:
-        """Returns the window length of each example, in tokens."""
         return [min(len(example.token_ids), self._teaching.window) for example in examples]
 
     def _slices(self, examples: Sequence[Example]) -> Iterator[slice]:
@@ -262,7 +260,6 @@ class Student(ABC):
         return list(map(int, draws))
 
     def _batch(self, examples: Sequence[Example], starts: Sequence[int]) -> Batch:
-        """Cuts a window of each example."""
         longest = max(self._lengths(examples))
         width = examples[0].rows.shape[1]
         tokens = torch.zeros(len(examples), longest, dtype=torch.long)

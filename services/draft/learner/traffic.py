@@ -156,7 +156,6 @@ class Traffic:
         return [example for example in examples if example.arrived_s >= since_s]
 
     def kept(self) -> list[Example]:
-        """Returns all examples in memory."""
         return [*self._read(self._replay), *self._read(self._recent), *self._read(self._held_out)]
 
     def forget(self) -> None:

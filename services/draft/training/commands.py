@@ -285,7 +285,6 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def average(arguments: argparse.Namespace) -> None:
-    """Writes the mean of heads."""
     folders, shares = zip(*arguments.head, strict=True)
     save_head(averaged([load_head(folder) for folder in folders], shares), arguments.out)
 
@@ -318,7 +317,6 @@ def evaluate(arguments: argparse.Namespace) -> None:
 
 
 def draw(arguments: argparse.Namespace) -> None:
-    """Draws the curves of a log."""
     for path in draw_curves(read_log(arguments.log), arguments.out, arguments.title):
         print(path)
 

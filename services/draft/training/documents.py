@@ -34,7 +34,6 @@ class Documents:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> Documents:
-        """Joins lists of ids."""
         starts = np.cumsum([0, *map(len, rows)], dtype=np.int64)
         tokens = [np.asarray(row, dtype=np.int32) for row in rows]
         return cls(np.concatenate(tokens) if tokens else np.zeros(0, np.int32), starts)
@@ -59,7 +58,6 @@ class Documents:
         np.savez(path, tokens=self.tokens, starts=self.starts)
 
     def rows(self) -> list[list[int]]:
-        """Returns every document as a list."""
         return [
             self.tokens[begin:end].tolist()
             for begin, end in zip(self.starts[:-1], self.starts[1:], strict=True)

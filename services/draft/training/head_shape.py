@@ -60,12 +60,10 @@ class HeadShape:
         return len(self.feature_layers) * self.hidden_size
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the shape as JSON for `from_json`."""
         return dataclasses.asdict(self) | {"algorithm": self.algorithm.value}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> HeadShape:
-        """Rebuilds a shape from `as_json`."""
         return cls(
             **values
             | {

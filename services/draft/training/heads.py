@@ -96,7 +96,6 @@ class RecurrentHead(nn.Module, ABC):
         return F.linear(states, lm_head)
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Returns the target's ids of draft ids."""
         return draft_ids
 
     def select(self, lm_head: Tensor) -> Tensor:

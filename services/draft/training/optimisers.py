@@ -62,11 +62,9 @@ class Optimisers:
             optimiser.zero_grad(set_to_none=True)
 
     def state(self) -> list[dict[str, Any]]:
-        """Returns the state for `restore`."""
         return [optimiser.state_dict() for optimiser in self._all]
 
     def restore(self, states: Sequence[dict[str, Any]]) -> None:
-        """Continues from `states`."""
         for optimiser, state in zip(self._all, states, strict=True):
             optimiser.load_state_dict(state)
 

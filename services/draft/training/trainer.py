@@ -59,7 +59,6 @@ class TrainingLog:
         self._path = path
 
     def write(self, row: LogRow) -> None:
-        """Adds a row."""
         with self._path.open("a", encoding="utf-8") as file:
             file.write(_line(row))
 
@@ -216,7 +215,6 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Number of updates so far."""
         return self._step
 
     def resume(self) -> None:
