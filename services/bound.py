@@ -1,8 +1,8 @@
 """Runs a module as a child that ends with its parent: `python -m services.bound MODULE [ARGS]`.
 
-A launcher that is killed outright cannot stop its children. Linux can: the kernel sends SIGTERM to
-this process when the parent is gone. Set here rather than between fork and exec, where Python code
-may deadlock in a parent that has threads.
+A launcher that gets SIGKILL cannot stop its children. Linux can: the kernel sends SIGTERM to this
+process when the parent is gone. The child asks for that itself, because Python code between fork
+and exec may deadlock if the parent has threads.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def end_with_parent() -> None:
         return
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died while we asked
+    if os.getppid() != parent:  # the parent died before the call
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def call_unpickled(call: bytes, pipe: Connection) -> None:
-    """Runs in a process that was spawned: calls a pickled function with pickled arguments and the
-    pipe, in that order. Unpickled here, because that loads their modules."""
+    """Calls a function with arguments and then the pipe; `call` is the pickled function and
+    arguments. Runs in a spawned process. Unpickling loads modules, so garbage collection is off."""
     collect_none()
     function, arguments = pickle.loads(call)
     collect_from_here()
@@ -45,7 +45,7 @@ def call_unpickled(call: bytes, pipe: Connection) -> None:
 def main() -> None:
     module, sys.argv = sys.argv[1], sys.argv[1:]
     end_with_parent()
-    collect_none()  # while it loads; each of the services says when it has
+    collect_none()  # while the service loads; it calls `collect_from_here` afterwards
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

@@ -19,10 +19,10 @@ class CertFolder:
         return self.path / "ca.pem"
 
     def server_tls(self, *, asks_clients: bool = True) -> ServerTls:
-        """Returns the TLS of a server that asks clients for a certificate, or does not."""
+        """Returns the TLS files of a server; `asks_clients`: clients need a certificate."""
         ca = self.ca if asks_clients else None
         return ServerTls(self.path / "server.pem", self.path / "server-key.pem", ca)
 
     def client_tls(self) -> ClientTls:
-        """Returns the TLS of a client with a certificate."""
+        """Returns the TLS files of a client with a certificate."""
         return ClientTls(self.ca, self.path / "client.pem", self.path / "client-key.pem")

@@ -1,6 +1,6 @@
 """`make certs`: a certificate authority, a server's and a client's certificate, for local trials.
 
-Not for production: the authority's key lies beside what it signed.
+Not for production: the authority's key lies beside the certificates that it signed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from services.cert_folder import CertFolder
 
 SERVER_NAMES = ("localhost", "127.0.0.1", "::1", "target", "draft", "gateway")
-"""The loopback's names, and those of the services in compose.yaml."""
+"""The names of the loopback, and of the services in compose.yaml."""
 
 _CLOCK_SKEW = datetime.timedelta(minutes=5)
 
@@ -36,7 +36,7 @@ class _Authority:
 def write_certs(
     folder: Path, *, server_names: Sequence[str] = SERVER_NAMES, num_days: int = 30
 ) -> CertFolder:
-    """Writes `ca`, `server` and `client`, each `NAME.pem` with `NAME-key.pem`, over what is there.
+    """Writes `NAME.pem` and `NAME-key.pem` of `ca`, `server` and `client`; overwrites old files.
 
     Args:
         server_names: host names and IP addresses of the server's certificate.
@@ -79,7 +79,7 @@ def _issue(
         (x509.BasicConstraints(ca=False, path_length=None), True),
         (_key_usage(signs_certificates=False), True),
         (x509.ExtendedKeyUsage([use]), False),
-        (x509.SubjectAlternativeName([_general_name(each) for each in alternative_names]), False),
+        (x509.SubjectAlternativeName([_general_name(text) for text in alternative_names]), False),
         (identifier, False),
     ):
         builder = builder.add_extension(extension, critical=is_critical)

@@ -28,12 +28,12 @@ _MEMORY_FILE = Path("/proc/meminfo")
 
 
 def check(plan: Plan) -> str:
-    """Returns what a plan would start, in words.
+    """Returns a description of what a plan would start.
 
     Raises:
         CheckpointError: a model's config.json cannot be served.
-        SettingsError: a device is not there, weights are larger than its memory, or a flag does not
-            fit the model.
+        SettingsError: there is no such device, weights are larger than its memory, or a flag does
+            not fit the model.
     """
     device = device_named(plan.target.device)
     config = ModelConfig.from_folder(plan.target.model_path)
@@ -43,7 +43,9 @@ def check(plan: Plan) -> str:
     lines = [*_target_lines(plan, config, device)]
     for draft in plan.drafts:
         lines += _draft_lines(plan, draft)
-    lines += _gateway_lines(plan)
+    address, tokenizer = f"{plan.gateway.host}:{plan.gateway.port}", plan.gateway.tokenizer
+    lines.append(f"gateway: {address}, tokenizer of {shown_name(tokenizer)}")
+    lines += _given(plan.gateway)
     lines += [f"note: {notice}" for notice in plan.notices]
     _check_memory(plan, device)
     return "\n".join([*lines, f"would say: {ready_line(plan)}"])
@@ -60,8 +62,9 @@ def _target_lines(plan: Plan, config: ModelConfig, device: torch.device) -> list
         target.context_length or config.max_position_embeddings, config.max_position_embeddings
     )
     return [
-        f"target: {shown_name(target.model_path)}, {config.architecture}, {_short(dtype)} on "
-        f"{_devices(device, target.ranks)}, port {target.port}",
+        f"target: {shown_name(target.model_path)}, {config.architecture}, "
+        f"{str(dtype).removeprefix('torch.')} on {_devices(device, target.ranks)}, "
+        f"port {target.port}",
         f"  weights {_gib(_weight_bytes(target.model_path))} on disk, "
         f"{token_bytes / 1024:g} KiB of KV a token{state}, context {context}",
         *_given(target),
@@ -87,14 +90,6 @@ def _draft_lines(plan: Plan, draft: PlannedDraft) -> list[str]:
     ]
 
 
-def _gateway_lines(plan: Plan) -> list[str]:
-    return [
-        f"gateway: {plan.gateway.host}:{plan.gateway.port}, tokenizer of "
-        f"{shown_name(plan.gateway.tokenizer)}",
-        *_given(plan.gateway),
-    ]
-
-
 def _given(settings: object) -> list[str]:
     """Returns a line with the settings that differ from the defaults."""
     shown = shown_settings(settings)
@@ -110,7 +105,9 @@ def _check_memory(plan: Plan, device: torch.device) -> None:
     folders = [plan.target.model_path]
     if device.type == "cpu" or plan.placement is Placement.EMBEDDED:
         folders += [
-            each.settings.model_folder for each in plan.drafts if each.settings.algorithm.has_model
+            draft.settings.model_folder
+            for draft in plan.drafts
+            if draft.settings.algorithm.has_model
         ]
     needed = sum(map(_weight_bytes, folders)) / plan.target.ranks.size
     free = _free_bytes(device)
@@ -126,7 +123,7 @@ def _check_memory(plan: Plan, device: torch.device) -> None:
 
 
 def _free_bytes(device: torch.device) -> float | None:
-    """Returns the free memory of a device, None where nothing tells."""
+    """Returns the free memory of a device, None if it is unknown."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     if not _MEMORY_FILE.is_file():
@@ -147,10 +144,6 @@ def _devices(device: torch.device, ranks: Ranks) -> str:
     count, hosts = ranks.num_here, ranks.num_hosts
     here = f"{device}" if count == 1 else f"{count} GPUs from {device} on"
     return here if hosts == 1 else f"{here} of each of {hosts} hosts"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _gib(num_bytes: float) -> str:

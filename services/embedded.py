@@ -1,13 +1,12 @@
 """A draft engine inside the target's process, behind the same attachment as a remote one.
 
-Two processes that share one GPU pay a switch of contexts a step; here the same drafters run beside
-the target, and feature rows stay on the device. The engines keep their threads and their queues:
-only the wire between them is gone.
+Two processes that share one GPU pay a context switch per step. Here the same drafters run in the
+target's process, and feature rows stay on the device. The two engines keep their threads and
+queues; only the wire between them is gone.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Mapping
@@ -62,14 +61,13 @@ from services.target.runner_factory import round_memory_bytes
 from services.target.settings import DeviceRoundsChoice, TargetSettings, rejection_flag
 from services.target.verifier import VerificationMode
 from shared.errors import EngineFailed, FailedPrecondition, QueueFull, SettingsError, Unavailable
-from shared.models.decoder import Decoder
 from shared.models.heads.target_tensors import TargetTensors
 from shared.runtime.graphs import step_memory_bytes
 from shared.runtime.round_head import OwnHead
 from shared.settings import shown_settings
 from shared.telemetry.start_up import start_phase
 from shared.telemetry.tracing import NO_TRACER, Tracer
-from shared.tokens import TreeShape, Verdict
+from shared.tokens import TreeShape
 
 logger = logging.getLogger(__name__)
 ATTACHMENT_ID = "embedded"
@@ -88,8 +86,8 @@ class EmbeddedDraft:
         weights: HeadWeights | None = None,
     ) -> None:
         """Args:
-        rounds: the draft's head and pages, for the target's rounds on the device.
-        weights: of the draft, for whoever swaps them.
+        rounds: the draft's head and KV pages, for the target's rounds on the device.
+        weights: swaps the draft's weights.
         """
         self._target = target
         self._draft = draft
@@ -105,7 +103,10 @@ class EmbeddedDraft:
         Raises:
             FailedPrecondition: tokenizers differ, or the target lacks the features.
         """
-        worker, spec = self._worker, self._feature_spec()
+        worker, wanted = self._worker, self._worker.feature_spec
+        spec = None
+        if wanted is not None:
+            spec = FeatureSpec.of(wanted.layer_indices, wanted.dtype, wanted.projection)
         if worker.tokenizer_sha256 not in (None, tokenizer_sha256):
             assert worker.tokenizer_sha256 is not None
             raise FailedPrecondition.tokenizer_mismatch(worker.tokenizer_sha256, tokenizer_sha256)
@@ -128,7 +129,8 @@ class EmbeddedDraft:
         )
 
     def send(self, message: DraftMessage) -> bool:
-        """Hands a step's news to the draft engine; False when it does not keep up or has died."""
+        """Submits the events of a step to the draft engine; False if its queue is full or it has
+        died."""
         assert self._link is not None
         try:
             for event in _events(self._link, message):
@@ -145,7 +147,6 @@ class EmbeddedDraft:
 
     @property
     def algorithm(self) -> str:
-        """Name of the drafter's algorithm."""
         return self._worker.algorithm
 
     def take_weights(self, folder: Path, version: str) -> float:
@@ -158,15 +159,15 @@ class EmbeddedDraft:
         self._draft.stop()
 
     def _deliver(self, output: Output) -> None:
-        """Takes what the draft engine has to say; called on its thread. A target that stops, or is
-        that far behind, continues without the draft, and the draft stays whole."""
+        """Passes an output of the draft engine to the target; called on the draft's thread. A
+        target that stops, or whose queue is full, misses it; the draft goes on."""
         try:
             if isinstance(output, CandidatesReady):
                 self._target.offer(ATTACHMENT_ID, output.candidates, output.report)
             elif isinstance(output, SequencesReleased):
                 self._target.release(ATTACHMENT_ID, output.sequence_ids)
         except (QueueFull, EngineFailed, Unavailable) as error:
-            logger.debug("the target did not hear the embedded draft: %s", error.message)
+            logger.debug("the target did not take an output of the draft: %s", error.message)
 
     def _link_terms(self, max_sequences: int) -> LinkTerms:
         return LinkTerms(
@@ -178,46 +179,36 @@ class EmbeddedDraft:
             draws_chains=self._terms.mode.draws_chains,
         )
 
-    def _feature_spec(self) -> FeatureSpec | None:
-        wanted = self._worker.feature_spec
-        if wanted is None:
-            return None
-        return FeatureSpec.of(wanted.layer_indices, wanted.dtype, wanted.projection)
-
 
 def _events(link: int, message: DraftMessage) -> list[Event]:
-    """Returns the events of one step in the order of the wire: closed, opened, rows, verdicts."""
+    """Returns the events of one step in the order of the wire: closed, opened, feature rows,
+    verdicts."""
     events: list[Event] = []
     if message.closed:
         events.append(SequencesClosed(link, message.closed))
     if message.opened:
         events.append(SequencesOpened(link, tuple(map(_opening, message.opened))))
-    rows = {each.sequence_id: each for each in message.features}
+    features = {rows.sequence_id: rows for rows in message.features}
     results: list[RoundResult] = []
     for verdict in message.verdicts:
-        before, own = _split(rows.pop(verdict.sequence_id, None), verdict)
-        events.extend(_arrived(link, before))
-        results.append(RoundResult(verdict, own))
-    events.extend(itertools.chain.from_iterable(_arrived(link, each) for each in rows.values()))
+        committed: FeatureRows | None = None
+        if verdict.sequence_id in features:
+            rows = features.pop(verdict.sequence_id)
+            earlier, last = rows.split(len(verdict.committed_token_ids))
+            events.extend(_features_arrived(link, earlier))
+            committed = FeatureRows(last.position_offset, last.rows)
+        results.append(RoundResult(verdict, committed))
+    for rows in features.values():
+        events.extend(_features_arrived(link, rows))
     if results:
         events.append(RoundsDecided(link, tuple(results)))
     return events
 
 
-def _split(
-    rows: TargetRows | None, verdict: Verdict
-) -> tuple[TargetRows | None, FeatureRows | None]:
-    if rows is None:
-        return None, None
-    before, own = rows.split(len(verdict.committed_token_ids))
-    return before, FeatureRows(own.position_offset, own.rows)
-
-
-def _arrived(link: int, rows: TargetRows | None) -> list[Event]:
-    if rows is None or not len(rows.rows):
+def _features_arrived(link: int, rows: TargetRows) -> list[Event]:
+    if not len(rows.rows):
         return []
-    arrived = FeatureRows(rows.position_offset, rows.rows)
-    return [FeaturesArrived(link, rows.sequence_id, arrived)]
+    return [FeaturesArrived(link, rows.sequence_id, FeatureRows(rows.position_offset, rows.rows))]
 
 
 def _opening(sequence: OpenedSequence) -> Opening:
@@ -234,9 +225,8 @@ def _opening(sequence: OpenedSequence) -> Opening:
     )
 
 
-# Builds the draft that a target hosts, from the draft's own settings.
-
-_NOT_EMBEDDED = frozenset(
+# Flags of a draft's own process, without effect in the target's.
+_PROCESS_FLAGS = frozenset(
     {
         *("target", "target-tls-ca", "target-tls-cert", "target-tls-key", "target-tls-name"),
         *("host", "port", "maintenance-host", "maintenance-port", "num-threads"),
@@ -251,7 +241,7 @@ class BuiltDraft:
     """A draft ready to attach.
 
     Attributes:
-        settings: by flag name, without those of a process of its own.
+        settings: by flag name, without those that only a draft's own process has.
     """
 
     port: EmbeddedDraft
@@ -260,74 +250,78 @@ class BuiltDraft:
 
 
 def build_embedded_draft(
-    target: Engine, settings: TargetSettings, chosen: DraftSettings, tracer: Tracer = NO_TRACER
+    target: Engine,
+    settings: TargetSettings,
+    draft_settings: DraftSettings,
+    tracer: Tracer = NO_TRACER,
 ) -> BuiltDraft:
     """Loads the drafter and starts its engine.
 
     Raises:
         CheckpointError: the draft's folder cannot be served.
-        SettingsError: memory does not hold what the settings ask for.
+        SettingsError: the settings ask for more memory than there is.
     """
     with start_phase("load"):
-        drafter = build_drafter(chosen, _host(target, settings, chosen))
-    check_drafter(settings, chosen, drafter)
-    shape = chosen.shape.as_chain if settings.verification.draws_chains else chosen.shape
-    # Before the draft's thread has the drafter.
-    rounds = _rounds(target, settings, chosen, drafter)
+        drafter = build_drafter(draft_settings, _host(target, settings, draft_settings))
+    check_drafter(settings, draft_settings, drafter)
+    shape = draft_settings.shape
+    if settings.verification.draws_chains:
+        shape = shape.as_chain
+    # Before the draft engine's thread uses the drafter.
+    rounds = _rounds(target, settings, draft_settings, drafter)
     recorder = DraftRecorder(tracer)
     engine = DraftEngine(
         drafter,
         shape,
-        chunk_tokens=chosen.chunked_prefill_size,
-        max_sequences=chosen.max_running_requests,
+        chunk_tokens=draft_settings.chunked_prefill_size,
+        max_sequences=draft_settings.max_running_requests,
         recorder=recorder,
-        is_pinned=chosen.is_shape_pinned,
-        outcome_budget=chosen.speculative_outcome_budget,
-        enter_thread=partial(use_device, chosen),
+        is_pinned=draft_settings.is_shape_pinned,
+        outcome_budget=draft_settings.speculative_outcome_budget,
+        enter_thread=partial(use_device, draft_settings),
     )
     engine.start()
     with start_phase("warm-up"):
         warm_up(engine, drafter.limits.feature_spec)
-    worker = replace(worker_identity(chosen, drafter.limits, worker_id="embedded"), shape=shape)
-    shown = {k: v for k, v in shown_settings(chosen).items() if k not in _NOT_EMBEDDED}
-    _follow_weights(target, settings, chosen, drafter, engine)
-    weights = HeadWeights(chosen, drafter, engine, on_target=target.between_steps)
+    worker = replace(
+        worker_identity(draft_settings, drafter.limits, worker_id="embedded"), shape=shape
+    )
+    shown = {k: v for k, v in shown_settings(draft_settings).items() if k not in _PROCESS_FLAGS}
+    _follow_weights(target, settings, draft_settings, drafter, engine)
+    weights = HeadWeights(draft_settings, drafter, engine, on_target=target.between_steps)
     port = EmbeddedDraft(target, engine, worker, attachment_terms(settings), rounds, weights)
     return BuiltDraft(port, shown, DraftMetrics(recorder.counters, lambda: engine_figures(engine)))
 
 
-def _host(target: Engine, settings: TargetSettings, chosen: DraftSettings) -> Host:
-    """Returns what the target shares; its tensors if all of them are here, and the draft was made
-    for them."""
-    is_whole = target.decoder.group is None
-    is_lent = is_whole and chosen.target_model_path == settings.model_path
+def _host(target: Engine, settings: TargetSettings, draft_settings: DraftSettings) -> Host:
+    """Returns what the target shares with the draft: also its weights, if this process holds all of
+    them and the draft was made for this target."""
+    decoder = target.decoder
+    is_whole = decoder.group is None
+    is_shared = is_whole and draft_settings.target_model_path == settings.model_path
     is_cuda = target.device.type == "cuda"
     return Host(
-        target.decoder if is_lent else None,
+        decoder if is_shared else None,
         target.num_kv_tokens,
         target.cache,
-        _round_bytes(target.decoder) if is_cuda else 0,
+        round_memory_bytes(decoder.config) + step_memory_bytes(decoder) if is_cuda else 0,
         target.limits.vocab_size,
     )
-
-
-def _round_bytes(decoder: Decoder) -> int:
-    return round_memory_bytes(decoder.config) + step_memory_bytes(decoder)
 
 
 def _follow_weights(
     target: Engine,
     settings: TargetSettings,
-    chosen: DraftSettings,
+    draft_settings: DraftSettings,
     drafter: Drafter,
     engine: DraftEngine,
 ) -> None:
-    """Has a head copy what it borrowed when the target's weights change, and drop what it knows of
-    texts: features of other weights made it."""
-    if chosen.target_model_path != settings.model_path:
+    """When the target's weights change, has a head copy the tensors that it borrowed, and drop its
+    prefix cache, which was computed from features of the old weights."""
+    if draft_settings.target_model_path != settings.model_path:
         return
-    shared, decoder = _host(target, settings, chosen).decoder, target.decoder
-    borrowed = borrowed_tensors(chosen, drafter, shared)
+    shared, decoder = _host(target, settings, draft_settings).decoder, target.decoder
+    borrowed = borrowed_tensors(draft_settings, drafter, shared)
     if borrowed is None:
         return
     if shared is None:
@@ -344,22 +338,26 @@ def _follow_weights(
 
 
 def _rounds(
-    target: Engine, settings: TargetSettings, chosen: DraftSettings, drafter: Drafter
+    target: Engine, settings: TargetSettings, draft_settings: DraftSettings, drafter: Drafter
 ) -> RoundSource | None:
-    """Returns the drafter's head and pages for rounds on the device; None where it has none."""
+    """Returns the drafter's head and KV pages for rounds on the device, or None if the settings or
+    the drafter do not allow such rounds."""
     is_wanted = settings.has_device_rounds(is_cuda=target.device.type == "cuda")
     is_coupled = settings.verification is VerificationMode.COUPLED
-    if not (is_wanted and is_coupled and chosen.algorithm.has_model):
+    if not (is_wanted and is_coupled and draft_settings.algorithm.has_model):
         return None
-    if chosen.page_size != settings.page_size:
+    if draft_settings.page_size != settings.page_size:
         logger.warning(
             "no rounds on the device: the draft's pages hold %d tokens, the target's %d",
-            *(chosen.page_size, settings.page_size),
+            *(draft_settings.page_size, settings.page_size),
         )
         return None
-    trees = _round_trees(settings, chosen)
+    config, shape = settings.adaptive or DEFAULT_CONFIG, draft_settings.shape
+    # The first shape is used until another one is chosen.
+    shapes = (shape,) if draft_settings.is_shape_pinned else config.round_shapes(shape)
+    trees = capacities(shapes, min(settings.max_running_requests, settings.cuda_graph_max_bs))
     if isinstance(drafter, MultiLayerDrafter):
-        trees = {tree: most for tree, most in trees.items() if tree.topk == 1}
+        trees = {tree: capacity for tree, capacity in trees.items() if tree.topk == 1}
         if not trees:
             logger.warning("no rounds on the device: a head of several layers drafts chains there")
             return None
@@ -372,37 +370,29 @@ def _rounds(
         pages=shared.pages,
         trees=trees,
         max_context_tokens=min(shared.max_context_tokens, target.limits.max_sequence_tokens),
-        is_pinned=chosen.is_shape_pinned,
+        is_pinned=draft_settings.is_shape_pinned,
     )
 
 
-def _round_trees(settings: TargetSettings, chosen: DraftSettings) -> dict[TreeShape, int]:
-    """Returns the trees that rounds may have, each with the most sequences of a round; the first
-    one is that of rounds while nothing is chosen."""
-    config = settings.adaptive or DEFAULT_CONFIG
-    is_pinned = chosen.is_shape_pinned
-    shapes = (chosen.shape,) if is_pinned else config.round_shapes(chosen.shape)
-    most = min(settings.max_running_requests, settings.cuda_graph_max_bs)
-    return capacities(shapes, most)
-
-
 def _log_capacities(settings: TargetSettings, trees: Mapping[TreeShape, int]) -> None:
-    """Says how many sequences can have a lane."""
+    """Logs how many sequences can have a lane."""
     shown = ", ".join(
         f"{count} with {tree.num_steps},{tree.topk},{tree.num_draft_tokens}"
         for tree, count in trees.items()
     )
     logger.info("lanes by shape of the trees (steps,topk,rows): %s", shown)
-    most = max(trees.values())
-    if most < settings.max_running_requests:
+    num_lanes = max(trees.values())
+    if num_lanes < settings.max_running_requests:
         logger.warning(
-            "%d of %d running requests have a lane at most, the others step plainly; what limits "
-            "lanes is --cuda-graph-max-bs and %d rows",
-            *(most, settings.max_running_requests, MAX_ROWS),
+            "%d of %d running requests have a lane at most, the others take plain steps; lanes are "
+            "limited by --cuda-graph-max-bs and %d rows",
+            *(num_lanes, settings.max_running_requests, MAX_ROWS),
         )
 
 
-def check_drafter(settings: TargetSettings, chosen: DraftSettings, drafter: Drafter) -> None:
+def check_drafter(
+    settings: TargetSettings, draft_settings: DraftSettings, drafter: Drafter
+) -> None:
     """Raises:
     SettingsError: the loaded drafter does not fit the target's verification rule or its rounds.
     """
@@ -413,10 +403,10 @@ def check_drafter(settings: TargetSettings, chosen: DraftSettings, drafter: Draf
             (f"{rejection_flag(settings)} needs a head of one layer; this one has several",)
         )
     is_wanted = settings.device_rounds is DeviceRoundsChoice.ON
-    if is_wanted and chosen.is_shape_pinned and chosen.shape.topk > 1:
+    if is_wanted and draft_settings.is_shape_pinned and draft_settings.shape.topk > 1:
         raise SettingsError(
             (
                 f"--device-rounds on needs --speculative-eagle-topk 1 of a head of several layers; "
-                f"it is {chosen.shape.topk}",
+                f"it is {draft_settings.shape.topk}",
             )
         )

@@ -1,4 +1,4 @@
-"""The settings of the draft that a target hosts, and what of them the target cannot do with."""
+"""The settings of the draft that a target hosts, and checks that they fit the target's."""
 
 from __future__ import annotations
 
@@ -30,17 +30,16 @@ _WITHOUT_DISTRIBUTIONS = {
 def embedded_settings(
     settings: TargetSettings, arguments: Sequence[str], env: Mapping[str, str]
 ) -> DraftSettings:
-    """Reads the settings of the draft a target hosts; it shares the target's device and dtype, and
-    unless told otherwise its page size, without which no round can stay on the device.
+    """Reads the settings of the draft that a target hosts. The draft has the target's device and
+    dtype, and by default its page size, because rounds on the device need equal page sizes.
 
     Args:
         settings: of the target, whose model is on this machine.
-        arguments: flags that are not the target's own; `--draft-X` is the draft's X where both
-            have it.
+        arguments: the flags that are not the target's; a flag `--X` of both is `--draft-X` here.
         env: `OUTRIDER_DRAFT_*` is read.
 
     Raises:
-        SettingsError: names every bad setting of the draft, alone or together with the target's.
+        SettingsError: names every setting of the draft that is invalid or does not fit the target.
     """
     inherited = [f"--device={settings.device}", f"--dtype={settings.dtype.value}"]
     given = {name: value for name, value in env.items() if value}
@@ -60,7 +59,7 @@ def embedded_settings(
 
 
 def draft_needs(settings: TargetSettings, draft: DraftSettings | None) -> DraftNeeds:
-    """Returns what a hosted draft, if there is one, wants of its target.
+    """Returns what a hosted draft, if there is one, needs from its target.
 
     Raises:
         CheckpointError: a config or weights are missing, or cannot be served.
@@ -73,12 +72,12 @@ def draft_needs(settings: TargetSettings, draft: DraftSettings | None) -> DraftN
 
 
 def _weight_bytes(settings: TargetSettings, draft: DraftSettings) -> int:
-    """Returns about what the weights of a draft take: its files, of next-token layers as much as
-    of another layer. A head borrows the tables of a target that is whole; it needs its own of one
-    that several processes hold."""
+    """Returns the approximate size of a draft's weights in bytes: that of its files, or for the
+    target's next-token layers that of one layer. A head borrows the embedding and output tables of
+    a target in one process; of a target in several processes it needs copies."""
     if not draft.algorithm.has_model:
         return 0
-    # Settings are read where torch is not installed, too.
+    # Imported late: settings are also read where torch is not installed.
     from shared.models.checkpoint import Checkpoint
     from shared.models.config import ModelConfig
 
@@ -97,8 +96,8 @@ def _weight_bytes(settings: TargetSettings, draft: DraftSettings) -> int:
 
 
 def with_target_tokenizer(draft: DraftSettings, target: TargetSettings) -> DraftSettings:
-    """Returns the settings of a draft with the target's tokenizer named, where that is another or
-    the target has other ids beside.
+    """Returns the settings of a draft, with the target's tokenizer named if that is another one or
+    has another number of ids.
 
     Raises:
         CheckpointError: a tokenizer cannot be read.
@@ -124,8 +123,8 @@ def _own_name(word: str) -> str:
 
 def check_embedded(settings: TargetSettings, draft: DraftSettings) -> None:
     """Raises:
-    SettingsError: names every setting of the draft that the target's process or rule, or rounds on
-        the device that it asks for, cannot do with.
+    SettingsError: names every setting of the draft that does not fit the target's process, its
+        verification rule or the rounds on the device that it asks for.
     """
     problems = [
         *_process_problems(draft),

@@ -1,8 +1,9 @@
-"""Starts the processes that share a model with this one, one a device, and ends with them.
+"""Starts the follower processes that share a model with this one, one per device, and ends with
+them.
 
-This process is rank 0 and runs the engine. The others load their part of the weights, hold their
-part of the KV pool and follow; they see no request and no stream. On other hosts a process starts
-those of its host, and ends with them.
+This process is rank 0 and runs the engine. A follower loads its part of the weights, holds its part
+of the KV pool and computes what rank 0 announces; it sees no requests. On each other host one
+process starts the followers of that host, and ends with them.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from shared.telemetry.logs import LogFormat, configure_logs
 logger = logging.getLogger(__name__)
 _STOP_GRACE_S = 10.0
 _KILL_GRACE_S = 5.0
-_WORD_S = 1.0
-"""Within so long two ends of one event are heard of, whichever comes first."""
+_DISMISSAL_WAIT_S = 1.0
+"""Time in which a dismissal by rank 0 arrives after the first follower of the host has ended."""
 
 
 class FollowerSettings(Protocol):
@@ -62,7 +63,7 @@ class Seat:
 
     Attributes:
         service: `target` or `draft`.
-        address: of the store in which all meet.
+        address: of the store through which all processes meet.
     """
 
     service: str
@@ -73,25 +74,24 @@ class Seat:
 
     @property
     def name(self) -> str:
-        """Name of the process."""
         return f"{self.service}-{self.rank}"
 
     def join(self, settings: FollowerSettings) -> TensorGroup:
-        """Makes this process a follower: what it logs, when it ends, where it computes."""
+        """Makes this process a follower: sets its logs, signals, device and group."""
         end_with_parent()
         # Ctrl-C reaches the whole group; rank 0 drains and then closes the pipe.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         configure_logs(self.name, level=settings.log_level, log_format=settings.log_format)
-        # The lock of its own is a semaphore of the system, which this process ends without closing.
+        # tqdm's default lock is a system semaphore, which this process would leave open at its end.
         tqdm.set_lock(threading.RLock())
         torch.set_num_threads(settings.num_threads)
         launch_on(self.device)
         store = open_store(self.address, self.ranks.size, is_first=False)
-        return joined_group(store, self.ranks, self.rank, self.device)
+        return _join_group(store, self.ranks, self.rank, self.device)
 
 
 Work: TypeAlias = Callable[[Seat, Connection], None]
-"""The work of a follower until rank 0 closes the pipe; sent to its process, so a function of a
+"""The work of a follower until rank 0 closes the pipe. It is pickled, so it is a function of a
 module, or a `partial` of one."""
 
 
@@ -99,8 +99,8 @@ class Followers:
     """The processes of ranks 1 and above.
 
     Attributes:
-        leader: announces to them what this process computes.
-        group: that they share with this process.
+        leader: announces to the followers what this process computes.
+        group: the group of all processes.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class Followers:
         service: str,
         terms: Terms = Terms(),  # noqa: B008 - frozen
     ) -> None:
-        """Starts those of this host, and returns once all have joined; they load their weights
-        meanwhile.
+        """Starts the followers of this host, and returns once all processes have joined the group;
+        followers load their weights meanwhile.
 
         Args:
             devices: of the ranks of this host, this process's first.
@@ -121,7 +121,7 @@ class Followers:
             terms: on which other hosts must agree.
 
         Raises:
-            SettingsError: other hosts do not come, or do not agree.
+            SettingsError: another host does not connect, or has other terms.
         """
         store = open_store(ranks.address, ranks.size, is_first=True)
         address = ranks.address or f"127.0.0.1:{store.port}"
@@ -131,60 +131,56 @@ class Followers:
         pipes: dict[Connection, str] = {}
         for rank, device in zip(ranks.here[1:], devices[1:], strict=True):
             own_end, other_end = multiprocessing.Pipe()
-            process = _started(work, Seat(service, rank, ranks, device, address), other_end)
+            process = _start(work, Seat(service, rank, ranks, device, address), other_end)
             pipes[own_end] = process.name
             self._processes.append(process)
         for host in self._hosts:
             pipes |= {pipe: f"{service}-{rank} of {host.name}" for rank, pipe in host.pipes.items()}
         self._pipes = list(pipes)
-        # Nobody says anything on them, so that one can be read when its other end is gone.
-        self._names = pipes | {host.own: host.name for host in self._hosts}
-        # Before the group is there: one that dies on its way into it would be waited for as well.
-        self._stopped, self._stopping = multiprocessing.Pipe(duplex=False)
+        # Nothing is sent to this process on these, so one is readable only when its peer is gone.
+        self._peer_names = pipes | {host.control: host.name for host in self._hosts}
+        # Watched before the group is joined, because a follower may die while it joins.
+        self._stop_receiver, self._stop_sender = multiprocessing.Pipe(duplex=False)
         self._watcher = threading.Thread(target=self._watch, name="followers", daemon=True)
         self._watcher.start()
         launch_on(devices[0])
         try:
-            self.group = joined_group(store, ranks, 0, devices[0])
-        except Exception:  # whatever it is, they would wait for this process
+            self.group = _join_group(store, ranks, 0, devices[0])
+        except Exception:  # on any error: the followers would wait for this process
             self._stop_watching()
             end_processes(self._processes, 0.0)
             raise
         self.leader = Leader(self.group, self._pipes)
 
     def stop(self) -> None:
-        """Ends them; nothing is computed any more. Where one has died, this process ends at once:
-        whoever was in a collective with it may hear of that before the watch does."""
+        """Ends the followers; nothing is computed any more. If one has died, this process exits at
+        once: a collective with the dead one may fail before the watcher notices the death."""
         self._stop_watching()
-        ended = multiprocessing.connection.wait(self._names, 0.0)
-        dead = [name for pipe, name in self._names.items() if pipe in ended]
+        ended = multiprocessing.connection.wait(self._peer_names, 0.0)
+        dead = [name for pipe, name in self._peer_names.items() if pipe in ended]
         if dead:
-            self._end(dead)
+            _exit_without(dead, self._service)
         for host in self._hosts:
             host.dismiss()
-        for pipe in self._names:
+        for pipe in self._peer_names:
             pipe.close()
         dead = end_processes(self._processes, _STOP_GRACE_S)
         if dead:
-            self._end(dead)
+            _exit_without(dead, self._service)
         self.group.close()
 
     def _watch(self) -> None:
-        """Ends this process when a follower dies: a collective would wait for it for ever, and the
-        thread that waits cannot be woken."""
-        ended = multiprocessing.connection.wait([*self._names, self._stopped])
-        if self._stopped not in ended:
-            self._end([name for pipe, name in self._names.items() if pipe in ended])
+        """Exits this process when a follower dies: a collective would wait for the follower for
+        ever, and the waiting thread cannot be woken."""
+        ended = multiprocessing.connection.wait([*self._peer_names, self._stop_receiver])
+        if self._stop_receiver not in ended:
+            dead = [name for pipe, name in self._peer_names.items() if pipe in ended]
+            _exit_without(dead, self._service)
 
     def _stop_watching(self) -> None:
-        """A pipe that is watched is not closed before: its other end would not hear of it."""
-        self._stopping.close()
+        """Called before pipes are closed: the peer would not see a watched pipe close."""
+        self._stop_sender.close()
         self._watcher.join()
-
-    def _end(self, dead: Sequence[str]) -> NoReturn:
-        """Ends this process. An orderly close of the group would wait for dead processes, or
-        abort."""
-        _end_without(dead, self._service)
 
 
 def follow_first_host(
@@ -196,40 +192,42 @@ def follow_first_host(
     terms: Terms,
     grace_s: float,
 ) -> None:
-    """Runs the processes of a host that is not the first, until rank 0 ends. Where it is gone, or
-    one of the processes, this process ends at once with exit code 1.
+    """Runs the followers of a host that is not the first, until rank 0 ends. If rank 0 or a
+    follower dies, this process exits at once with exit code 1.
 
     Args:
         devices, service, terms: see `Followers`.
-        grace_s: time that rank 0 gets to end after SIGINT or SIGTERM; one host is of no use without
-            the others.
+        grace_s: after SIGINT or SIGTERM, the time in which rank 0 should end; then this process
+            exits, because one host is of no use without the others.
 
     Raises:
-        SettingsError: the first host is not there, or does not agree.
+        SettingsError: the first host does not answer, or has other terms.
     """
-    assert ranks.address is not None, "hosts have a place to meet"
+    assert ranks.address is not None, "several hosts have an address to meet at"
     store = open_store(ranks.address, ranks.size, is_first=False)
     links = join_hosts(ranks, store, terms)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: _end_after(grace_s))
+        signal.signal(number, lambda *_: _exit_after(grace_s))
     processes = [
-        _started(work, Seat(service, rank, ranks, device, ranks.address), links.pipes[rank])
+        _start(work, Seat(service, rank, ranks, device, ranks.address), links.pipes[rank])
         for rank, device in zip(ranks.here, devices, strict=True)
     ]
     logger.info("ranks %d to %d follow %s", ranks.here[0], ranks.here[-1], links.name)
-    ended = multiprocessing.connection.wait([links.own, *(each.sentinel for each in processes)])
-    if links.was_dismissed(_WORD_S):
+    ended = multiprocessing.connection.wait(
+        [links.control, *(process.sentinel for process in processes)]
+    )
+    if links.was_dismissed(_DISMISSAL_WAIT_S):
         end_processes(processes, _STOP_GRACE_S)
         return
-    failed = [each.name for each in processes if each.exitcode]
+    failed = [process.name for process in processes if process.exitcode]
     end_processes(processes, 0.0)
-    # Those that die of another's death do so later.
-    _end_without(failed if failed and links.own not in ended else [links.name], service)
+    # A process that dies because another one died ends later, so the first to end is named.
+    _exit_without(failed if failed and links.control not in ended else [links.name], service)
 
 
-def _started(work: Work, seat: Seat, pipe: Connection) -> SpawnProcess:
-    """Starts a follower, which takes the pipe over."""
-    call = pickle.dumps((_serve, (work, seat)))
+def _start(work: Work, seat: Seat, pipe: Connection) -> SpawnProcess:
+    """Starts a follower, which owns the pipe from now on."""
+    call = pickle.dumps((_run_follower, (work, seat)))
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=call_unpickled, args=(call, pipe), name=seat.name)
     process.start()
@@ -237,14 +235,15 @@ def _started(work: Work, seat: Seat, pipe: Connection) -> SpawnProcess:
     return process
 
 
-def _end_without(dead: Sequence[str], service: str) -> NoReturn:
+def _exit_without(dead: Sequence[str], service: str) -> NoReturn:
+    """Exits this process. An orderly close of the group would wait for dead processes, or abort."""
     names = ", ".join(dead)
     logger.critical("%s died; without its part of the model this %s ends", names, service)
     logging.shutdown()
     os._exit(1)
 
 
-def _end_after(grace_s: float) -> None:
+def _exit_after(grace_s: float) -> None:
     timer = threading.Timer(grace_s, os._exit, (1,))
     timer.daemon = True
     timer.start()
@@ -254,7 +253,7 @@ def end_processes(processes: Sequence[SpawnProcess], grace_s: float) -> list[str
     """Waits for processes to end, and kills those that take longer than `grace_s`.
 
     Returns:
-        The names of those that have ended badly by themselves.
+        The names of processes that ended by themselves with an error.
     """
     deadline_s = time.monotonic() + grace_s
     for process in processes:
@@ -269,8 +268,7 @@ def end_processes(processes: Sequence[SpawnProcess], grace_s: float) -> list[str
     return failed
 
 
-def joined_group(store: Store, ranks: Ranks, rank: int, device: torch.device) -> TensorGroup:
-    """Joins the processes of a model; see `open_group`."""
+def _join_group(store: Store, ranks: Ranks, rank: int, device: torch.device) -> TensorGroup:
     return open_group(
         store,
         rank=rank,
@@ -298,17 +296,17 @@ def rank_devices(device: str, ranks: Ranks) -> list[torch.device]:
 
 
 def check_shard(shard: Shard, config: ModelConfig) -> None:
-    """Raises: SettingsError if the model cannot be cut into such parts."""
+    """Raises: SettingsError if the model cannot be split into such shards."""
     problems = shard.problems(config)
     if problems:
         raise SettingsError(problems)
 
 
-def _serve(work: Work, seat: Seat, pipe: Connection) -> None:
-    """Runs one follower, until rank 0 closes the pipe, and ends its process.
+def _run_follower(work: Work, seat: Seat, pipe: Connection) -> None:
+    """Runs one follower until rank 0 closes the pipe, then exits its process at once.
 
-    At once: what a group and graphs hold, the end of the process gives back. Closing them in order
-    would wait for rank 0, which waits for this process.
+    The group and CUDA graphs are freed by the exit. Closing them in order would wait for rank 0,
+    which waits for this process.
     """
     exit_code = 1
     try:

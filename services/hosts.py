@@ -1,8 +1,8 @@
-"""How the hosts of a model meet, and the connections by which rank 0 leads those of the others.
+"""How the hosts of a model meet, and the connections from rank 0 to the followers of other hosts.
 
-Rank 0's host has the store of torch.distributed, in which it says where it listens. Each other host
-connects from there: once for itself, and once for each of its processes, which takes that
-connection as the processes beside rank 0 take a pipe.
+Rank 0's host runs the store of torch.distributed, in which it publishes its port. Each other host
+connects to that port: once for itself, and once for each of its followers, for which the connection
+is what a pipe is for followers on rank 0's host.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from services.ranks import Ranks
 from shared.errors import SettingsError
 
 LIMIT_S = 600.0
-"""Hosts may start so much later than others."""
+"""Longest time that hosts wait for each other at start-up."""
 _LOOPBACK = "127.0.0.1"
 _KEY = "outrider/hosts"
 _HELLO_BYTES = 1 << 20
 _END = b"end"
-_PATIENCE = struct.pack("ll", 10, 0)
-"""Seconds and microseconds that somebody who calls may be silent."""
-# A host that is cut off or without power says nothing: the kernel asks it, and gives up in 60 s.
+_CALLER_TIMEOUT = struct.pack("ll", 10, 0)
+"""Receive timeout in seconds and microseconds, for the handshake of a host that connects."""
+# A host that has lost network or power closes nothing: TCP keepalive detects it within 60 s.
 _PROBES = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 60_000}
 
 
@@ -41,8 +41,9 @@ class Terms:
     """What the hosts of a model must agree on.
 
     Attributes:
-        secret: that each proves to know; None: rank 0 makes one up and leaves it in the store.
-        settings: texts by name.
+        secret: each host proves that it knows it; None: rank 0 makes one and publishes it in the
+            store.
+        settings: values by name.
     """
 
     secret: str | None = field(default=None, repr=False)
@@ -55,39 +56,40 @@ class HostLinks:
 
     Attributes:
         name: of the host at the other end, for messages.
-        own: of the host itself; rank 0 says on it that it ends, and otherwise nobody anything.
-        pipes: of the host's processes, by rank.
+        control: the connection of the host itself; its only message is rank 0's dismissal.
+        pipes: of the host's followers, by rank.
     """
 
     name: str
-    own: Connection
+    control: Connection
     pipes: Mapping[int, Connection]
 
     def dismiss(self) -> None:
-        """Says that rank 0 ends, if the host still hears it."""
+        """Tells the host, if it is still connected, that rank 0 ends."""
         try:
-            self.own.send_bytes(_END)
+            self.control.send_bytes(_END)
         except OSError:
             return
 
     def was_dismissed(self, wait_s: float) -> bool:
-        """Whether rank 0 says within `wait_s` that it ends, and is not just gone."""
+        """Whether a dismissal arrives within `wait_s`; without one, a closed connection means that
+        rank 0 has died."""
         try:
-            return self.own.poll(wait_s) and self.own.recv_bytes() == _END
+            return self.control.poll(wait_s) and self.control.recv_bytes() == _END
         except (EOFError, OSError):
             return False
 
 
 def open_store(address: str | None, size: int, *, is_first: bool) -> TCPStore:
-    """Returns the store in which all processes of a model meet.
+    """Returns the store through which all processes of a model meet.
 
     Args:
-        address: `HOST:PORT`; None for a port that is free, of this host alone.
+        address: `HOST:PORT`; None for a free port on the loopback.
         size: number of processes.
-        is_first: it is to be here, with rank 0.
+        is_first: this process is rank 0, which runs the store.
 
     Raises:
-        SettingsError: the address is not free, or nobody is there.
+        SettingsError: the address is not free, or no store answers there.
     """
     host, port = _host_and_port(address)
     try:
@@ -106,10 +108,10 @@ def open_store(address: str | None, size: int, *, is_first: bool) -> TCPStore:
 
 
 def await_hosts(ranks: Ranks, store: TCPStore, terms: Terms) -> list[HostLinks]:
-    """Returns the links of all other hosts, once they have come; on the first host.
+    """Returns the links to all other hosts, once they have connected. Called on the first host.
 
     Raises:
-        SettingsError: one has not come in time, or does not agree.
+        SettingsError: a host has not connected in time, or has other terms.
     """
     if ranks.num_hosts == 1:
         return []
@@ -118,8 +120,8 @@ def await_hosts(ranks: Ranks, store: TCPStore, terms: Terms) -> list[HostLinks]:
     secret = terms.secret or secrets.token_hex()
     deadline_s = time.monotonic() + LIMIT_S
     with _listener(host, ranks) as listener:
-        told = None if terms.secret else secret
-        store.set(_KEY, json.dumps({"port": listener.getsockname()[1], "secret": told}))
+        published = None if terms.secret else secret
+        store.set(_KEY, json.dumps({"port": listener.getsockname()[1], "secret": published}))
         while missing := arrivals.missing:
             listener.settimeout(max(0.001, deadline_s - time.monotonic()))
             try:
@@ -132,25 +134,25 @@ def await_hosts(ranks: Ranks, store: TCPStore, terms: Terms) -> list[HostLinks]:
                         f"{ranks.address} within {LIMIT_S:g} s",
                     )
                 ) from None
-            # Nobody is read from later, so that this holds for the greeting alone.
-            caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _PATIENCE)
+            # Nothing is read from this connection after the handshake, so the timeout is for that.
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _CALLER_TIMEOUT)
             connection = _connection(caller)
             try:
                 deliver_challenge(connection, secret.encode())
                 answer_challenge(connection, secret.encode())
                 hello = json.loads(connection.recv_bytes(_HELLO_BYTES))
             except (AuthenticationError, EOFError, OSError):
-                connection.close()  # a stranger, or somebody who gave up
+                connection.close()  # a caller without the secret, or one that gave up
                 continue
             arrivals.add(hello, address[0], connection)
     return arrivals.links
 
 
 def join_hosts(ranks: Ranks, store: TCPStore, terms: Terms) -> HostLinks:
-    """Returns the links of this host, which is not the first.
+    """Returns the links from this host, which is not the first, to rank 0.
 
     Raises:
-        SettingsError: the first host does not know the secret, or is gone.
+        SettingsError: the first host has another secret, or is gone.
     """
     host, _ = _host_and_port(ranks.address)
     try:
@@ -158,11 +160,11 @@ def join_hosts(ranks: Ranks, store: TCPStore, terms: Terms) -> HostLinks:
         secret = terms.secret or invitation["secret"]
         if secret is None:
             raise AuthenticationError("this host has none")
-        found: dict[int | None, Connection] = {}
+        connections: dict[int | None, Connection] = {}
         for rank in (None, *ranks.here):
             call = socket.create_connection((host, invitation["port"]), LIMIT_S)
             call.settimeout(None)
-            found[rank] = connection = _connection(call)
+            connections[rank] = connection = _connection(call)
             answer_challenge(connection, secret.encode())
             deliver_challenge(connection, secret.encode())
             settings = dict(terms.settings) if rank is None else {}
@@ -174,63 +176,70 @@ def join_hosts(ranks: Ranks, store: TCPStore, terms: Terms) -> HostLinks:
         raise SettingsError(
             (f"the first host, {ranks.address}, is gone, and its log may say why: {error}",)
         ) from error
-    own = found.pop(None)
-    pipes = {rank: pipe for rank, pipe in found.items() if rank is not None}
-    return HostLinks(f"the first host, {ranks.address}", own, pipes)
+    control = connections.pop(None)
+    pipes = {rank: pipe for rank, pipe in connections.items() if rank is not None}
+    return HostLinks(f"the first host, {ranks.address}", control, pipes)
 
 
 class _Arrivals:
-    """The connections of other hosts that have come so far."""
+    """The connections from other hosts so far."""
 
     def __init__(self, ranks: Ranks, terms: Terms) -> None:
         self._ranks, self._terms = ranks, terms
-        self._found: dict[tuple[int, int | None], Connection] = {}
+        self._connections: dict[tuple[int, int | None], Connection] = {}
         self._names: dict[int, str] = {}
 
     @property
     def missing(self) -> list[int]:
-        """Hosts of which a connection has not come."""
-        every = range(1, self._ranks.num_hosts)
-        return [host for host in every if any(key not in self._found for key in self._keys(host))]
+        """Hosts that have not made all of their connections."""
+        return [
+            host
+            for host in range(1, self._ranks.num_hosts)
+            if any(key not in self._connections for key in self._keys(host))
+        ]
 
     @property
     def links(self) -> list[HostLinks]:
-        """All of them, when none is missing."""
+        """The links to all other hosts, when none is missing."""
         return [
             HostLinks(
                 self._names[host],
-                self._found[host, None],
-                {rank: self._found[host, rank] for _, rank in self._keys(host) if rank is not None},
+                self._connections[host, None],
+                {
+                    rank: self._connections[host, rank]
+                    for _, rank in self._keys(host)
+                    if rank is not None
+                },
             )
             for host in range(1, self._ranks.num_hosts)
         ]
 
     def add(self, hello: Mapping[str, Any], address: str, connection: Connection) -> None:
-        """Takes in who says so.
+        """Adds a connection of a host.
 
         Raises:
-            SettingsError: it came before, or has other settings.
+            SettingsError: there is one from the same host and rank, or the settings differ.
         """
         host, rank = hello["host"], hello["rank"]
         name = f"--node-rank {host} ({address})"
-        if (host, rank) in self._found:
+        if (host, rank) in self._connections:
             raise SettingsError((f"two hosts say that they are --node-rank {host}",))
         if rank is None:
             self._check(hello["settings"], name)
             self._names[host] = name
-        self._found[host, rank] = connection
+        self._connections[host, rank] = connection
 
     def _keys(self, host: int) -> list[tuple[int, int | None]]:
         here = range(host * self._ranks.num_here, (host + 1) * self._ranks.num_here)
         return [(host, None), *((host, rank) for rank in here)]
 
-    def _check(self, theirs: Mapping[str, str], name: str) -> None:
-        ours = self._terms.settings
+    def _check(self, remote: Mapping[str, str], name: str) -> None:
+        local = self._terms.settings
         problems = tuple(
-            f"{key} is {ours.get(key)!r} here and {theirs.get(key)!r} on {name}; hosts take the "
+            f"{key} is {local.get(key)!r} here and {remote.get(key)!r} on {name}; hosts take the "
             f"same command line but for --node-rank"
-            for key in sorted(ours.keys() | theirs.keys())
-            if ours.get(key) != theirs.get(key)
+            for key in sorted(local.keys() | remote.keys())
+            if local.get(key) != remote.get(key)
         )
         if problems:
             raise SettingsError(problems)
@@ -246,8 +255,7 @@ def _listener(host: str, ranks: Ranks) -> socket.socket:
 
 
 def _connection(end: socket.socket) -> Connection:
-    """Returns the same socket as a pipe. Messages are small and wake somebody, so none waits for
-    the next."""
+    """Returns the socket as a pipe. Messages are small and urgent, so TCP does not batch them."""
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _PROBES.items():

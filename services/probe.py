@@ -1,4 +1,4 @@
-"""Asks services whether they are ready; one that does not answer is not."""
+"""Asks services whether they are ready; a service that does not answer is not ready."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ async def grpc_is_serving(address: str, tls: ClientTls | None = None) -> bool:
 async def has_attachments(
     maintenance_address: str, count: int, tls: ClientTls | None = None
 ) -> bool:
-    """Returns whether so many drafts are attached to the target with this maintenance port, and
-    none of them is warming up."""
+    """Returns whether at least `count` drafts are attached to the target with this maintenance
+    port, and no draft is warming up."""
     async with open_channel(maintenance_address, tls) as channel:
         stub = admin_service_pb2_grpc.AdminServiceStub(channel)
         request = admin_service_pb2.ListAttachmentsRequest()
@@ -44,7 +44,7 @@ async def has_attachments(
             answer = await stub.ListAttachments(request, timeout=_TIMEOUT_S)
         except aio.AioRpcError:
             return False
-    is_warm = not any(each.warming for each in answer.attachments)
+    is_warm = not any(attachment.warming for attachment in answer.attachments)
     return is_warm and len(answer.attachments) >= count
 
 
@@ -59,18 +59,18 @@ async def http_is_ready(
     """Returns whether `GET path` answers 200.
 
     Args:
-        asks_clients: the server takes only clients with a certificate, which the launcher may not
-            have; a connection that is closed behind the handshake, in which the server has shown
-            its own, is then as good as an answer.
+        asks_clients: the server accepts only clients with a certificate, which the launcher may not
+            have. A connection that is closed after the TLS handshake, in which the server has shown
+            its own certificate, then counts as an answer.
     """
     return await asyncio.to_thread(_get_is_ok, host, port, path, tls, asks_clients)
 
 
 async def has_generated(address: str, tls: ClientTls | None = None) -> bool:
-    """Has the target generate a few tokens, so that the first real request meets nothing that is
-    done once. The target knows no API keys.
+    """Has the target generate a few tokens, so that one-time work is done before the first request.
+    The target checks no API keys.
 
-    Returns whether it answered, be it with a refusal.
+    Returns whether the target answered; an error status other than UNAVAILABLE is an answer.
     """
     request = target_service_pb2.GenerateRequest(
         prompt_token_ids=[0] * _WARM_UP_TOKENS,
@@ -92,7 +92,10 @@ async def has_generated(address: str, tls: ClientTls | None = None) -> bool:
 def _get_is_ok(
     host: str, port: int, path: str, tls: ssl.SSLContext | None, asks_clients: bool
 ) -> bool:
-    connection = _connection(host, port, tls)
+    if tls is None:
+        connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
+    else:
+        connection = http.client.HTTPSConnection(host, port, timeout=_TIMEOUT_S, context=tls)
     is_connected = False
     try:
         connection.connect()
@@ -105,9 +108,3 @@ def _get_is_ok(
         return is_connected and asks_clients
     finally:
         connection.close()
-
-
-def _connection(host: str, port: int, tls: ssl.SSLContext | None) -> http.client.HTTPConnection:
-    if tls is None:
-        return http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
-    return http.client.HTTPSConnection(host, port, timeout=_TIMEOUT_S, context=tls)

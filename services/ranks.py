@@ -1,4 +1,4 @@
-"""How many processes hold a model together, what each has, and on which host it is."""
+"""How many processes share a model, and on which hosts they run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from shared.settings import address_problems
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes of a model, numbered by rank: `pp_size` stages of `tp_size` each, and spread
-    evenly over hosts, the first of which has the first ranks.
+    """The processes of a model, numbered by rank: `pp_size` stages of `tp_size` ranks each. They
+    are spread evenly over hosts; the first host has the first ranks.
 
     Attributes:
         tp_size: processes that share every layer of a stage.
-        pp_size: stages; one computes after another, so they are for memory, not for speed.
-        host: this one, from 0.
-        address: `HOST:PORT` of the first host, where all meet; None where there is no other.
+        pp_size: stages; they compute one after another, so they save memory, not time.
+        host: the number of this host, from 0.
+        address: `HOST:PORT` of the first host, where all meet; None for a single host.
     """
 
     tp_size: int = 1
@@ -27,7 +27,6 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """Number of processes."""
         return self.tp_size * self.pp_size
 
     @property
@@ -42,7 +41,7 @@ class Ranks:
 
     @property
     def flags(self) -> str:
-        """The flags that ask for so many, in words."""
+        """The flags that set the number of processes, as the beginning of a sentence."""
         words = f"--tp-size is {self.tp_size}"
         if self.pp_size > 1:
             words += f" and --pp-size {self.pp_size}, together {self.size},"
@@ -52,21 +51,23 @@ class Ranks:
 
     @property
     def problems(self) -> list[str]:
-        """A line for each thing that cannot be."""
-        found = []
+        """A line for each setting that is invalid."""
+        problems = []
         if self.size % self.num_hosts:
-            found.append(
+            problems.append(
                 f"--nnodes is {self.num_hosts}; it must divide the number of processes, {self.size}"
             )
         if self.host >= self.num_hosts:
-            found.append(f"--node-rank is {self.host}; it must be below --nnodes, {self.num_hosts}")
+            problems.append(
+                f"--node-rank is {self.host}; it must be below --nnodes, {self.num_hosts}"
+            )
         if self.num_hosts > 1 and self.address is None:
-            found.append(
+            problems.append(
                 f"--dist-init-addr is missing; --nnodes is {self.num_hosts}, and hosts meet at "
                 f"HOST:PORT of the first"
             )
         if self.address is not None:
             is_path = self.address.startswith("unix:")
-            found += address_problems("--dist-init-addr", (self.address,))
-            found += ["--dist-init-addr is a path; hosts meet at HOST:PORT"] if is_path else []
-        return found
+            problems += address_problems("--dist-init-addr", (self.address,))
+            problems += ["--dist-init-addr is a path; hosts meet at HOST:PORT"] if is_path else []
+        return problems

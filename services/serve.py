@@ -23,11 +23,11 @@ from shared.errors import SettingsError
 
 
 def serve(plan: Plan) -> int:
-    """Runs a plan until SIGINT or SIGTERM; returns the exit code. On a host that is not the first
-    of `--nnodes` this process becomes the target, which serves nothing there.
+    """Runs a plan until SIGINT or SIGTERM; returns the exit code. On any but the first host of
+    `--nnodes` this process becomes the target, which serves no requests there.
 
     Raises:
-        SettingsError: a model is not there, a port is taken, or there is no place for logs.
+        SettingsError: a model is missing, a port is taken, or the log folder cannot be made.
     """
     is_first = plan.target.node_rank == 0
     problems = _model_problems(plan)
@@ -69,16 +69,16 @@ def parts(plan: Plan) -> tuple[Part, ...]:
         parts.append(Part(child, are_attached, is_expendable=True, hint=hint, is_back=all_are))
     if plan.learner_arguments:
         learner = _spec(plan, "learner", "services.draft.learner", plan.learner_arguments)
-        parts.append(Part(Child(learner), _at_once, is_expendable=True))
+        parts.append(Part(Child(learner), _always_ready, is_expendable=True))
     gateway = Child(_spec(plan, "gateway", "gateway", plan.gateway_arguments))
     host, _, port = dial_address(plan.gateway.host, plan.gateway.port).rpartition(":")
     http_tls = plan.gateway.http_tls
-    in_front = None if http_tls is None else http_tls.local_context(shown=tls)
+    probe_tls = None if http_tls is None else http_tls.local_context(shown=tls)
     asks_clients = http_tls is not None and http_tls.client_ca is not None
 
     async def is_warm() -> bool:
         is_ready = await probe.http_is_ready(
-            host, int(port), "/ready", in_front, asks_clients=asks_clients
+            host, int(port), "/ready", probe_tls, asks_clients=asks_clients
         )
         return is_ready and await probe.has_generated(target, tls)
 
@@ -86,15 +86,9 @@ def parts(plan: Plan) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-async def _at_once() -> bool:
+async def _always_ready() -> bool:
     """The readiness check of a process that no request needs."""
     return True
-
-
-def _model_name(plan: Plan) -> str:
-    """The name that clients pass as `model`."""
-    default = "demo" if plan.is_demo else plan.target.model_id
-    return plan.gateway.model_name or plan.target.served_model_name or default
 
 
 def _hint(plan: Plan, draft: PlannedDraft) -> str:
@@ -109,22 +103,24 @@ def _hint(plan: Plan, draft: PlannedDraft) -> str:
 
 
 def ready_line(plan: Plan) -> str:
-    """Returns what is said when requests are answered: where, what and how."""
+    """Returns the line that says that requests are answered: URL, model, speculation and logs."""
     drafts = NO_DRAFT
     if plan.drafts:
-        names = ", ".join(each.algorithm for each in plan.drafts)
+        names = ", ".join(draft.algorithm for draft in plan.drafts)
         drafts = f"{names} ({plan.placement.value})"
+    model = plan.gateway.model_name or plan.target.served_model_name
+    model = model or ("demo" if plan.is_demo else plan.target.model_id)
     scheme = "http" if plan.gateway.http_tls is None else "https"
     url = f"{scheme}://{dial_address(plan.gateway.host, plan.gateway.port)}"
     return (
-        f"ready: {url}/v1  page: {url}/  model: {_model_name(plan)}"
+        f"ready: {url}/v1  page: {url}/  model: {model}"
         f"  speculation: {drafts}  logs: {plan.launcher.log_dir}/"
     )
 
 
 def _model_problems(plan: Plan) -> list[str]:
     named = [("--model-path", plan.target.model_path)]
-    drafts = (each.settings.speculative_draft_model_path for each in plan.drafts)
+    drafts = (draft.settings.speculative_draft_model_path for draft in plan.drafts)
     named += [("--speculative-draft-model-path", path) for path in drafts if path is not None]
     return [problem for flag, path in named if (problem := _folder_problem(flag, path))]
 
@@ -147,7 +143,7 @@ def _busy_ports(plan: Plan) -> list[str]:
 
 def _can_bind(port: int) -> bool:
     with socket.socket() as listener:
-        # As the servers do, so that connections of an earlier run in TIME_WAIT are no obstacle.
+        # The servers set it too: connections of an earlier run in TIME_WAIT do not block the port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((LOOPBACK, port))

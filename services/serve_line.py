@@ -1,8 +1,8 @@
 """Assigns each flag of `outrider serve` to the service that it belongs to.
 
-A flag of one service goes there. Of those that several services have, SGLang's meaning decides:
-`--host` and `--port` are those of HTTP, `--dtype` holds for target and draft. `--target-X`,
-`--draft-X` and `--gateway-X` set flag X of that service alone.
+A flag that one service has goes to that service. A flag that several services have goes where
+SGLang's meaning puts it: `--host` and `--port` to the gateway, `--dtype` to target and draft.
+`--target-X`, `--draft-X` and `--gateway-X` set flag X of that service alone.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ TARGET, DRAFT, GATEWAY = "target", "draft", "gateway"
 _ALL = (TARGET, DRAFT, GATEWAY)
 _FIELDS: Mapping[str, tuple[Field, ...]] = MappingProxyType(
     {
-        TARGET: tuple(each for each in declared_fields(TargetSettings) if each.name != "draft"),
+        TARGET: tuple(field for field in declared_fields(TargetSettings) if field.name != "draft"),
         DRAFT: declared_fields(DraftSettings),
         GATEWAY: declared_fields(GatewaySettings),
     }
 )
-_OWN = declared_fields(LauncherSettings)
+_LAUNCHER_FIELDS = declared_fields(LauncherSettings)
 
-# Of flags that several services have; a draft in the target's process shares the target's anyway.
+# Owners of the flags that several services have. A draft in the target's process shares the value
+# of the target anyway.
 _OWNERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         **dict.fromkeys(("--host", "--port"), (GATEWAY,)),
@@ -59,7 +60,7 @@ _OWNERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
     }
 )
-_OTHER_NAMES: Mapping[tuple[str, str], str] = MappingProxyType(
+_RENAMED: Mapping[tuple[str, str], str] = MappingProxyType(
     {
         (TARGET, "--target-model-path"): "--model-path",
         (TARGET, "--tokenizer"): "--tokenizer-path",
@@ -71,18 +72,18 @@ _EPILOG = (
     "a variable: --max-total-tokens of the target is OUTRIDER_TARGET_MAX_TOTAL_TOKENS. A flag "
     "beats the file, which beats the variable."
 )
-_NAMES = ("--served-model-name", "--target-served-model-name")
-_OF_EACH = ("--maintenance-host", "--maintenance-port", "--metrics-port", "--round-log")
+_MODEL_NAME_FLAGS = ("--served-model-name", "--target-served-model-name")
+_PER_SERVICE = ("--maintenance-host", "--maintenance-port", "--metrics-port", "--round-log")
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A launch line, taken apart.
+    """The flags of a launch line by owner, as `--flag=value`.
 
     Attributes:
         own: flags of the launcher.
-        services: flags of each service, as `--flag=value`.
-        problems: a line for each flag that belongs nowhere.
+        services: flags of each service.
+        problems: a line for each flag that has no owner.
     """
 
     own: list[str] = field(default_factory=list)
@@ -90,8 +91,8 @@ class Line:
     problems: list[str] = field(default_factory=list)
 
 
-def take_apart(arguments: Sequence[str]) -> Line:
-    """Sorts the flags of a launch line, and of its `--config` file, by where they belong.
+def split_line(arguments: Sequence[str]) -> Line:
+    """Assigns the flags of a launch line, and of its `--config` file, to their owners.
 
     Raises:
         SettingsError: the file cannot be read, or holds something other than flags.
@@ -100,7 +101,7 @@ def take_apart(arguments: Sequence[str]) -> Line:
     line = Line()
     line.problems.extend(f"unexpected argument {text!r}" for text in given.strays)
     for flag, texts in (given.flags | given.unknown).items():
-        _sort(flag, texts, line)
+        _assign(flag, texts, line)
     return line
 
 
@@ -110,32 +111,32 @@ def help_text() -> str:
 
 
 def all_fields() -> Mapping[str, tuple[Field, ...]]:
-    """Returns every flag by where it belongs, the launcher's own under an empty name."""
-    return {"": _OWN, **_FIELDS}
+    """Returns every flag by service; the launcher's have an empty name."""
+    return {"": _LAUNCHER_FIELDS, **_FIELDS}
 
 
-def _sort(flag: str, texts: Sequence[str], line: Line) -> None:
-    if flag in _NAMES:
+def _assign(flag: str, texts: Sequence[str], line: Line) -> None:
+    if flag in _MODEL_NAME_FLAGS:
         texts = _first_name(texts, line)
-    if flag in {each.flag for each in _OWN}:
+    if flag in {field.flag for field in _LAUNCHER_FIELDS}:
         line.own.extend(flag_words({flag: texts}))
         return
     owners = _owners(flag)
     for service in owners:
-        name = _OTHER_NAMES.get((service, flag), flag)
+        name = _RENAMED.get((service, flag), flag)
         line.services[service].extend(flag_words({name: texts}))
     if owners:
         return
     service, _, rest = flag.removeprefix("--").partition("-")
-    if service in _FIELDS and f"--{rest}" in {each.flag for each in _FIELDS[service]}:
+    if service in _FIELDS and f"--{rest}" in {field.flag for field in _FIELDS[service]}:
         line.services[service].extend(flag_words({f"--{rest}": texts}))
     else:
         line.problems.append(_problem(flag))
 
 
 def _first_name(texts: Sequence[str], line: Line) -> list[str]:
-    """Returns the model's name; further names, as vLLM takes them, are the gateway's aliases."""
-    names = [each.strip() for text in texts for each in text.split(",") if each.strip()]
+    """Returns the model's name; further names, which vLLM allows, become the gateway's aliases."""
+    names = [name.strip() for text in texts for name in text.split(",") if name.strip()]
     line.services[GATEWAY].extend(flag_words({"--model-alias": names[1:]} if names[1:] else {}))
     return names[:1]
 
@@ -143,56 +144,56 @@ def _first_name(texts: Sequence[str], line: Line) -> list[str]:
 def _owners(flag: str) -> tuple[str, ...]:
     if flag in _OWNERS:
         return _OWNERS[flag]
-    found = tuple(name for name in _ALL if flag in {each.flag for each in _FIELDS[name]})
-    return found if len(found) == 1 else ()
+    owners = tuple(name for name in _ALL if flag in {field.flag for field in _FIELDS[name]})
+    return owners if len(owners) == 1 else ()
 
 
 def _problem(flag: str) -> str:
-    if flag in _OF_EACH:
+    if flag in _PER_SERVICE:
         return f"{flag}: each service has its own: --target{flag[1:]}, --draft{flag[1:]}, …"
     if flag == "--target":
         return (
             "--target: the target is started here; for one that runs, use `outrider gateway "
             "--target` and `outrider draft --target`"
         )
-    known = [each.flag for fields in all_fields().values() for each in fields]
-    return refusal(flag) or not_a_setting(flag, known)
+    known_flags = [field.flag for fields in all_fields().values() for field in fields]
+    return refusal(flag) or not_a_setting(flag, known_flags)
 
 
 @functools.cache
 def _parser() -> FlagParser:
-    """Reads all flags; its help lists each by the name that sets it here."""
+    """Returns the parser of all flags; its help lists each by its name in a launch line."""
     parser = FlagParser("outrider serve", LauncherSettings.__doc__ or "", _EPILOG)
-    of_sglang = declared_fields(SglangSettings)
+    sglang_fields = declared_fields(SglangSettings)
     listed: dict[str, tuple[tuple[str, ...], Field]] = {
-        each.flag: ((), each) for each in _OWN if each not in of_sglang
+        option.flag: ((), option) for option in _LAUNCHER_FIELDS if option not in sglang_fields
     }
     owned = [
-        (owners, each)
+        (owners, option)
         for service, fields in _FIELDS.items()
-        for each in fields
-        if service in (owners := _owners(each.flag))
+        for option in fields
+        if service in (owners := _owners(option.flag))
     ]
-    for owners, each in sorted(owned, key=lambda pair: len(pair[0])):
-        listed.setdefault(each.flag, (owners, each))
-    listed |= {each.flag: (("SGLang, for its launch lines",), each) for each in of_sglang}
+    for owners, option in sorted(owned, key=lambda pair: len(pair[0])):
+        listed.setdefault(option.flag, (owners, option))
+    listed |= {option.flag: (("SGLang, for its launch lines",), option) for option in sglang_fields}
     taken = set(listed)
-    for owners, each in listed.values():
-        aliases = tuple(alias for alias in each.aliases if alias not in taken)
-        parser.add(_sortable(replace(each, aliases=aliases)), title=_title(owners))
+    for owners, option in listed.values():
+        aliases = tuple(alias for alias in option.aliases if alias not in taken)
+        parser.add(_as_parsed(replace(option, aliases=aliases)), title=_title(owners))
         taken.update(aliases)
     for service, fields in _FIELDS.items():
-        for each in fields:
-            own = _sortable(replace(each, flag=f"--{service}{each.flag[1:]}", aliases=()))
-            if own.flag not in taken:
-                is_listed = service not in _owners(each.flag)
-                parser.add(own, title=_title((service,)), is_listed=is_listed)
+        for option in fields:
+            prefixed = _as_parsed(replace(option, flag=f"--{service}{option.flag[1:]}", aliases=()))
+            if prefixed.flag not in taken:
+                is_listed = service not in _owners(option.flag)
+                parser.add(prefixed, title=_title((service,)), is_listed=is_listed)
     return parser
 
 
-def _sortable(field: Field) -> Field:
-    """Returns a field as the launcher reads it: of the target's names it takes several."""
-    return replace(field, is_repeated=field.is_repeated or field.flag in _NAMES)
+def _as_parsed(field: Field) -> Field:
+    """Returns a field as the launcher parses it: it accepts several names of the model."""
+    return replace(field, is_repeated=field.is_repeated or field.flag in _MODEL_NAME_FLAGS)
 
 
 def _title(owners: Sequence[str]) -> str:

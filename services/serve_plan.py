@@ -1,4 +1,4 @@
-"""From a launch line to what is started: the settings of every process and where each runs."""
+"""From a launch line to a plan: the settings of every process and where each runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from services.draft.drafter_factory import target_vocabulary
 from services.draft.learner.settings import TAUGHT, LearnerSettings
 from services.draft.settings import DraftSettings, with_local_models
 from services.embedded_settings import embedded_settings, with_target_tokenizer
-from services.serve_line import DRAFT, GATEWAY, TARGET, Line, take_apart
+from services.serve_line import DRAFT, GATEWAY, TARGET, Line, split_line
 from services.serve_settings import (
     NO_DRAFT,
     LauncherSettings,
@@ -38,21 +38,21 @@ _DEVICE_FILE = re.compile(r"nvidia\d+")
 LOOPBACK = "127.0.0.1"
 _DEMO_NAME = "demo"
 _ANY_ADDRESS = ("0.0.0.0", "::", "[::]", "")
-_MOST_GRAPH_SEQUENCES = 256
-_WAITS = "--candidate-wait-sequences"
-_SHAPE = MappingProxyType(
+_MAX_GRAPH_SEQUENCES = 256
+_WAIT_FLAG = "--candidate-wait-sequences"
+_DEMO_SHAPE = MappingProxyType(
     {
         "--speculative-num-steps": 4,
         "--speculative-eagle-topk": 2,
         "--speculative-num-draft-tokens": 8,
     }
 )
-# Of a GPU's free memory, what a cache and the features of its tokens take, which are about so large
-# beside it. The first GPU has those of every rank that has sequences of its own.
-_WITH_FEATURES, _FEATURES_EACH = 0.93, 0.19
-_BESIDE_TARGET = 0.1  # of a GPU's free memory, for the cache of a draft that shares it
-_APART = ("--device", "--speculative-outcome-budget")
-"""Flags of a draft with a device of its own."""
+# Fraction of a GPU's free memory for KV cache and features together, and the size of the features
+# of a cache's tokens relative to that cache. The first GPU holds the features of all DP ranks.
+_CACHE_AND_FEATURES_FRACTION, _FEATURES_PER_CACHE = 0.93, 0.19
+_SHARED_GPU_FRACTION = 0.1  # of free memory, for the KV cache of a draft on the target's GPU
+_OWN_DEVICE_FLAGS = ("--device", "--speculative-outcome-budget")
+"""Flags of a draft with its own device."""
 _REVISIONS = ("--revision", "--speculative-draft-model-revision")
 S = TypeVar("S")
 
@@ -61,23 +61,23 @@ def num_gpus(env: Mapping[str, str], devices: Path = Path("/dev")) -> int:
     """Returns how many GPUs a child process would see.
 
     Args:
-        env: `CUDA_VISIBLE_DEVICES` hides those that it does not name.
-        devices: folder of device files, of which each GPU of a host or container has one.
+        env: `CUDA_VISIBLE_DEVICES` hides the GPUs that it does not name.
+        devices: folder of device files, one for each GPU of the host or container.
     """
-    present = sum(_DEVICE_FILE.fullmatch(each.name) is not None for each in devices.iterdir())
+    present = sum(_DEVICE_FILE.fullmatch(file.name) is not None for file in devices.iterdir())
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return present
-    named = [each.strip() for each in visible.split(",") if each.strip() not in ("", "-1")]
-    return min(present, len(named))
+    names = [device.strip() for device in visible.split(",") if device.strip() not in ("", "-1")]
+    return min(present, len(names))
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedDraft:
-    """A draft, in a process of its own or in the target's.
+    """A draft, in its own process or in the target's.
 
     Attributes:
-        arguments: of its process; none when the target hosts it.
+        arguments: flags of its process, or of the target for a draft that it hosts.
     """
 
     name: str
@@ -86,10 +86,10 @@ class PlannedDraft:
 
     @property
     def algorithm(self) -> str:
-        """As it was asked for, with what it turned out to be."""
-        asked, found = self.settings.speculative_algorithm, self.settings.algorithm
-        is_same = asked is found or asked is Algorithm.NEXTN
-        return asked.value if is_same else f"{asked.value} ({found.value})"
+        """The requested algorithm, with the actual one in brackets if it differs."""
+        requested, actual = self.settings.speculative_algorithm, self.settings.algorithm
+        is_same = requested is actual or requested is Algorithm.NEXTN
+        return requested.value if is_same else f"{requested.value} ({actual.value})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +97,9 @@ class Plan:
     """The processes that a launch line starts.
 
     Attributes:
-        target_arguments, gateway_arguments: of their processes.
-        learner_arguments: likewise; none where nothing learns.
-        notices: a line for each flag that does something other than it says.
+        target_arguments, gateway_arguments: flags of the two processes.
+        learner_arguments: flags of the learner; empty without a learner.
+        notices: a line for each flag that has no effect, or another than its name says.
     """
 
     launcher: LauncherSettings
@@ -128,11 +128,15 @@ class Plan:
             (self.target, "--target-port"),
             *((draft.settings, "--draft-port") for draft in self.remote_drafts),
         ]
-        return {port: flag for each, flag in services for port in (each.port, each.admin_port)}
+        return {
+            port: flag
+            for settings, flag in services
+            for port in (settings.port, settings.admin_port)
+        }
 
 
 def make_plan(arguments: Sequence[str], env: Mapping[str, str], num_gpus: int) -> Plan:
-    """Reads a launch line, fetching models that are named by their id on the Hub.
+    """Reads a launch line, and fetches models that are given as ids of the Hub.
 
     Args:
         arguments: flags, without the name of the program.
@@ -140,13 +144,13 @@ def make_plan(arguments: Sequence[str], env: Mapping[str, str], num_gpus: int) -
         num_gpus: GPUs that the processes will see.
 
     Raises:
-        SettingsError: one line for each thing that is wrong.
+        SettingsError: one line for each problem.
     """
-    return _Making(env, num_gpus, take_apart(arguments)).plan()
+    return _PlanBuilder(env, num_gpus, split_line(arguments)).plan()
 
 
-class _Making:
-    """A plan that is being made of a launch line; each step adds what is wrong."""
+class _PlanBuilder:
+    """Makes a plan of a launch line, and collects its problems."""
 
     launcher: LauncherSettings
     target: TargetSettings
@@ -163,14 +167,15 @@ class _Making:
         """Raises:
         SettingsError: see `make_plan`.
         """
-        self.launcher = self._needed(self._load(LauncherSettings, "serve", self.line.own))
+        self.launcher = self._required(self._load(LauncherSettings, "serve", self.line.own))
         self.notices += [*notices(self.launcher), *variable_notices(self.env)]
         self.notices += _backend_notices(self.line)
         _add_certs(self.launcher, self.line)
-        _add_graph_sizes(self.launcher, self.line)
         words = self.line.services[TARGET]
-        self.target = self._needed(self._load(TargetSettings, TARGET, words))
-        self._refuse()
+        if sizes := self.launcher.cuda_graph_bs:
+            words.insert(0, f"--cuda-graph-max-bs={min(max(sizes), _MAX_GRAPH_SEQUENCES)}")
+        self.target = self._required(self._load(TargetSettings, TARGET, words))
+        self._raise_problems()
         if _is_demo(self.target) and not any(DEMO_MODEL.glob("*.safetensors")):
             raise SettingsError(
                 (
@@ -179,11 +184,15 @@ class _Making:
                 )
             )
         self.target = with_local_model(self.target)
-        self._show_trees()
+        if self._is_cpu_demo and not self._is_given(words, TARGET, _WAIT_FLAG):
+            # The demo on a CPU is there to show trees: a lone request waits for them even where
+            # plain steps are as fast.
+            words.append(f"{_WAIT_FLAG}=1")
+            self.target = replace(self.target, candidate_wait_sequences=1)
         return self._with_drafts()
 
     def _read(self, settings: Callable[[], S]) -> S | None:
-        """Returns what `settings` returns; notes what it raises."""
+        """Returns the result of `settings`; if it raises, adds its problems and returns None."""
         try:
             return settings()
         except SettingsError as error:
@@ -197,37 +206,30 @@ class _Making:
             lambda: load_settings(cls, service=service, arguments=words, env=self.env)
         )
 
-    def _needed(self, settings: S | None) -> S:
-        """Raises: SettingsError if there are none."""
+    def _required(self, settings: S | None) -> S:
+        """Raises: SettingsError if `settings` is None."""
         if settings is None:
-            self._refuse()
+            self._raise_problems()
         assert settings is not None, "a problem says why"
         return settings
 
-    def _refuse(self) -> None:
-        """Raises: SettingsError if anything is wrong."""
+    def _raise_problems(self) -> None:
+        """Raises: SettingsError if there are problems."""
         if self.problems:
             raise SettingsError(tuple(dict.fromkeys(self.problems)))
 
-    def _show_trees(self) -> None:
-        """The demo on a CPU is there to be looked at: a request that is alone waits for trees even
-        where plain steps are as fast. A flag or variable says otherwise."""
-        words = self.line.services[TARGET]
-        if self._is_shown and not self._is_given(words, TARGET, _WAITS):
-            words.append(f"{_WAITS}=1")
-            self.target = replace(self.target, candidate_wait_sequences=1)
-
     @property
-    def _is_shown(self) -> bool:
+    def _is_cpu_demo(self) -> bool:
         return _is_demo(self.target) and (self.target.device == "cpu" or not self.num_gpus)
 
-    def _shown_shape(self, words: Sequence[str], algorithm: str) -> list[str]:
-        """Trees with branches for the demo's small model, whose own default is a chain."""
-        is_set = any(self._is_given(words, DRAFT, flag) for flag in _SHAPE)
-        is_free = self.target.speculative_adaptive or algorithm != "STANDALONE"
-        if is_set or is_free or not self._is_shown:
+    def _demo_shape(self, words: Sequence[str], algorithm: str) -> list[str]:
+        """Returns flags for trees with branches for the demo's small model, whose default is a
+        chain."""
+        is_set = any(self._is_given(words, DRAFT, flag) for flag in _DEMO_SHAPE)
+        is_chain = algorithm == "STANDALONE" and not self.target.speculative_adaptive
+        if is_set or not is_chain or not self._is_cpu_demo:
             return []
-        return [f"{flag}={value}" for flag, value in _SHAPE.items()]
+        return [f"{flag}={value}" for flag, value in _DEMO_SHAPE.items()]
 
     def _is_given(self, words: Sequence[str], service: str, flag: str) -> bool:
         name = flag.removeprefix("--").replace("-", "_").upper()
@@ -238,36 +240,40 @@ class _Making:
         return _has(self.line.services[DRAFT], "--speculative-draft-model-path")
 
     def _with_drafts(self) -> Plan:
-        """Goes on when the target's model is on this machine."""
+        """Plans drafts, gateway and learner; the target's model is on this machine by now."""
         launcher, target = self.launcher, self.target
         algorithms = launcher.algorithms
         if algorithms is None:
             # The demo draft fits the demo model only; another model drafts from its own text.
             has_draft = _is_demo(target) or self._has_draft_model
             algorithms = ("STANDALONE" if has_draft else "NGRAM",)
-        self.placement = self._placed(algorithms)
+        self.placement = self._choose_placement(algorithms)
         if not algorithms:
-            self._note_unused()
+            unused = [word.partition("=")[0] for word in self.line.services[DRAFT]]
+            unused = [flag for flag in unused if flag.startswith("--speculative")]
+            if unused:
+                flags = ", ".join(unused)
+                self.notices.append(f"{flags}: no effect: {NO_DRAFT} starts no draft")
         if len(algorithms) > 1 and self._has_draft_model:
             self.problems.append(
                 f"--speculative-draft-model-path is of one draft; --speculative-algorithm names "
                 f"{len(algorithms)}"
             )
         if launcher.enable_multi_layer_eagle:
-            algorithms = tuple("MTP" if each in ("EAGLE", "NEXTN") else each for each in algorithms)
+            algorithms = tuple("MTP" if name in ("EAGLE", "NEXTN") else name for name in algorithms)
         drafts = [
-            planned
+            draft
             for place, algorithm in enumerate(algorithms)
-            if (planned := self._planned(algorithm, place))
+            if (draft := self._plan_draft(algorithm, place))
         ]
-        if target.speculative_adaptive and any(each.settings.is_shape_pinned for each in drafts):
+        if target.speculative_adaptive and any(draft.settings.is_shape_pinned for draft in drafts):
             self.notices.append(
                 "--speculative-adaptive: the shape that is set stays, and only whether to draft is "
                 "chosen; --speculative-eagle-topk 1 alone leaves the depth to it"
             )
         gateway_words = self._gateway_words()
-        gateway = self._needed(self._load(GatewaySettings, GATEWAY, gateway_words))
-        self._refuse()
+        gateway = self._required(self._load(GatewaySettings, GATEWAY, gateway_words))
+        self._raise_problems()
         plan = Plan(
             launcher=launcher,
             placement=self.placement,
@@ -280,25 +286,25 @@ class _Making:
             notices=tuple(self.notices),
         )
         self.problems += _port_problems(plan)
-        self._refuse()
+        self._raise_problems()
         return plan
 
-    def _placed(self, algorithms: Sequence[str]) -> Placement:
-        """Two processes that alternate on one GPU pay for every switch, so there the target hosts
-        the draft. With a GPU to spare a draft model has it to itself; a head is faster in the
-        target's process even then, unless flags say what a draft elsewhere does."""
+    def _choose_placement(self, algorithms: Sequence[str]) -> Placement:
+        """Two processes that alternate on one GPU pay for every context switch, so the target hosts
+        a draft that shares its GPU. A draft model runs on a free GPU if there is one. A head is
+        faster in the target's process even then, unless flags of `_OWN_DEVICE_FLAGS` are given."""
         if self.launcher.placement is not Placement.AUTO:
             return self.launcher.placement
         is_on_gpu = self.num_gpus >= 1 and self.target.device != "cpu"
         if not is_on_gpu or len(algorithms) != 1:
             return Placement.REMOTE
         words = self.line.services[DRAFT]
-        is_apart = any(self._is_given(words, DRAFT, flag) for flag in _APART)
-        is_head = Algorithm(algorithms[0]).reads_features and not is_apart
+        has_own_device = any(self._is_given(words, DRAFT, flag) for flag in _OWN_DEVICE_FLAGS)
+        is_hosted_head = Algorithm(algorithms[0]).reads_features and not has_own_device
         shares_gpus = self.num_gpus <= self.target.ranks.num_here
-        return Placement.EMBEDDED if shares_gpus or is_head else Placement.REMOTE
+        return Placement.EMBEDDED if shares_gpus or is_hosted_head else Placement.REMOTE
 
-    def _planned(self, algorithm: str, place: int) -> PlannedDraft | None:
+    def _plan_draft(self, algorithm: str, place: int) -> PlannedDraft | None:
         target = self.target
         if algorithm == "STANDALONE" and not _is_demo(target) and not self._has_draft_model:
             self.problems.append(
@@ -308,16 +314,16 @@ class _Making:
             )
             return None
         given = self.line.services[DRAFT]
-        words = [*self._shown_shape(given, algorithm), *given]
+        words = [*self._demo_shape(given, algorithm), *given]
         words.append(f"--speculative-algorithm={algorithm}")
         if self.placement is Placement.EMBEDDED:
-            names = {each.flag for each in declared_fields(TargetSettings)}
+            names = {field.flag for field in declared_fields(TargetSettings)}
             words = [
                 word if word.partition("=")[0] not in names else f"--draft{word[1:]}"
                 for word in words
             ]
             settings = self._read(lambda: embedded_settings(target, words, self.env))
-            return self._noted("draft", settings, words)
+            return self._make_draft("draft", settings, words)
         words = [*self._default_words(algorithm, place), *words]
         words.append(f"--target={dial_address(target.host, target.port)}")
         chosen = self._load(DraftSettings, DRAFT, words)
@@ -335,13 +341,15 @@ class _Making:
             )
         )
         is_only = len(self.launcher.algorithms or (algorithm,)) == 1
-        return self._noted("draft" if is_only else f"draft-{algorithm.lower()}", settings, words)
+        return self._make_draft(
+            "draft" if is_only else f"draft-{algorithm.lower()}", settings, words
+        )
 
-    def _noted(
+    def _make_draft(
         self, name: str, settings: DraftSettings | None, words: Sequence[str]
     ) -> PlannedDraft | None:
-        """Returns a draft, if its settings are right; says how many of the target's tokens one of
-        another family has."""
+        """Returns the draft, or None without settings. Adds a notice on how many of the target's
+        tokens a draft with another tokenizer has."""
         if settings is None:
             return None
         vocabulary = self._read(lambda: target_vocabulary(settings))
@@ -350,40 +358,38 @@ class _Making:
                 f"--speculative-draft-model-path: {shown_name(settings.model_folder)} has another "
                 f"tokenizer than the target; it drafts {vocabulary.words()}"
             )
-        return PlannedDraft(name, settings, _settled(settings, words))
+        return PlannedDraft(name, settings, _with_local_models(settings, words))
 
     def _default_words(self, algorithm: str, place: int) -> list[str]:
-        """Flags of a draft's process that the line may override."""
-        found = []
+        """Flags of a draft's process that the launch line may override."""
+        words = []
         kind, target = Algorithm(algorithm), self.target
         if kind.reads_features and not _is_demo(target):
-            found.append(f"--target-model-path={target.model_path}")
-        free = target.ranks.num_here + place
-        if kind.has_model and free < self.num_gpus and target.device == "auto":
-            found.append(f"--device=cuda:{free}")
+            words.append(f"--target-model-path={target.model_path}")
+        free_gpu = target.ranks.num_here + place
+        if kind.has_model and free_gpu < self.num_gpus and target.device == "auto":
+            words.append(f"--device=cuda:{free_gpu}")
         elif kind.has_model and self.num_gpus and target.device != "cpu":
-            found.append(f"--mem-fraction-static={_BESIDE_TARGET}")
-        return found
+            words.append(f"--mem-fraction-static={_SHARED_GPU_FRACTION}")
+        return words
 
     def _target_words(self, drafts: Sequence[PlannedDraft]) -> tuple[str, ...]:
         target = self.target
-        words = [*_settled(target, self.line.services[TARGET])]
+        words = [*_with_local_models(target, self.line.services[TARGET])]
         if _is_demo(target) and target.served_model_name is None:
             words.append(f"--served-model-name={_DEMO_NAME}")
+        # A GPU target keeps the features of all cached tokens on its GPU for remote heads.
+        has_gpu = self.num_gpus > 0 and target.device != "cpu"
+        keeps_features = has_gpu and any(
+            draft.settings.algorithm.reads_features for draft in drafts
+        )
         if self.placement is Placement.EMBEDDED:
-            for each in drafts:
-                words += ["--draft=embedded", *each.arguments]
-        elif self._keeps_features(drafts) and not self._is_given(
-            words, TARGET, "--mem-fraction-static"
-        ):
-            share = _WITH_FEATURES / (1 + _FEATURES_EACH * target.dp_size)
+            for draft in drafts:
+                words += ["--draft=embedded", *draft.arguments]
+        elif keeps_features and not self._is_given(words, TARGET, "--mem-fraction-static"):
+            share = _CACHE_AND_FEATURES_FRACTION / (1 + _FEATURES_PER_CACHE * target.dp_size)
             words.append(f"--mem-fraction-static={share:.2f}")
         return tuple(words)
-
-    def _keeps_features(self, drafts: Sequence[PlannedDraft]) -> bool:
-        """Whether the target keeps features of every token on its GPU for heads that attach."""
-        has_gpu = self.num_gpus > 0 and self.target.device != "cpu"
-        return has_gpu and any(each.settings.algorithm.reads_features for each in drafts)
 
     def _gateway_words(self) -> list[str]:
         words, target = [*self.line.services[GATEWAY]], self.target
@@ -392,21 +398,20 @@ class _Making:
         return [*words, f"--target={dial_address(target.host, target.port)}"]
 
     def _learner_words(self, drafts: Sequence[PlannedDraft]) -> tuple[str, ...]:
-        """Returns the flags of the learner, if there is to be one; the draft says what it
-        teaches."""
+        """Returns the flags of the learner of the only draft; none without a learner."""
         launcher, target = self.launcher, self.target
         if not launcher.speculative_online_training:
             return ()
-        algorithms = [each.settings.algorithm for each in drafts]
+        algorithms = [draft.settings.algorithm for draft in drafts]
         if len(algorithms) != 1 or algorithms[0] not in TAUGHT:
-            names = ", ".join(each.value for each in algorithms) or NO_DRAFT
+            names = ", ".join(algorithm.value for algorithm in algorithms) or NO_DRAFT
             self.problems.append(
                 f"--speculative-online-training: one draft by "
-                f"{', '.join(each.value for each in TAUGHT)} can be taught; "
+                f"{', '.join(algorithm.value for algorithm in TAUGHT)} can be taught; "
                 f"--speculative-algorithm names {names}"
             )
             return ()
-        [draft] = (each.settings for each in drafts)
+        draft = drafts[0].settings
         if self._read(lambda: target_vocabulary(draft)) is not None:
             self.problems.append(
                 "--speculative-online-training: a draft with another tokenizer than its target's "
@@ -425,23 +430,18 @@ class _Making:
             f"--device={host.device}",
             f"--out={launcher.log_dir / 'learner'}",
         ]
-        tls = [
-            each for each in declared_fields(DraftSettings) if each.name.startswith("target_tls_")
+        words += [
+            f"{field.flag}={value}"
+            for field in declared_fields(DraftSettings)
+            if field.name.startswith("target_tls_")
+            and (value := getattr(draft, field.name)) is not None
         ]
-        given = [(each.flag, getattr(draft, each.name)) for each in tls]
-        words += [f"{flag}={value}" for flag, value in given if value is not None]
         self._load(LearnerSettings, "learner", words)
         return tuple(words)
 
-    def _note_unused(self) -> None:
-        unused = [word.partition("=")[0] for word in self.line.services[DRAFT]]
-        unused = [flag for flag in unused if flag.startswith("--speculative")]
-        if unused:
-            self.notices.append(f"{', '.join(unused)}: no effect: {NO_DRAFT} starts no draft")
-
 
 def dial_address(host: str, port: int) -> str:
-    """Returns where a server of this host is dialled from this host."""
+    """Returns the address at which this host reaches a server that it runs."""
     return f"{LOOPBACK if host in _ANY_ADDRESS else host}:{port}"
 
 
@@ -449,38 +449,32 @@ def _is_demo(target: TargetSettings) -> bool:
     return target.model_path.resolve() == DEMO_MODEL.resolve()
 
 
-def _settled(settings: object, words: Sequence[str]) -> tuple[str, ...]:
-    """Returns the flags with paths on this machine in place of ids on the Hub."""
-    models = [each for each in declared_fields(type(settings)) if each.is_model]
-    dropped = {*_REVISIONS, *(each.flag for each in models)}
+def _with_local_models(settings: object, words: Sequence[str]) -> tuple[str, ...]:
+    """Returns the flags with the local paths of models instead of their ids on the Hub."""
+    models = [field for field in declared_fields(type(settings)) if field.is_model]
+    dropped = {*_REVISIONS, *(field.flag for field in models)}
     kept = [word for word in words if word.partition("=")[0] not in dropped]
     kept += [
-        f"{each.flag}={value}"
-        for each in models
-        if (value := getattr(settings, each.name)) not in (None, each.default)
+        f"{field.flag}={value}"
+        for field in models
+        if (value := getattr(settings, field.name)) not in (None, field.default)
     ]
     return tuple(kept)
 
 
 def _add_certs(launcher: LauncherSettings, line: Line) -> None:
-    """Spells `--certs` out as the flags of each service, before those of the line."""
+    """Expands `--certs` into TLS flags of each service, placed before those of the launch line."""
     if launcher.certs is None:
         return
     folder = CertFolder(launcher.certs.resolve())
     server, client = folder.server_tls(), folder.client_tls()
-    of_servers = [f"--tls-cert={server.cert}", f"--tls-key={server.key}"]
-    of_servers.append(f"--tls-client-ca={folder.ca}")
-    of_clients = [f"--target-tls-ca={client.ca}", f"--target-tls-cert={client.cert}"]
-    of_clients.append(f"--target-tls-key={client.key}")
-    line.services[TARGET][:0] = of_servers
+    server_flags = [f"--tls-cert={server.cert}", f"--tls-key={server.key}"]
+    server_flags.append(f"--tls-client-ca={folder.ca}")
+    client_flags = [f"--target-tls-ca={client.ca}", f"--target-tls-cert={client.cert}"]
+    client_flags.append(f"--target-tls-key={client.key}")
+    line.services[TARGET][:0] = server_flags
     for service in (DRAFT, GATEWAY):
-        line.services[service][:0] = [*of_servers, *of_clients]
-
-
-def _add_graph_sizes(launcher: LauncherSettings, line: Line) -> None:
-    if launcher.cuda_graph_bs:
-        most = min(max(launcher.cuda_graph_bs), _MOST_GRAPH_SEQUENCES)
-        line.services[TARGET].insert(0, f"--cuda-graph-max-bs={most}")
+        line.services[service][:0] = [*server_flags, *client_flags]
 
 
 def _backend_notices(line: Line) -> list[str]:
@@ -496,26 +490,25 @@ def _backend_notices(line: Line) -> list[str]:
 
 
 def _port_problems(plan: Plan) -> list[str]:
-    drafts = [each.settings for each in plan.remote_drafts]
     services: list[GatewaySettings | TargetSettings | DraftSettings] = [
         *(plan.gateway, plan.target),
-        *drafts,
+        *(draft.settings for draft in plan.remote_drafts),
     ]
-    ports = [port for each in services for port in (each.port, each.admin_port)]
-    zero = [f"{flag}: a launcher needs to know the port; 0 is none" for flag in _zero(plan)]
+    ports = [port for settings in services for port in (settings.port, settings.admin_port)]
+    problems = [
+        f"{flag}: a launcher needs to know the port; 0 is none"
+        for port, flag in plan.ports.items()
+        if port == 0
+    ]
     twice = sorted(port for port, count in Counter(ports).items() if count > 1 and port)
     if not twice:
-        return zero
-    firsts = ", ".join(str(each.port) for each in services)
+        return problems
+    firsts = ", ".join(str(settings.port) for settings in services)
     return [
-        *zero,
+        *problems,
         f"ports wanted twice: {', '.join(map(str, twice))}; each service takes two in a row, from "
         f"{firsts}: set --port, --target-port or --draft-port",
     ]
-
-
-def _zero(plan: Plan) -> list[str]:
-    return [flag for port, flag in plan.ports.items() if port == 0]
 
 
 def _has(words: Sequence[str], flag: str) -> bool:

@@ -1,8 +1,8 @@
 """Settings of `outrider serve` itself; every other flag belongs to a service.
 
-Flags and variables of SGLang that have no counterpart of the same name here are taken with a word
-on what they do here, or refused with the reason and the nearest that works, so that a launch line
-of SGLang can be used as it is."""
+SGLang's launch lines can be used unchanged. A flag or variable of SGLang without a counterpart of
+the same name here is accepted with a notice of its effect here, or refused with the reason and the
+closest alternative."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class SglangSettings:
 
 
 def without_prefix(arguments: Sequence[str]) -> list[str]:
-    """Returns the arguments with `--sglang-X`, as trainers pass flags on, as `--X`."""
+    """Returns the arguments with `--X` for `--sglang-X`, the form in which trainers pass flags."""
     return [
         f"--{word.removeprefix(_PREFIX)}" if word.startswith(_PREFIX) else word
         for word in arguments
@@ -107,7 +107,7 @@ def without_prefix(arguments: Sequence[str]) -> list[str]:
 
 
 def refusal(flag: str) -> str | None:
-    """Returns why a flag of SGLang cannot be had here and what comes nearest; None for others."""
+    """Returns why a flag of SGLang is refused and the closest alternative; None for other flags."""
     return f"{flag}: {_REFUSED[flag]}" if flag in _REFUSED else None
 
 
@@ -122,13 +122,12 @@ def notices(settings: SglangSettings) -> list[str]:
 
 def variable_notices(env: Mapping[str, str]) -> list[str]:
     """Returns a line for each variable of SGLang that is set and known to be harmless."""
-    lines = []
-    if env.get("SGLANG_ENABLE_SPEC_V2"):
-        lines.append(
-            "SGLANG_ENABLE_SPEC_V2: no effect: steps overlap with drafts unless "
-            "--disable-overlap-schedule is set"
-        )
-    return lines
+    if not env.get("SGLANG_ENABLE_SPEC_V2"):
+        return []
+    return [
+        "SGLANG_ENABLE_SPEC_V2: no effect: steps overlap with drafts unless "
+        "--disable-overlap-schedule is set"
+    ]
 
 
 def variable_problems(env: Mapping[str, str]) -> list[str]:
@@ -160,7 +159,7 @@ class LauncherSettings(SglangSettings):
         "drafter; several by comma or space start a draft each, NONE decodes plainly; unset: "
         "STANDALONE for the demo or with a draft model, else NGRAM",
         aliases=("speculative-algo", "algorithm"),
-        choices=(*(each.value for each in Algorithm), NO_DRAFT),
+        choices=(*(algorithm.value for algorithm in Algorithm), NO_DRAFT),
     )
     placement: Placement = setting(
         Placement.AUTO,
@@ -201,7 +200,7 @@ class LauncherSettings(SglangSettings):
         """Drafters to start, each once; None leaves the choice to the models."""
         if not self.speculative_algorithm:
             return None
-        return tuple(each for each in dict.fromkeys(self.speculative_algorithm) if each != NO_DRAFT)
+        return tuple(name for name in dict.fromkeys(self.speculative_algorithm) if name != NO_DRAFT)
 
     @property
     def timeouts(self) -> StackTimeouts:

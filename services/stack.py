@@ -101,10 +101,11 @@ class Part:
 
     Attributes:
         child: the process.
-        is_ready: asked again and again until it says yes.
-        is_expendable: its death costs speed only; it is started again instead of ending the stack.
-        hint: what to do, said when it ends before everything is ready.
-        is_back: as `is_ready`, for when it was started again; `is_ready` itself when None.
+        is_ready: polled until it returns true.
+        is_expendable: without it serving is only slower; if it dies, it is started again instead of
+            ending the stack.
+        hint: advice for the user, reported if the process ends before every part is ready.
+        is_back: replaces `is_ready` after a restart; None is `is_ready`.
     """
 
     child: Child
@@ -116,15 +117,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class StackTimeouts:
-    """Waits of the stack, in seconds.
+    """Timeouts and backoffs of the stack, in seconds.
 
     Attributes:
         start_s: until every part is ready.
-        stop_s: between SIGTERM and SIGKILL, for each part; above the services' own drain grace.
+        stop_s: between SIGTERM and SIGKILL, for each part; above the services' drain grace.
         first_backoff_s: before an expendable part is started again; doubles with every death.
-        longest_backoff_s: upper bound of that doubling.
-        healthy_s: a part that lived this long starts again at `first_backoff_s`.
-        first_word_s: time until a slow start says what it waits for; then twice as long.
+        longest_backoff_s: upper bound of the doubled backoff.
+        healthy_s: a part that lived longer is started again after `first_backoff_s`.
+        first_word_s: until a slow start reports which part is not ready; doubles with every report.
     """
 
     start_s: float = 600.0
@@ -136,7 +137,7 @@ class StackTimeouts:
 
 
 class PartDied(Exception):
-    """A process ended that the stack cannot do without."""
+    """A process ended without which the stack cannot serve."""
 
 
 class Stack:
@@ -159,19 +160,14 @@ class Stack:
         try:
             for part in self._parts:
                 await part.child.start()
-            await _first_of(stop.wait(), self._serve(announce))
+            watches = (self._keep(part) for part in self._parts)  # each ends only by raising
+            await _first_of(stop.wait(), self._announce_when_ready(announce), *watches)
             return 0
         except (PartDied, TimeoutError) as error:
             self._report(str(error))
             return 1
         finally:
             await self._stop_parts()
-
-    async def _serve(self, announce: Callable[[], None]) -> None:
-        """Watches every part, and announces once when all are ready. Ends by raising only."""
-        await _first_of(
-            self._announce_when_ready(announce), *(self._keep(part) for part in self._parts)
-        )
 
     async def _announce_when_ready(self, announce: Callable[[], None]) -> None:
         started = time.monotonic()
@@ -180,7 +176,8 @@ class Stack:
             while not await part.is_ready():
                 waited_s = time.monotonic() - started
                 if waited_s > self._timeouts.start_s:
-                    raise TimeoutError(self._not_ready_message(part))
+                    late = f"{part.child.spec.name} is not ready after {self._timeouts.start_s:g} s"
+                    raise TimeoutError(f"{late}\n{_excerpt(part.child)}")
                 if waited_s > next_word_s:
                     spec = part.child.spec
                     self._report(f"waiting for {spec.name} since {waited_s:.0f} s: {spec.log_file}")
@@ -190,12 +187,8 @@ class Stack:
         announce()
         await asyncio.Event().wait()
 
-    def _not_ready_message(self, part: Part) -> str:
-        name = part.child.spec.name
-        return f"{name} is not ready after {self._timeouts.start_s:g} s\n{_excerpt(part.child)}"
-
     async def _keep(self, part: Part) -> None:
-        """Waits for the part's death; starts it again if the stack can do without it meanwhile."""
+        """Waits for the part's death, and starts an expendable part again."""
         backoff_s = self._timeouts.first_backoff_s
         returning: asyncio.Task[None] | None = None
         while True:
@@ -235,7 +228,7 @@ def _excerpt(child: Child) -> str:
 
 
 async def _first_of(*coroutines: Coroutine[Any, Any, object]) -> None:
-    """Waits for the first to end, cancels the others and raises what it raised."""
+    """Waits for the first coroutine to end, cancels the others and raises that one's error."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

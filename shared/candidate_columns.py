@@ -1,4 +1,4 @@
-"""The candidates of one step in columns: a number costs no object. No torch, no protobuf."""
+"""The candidates of one step as columns, without a Python object per node. No torch or protobuf."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from shared.tokens import Candidate, Condition, TokenTree, TreeShape
 
 T = TypeVar("T", int, float)
 CandidateRow = tuple[int, int, int, int, int, int, int, TreeShape | None, TokenTree]
-"""A candidate: sequence id, round, committed tokens, its own id or 0, a `ConditionKey`, which is
-`UNCONDITIONAL` where there is none, the shape and the tree."""
+"""A candidate: sequence id, round, committed token count, candidate id or 0, the three numbers of a
+`ConditionKey` (`UNCONDITIONAL` without a condition), shape and tree."""
 Numbers = list[int] | NDArray[np.int32]
 Reals = list[float] | NDArray[np.float32]
 
 ConditionKey = tuple[int, int, int]
-"""A condition as three numbers: the last accepted node or -1, the bonus token, and the candidate
-that the node counts in or 0."""
+"""A condition as three numbers: the last accepted node or -1, the bonus token, and the id of the
+candidate that has the node or 0."""
 UNCONDITIONAL: ConditionKey = -1, -1, 0
 
 
 class Run(NamedTuple):
-    """Candidates of one sequence that lie side by side.
+    """Adjacent candidates of one sequence.
 
     Attributes:
-        places: in the columns.
+        places: their indices in the columns.
     """
 
     sequence_id: int
@@ -42,17 +42,18 @@ class Run(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class CandidateColumns:
-    """Entry i of each of the first columns is about candidate i; see `Candidate`.
+    """Candidates as columns. Entry i of each column before `node_offsets` belongs to candidate i;
+    see `Candidate`.
 
     Attributes:
-        candidate_ids: 0 for a tree that has no name.
-        node_indices, bonus_token_ids, conditioned_ids: of the condition, as in a `ConditionKey`; a
-            bonus token of -1 for an unconditional tree.
-        node_offsets: where each tree begins in the columns of nodes, and their length.
+        candidate_ids: 0 for a candidate without an id.
+        node_indices, bonus_token_ids, conditioned_ids: the condition, as in a `ConditionKey`; the
+            bonus token is -1 for an unconditional candidate.
+        node_offsets: where each tree begins in the columns of nodes, then the length of these.
         token_ids, parent_indices: of the nodes; a parent of -1 is the last committed token.
-        log_probs: of the nodes; NaN where a tree has none.
-        trees: as they were drafted in this process, such as chains with the distributions that they
-            were drawn from; none where the columns came by the wire.
+        log_probs: of the nodes; NaN for a tree without log probabilities.
+        trees: the trees as objects, if they were drafted in this process: a chain there keeps the
+            distributions that it was drawn from. Empty if the columns were received.
     """
 
     sequence_ids: list[int] = field(default_factory=list)
@@ -71,33 +72,33 @@ class CandidateColumns:
 
     @classmethod
     def of(cls, candidates: Iterable[Candidate]) -> CandidateColumns:
-        """Returns candidates in columns, which they may be already."""
+        """Returns candidates as columns; columns are returned as they are."""
         if isinstance(candidates, CandidateColumns):
             return candidates
-        return cls.of_rows([_row(each) for each in candidates])
+        return cls.of_rows([_row(candidate) for candidate in candidates])
 
     @classmethod
     def of_rows(cls, rows: Iterable[CandidateRow]) -> CandidateColumns:
-        """Returns candidates in columns."""
         columns = list(zip(*rows, strict=True))
         if not columns:
             return cls()
-        ids, rounds, counts, own_ids, nodes, bonuses, named, shapes, trees = map(list, columns)
-        parents = chain.from_iterable([each.parent_indices for each in trees])
+        sequence_ids, rounds, counts, candidate_ids, *keys, shapes, trees = map(list, columns)
+        nodes, bonuses, conditioned_ids = keys
+        parents = chain.from_iterable([tree.parent_indices for tree in trees])
         return cls(
-            sequence_ids=ids,
+            sequence_ids=sequence_ids,
             rounds=rounds,
             committed_token_counts=counts,
-            candidate_ids=own_ids,
+            candidate_ids=candidate_ids,
             node_indices=nodes,
             bonus_token_ids=bonuses,
-            conditioned_ids=named,
+            conditioned_ids=conditioned_ids,
             shapes=shapes,
-            node_offsets=list(accumulate([len(each.token_ids) for each in trees], initial=0)),
-            token_ids=list(chain.from_iterable([each.token_ids for each in trees])),
-            parent_indices=[-1 if each is None else each for each in parents],
+            node_offsets=list(accumulate([len(tree.token_ids) for tree in trees], initial=0)),
+            token_ids=list(chain.from_iterable([tree.token_ids for tree in trees])),
+            parent_indices=[-1 if parent is None else parent for parent in parents],
             log_probs=list(
-                chain.from_iterable([each.log_probs or [math.nan] * len(each) for each in trees])
+                chain.from_iterable([tree.log_probs or [math.nan] * len(tree) for tree in trees])
             ),
             trees=trees,
         )
@@ -114,7 +115,7 @@ class CandidateColumns:
         return map(self.candidate, range(len(self)))
 
     def runs(self) -> Iterator[Run]:
-        """Yields candidates side by side that have one fence and are all conditional, or none."""
+        """Yields runs of adjacent candidates with the same fence, all or none with a condition."""
         is_conditional = [bonus >= 0 for bonus in self.bonus_token_ids]
         columns = self.sequence_ids, self.rounds, self.committed_token_counts, is_conditional
         start = 0
@@ -124,13 +125,12 @@ class CandidateColumns:
             start = end
 
     def keys(self, places: range) -> Iterator[ConditionKey]:
-        """Returns the conditions of candidates side by side that have one."""
-        own = slice(places.start, places.stop)
-        columns = self.node_indices[own], self.bonus_token_ids[own], self.conditioned_ids[own]
+        """Returns the conditions of adjacent candidates, all conditional."""
+        run = slice(places.start, places.stop)
+        columns = self.node_indices[run], self.bonus_token_ids[run], self.conditioned_ids[run]
         return zip(*columns, strict=True)
 
     def candidate(self, place: int) -> Candidate:
-        """Returns one candidate."""
         condition, bonus_token_id = None, self.bonus_token_ids[place]
         if bonus_token_id >= 0:
             node_index = self.node_indices[place]
@@ -147,31 +147,30 @@ class CandidateColumns:
         )
 
     def tree(self, place: int) -> TokenTree:
-        """Returns the tree of one candidate."""
         if self.trees:
             return self.trees[place]
         nodes = slice(self.node_offsets[place], self.node_offsets[place + 1])
-        log_probs = _listed(self.log_probs[nodes])
+        log_probs = _as_list(self.log_probs[nodes])
         has_log_probs = bool(log_probs) and not math.isnan(log_probs[0])
         return TokenTree(
-            tuple(_listed(self.token_ids[nodes])),
-            tuple([None if each < 0 else each for each in _listed(self.parent_indices[nodes])]),
+            tuple(_as_list(self.token_ids[nodes])),
+            tuple([None if node < 0 else node for node in _as_list(self.parent_indices[nodes])]),
             tuple(log_probs) if has_log_probs else (),
         )
 
 
 def condition_key(condition: Condition) -> ConditionKey:
-    """Returns a condition as numbers."""
     node_index = -1 if condition.node_index is None else condition.node_index
     return node_index, condition.bonus_token_id, condition.candidate_id or 0
 
 
-def _row(each: Candidate) -> CandidateRow:
-    condition = UNCONDITIONAL if each.condition is None else condition_key(each.condition)
-    fence = each.sequence_id, each.round, each.committed_token_count
-    return *fence, each.candidate_id or 0, *condition, each.shape, each.tree
+def _row(candidate: Candidate) -> CandidateRow:
+    condition = candidate.condition
+    key = UNCONDITIONAL if condition is None else condition_key(condition)
+    fence = candidate.sequence_id, candidate.round, candidate.committed_token_count
+    return *fence, candidate.candidate_id or 0, *key, candidate.shape, candidate.tree
 
 
-def _listed(part: list[T] | NDArray[Any]) -> list[T]:
-    listed: list[T] = part if isinstance(part, list) else part.tolist()
-    return listed
+def _as_list(column: list[T] | NDArray[Any]) -> list[T]:
+    values: list[T] = column if isinstance(column, list) else column.tolist()
+    return values

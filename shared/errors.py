@@ -1,4 +1,4 @@
-"""Errors a caller can cause, drawn as a tree. Each knows its reason and its gRPC status code.
+"""Errors that a caller can cause, as a tree. Each has a reason and a gRPC status code.
 
 OutriderError
 ├── InvalidArgument          INVALID_ARGUMENT      names the field, the value and the limit
@@ -25,7 +25,7 @@ from typing import Self
 
 
 class StatusCode(enum.IntEnum):
-    """Canonical gRPC status codes that errors of the tree have; grpc itself is not needed here."""
+    """Canonical gRPC status codes of the errors, so that this module needs no grpc."""
 
     CANCELLED = 1
     INVALID_ARGUMENT = 3
@@ -51,10 +51,10 @@ class OutriderError(Exception):
     """Root of the tree.
 
     Attributes:
-        reason: UPPER_SNAKE_CASE, stable; travels as `ErrorInfo.reason`.
+        reason: UPPER_SNAKE_CASE, stable; sent as `ErrorInfo.reason`.
         message: names the value and the limit.
-        violations: the fields at fault, for `BadRequest`.
-        retry_after_s: when a retry may succeed, for `RetryInfo`; None says do not retry.
+        violations: the invalid fields, for `BadRequest`.
+        retry_after_s: when a retry may succeed, for `RetryInfo`; None: do not retry.
     """
 
     code = StatusCode.INTERNAL
@@ -75,7 +75,7 @@ class OutriderError(Exception):
 
 
 class InvalidArgument(OutriderError):
-    """The request itself is wrong; sending it again cannot help."""
+    """The request is invalid; sending it again cannot help."""
 
     code = StatusCode.INVALID_ARGUMENT
 
@@ -93,7 +93,7 @@ class InvalidArgument(OutriderError):
     @classmethod
     def wrong_count(cls, field: str, count: int, noun: str, limit: str) -> Self:
         """Args:
-        noun: what is counted, in the plural.
+        noun: the items counted, in the plural.
         """
         message = f"{field} has {count:,} {noun}; it must have {limit}"
         return cls.of("SAMPLING_PARAM_OUT_OF_RANGE", field, message)
@@ -108,7 +108,7 @@ class InvalidArgument(OutriderError):
 
     @classmethod
     def prompt_too_long(cls, num_tokens: int, limit: int, at_least: str = "") -> Self:
-        # The last words are what client libraries look for before they fall back or cut.
+        # Client libraries look for the last words before they fall back or shorten the prompt.
         message = (
             f"the prompt has {at_least}{num_tokens:,} tokens; the model accepts {limit:,}: "
             "the prompt is longer than the model's context length"
@@ -117,7 +117,7 @@ class InvalidArgument(OutriderError):
 
 
 class FailedPrecondition(OutriderError):
-    """Both sides are well-formed but do not fit together."""
+    """Both sides are valid but do not fit together."""
 
     code = StatusCode.FAILED_PRECONDITION
 
@@ -160,7 +160,7 @@ class Unavailable(OutriderError):
 
 
 class PermissionDenied(OutriderError):
-    """The caller is known, and may not do this."""
+    """The caller is known, but not allowed to do this."""
 
     code = StatusCode.PERMISSION_DENIED
 
@@ -184,7 +184,7 @@ class DeadlineExceeded(OutriderError):
 
 
 class Unimplemented(OutriderError):
-    """This process does not offer it, whatever the state it is in."""
+    """This process does not offer the method, in any state."""
 
     code = StatusCode.UNIMPLEMENTED
 
@@ -194,7 +194,7 @@ class Unimplemented(OutriderError):
 
 
 class EngineFailed(OutriderError):
-    """The engine broke; the caller gets the request id only."""
+    """The engine failed; the caller gets only the request id."""
 
     code = StatusCode.INTERNAL
 
@@ -223,9 +223,9 @@ class CheckpointError(OutriderError):
 
 
 def error_class(code: int) -> type[OutriderError]:
-    """Returns the class of errors that arrive with a canonical gRPC code.
+    """Returns the error class of a canonical gRPC code.
 
-    Codes that nothing of ours answers with, such as DATA_LOSS, give the root class.
+    Codes that no class here has, such as DATA_LOSS, give the root class.
     """
     classes: tuple[type[OutriderError], ...] = (
         InvalidArgument,
@@ -239,4 +239,4 @@ def error_class(code: int) -> type[OutriderError]:
         Unimplemented,
         EngineFailed,
     )
-    return next((each for each in classes if each.code == code), OutriderError)
+    return next((kind for kind in classes if kind.code == code), OutriderError)

@@ -1,8 +1,8 @@
-"""When Python looks for garbage.
+"""When Python's garbage collector runs.
 
-While a service loads its modules nothing becomes garbage, and what is there, some 200,000 objects
-with torch, would be looked through again and again: a sixth of a start. Later a full collection
-that walks them takes 50 ms, in which no thread launches a step or sends a token.
+While a service loads its modules nothing becomes garbage, but the collector would walk the loaded
+objects, some 200,000 with torch, again and again: a sixth of the start-up time. Later a full
+collection of these objects takes 50 ms, in which no thread launches a step or sends a token.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import gc
 
 
 def collect_none() -> None:
-    """Collects nothing until `collect_from_here`, which each service calls once it has loaded."""
+    """Disables the collector until `collect_from_here`, which a service calls once it is loaded."""
     gc.disable()
 
 
 def collect_from_here() -> None:
-    """Collects garbage among what is made from here on; what is there stays."""
+    """Enables the collector, for objects made from now on; older ones are never collected."""
     gc.freeze()
     gc.enable()

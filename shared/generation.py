@@ -1,5 +1,4 @@
-"""What a target is asked of a prompt and what it tells of an answer, in the target and in the
-gateway alike. Plain data."""
+"""Requests to a target and the events of its answers, for target and gateway. Plain data."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ class PromptScoring:
 
     Attributes:
         start: position of the first one; the token at position 0 has none.
-        num_top: alternatives of each.
+        num_top: most probable alternatives per token.
     """
 
     start: int
@@ -25,26 +24,27 @@ class PromptScoring:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationParams:
-    """One prompt to continue, and how.
+    """One prompt to continue, and the parameters of its generation.
 
     Attributes:
         request_id: for logs and traces.
         prompt_token_ids: at least one.
-        top_logprobs: None for no log probabilities; 0 for those of the drawn tokens only.
-        logprobs_after_temperature: they are those after bias, penalties and temperature.
+        top_logprobs: None returns no log probabilities, 0 only those of the drawn tokens.
+        logprobs_after_temperature: log probabilities are after bias, penalties and temperature.
         logprob_token_ids: tokens whose log probabilities are returned at each position.
-        prompt_scoring: which prompt tokens get log probabilities; None for none.
-        priority: whose turn it is; the least value first.
+        prompt_scoring: which prompt tokens get log probabilities; None is none.
+        priority: requests with the lowest value are scheduled first.
         speculation_disabled: no trees are drafted.
-        draft_algorithm: only drafts of this algorithm help; None lets any.
-        num_draft_steps: depth of trees, instead of the target's choice.
-        num_draft_tokens: rows of a tree that are verified at most, the root included, likewise.
-        num_outcomes: most verdicts that a draft prepares for, likewise; 0 drafts after each.
-        wants_trace: every delta tells what its round did.
-        never_learnt: no learner is shown it.
-        traceparent: the span that it is part of; None when nobody traces.
-        cache_salt: cache entries of it are for requests of the same salt only.
-        predicted_token_ids: text that the output may hold in long runs.
+        draft_algorithm: only drafts of this algorithm are used; None allows any.
+        num_draft_steps: depth of trees; None is the target's choice.
+        num_draft_tokens: most rows of a verified tree, the root included; None likewise.
+        num_outcomes: most verdicts that a draft drafts ahead for; None likewise. At 0 each tree is
+            drafted after its verdict.
+        wants_trace: every delta has the trace of its round.
+        never_learnt: the request is never sent to a learner.
+        traceparent: the span that the request is part of; None without tracing.
+        cache_salt: the request's cache entries are shared only with requests of the same salt.
+        predicted_token_ids: text of which the output may contain long parts.
         wants_routes: return the experts of each token at the end.
     """
 
@@ -77,8 +77,9 @@ class DraftAnswer:
 
     Attributes:
         algorithm: of the draft that has the sequence.
-        response_s: from the verdict before to their arrival; 0 when they were pushed ahead; None
-            when there are none, and for the first, which wait for the draft to read the prompt.
+        response_s: time from the previous verdict to the arrival of the candidates; 0 if they were
+            pushed ahead. None without candidates, and for the first ones, which include the
+            draft's prefill.
     """
 
     algorithm: str
@@ -90,11 +91,11 @@ class RoundTrace:
     """One round. The rounds of a sequence follow each other: wait, verify, wait, verify, …
 
     Attributes:
-        tree: as it was verified; empty when the step ran without.
+        tree: the verified tree; empty for a plain step.
         accepted_nodes: nodes of `tree` that were committed, the root's child first.
-        num_rows: rows in the forward, uncomputed committed tokens and nodes.
+        num_rows: rows in the forward: committed tokens without KV, and nodes.
         verify_s: from the plan of the step to its verdict.
-        wait_s: from the verdict before, or from leaving the queue, to that plan.
+        wait_s: from the previous verdict, or from leaving the queue, to that plan.
         draft: None when no draft has the sequence.
     """
 
@@ -115,8 +116,8 @@ class SpeculationStats:
         num_rounds: decode steps, with or without candidates.
         num_verified_rounds: rounds in which a tree was verified.
         num_drafted: draft nodes verified.
-        num_accepted: draft nodes accepted and kept, bonus tokens left out.
-        num_missed_rounds: rounds that wanted a tree and ran without.
+        num_accepted: draft nodes accepted and committed, without bonus tokens.
+        num_missed_rounds: rounds that requested a tree and ran without one.
         histogram: element i counts verified rounds that accepted exactly i nodes.
     """
 
@@ -128,7 +129,6 @@ class SpeculationStats:
     histogram: list[int] = field(default_factory=list)
 
     def add_verified(self, num_drafted: int, num_accepted: int) -> None:
-        """Counts a verified round."""
         self.num_verified_rounds += 1
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
@@ -141,7 +141,7 @@ class Started:
     """The request left the target's queue.
 
     Attributes:
-        queue_s: how long it was in it.
+        queue_s: time in the queue.
     """
 
     num_cached_tokens: int
@@ -150,7 +150,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class PromptScored:
-    """Log probabilities of prompt tokens, of one step of the prefill.
+    """Log probabilities of prompt tokens, from one step of the prefill.
 
     Attributes:
         start: position of the first one, at least 1.
@@ -164,13 +164,13 @@ class PromptScored:
 class Delta:
     """Tokens committed by one step; the first `num_accepted` of them were drafted.
 
-    Not frozen: one is made for every request and step, and freezing triples its cost.
+    Not frozen: one is made for every request and step, and freezing triples the cost.
 
     Attributes:
         logprobs: one entry for each token, or empty.
-        num_drafted: draft nodes verified in the step; 0 when it ran without a tree.
-        trace: when the request wants it.
-        weight_version: of the weights from here on; None while it is that of the delta before.
+        num_drafted: draft nodes verified in the step; 0 for a plain step.
+        trace: of the round, if the request wants it.
+        weight_version: of the weights from this delta on; None: unchanged since the last delta.
     """
 
     token_ids: Sequence[int]
@@ -182,7 +182,7 @@ class Delta:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is nothing but tokens and counts."""
+        """Whether the delta has only tokens and counts."""
         return not self.logprobs and self.trace is None and self.weight_version is None
 
 
@@ -191,7 +191,7 @@ class Failed:
     """The request ended with an error.
 
     Attributes:
-        may_retry: another target may do better: this one was full, leaving or lost.
+        may_retry: another target may succeed, because this one was full, draining or lost.
     """
 
     error: OutriderError
@@ -199,10 +199,10 @@ class Failed:
 
 
 def check_num_top(field: str, value: int) -> int:
-    """Returns the number of likeliest tokens that are asked for.
+    """Returns `value`, the number of most probable tokens to report per position.
 
     Raises:
-        InvalidArgument: a target computes less.
+        InvalidArgument: the value is out of range.
     """
     if not 0 <= value <= MAX_TOP_LOGPROBS:
         raise InvalidArgument.out_of_range(field, value, f"[0, {MAX_TOP_LOGPROBS}]")

@@ -1,17 +1,17 @@
-"""Constraints on an output, as clients write them. Compiled on the target, never on the gateway."""
+"""Grammars that constrain an output, as text. The target compiles them, never the gateway."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 JsonSchema = dict[str, Any]
-_OF_SCHEMAS = frozenset(
+_SCHEMA_MAPS = frozenset(
     {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
 )
-_SCHEMAS = frozenset(
+_SCHEMA_KEYWORDS = frozenset(
     {"additionalItems", "additionalProperties", "contains", "else", "if", "items", "not"}
     | {"propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"}
     | {"allOf", "anyOf", "oneOf", "prefixItems"}
@@ -19,7 +19,7 @@ _SCHEMAS = frozenset(
 
 
 class GrammarKind(enum.Enum):
-    """The languages grammars come in."""
+    """The language of a grammar."""
 
     JSON_SCHEMA = "JSON schema"
     REGEX = "regular expression"
@@ -33,7 +33,7 @@ class Grammar:
     """A grammar over the whole output.
 
     Attributes:
-        source: one text; for choices, each of the texts.
+        source: a single text; for choices, one text per choice.
     """
 
     kind: GrammarKind
@@ -44,12 +44,11 @@ class Grammar:
 
     @classmethod
     def of(cls, kind: GrammarKind, source: str) -> Grammar:
-        """Returns the grammar of one text."""
         return cls(kind, (source,))
 
     @property
     def text(self) -> str:
-        """The one text of every kind but choices."""
+        """The text of a grammar of any kind but choices."""
         return self.source[0]
 
     @property
@@ -58,37 +57,33 @@ class Grammar:
 
 
 def edited(schema: JsonSchema, edit: Callable[[JsonSchema], None]) -> JsonSchema:
-    """Returns a copy of a schema in which every schema has been through `edit`, those above first.
-    What only looks like a schema, a value of an `enum`, stays."""
+    """Returns a copy of a schema with `edit` applied to it and every schema inside, outer ones
+    first. Values that only look like schemas, such as those of an `enum`, stay."""
     copy = dict(schema)
-    waiting = [copy]
-    while waiting:
-        current = waiting.pop()
+    pending = [copy]
+    while pending:
+        current = pending.pop()
         edit(current)
         for key, value in list(current.items()):
-            if key in _OF_SCHEMAS and isinstance(value, dict):
+            if key in _SCHEMA_MAPS and isinstance(value, dict):
                 current[key], inner = _copied(value)
-                waiting += inner
-            elif key in _SCHEMAS:
+                pending += inner
+            elif key in _SCHEMA_KEYWORDS:
                 holder, inner = _copied({key: value})
                 current[key] = holder[key]
-                waiting += inner
+                pending += inner
     return copy
 
 
 def _copied(holder: JsonSchema) -> tuple[JsonSchema, list[JsonSchema]]:
-    """Returns a copy of a keyword's value that holds schemas, alone or in lists, and the copied
+    """Returns a copy of an object whose values are schemas or lists of them, and the copied
     schemas."""
     copy = {key: _copy(value) for key, value in holder.items()}
-    return copy, [schema for value in copy.values() for schema in _schemas(value)]
+    lists = (value if isinstance(value, list) else [value] for value in copy.values())
+    return copy, [item for items in lists for item in items if isinstance(item, dict)]
 
 
 def _copy(value: Any) -> Any:
     if isinstance(value, list):
-        return [dict(each) if isinstance(each, dict) else each for each in value]
+        return [dict(item) if isinstance(item, dict) else item for item in value]
     return dict(value) if isinstance(value, dict) else value
-
-
-def _schemas(value: Any) -> Iterator[JsonSchema]:
-    yield from (each for each in (value if isinstance(value, list) else [value])
-                if isinstance(each, dict))  # fmt: skip

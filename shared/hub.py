@@ -1,8 +1,8 @@
 """Models named by their id on the Hugging Face Hub instead of by a folder.
 
 `meta-llama/Llama-3.1-8B-Instruct` is a model, `thunlp/LLaMA3-Instruct-8B-FR-Spec/freq_32768.pt` a
-file of one. Files come through `huggingface_hub`, with its cache (`HF_HOME`), token (`HF_TOKEN`),
-offline mode (`HF_HUB_OFFLINE=1`) and progress bars. A path that exists is taken as it is.
+file of a model. Files are fetched by `huggingface_hub`, with its cache (`HF_HOME`), token
+(`HF_TOKEN`), offline mode (`HF_HUB_OFFLINE=1`) and progress bars. A path that exists is used as is.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from shared.errors import SettingsError
 BUILT_IN: Mapping[str, Path] = MappingProxyType(
     {"demo-moe": Path(__file__).parent / "demo" / "demo-moe"}
 )
-"""Models of this repository that are named without a path."""
+"""Models of this repository, which have a name instead of a path."""
 
 _MODEL_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 _FILE_ID = re.compile(r"([\w][\w.-]*/[\w][\w.-]*)/(.+)")
 _CACHED_PREFIX = "models--"
-# What a server reads: configuration, tokenizer, chat template, weights in one of two formats.
+# The files that a server reads: configuration, tokenizer, chat template, weights in two formats.
 _FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.safetensors")
-_OLD_WEIGHTS = "*.bin"
+_PICKLED_WEIGHTS = "*.bin"
 _SUBFOLDERS = "*/*"
 
 
 def is_hub_id(path: Path) -> bool:
-    """Whether a path can only be the id of a model, or of a file of one: nothing is there."""
+    """Whether a path has the form of a model's or model file's id, and does not exist."""
     text = str(path)
     has_id = _MODEL_ID.fullmatch(text) or _FILE_ID.fullmatch(text)
     return has_id is not None and not path.exists()
 
 
 def local_path(path: Path, *, flag: str, revision: str | None = None) -> Path:
-    """Returns where a model, or a file of one, is on this machine, after fetching it if need be.
+    """Returns the local path of a model, or of a file of a model, which is fetched if necessary.
 
     Args:
-        flag: that named it, for messages.
-        revision: branch, tag or commit on the Hub; its main branch when None.
+        flag: the flag with the path, for messages.
+        revision: branch, tag or commit on the Hub; None is the main branch.
 
     Raises:
-        SettingsError: it is neither here nor to be had, or a folder is given with a revision.
+        SettingsError: the model is not here and cannot be fetched, or a folder has a revision.
     """
     if str(path) in BUILT_IN and not path.exists():
         path = BUILT_IN[str(path)]
@@ -63,7 +63,8 @@ def local_path(path: Path, *, flag: str, revision: str | None = None) -> Path:
 
 
 def shown_name(folder: Path) -> str:
-    """Returns the name of a model for people: its id when it lies in the Hub's cache."""
+    """Returns the displayed name of a model: its id if it is in the Hub's cache, else its folder's
+    name."""
     resolved = folder.resolve()
     if _is_snapshot(resolved):
         return resolved.parent.parent.name.removeprefix(_CACHED_PREFIX).replace("--", "/")
@@ -71,7 +72,7 @@ def shown_name(folder: Path) -> str:
 
 
 def _is_snapshot(folder: Path) -> bool:
-    """Whether a folder is that of one revision in the Hub's cache."""
+    """Whether a folder is a revision in the Hub's cache."""
     parent = folder.parent
     return parent.name == "snapshots" and parent.parent.name.startswith(_CACHED_PREFIX)
 
@@ -92,7 +93,7 @@ def _folder(model_id: str, revision: str | None, flag: str) -> Path:
     try:
         folder = fetch(allow_patterns=_FILES)
         if not any(folder.glob("*.safetensors")):
-            fetch(allow_patterns=(*_FILES, _OLD_WEIGHTS))
+            fetch(allow_patterns=(*_FILES, _PICKLED_WEIGHTS))
     except (OSError, ValueError) as error:
         raise SettingsError((_refusal(model_id, revision, flag, error),)) from error
     return folder
@@ -108,8 +109,8 @@ def _file(model_id: str, name: str, revision: str | None, flag: str) -> Path:
 
 
 def _refusal(model_id: str, revision: str | None, flag: str, error: Exception) -> str:
-    """Says why a model could not be had, and what to do."""
-    from huggingface_hub import errors
+    """Returns why a model could not be fetched, and what to do."""
+    from huggingface_hub import constants, errors
 
     named = model_id if revision is None else f"{model_id} at revision {revision}"
     if isinstance(error, errors.GatedRepoError):
@@ -120,10 +121,11 @@ def _refusal(model_id: str, revision: str | None, flag: str, error: Exception) -
     elif isinstance(error, errors.RevisionNotFoundError):
         why = "it has no such revision"
     elif isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
+        cache, repository = constants.HF_HUB_CACHE, "/".join(model_id.split("/")[:2])
         why = (
-            f"it is not in the cache ({_cache_folder()}), and huggingface.co cannot be reached or "
-            f"HF_HUB_OFFLINE is set. With a network: `hf download {_repository(model_id)}`; or "
-            f"give a local folder"
+            f"it is not in the cache ({cache}), and huggingface.co cannot be reached or "
+            f"HF_HUB_OFFLINE is set. With a network: `hf download {repository}`; or give a local "
+            f"folder"
         )
     elif isinstance(error, errors.RepositoryNotFoundError):
         why = "it is unknown or not shown to you; check the name"
@@ -132,13 +134,3 @@ def _refusal(model_id: str, revision: str | None, flag: str, error: Exception) -
     else:
         why = f"{type(error).__name__}: {error}"
     return f"{flag} is {named}: there is no such path here, and as a model of the Hub {why}"
-
-
-def _repository(model_id: str) -> str:
-    return "/".join(model_id.split("/")[:2])
-
-
-def _cache_folder() -> str:
-    from huggingface_hub import constants
-
-    return str(constants.HF_HUB_CACHE)

@@ -1,4 +1,4 @@
-"""The bounded queue from other threads, such as an event loop, to an engine's."""
+"""The bounded queue of commands from other threads, such as an event loop, to an engine thread."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Command = Callable[[], None]
 class Inbox:
     """Commands for the engine thread, run in order at the start of a step.
 
-    Posting never waits for the engine and drops nothing. What asks for work is refused when the
-    inbox is full or closed; what ends work never is, or the engine would go on with what nobody
-    waits for. Calls have a bound of their own: however much peers have sent, operators are
-    answered behind it.
+    Posting never waits for the engine, and drops nothing. Commands that start work are refused when
+    the inbox is full or closed. Commands that end work are always accepted, or the engine would
+    continue work that nobody waits for. Calls have a separate bound, so that operators are answered
+    however many commands peers have posted.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._num_calls = 0  # that wait
+        self._num_calls = 0  # calls in the queue
         self._refusal: Callable[[], OutriderError] | None = None
         self._lock = threading.Lock()
 
@@ -34,7 +34,7 @@ class Inbox:
         """Queues a command.
 
         Raises:
-            QueueFull: the engine is that far behind.
+            QueueFull: the queue is at its capacity.
             OutriderError: the inbox is closed; see `close`.
         """
         with self._lock:
@@ -42,16 +42,16 @@ class Inbox:
             self._commands.put(command)
 
     def post_end(self, command: Command) -> None:
-        """Queues a command that ends what an earlier one began; no more of them come than of
-        those, so they need no bound."""
+        """Queues a command that ends what an earlier command began. There is at most one for each
+        of these, so they need no bound."""
         self._commands.put(command)
 
     def close(self, refusal: Callable[[], OutriderError]) -> None:
-        """Refuses work from now on. Whatever was taken before is in the queue once this returns, so
-        that a last `run_all` leaves nobody without an answer.
+        """Refuses commands from now on. All accepted commands are in the queue once this returns,
+        so a last `run_all` runs every one of them.
 
         Args:
-            refusal: the error for later submissions; that of the first `close` counts.
+            refusal: returns the error for later commands; the first `close` sets it.
         """
         with self._lock:
             self._refusal = self._refusal or refusal
@@ -60,7 +60,7 @@ class Inbox:
         """Queues a function and returns the future of its result.
 
         Raises:
-            QueueFull: as many calls wait as commands may.
+            QueueFull: `capacity` calls are queued.
             OutriderError: the inbox is closed; see `close`.
         """
         future: Future[T] = Future()
@@ -72,7 +72,7 @@ class Inbox:
                 return
             try:
                 future.set_result(function())
-            except Exception as error:  # handed to the caller, who waits for it
+            except Exception as error:  # passed to the caller by the future
                 future.set_exception(error)
 
         with self._lock:
@@ -82,7 +82,7 @@ class Inbox:
         return future
 
     def run_all(self, *, wait_s: float | None = 0.0) -> None:
-        """Runs every queued command; waits up to `wait_s` for the first, for ever on None."""
+        """Runs every queued command; waits up to `wait_s` for the first, without limit if None."""
         is_waiting = wait_s is None or wait_s > 0.0
         while True:
             try:

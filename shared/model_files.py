@@ -10,9 +10,9 @@ from typing import Any
 from shared.errors import CheckpointError
 
 _TOKENIZER_JSON = "tokenizer.json"
-_OTHER_FILES = ("tokenizer.model", "vocab.json", "merges.txt")
-# What of tokenizer.json decides which ids a text becomes and which text ids become.
-_DECISIVE_KEYS = ("added_tokens", "normalizer", "pre_tokenizer", "model", "decoder")
+_VOCABULARY_FILES = ("tokenizer.model", "vocab.json", "merges.txt")
+# The parts of tokenizer.json that affect encoding or decoding.
+_HASHED_KEYS = ("added_tokens", "normalizer", "pre_tokenizer", "model", "decoder")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def num_ids(folder: Path) -> int:
-    """Returns the ids of the model in a folder; 0 where there is none, or it does not say.
+    """Returns the vocabulary size of the model in a folder; 0 if its config has none.
 
     Raises:
         CheckpointError: its config.json cannot be read.
@@ -46,34 +46,30 @@ def num_ids(folder: Path) -> int:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a model's folder brings a tokenizer."""
-    return any((folder / name).is_file() for name in (_TOKENIZER_JSON, *_OTHER_FILES))
+    return any((folder / name).is_file() for name in (_TOKENIZER_JSON, *_VOCABULARY_FILES))
 
 
 def tokenizer_sha256(folder: Path) -> str:
-    """Returns the SHA-256, lower-case hexadecimal, of the files that decide a tokenizer's ids, by
-    which two processes check that they share them.
+    """Returns the SHA-256, lower-case hexadecimal, of the files that determine a tokenizer's ids.
+    By it two processes check that they have the same tokenizer.
 
-    Padding, truncation and formatting of `tokenizer.json` do not count, because tools rewrite
-    them; for folders without that file, of their vocabulary files.
+    It is that of `tokenizer.json` without padding, truncation and formatting, which tools rewrite;
+    in folders without that file, that of the vocabulary files.
 
     Raises:
         CheckpointError: the folder holds no tokenizer, or one that cannot be read.
     """
     path = folder / _TOKENIZER_JSON
     if path.is_file():
-        return hashlib.sha256(_decisive_json(path)).hexdigest()
-    present = [folder / name for name in _OTHER_FILES if (folder / name).is_file()]
+        content = read_json(path)
+        hashed = {key: content.get(key) for key in _HASHED_KEYS}
+        text = json.dumps(hashed, sort_keys=True, ensure_ascii=False)
+        return hashlib.sha256(text.encode()).hexdigest()
+    present = [folder / name for name in _VOCABULARY_FILES if (folder / name).is_file()]
     if not present:
-        names = ", ".join((_TOKENIZER_JSON, *_OTHER_FILES))
+        names = ", ".join((_TOKENIZER_JSON, *_VOCABULARY_FILES))
         raise CheckpointError(f"{folder} holds no tokenizer: none of {names}")
     digest = hashlib.sha256()
     for file in present:
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()
-
-
-def _decisive_json(path: Path) -> bytes:
-    content = read_json(path)
-    decisive = {key: content.get(key) for key in _DECISIVE_KEYS}
-    return json.dumps(decisive, sort_keys=True, ensure_ascii=False).encode()

@@ -1,5 +1,5 @@
-"""Options for loading and running a model, as settings name them. Free of torch: settings are read
-without."""
+"""Options for loading and running a model, as in the settings. No torch, because settings are read
+without it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPE_SYNONYMS = MappingProxyType(
         "fp32": "float32",
     }
 )
-"""Names of element types in other servers, with ours."""
+"""Our names of element types, by their names in other servers."""
 
 BACKEND_SYNONYMS = MappingProxyType(
     {
@@ -31,7 +31,7 @@ BACKEND_SYNONYMS = MappingProxyType(
         ),
     }
 )
-"""Names of SGLang's attention backends; those whose kernels are not here stand for `auto`."""
+"""Our attention backends, by SGLang's names; a backend that we do not have is `auto`."""
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
@@ -46,11 +46,11 @@ class Dtype(enum.Enum):
 
 
 class Quantisation(enum.Enum):
-    """In what the matrices of a model's layers are held; products are in the model's dtype.
+    """The format of the weight matrices of a model's layers; products are in the model's dtype.
 
-    A channel, that is an output of a matrix, has a scale of its own: int8 in equal steps, fp8 as
-    e4m3. Matrices that a checkpoint has in these 8 bits keep its numbers and scales. `unquant`
-    keeps those in any 8 bits that the device multiplies, and widens them elsewhere.
+    Each channel (output of a matrix) has a scale; int8 has equal steps, fp8 is e4m3. Matrices that
+    a checkpoint has in the same 8-bit format keep its values and scales. With `unquant`, 8-bit
+    matrices stay as they are if the device can multiply them, and are widened otherwise.
     """
 
     UNQUANT = "unquant"
@@ -59,7 +59,7 @@ class Quantisation(enum.Enum):
 
 
 class KvDtype(enum.Enum):
-    """Element type of a KV cache; `auto` is the model's. fp8 has a factor a head."""
+    """Element type of a KV cache; `auto` is the model's. fp8 has a scale per head."""
 
     AUTO = "auto"
     BFLOAT16 = "bfloat16"
@@ -85,10 +85,11 @@ class AttentionBackend(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Options of a loader beside dtype and device.
+    """Options of a loader in addition to dtype and device.
 
     Attributes:
-        is_deterministic: a decoder's products keep a row's bits for every number of rows.
+        is_deterministic: a decoder's products are batch-invariant: a row's bits do not depend on
+            the number of rows.
     """
 
     load_format: LoadFormat = LoadFormat.AUTO
@@ -98,7 +99,7 @@ class ModelOptions:
 
 
 def device_problems(name: str) -> tuple[str, ...]:
-    """Returns what is wrong with the value of `--device`, if anything."""
+    """Returns the problem with the value of `--device`, if there is one."""
     if _DEVICE.fullmatch(name):
         return ()
     return (f"--device: {name!r} is not auto, cpu, cuda or cuda:N",)

@@ -1,17 +1,17 @@
-"""How far a draft's confidence is believed when it ranks likely verdicts. No torch.
+"""Weights of the acceptance estimate by which a draft ranks likely verdicts. No torch.
 
-A draft's confidence says which of its choices are sure; what the target took before says how far to
-believe it. A token's probability is a mean of the two: its own, and how often the target took the
-choice of its rank.
+A token's estimate is a weighted mean of its draft probability and of the measured share of tokens
+of its rank that the target accepted. The first says which tokens are sure, the second how far to
+trust the draft.
 """
 
 from __future__ import annotations
 
 MEASURED_WEIGHT = 0.5
-"""Weight of what the target took before."""
+"""Weight of the measured share in the mean."""
 PRIOR_TOKENS = 8.0
-"""Weight of the prior in verified tokens: enough for a start, soon outweighed."""
+"""Weight of the prior, in verified tokens: soon outweighed by measurements."""
 PRIOR_SHARE = 0.5
-"""Share of each choice in what the ones before it leave: a geometric fan-out."""
+"""Prior share of each rank in what the ranks before it leave: a geometric distribution."""
 MEMORY_TOKENS = 4096.0
-"""Older tokens count for less, because texts change."""
+"""Verified tokens beyond which older ones count for less, because texts change."""

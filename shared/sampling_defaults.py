@@ -1,4 +1,4 @@
-"""What a request says nothing of, and the limits of what it says of speculation."""
+"""Sampling parameters and seeds of requests that set none, and limits of speculation parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def drawn_seed() -> int:
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """Returns the seed of one of `n` choices: the request's own for the first, distinct ones after.
+    """Returns the seed of one of `n` choices: the request's for the first, distinct ones after.
 
     Source: Steele, Lea, Flood 2014, "Fast Splittable Pseudorandom Number Generators", mix64.
     """
@@ -35,10 +35,10 @@ def choice_seed(seed: int, choice: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class IntegerLimit:
-    """The range of one optional field.
+    """The range of an optional integer field.
 
     Attributes:
-        field: its name in JSON, which errors of the target use as well.
+        field: its name in JSON, also used in the target's errors.
         lowest, highest: inclusive.
     """
 
@@ -47,7 +47,7 @@ class IntegerLimit:
     highest: int
 
     def checked(self, value: int | None) -> int | None:
-        """Returns the value; None where the request has none.
+        """Returns the value; None if the request has none.
 
         Raises:
             InvalidArgument: the value is out of range.
@@ -63,12 +63,13 @@ TREE_STEPS = IntegerLimit("speculation.num_steps", 1, 32)
 TREE_TOKENS = IntegerLimit("speculation.num_draft_tokens", 1, 257)
 """Most rows of a verified tree, root included."""
 OUTCOMES = IntegerLimit("speculation.outcome_budget", 0, 64)
-"""Most outcomes for which a draft prepares trees ahead."""
+"""Most verdicts for which a draft drafts ahead."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Used where a request says nothing. OpenAI's are temperature 1 and everything else off."""
+    """Values of parameters that a request does not set. OpenAI's are temperature 1 and the rest
+    off."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -78,9 +79,9 @@ class SamplingDefaults:
 
     @classmethod
     def read(cls, folder: Path) -> SamplingDefaults:
-        """Returns what the model's author recommends, OpenAI's defaults for the rest.
+        """Returns the defaults in the model's `generation_config.json`, completed by OpenAI's.
 
-        `do_sample` is not read: whoever wants greedy decoding asks for temperature 0.
+        `do_sample` is not read: requests ask for greedy decoding by temperature 0.
 
         Raises:
             CheckpointError: the file is no JSON object or holds a value out of range.

@@ -9,7 +9,7 @@
 
 The field `max_running_requests` is the flag `--max-running-requests`, which beats the file of
 `--config`, which beats the variable `OUTRIDER_DRAFT_MAX_RUNNING_REQUESTS`, which beats the default.
-Everything that is wrong is reported at once, by name, with what would have been right."""
+All invalid settings are reported at once, by name, with the values that are valid."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ __all__ = [
 ENV_PREFIX = "OUTRIDER_"
 S = TypeVar("S")
 
-# Schemes of names that have a port behind them; gRPC takes 443 where it is missing.
-_DNS = re.compile(r"^dns:(//[^/]*/)?")
-_LITERAL = re.compile(r"ipv[46]:")
-# Those whose names have no such port; whether they can be dialled is gRPC's to say.
-_OTHER = re.compile(r"(unix|unix-abstract|vsock|xds):.")
+# Schemes whose names end with a port; gRPC takes 443 if it is missing.
+_DNS_SCHEME = re.compile(r"^dns:(//[^/]*/)?")
+_IP_SCHEME = re.compile(r"ipv[46]:")
+# Schemes whose names have no port; gRPC checks them when it dials.
+_SCHEMES_WITHOUT_PORT = re.compile(r"(unix|unix-abstract|vsock|xds):.")
 _HOST_AND_PORT = re.compile(r"(\[[^\[\]\s]+\]|[^\s:/\[\],]+):(?P<port>\d{1,5})")
 _MAX_PORT = 65535
 
@@ -75,13 +75,13 @@ def load_settings(
 
     Args:
         cls: dataclass whose fields are made by `setting`. Its `__post_init__` may raise
-            `SettingsError` for what concerns several fields.
+            `SettingsError` for problems that concern several fields.
         service: `target`, `draft` or `gateway`: the middle of the names of its variables.
         arguments: flags, without the name of the program.
         env: only `OUTRIDER_*` is read; an empty variable counts as not set.
 
     Raises:
-        SettingsError: one line for each thing that is wrong.
+        SettingsError: one line for each problem.
     """
     kind: type = cls
     fields, parser = declared_fields(kind), _parser(kind, service)
@@ -105,18 +105,17 @@ def load_settings(
 
 
 def split_arguments(cls: type, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns the flags that `cls` declares and the others, each as `--flag=value`.
+    """Returns the flags that `cls` declares, and all other flags, each as `--flag=value`.
 
-    For a process that hosts a second component with settings of its own. Words that belong to no
-    flag stay with the first.
+    For a process that hosts a second component with its own settings. Words that belong to no flag
+    stay with the declared ones.
     """
     given = _parser(cls, "target").read(arguments)
-    own = [*given.strays, *flag_words(given.flags)]
-    return own, flag_words(given.unknown)
+    return [*given.strays, *flag_words(given.flags)], flag_words(given.unknown)
 
 
 def flag_words(flags: Mapping[str, Sequence[str]]) -> list[str]:
-    """Returns flags with their texts as words of a command line."""
+    """Returns flags and their values as words of a command line."""
     return [
         word
         for flag, texts in flags.items()
@@ -134,14 +133,14 @@ def shown_settings(settings: object) -> dict[str, str]:
 
 
 def not_a_setting(name: str, known: Iterable[str]) -> str:
-    """Returns what to say of a flag or variable that is none, with the nearest one that is."""
+    """Returns the message for an unknown flag or variable, with the closest known name."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     return f"{name} is not a setting" + (f"; did you mean {close[0]}?" if close else "")
 
 
 @functools.cache
 def _parser(cls: type, service: str) -> FlagParser:
-    from shared.settings_parser import FlagParser  # settings made in code need no library
+    from shared.settings_parser import FlagParser  # settings made in code need no ConfigArgParse
 
     fields = declared_fields(cls)
     parser = FlagParser(
@@ -160,29 +159,30 @@ def _variable(service: str, flag: str) -> str:
 
 
 def _variables(fields: Sequence[Field], service: str, env: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variable that each flag is set by; a service's own beats the shared one."""
-    names = {field.flag: _variable("", field.flag) for field in fields if field.is_shared}
-    own = {field.flag: _variable(service, field.flag) for field in fields}
-    set_ones = {flag: name for flag, name in names.items() if env.get(name)}
-    return set_ones | {flag: name for flag, name in own.items() if env.get(name)}
+    """Returns the variable that sets each flag; that of a service beats the shared one."""
+    shared = {field.flag: _variable("", field.flag) for field in fields if field.is_shared}
+    of_service = {field.flag: _variable(service, field.flag) for field in fields}
+    names = [*shared.items(), *of_service.items()]
+    return {flag: name for flag, name in names if env.get(name)}
 
 
 def _unknown_variables(fields: Sequence[Field], service: str, env: Mapping[str, str]) -> list[str]:
     known = [_variable(service, field.flag) for field in fields]
-    own = sorted(name for name in env if name.startswith(_variable(service, "")))
-    return [not_a_setting(name, known) for name in own if name not in known]
+    prefix = _variable(service, "")
+    names = sorted(name for name in env if name.startswith(prefix) and name not in known)
+    return [not_a_setting(name, known) for name in names]
 
 
 def _parsed(
     fields: Sequence[Field],
-    given: Mapping[str, Sequence[str]],
+    flags: Mapping[str, Sequence[str]],
     sources: Mapping[str, str],
     problems: list[str],
 ) -> dict[str, Any]:
-    """Returns the values by name of the field; adds what is wrong to `problems`."""
+    """Returns the values by name of the field; adds a line for each bad value to `problems`."""
     values: dict[str, Any] = {}
     for field in fields:
-        texts = given.get(field.flag)
+        texts = flags.get(field.flag)
         if texts is None:
             continue
         source = sources[field.flag]
@@ -198,26 +198,26 @@ def _parsed(
 
 
 def address_problems(flag: str, addresses: Iterable[str]) -> tuple[str, ...]:
-    """Returns a line for each address that gRPC would take for another one, or for none."""
+    """Returns a line for each address that gRPC would reject, or take for another address."""
     return tuple(
         f"{flag} is {address!r}; it must be HOST:PORT with a port in [1, {_MAX_PORT}], or unix:PATH"
         for address in addresses
-        if not _is_dialled_as_it_says(address)
+        if not _is_unambiguous(address)
     )
 
 
-def _is_dialled_as_it_says(address: str) -> bool:
-    if _OTHER.match(address):
+def _is_unambiguous(address: str) -> bool:
+    if _SCHEMES_WITHOUT_PORT.match(address):
         return True
-    literals = _LITERAL.match(address)
+    literals = _IP_SCHEME.match(address)
     if literals is not None:
         return all(map(_has_port, address[literals.end() :].split(",")))
-    return _has_port(_DNS.sub("", address, count=1))
+    return _has_port(_DNS_SCHEME.sub("", address, count=1))
 
 
 def _has_port(name: str) -> bool:
-    found = _HOST_AND_PORT.fullmatch(name)
-    return found is not None and 1 <= int(found["port"]) <= _MAX_PORT
+    match = _HOST_AND_PORT.fullmatch(name)
+    return match is not None and 1 <= int(match["port"]) <= _MAX_PORT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,19 +293,16 @@ class DialingSettings(ServiceSettings):
 def tls_problems(
     settings: ServiceSettings, *others: Callable[[], ServerTls | None]
 ) -> tuple[str, ...]:
-    """Returns a line for each TLS setting that cannot work, none when all is well.
+    """Returns a line for each TLS setting that is invalid.
 
     Args:
-        others: further ways to use TLS that only one service has.
+        others: read further TLS settings of one service.
     """
     problems: dict[str, None] = {}  # in order, each once
-    for read in (lambda: settings.server_tls, lambda: _target_tls(settings), *others):
+    target = (lambda: settings.target_tls,) if isinstance(settings, DialingSettings) else ()
+    for read in (lambda: settings.server_tls, *target, *others):
         try:
             read()
         except SettingsError as error:
             problems.update(dict.fromkeys(error.problems))
     return tuple(problems)
-
-
-def _target_tls(settings: ServiceSettings) -> ClientTls | None:
-    return settings.target_tls if isinstance(settings, DialingSettings) else None

@@ -1,4 +1,4 @@
-"""One setting: its type, its limits, and the way between text and value."""
+"""One setting: its type, its limits, and its conversion from and to text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Declaration:
-    """The arguments of `setting` beside the default."""
+    """The arguments of `setting` except the default."""
 
     help: str
     flag: str | None
@@ -59,7 +59,7 @@ def setting(
         aliases: other names on the command line, without dashes in front.
         minimum, maximum: inclusive limits of a number.
         choices: the only texts that are accepted, in any case.
-        synonyms: other spellings of values, each with the value that it stands for.
+        synonyms: values by their other spellings.
         is_secret: never shown.
         is_shared: `OUTRIDER_<NAME>` sets it for every service.
         is_model: a path that may be a model of the Hugging Face Hub, see `shared.hub`.
@@ -81,10 +81,10 @@ def setting(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Field:
-    """A declared setting, ready to read texts.
+    """A declared setting, which parses texts.
 
     Attributes:
-        kind: type of one value, with optional and tuple taken off.
+        kind: type of one value, without `| None` and `tuple`.
     """
 
     name: str
@@ -113,7 +113,7 @@ class Field:
 
     @property
     def variable(self) -> str:
-        """Last part of the names of its variables."""
+        """Last part of the names of its environment variables."""
         return self.flag.removeprefix("--").replace("-", "_").upper()
 
     @property
@@ -124,7 +124,7 @@ class Field:
         """Returns the value of the last text, or the tuple of all for a repeated setting.
 
         Raises:
-            ValueError: says what the text must be.
+            ValueError: its message says what the text must be.
         """
         if not self.is_repeated:
             return self._parse_one(texts[-1].strip())
@@ -136,14 +136,13 @@ class Field:
         if value is None or value is REQUIRED:
             return ""
         if isinstance(value, tuple):
-            return ",".join(self.render(each) for each in value)
+            return ",".join(self.render(item) for item in value)
         if isinstance(value, bool):
             return "true" if value else "false"
         return str(value.value if isinstance(value, enum.Enum) else value)
 
     @property
     def expectation(self) -> str:
-        """A description of valid texts."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         if self.kind is bool:
@@ -172,7 +171,9 @@ class Field:
         if self.choices:
             text = self._choice(text)
         if self.kind is bool:
-            return self._parse_bool(text)
+            if text.lower() not in _TRUE + _FALSE:
+                raise ValueError(self.expectation)
+            return text.lower() in _TRUE
         try:
             value = self.kind(text)
         except ValueError:
@@ -187,11 +188,6 @@ class Field:
             if choice.lower() == text.lower():
                 return choice
         raise ValueError(self.expectation)
-
-    def _parse_bool(self, text: str) -> bool:
-        if text.lower() not in _TRUE + _FALSE:
-            raise ValueError(self.expectation)
-        return text.lower() in _TRUE
 
     def _is_within(self, value: float) -> bool:
         low = -math.inf if self.minimum is None else self.minimum
@@ -208,7 +204,7 @@ def declared_fields(cls: type) -> tuple[Field, ...]:
 def _field(field: dataclasses.Field[Any], annotation: Any) -> Field:
     declaration: _Declaration = field.metadata[_KEY]
     kind, is_repeated = _kind(annotation)
-    values = tuple(str(each.value) for each in kind) if issubclass(kind, enum.Enum) else ()
+    values = tuple(str(member.value) for member in kind) if issubclass(kind, enum.Enum) else ()
     return Field(
         name=field.name,
         flag="--" + (declaration.flag or field.name.replace("_", "-")),
@@ -228,7 +224,8 @@ def _field(field: dataclasses.Field[Any], annotation: Any) -> Field:
 
 
 def _kind(annotation: Any) -> tuple[type, bool]:
-    """Takes `| None` and `tuple[…, ...]` off an annotation."""
+    """Returns an annotation's type without `| None` and `tuple[…, ...]`, and whether it is a
+    tuple."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         (annotation,) = (a for a in typing.get_args(annotation) if a is not types.NoneType)
     is_repeated = typing.get_origin(annotation) is tuple

@@ -1,6 +1,7 @@
 """The texts of flags: from a command line, the environment and `--config FILE.yaml`.
 
-ConfigArgParse reads all three. Nothing is judged here, so that every problem can be told at once.
+ConfigArgParse reads all three. Values are checked elsewhere, so that all problems are reported at
+once.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ _CONFIG = "--config"
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The words of a command line, sorted.
+    """The words of a command line, by flag.
 
     Attributes:
-        flags: texts of each declared flag, under its own name; none for one that lacks its value.
-        unknown: likewise of flags that nobody declared.
+        flags: texts of each declared flag by its first name; empty for a flag without a value.
+        unknown: texts of each flag that is not declared.
         strays: words that belong to no flag.
     """
 
@@ -48,7 +49,7 @@ class FlagParser:
             config_file_parser_class=_FlagsFile,
             formatter_class=_HelpFormatter,
         )
-        self._parser.error = _refuse
+        self._parser.error = _raise
         self._parser.add_argument(
             _CONFIG, is_config_file=True, metavar="FILE", help="YAML file of flags by name"
         )
@@ -59,11 +60,14 @@ class FlagParser:
         """Adds a flag.
 
         Args:
-            variable: of the environment, which sets it, too.
-            title: of the group in `--help` that it is in.
-            is_listed: whether `--help` has it.
+            variable: environment variable that also sets the flag.
+            title: heading of the flag's group in `--help`.
+            is_listed: whether `--help` shows the flag.
         """
-        parser = self._group(title) if title else self._parser
+        parser = self._parser
+        if title:
+            groups = {group.title: group for group in self._parser._action_groups}
+            parser = groups.get(title) or self._parser.add_argument_group(title)
         options: dict[str, Any] = {"dest": field.flag, "default": argparse.SUPPRESS}
         text = field.full_help.replace("%", "%%") if is_listed else argparse.SUPPRESS
         parser.add_argument(
@@ -79,7 +83,7 @@ class FlagParser:
         if field.is_switch:
             is_listed = is_listed and field.default is not False
             parser.add_argument(
-                *(f"--no-{each.removeprefix('--')}" for each in field.names),
+                *(f"--no-{name.removeprefix('--')}" for name in field.names),
                 **options,
                 action="store_const",
                 const="false",
@@ -87,13 +91,13 @@ class FlagParser:
             )
 
     def read(self, arguments: Sequence[str], env: Mapping[str, str] | None = None) -> Given:
-        """Returns what is given. A flag beats the file, which beats the environment.
+        """Returns the given flags. A flag beats the file, which beats the environment.
 
         Raises:
             SettingsError: the file cannot be read, or holds something other than flags.
         """
-        found, rest = self._parser.parse_known_args(list(arguments), env_vars=env or {})
-        texts = {flag: value for flag, value in vars(found).items() if flag.startswith("--")}
+        parsed, rest = self._parser.parse_known_args(list(arguments), env_vars=env or {})
+        texts = {flag: value for flag, value in vars(parsed).items() if flag.startswith("--")}
         given = Given({flag: _texts(value) for flag, value in texts.items()})
         flag = None
         for word in rest:
@@ -112,21 +116,17 @@ class FlagParser:
         """Returns what `--help` prints."""
         return str(self._parser.format_help())
 
-    def _group(self, title: str) -> Any:
-        groups = {each.title: each for each in self._parser._action_groups}
-        return groups.get(title) or self._parser.add_argument_group(title)
-
 
 def _texts(value: object) -> list[str]:
     return value if isinstance(value, list) else [] if value is None else [str(value)]
 
 
-def _refuse(message: str) -> NoReturn:
+def _raise(message: str) -> NoReturn:
     raise SettingsError((message,))
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Shows that a flag needs its value, though its lack is judged elsewhere."""
+    """Shows that a flag needs a value, although the parser accepts it without one."""
 
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         is_switch = action.const == "true"
@@ -134,7 +134,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 class _FlagsFile(YAMLConfigFileParser):  # type: ignore[misc]
-    """A YAML file of flags; a nested mapping has those of one service.
+    """A YAML file of flags; a nested mapping has the flags of one service.
 
     model-path: meta-llama/Llama-3.1-8B-Instruct
     speculative_algorithm: EAGLE3
@@ -147,14 +147,14 @@ class _FlagsFile(YAMLConfigFileParser):  # type: ignore[misc]
         """Raises:
         SettingsError: it is not a mapping of flags to values.
         """
-        import yaml  # few read a file
+        import yaml  # few processes read a file
 
         try:
             content = yaml.safe_load(stream) or {}
         except yaml.YAMLError as error:
-            _refuse(f"{_CONFIG} is {stream.name}, which is not YAML: {error}")
+            _raise(f"{_CONFIG} is {stream.name}, which is not YAML: {error}")
         if not isinstance(content, dict):
-            _refuse(f"{_CONFIG} is {stream.name}; it must hold one mapping of flags to values")
+            _raise(f"{_CONFIG} is {stream.name}; it must hold one mapping of flags to values")
         return dict(_flags(content, "", stream.name))
 
 
@@ -165,8 +165,8 @@ def _flags(content: Mapping[str, object], prefix: str, path: str) -> Iterator[tu
             yield from _flags(value, f"{flag}-", path)
             continue
         values = value if isinstance(value, list) else [value]
-        for each in values:
-            if isinstance(each, dict | list):
-                _refuse(f"{path}: {flag} holds {each!r}; it must be a value")
+        for item in values:
+            if isinstance(item, dict | list):
+                _raise(f"{path}: {flag} holds {item!r}; it must be a value")
         if value is not None:
             yield flag, ",".join(map(str, values))

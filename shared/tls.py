@@ -1,4 +1,4 @@
-"""TLS files of both ends of a connection, independent of gRPC and HTTP."""
+"""TLS files of a server or client, independent of gRPC and HTTP."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from shared.errors import SettingsError
 
 @dataclass(frozen=True, slots=True)
 class ServerTls:
-    """A server's certificate, and the authority that clients are checked against. Files are PEM.
+    """A server's certificate, and the authority of its clients' certificates. Files are PEM.
 
     Attributes:
-        cert: its certificate, then the intermediates.
+        cert: the server's certificate, then the intermediates.
         key: of the certificate, without a passphrase.
-        client_ca: a client must present a certificate that one of these signed; None asks for none.
+        client_ca: authorities, one of which must have signed a client's certificate; None: clients
+            need no certificate.
     """
 
     cert: Path
@@ -27,7 +28,7 @@ class ServerTls:
         """Returns the context of a server that speaks TLS through Python's `ssl`.
 
         Raises:
-            OSError: a file cannot be read; `ssl.SSLError` says that it is not what it should be.
+            OSError: a file cannot be read; it is an `ssl.SSLError` if its content is invalid.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -38,11 +39,11 @@ class ServerTls:
         return context
 
     def local_context(self, shown: ClientTls | None = None) -> ssl.SSLContext:
-        """Returns the context of a client on the server's host, which has the server's certificate
-        and trusts it whoever signed it and whatever name it holds.
+        """Returns the context of a client on the server's host, which trusts exactly the server's
+        certificate file, whoever signed it and whatever name it has.
 
         Args:
-            shown: its certificate is shown to a server that asks for one.
+            shown: has the certificate for a server that asks for one.
 
         Raises:
             OSError: as `context`.
@@ -59,12 +60,12 @@ class ServerTls:
 
 @dataclass(frozen=True, slots=True)
 class ClientTls:
-    """The authority that a client trusts, and its own certificate. Files are PEM.
+    """The authority that a client trusts, and the client's certificate. Files are PEM.
 
     Attributes:
-        ca: certificates that may have signed the server's.
-        cert, key: shown to servers that ask; both or none.
-        server_name: name the server's certificate must hold; None is the host that was dialled.
+        ca: authorities, one of which must have signed the server's certificate.
+        cert, key: for servers that ask for a certificate; both or none.
+        server_name: required name in the server's certificate; None is the dialled host.
     """
 
     ca: Path
@@ -76,7 +77,7 @@ class ClientTls:
         """Returns the context of a client that speaks TLS through Python's `ssl`.
 
         Raises:
-            OSError: a file cannot be read; `ssl.SSLError` says that it is not what it should be.
+            OSError: see `ServerTls.context`.
         """
         context = ssl.create_default_context(cafile=self.ca)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -88,13 +89,13 @@ class ClientTls:
 def checked_server_tls(
     cert: Path | None, key: Path | None, client_ca: Path | None, *, ca_flag: str
 ) -> ServerTls | None:
-    """Returns the TLS of a server; None when nothing asks for it.
+    """Returns the TLS files of a server; None if no flag sets any.
 
     Args:
-        ca_flag: what `client_ca` was set by, for messages.
+        ca_flag: the flag of `client_ca`, for messages.
 
     Raises:
-        SettingsError: a flag misses its partner, or its file cannot be used.
+        SettingsError: a flag is set without its partner, or its file cannot be used.
     """
     if cert is None and key is None and client_ca is None:
         return None
@@ -103,17 +104,17 @@ def checked_server_tls(
         message = f"--tls-cert and --tls-key are set together or not at all{needed}"
         raise SettingsError((message,))
     tls = ServerTls(cert, key, client_ca)
-    _try(tls, f"--tls-cert, --tls-key or {ca_flag}")
+    _check_files(tls, f"--tls-cert, --tls-key or {ca_flag}")
     return tls
 
 
 def checked_client_tls(
     ca: Path | None, cert: Path | None, key: Path | None, server_name: str | None, *, prefix: str
 ) -> ClientTls | None:
-    """Returns the TLS of a client; None when nothing asks for it.
+    """Returns the TLS files of a client; None if no flag sets any.
 
     Raises:
-        SettingsError: a flag misses its partner, or its file cannot be used.
+        SettingsError: a flag is set without its partner, or its file cannot be used.
     """
     if ca is None:
         if cert is not None or key is not None or server_name is not None:
@@ -123,12 +124,14 @@ def checked_client_tls(
     if (cert is None) != (key is None):
         raise SettingsError((f"{prefix}cert and {prefix}key are set together or not at all",))
     tls = ClientTls(ca, cert, key, server_name)
-    _try(tls, f"{prefix}ca, {prefix}cert or {prefix}key")
+    _check_files(tls, f"{prefix}ca, {prefix}cert or {prefix}key")
     return tls
 
 
-def _try(tls: ServerTls | ClientTls, flags: str) -> None:
-    """Names the file that is missing; what is wrong inside one, OpenSSL knows."""
+def _check_files(tls: ServerTls | ClientTls, flags: str) -> None:
+    """Raises:
+    SettingsError: a file is missing, or OpenSSL cannot use it.
+    """
     files = [tls.cert, tls.key, tls.client_ca if isinstance(tls, ServerTls) else tls.ca]
     missing = [str(path) for path in files if path is not None and not path.is_file()]
     if missing:

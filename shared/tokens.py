@@ -21,18 +21,18 @@ MAX_BAD_WORD_TOKENS = 64
 
 
 CHAIN_PARENTS: tuple[int | None, ...] = (None, *range(255))
-"""Parents of the nodes of a long chain, of which shorter ones have the beginning."""
+"""Parent indices of the longest chain; a shorter chain has the first of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """The limit on reasoning before the answer.
+    """The limit on reasoning tokens before the answer.
 
     Attributes:
-        max_tokens: of thoughts, at least 0; then the next token is `end_token_id`.
-        end_token_id: the mark behind thoughts.
-        start_token_id: the mark before them, where the model writes it; None where the prompt has
-            opened them.
+        max_tokens: most reasoning tokens, at least 0; `end_token_id` follows them.
+        end_token_id: the token that ends reasoning.
+        start_token_id: the token that starts reasoning, if the model generates it; None if the
+            prompt holds it.
     """
 
     max_tokens: int
@@ -60,9 +60,9 @@ class SamplingParams:
             that occur in prompt or output; 1 is off.
         logit_bias: token id to a value in [-100, 100], added to the logit.
         allowed_token_ids: no other token is drawn; empty is off.
-        bad_words: runs of tokens, each of at least one, that the output never holds: the last token
-            of a run is not drawn after the others.
-        thinking: bounds the thoughts; None leaves them free.
+        bad_words: sequences of at least one token that the output never contains: the last token
+            of a sequence is not drawn after its other tokens.
+        thinking: the limit on reasoning tokens; None is no limit.
         seed: keys the noise; the output is a function of weights, prompt, parameters and seed.
     """
 
@@ -94,10 +94,11 @@ class SamplingParams:
             self._check_words()
 
     def __reduce__(self) -> tuple[type[SamplingParams], tuple[object, ...]]:
-        # No pipe takes a read-only map. Some releases of Python 3.11 replace `__getstate__`.
-        values = (getattr(self, each.name) for each in fields(self))
-        plain = (dict(each) if isinstance(each, MappingProxyType) else each for each in values)
-        return SamplingParams, tuple(plain)
+        # Read-only maps cannot be pickled, and some releases of Python 3.11 replace `__getstate__`.
+        values = (getattr(self, attribute.name) for attribute in fields(self))
+        return SamplingParams, tuple(
+            dict(value) if isinstance(value, MappingProxyType) else value for value in values
+        )
 
     def _check_words(self) -> None:
         if len(self.bad_words) > MAX_BAD_WORDS:
@@ -125,29 +126,29 @@ class SamplingParams:
 
     @property
     def named_token_ids(self) -> dict[str, Collection[int]]:
-        """The tokens that each field names; all must be in the vocabulary."""
+        """The token ids in each field that has some; all must be in the vocabulary."""
         thinking = self.thinking
-        marks = () if thinking is None else (thinking.end_token_id, thinking.start_token_id or 0)
+        ends = () if thinking is None else (thinking.end_token_id, thinking.start_token_id or 0)
         return {
             "logit_bias": self.logit_bias.keys(),
             "allowed_token_ids": self.allowed_token_ids,
             "bad_words": [token_id for word in self.bad_words for token_id in word],
-            "thinking_token_budget": marks,
+            "thinking_token_budget": ends,
         }
 
     @property
     def bad_token_ids(self) -> frozenset[int]:
-        """The bad words of one token."""
+        """The bad words that are a single token."""
         return frozenset(word[0] for word in self.bad_words if len(word) == 1)
 
     @property
     def bad_phrases(self) -> tuple[tuple[int, ...], ...]:
-        """Bad words of several tokens: the banned token depends on the tokens before."""
+        """Bad words of several tokens: whether the last token is banned depends on those before."""
         return tuple(word for word in self.bad_words if len(word) > 1)
 
     @property
     def shapes_logits(self) -> bool:
-        """Whether more than temperature and cuts shapes the distribution of every token."""
+        """Whether penalties, biases or banned tokens change the logits of every draw."""
         return bool(
             self.has_penalties or self.logit_bias or self.allowed_token_ids or self.bad_token_ids
         )
@@ -159,9 +160,9 @@ class StopParams:
 
     Attributes:
         max_output_tokens: at least 1.
-        min_output_tokens: stop tokens cannot be drawn before this many tokens are out.
-        stop_token_ids: tokens that end generation, beside the model's own end tokens.
-        ignore_eos: the model's own end tokens do not end generation.
+        min_output_tokens: stop tokens cannot be drawn before the output has this many tokens.
+        stop_token_ids: tokens that end generation, in addition to the model's end tokens.
+        ignore_eos: the model's end tokens do not end generation.
     """
 
     max_output_tokens: int
@@ -177,7 +178,8 @@ class StopParams:
             raise InvalidArgument.out_of_range("min_tokens", self.min_output_tokens, limit)
 
     def within(self, num_left: int) -> StopParams:
-        """Returns the parameters with both bounds cut to what the context has left, at least 1."""
+        """Returns the parameters with both bounds cut to the `num_left` (at least 1) tokens that
+        the context has left."""
         if self.max_output_tokens <= num_left:
             return self
         return replace(
@@ -193,7 +195,7 @@ class TokenTree:
 
     Attributes:
         token_ids: token of each node.
-        parent_indices: index of each node's parent; None hangs off the last committed token.
+        parent_indices: index of each node's parent; None is the last committed token.
         log_probs: the draft's natural-log probability of each node given its parent, or empty.
             For ranking and telemetry only, never for acceptance.
     """
@@ -239,27 +241,27 @@ class TokenTree:
         return tuple(depths)
 
     def only(self, nodes: Sequence[int]) -> TokenTree:
-        """Returns the tree of some nodes, ascending; a node's parent must be among them."""
-        return self._hung_off(None, nodes)
+        """Returns the tree of some nodes, ascending; a node's parent must be one of them."""
+        return self._subtree(None, nodes)
 
     def below(self, token_ids: Sequence[int]) -> TokenTree:
-        """Returns what hangs off the path that spells out tokens; empty where there is no such
-        path, or nothing follows it."""
+        """Returns the subtree below the path of `token_ids`; empty if the tree has no such path or
+        no node below it."""
         end: int | None = None
         for token_id in token_ids:
             keys = zip(self.parent_indices, self.token_ids, strict=True)
             end = next((node for node, key in enumerate(keys) if key == (end, token_id)), None)
             if end is None:
                 return EMPTY_TREE
-        nodes, found = list[int](), {end}
+        nodes, parents = list[int](), {end}
         for node, parent in enumerate(self.parent_indices):
-            if parent in found:
+            if parent in parents:
                 nodes.append(node)
-                found.add(node)
-        return self._hung_off(end, nodes)
+                parents.add(node)
+        return self._subtree(end, nodes)
 
-    def _hung_off(self, root: int | None, nodes: Sequence[int]) -> TokenTree:
-        """Returns the tree of some nodes, ascending, whose parents are among them or `root`."""
+    def _subtree(self, root: int | None, nodes: Sequence[int]) -> TokenTree:
+        """Returns the tree of some nodes, ascending; a node's parent is `root` or one of them."""
         new_index: dict[int | None, int | None] = {root: None}
         for node in nodes:
             new_index[node] = len(new_index) - 1
@@ -284,13 +286,13 @@ EMPTY_TREE = TokenTree((), ())
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """Bounds of a drafted tree, with SGLang's meaning of the three numbers.
+    """Bounds of a drafted tree. The three numbers mean what they mean in SGLang.
 
     Attributes:
-        num_steps: expansions, the depth of the tree; in [1, 32].
-        topk: children of a node, and nodes kept a level; in [1, 16]. 1 is a chain.
-        num_draft_tokens: rows verified a round, the root included; in [2, 257].
-        is_ahead: trees grow while those before are verified, for verdicts that are likely.
+        num_steps: number of expansions, the depth of the tree; in [1, 32].
+        topk: children of a node, and nodes kept per level; in [1, 16]. 1 is a chain.
+        num_draft_tokens: rows verified per round, the root included; in [2, 257].
+        is_ahead: trees are drafted while the previous trees are verified, for likely verdicts.
     """
 
     num_steps: int
@@ -310,7 +312,7 @@ class TreeShape:
 
     @property
     def as_chain(self) -> TreeShape:
-        """The chain as deep as the tree."""
+        """The chain with the depth of this tree."""
         return self if self.topk == 1 else TreeShape(self.num_steps, 1, self.num_steps + 1)
 
     @property
@@ -322,7 +324,7 @@ class TreeShape:
 
 
 Choice = TreeShape | None
-"""What steps are: rounds with trees of a shape; None is plain steps."""
+"""The shape of the trees that rounds verify; None is plain steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,9 +332,9 @@ class TreeRequest:
     """The target's request for a draft's next tree of a sequence.
 
     Attributes:
-        shape: None leaves it to the draft.
-        is_paused: no tree is wanted for the next round; the draft only keeps up.
-        num_outcomes: most verdicts on that tree to prepare for; None leaves it to the draft.
+        shape: of the tree; None leaves the shape to the draft.
+        is_paused: no tree is wanted for the next round; the draft only follows committed tokens.
+        num_outcomes: most verdicts on that tree to draft ahead for; None leaves it to the draft.
     """
 
     shape: TreeShape | None = None
@@ -346,12 +348,13 @@ NO_TREE = TreeRequest(is_paused=True)
 
 @dataclass(frozen=True, slots=True)
 class DraftReport:
-    """A draft's report about itself beside its candidates.
+    """A draft's report about itself, sent with its candidates.
 
     Attributes:
-        draft_s: time the drafter computed for them, in seconds; None when it did not say.
-        pinned_shape: an operator fixed the shape there, so that tree requests have no effect.
-        is_warming: it prepares what is needed once, so that what it sends meanwhile is late.
+        draft_s: the drafter's time to draft the candidates, in seconds; None if not reported.
+        pinned_shape: the shape that an operator fixed at the draft; tree requests have no effect
+            on it.
+        is_warming: the draft is warming up, so its candidates are late.
     """
 
     draft_s: float | None = None
@@ -369,7 +372,7 @@ class Condition:
     Attributes:
         node_index: last accepted node of the round's tree; None when no node is accepted.
         bonus_token_id: the token the target draws after that node.
-        candidate_id: the candidate that `node_index` counts in.
+        candidate_id: the candidate that has the node `node_index`.
     """
 
     node_index: int | None
@@ -381,13 +384,14 @@ class Condition:
 class Candidate:
     """A tree for one round of one sequence.
 
-    `round` and `committed_token_count` fence it: a candidate for any other state is stale. With a
-    condition the tree is for the round after `round`, if the verdict on `round` is that one.
+    `round` and `committed_token_count` are its fence: a candidate for any other state is stale. A
+    candidate with a condition is for the round after `round`, if the verdict on `round` meets the
+    condition.
 
     Attributes:
         candidate_id: names the tree in conditions and verdicts, unique for the sequence on its
-            attachment; None when nothing is pushed ahead for it.
-        shape: that the tree was grown in; None when it is the one that was wanted.
+            attachment; None when no candidate is pushed ahead with a condition on this one.
+        shape: the shape in which the tree was drafted; None when it is the requested one.
     """
 
     sequence_id: int
@@ -417,12 +421,12 @@ class Verdict:
         accepted_node_indices: the accepted path, root's child first; empty unless verified.
         committed_token_ids: tokens this round commits: the accepted path, then the bonus token.
             Shorter when the sequence stopped inside the path.
-        committed_token_count: prompt plus output after this round.
-        tree_request: what is wanted for the next round.
-        candidate_id: the candidate that was verified; None when none of the draft's was.
-        next_candidate_id: the candidate pushed ahead that is verified next already.
-        runner_ups: tokens beside the bonus token that the target finds most probable there, best
-            first, with their log probabilities; none where they are not looked for.
+        committed_token_count: prompt plus output tokens after this round.
+        tree_request: the target's request for the tree of the next round.
+        candidate_id: the candidate that was verified; None when no candidate of the draft was.
+        next_candidate_id: the candidate pushed ahead that the target verifies next.
+        runner_ups: the most probable tokens at the bonus token's position except the bonus token,
+            best first, with their log probabilities; empty when the target does not report them.
     """
 
     sequence_id: int
@@ -462,8 +466,8 @@ class TokenLogprobs:
     Attributes:
         log_prob: natural log of the chosen token's probability.
         rank: 1 for the most probable token.
-        top: the most probable tokens with their log probabilities, best first, then those that the
-            request names.
+        top: the most probable tokens with their log probabilities, best first, then the tokens
+            that the request names.
     """
 
     log_prob: float
@@ -482,11 +486,11 @@ def _check_range(
 
 @dataclass(frozen=True, slots=True)
 class WeightChange:
-    """Other weights came into force.
+    """A swap of the weights of the target or a draft.
 
     Attributes:
         time_s: seconds since the epoch.
-        algorithm: of the draft that has them; empty for the target.
+        algorithm: the algorithm of the draft with the new weights; empty for the target.
     """
 
     time_s: float

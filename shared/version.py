@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 
-# A local version label, PEP 440: a checkout that nobody installed has no metadata to read.
+# A local version label (PEP 440), for a checkout that is not installed and so has no metadata.
 NOT_INSTALLED = "0+checkout"
 
 

@@ -24,7 +24,7 @@ from gateway.settings import GatewaySettings
 from services.draft.learner.settings import LearnerSettings
 from services.draft.settings import DraftSettings
 from services.draft.training.commands import parser as training_parser
-from services.serve_line import Line, take_apart
+from services.serve_line import Line, split_line
 from services.target.settings import TargetSettings
 from shared.errors import SettingsError
 from shared.settings import load_settings
@@ -283,7 +283,7 @@ def refused_commands(page: Page) -> Iterator[str]:
             continue
         flags = re.sub(r"--config \S+", "", command.removeprefix(named[0]))
         words = shlex.split(flags, comments=True)
-        line = take_apart(words) if named[1] == "serve" else Line(services={named[1]: words})
+        line = split_line(words) if named[1] == "serve" else Line(services={named[1]: words})
         try:
             for service, own in line.services.items():
                 load_settings(SERVICES[service], service=service, arguments=own, env={})

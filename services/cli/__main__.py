@@ -38,7 +38,7 @@ _EXTRAS = MappingProxyType(
     }
 )
 _HELP = frozenset(("--help", "-h"))
-_OF_A_CHECKOUT = MappingProxyType({"bench": "tests.bench.choose", "tune": "tests.tune"})
+_CHECKOUT_COMMANDS = MappingProxyType({"bench": "tests.bench.choose", "tune": "tests.tune"})
 
 
 def main() -> int:
@@ -52,9 +52,11 @@ def main() -> int:
     try:
         if command in _COMMANDS:
             return _COMMANDS[command](arguments, os.environ)
-        if command in _SERVICES:
-            return _service(command, arguments)
-        if command in _OF_A_CHECKOUT:
+        if command in _SERVICES:  # exits by itself if its settings are wrong
+            sys.argv = [f"outrider-{command}", *arguments]
+            runpy.run_module(_SERVICES[command], run_name="__main__", alter_sys=True)
+            return 0
+        if command in _CHECKOUT_COMMANDS:
             return _measure(command, arguments)
     except ModuleNotFoundError as error:
         extra = _EXTRAS.get((error.name or "").partition(".")[0])
@@ -69,8 +71,8 @@ def main() -> int:
         for line in error.message.splitlines():
             print(f"outrider {command}: {line}", file=sys.stderr)
         return 2
-    known = ", ".join((*_COMMANDS, *_SERVICES, *_OF_A_CHECKOUT))
-    print(f"outrider: {command!r} is not a command; there are {known}", file=sys.stderr)
+    commands = ", ".join((*_COMMANDS, *_SERVICES, *_CHECKOUT_COMMANDS))
+    print(f"outrider: {command!r} is not a command; there are {commands}", file=sys.stderr)
     return 2
 
 
@@ -82,7 +84,7 @@ def _serve(arguments: Sequence[str], env: Mapping[str, str]) -> int:
     if _HELP.intersection(arguments):
         print(help_text())
         return 0
-    for name in ("torch", "llguidance", "fastapi"):  # children would each fail by themselves
+    for name in ("torch", "llguidance", "fastapi"):  # one error instead of one for each child
         if importlib.util.find_spec(name) is None:
             raise ModuleNotFoundError(name=name)
     return serve(make_plan(arguments, env, num_gpus(env)))
@@ -103,16 +105,9 @@ def _check(arguments: Sequence[str], env: Mapping[str, str]) -> int:
     return 0
 
 
-def _service(command: str, arguments: Sequence[str]) -> int:
-    """Runs one service in this process; it exits by itself when its settings are wrong."""
-    sys.argv = [f"outrider-{command}", *arguments]
-    runpy.run_module(_SERVICES[command], run_name="__main__", alter_sys=True)
-    return 0
-
-
 def _measure(command: str, arguments: Sequence[str]) -> int:
-    module = _OF_A_CHECKOUT[command]
-    # A checkout that is installed shows its packages to Python, and the tests are none.
+    module = _CHECKOUT_COMMANDS[command]
+    # An editable install makes only the product's packages importable, not the tests.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     if importlib.util.find_spec("tests") is None or importlib.util.find_spec(module) is None:
         print(

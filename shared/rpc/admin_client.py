@@ -1,15 +1,14 @@
-"""Asks a target's maintenance port."""
+"""Client of a target's maintenance port."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from grpc import aio
 
-from shared.errors import InvalidArgument, OutriderError, Unimplemented
+from shared.errors import InvalidArgument, Unimplemented
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as pb
 from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as pb_grpc
 from shared.rpc.channel import open_channel
@@ -18,9 +17,9 @@ from shared.tls import ClientTls
 
 SHORT_CALL_S = 5.0
 LONG_CALL_S = 600.0
-"""Of calls that move weights, or wait for other processes."""
+"""Timeout of calls that move weights, or wait for other processes."""
 Update = dict[str, Any]
-"""What an update did."""
+"""The effects of a weight update, by name."""
 TensorToCome = tuple[str, str, Sequence[int]]
 """Name, dtype and shape."""
 PAUSE_MODES = {
@@ -60,8 +59,8 @@ class TargetStatus:
 
 
 class TargetAdmin:
-    """The maintenance port of one target. Every call raises an `OutriderError` in the words of its
-    status; Unimplemented where the address is no such port.
+    """The maintenance port of one target. A failed call raises the `OutriderError` of its status;
+    it is Unimplemented if the address is no maintenance port.
 
     Attributes:
         address: `host:port`.
@@ -77,26 +76,25 @@ class TargetAdmin:
         return int((await self._call("FlushPrefixCache", request)).freed_page_count)
 
     async def status(self) -> TargetStatus:
-        """Returns what is in force."""
-        found = await self._call("GetWeightStatus", pb.GetWeightStatusRequest())
+        response = await self._call("GetWeightStatus", pb.GetWeightStatusRequest())
         names = {number: name for name, number in PAUSE_MODES.items()}
-        pp_size = found.stage_count or 1
+        pp_size = response.stage_count or 1
         return TargetStatus(
-            found.weight_version,
-            found.update_count,
-            names.get(found.pause_mode),
-            tuple(found.released_tags),
-            found.process_count // pp_size,
+            response.weight_version,
+            response.update_count,
+            names.get(response.pause_mode),
+            tuple(response.released_tags),
+            response.process_count // pp_size,
             pp_size,
-            found.waiting_request_count,
-            found.running_request_count,
-            found.max_token_count,
-            found.used_token_count,
-            found.can_release_memory,
+            response.waiting_request_count,
+            response.running_request_count,
+            response.max_token_count,
+            response.used_token_count,
+            response.can_release_memory,
         )
 
     async def pause(self, mode: str) -> int:
-        """Holds generation; returns how many requests were ended or sent back."""
+        """Pauses generation; returns how many requests were aborted or put back into the queue."""
         number = PAUSE_MODES.get(mode)
         if number is None:
             message = f"mode is {mode!r}; it must be one of {', '.join(PAUSE_MODES)}"
@@ -105,47 +103,44 @@ class TargetAdmin:
         return int((await self._call("PauseGeneration", request, LONG_CALL_S)).request_count)
 
     async def resume(self) -> bool:
-        """Lets generation go on; returns whether that dropped an update that had not ended."""
+        """Resumes generation; returns whether that dropped an unfinished update."""
         request = pb.ContinueGenerationRequest()
         return bool((await self._call("ContinueGeneration", request)).dropped_update)
 
     async def begin(self) -> None:
-        """Has updates gathered."""
+        """Starts an update in parts: the target stages tensors until `end`."""
         await self._call("BeginWeightUpdate", pb.BeginWeightUpdateRequest())
 
     async def update_from_folder(self, folder: str, load_format: str, version: str) -> Update:
-        """Replaces weights by a checkpoint, or gathers them; returns what that did."""
+        """Applies or stages the weights of a checkpoint."""
         disk = pb.UpdateWeightsRequest.Disk(model_path=folder, load_format=load_format)
         return await self._update(pb.UpdateWeightsRequest(weight_version=version, disk=disk))
 
     async def update_from_tensors(self, safetensors: bytes, version: str) -> Update:
-        """Likewise by tensors in the format of safetensors."""
+        """Applies or stages tensors in the format of safetensors."""
         request = pb.UpdateWeightsRequest(weight_version=version, safetensors=safetensors)
         return await self._update(request)
 
     async def update_from_group(
         self, group: str, tensors: Sequence[TensorToCome], version: str, *, is_flat: bool
     ) -> Update:
-        """Likewise by tensors that a group sends, in one broadcast or one each."""
+        """Applies or stages tensors that a group broadcasts, together or one by one."""
         request = pb.UpdateWeightsRequest(weight_version=version)
-        sent = request.distributed
-        sent.group_name, sent.is_flattened = group, is_flat
+        broadcast = request.distributed
+        broadcast.group_name, broadcast.is_flattened = group, is_flat
         for name, dtype, shape in tensors:
-            sent.tensors.add(name=name, dtype=dtype, shape=shape)
+            broadcast.tensors.add(name=name, dtype=dtype, shape=shape)
         return await self._update(request)
 
-    async def _update(self, request: pb.UpdateWeightsRequest) -> Update:
-        return _update(await self._call("UpdateWeights", request, LONG_CALL_S))
-
     async def end(self, version: str, *, drop: bool = False) -> Update:
-        """Applies the gathered tensors, or drops them; returns what that did."""
+        """Applies the staged tensors, or drops them."""
         request = pb.EndWeightUpdateRequest(weight_version=version, drop=drop)
-        return _update(await self._call("EndWeightUpdate", request, LONG_CALL_S))
+        return await self._update(request, "EndWeightUpdate")
 
     async def join(
         self, group: str, address: str, port: int, rank_offset: int, world_size: int, backend: str
     ) -> None:
-        """Joins a group, see `InitWeightUpdateGroupRequest`; waits for all of it."""
+        """Joins a group, see `InitWeightUpdateGroupRequest`; waits for all members."""
         request = pb.InitWeightUpdateGroupRequest(
             master_address=address,
             master_port=port,
@@ -157,7 +152,6 @@ class TargetAdmin:
         await self._call("InitWeightUpdateGroup", request, LONG_CALL_S)
 
     async def leave(self, group: str) -> None:
-        """Leaves a group."""
         request = pb.DestroyWeightUpdateGroupRequest(group_name=group)
         await self._call("DestroyWeightUpdateGroup", request, LONG_CALL_S)
 
@@ -168,45 +162,41 @@ class TargetAdmin:
             message = f"action is {action!r}; it must be one of {', '.join(CHECKS)}"
             raise InvalidArgument.of("WEIGHT_ACTION_UNKNOWN", "action", message)
         request = pb.CheckWeightsRequest(action=number)
-        found = await self._call("CheckWeights", request, LONG_CALL_S)
-        return dict(found.checksums), tuple(found.changed)
+        response = await self._call("CheckWeights", request, LONG_CALL_S)
+        return dict(response.checksums), tuple(response.changed)
 
     async def release(self, tags: Sequence[str]) -> tuple[int, Sequence[str]]:
-        """Frees memory; returns the bytes, and the memory that was kept with the reason."""
-        found = await self._call("ReleaseMemory", pb.ReleaseMemoryRequest(tags=tags), LONG_CALL_S)
-        return found.freed_bytes, tuple(found.kept)
+        """Frees memory; returns the bytes, and what was kept and why."""
+        response = await self._call(
+            "ReleaseMemory", pb.ReleaseMemoryRequest(tags=tags), LONG_CALL_S
+        )
+        return response.freed_bytes, tuple(response.kept)
 
     async def reoccupy(self, tags: Sequence[str]) -> None:
-        """Takes memory again."""
+        """Allocates released memory again."""
         await self._call("ResumeMemory", pb.ResumeMemoryRequest(tags=tags), LONG_CALL_S)
 
+    async def _update(self, request: Any, method: str = "UpdateWeights") -> Update:
+        """Returns the effects of an update; none if the tensors were only staged."""
+        response = await self._call(method, request, LONG_CALL_S)
+        if not response.HasField("update"):
+            return {}
+        update = response.update
+        return {
+            "weight_version": update.weight_version,
+            "num_retracted_requests": update.retracted_request_count,
+            "freed_page_count": update.freed_page_count,
+            "pause_s": update.pause_duration.ToNanoseconds() / 1e9,
+        }
+
     async def _call(self, method: str, request: Any, timeout_s: float = SHORT_CALL_S) -> Any:
-        async with self._stub() as stub:
-            return await getattr(stub, method)(request, timeout=timeout_s)
-
-    @asynccontextmanager
-    async def _stub(self) -> AsyncIterator[pb_grpc.AdminServiceStub]:
         async with open_channel(self.address, self._tls) as channel:
+            stub = pb_grpc.AdminServiceStub(channel)
             try:
-                yield pb_grpc.AdminServiceStub(channel)
+                return await getattr(stub, method)(request, timeout=timeout_s)
             except aio.AioRpcError as failure:
-                raise self._named(error_from_rpc(failure)) from failure
-
-    def _named(self, error: OutriderError) -> OutriderError:
-        if not isinstance(error, Unimplemented):
-            return error
-        message = f"{self.address} is not the maintenance port of a target: {error.message}"
-        return Unimplemented(message, reason=error.reason)
-
-
-def _update(response: Any) -> Update:
-    """Returns what an update did; nothing where it was gathered only."""
-    if not response.HasField("update"):
-        return {}
-    update = response.update
-    return {
-        "weight_version": update.weight_version,
-        "num_retracted_requests": update.retracted_request_count,
-        "freed_page_count": update.freed_page_count,
-        "pause_s": update.pause_duration.ToNanoseconds() / 1e9,
-    }
+                error = error_from_rpc(failure)
+                if isinstance(error, Unimplemented):
+                    address = f"{self.address} is not the maintenance port of a target"
+                    error = Unimplemented(f"{address}: {error.message}", reason=error.reason)
+                raise error from failure

@@ -1,4 +1,4 @@
-"""`AdminService` for every process; what differs is handed in."""
+"""`AdminService` of every process, with the operations that differ as hooks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Context = aio.ServicerContext[Any, Any]
 
 
 async def no_gauges() -> Mapping[str, float]:
-    """For processes without live figures."""
+    """The hook of a process without gauges."""
     return {}
 
 
@@ -49,12 +49,13 @@ class AdminHooks:
     """The maintenance operations of a process; None answers UNIMPLEMENTED.
 
     Attributes:
-        drain: stops admission, waits up to the given seconds, returns requests still running.
-        gauges: live figures by name.
-        attachments: attached drafts.
-        flush_prefix_cache: returns the pages freed.
-        update_draft: swaps the weights of a folder into the draft, under a version; returns how
-            long rounds waited, in seconds.
+        drain: stops admission, waits up to the given seconds, returns the number of running
+            requests.
+        gauges: current values by name.
+        attachments: returns the attached drafts.
+        flush_prefix_cache: returns the number of freed pages.
+        update_draft: loads the weights of a folder into the draft, as the given version; returns
+            how long rounds waited, in seconds.
     """
 
     drain: Callable[[float], Awaitable[int]]
@@ -64,12 +65,12 @@ class AdminHooks:
     update_draft: Callable[[Path, str], Awaitable[float]] | None = None
 
 
-# Abstract to the type checker; what a process leaves out is UNIMPLEMENTED, see `ErrorInterceptor`.
+# Abstract to the type checker; methods left out answer UNIMPLEMENTED, see `ErrorInterceptor`.
 _Servicer: Any = pb_grpc.AdminServiceServicer
 
 
 class AdminServicer(_Servicer):  # type: ignore[misc]
-    """Operates one process, on its maintenance port. Only a target has the methods of weights."""
+    """The maintenance port of a process. Only a target adds the methods for weights."""
 
     def __init__(self, info: ProcessInfo, lifecycle: Lifecycle, hooks: AdminHooks) -> None:
         self._info = info

@@ -1,5 +1,5 @@
-"""Candidates and verdicts to and from protobuf, in columns: checked, so that entry i of each column
-belongs together. On the hot path: once a step, batched."""
+"""Candidates and verdicts to and from the columns of protobuf messages. Received columns are
+checked: entry i of each belongs to one candidate or verdict. Called once a step, batched."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shared.tokens import ANY_TREE, NO_TREE, DraftReport, Outcome, TreeRequest, 
 
 T = TypeVar("T")
 Refusal = Callable[[str], InvalidArgument]
-"""Makes the error for columns that do not fit together."""
+"""Returns the error for columns that do not fit together, from its message."""
 
 _OUTCOMES = {
     Outcome.VERIFIED: pb.VerdictBatch.OUTCOME_VERIFIED,
@@ -36,7 +36,6 @@ class ColumnReader:
 
     Args:
         count: entries of each column.
-        refusal: makes the error from its message.
     """
 
     def __init__(self, message: Any, count: int, refusal: Refusal) -> None:
@@ -50,14 +49,14 @@ class ColumnReader:
         Raises:
             InvalidArgument: it is not as long as the others.
         """
-        # A slice copies a repeated field in one call; iterating it costs a call an element.
+        # A slice copies a repeated field in one call; iteration costs a call per element.
         column: list[Any] = getattr(self._message, name)[:]
         if len(column) != self._count:
             raise self._refusal(f"{name} has {len(column)} entries; it must have {self._count}")
         return column
 
     def optional(self, name: str, absent: T) -> list[T]:
-        """Returns a column that may be empty: then each entry is `absent`.
+        """Returns a column that may be empty, which means that each entry is `absent`.
 
         Raises:
             InvalidArgument: it is neither empty nor as long as the others.
@@ -65,10 +64,10 @@ class ColumnReader:
         return self.required(name) if getattr(self._message, name) else [absent] * self._count
 
     def offsets(self, name: str, *columns: str) -> list[int]:
-        """Returns the column that says where the entries of each begin in others.
+        """Returns a column of offsets: where the values of each entry begin in `columns`.
 
         Raises:
-            InvalidArgument: it does not ascend from 0 to the length of those others.
+            InvalidArgument: the offsets do not ascend from 0 to the length of `columns`.
         """
         offsets: list[int] = getattr(self._message, name)[:]
         if not self._count and not offsets:
@@ -91,33 +90,35 @@ class ColumnReader:
         return offsets
 
     def shapes(self, numbers: str, shapes: str) -> list[TreeShape | None]:
-        """Returns a column of shapes, each named by its number in another one.
+        """Returns the shape of each entry. The column `numbers` holds an index from 1 into the
+        column `shapes`, or 0 for None.
 
         Raises:
             InvalidArgument: there is no such shape, or it is out of range.
         """
-        found = [None, *map(shape_from_message, getattr(self._message, shapes))]
-        chosen = self.optional(numbers, 0)
-        for number in chosen:
-            if not 0 <= number < len(found):
-                raise self._refusal(f"{numbers} holds {number}; {shapes} has {len(found) - 1}")
-        return [found[number] for number in chosen]
+        distinct = [None, *map(shape_from_message, getattr(self._message, shapes))]
+        indices = self.optional(numbers, 0)
+        for index in indices:
+            if not 0 <= index < len(distinct):
+                raise self._refusal(f"{numbers} holds {index}; {shapes} has {len(distinct) - 1}")
+        return [distinct[index] for index in indices]
 
 
 def add_shapes(shapes: Sequence[TreeShape | None], numbers: Any, messages: Any) -> None:
-    """Puts shapes into two columns of a message: each once, and the number of each."""
+    """Adds each distinct shape to `messages`, and the index from 1 of each entry's shape (0 for
+    None) to `numbers`. Both stay empty if no entry has a shape."""
     if not any(shapes):
         return
-    distinct = dict.fromkeys(each for each in shapes if each is not None)
-    places: dict[TreeShape | None, int] = {each: place for place, each in enumerate(distinct, 1)}
-    places[None] = 0
+    distinct = dict.fromkeys(shape for shape in shapes if shape is not None)
+    indices: dict[TreeShape | None, int] = {shape: index for index, shape in enumerate(distinct, 1)}
+    indices[None] = 0
     messages.extend(map(shape_message, distinct))
-    numbers.extend([places[each] for each in shapes])
+    numbers.extend([indices[shape] for shape in shapes])
 
 
 def add_optional(column: Any, values: Sequence[T], absent: T) -> None:
     """Fills a column, unless each value is `absent`."""
-    if any(each != absent for each in values):
+    if any(value != absent for value in values):
         column.extend(values)
 
 
@@ -126,9 +127,9 @@ class TreeLimits:
     """A target's limits on trees.
 
     Attributes:
-        max_nodes: of a tree.
-        vocab_size: tokens are below it.
-        max_depth: of a node, as far as a sliding window of the model reaches.
+        max_nodes: most nodes of a tree.
+        vocab_size: upper bound of token ids.
+        max_depth: greatest depth of a node, which a sliding window of the model limits.
     """
 
     max_nodes: int
@@ -139,7 +140,7 @@ class TreeLimits:
 def add_candidates(
     batch: pb.CandidateBatch, columns: CandidateColumns, report: DraftReport
 ) -> None:
-    """Puts one step's candidates into an empty message."""
+    """Writes one step's candidates into an empty message."""
     batch.sequence_ids.extend(columns.sequence_ids)
     batch.rounds.extend(columns.rounds)
     batch.committed_token_counts.extend(columns.committed_token_counts)
@@ -163,7 +164,7 @@ def add_candidates(
 
 
 def report_from_message(batch: pb.CandidateBatch) -> DraftReport:
-    """Returns what a batch says beside its candidates.
+    """Returns the draft's report in a batch of candidates.
 
     Raises:
         InvalidArgument: the pinned shape is out of range.
@@ -190,7 +191,7 @@ def candidates_from_message(batch: pb.CandidateBatch, limits: TreeLimits) -> Can
             f"{len(batch.condition_bonus_token_ids)} bonus tokens of conditions, but "
             f"{len(batch.condition_node_indices)} nodes"
         )
-    # Without an object for each number.
+    # NumPy arrays, to avoid a Python object per number.
     log_probs = np.array(batch.log_probs, np.float32)
     if len(log_probs) not in (0, num_nodes):
         raise InvalidArgument.malformed_tree(
@@ -262,29 +263,33 @@ def _check_log_probs(columns: CandidateColumns) -> None:
 
 
 def add_verdicts(batch: pb.VerdictBatch, verdicts: Sequence[Verdict]) -> None:
-    """Puts one step's verdicts into an empty message."""
+    """Writes one step's verdicts into an empty message."""
     if not verdicts:
         return
-    batch.sequence_ids.extend([each.sequence_id for each in verdicts])
-    batch.rounds.extend([each.round for each in verdicts])
-    batch.outcomes.extend([_OUTCOMES[each.outcome] for each in verdicts])
-    batch.committed_token_counts.extend([each.committed_token_count for each in verdicts])
-    committed = [each.committed_token_ids for each in verdicts]
+    batch.sequence_ids.extend([verdict.sequence_id for verdict in verdicts])
+    batch.rounds.extend([verdict.round for verdict in verdicts])
+    batch.outcomes.extend([_OUTCOMES[verdict.outcome] for verdict in verdicts])
+    batch.committed_token_counts.extend([verdict.committed_token_count for verdict in verdicts])
+    committed = [verdict.committed_token_ids for verdict in verdicts]
     _add_ragged(batch.committed_offsets, batch.committed_token_ids, committed)
-    accepted = [each.accepted_node_indices for each in verdicts]
+    accepted = [verdict.accepted_node_indices for verdict in verdicts]
     _add_ragged(batch.accepted_offsets, batch.accepted_node_indices, accepted)
-    add_optional(batch.candidate_ids, [each.candidate_id or 0 for each in verdicts], 0)
-    add_optional(batch.next_candidate_ids, [each.next_candidate_id or 0 for each in verdicts], 0)
-    wanted = [each.tree_request for each in verdicts]
-    add_shapes([each.shape for each in wanted], batch.wanted_shape_numbers, batch.wanted_shapes)
-    add_optional(batch.paused, [each.is_paused for each in wanted], absent=False)
-    counts = [-1 if each.num_outcomes is None else each.num_outcomes for each in wanted]
+    add_optional(batch.candidate_ids, [verdict.candidate_id or 0 for verdict in verdicts], 0)
+    add_optional(
+        batch.next_candidate_ids, [verdict.next_candidate_id or 0 for verdict in verdicts], 0
+    )
+    requests = [verdict.tree_request for verdict in verdicts]
+    shapes = [request.shape for request in requests]
+    add_shapes(shapes, batch.wanted_shape_numbers, batch.wanted_shapes)
+    add_optional(batch.paused, [request.is_paused for request in requests], absent=False)
+    counts = [-1 if request.num_outcomes is None else request.num_outcomes for request in requests]
     add_optional(batch.wanted_outcome_counts, counts, -1)
-    if any(each.runner_ups for each in verdicts):
-        runner_ups = [each.runner_ups for each in verdicts]
-        tokens = [[token for token, _ in own] for own in runner_ups]
+    if any(verdict.runner_ups for verdict in verdicts):
+        runner_ups = [verdict.runner_ups for verdict in verdicts]
+        tokens = [[token for token, _ in pairs] for pairs in runner_ups]
         _add_ragged(batch.runner_up_offsets, batch.runner_up_token_ids, tokens)
-        batch.runner_up_log_probs.extend([each for own in runner_ups for _, each in own])
+        log_probs = [log_prob for pairs in runner_ups for _, log_prob in pairs]
+        batch.runner_up_log_probs.extend(log_probs)
 
 
 def verdicts_from_message(batch: pb.VerdictBatch) -> list[Verdict]:
@@ -321,15 +326,15 @@ def verdicts_from_message(batch: pb.VerdictBatch) -> list[Verdict]:
             committed,
             read.required("committed_token_counts"),
             _tree_requests(read),
-            [each or None for each in read.optional("candidate_ids", 0)],
-            [each or None for each in read.optional("next_candidate_ids", 0)],
+            [number or None for number in read.optional("candidate_ids", 0)],
+            [number or None for number in read.optional("next_candidate_ids", 0)],
             runner_ups,
         )
     )
 
 
 def opening_tree_request(message: pb.SequenceOpened) -> TreeRequest:
-    """Returns what the target wants of the first tree of a sequence.
+    """Returns the target's request for the first tree of a sequence.
 
     Raises:
         InvalidArgument: the shape or the number of outcomes is out of range.
@@ -342,7 +347,6 @@ def opening_tree_request(message: pb.SequenceOpened) -> TreeRequest:
 
 
 def malformed_verdicts(message: str) -> InvalidArgument:
-    """Returns the error for verdicts that do not fit together."""
     return InvalidArgument.of("VERDICTS_MALFORMED", "verdicts", f"malformed verdicts: {message}")
 
 
@@ -352,10 +356,10 @@ def _tree_requests(read: ColumnReader) -> list[TreeRequest]:
     counts = read.optional("wanted_outcome_counts", -1)
     if counts and min(counts) < -1:
         raise InvalidArgument.out_of_range("wanted_outcome_counts", min(counts), "at least -1")
-    # Few differ, and making one costs a microsecond.
+    # Few requests differ, and a new object costs a microsecond.
     keys = list(zip(shapes, counts, paused, strict=True))
-    made = {key: _tree_request(key[0], key[1], is_paused=key[2]) for key in set(keys)}
-    return [made[key] for key in keys]
+    requests = {key: _tree_request(key[0], key[1], is_paused=key[2]) for key in set(keys)}
+    return [requests[key] for key in keys]
 
 
 def _tree_request(shape: TreeShape | None, num_outcomes: int, *, is_paused: bool) -> TreeRequest:
@@ -368,7 +372,7 @@ def _tree_request(shape: TreeShape | None, num_outcomes: int, *, is_paused: bool
 
 def _add_ragged(offsets: Any, values: Any, rows: Sequence[Sequence[int]]) -> None:
     offsets.extend(accumulate(map(len, rows), initial=0))
-    values.extend([each for row in rows for each in row])
+    values.extend([value for row in rows for value in row])
 
 
 def _ragged(offsets: Sequence[int], values: list[Any]) -> list[tuple[Any, ...]]:

@@ -1,4 +1,4 @@
-"""A real health probe for containers and launchers: `python -m shared.rpc.healthcheck ADDRESS`."""
+"""Health probe for containers and launchers: `python -m shared.rpc.healthcheck ADDRESS`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shared.tls import ClientTls, checked_client_tls
 async def is_serving(
     address: str, *, service: str = "", timeout_s: float = 5.0, tls: ClientTls | None = None
 ) -> bool:
-    """Returns whether the server at `address` says SERVING for `service` (empty: all of it)."""
+    """Returns whether the server at `address` reports SERVING for `service` (empty: as a whole)."""
     async with open_channel(address, tls) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest(service=service)

@@ -1,4 +1,4 @@
-"""Lifecycle of a process: starting, serving, draining, and its ordered shutdown."""
+"""Lifecycle of a process: starting, active, draining, and its ordered shutdown."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from grpc_health.v1._async import HealthServicer
 from shared.errors import Unavailable
 
 logger = logging.getLogger(__name__)
-# For answers on their way out. Streams of health watchers never end by themselves, so a longer
-# grace would always be waited out.
-_LAST_ANSWERS_S = 0.25
+# Time to send the last responses. Streams of health watchers never end by themselves, so a longer
+# grace would always be used up.
+_RESPONSE_GRACE_S = 0.25
 
 
 class State(enum.Enum):
@@ -28,9 +28,9 @@ class State(enum.Enum):
 
 
 class Lifecycle:
-    """Holds the state and drives every health service of the process with it.
+    """Holds the state of a process and reports it by all of its health services.
 
-    Health is SERVING in ACTIVE only. The empty name stands for the whole process.
+    Health is SERVING only in ACTIVE. The empty service name is the whole process.
     """
 
     def __init__(self, service_names: Iterable[str]) -> None:
@@ -42,22 +42,20 @@ class Lifecycle:
         """Returns a health servicer for one server of the process."""
         servicer = HealthServicer()
         self._health.append(servicer)
-        await self._show(servicer)
+        await self._update_health(servicer)
         return servicer
 
     async def activate(self) -> None:
-        """The process serves from now on."""
+        """Lets the process serve."""
         await self._enter(State.ACTIVE)
 
     async def drain(self) -> None:
-        """The process finishes what runs and takes nothing new."""
+        """Lets the process finish its requests and refuse new ones."""
         await self._enter(State.DRAINING)
 
     def check_open(self) -> None:
-        """Returns when new work may come.
-
-        Raises:
-            Unavailable: the process is draining; another one may serve.
+        """Raises:
+        Unavailable: the process is draining; another one may serve.
         """
         if self.state is State.DRAINING:
             raise Unavailable.draining()
@@ -65,9 +63,9 @@ class Lifecycle:
     async def _enter(self, state: State) -> None:
         self.state = state
         for servicer in self._health:
-            await self._show(servicer)
+            await self._update_health(servicer)
 
-    async def _show(self, servicer: HealthServicer) -> None:
+    async def _update_health(self, servicer: HealthServicer) -> None:
         serving = health_pb2.HealthCheckResponse.SERVING
         not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
         for name in self._names:
@@ -81,19 +79,19 @@ async def stop_servers(
     *,
     grace_s: float,
 ) -> None:
-    """Says NOT_SERVING, drains, then stops the servers in the order given.
+    """Reports NOT_SERVING, drains, then stops the servers in the given order.
 
-    From the first moment `lifecycle.check_open` refuses new work. The maintenance server goes
-    last, so that operators can watch the drain.
+    `lifecycle.check_open` refuses new work from the start. The maintenance server is the last one,
+    so that operators can watch the drain.
 
     Args:
         drain: asks drafts to detach and waits for running requests up to the given seconds;
-            returns how many still run.
-        grace_s: time allowed for `drain`, which is cut off when it takes longer.
+            returns the number of running requests.
+        grace_s: time for `drain`, which is cancelled if it takes longer.
     """
     await lifecycle.drain()
     try:
-        async with asyncio.timeout(grace_s + _LAST_ANSWERS_S):
+        async with asyncio.timeout(grace_s + _RESPONSE_GRACE_S):
             num_running = await drain(grace_s)
     except TimeoutError:
         logger.error("the drain took longer than the %g s it was given; cut off", grace_s)
@@ -101,4 +99,4 @@ async def stop_servers(
         level = logging.WARNING if num_running else logging.INFO
         logger.log(level, "drained; %d requests are cut off", num_running)
     for server in servers:
-        await server.stop(_LAST_ANSWERS_S)
+        await server.stop(_RESPONSE_GRACE_S)

@@ -1,4 +1,4 @@
-"""What a request is made of, to and from protobuf: sampling, stop, grammar, trees."""
+"""The parts of a request to and from protobuf: sampling, stop conditions, grammar, trees."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _GRAMMAR_FIELDS = {
 def sampling_from_message(
     message: sampling_pb2.SamplingParams, *, draw_seed: Callable[[], int]
 ) -> SamplingParams:
-    """Returns the parameters. Fields of the message have their names, and defaults hold for those
-    that are absent.
+    """Returns the parameters. Fields of the message and of `SamplingParams` have the same names;
+    absent fields have their defaults.
 
     Args:
         draw_seed: called when the message has no seed.
@@ -33,7 +33,7 @@ def sampling_from_message(
     Raises:
         InvalidArgument: a value is out of range or not a number.
     """
-    given = {field.name: _plain(value) for field, value in message.ListFields()}
+    given = {field.name: _as_field(value) for field, value in message.ListFields()}
     if "seed" not in given:
         given["seed"] = draw_seed()
     return SamplingParams(**given)
@@ -49,14 +49,14 @@ def sampling_message(params: SamplingParams) -> sampling_pb2.SamplingParams:
     return sampling_pb2.SamplingParams(**values)
 
 
-def _plain(value: Any) -> Any:
-    """Returns a field's value as the dataclass holds it."""
+def _as_field(value: Any) -> Any:
+    """Returns the value of a message field in the type of the dataclass field."""
     if isinstance(value, MutableMapping):
         return MappingProxyType(dict(value))
     if isinstance(value, MutableSequence):
         return tuple(
-            tuple(each.token_ids) if isinstance(each, sampling_pb2.TokenRun) else each
-            for each in value
+            tuple(item.token_ids) if isinstance(item, sampling_pb2.TokenRun) else item
+            for item in value
         )
     if isinstance(value, sampling_pb2.ThinkingBudget):
         start = value.start_token_id if value.HasField("start_token_id") else None
@@ -65,27 +65,26 @@ def _plain(value: Any) -> Any:
 
 
 def stop_from_message(message: sampling_pb2.StopParams, *, max_output_tokens: int) -> StopParams:
-    """Returns the parameters, with the bounds cut to what the context has left.
+    """Returns the parameters, with both bounds cut to `max_output_tokens`.
 
     Args:
-        max_output_tokens: what the context has left, at least 1; holds when the message sets no
-            bound.
+        max_output_tokens: tokens that the context has left, at least 1; also the bound of a message
+            without one.
 
     Raises:
         InvalidArgument: a count is out of range.
     """
     is_bounded = message.HasField("max_output_token_count")
-    asked = StopParams(
+    requested = StopParams(
         max_output_tokens=message.max_output_token_count if is_bounded else max_output_tokens,
         min_output_tokens=message.min_output_token_count,
         stop_token_ids=frozenset(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
     )
-    return asked.within(max_output_tokens)
+    return requested.within(max_output_tokens)
 
 
 def stop_message(params: StopParams) -> sampling_pb2.StopParams:
-    """Returns the message."""
     return sampling_pb2.StopParams(
         max_output_token_count=params.max_output_tokens,
         min_output_token_count=params.min_output_tokens,
@@ -108,7 +107,6 @@ def grammar_from_message(message: grammar_pb2.Grammar) -> Grammar:
 
 
 def grammar_message(grammar: Grammar) -> grammar_pb2.Grammar:
-    """Returns the message."""
     if grammar.kind is GrammarKind.CHOICES:
         return grammar_pb2.Grammar(choices=grammar_pb2.TextChoices(texts=grammar.source))
     message = grammar_pb2.Grammar()
@@ -122,7 +120,7 @@ def tree_from_message(message: token_tree_pb2.TokenTree) -> TokenTree:
     Raises:
         InvalidArgument: it is malformed, or a log probability is not a finite number.
     """
-    # A slice copies a repeated field in one call; iterating it costs a call an element.
+    # A slice copies a repeated field in one call; iteration costs a call per element.
     parents, log_probs = message.parent_indices[:], message.log_probs[:]
     if parents and min(parents) < -1:
         raise InvalidArgument.malformed_tree(f"parent index {min(parents)} is below -1")
@@ -136,7 +134,6 @@ def tree_from_message(message: token_tree_pb2.TokenTree) -> TokenTree:
 
 
 def tree_message(tree: TokenTree) -> token_tree_pb2.TokenTree:
-    """Returns the message."""
     return token_tree_pb2.TokenTree(
         token_ids=tree.token_ids,
         parent_indices=[-1 if parent is None else parent for parent in tree.parent_indices],
@@ -145,12 +142,13 @@ def tree_message(tree: TokenTree) -> token_tree_pb2.TokenTree:
 
 
 def shape_from_message(message: token_tree_pb2.TreeShape) -> TreeShape:
-    """Returns the shape; `TreeShape` refuses what is out of range."""
+    """Raises:
+    InvalidArgument: a number is out of range.
+    """
     return TreeShape(message.step_count, message.topk, message.draft_token_count)
 
 
 def shape_message(shape: TreeShape) -> token_tree_pb2.TreeShape:
-    """Returns the message."""
     return token_tree_pb2.TreeShape(
         step_count=shape.num_steps, topk=shape.topk, draft_token_count=shape.num_draft_tokens
     )

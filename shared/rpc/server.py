@@ -1,5 +1,5 @@
-"""gRPC servers with health, reflection and one error policy: an interceptor sets the request id of
-a call and turns errors into statuses."""
+"""gRPC servers with health, reflection and an interceptor, which sets the request id of a call and
+turns errors into statuses."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ Registration = Callable[[aio.Server], None]
 
 
 class ErrorInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Sets the request id, and turns an `OutriderError` into its rich status, once.
+    """Sets the request id of a call, and turns an `OutriderError` into a status with details.
 
-    Anything else that escapes a handler is our bug: the caller gets INTERNAL with the request id,
-    the log gets the traceback. Aborts and cancellations pass through.
+    Any other exception of a handler is our bug: the caller gets INTERNAL with the request id, the
+    log gets the traceback. Aborts and cancellations pass through.
     """
 
     async def intercept_service(
@@ -71,7 +71,7 @@ class ErrorInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]
 
 @dataclass(frozen=True, slots=True)
 class _Undecodable:
-    """Stands for a request whose bytes are no message: gRPC would answer with a Python text."""
+    """Replaces a request that cannot be decoded, to which gRPC would answer with a Python error."""
 
     error: InvalidArgument
 
@@ -88,7 +88,7 @@ async def _checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
     """Yields requests.
 
     Raises:
-        InvalidArgument: the bytes of one could not be decoded.
+        InvalidArgument: a request could not be decoded.
     """
     async for request in requests:
         if isinstance(request, _Undecodable):
@@ -97,7 +97,8 @@ async def _checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 
 def _guarded(behaviour: Behaviour, method: str) -> Behaviour:
-    """Returns the behaviour with its errors translated; both forms of streaming are coroutines."""
+    """Returns a handler's behaviour with its errors turned into statuses, as a coroutine function
+    for streams and single responses alike."""
     is_stream = inspect.isasyncgenfunction(behaviour)
 
     async def guarded(request: Any, context: Context) -> Any:
@@ -109,14 +110,14 @@ def _guarded(behaviour: Behaviour, method: str) -> Behaviour:
                 request = _checked(request)
             if not is_stream:
                 return await behaviour(request, context)
-            # Closed at once when the call ends before it does, so that its `finally` does not wait
+            # If the call ends first, the generator is closed at once: its `finally` does not wait
             # for the garbage collector.
             async with contextlib.aclosing(behaviour(request, context)) as responses:
                 async for response in responses:
                     await context.write(response)
-        except aio.AbortError:  # an Exception to Python, the wanted end of the call to gRPC
+        except aio.AbortError:  # an intended end of the call
             raise
-        except Exception as error:  # the last line: what gets past here kills the connection
+        except Exception as error:  # one that escaped from here would end the connection
             await _abort(context, error, method, request_id)
 
     return guarded
@@ -126,14 +127,14 @@ async def _abort(context: Context, error: Exception, method: str, request_id: st
     """Ends the call with the error's status.
 
     Raises:
-        AbortError: always; gRPC's way of ending a call.
+        AbortError: always, because gRPC ends a call that way.
     """
-    if isinstance(error, NotImplementedError):  # of the stubs, for what a servicer leaves out
+    if isinstance(error, NotImplementedError):  # raised by generated code for missing methods
         name = method.rpartition("/")[2]
         error = Unimplemented.of(name, "this process does not serve it")
     if not isinstance(error, OutriderError):
-        if context.done():  # a write to a caller who left fails as well; that is no bug of ours
-            logger.debug("%s ended while its caller was leaving", method, exc_info=error)
+        if context.done():  # writing to a caller that has gone fails too, which is no bug
+            logger.debug("%s failed after its caller had gone", method, exc_info=error)
         else:
             logger.error("%s failed", method, exc_info=error)
         error = EngineFailed(
@@ -155,8 +156,8 @@ async def create_server(
     Args:
         services: descriptors of the services that `register` adds, for reflection.
         register: adds the servicers, e.g. `add_TargetServiceServicer_to_server`.
-        lifecycle: drives the server's health.
-        max_receive_bytes: largest message that is read at all.
+        lifecycle: sets the server's health.
+        max_receive_bytes: size of the largest message that is accepted.
     """
     server = aio.server(
         interceptors=[ErrorInterceptor()], options=server_options(max_receive_bytes)
@@ -174,7 +175,7 @@ def bind(server: aio.Server, address: str, tls: ServerTls | None = None) -> int:
     """Binds `host:port`, port 0 for any, and returns the port.
 
     Args:
-        tls: None speaks plainly.
+        tls: None is without TLS.
 
     Raises:
         SettingsError: the address is taken or not this host's.

@@ -1,7 +1,7 @@
-"""Converts `OutriderError` to gRPC statuses with details, and back; and a call's metadata.
+"""Converts `OutriderError` to gRPC statuses with details, and back; reads a call's metadata.
 
-The details travel as a serialized `google.rpc.Status` in the trailing metadata, where grpcurl,
-`buf curl` and every gRPC client library look for them."""
+The details are a serialized `google.rpc.Status` in the trailing metadata, where grpcurl, `buf curl`
+and every gRPC client library look for them."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 ERROR_DOMAIN = "outrider"
 DETAILS_KEY = "grpc-status-details-bin"
-# Metadata above 8 KiB is refused by peers, and a message of one character may take nine bytes.
+# Peers refuse metadata above 8 KiB, and one character of a message may take nine bytes.
 _MAX_MESSAGE_LENGTH = 400
 _MAX_VIOLATIONS = 4
-# What grpcio puts in place of the server's status when a write meets the end of the stream.
+# The details that grpcio sets instead of the server's status if a write meets the stream's end.
 # https://github.com/grpc/grpc/issues/36066
 _LOST_STATUS = "Internal error from Core"
 _CODES = {code.value[0]: code for code in GrpcCode}
 
 
 def enter_request(metadata: Metadata) -> str:
-    """Makes a call's metadata current for its task; returns the request id."""
+    """Sets the request id and trace context of the current task from a call's metadata; returns the
+    request id."""
     texts = {key: value for key, value in metadata if isinstance(value, str)}
     request_id = accepted_request_id(texts.get(REQUEST_ID_KEY))
     current_request_id.set(request_id)
@@ -45,7 +46,6 @@ def enter_request(metadata: Metadata) -> str:
 
 
 def abort_arguments(error: OutriderError, request_id: str) -> dict[str, Any]:
-    """Returns the arguments for `context.abort`."""
     return {
         "code": _CODES[int(error.code)],
         "details": _shortened(error.message),
@@ -57,27 +57,34 @@ def abort_arguments(error: OutriderError, request_id: str) -> dict[str, Any]:
 
 
 def status_of(error: OutriderError, request_id: str) -> status_pb2.Status:
-    """Returns the rich status of an error."""
+    """Returns the status of an error, with details."""
     details: list[message.Message] = [
         error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN),
         error_details_pb2.RequestInfo(request_id=request_id),
     ]
     if error.violations:
-        details.append(_bad_request(error.violations))
+        violations = [
+            error_details_pb2.BadRequest.FieldViolation(
+                field=violation.field, description=_shortened(violation.description)
+            )
+            for violation in error.violations[:_MAX_VIOLATIONS]
+        ]
+        details.append(error_details_pb2.BadRequest(field_violations=violations))
     if error.retry_after_s is not None:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromNanoseconds(round(error.retry_after_s * 1e9))
         details.append(retry)
     status = status_pb2.Status(code=int(error.code), message=_shortened(error.message))
-    status.details.extend(_packed(detail) for detail in details)
+    for detail in details:
+        status.details.add().Pack(detail)
     return status
 
 
 def error_from_rpc(failure: aio.AioRpcError) -> OutriderError:
-    """Returns the error that a failed call carries.
+    """Returns the error of a failed call.
 
-    A call that failed on its way, or at a server that is not ours, carries no details: its reason
-    is the name of its code. Codes without a class of their own give the root class.
+    A call that failed in transit, or at another kind of server, has no details: its reason is the
+    name of its code. Codes without an error class give the root class.
     """
     code = failure.code()
     if failure.details() == _LOST_STATUS:
@@ -86,14 +93,15 @@ def error_from_rpc(failure: aio.AioRpcError) -> OutriderError:
     bad_request = error_details_pb2.BadRequest()
     retry = error_details_pb2.RetryInfo()
     for detail in _details(failure):
-        for known in (info, bad_request, retry):
-            detail.Unpack(known)
+        for unpacked in (info, bad_request, retry):
+            detail.Unpack(unpacked)
     has_delay = retry.HasField("retry_delay")
     return error_class(code.value[0])(
         failure.details() or code.name,
         reason=info.reason,
         violations=tuple(
-            FieldViolation(each.field, each.description) for each in bad_request.field_violations
+            FieldViolation(violation.field, violation.description)
+            for violation in bad_request.field_violations
         ),
         retry_after_s=retry.retry_delay.ToNanoseconds() / 1e9 if has_delay else None,
     )
@@ -101,32 +109,15 @@ def error_from_rpc(failure: aio.AioRpcError) -> OutriderError:
 
 def _details(failure: aio.AioRpcError) -> list[any_pb2.Any]:
     status = status_pb2.Status()
-    # Pairs, whatever the stubs of grpcio say.
+    # Pairs, although the type stubs of grpcio say otherwise.
     metadata = cast("Metadata", failure.trailing_metadata() or ())
     for key, value in metadata:
         if key == DETAILS_KEY and isinstance(value, bytes):
             try:
                 status.ParseFromString(value)
-            except message.DecodeError:  # a peer's fault must not hide the failure itself
+            except message.DecodeError:  # a peer's bad details must not hide the failure
                 return []
     return list(status.details)
-
-
-def _packed(detail: message.Message) -> any_pb2.Any:
-    packed = any_pb2.Any()
-    packed.Pack(detail)
-    return packed
-
-
-def _bad_request(violations: tuple[FieldViolation, ...]) -> error_details_pb2.BadRequest:
-    return error_details_pb2.BadRequest(
-        field_violations=[
-            error_details_pb2.BadRequest.FieldViolation(
-                field=violation.field, description=_shortened(violation.description)
-            )
-            for violation in violations[:_MAX_VIOLATIONS]
-        ]
-    )
 
 
 def _shortened(text: str) -> str:

@@ -1,6 +1,6 @@
-"""Logs of one process: one line a record, as text or JSON.
+"""Logs of one process: one line per record, as text or JSON.
 
-Both forms carry the id of the request being served, and what a call gives as `extra`:
+Both formats have the id of the request being served, and the `extra` of the call:
 
     logger.info("attached", extra={"worker_id": "draft-0", "num_sequences": 4})
 """
@@ -16,8 +16,8 @@ from typing import TextIO
 
 from shared.telemetry.tracing import NO_REQUEST, current_request_id, current_traceparent
 
-_MAX_CHARACTERS = 4096  # of a message, and of each text beside it
-_OWN_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_MAX_CHARACTERS = 4096  # of a message, and of each text in `extra`
+_RECORD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 class LogFormat(enum.Enum):
@@ -48,8 +48,8 @@ class TextFormatter(logging.Formatter):
         self._service = service
 
     def format(self, record: logging.LogRecord) -> str:
-        # A line break in a message could pass for a record of its own.
-        message = _cut(record.getMessage()).replace("\r", "\\r").replace("\n", "\\n")
+        # A line break in a message could pass for a new record.
+        message = _shortened(record.getMessage()).replace("\r", "\\r").replace("\n", "\\n")
         words = [_utc(record.created), self._service, record.levelname, message]
         words += [f"{name}={value}" for name, value in _extra(record).items()]
         if (request_id := current_request_id.get()) != NO_REQUEST:
@@ -59,7 +59,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a record; absent facts have no key."""
+    """One JSON object per record; absent values have no key."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname,
             "service": self._service,
             "logger": record.name,
-            "message": _cut(record.getMessage()),
+            "message": _shortened(record.getMessage()),
         }
         if (request_id := current_request_id.get()) != NO_REQUEST:
             fields["request_id"] = request_id
@@ -79,17 +79,17 @@ class JsonFormatter(logging.Formatter):
             fields["traceparent"] = traceparent
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
-        # An extra never replaces a fact of the record.
+        # `extra` never replaces a field of the record.
         return json.dumps(_extra(record) | fields, ensure_ascii=False, default=str)
 
 
 def _extra(record: logging.LogRecord) -> dict[str, object]:
-    extra = {name: value for name, value in vars(record).items() if name not in _OWN_ATTRIBUTES}
-    return {n: _cut(v) if isinstance(v, str) else v for n, v in extra.items()}
+    extra = {name: value for name, value in vars(record).items() if name not in _RECORD_ATTRIBUTES}
+    return {n: _shortened(v) if isinstance(v, str) else v for n, v in extra.items()}
 
 
-def _cut(text: str) -> str:
-    """Returns what a line holds of a text; strangers can make messages as long as they like."""
+def _shortened(text: str) -> str:
+    """Returns a text cut to `_MAX_CHARACTERS`, because clients can cause messages of any length."""
     if len(text) <= _MAX_CHARACTERS:
         return text
     return f"{text[:_MAX_CHARACTERS]}… ({len(text):,} characters)"

@@ -1,4 +1,4 @@
-"""HTTP port for Prometheus, in a process without other HTTP."""
+"""HTTP port for Prometheus, in a process without another HTTP server."""
 
 from __future__ import annotations
 
@@ -31,16 +31,12 @@ def serve_metrics(
     except OSError as error:
         message = f"cannot serve metrics on {host}:{port}: {error.strerror}"
         raise SettingsError((message,)) from error
-    # The library would write `vllm:` as `vllm_` to a scraper that asks for OpenMetrics, as
-    # Prometheus 2 does.
-    server.set_app(_plain_text(make_wsgi_app(registry)))
-    return int(server.server_port)
-
-
-def _plain_text(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
-    """Returns an app that answers in Prometheus's text format, whatever else is asked for."""
+    app: Callable[..., Iterable[bytes]] = make_wsgi_app(registry)
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        """Answers in Prometheus's text format, whatever the scraper asks for: in OpenMetrics, which
+        Prometheus 2 asks for, the library would write `vllm:` as `vllm_`."""
         return app({**environ, "HTTP_ACCEPT": "text/plain"}, start_response)
 
-    return answer
+    server.set_app(answer)
+    return int(server.server_port)

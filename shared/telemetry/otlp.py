@@ -1,4 +1,4 @@
-"""Spans sent to an OpenTelemetry collector. Needs `pip install 'outrider[tracing]'`."""
+"""Sends spans to an OpenTelemetry collector. Needs `pip install 'outrider[tracing]'`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EXPORT_TIMEOUT_S = 5.0
 
 
 class _OtlpSpan:
-    """A `Span` of the SDK's."""
+    """A `Span` made of the SDK's span."""
 
     def __init__(self, span: SdkSpan) -> None:
         self._span = span
@@ -41,10 +41,10 @@ class _OtlpSpan:
 
 
 class OtlpTracer:
-    """A `Tracer` of the SDK's. Spans leave in batches, on a thread of its own.
+    """A `Tracer` made of the SDK's tracer, which exports spans in batches on its own thread.
 
     Args:
-        processor: takes the spans that have ended.
+        processor: receives the spans that have ended.
     """
 
     def __init__(self, service: str, sample_ratio: float, processor: SpanProcessor) -> None:
@@ -58,7 +58,7 @@ class OtlpTracer:
 
     def begin(self, name: str, parent: str | None, attributes: Attributes) -> _OtlpSpan:
         context = Context()
-        if parent is not None:  # malformed ones are ignored
+        if parent is not None:  # a malformed parent is ignored
             context = self._propagator.extract({TRACEPARENT_KEY: parent}, context)
         span = self._tracer.start_span(
             name, context, kind=SpanKind.SERVER, attributes=dict(attributes)

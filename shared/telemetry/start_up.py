@@ -4,8 +4,8 @@ A phase is one log line:
 
     target INFO start-up phase=weights seconds=3.214 size_bytes=16060522496 gb_per_s=5.0
 
-A phase inside another is named after both, `draft/weights`, and its line comes first. Seconds are
-what the caller waits: what runs beside it is not in them.
+A phase inside another has both names, `draft/weights`, and its line comes first. Seconds are those
+that the caller waits; work on other threads is not included.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MESSAGE = "start-up"
 IMPORTS = "imports"
 SERVING = "serving"
 _OWN_STAT = Path("/proc/self/stat")
-# Of the 52 fields of proc(5)'s stat, behind the one that may hold spaces.
+# Index among the 52 fields of proc(5)'s stat, counted after the one that may contain spaces.
 _START_TICKS_FIELD = 19
 
 _outer_phase: ContextVar[str] = ContextVar("outer_phase", default="")
@@ -35,10 +35,10 @@ _outer_phase: ContextVar[str] = ContextVar("outer_phase", default="")
 
 @dataclass(slots=True)
 class StartPhase:
-    """A phase under way.
+    """A phase in progress.
 
     Attributes:
-        size_bytes: what it moved, if that is its work; set it before the phase ends.
+        size_bytes: bytes moved, if moving bytes is the phase's work; set before the phase ends.
     """
 
     size_bytes: int | None = None
@@ -46,7 +46,7 @@ class StartPhase:
 
 @contextmanager
 def start_phase(name: str, clock: Callable[[], float] = time.monotonic) -> Iterator[StartPhase]:
-    """Logs how long its body takes, unless that fails."""
+    """Logs how long its body takes, unless the body raises."""
     path = f"{_outer_phase.get()}{name}"
     token = _outer_phase.set(f"{path}/")
     phase, start_s = StartPhase(), clock()
@@ -58,7 +58,7 @@ def start_phase(name: str, clock: Callable[[], float] = time.monotonic) -> Itera
 
 
 def log_process_age(name: str) -> None:
-    """Logs the time since the process began, where the system tells it."""
+    """Logs the time since the process was started; does nothing outside Linux."""
     seconds = process_age_s()
     if seconds is not None:
         _log(name, seconds)
@@ -82,16 +82,15 @@ def _log(path: str, seconds: float, size_bytes: int | None = None) -> None:
     logger.info(MESSAGE, extra=facts)
 
 
-# Timeline of one process as JSON lines, one a span or instant, for drawing rounds.
-#
-# Times are of the host's monotonic clock, so the logs of processes on one host fit together. Meant
-# for seconds, not days: nothing bounds the file.
-
 Fact = str | int | float
 
 
 class RoundLog:
-    """Writes a file. Any thread may call it.
+    """Timeline of one process as JSON lines, one per span or instant, for drawing rounds. Any
+    thread may write.
+
+    Times are of the host's monotonic clock, so the logs of processes on one host can be merged.
+    Meant for seconds, not days: the file grows without limit.
 
     Raises:
         OSError: the file cannot be written.
@@ -104,16 +103,16 @@ class RoundLog:
     def span(
         self, name: str, duration_s: float, *, end_s: float | None = None, **facts: Fact
     ) -> None:
-        """Notes something that ends now, or ended before."""
+        """Writes a span that ends at `end_s`, or now."""
         end_s = time.monotonic() if end_s is None else end_s
         self._write({"name": name, "start_s": end_s - duration_s, "end_s": end_s, **facts})
 
     def instant(self, name: str, **facts: Fact) -> None:
-        """Notes something that happens now."""
+        """Writes an instant, at the current time."""
         self._write({"name": name, "at_s": time.monotonic(), **facts})
 
     def close(self) -> None:
-        """Writes the rest; nothing is noted from then on."""
+        """Closes the file; later spans and instants are dropped."""
         with self._lock:
             self._file.close()
 
@@ -124,5 +123,5 @@ class RoundLog:
 
 
 def open_round_log(path: Path | None) -> RoundLog | None:
-    """Returns a log, or none where none is wanted."""
+    """Returns the log of a path; None without a path."""
     return None if path is None else RoundLog(path)

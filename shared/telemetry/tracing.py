@@ -1,8 +1,8 @@
-"""Context of the request being served, and its spans across processes; a no-op unless an OTLP
-endpoint is set.
+"""Context of the request being served, and its spans across processes, which are no-ops without an
+OTLP endpoint.
 
-A process begins a span for each request it serves and passes the span's `traceparent` on, so that
-the next process's span is its child. Source: W3C, "Trace Context"."""
+A process begins a span for each request that it serves, and passes the span's `traceparent` to the
+next process, whose span is its child. Source: W3C, "Trace Context"."""
 
 from __future__ import annotations
 
@@ -20,41 +20,40 @@ NO_REQUEST = "-"
 MAX_REQUEST_ID_LENGTH = 128
 
 current_request_id: ContextVar[str] = ContextVar("request_id", default=NO_REQUEST)
-"""Set by the server interceptor for the time of a call."""
+"""Id of the request; the server interceptor sets it for the time of a call."""
 
 current_traceparent: ContextVar[str | None] = ContextVar("traceparent", default=None)
-"""W3C trace context of the call, as it came."""
+"""W3C trace context of the call, as received."""
 
 Attributes = Mapping[str, str | int | float | bool]
 
 
 def new_request_id() -> str:
-    """Returns a fresh id."""
     return uuid.uuid4().hex
 
 
 def accepted_request_id(proposed: str | None) -> str:
-    """Returns the caller's id, or a fresh one where it has none that is fit for a log line."""
+    """Returns the caller's id, or a fresh one if that is absent or unfit for a log line."""
     if proposed and len(proposed) <= MAX_REQUEST_ID_LENGTH and proposed.isprintable():
         return proposed
     return new_request_id()
 
 
 class Span(Protocol):
-    """Something that takes time."""
+    """An operation with a duration."""
 
     @property
     def traceparent(self) -> str | None:
-        """The parent id for child spans; None without tracing."""
+        """The trace context for child spans; None without tracing."""
 
     def event(self, name: str) -> None:
-        """Notes that something happened now."""
+        """Adds an event at the current time."""
 
     def end(self, attributes: Attributes, error: str | None = None) -> None:
         """Ends the span, once.
 
         Args:
-            error: why it failed; None when it did not.
+            error: why the operation failed; None if it succeeded.
         """
 
 
@@ -65,16 +64,16 @@ class Tracer(Protocol):
         """Begins a span now.
 
         Args:
-            parent: `traceparent` of the request as it came; None begins a trace.
+            parent: `traceparent` of the request, as received; None begins a trace.
         """
 
     def close(self) -> None:
-        """Sends what is not sent yet; waits a few seconds at most."""
+        """Sends the remaining spans; waits a few seconds at most."""
 
 
 @dataclass(frozen=True, slots=True)
-class _PassedOn:
-    """No span of ours; outgoing calls continue the caller's trace."""
+class _NoSpan:
+    """Records nothing; outgoing calls continue the caller's trace."""
 
     traceparent: str | None
 
@@ -87,10 +86,10 @@ class _PassedOn:
 
 @dataclass(frozen=True, slots=True)
 class NoTracer:
-    """Costs nothing."""
+    """Records nothing."""
 
     def begin(self, name: str, parent: str | None, attributes: Attributes) -> Span:
-        return _PassedOn(parent)
+        return _NoSpan(parent)
 
     def close(self) -> None:
         pass
@@ -104,14 +103,14 @@ def tracer_for(service: str, endpoint: str | None, sample_ratio: float) -> Trace
 
     Args:
         endpoint: OTLP over gRPC, `http://host:4317` or `https://…`; None traces nothing.
-        sample_ratio: of the traces that begin here, in [0, 1]; others go by their parent.
+        sample_ratio: share of the traces that begin here, in [0, 1]; others follow their parent.
 
     Raises:
         SettingsError: the endpoint is no URL, or OpenTelemetry is not installed.
     """
     if endpoint is None:
         return NO_TRACER
-    # An optional dependency: who does not trace does not install it, nor wait for its import.
+    # An optional dependency: without tracing it is neither needed nor imported.
     try:
         from shared.telemetry.otlp import otlp_tracer
     except ModuleNotFoundError as error:

@@ -1,7 +1,8 @@
 """Request metrics under vLLM's names.
 
-Dashboards, load tools and autoscalers of the Gateway API inference extension know these names; our
-own metrics stay beside them. A token is never counted on its own: a request's step is.
+Dashboards, load tools and autoscalers of the Gateway API inference extension read these names; they
+are served in addition to our own metrics. Counters are updated once per request and step, not per
+token.
 
 Source: vLLM, "Production Metrics"; Gateway API inference extension, "Model Server Protocol".
 """
@@ -56,10 +57,10 @@ _COUNTERS = {
 
 class StepHistogram:
     """A histogram filled by one thread, for events more frequent than requests. Costs a fifth of
-    the client library's, which takes a lock each time.
+    the client library's histogram, which takes a lock for each value.
 
     Args:
-        bounds: upper bounds, ascending, each inclusive; what is above all goes to `+Inf`.
+        bounds: upper bounds, ascending, each inclusive; larger values count in `+Inf`.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -77,7 +78,7 @@ class StepHistogram:
         self._sum += value * count
 
     def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
-        """Adds a sample of the state now to a metric family. From any thread."""
+        """Adds a sample of the current state to a metric family. May be called by any thread."""
         names = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]
         buckets = list(zip(names, accumulate(self._counts), strict=True))
         family.add_metric(labels, buckets=buckets, sum_value=self._sum)
@@ -89,7 +90,7 @@ class EngineFigures:
 
     Attributes:
         kv_usage: share of KV pages that sequences hold, in [0, 1].
-        num_preemptions: since the start.
+        num_preemptions: number since start-up.
     """
 
     model_id: str
@@ -116,14 +117,13 @@ class _Model:
     ended: Counter[str] = field(default_factory=Counter)
     num_running: int = 0
     num_waiting: int = 0
-    gaps: StepHistogram = field(init=False)  # the one of the histograms that every step fills
+    gaps: StepHistogram = field(init=False)  # the histogram that every step fills
 
     def __post_init__(self) -> None:
         self.gaps = self.histograms["inter_token_latency_seconds"]
 
     @property
     def counts(self) -> dict[str, int]:
-        """The counters by name."""
         lengths = dict(self.accepted_lengths)
         return {
             "prompt_tokens": self.num_prompt,
@@ -138,11 +138,13 @@ class _Model:
 
 @dataclass(slots=True)
 class RequestFigures:
-    """One request while it is open; times in seconds of one monotonic clock.
+    """Figures of one unfinished request; times in seconds of one monotonic clock.
 
     Attributes:
-        started_s: left the queue; None while it waits.
-        num_first_tokens: of the first step.
+        begin_s: when it arrived.
+        started_s: when it left the queue; None while it waits.
+        first_s, last_s: when the first and the last step brought tokens.
+        num_first_tokens: tokens of the first step.
     """
 
     model: _Model
@@ -158,7 +160,8 @@ class VllmMetrics(Collector):
     """Figures of every model's requests. Filled by one thread, read by any.
 
     Args:
-        engine: asked when scraped; None counts running and waiting requests from reported events.
+        engine: called for each scrape; None counts running and waiting requests from reported
+            events.
     """
 
     def __init__(self, engine: Callable[[], EngineFigures | None] | None = None) -> None:
@@ -170,13 +173,13 @@ class VllmMetrics(Collector):
         return self._models[model].counts[name]
 
     def begin(self, model: str, now_s: float) -> RequestFigures:
-        """A request arrived."""
         figures = self._models[model]
         figures.num_waiting += 1
         return RequestFigures(figures, now_s)
 
     def start(self, request: RequestFigures, num_cached: int, now_s: float) -> None:
-        """It left the queue, with this many prompt tokens found in the prefix cache."""
+        """Counts a request that has left the queue, with `num_cached` prompt tokens found in the
+        prefix cache."""
         figures = request.model
         request.started_s = now_s
         figures.num_waiting -= 1
@@ -192,10 +195,10 @@ class VllmMetrics(Collector):
         num_drafted: int = 0,
         num_accepted: int = 0,
     ) -> None:
-        """A step brought it tokens.
+        """Counts tokens of a step.
 
         Args:
-            num_drafted: draft tokens verified in the step; 0 where it ran without a tree.
+            num_drafted: draft tokens verified in the step; 0 for a plain step.
         """
         figures = request.model
         if request.first_s is None:
@@ -212,7 +215,7 @@ class VllmMetrics(Collector):
             figures.accepted_lengths[num_accepted] += 1
 
     def end(self, request: RequestFigures, num_prompt: int, reason: str) -> None:
-        """It ended, for this reason: `stop`, `length`, `abort` or `error`."""
+        """Counts a request that has ended; the reason is `stop`, `length`, `abort` or `error`."""
         figures = request.model
         if request.started_s is None:
             figures.num_waiting -= 1
@@ -222,14 +225,14 @@ class VllmMetrics(Collector):
         figures.ended[reason] += 1
         if request.first_s is None or reason not in ("stop", "length"):
             return
-        observe = figures.histograms
-        observe["e2e_request_latency_seconds"].observe(request.last_s - request.begin_s)
-        observe["request_prompt_tokens"].observe(num_prompt)
-        observe["request_generation_tokens"].observe(request.num_tokens)
+        histograms = figures.histograms
+        histograms["e2e_request_latency_seconds"].observe(request.last_s - request.begin_s)
+        histograms["request_prompt_tokens"].observe(num_prompt)
+        histograms["request_generation_tokens"].observe(request.num_tokens)
         num_later = request.num_tokens - request.num_first_tokens
         if num_later > 0:
             mean_s = (request.last_s - request.first_s) / num_later
-            observe["request_time_per_output_token_seconds"].observe(mean_s)
+            histograms["request_time_per_output_token_seconds"].observe(mean_s)
 
     def collect(self) -> Iterator[Metric]:
         models = dict(self._models)
@@ -241,13 +244,13 @@ class VllmMetrics(Collector):
             yield counter
         for name, (meaning, _) in _HISTOGRAMS.items():
             histogram = HistogramMetricFamily(f"vllm:{name}", meaning, labels=_LABELS)
-            # One is the other's older name.
+            # `time_per_output_token` is the older name of `inter_token_latency`.
             source = name.replace("time_per_output_token", "inter_token_latency", 1)
             source = source if source in _HISTOGRAMS else name
             for model, figures in models.items():
                 figures.histograms[source].add_to(histogram, (model, _ENGINE))
             yield histogram
-        yield from _labelled(models)
+        yield from _labelled_counters(models)
 
 
 def _load(models: Mapping[str, _Model], engine: EngineFigures | None) -> Iterator[Metric]:
@@ -279,7 +282,7 @@ def _load(models: Mapping[str, _Model], engine: EngineFigures | None) -> Iterato
     yield from (running, waiting, usage, preempted, config)
 
 
-def _labelled(models: Mapping[str, _Model]) -> Iterator[Metric]:
+def _labelled_counters(models: Mapping[str, _Model]) -> Iterator[Metric]:
     accepted = CounterMetricFamily(
         "vllm:spec_decode_num_accepted_tokens_per_pos",
         "Trees of which the token at this depth, from 0, was accepted",

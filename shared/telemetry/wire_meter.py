@@ -1,4 +1,4 @@
-"""Counts messages and bytes of the streams between drafts and targets, at both ends."""
+"""Counts messages and bytes of the streams between drafts and targets, in both processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.telemetry.start_up import RoundLog
 
 @dataclass(slots=True)
 class WireTotals:
-    """One way of every stream so far. Written by the event loop, read by any thread."""
+    """Totals of one direction of all streams. Written by the event loop, read by any thread."""
 
     num_messages: int = 0
     num_bytes: int = 0
@@ -24,7 +24,7 @@ class WireMeter:
     """Totals of one process.
 
     Attributes:
-        sent, received: since the start, the handshake left out.
+        sent, received: totals since start-up, without handshakes.
     """
 
     def __init__(self, log: RoundLog | None = None) -> None:
@@ -33,13 +33,12 @@ class WireMeter:
         self._log = log
 
     def stream(self, attachment_id: str) -> StreamMeter:
-        """Returns the meter of a stream that has been attached."""
         return StreamMeter(self, attachment_id, self._log)
 
 
 class StreamMeter:
-    """Counts one stream. Its messages are numbered, so that the logs of both ends can be matched:
-    a stream keeps them in order."""
+    """Counts one stream. Its messages are numbered, so that the logs of both processes can be
+    matched; a stream keeps its order."""
 
     def __init__(self, meter: WireMeter, attachment_id: str, log: RoundLog | None) -> None:
         self._meter = meter
@@ -49,11 +48,10 @@ class StreamMeter:
         self._received = itertools.count()
 
     def sent(self, num_bytes: int, kind: str) -> None:
-        """A message is on its way; `kind` is its name in the contract."""
+        """Counts a message that is being sent; `kind` is its name in the contract."""
         self._count("sent", self._meter.sent, next(self._sent), num_bytes, kind)
 
     def received(self, num_bytes: int, kind: str) -> None:
-        """A message is here."""
         self._count("received", self._meter.received, next(self._received), num_bytes, kind)
 
     def _count(self, name: str, totals: WireTotals, number: int, num_bytes: int, kind: str) -> None:

@@ -75,8 +75,8 @@ def taught(
     learner = Learner(student, traffic, lessons, lambda folder, version: None, clock)
 
     def measured(state: State) -> float:
-        with student.as_it_was(state):
-            return student.measured(held_out, num_steps=_STEPS).mean_length
+        with student.with_weights(state):
+            return student.measure(held_out, num_steps=_STEPS).mean_length
 
     for begin in range(0, len(examples), LESSON_REQUESTS):
         for each in examples[begin : begin + LESSON_REQUESTS]:
@@ -111,11 +111,11 @@ def main() -> None:
     student = HeadStudent(start, target, teaching)
     examples = domain.examples(target, student)
     seen, held_out = examples[: arguments.requests], examples[arguments.requests :]
-    begun = student.measured(held_out, num_steps=_STEPS).mean_length
+    begun = student.measure(held_out, num_steps=_STEPS).mean_length
     trained = HeadStudent(out / "offline", target, teaching)
     # Its fc is another one, and so are the rows that it reads.
     own = domain.examples(target, trained)[arguments.requests :]
-    offline = trained.measured(own, num_steps=_STEPS).mean_length
+    offline = trained.measure(own, num_steps=_STEPS).mean_length
     print(f"tokens a round: {begun:.3f} at the start, {offline:.3f} trained offline", flush=True)
     for updates in arguments.updates:
         student = HeadStudent(start, target, teaching)

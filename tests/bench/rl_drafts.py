@@ -78,8 +78,8 @@ async def _run(num_steps: int, num_updates: int, folder: Path) -> None:
             examples = _examples(target, answers, shape.feature_layers)
             lengths = []
             for student in (frozen, learning):
-                with student.as_it_was(student.state()):
-                    measured = student.measured(examples, num_steps=_STEPS)
+                with student.with_weights(student.state()):
+                    measured = student.measure(examples, num_steps=_STEPS)
                 lengths.append(measured.mean_length)
             mean = float(rewards(answers).mean())
             print(

@@ -18,7 +18,7 @@ from services.draft.learner.student import Measurement, Student
 from services.draft.training.documents import Documents
 from services.draft.training.frozen_target import FrozenTarget, HeadSizes
 from services.draft.training.head_shape import Algorithm
-from services.draft.training.heads import begin_from_target, build_head, save_head
+from services.draft.training.heads import build_head, init_from_target, save_head
 from shared.errors import CheckpointError, InvalidArgument, SettingsError
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as admin_pb
 from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as admin_grpc
@@ -56,7 +56,7 @@ def head_folder(target_folder: Path, algorithm: str, tmp_path: Path) -> Path:
     target = FrozenTarget.load(target_folder, device=torch.device("cpu"), dtype=torch.float32)
     torch.manual_seed(5)
     head = build_head(target.head_shape(Algorithm(algorithm), HeadSizes()))
-    begin_from_target(head, target)
+    init_from_target(head, target)
     save_head(head, tmp_path / "head")
     return tmp_path / "head"
 
@@ -119,7 +119,7 @@ async def test_what_is_learnt_reaches_the_running_draft(
 ) -> None:  # fmt: skip
     # Whatever is measured last looks better than what was measured before.
     measured, is_model = itertools.count(1), algorithm == "STANDALONE"
-    monkeypatch.setattr(Student, "measured", lambda *_, **__: Measurement(((1, next(measured)),)))
+    monkeypatch.setattr(Student, "measure", lambda *_, **__: Measurement(((1, next(measured)),)))
     async with serving_target(target_folder) as target:
         lender = () if is_model else ("--target-model-path", str(target_folder))
         settings = draft_settings(algorithm, head_folder, "--target", target.address, *lender)
@@ -229,6 +229,6 @@ async def test_other_weights_of_the_target_are_learnt_from_anew(
             await _until(lambda: process.traffic.num_forgotten == 1)
             assert process.traffic.num_kept_tokens == 0
             weights = load_file(other / "model.safetensors")
-            ends = process.learner._student._ends
-            await _until(lambda: torch.equal(ends.lm_head, weights["lm_head.weight"]))
-            assert torch.equal(ends.embedding, weights["model.embed_tokens.weight"])
+            tables = process.learner._student._tables
+            await _until(lambda: torch.equal(tables.lm_head, weights["lm_head.weight"]))
+            assert torch.equal(tables.embedding, weights["model.embed_tokens.weight"])

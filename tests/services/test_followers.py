@@ -29,7 +29,7 @@ def test_processes_that_do_not_end_are_killed(caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_follower_that_fails_ends_with_an_error() -> None:
-    code = "from services.followers import _serve; _serve(None, None, None)"
+    code = "from services.followers import _run_follower; _run_follower(None, None, None)"
     ended = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )

@@ -87,9 +87,9 @@ def test_each_process_of_a_host_has_a_pipe(meeting: _Meeting, secret: str | None
     assert others[0].pipes[5].recv() == "to rank 5"
     assert not others[0].was_dismissed(0.0)
     third.dismiss()
-    second.own.close()
+    second.control.close()
     assert [each.was_dismissed(10.0) for each in others] == [True, False]
-    third.own.close()
+    third.control.close()
     third.dismiss()  # to nobody
 
 
@@ -107,7 +107,7 @@ def test_who_hangs_up_or_is_silent_is_no_host(
     meeting: _Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(hosts, "_PATIENCE", struct.pack("ll", 0, 1_000))
+        patch.setattr(hosts, "_CALLER_TIMEOUT", struct.pack("ll", 0, 1_000))
         first = meeting.first()
         place = "127.0.0.1", meeting.port
         socket.create_connection(place).close()

@@ -15,7 +15,7 @@ from services import serve
 from services.check import check
 from services.ranks import Ranks
 from services.serve import ready_line
-from services.serve_line import all_fields, take_apart
+from services.serve_line import all_fields, split_line
 from services.serve_plan import Plan, make_plan, num_gpus
 from services.serve_settings import Placement
 from services.target.settings import TargetSettings
@@ -269,8 +269,8 @@ def test_every_flag_of_every_service_can_be_said_to_serve() -> None:
         for service, fields in all_fields().items()
         for each in fields
         for name in (each.flag, *each.aliases)
-        if take_apart([name, "1"]).problems
-        and take_apart([f"--{service}{each.flag[1:]}", "1"]).problems
+        if split_line([name, "1"]).problems
+        and split_line([f"--{service}{each.flag[1:]}", "1"]).problems
     }
     assert refused == set()
 
@@ -295,7 +295,7 @@ def test_spellings_of_sglang_are_known(
     words: str, notice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    assert take_apart(words.split()).problems == []
+    assert split_line(words.split()).problems == []
     notices = _plan(*words.split()).notices
     assert len(notices) == bool(notice)
     assert "".join(notices).startswith(notice)

@@ -1,4 +1,4 @@
-"""`outrider learner`: teaches the heads of running drafts what their targets answer."""
+"""`outrider learner`: trains running drafts on the answers of their targets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learner process: what it loads, its links to targets, and its way to the drafts."""
+"""The learner process: loads student and traffic, links to targets, swaps weights into drafts."""
 
 from __future__ import annotations
 
@@ -52,20 +52,20 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Ends:
-    """See `TargetEnds`."""
+class _TargetTables:
+    """See `TargetTables`."""
 
     embedding: torch.Tensor
     lm_head: torch.Tensor
 
     @property
     def head(self) -> Linear:
-        """The lm_head's own memory, whatever products like best."""
+        """The lm_head as a layer on the same memory, not packed as products would prefer."""
         return Linear(LinearWeight(self.lm_head, is_packed=False), None)
 
 
 class LearnerProcess:
-    """Everything around one `Learner`.
+    """A `Learner` with its traffic, its links to targets and its connections to drafts.
 
     Raises:
         CheckpointError: head or target cannot be loaded, or recorded traffic cannot be read.
@@ -73,20 +73,20 @@ class LearnerProcess:
 
     Attributes:
         traffic: recorded examples.
-        learner: gives the lessons.
+        learner: trains the draft.
     """
 
     def __init__(self, settings: LearnerSettings) -> None:
         self._settings = settings
-        self._spec, ends, tensors = _served(settings)
-        self._borrowed = BorrowedTensors(tensors, ends.embedding, ends.head)
+        self._spec, tables, tensors = _target_features(settings)
+        self._borrowed = BorrowedTensors(tensors, tables.embedding, tables.head)
         teaching = Teaching(
             unroll=settings.unroll,
             rate=settings.rate,
             batch_size=settings.batch_size,
             window=settings.window,
         )
-        student = _student(settings, ends, teaching, tensors.config.num_layers)
+        student = _student(settings, tables, teaching, tensors.config.num_layers)
         self.traffic = Traffic(
             max_tokens=settings.retain_tokens,
             max_age_s=settings.retain_s,
@@ -102,10 +102,10 @@ class LearnerProcess:
             self.traffic.add(example, is_old=True)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Learns until `stop`, or until there were as many lessons as were asked for.
+        """Learns until `stop`, or until `--max-lessons` are done.
 
         Raises:
-            OutriderError: a draft refuses the weights of the start, or cannot be reached.
+            OutriderError: a draft refuses the initial weights, or cannot be reached.
         """
         self._loop = asyncio.get_running_loop()
         await asyncio.to_thread(self.learner.begin)
@@ -129,7 +129,7 @@ class LearnerProcess:
                 Documents.of(texts).save(self._settings.record)
 
     def metrics(self) -> LearnerMetrics:
-        """Returns the metrics of the process, to be registered once."""
+        """Returns the metrics of the process; register them once."""
         return LearnerMetrics(self.learner, self.traffic)
 
     def _client(self, address: str) -> AttachClient:
@@ -152,7 +152,7 @@ class LearnerProcess:
         )
 
     def _publish(self, folder: Path, version: int) -> None:
-        """On the learner's thread; see `Publish`."""
+        """See `Publish`. Called on the learner's thread."""
         assert self._loop is not None
         request = pb.UpdateDraftWeightsRequest(
             model_path=str(folder.resolve()), weight_version=str(version)
@@ -178,13 +178,13 @@ class LearnerMetrics(Collector):
 
     | metric | unit | query |
     |---|---|---|
-    | `outrider_learner_version` | of the weights that serve; 0 is the start's | |
+    | `outrider_learner_version` | of the served weights; 0 is the initial one | |
     | `outrider_learner_loss` | of the last lesson | |
     | `outrider_learner_accepted_before`, `…_after` | tokens a round, held out | gain: difference |
-    | `outrider_learner_attached_target_count` | targets | 0 learns nothing new |
+    | `outrider_learner_attached_target_count` | targets | 0: no new traffic |
     | `outrider_learner_kept_tokens` | tokens in memory | |
-    | `outrider_learner_examples`, `…_tokens` | since the start | |
-    | `outrider_learner_lessons`, `…_swaps`, `…_rollbacks`, `…_refusals` | since the start | |
+    | `outrider_learner_examples`, `…_tokens` | since start-up | |
+    | `outrider_learner_lessons`, `…_swaps`, `…_rollbacks`, `…_refusals` | since start-up | |
     | `outrider_learner_busy_seconds` | of training | share of time: its rate |
     """
 
@@ -218,7 +218,7 @@ def _lessons(settings: LearnerSettings) -> Lessons:
     return Lessons(
         out=settings.out,
         num_updates=settings.lesson_updates,
-        # Where nothing new comes, what there is is gone over again.
+        # Without targets no new tokens arrive: lessons repeat the recorded traffic.
         min_new_tokens=settings.lesson_tokens if settings.target else 0,
         min_gain=settings.min_gain,
         max_loss=settings.max_loss,
@@ -229,7 +229,7 @@ def _lessons(settings: LearnerSettings) -> Lessons:
 
 
 def _student(
-    settings: LearnerSettings, ends: _Ends, teaching: Teaching, num_target_layers: int
+    settings: LearnerSettings, tables: _TargetTables, teaching: Teaching, num_target_layers: int
 ) -> Student:
     folder = settings.model_folder
     if settings.speculative_algorithm is Algorithm.STANDALONE:
@@ -238,13 +238,13 @@ def _student(
                 f"{folder} has another tokenizer than {settings.target_folder}; a draft is taught "
                 f"by its target's distributions, which are over the target's tokens"
             )
-        return ModelStudent(folder, ends, teaching, num_target_layers=num_target_layers)
-    return HeadStudent(folder, ends, teaching)
+        return ModelStudent(folder, tables, teaching, num_target_layers=num_target_layers)
+    return HeadStudent(folder, tables, teaching)
 
 
-def _served(settings: LearnerSettings) -> tuple[FeatureSpec, _Ends, TargetFolder]:
-    """Returns the features that the target is asked for. For a head that is loaded as drafts do,
-    so that the target hears of the same, bit for bit."""
+def _target_features(settings: LearnerSettings) -> tuple[FeatureSpec, _TargetTables, TargetFolder]:
+    """Returns the features to request from the target, its tables, and their reader. A head is
+    loaded as drafts load it, so that its projection is the same bit for bit."""
     folder, algorithm = settings.model_folder, settings.speculative_algorithm
     target = ModelConfig.from_folder(settings.target_folder)
     device = device_named(settings.device)
@@ -254,24 +254,24 @@ def _served(settings: LearnerSettings) -> tuple[FeatureSpec, _Ends, TargetFolder
     tensors = TargetFolder(settings.target_folder, dtype=dtype, device=device)
     if is_model:
         spec = FeatureSpec((target.num_layers + 1,), dtype, target.hidden_size)
-        return spec, _Ends(tensors.embedding(), tensors.lm_head()), tensors
+        return spec, _TargetTables(tensors.embedding(), tensors.lm_head()), tensors
     head = read_head(algorithm, folder, tensors, dtype=dtype, device=device)
-    return head.feature_spec, _Ends(head.embedding, tensors.lm_head()), tensors
+    return head.feature_spec, _TargetTables(head.embedding, tensors.lm_head()), tensors
 
 
 def _recorded(
     settings: LearnerSettings, archives: Sequence[Path], student: Student
 ) -> Iterator[Example]:
-    """Yields the texts of archives with what the head reads of them, which the target computes."""
+    """Yields the texts of archives as examples, with features that the target computes here."""
     if not archives:
         return
     device = device_named(settings.device)
     target = FrozenTarget.load(settings.target_folder, device=device, dtype=torch.float32)
     layers, projection = student.feature_layers, student.projection
-    for row in (row for path in archives for row in Documents.load(path).rows()):
-        for start in range(0, len(row), settings.window):
-            part = row[start : start + settings.window]
+    for text in (text for path in archives for text in Documents.load(path).rows()):
+        for start in range(0, len(text), settings.window):
+            window = text[start : start + settings.window]
             with torch.no_grad():
-                features = target.read(torch.tensor([part], device=device), layers).features[0]
+                features = target.read(torch.tensor([window], device=device), layers).features[0]
                 rows = features if projection is None else F.linear(features, projection)
-            yield Example(tuple(part), rows[:-1].cpu(), 0, math.inf)
+            yield Example(tuple(window), rows[:-1].cpu(), 0, math.inf)

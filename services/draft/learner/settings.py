@@ -16,7 +16,7 @@ TAUGHT = (Algorithm.EAGLE, Algorithm.EAGLE3, Algorithm.MTP, Algorithm.STANDALONE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSettings(DialingSettings):
-    """Teaches running drafts what their target answers."""
+    """Trains running drafts on the answers of their target."""
 
     target: tuple[str, ...] = setting(
         (), "HOST:PORT of a target to learn from, or unix:PATH; repeat for several"
@@ -41,7 +41,7 @@ class LearnerSettings(DialingSettings):
         Algorithm.EAGLE3,
         "algorithm of the draft",
         aliases=("speculative-algo", "algorithm"),
-        choices=tuple(each.value for each in TAUGHT),
+        choices=tuple(algorithm.value for algorithm in TAUGHT),
     )
     speculative_draft_model_path: Path | None = setting(
         None,
@@ -123,7 +123,6 @@ class LearnerSettings(DialingSettings):
 
     @property
     def model_folder(self) -> Path:
-        """Folder of the head."""
         return self.speculative_draft_model_path or default_model_folder(
             self.speculative_algorithm, self.target_folder
         )

@@ -1,10 +1,10 @@
 """The draft models that learn: heads, and language models.
 
-A head's rows are those that a draft in service reads: what `fc` makes of an EAGLE-3 head's layers,
-whose `fc` the target applies and which stays as it is, or the target's final states. These tell the
-target's whole distribution; beside the former there is only the token that the target drew. A
-language model is distilled: its rows are the final states, whose scores by the target's lm_head are
-the log probabilities that the target had of each next token.
+A head's rows are the features that a serving draft reads. For EAGLE-3 they are the output of the
+head's `fc`, which the target applies and which is not trained; the loss is the cross-entropy to the
+target's tokens. For other heads they are the target's final states, whose product with the lm_head
+is the target's distribution, to which the head is distilled. A language model is distilled too: its
+rows are the target's final states.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from services.draft.training.heads import (
     SHAPE_FILE,
     Eagle3Head,
     RecurrentHead,
-    TargetEnds,
+    TargetTables,
     Unrolling,
     load_head,
     recurrent_chains,
@@ -36,30 +36,30 @@ from shared.errors import CheckpointError
 
 _IGNORED = -100
 _HEAD_RATE = 0.25
-"""Learning rate times hidden size: 5e-4 for the demo's 512, at which Muon learnt more than at 1e-3
-and 2e-3, and more than AdamW at 5e-4, 1e-3 and 2e-3."""
+"""Learning rate times hidden size: 5e-4 for the demo's 512. There Muon gained more than at 1e-3 and
+2e-3, and more than AdamW at 5e-4, 1e-3 and 2e-3."""
 
 
 class HeadStudent(Student):
     """An EAGLE, EAGLE-3 or MTP head.
 
     Raises:
-        CheckpointError: the folder holds no head that `services.draft.training` wrote, or one that
-            drafts blocks.
+        CheckpointError: the folder holds no head written by `services.draft.training`, or a head
+            that drafts blocks.
     """
 
-    def __init__(self, folder: Path, ends: TargetEnds, teaching: Teaching) -> None:
+    def __init__(self, folder: Path, tables: TargetTables, teaching: Teaching) -> None:
         head = load_head(folder)
         if not isinstance(head, RecurrentHead):
             raise CheckpointError(f"{folder}: heads of blocks are not taught in service")
-        self.head = head.to(ends.embedding.device).train()
+        self.head = head.to(tables.embedding.device).train()
         self._frozen: list[str] = []
         if isinstance(head, Eagle3Head):
             head.fc.requires_grad_(False)
             self._frozen = [name for name in head.state_dict() if name.startswith("fc.")]
         self._has_states = head.shape.algorithm is not Algorithm.EAGLE3
         rate, optimiser = _HEAD_RATE / head.shape.hidden_size, OptimiserKind.MUON
-        super().__init__(head, folder, ends, teaching, rate=rate, optimiser=optimiser)
+        super().__init__(head, folder, tables, teaching, rate=rate, optimiser=optimiser)
         self._draft_ids = self._mapped_ids()
 
     @property
@@ -71,27 +71,27 @@ class HeadStudent(Student):
         return self.head.fc.weight if isinstance(self.head, Eagle3Head) else None
 
     def save(self, folder: Path) -> None:
-        """What stays as it was keeps every bit."""
+        """Frozen weights keep every bit."""
         dtype = self._write_config(folder)
         save_weights(self.head, self._mean, folder, dtype, self._frozen)
         shutil.copyfile(self.folder / SHAPE_FILE, folder / SHAPE_FILE)
 
     def _depths(self, batch: Batch, num_steps: int) -> Tensor:
-        known = batch.token_ids[:, 1:]
-        chains = recurrent_chains(self.head, self._ends, known, batch.rows, num_steps)
-        truth = F.pad(known, (0, num_steps), value=_IGNORED).unfold(1, num_steps, 1)[:, 1:]
+        tokens = batch.token_ids[:, 1:]
+        chains = recurrent_chains(self.head, self._tables, tokens, batch.rows, num_steps)
+        truth = F.pad(tokens, (0, num_steps), value=_IGNORED).unfold(1, num_steps, 1)[:, 1:]
         return (chains == truth).cumprod(-1).sum(-1)
 
     def _loss(self, batch: Batch) -> Tensor:
-        """The training-time test: row i of step k scores token i + k + 2."""
-        head, ends, teaching = self.head, self._ends, self._teaching
+        """The training-time test of EAGLE-3: row i of step k scores token i + k + 2."""
+        head, tables, teaching = self.head, self._tables, self._teaching
         num_rows = batch.rows.shape[1]
         hidden, tokens, unrolling = batch.rows, batch.token_ids[:, 1:], Unrolling(head.shape)
         places = torch.arange(num_rows, device=self._device)
         losses, weights = [], []
         for step in range(teaching.unroll):
-            known = F.pad(tokens[:, step:], (0, step))
-            embedded = F.embedding(known, ends.embedding).float()
+            inputs = F.pad(tokens[:, step:], (0, step))
+            embedded = F.embedding(inputs, tables.embedding).float()
             hidden = head.advance(embedded, hidden, unrolling)
             scored = (places + step + 2).unsqueeze(0)
             is_scored = (scored < batch.lengths[:, None]) & (scored >= batch.firsts[:, None])
@@ -109,8 +109,8 @@ class HeadStudent(Student):
     def _divergence(self, batch: Batch, logits: Tensor, is_scored: Tensor, step: int) -> Tensor:
         if self._has_states:
             states = F.pad(batch.rows[:, step + 1 :], (0, 0, 0, step + 1))[is_scored]
-            aim = F.linear(states, self._lm_head)
-            return divergence(logits, aim, self._teaching.hard)
+            target_logits = F.linear(states, self._lm_head)
+            return divergence(logits, target_logits, self._teaching.hard)
         truth = F.pad(batch.token_ids[:, step + 2 :], (0, step + 1))[is_scored]
         if self._draft_ids is not None:
             truth = self._draft_ids[truth]
@@ -119,7 +119,7 @@ class HeadStudent(Student):
         return F.cross_entropy(logits.float(), truth, ignore_index=_IGNORED)
 
     def _mapped_ids(self) -> Tensor | None:
-        """`[V]`, the draft id of each token; None where all are drafted."""
+        """Returns `[V]`, the draft id of each token; None if the head drafts all tokens."""
         size = self.head.shape.draft_vocab_size
         if size is None:
             return None
@@ -130,33 +130,33 @@ class HeadStudent(Student):
 
 
 _MODEL_RATE = 0.1
-"""Learning rate times hidden size, as of a head; a whole model forgets more by a large one."""
+"""Learning rate times hidden size; below that of heads, because a whole model forgets more."""
 
 
 class ModelStudent(Student):
     """A causal language model with the target's tokens.
 
     Args:
-        num_target_layers: n; rows are the states n + 1, see `HeadShape`.
+        num_target_layers: n; rows are feature layer n + 1, see `HeadShape`.
 
     Raises:
         CheckpointError: transformers cannot load the folder.
     """
 
     def __init__(
-        self, folder: Path, ends: TargetEnds, teaching: Teaching, *, num_target_layers: int
+        self, folder: Path, tables: TargetTables, teaching: Teaching, *, num_target_layers: int
     ) -> None:
         try:
             self._model = load_causal_model(folder, torch.float32)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{folder} cannot be loaded: {error}") from error
-        disable_progress_bar()  # of what is saved
-        self._model.to(ends.embedding.device).eval()  # no dropout: few texts, seen a few times
+        disable_progress_bar()  # of saving
+        self._model.to(tables.embedding.device).eval()  # no dropout: few texts, seen a few times
         self._num_layers = num_target_layers
         config = self._model.config
-        self._vocab_size = min(config.vocab_size, len(ends.lm_head))
+        self._vocab_size = min(config.vocab_size, len(tables.lm_head))
         rate, optimiser = _MODEL_RATE / config.hidden_size, OptimiserKind.ADAMW
-        super().__init__(self._model, folder, ends, teaching, rate=rate, optimiser=optimiser)
+        super().__init__(self._model, folder, tables, teaching, rate=rate, optimiser=optimiser)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -176,17 +176,17 @@ class ModelStudent(Student):
                 shutil.copyfile(path, folder / path.name)
 
     def _loss(self, batch: Batch) -> Tensor:
-        """Position i scores token i + 1; the prompt is nobody's to draft."""
+        """Position i scores token i + 1; prompt tokens are not scored."""
         places = torch.arange(1, batch.token_ids.shape[1], device=self._device).unsqueeze(0)
         is_scored = (places < batch.lengths[:, None]) & (places >= batch.firsts[:, None])
         logits = self._logits(batch.token_ids[:, :-1])[is_scored]
         if not len(logits):
             return logits.sum() * 0.0
-        aim = F.linear(batch.rows[is_scored], self._lm_head)[:, : self._vocab_size]
-        return divergence(logits, aim, self._teaching.hard)
+        target_logits = F.linear(batch.rows[is_scored], self._lm_head)[:, : self._vocab_size]
+        return divergence(logits, target_logits, self._teaching.hard)
 
     def _depths(self, batch: Batch, num_steps: int) -> Tensor:
-        # As long as a greedy chain is right, the text itself is what it continues.
+        # While a greedy chain is right it equals the text, so one forward of the text scores all.
         truth = batch.token_ids[:, 2:]
         is_right = F.pad(
             self._logits(batch.token_ids[:, :-1]).argmax(-1)[:, 1:] == truth, (0, num_steps)
@@ -194,6 +194,6 @@ class ModelStudent(Student):
         return is_right.long().unfold(1, num_steps, 1).cumprod(-1).sum(-1)
 
     def _logits(self, token_ids: Tensor) -> Tensor:
-        """`[B, N]` to `[B, N, V]`, of the tokens that both models know."""
+        """Returns the scores `[B, N, V]` of tokens `[B, N]`, for the V tokens of both models."""
         scores: Tensor = self._model(input_ids=token_ids, use_cache=False).logits
         return scores[..., : self._vocab_size]

@@ -1,7 +1,5 @@
-"""Sequences to learn from: how they come, how long they are kept, and which are held out.
-
-Whoever asks for the hidden states of a target does so in `events`; here they are examples.
-"""
+"""The traffic that a learner trains on: sequences of targets become examples, of which some are
+held out and old ones are dropped."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import time
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -28,9 +26,9 @@ from services.draft.events import (
     WeightsUpdated,
 )
 
-_SPLITS = 1000
-_FEWEST_PROMPT_TOKENS = 16
-"""Of a recorded text nobody knows where the prompt ends."""
+_NUM_BUCKETS = 1000
+_MIN_SPLIT_TOKENS = 16
+"""First tokens of a recorded text that select its split, because its prompt length is unknown."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,10 +36,10 @@ class Example:
     """A sequence that has ended.
 
     Attributes:
-        token_ids: N of them, prompt first.
-        rows: `[N - 1, W]`, what the head reads at the positions of all but the last token.
-        num_prompt_tokens: how many of the tokens nobody drafts.
-        arrived_s: by the clock of the traffic.
+        token_ids: N tokens, prompt first.
+        rows: `[N - 1, W]`, the features of all tokens but the last.
+        num_prompt_tokens: tokens that are not drafted.
+        arrived_s: arrival time, by the clock of the traffic.
     """
 
     token_ids: tuple[int, ...]
@@ -51,24 +49,24 @@ class Example:
 
     @property
     def num_drafted(self) -> int:
-        """Tokens that a draft could have proposed: of the first one behind the prompt the row
-        before has no state yet."""
+        """Number of tokens that a draft could have proposed. The first output token is none of
+        them: the row before it has no state yet."""
         return len(self.token_ids) - max(self.num_prompt_tokens + 1, 2)
 
 
 class Traffic:
-    """Takes what targets tell a learner, as a draft's engine does. Filled by one thread, read by
-    another.
+    """Receives the events of targets, in place of a draft engine, and keeps examples in memory.
+    Written by one thread, read by another.
 
     Args:
-        max_tokens: of all examples together, which stay in memory; the oldest go first.
-        max_age_s: of an example; None keeps it as long as there is room.
-        held_out_share: of the traffic, by prompt; never trained on.
-        replay_share: of `max_tokens`, for a sample of all that came since the start.
+        max_tokens: most tokens of all examples; the oldest examples are dropped first.
+        max_age_s: greatest age of an example; None is no limit.
+        held_out_share: share of the traffic, by prompt, that is never trained on.
+        replay_share: share of `max_tokens` for a sample of all traffic since start-up.
 
     Attributes:
-        num_examples, num_tokens: that came since the start.
-        num_forgotten: times that everything was dropped.
+        num_examples, num_tokens: examples and their tokens since start-up.
+        num_forgotten: how often all examples were dropped.
     """
 
     def __init__(
@@ -86,17 +84,17 @@ class Traffic:
         self._lock = threading.Lock()
         self._link_numbers = itertools.count(1)
         self._links: set[int] = set()
-        self._open: dict[tuple[int, int], _Partial] = {}
+        self._open: dict[tuple[int, int], _OpenSequence] = {}
         replayed = round(max_tokens * replay_share)
         held_out = round((max_tokens - replayed) * held_out_share)
-        self._held_out = _Kept(held_out)
-        self._recent = _Kept(max_tokens - replayed - held_out)
-        self._replay = _Kept(replayed)
+        self._held_out = _ExampleQueue(held_out)
+        self._recent = _ExampleQueue(max_tokens - replayed - held_out)
+        self._replay = _ExampleQueue(replayed)
 
-    # As an engine, for links.
+    # The interface of a draft engine, for links.
 
     def open_link(self, terms: LinkTerms, deliver: Deliver) -> int:
-        """A target accepted the learner; nothing is ever delivered to it."""
+        """Adds a target that accepted the learner; nothing is ever delivered to it."""
         del terms, deliver
         with self._lock:
             link = next(self._link_numbers)
@@ -104,18 +102,18 @@ class Traffic:
             return link
 
     def close_link(self, link: int) -> None:
-        """A target went, and took along what it had not told to the end."""
+        """Removes a target with its unfinished sequences."""
         self.submit(LinkClosed(link))
 
     def submit(self, event: Event) -> None:
-        """Takes an event in; those that only a draft needs are nothing."""
+        """Handles an event; events that only a draft needs are ignored."""
         if isinstance(event, WeightsUpdated):
             self.forget()
         with self._lock:
             match event:
                 case SequencesOpened():
                     for opening in event.openings:
-                        self._open[event.link, opening.sequence_id] = _Partial(opening)
+                        self._open[event.link, opening.sequence_id] = _OpenSequence(opening)
                 case FeaturesArrived():
                     self._add_rows((event.link, event.sequence_id), event)
                 case LinkClosed():
@@ -134,10 +132,10 @@ class Traffic:
             del self._open[key]
             self._keep(partial.example(self._clock()))
 
-    # For whoever learns.
+    # The interface for the learner.
 
     def add(self, example: Example, *, is_old: bool = False) -> None:
-        """Takes a recorded sequence; an old one is only replayed."""
+        """Adds a recorded sequence; an old one is only replayed."""
         with self._lock:
             if is_old:
                 self._replay.add(example)
@@ -149,40 +147,40 @@ class Traffic:
         return self._read(self._recent)
 
     def replayed(self) -> list[Example]:
-        """Returns a sample of all that ever came and may be trained on."""
+        """Returns a sample of all training examples since start-up."""
         return self._read(self._replay)
 
     def held_out(self, *, since_s: float = 0.0) -> list[Example]:
         """Returns held-out examples that arrived at `since_s` or later."""
-        return [each for each in self._read(self._held_out) if each.arrived_s >= since_s]
+        examples = self._read(self._held_out)
+        return [example for example in examples if example.arrived_s >= since_s]
 
     def kept(self) -> list[Example]:
-        """Returns all that is in memory."""
         return [*self._read(self._replay), *self._read(self._recent), *self._read(self._held_out)]
 
     def forget(self) -> None:
-        """Drops everything: the target's hidden states mean something else from now on."""
+        """Drops all examples, because the target's hidden states have changed their meaning."""
         with self._lock:
             self.num_forgotten += 1
-            for kept in (self._recent, self._replay, self._held_out):
-                kept.clear()
+            for queue in (self._recent, self._replay, self._held_out):
+                queue.clear()
             self._open.clear()
 
     @property
     def num_links(self) -> int:
-        """Targets that it learns from now."""
+        """Number of attached targets."""
         return len(self._links)
 
     @property
     def num_kept_tokens(self) -> int:
-        """In memory."""
-        return sum(each.num_tokens for each in (self._recent, self._replay, self._held_out))
+        """Number of tokens in memory."""
+        return sum(queue.num_tokens for queue in (self._recent, self._replay, self._held_out))
 
-    def _read(self, kept: _Kept) -> list[Example]:
+    def _read(self, queue: _ExampleQueue) -> list[Example]:
         with self._lock:
             if self._max_age_s is not None:
-                kept.drop_before(self._clock() - self._max_age_s)
-            return kept.all()
+                queue.drop_before(self._clock() - self._max_age_s)
+            return queue.all()
 
     def _keep(self, example: Example) -> None:
         if example.num_drafted < 1:
@@ -193,13 +191,13 @@ class Traffic:
             self._held_out.add(example)
             return
         for dropped in self._recent.add(example):
-            # What leaves the window is replayed as likely as anything that left it before.
+            # An example that leaves the window is as likely to be replayed as earlier ones.
             if self._random.random() < 0.5:
                 self._replay.add(dropped, at_random=self._random)
 
 
 @dataclass(slots=True)
-class _Partial:
+class _OpenSequence:
     opening: Opening
     pieces: list[Tensor] = field(default_factory=list)
 
@@ -211,8 +209,8 @@ class _Partial:
         return Example(tuple(opening.token_ids), rows, opening.num_prompt_tokens, now_s)
 
 
-class _Kept:
-    """Examples up to a number of tokens."""
+class _ExampleQueue:
+    """Examples with at most `max_tokens` tokens together."""
 
     def __init__(self, max_tokens: int) -> None:
         self.num_tokens = 0
@@ -220,21 +218,22 @@ class _Kept:
         self._examples: deque[Example] = deque()
 
     def add(self, example: Example, at_random: random.Random | None = None) -> list[Example]:
-        """Returns what had to go: the oldest, or whatever chance takes."""
+        """Returns the examples dropped for it: the oldest, or random ones with `at_random`."""
         if at_random is not None and self._examples and self._is_full:
             self._examples.rotate(at_random.randrange(len(self._examples)))
         self._examples.append(example)
         self.num_tokens += len(example.token_ids)
         dropped = []
         while self._examples and self._is_full:
-            dropped.append(self._drop())
+            dropped.append(self._examples.popleft())
+            self.num_tokens -= len(dropped[-1].token_ids)
         return dropped
 
     def drop_before(self, time_s: float) -> None:
-        kept = [each for each in self._examples if each.arrived_s >= time_s]
+        kept = [example for example in self._examples if example.arrived_s >= time_s]
         self.clear()
-        for each in kept:
-            self.add(each)
+        for example in kept:
+            self.add(example)
 
     def clear(self) -> None:
         self._examples.clear()
@@ -247,17 +246,9 @@ class _Kept:
     def _is_full(self) -> bool:
         return self.num_tokens > self._max_tokens
 
-    def _drop(self) -> Example:
-        dropped = self._examples.popleft()
-        self.num_tokens -= len(dropped.token_ids)
-        return dropped
-
 
 def _is_held_out(example: Example, share: float) -> bool:
-    """By the prompt, so that what is asked again falls on the same side."""
-    num_tokens = max(example.num_prompt_tokens, _FEWEST_PROMPT_TOKENS)
-    return _number(example.token_ids[:num_tokens]) < share * _SPLITS
-
-
-def _number(token_ids: Sequence[int]) -> int:
-    return zlib.crc32(array("q", token_ids).tobytes()) % _SPLITS
+    """Splits by a hash of the prompt, so that a repeated prompt is on the same side."""
+    num_tokens = max(example.num_prompt_tokens, _MIN_SPLIT_TOKENS)
+    prompt = array("q", example.token_ids[:num_tokens])
+    return zlib.crc32(prompt.tobytes()) % _NUM_BUCKETS < share * _NUM_BUCKETS

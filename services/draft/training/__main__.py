@@ -31,7 +31,6 @@ from shared.errors import OutriderError
 
 
 def main() -> None:
-    """Runs one command."""
     run = {
         "tokenize": tokenize,
         "generate": generate,

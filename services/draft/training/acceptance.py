@@ -1,7 +1,7 @@
-"""Mean accepted length of a head against the target's greedy text.
+"""Mean accepted length of a head on the target's greedy text.
 
-Greedy text does not depend on the draft, so it is generated once and the rounds of speculation are
-walked along it.
+Greedy text does not depend on the draft, so it is generated once, and rounds of speculation are
+simulated along it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from services.draft.training.heads import BlockHead, Head, recurrent_chains
 
 @torch.inference_mode()
 def draft_chains(head: Head, target: FrozenTarget, token_ids: Tensor, *, num_steps: int) -> Tensor:
-    """Returns `[N - 1, K]` int64; row i holds the greedy draft behind token i + 1, made with the
-    features of positions 0 … i.
+    """Returns `[N - 1, K]` int64; row i is the greedy draft after token i + 1, from the features of
+    positions 0 … i.
 
     Args:
         token_ids: `[N]` int64, N at least 2.
-        num_steps: K for heads that draft a token at a time; blocks have their own.
+        num_steps: K of heads that draft a token at a time; for block heads K is the block's.
     """
     rows = target.read(token_ids.unsqueeze(0), head.shape.feature_layers)
     if isinstance(head, BlockHead):
@@ -37,12 +37,12 @@ def draft_chains(head: Head, target: FrozenTarget, token_ids: Tensor, *, num_ste
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Rounds walked.
+    """Figures of simulated rounds.
 
     Attributes:
-        num_rounds: verifications.
+        num_rounds: number of verifications.
         num_tokens: accepted and bonus tokens of all rounds.
-        by_position: how many rounds accepted at least the first k + 1 drafted tokens.
+        by_position: element k is the number of rounds that accepted at least k + 1 drafted tokens.
     """
 
     num_rounds: int
@@ -51,7 +51,7 @@ class Acceptance:
 
     @property
     def mean_length(self) -> float:
-        """Tokens a round, with the bonus token."""
+        """Tokens per round, bonus token included."""
         return self.num_tokens / max(self.num_rounds, 1)
 
 
@@ -63,22 +63,22 @@ def measure_acceptance(
     *,
     num_steps: int,
 ) -> Acceptance:
-    """Walks every answer.
+    """Simulates the rounds of every answer.
 
     Args:
-        answers: the target's greedy ids behind each prompt. The first comes out of the prefill; a
-            round cut short by the end of the answer counts with what was left.
+        answers: the target's greedy ids after each prompt. The first id comes from the prefill. A
+            round at the end of the answer counts only the tokens that are left.
     """
     rounds = tokens = 0
     depths: list[int] = []
     for prompt, answer in zip(prompts, answers, strict=True):
         ids = torch.tensor([*prompt, *answer], device=target.device)
         chains = draft_chains(head, target, ids, num_steps=num_steps).tolist()
-        at = 1
-        while at < len(answer):
-            depth = accepted_depth(chains[len(prompt) + at - 2], answer[at:])
-            gained = min(depth + 1, len(answer) - at)
-            rounds, tokens, at = rounds + 1, tokens + gained, at + gained
+        place = 1
+        while place < len(answer):
+            depth = accepted_depth(chains[len(prompt) + place - 2], answer[place:])
+            gained = min(depth + 1, len(answer) - place)
+            rounds, tokens, place = rounds + 1, tokens + gained, place + gained
             depths.append(depth)
     deepest = max(depths, default=0)
     by_position = tuple(sum(depth > k for depth in depths) for k in range(deepest))
@@ -86,7 +86,7 @@ def measure_acceptance(
 
 
 def accepted_depth(draft: Sequence[int], truth: Sequence[int]) -> int:
-    """Returns how many drafted tokens are the true ones, up to the first that is not."""
+    """Returns the number of drafted tokens before the first one that differs from `truth`."""
     depth = 0
     while depth < min(len(draft), len(truth)) and draft[depth] == truth[depth]:
         depth += 1

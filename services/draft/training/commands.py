@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from services.draft.training.acceptance import Acceptance, measure_acceptance
+from services.draft.training.acceptance import measure_acceptance
 from services.draft.training.documents import (
     Documents,
     Source,
@@ -24,16 +24,16 @@ from services.draft.training.documents import (
 from services.draft.training.frozen_target import (
     FrozenTarget,
     HeadSizes,
+    answered_documents,
     end_token_ids,
-    own_documents,
     write_answers,
 )
 from services.draft.training.head_shape import Algorithm
 from services.draft.training.heads import (
     BlockHead,
     Head,
-    begin_from_target,
     build_head,
+    init_from_target,
     load_head,
     save_head,
 )
@@ -50,7 +50,7 @@ from services.draft.training.trainer import (
     Trainer,
     TrainingPlan,
     draw_curves,
-    joined,
+    join_ranks,
     read_log,
 )
 from shared.errors import CheckpointError
@@ -82,7 +82,7 @@ def data_source(text: str) -> tuple[Path, float]:
 
 
 def count(text: str) -> int:
-    """Parses a number of things, at least one."""
+    """Parses an integer of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value}; it must be at least 1")
@@ -90,7 +90,7 @@ def count(text: str) -> int:
 
 
 def positive(text: str) -> float:
-    """Parses a number above 0."""
+    """Parses a finite number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -231,7 +231,7 @@ def generate(arguments: argparse.Namespace) -> None:
     reader = TextReader(arguments.target)
     prompts = [row for path in arguments.prompts for row in reader.prompts(path)]
     with tqdm(total=len(prompts), disable=None, unit="prompt") as bar:
-        documents = own_documents(
+        documents = answered_documents(
             _target(arguments, arguments.device),
             prompts,
             max_new_tokens=arguments.max_new_tokens,
@@ -244,7 +244,7 @@ def generate(arguments: argparse.Namespace) -> None:
 
 
 def make_token_map(arguments: argparse.Namespace) -> None:
-    """Writes the frequent tokens of the data, those that end an answer among them."""
+    """Writes the most frequent tokens of the data, and those that end an answer."""
     target = FrozenTarget.load(arguments.target, device=torch.device("cpu"), dtype=torch.bfloat16)
     sources = [Documents.load(path) for path, _ in arguments.data]
     token_ids, covered = frequent_tokens(
@@ -259,15 +259,16 @@ def make_token_map(arguments: argparse.Namespace) -> None:
 
 def train(arguments: argparse.Namespace) -> None:
     """Trains a head and draws its curves."""
-    with joined(arguments.device) as ranks:
+    with join_ranks(arguments.device) as ranks:
         target = _target(arguments, ranks.device)
         objective = _objective(arguments, target, _head(arguments, target))
         plan = _plan(arguments)
+        sources = [Source(Documents.load(path), share) for path, share in arguments.data]
         trainer = Trainer(
             plan,
             objective,
             target,
-            _windows(arguments),
+            Windows(sources, window=arguments.window, seed=arguments.seed),
             Optimisers(
                 objective.head,
                 arguments.optimiser,
@@ -284,13 +285,12 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def average(arguments: argparse.Namespace) -> None:
-    """Writes the mean of heads."""
     folders, shares = zip(*arguments.head, strict=True)
     save_head(averaged([load_head(folder) for folder in folders], shares), arguments.out)
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
-    """Prints, and writes if asked, the accepted length of every head on the same answers."""
+    """Prints the accepted length of every head on the same answers, and writes it to `--out`."""
     target = _target(arguments, arguments.device)
     prompts = TextReader(arguments.target).prompts(arguments.prompts)[: arguments.limit]
     answers: list[list[int]] = []
@@ -304,8 +304,12 @@ def evaluate(arguments: argparse.Namespace) -> None:
     report = {}
     for folder in arguments.head:
         head = load_head(folder).to(target.device)
-        found = measure_acceptance(head, target, prompts, answers, num_steps=arguments.steps)
-        report[str(folder)] = _figures(found, head)
+        acceptance = measure_acceptance(head, target, prompts, answers, num_steps=arguments.steps)
+        report[str(folder)] = {
+            "algorithm": head.shape.algorithm.value,
+            "accepted_length_with_bonus": round(acceptance.mean_length, 4),
+            **dataclasses.asdict(acceptance),
+        }
         print(json.dumps({str(folder): report[str(folder)]}))
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -313,7 +317,6 @@ def evaluate(arguments: argparse.Namespace) -> None:
 
 
 def draw(arguments: argparse.Namespace) -> None:
-    """Draws the curves of a log."""
     for path in draw_curves(read_log(arguments.log), arguments.out, arguments.title):
         print(path)
 
@@ -324,9 +327,15 @@ def _target(arguments: argparse.Namespace, device: torch.device) -> FrozenTarget
 
 
 def _head(arguments: argparse.Namespace, target: FrozenTarget) -> Head:
-    if arguments.init:
-        return _trained_head(arguments).to(target.device)
     algorithm: Algorithm = arguments.algorithm
+    if arguments.init:
+        head = load_head(arguments.init).train()
+        if head.shape.algorithm is not algorithm:
+            raise CheckpointError(
+                f"{arguments.init} holds a head of {head.shape.algorithm.value}; "
+                f"--algorithm is {algorithm.value}"
+            )
+        return head.to(target.device)
     token_ids = None
     if algorithm is Algorithm.EAGLE3 and arguments.token_map:
         vocab_size = target.model.config.vocab_size
@@ -345,26 +354,16 @@ def _head(arguments: argparse.Namespace, target: FrozenTarget) -> Head:
     )
     torch.manual_seed(arguments.seed)
     head = build_head(target.head_shape(algorithm, sizes), token_ids)
-    begin_from_target(head, target)
+    init_from_target(head, target)
     return head.to(target.device)
-
-
-def _trained_head(arguments: argparse.Namespace) -> Head:
-    head = load_head(arguments.init).train()
-    if head.shape.algorithm is not arguments.algorithm:
-        raise CheckpointError(
-            f"{arguments.init} holds a head of {head.shape.algorithm.value}; "
-            f"--algorithm is {arguments.algorithm.value}"
-        )
-    return head
 
 
 def _objective(arguments: argparse.Namespace, target: FrozenTarget, head: Head) -> Objective[Any]:
     is_eagle = arguments.algorithm is Algorithm.EAGLE
     terms = LossTerms(
         hard=arguments.hard,
-        regression=_given(arguments.regression, 1.0 if is_eagle else 0.0),
-        noise=_given(arguments.noise, 0.1 if is_eagle else 0.0),
+        regression=_or_default(arguments.regression, 1.0 if is_eagle else 0.0),
+        noise=_or_default(arguments.noise, 0.1 if is_eagle else 0.0),
         decay=arguments.decay,
     )
     if isinstance(head, BlockHead):
@@ -376,19 +375,14 @@ def _objective(arguments: argparse.Namespace, target: FrozenTarget, head: Head) 
         return BlockObjective(
             head, target, terms, num_anchors=arguments.anchors, is_compiled=arguments.compile
         )
-    num_steps = _given(arguments.unroll, UNROLL[arguments.algorithm])
+    num_steps = _or_default(arguments.unroll, UNROLL[arguments.algorithm])
     return RecurrentObjective(
         head, target, terms, num_steps=num_steps, is_compiled=arguments.compile
     )
 
 
-def _given(value: Any, default: Any) -> Any:
+def _or_default(value: Any, default: Any) -> Any:
     return default if value is None else value
-
-
-def _windows(arguments: argparse.Namespace) -> Windows:
-    sources = [Source(Documents.load(path), share) for path, share in arguments.data]
-    return Windows(sources, window=arguments.window, seed=arguments.seed)
 
 
 def _plan(arguments: argparse.Namespace) -> TrainingPlan:
@@ -416,14 +410,6 @@ def _report(algorithm: Algorithm, plan: TrainingPlan, ranks: Ranks) -> None:
         draw_curves(rows, plan.folder, algorithm.value)
     except ImportError:
         print("no pictures: matplotlib is not installed")
-
-
-def _figures(found: Acceptance, head: Head) -> dict[str, Any]:
-    return {
-        "algorithm": head.shape.algorithm.value,
-        "accepted_length_with_bonus": round(found.mean_length, 4),
-        **dataclasses.asdict(found),
-    }
 
 
 def _save(documents: Documents, path: Path) -> None:

@@ -1,5 +1,4 @@
-"""Token ids of many documents in one array, the training windows over it, and the files of texts
-that they are read from."""
+"""Token ids of many documents in one array, training windows over it, and readers of text files."""
 
 from __future__ import annotations
 
@@ -20,11 +19,11 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Documents:
-    """Documents one behind the other.
+    """Token ids of concatenated documents.
 
     Attributes:
-        tokens: of all documents, any unsigned or signed integer type.
-        starts: `[documents + 1]`, where each begins; the last is the end.
+        tokens: of all documents, in any integer type.
+        starts: `[documents + 1]`, the start of each document, then the end of the last one.
     """
 
     tokens: NDArray[Any]
@@ -35,7 +34,6 @@ class Documents:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> Documents:
-        """Joins lists of ids."""
         starts = np.cumsum([0, *map(len, rows)], dtype=np.int64)
         tokens = [np.asarray(row, dtype=np.int32) for row in rows]
         return cls(np.concatenate(tokens) if tokens else np.zeros(0, np.int32), starts)
@@ -60,40 +58,39 @@ class Documents:
         np.savez(path, tokens=self.tokens, starts=self.starts)
 
     def rows(self) -> list[list[int]]:
-        """Returns every document as a list."""
         return [
             self.tokens[begin:end].tolist()
             for begin, end in zip(self.starts[:-1], self.starts[1:], strict=True)
         ]
 
     def window_starts(self, window: int) -> Ids:
-        """Returns where windows may begin: at a document, and every `window` tokens in a long one,
-        but not so late that the run ends first."""
+        """Returns where windows may begin: at the start of a document and every `window` tokens in
+        it, if the array has a whole window there."""
         lengths = np.diff(self.starts)
         counts = np.maximum(1, -(-lengths // window))
         begins = np.repeat(self.starts[:-1], counts)
         first = np.repeat(np.cumsum(counts) - counts, counts)
-        found: Ids = begins + (np.arange(len(begins)) - first) * window
-        return found[found + window <= len(self.tokens)]
+        starts: Ids = begins + (np.arange(len(begins)) - first) * window
+        return starts[starts + window <= len(self.tokens)]
 
     def counts(self, vocab_size: int) -> Ids:
-        """Returns how often each token occurs, `[vocab_size]`.
+        """Returns the number of occurrences of each token, `[vocab_size]`.
 
         Raises:
             CheckpointError: a token is not in the vocabulary.
         """
-        found = np.bincount(self.tokens, minlength=vocab_size)
-        if len(found) > vocab_size:
-            raise CheckpointError(f"token {len(found) - 1} is not in [0, {vocab_size})")
-        return found.astype(np.int64)
+        counts = np.bincount(self.tokens, minlength=vocab_size)
+        if len(counts) > vocab_size:
+            raise CheckpointError(f"token {len(counts) - 1} is not in [0, {vocab_size})")
+        return counts.astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Documents and how often a batch is taken from them.
+    """Documents, and their share of the batches.
 
     Attributes:
-        share: weight against the other sources.
+        share: weight relative to the other sources.
     """
 
     documents: Documents
@@ -101,8 +98,8 @@ class Source:
 
 
 class Windows:
-    """Batches of windows as a function of the step alone, so that a resumed run goes on as if it
-    had not been interrupted, on any number of processes.
+    """Batches of windows, a function of step and rank alone: a resumed run continues as if it had
+    not been interrupted.
 
     Raises:
         CheckpointError: a source is shorter than a window.
@@ -126,20 +123,20 @@ class Windows:
         draw = np.random.default_rng((self._seed, step, rank))
         begins = draw.choice(self._starts[pick], size=size)
         columns = begins[:, None] + np.arange(self._window)
-        found: Ids = self._sources[pick].documents.tokens[columns].astype(np.int64)
-        return found
+        windows: Ids = self._sources[pick].documents.tokens[columns].astype(np.int64)
+        return windows
 
 
 def frequent_tokens(
     sources: Sequence[Documents], *, size: int, vocab_size: int, always: Collection[int] = ()
 ) -> tuple[list[int], float]:
-    """Returns `size` token ids, the most frequent first, and the share of all text they cover: a
-    reduced draft vocabulary.
+    """Returns a reduced draft vocabulary: `size` token ids, most frequent first, and the share of
+    all text that they cover.
 
     Source: Zhao et al., FR-Spec, arXiv 2502.14856, section 3.2.
 
     Args:
-        always: tokens kept however rare they are, such as those that end an answer.
+        always: tokens that are kept although they are rare, such as those that end an answer.
 
     Raises:
         CheckpointError: `size` is larger than the vocabulary, or a token is outside it.
@@ -154,16 +151,14 @@ def frequent_tokens(
 
 
 def write_token_map(token_ids: Sequence[int], path: Path) -> None:
-    """Writes the list whose index is the draft id."""
+    """Writes the target's token ids as a list in the order of draft ids."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(list(token_ids)) + "\n", encoding="utf-8")
 
 
-# Reads files of texts, chats and prompts as token ids of the target's tokenizer.
-
-
 class TextReader:
-    """Encodes with the tokenizer and the chat template of a model's folder."""
+    """Reads files of texts, chats and prompts as token ids, with the tokenizer and the chat
+    template of a model's folder."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -172,26 +167,26 @@ class TextReader:
             raise CheckpointError(f"{folder} has no tokenizer: {error}") from error
 
     def documents(self, path: Path) -> list[list[int]]:
-        """Returns the texts of a file, each with the end token behind it.
+        """Returns the texts of a file, each followed by the end token.
 
         A `.txt` file is one text. A line of a `.jsonl` file is a list of ids, a string, an object
-        with `text`, or one with `messages`, which pass through the chat template.
+        with `text`, or an object with `messages`, to which the chat template is applied.
 
         Raises:
-            CheckpointError: names the line that is none of these.
+            CheckpointError: a line is none of these.
         """
         if path.suffix != ".jsonl":
             return [self._text(path.read_text(encoding="utf-8"))]
         return [self._document(value, place) for value, place in _lines(path)]
 
     def prompts(self, path: Path) -> list[list[int]]:
-        """Returns the prompts of a file, up to where the answer begins.
+        """Returns the prompts of a file, which end where the answer begins.
 
-        A line of a `.jsonl` file is a list of ids, or an object with `messages` or with `turns`, of
-        which the first is asked. An archive holds ids.
+        A line of a `.jsonl` file is a list of ids, or an object with `messages`, or with `turns`,
+        of which the first is the prompt. An archive has ids.
 
         Raises:
-            CheckpointError: names the line that is none of these.
+            CheckpointError: a line is none of these.
         """
         if path.suffix == ".npz":
             return Documents.load(path).rows()
@@ -232,7 +227,7 @@ class TextReader:
 
 
 def _lines(path: Path) -> Iterator[tuple[Any, str]]:
-    """Yields the value of each line and where it stands."""
+    """Yields the value and the place `FILE:LINE` of each line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,5 +1,5 @@
-"""The frozen target model of a head: any decoder that transformers can load. What it answers is
-training text."""
+"""The frozen target model of a head, which may be any decoder that transformers can load, and the
+training texts that it generates."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class TargetRows:
 
     Attributes:
         token_ids: `[B, N]` int64.
-        features: `[B, N, W]`, the layers a head reads, side by side.
-        states: `[B, N, H]`, behind the final norm; the target's lm_head scores these.
+        features: `[B, N, W]`, the layers that a head reads, concatenated.
+        states: `[B, N, H]`, after the final norm; the input of the target's lm_head.
     """
 
     token_ids: Tensor
@@ -42,11 +42,11 @@ class TargetRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSizes:
-    """The sizes of a head that may be chosen; None takes the target's own.
+    """The sizes of a head that can be chosen; None is the target's size.
 
     Attributes:
         feature_layers: see `HeadShape`.
-        mask_token_id: DFLASH, a token that texts do not hold.
+        mask_token_id: DFLASH, a token that texts do not contain.
     """
 
     intermediate_size: int | None = None
@@ -61,9 +61,9 @@ class HeadSizes:
 
 
 class FrozenTarget:
-    """A causal language model whose inner states can be read.
+    """A causal language model whose hidden states can be read.
 
-    Its decoder must have the parts of Llama, Qwen and Mistral: `layers` and `norm`.
+    Its decoder must have `layers` and `norm`, as Llama, Qwen and Mistral have.
     """
 
     def __init__(self, model: Any) -> None:
@@ -96,7 +96,7 @@ class FrozenTarget:
 
     @property
     def final_norm(self) -> Tensor:
-        """Weight `[H]` of the norm in front of the lm_head."""
+        """Weight `[H]` of the norm before the lm_head."""
         weight: Tensor = self._decoder.norm.weight
         return weight
 
@@ -104,7 +104,7 @@ class FrozenTarget:
         """Returns the shape of a head for this target.
 
         Raises:
-            CheckpointError: for sizes that no head can have.
+            CheckpointError: the sizes do not fit together.
         """
         config = self.model.config
         num_heads = sizes.num_heads or config.num_attention_heads
@@ -134,7 +134,7 @@ class FrozenTarget:
 
     @torch.no_grad()
     def read(self, token_ids: Tensor, layers: Sequence[int]) -> TargetRows:
-        """Runs the target over windows `[B, N]` and keeps the streams `layers`, see `HeadShape`."""
+        """Runs the target over windows `[B, N]`; `layers` are the features, see `HeadShape`."""
         with self._captured(layers) as streams:
             output = self._decoder(input_ids=token_ids, use_cache=False)
             states = output.last_hidden_state
@@ -143,16 +143,18 @@ class FrozenTarget:
         return TargetRows(token_ids, features, states)
 
     def logits(self, states: Tensor) -> Tensor:
-        """`[..., H]` behind the final norm to `[..., V]`."""
+        """Returns the scores `[..., V]` of states `[..., H]` after the final norm."""
         return F.linear(states, self.lm_head)
 
     @contextmanager
     def _captured(self, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-        """Notes the inputs of the modules that `layers` name while the block runs."""
+        """Captures the inputs of the modules `layers`, by layer, while the block runs."""
         streams: dict[int, Tensor] = {}
         modules: list[nn.Module] = [*self._decoder.layers, self._decoder.norm]
         hooks = [
-            modules[layer].register_forward_pre_hook(_keeper(streams, layer), with_kwargs=True)
+            modules[layer].register_forward_pre_hook(
+                _capture_hook(streams, layer), with_kwargs=True
+            )
             for layer in layers
             if layer <= self.num_layers
         ]
@@ -163,7 +165,7 @@ class FrozenTarget:
                 hook.remove()
 
 
-def _keeper(streams: dict[int, Tensor], layer: int) -> Any:
+def _capture_hook(streams: dict[int, Tensor], layer: int) -> Any:
     def keep(_: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Any]) -> None:
         streams[layer] = inputs[0] if inputs else named["hidden_states"]
 
@@ -171,8 +173,8 @@ def _keeper(streams: dict[int, Tensor], layer: int) -> Any:
 
 
 def _rope_theta(config: Any) -> float:
-    """Reads transformers 5's spelling, then the older one; scaling is left to the target, whose
-    long contexts a head sees through its features."""
+    """Reads transformers 5's spelling, then the older one. RoPE scaling is ignored: it is the
+    target's, and a head reads long contexts through the target's features."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     theta: Any = rope.get("rope_theta") or getattr(config, "rope_theta", 10_000.0)
     return float(theta)
@@ -210,12 +212,12 @@ def _check(shape: HeadShape) -> None:
 
 
 def load_causal_model(folder: Path, dtype: torch.dtype) -> Any:
-    """Returns any causal language model of transformers on the CPU, in `dtype`; weights in 8 bits
-    are read by this project.
+    """Returns a causal language model of transformers on the CPU, in `dtype`. Weights in 8 bits are
+    read by this project's code.
 
     Raises:
         OSError, ValueError: transformers cannot load the folder.
-        CheckpointError: its weights in 8 bits cannot be read, or are not those of the config.
+        CheckpointError: 8-bit weights cannot be read, or do not fit the config.
     """
     config: Any = AutoConfig.from_pretrained(folder)
     if getattr(config, QUANTIZATION_CONFIG, None) is None:
@@ -242,10 +244,10 @@ def write_answers(
     max_new_tokens: int,
     temperature: float,
 ) -> list[list[int]]:
-    """Returns the ids behind each prompt, up to and with the end token.
+    """Returns the generated ids of each prompt, the end token included.
 
     Args:
-        temperature: 0 for the best token each time; nothing is truncated above 0.
+        temperature: 0 is greedy; above 0, sampling has no top-k or top-p.
     """
     device, longest = target.device, max(map(len, prompts))
     ids = torch.zeros(len(prompts), longest, dtype=torch.long)
@@ -262,10 +264,13 @@ def write_answers(
         **sampling,
     )
     ends = end_token_ids(target)
-    return [_through_end(row, ends) for row in output[:, longest:].tolist()]
+    answers: list[list[int]] = output[:, longest:].tolist()
+    return [
+        next((row[: i + 1] for i, token in enumerate(row) if token in ends), row) for row in answers
+    ]
 
 
-def own_documents(
+def answered_documents(
     target: FrozenTarget,
     prompts: Sequence[Sequence[int]],
     *,
@@ -275,11 +280,11 @@ def own_documents(
     seed: int,
     progress: Callable[[int], object],
 ) -> Documents:
-    """Returns prompts with their answers, in random order.
+    """Returns prompts with the target's answers, in random order.
 
     Args:
-        temperatures: of successive batches, over and over.
-        progress: told the number of prompts that are done.
+        temperatures: of successive batches, repeated.
+        progress: called with the number of prompts done since the last call.
     """
     torch.manual_seed(seed)
     by_length = sorted(prompts, key=len)  # little padding within a batch
@@ -297,15 +302,8 @@ def own_documents(
 
 
 def end_token_ids(target: FrozenTarget) -> frozenset[int]:
-    """Returns the tokens that end an answer; none if the target does not say."""
+    """Returns the tokens that end an answer; none if the target's config has none."""
     ends = target.model.generation_config.eos_token_id
     if ends is None:
         return frozenset()
     return frozenset([ends] if isinstance(ends, int) else ends)
-
-
-def _through_end(row: list[int], ends: frozenset[int]) -> list[int]:
-    for index, token in enumerate(row):
-        if token in ends:
-            return row[: index + 1]
-    return row

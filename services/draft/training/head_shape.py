@@ -1,4 +1,4 @@
-"""Sizes of a head, and the configuration file that describes them to an engine."""
+"""Sizes of a head, and the `config.json` that describes them to an engine."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class HeadShape:
     """Sizes of one head.
 
     Attributes:
-        hidden_size: of the target and of the head; H below.
+        hidden_size: H, of the target and of the head.
         vocab_size: V, of the target.
-        draft_vocab_size: Vd, tokens that an EAGLE3 head with an lm_head of its own scores; None
-            for heads that take the target's.
+        draft_vocab_size: Vd, tokens scored by the lm_head of an EAGLE3 head; None for heads with
+            the target's lm_head.
         num_layers: 1, except for DFLASH.
         num_target_layers: n.
         feature_layers: i < n is the residual stream that enters layer i of the target, n the
             output of its last layer, n + 1 that output after the final norm.
         max_position_embeddings: longest context, in tokens.
-        block_size: DFLASH, the token that is known and the positions drafted behind it.
-        mask_token_id: DFLASH, the token whose embedding stands at a position to be drafted.
+        block_size: DFLASH, the known token and the positions drafted after it.
+        mask_token_id: DFLASH, the token whose embedding is the input of a drafted position.
     """
 
     algorithm: Algorithm
@@ -60,12 +60,10 @@ class HeadShape:
         return len(self.feature_layers) * self.hidden_size
 
     def as_json(self) -> dict[str, Any]:
-        """Returns what `from_json` reads."""
         return dataclasses.asdict(self) | {"algorithm": self.algorithm.value}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> HeadShape:
-        """Rebuilds a shape from `as_json`."""
         return cls(
             **values
             | {
@@ -76,10 +74,10 @@ class HeadShape:
 
 
 def default_feature_layers(algorithm: Algorithm, num_target_layers: int) -> tuple[int, ...]:
-    """Returns the layers that a head reads unless told otherwise.
+    """Returns the default layers that a head reads.
 
-    EAGLE3 reads the inputs of layers 2, n // 2 and n - 3, or, where these are not three, one
-    early, one middle and the last stream; DFLASH the outputs of five evenly spread layers.
+    EAGLE3 reads the inputs of layers 2, n // 2 and n - 3; if these do not increase, an early, a
+    middle and the last stream. DFLASH reads the outputs of five evenly spaced layers.
     """
     n = num_target_layers
     match algorithm:
@@ -95,7 +93,7 @@ def default_feature_layers(algorithm: Algorithm, num_target_layers: int) -> tupl
 
 
 def head_config(shape: HeadShape) -> dict[str, Any]:
-    """Returns `config.json` in the form that the algorithm's published heads have."""
+    """Returns `config.json` in the format of the algorithm's published heads."""
     config = {
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
@@ -113,11 +111,6 @@ def head_config(shape: HeadShape) -> dict[str, Any]:
     return _identity(shape) | config
 
 
-def _own_vocabulary(shape: HeadShape) -> dict[str, Any]:
-    """Returns the key without which engines take the target's lm_head."""
-    return {} if shape.draft_vocab_size is None else {"draft_vocab_size": shape.draft_vocab_size}
-
-
 def _identity(shape: HeadShape) -> dict[str, Any]:
     """Returns the keys in which the formats differ."""
     match shape.algorithm:
@@ -125,12 +118,14 @@ def _identity(shape: HeadShape) -> dict[str, Any]:
             names = {"architectures": ["LlamaForCausalLMEagle"], "model_type": "llama"}
             return names | {"num_hidden_layers": 1, "attention_bias": False}
         case Algorithm.EAGLE3:
+            size = shape.draft_vocab_size
             return {
                 "architectures": ["LlamaForCausalLMEagle3"],
                 "model_type": "llama",
                 "num_hidden_layers": 1,
                 "attention_bias": False,
-                **_own_vocabulary(shape),
+                # Without this key engines take the target's lm_head.
+                **({} if size is None else {"draft_vocab_size": size}),
                 "target_hidden_size": shape.hidden_size,
                 "eagle_config": {
                     "use_aux_hidden_state": True,

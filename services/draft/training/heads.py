@@ -1,10 +1,10 @@
-"""Heads of every algorithm as modules, how they are built, written and read. Those of EAGLE,
-EAGLE-3 and MTP draft a token at a time, that of DFlash a block.
+"""The heads of all algorithms as modules, and how they are built, saved and loaded. Recurrent heads
+(EAGLE, EAGLE-3, MTP) draft one token at a time, block heads (DFlash) a block.
 
-Row p of the former reads the embedding of token p + 1 and the hidden state of position p; its state
-scores token p + 2 and is what the next row reads in place of the target's hidden state.
+Row p of a recurrent head reads the embedding of token p + 1 and the hidden state of position p. Its
+state scores token p + 2, and replaces the target's hidden state in the next step.
 
-Source of the latter: Chen et al., DFlash, arXiv 2602.06036.
+Source of block heads: Chen et al., DFlash, arXiv 2602.06036.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from services.draft.training.modules import (
     Mlp,
     Projections,
     RmsNorm,
-    begin_as_identity,
     block,
+    init_as_identity,
     linear,
     rotation_at,
     unrolled,
@@ -40,7 +40,7 @@ Attention = Callable[[Tensor, list[KeysValues]], Tensor]
 
 
 class Unrolling:
-    """Keys and values of the steps taken so far; each step stands one position further right.
+    """Keys and values of the steps so far; the rows of each step are one position further right.
 
     Args:
         attention: `unrolled`, or a compiled form of it.
@@ -51,13 +51,13 @@ class Unrolling:
         self._steps: list[KeysValues] = []
 
     def without_first(self, embedded: Tensor) -> Tensor:
-        """Returns `embedded` `[B, R, H]` with zeros at position 0, where MiMo sees no token."""
+        """Returns `embedded` `[B, R, H]` with zeros at position 0, where MiMo reads no token."""
         if self._steps:
             return embedded
         return torch.cat((torch.zeros_like(embedded[:, :1]), embedded[:, 1:]), dim=1)
 
     def attend(self, attention: Projections, rows: Tensor) -> Tensor:
-        """`[B, R, W]` of the next step to `[B, R, H]`; counts as a step."""
+        """Attention of the rows `[B, R, W]` of the next step; returns `[B, R, H]`."""
         shape = self._shape
         positions = torch.arange(rows.shape[1], device=rows.device) + len(self._steps)
         rotation = rotation_at(positions, head_dim=shape.head_dim, theta=shape.rope_theta)
@@ -66,10 +66,10 @@ class Unrolling:
 
 
 class RecurrentHead(nn.Module, ABC):
-    """One layer that continues the target's hidden states.
+    """A head of one layer, which continues the target's hidden states.
 
     Attributes:
-        prefix: in front of the names of the parameters in the checkpoint.
+        prefix: of the parameters' names in the checkpoint.
     """
 
     prefix = ""
@@ -87,8 +87,8 @@ class RecurrentHead(nn.Module, ABC):
         """Returns the states `[B, R, H]` of the next step.
 
         Args:
-            embedded: `[B, R, H]`, of the tokens behind the rows' positions.
-            hidden: `[B, R, H]`, fused features at step 0, later the states of the step before.
+            embedded: `[B, R, H]`, embeddings of the tokens after the rows' positions.
+            hidden: `[B, R, H]`, fused features at step 0, later the states of the previous step.
         """
 
     def scores(self, states: Tensor, lm_head: Tensor) -> Tensor:
@@ -96,16 +96,15 @@ class RecurrentHead(nn.Module, ABC):
         return F.linear(states, lm_head)
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Returns the target's ids of draft ids."""
         return draft_ids
 
     def select(self, lm_head: Tensor) -> Tensor:
-        """Returns the rows `[Vd, H]` of the target's `lm_head` `[V, H]` that the head has."""
+        """Returns the rows `[Vd, H]` of the target's `lm_head` `[V, H]` for the draft ids."""
         return lm_head
 
 
 class EagleHead(RecurrentHead):
-    """EAGLE-2's: no norm in front of the attention, none at the end, the target's lm_head.
+    """EAGLE-2's head: no norm before the attention or at the end, and the target's lm_head.
 
     Source: Li et al., arXiv 2401.15077, section 4.1.
     """
@@ -113,7 +112,7 @@ class EagleHead(RecurrentHead):
     def __init__(self, shape: HeadShape) -> None:
         super().__init__(shape)
         self.fc = linear(2 * shape.hidden_size, shape.hidden_size)
-        begin_as_identity(self.fc, shape.hidden_size)
+        init_as_identity(self.fc, shape.hidden_size)
         self.layers = nn.ModuleList([EagleLayer(shape)])
 
     def advance(self, embedded: Tensor, hidden: Tensor, unrolling: Unrolling) -> Tensor:
@@ -138,8 +137,8 @@ class EagleLayer(nn.Module):
 
 
 class Eagle3Head(RecurrentHead):
-    """EAGLE-3's with the whole vocabulary: several layers of the target fused, a norm of its own
-    in front of the target's lm_head.
+    """EAGLE-3's head with the whole vocabulary: it fuses several layers of the target, and has its
+    own norm before the target's lm_head.
 
     Source: Li et al., arXiv 2503.01840, section 3.1.
     """
@@ -148,7 +147,7 @@ class Eagle3Head(RecurrentHead):
         super().__init__(shape)
         hidden = shape.hidden_size
         self.fc = linear(shape.feature_width, hidden)
-        begin_as_identity(self.fc, hidden)
+        init_as_identity(self.fc, hidden)
         self.midlayer = Eagle3Layer(shape)
         self.norm = RmsNorm(hidden, shape.rms_norm_eps)
 
@@ -164,8 +163,8 @@ class Eagle3Head(RecurrentHead):
         return F.linear(self.norm(states), lm_head)
 
 
-class Eagle3CutHead(Eagle3Head):
-    """EAGLE-3's with a vocabulary and an lm_head of its own.
+class Eagle3SmallVocabHead(Eagle3Head):
+    """EAGLE-3's head with a reduced vocabulary and its own lm_head.
 
     Args:
         token_ids: `[Vd]` int64, ascending, the target's id of each draft id.
@@ -177,13 +176,13 @@ class Eagle3CutHead(Eagle3Head):
     def __init__(self, shape: HeadShape, token_ids: Tensor) -> None:
         super().__init__(shape)
         self.lm_head = linear(shape.hidden_size, len(token_ids))
-        known = torch.zeros(shape.vocab_size, dtype=torch.bool)
-        known[token_ids] = True
+        is_drafted = torch.zeros(shape.vocab_size, dtype=torch.bool)
+        is_drafted[token_ids] = True
         self.register_buffer("d2t", token_ids - torch.arange(len(token_ids)))
-        self.register_buffer("t2d", known)
+        self.register_buffer("t2d", is_drafted)
 
     def scores(self, states: Tensor, lm_head: Tensor) -> Tensor:
-        del lm_head  # it has its own
+        del lm_head  # the head has its own
         logits: Tensor = self.lm_head(self.norm(states))
         return logits
 
@@ -195,7 +194,7 @@ class Eagle3CutHead(Eagle3Head):
 
 
 class Eagle3Layer(nn.Module):
-    """A block whose attention reads embedding and hidden state side by side."""
+    """A block whose attention reads embedding and hidden state, concatenated."""
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
@@ -214,8 +213,8 @@ class Eagle3Layer(nn.Module):
 
 
 class MtpHead(RecurrentHead):
-    """A next-token layer in MiMo's form: `cat(hidden, embedding)`, each behind its norm; the state
-    that is fed back has passed the final norm, as the target's has.
+    """A next-token layer in MiMo's form: it reads `cat(hidden, embedding)`, both normed, and its
+    state has passed the final norm, as the target's hidden state has.
 
     Source: Xiaomi, MiMo, arXiv 2505.07608, section 2.3; DeepSeek-AI, arXiv 2412.19437, section 2.2.
     """
@@ -228,7 +227,7 @@ class MtpHead(RecurrentHead):
 
     @property
     def final_norm(self) -> RmsNorm:
-        """The norm in front of the lm_head."""
+        """The norm before the lm_head."""
         layer = self.mtp_layers[0]
         assert isinstance(layer, MtpLayer)
         return layer.final_layernorm
@@ -239,7 +238,7 @@ class MtpHead(RecurrentHead):
 
 
 class MtpLayer(nn.Module):
-    """A Qwen2 block between the two input norms and the final one."""
+    """A Qwen2 block between two input norms and a final norm."""
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
@@ -265,26 +264,7 @@ class MtpLayer(nn.Module):
         return normed
 
 
-def build_recurrent(shape: HeadShape, token_ids: Sequence[int] | None = None) -> RecurrentHead:
-    """Returns a freshly initialised head.
-
-    Args:
-        token_ids: EAGLE3, the target's id of each draft id; None leaves it the target's lm_head.
-    """
-    match shape.algorithm:
-        case Algorithm.EAGLE:
-            return EagleHead(shape)
-        case Algorithm.MTP:
-            return MtpHead(shape)
-        case Algorithm.EAGLE3:
-            if token_ids is None:
-                return Eagle3Head(shape)
-            return Eagle3CutHead(shape, torch.tensor(sorted(token_ids)))
-        case Algorithm.DFLASH:
-            raise AssertionError("DFLASH drafts blocks")
-
-
-class TargetEnds(Protocol):
+class TargetTables(Protocol):
     """Embedding and lm_head of a target, `[V, H]` each."""
 
     @property
@@ -294,18 +274,18 @@ class TargetEnds(Protocol):
 
 
 def recurrent_chains(
-    head: RecurrentHead, target: TargetEnds, known: Tensor, hidden: Tensor, num_steps: int
+    head: RecurrentHead, target: TargetTables, last_tokens: Tensor, hidden: Tensor, num_steps: int
 ) -> Tensor:
-    """Returns `[B, R, K]` int64, the greedy draft behind each of the tokens `known`.
+    """Returns `[B, R, K]` int64, the greedy draft after each of the last tokens.
 
     Args:
-        known: `[B, R]` int64, the tokens behind the rows' positions.
+        last_tokens: `[B, R]` int64, the tokens after the rows' positions.
         hidden: `[B, R, H]`, fused features.
     """
-    # Where products cast, they take the lm_head as it is: a float copy is gigabytes of an 8B.
+    # Under autocast the lm_head stays as it is: a float32 copy of an 8B's takes gigabytes.
     casts = torch.is_autocast_enabled(hidden.device.type)
     lm_head = target.lm_head if casts else target.lm_head.float()
-    tokens = known
+    tokens = last_tokens
     unrolling, drafted = Unrolling(head.shape), []
     for _ in range(num_steps):
         embedded = F.embedding(tokens, target.embedding).float()
@@ -316,11 +296,11 @@ def recurrent_chains(
 
 
 class BlockHead(nn.Module):
-    """Layers over the rows of a block, into which the target's features are injected as keys and
-    values of the positions before it.
+    """DFlash's head: layers over the rows of a block, which attend to keys and values computed from
+    the target's features of earlier positions.
 
     Attributes:
-        prefix: in front of the names of the parameters in the checkpoint.
+        prefix: of the parameters' names in the checkpoint.
     """
 
     prefix = ""
@@ -342,7 +322,7 @@ class BlockHead(nn.Module):
             embedding: `[V, H]`, the target's.
             token_ids: `[B, N]` int64.
             features: `[B, N, W]`.
-            anchors: `[B, A]` int64, positions of the known token that opens each block.
+            anchors: `[B, A]` int64, positions of the known token at the beginning of each block.
         """
         size = self.shape.block_size
         context = self.hidden_norm(self.fc(features))
@@ -357,11 +337,11 @@ class BlockHead(nn.Module):
         states: Tensor = torch.unflatten(self.norm(rows), 1, (-1, size))
         return states[:, :, 1:]
 
-    def _masked_blocks(self, known: Tensor) -> Tensor:
-        """`[B, A]` known tokens to `[B, A, block_size]` with masks behind them."""
-        size = (*known.shape, self.shape.block_size - 1)
-        masks = known.new_full(size, self.shape.mask_token_id)
-        return torch.cat((known.unsqueeze(-1), masks), dim=-1)
+    def _masked_blocks(self, first_tokens: Tensor) -> Tensor:
+        """Returns blocks `[B, A, block_size]`: the first tokens `[B, A]`, then mask tokens."""
+        size = (*first_tokens.shape, self.shape.block_size - 1)
+        masks = first_tokens.new_full(size, self.shape.mask_token_id)
+        return torch.cat((first_tokens.unsqueeze(-1), masks), dim=-1)
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         shape = self.shape
@@ -369,7 +349,7 @@ class BlockHead(nn.Module):
 
 
 class BlockLayer(nn.Module):
-    """A Qwen3 block with the context's keys and values beside its own."""
+    """A Qwen3 block that also attends to the context's keys and values."""
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
@@ -408,14 +388,26 @@ Head = RecurrentHead | BlockHead
 
 
 def build_head(shape: HeadShape, token_ids: Sequence[int] | None = None) -> Head:
-    """Returns a freshly initialised head; `token_ids` see `build_recurrent`."""
-    if shape.algorithm is Algorithm.DFLASH:
-        return BlockHead(shape)
-    return build_recurrent(shape, token_ids)
+    """Returns a freshly initialised head.
+
+    Args:
+        token_ids: EAGLE3, the target's id of each draft id; None takes the target's lm_head.
+    """
+    match shape.algorithm:
+        case Algorithm.EAGLE:
+            return EagleHead(shape)
+        case Algorithm.MTP:
+            return MtpHead(shape)
+        case Algorithm.EAGLE3:
+            if token_ids is None:
+                return Eagle3Head(shape)
+            return Eagle3SmallVocabHead(shape, torch.tensor(sorted(token_ids)))
+        case Algorithm.DFLASH:
+            return BlockHead(shape)
 
 
-def begin_from_target(head: Head, target: FrozenTarget) -> None:
-    """Gives the last norm of a head the target's weight, and an lm_head the target's rows."""
+def init_from_target(head: Head, target: FrozenTarget) -> None:
+    """Copies the target's weights into the last norm of a head, and into an lm_head of its own."""
     with torch.no_grad():
         match head:
             case Eagle3Head():
@@ -424,7 +416,7 @@ def begin_from_target(head: Head, target: FrozenTarget) -> None:
                 head.final_norm.weight.copy_(target.final_norm)
             case BlockHead():
                 head.norm.weight.copy_(target.final_norm)
-        if isinstance(head, Eagle3CutHead):
+        if isinstance(head, Eagle3SmallVocabHead):
             head.lm_head.weight.copy_(head.select(target.lm_head.to(head.d2t.device)))
 
 
@@ -444,11 +436,11 @@ def save_weights(
     dtype: torch.dtype,
     kept: Collection[str] = (),
 ) -> None:
-    """Writes `model.safetensors` alone.
+    """Writes `model.safetensors`.
 
     Args:
         weights: by the names of the head's parameters and buffers.
-        kept: names of those that keep every bit.
+        kept: names of weights that keep every bit.
     """
     tensors = {}
     for key, value in weights.items():
@@ -461,7 +453,7 @@ def save_weights(
 
 
 def load_head(folder: Path) -> Head:
-    """Reads what `save_head` wrote, in float32 on the CPU.
+    """Reads a head that `save_head` wrote, in float32 on the CPU.
 
     Raises:
         CheckpointError: a file is missing, or does not fit the shape.
@@ -472,15 +464,12 @@ def load_head(folder: Path) -> Head:
         tensors = {key: checkpoint.read(key) for key in checkpoint.files}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder} holds no trained head: {error}") from error
-    head = build_head(shape, _token_ids(tensors))
+    offsets = tensors.get("d2t")
+    token_ids = None if offsets is None else (offsets + torch.arange(len(offsets))).tolist()
+    head = build_head(shape, token_ids)
     named = {key.removeprefix(head.prefix): tensor for key, tensor in tensors.items()}
     try:
         head.load_state_dict(named)
     except RuntimeError as error:
         raise CheckpointError(f"{folder / WEIGHTS_FILE}: {error}") from error
     return head.eval()
-
-
-def _token_ids(tensors: dict[str, Tensor]) -> list[int] | None:
-    offsets = tensors.get("d2t")
-    return None if offsets is None else (offsets + torch.arange(len(offsets))).tolist()

@@ -1,6 +1,6 @@
-"""Torch modules of a head, whose parameters have the names of checkpoint files, and its attention
-in training, where many drafts are computed at once: all scores are dense, so memory grows with the
-square of the window."""
+"""Torch modules of heads, whose parameters have the names of checkpoint files, and the attention of
+training, which computes many drafts at once. Its scores are dense, so memory grows with the square
+of the window."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from services.draft.training.head_shape import HeadShape
 
 INITIAL_STD = 0.02
 OUTPUT_STD = 0.005
-"""Of the products that add to the residual stream, so that a head begins near the identity."""
+"""For products that add to the residual stream, so that a head begins near the identity."""
 
 
 class RmsNorm(nn.Module):
@@ -33,7 +33,7 @@ class RmsNorm(nn.Module):
 
 
 def linear(inputs: int, outputs: int, *, bias: bool = False, std: float = INITIAL_STD) -> nn.Linear:
-    """Returns a normally initialised product, biases zero."""
+    """Returns a linear layer with normal weights and zero biases."""
     layer = nn.Linear(inputs, outputs, bias=bias)
     nn.init.normal_(layer.weight, std=std)
     if bias:
@@ -42,7 +42,7 @@ def linear(inputs: int, outputs: int, *, bias: bool = False, std: float = INITIA
 
 
 class Mlp(nn.Module):
-    """SwiGLU."""
+    """SwiGLU feed-forward."""
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
@@ -56,12 +56,13 @@ class Mlp(nn.Module):
 
 
 class Projections(nn.Module):
-    """Queries, keys, values and output of an attention; the caller gives the attention mask.
+    """The projections of an attention to queries, keys, values and output; the caller computes the
+    attention itself.
 
     Args:
-        width: of the rows that are read.
-        has_bias: of queries, keys and values.
-        has_norms: RMS norms of queries and keys, as Qwen3's.
+        width: of the input rows.
+        has_bias: queries, keys and values have biases.
+        has_norms: queries and keys have RMS norms, as in Qwen3.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Projections(nn.Module):
 
 
 def rotation_at(positions: Tensor, *, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Returns cosines and sines `[..., R, D]` in float32 of integer `positions` `[..., R]`."""
+    """Returns cosines and sines `[..., R, D]`, float32, of integer `positions` `[..., R]`."""
     half = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
     angles = positions.float().unsqueeze(-1) * theta**-half
     angles = torch.cat((angles, angles), dim=-1)
@@ -111,7 +112,7 @@ def rotate(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     return (heads * cos + torch.cat((-second, first), dim=-1) * sin).to(heads.dtype)
 
 
-def begin_as_identity(fc: nn.Linear, width: int) -> None:
+def init_as_identity(fc: nn.Linear, width: int) -> None:
     """Adds the identity to the columns of `fc` that read the last `width` inputs."""
     with torch.no_grad():
         fc.weight[:, -width:] += torch.eye(len(fc.weight), width)
@@ -124,9 +125,9 @@ KeysValues = tuple[Tensor, Tensor]
 def unrolled(queries: Tensor, steps: list[KeysValues]) -> Tensor:
     """Attention in the training-time test.
 
-    Row i of step k stands for the k-th token drafted behind row i of step 0. It sees rows 0 … i of
-    step 0, which hold the target's features, and of the later steps row i alone: the path that
-    leads to it.
+    Row i of step k is the k-th token drafted after row i of step 0. It attends to rows 0 … i of
+    step 0, which hold the target's features, and of later steps to row i only: the drafted path
+    that leads to it.
 
     Source: Li et al., arXiv 2503.01840, section 3.2 and figure 6.
 
@@ -146,9 +147,11 @@ def unrolled(queries: Tensor, steps: list[KeysValues]) -> Tensor:
     context = scores(grouped, first_keys)
     num_rows = context.shape[-1]
     unseen = torch.ones(num_rows, num_rows, dtype=torch.bool, device=context.device).triu(1)
-    own = [(grouped * keys.unsqueeze(2)).sum(-1, keepdim=True, dtype=torch.float32) for keys, _ in
-           later]  # fmt: skip
-    path = torch.cat(own, dim=-1) / math.sqrt(queries.shape[-1])
+    products = [
+        (grouped * keys.unsqueeze(2)).sum(-1, keepdim=True, dtype=torch.float32)
+        for keys, _ in later
+    ]
+    path = torch.cat(products, dim=-1) / math.sqrt(queries.shape[-1])
     weights = torch.cat((context.masked_fill(unseen, -math.inf), path), dim=-1).softmax(-1)
     mixed = weights[..., :num_rows].to(queries.dtype) @ first_values.unsqueeze(2)
     for index, (_, values) in enumerate(later):
@@ -160,10 +163,10 @@ def unrolled(queries: Tensor, steps: list[KeysValues]) -> Tensor:
 def fused_unrolled(num_steps: int) -> Callable[[Tensor, list[KeysValues]], Tensor]:
     """Returns `unrolled` compiled for up to `num_steps` steps, each on its first use.
 
-    Every number of steps is a program of its own; past its limit of them torch would run the later
-    ones uncompiled.
+    Each number of steps is compiled separately; beyond its limit of programs torch would run the
+    later steps uncompiled.
     """
-    from torch._dynamo import config  # takes a second, which only compiling is worth
+    from torch._dynamo import config  # late, because the import takes a second
 
     config.recompile_limit = max(config.recompile_limit, num_steps)
     return torch.compile(unrolled)
@@ -172,13 +175,13 @@ def fused_unrolled(num_steps: int) -> Callable[[Tensor, list[KeysValues]], Tenso
 def block(
     queries: Tensor, context: KeysValues, own: KeysValues, anchors: Tensor, block_size: int
 ) -> Tensor:
-    """Attention of drafted blocks: to the context before the block's anchor and within the block.
+    """Attention of drafted blocks: to the context before a block's anchor, and within the block.
 
     Args:
         queries: `[B, heads, A * block_size, D]`.
         context: of the N rows of the window.
         own: of the blocks' rows.
-        anchors: `[B, A]` int64, the position at which each block begins.
+        anchors: `[B, A]` int64, the first position of each block.
 
     Returns:
         `[B, heads, A * block_size, D]`.
@@ -199,7 +202,7 @@ def block(
 
 
 def group(queries: Tensor, num_kv_heads: int) -> Tensor:
-    """`[B, heads, R, D]` to `[B, kv heads, heads of a group, R, D]`."""
+    """Returns queries `[B, heads, R, D]` as `[B, kv heads, heads of a group, R, D]`."""
     return torch.unflatten(queries, 1, (num_kv_heads, -1))
 
 

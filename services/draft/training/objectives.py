@@ -1,4 +1,4 @@
-"""Training objectives: the loss of a batch, and its acceptance length."""
+"""Training objectives: the loss of a batch, and its accepted length."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ H = TypeVar("H", RecurrentHead, BlockHead)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTerms:
-    """Weights of the parts of a loss.
+    """Weights of the terms of a loss.
 
     Attributes:
-        hard: of the cross-entropy to the target's best token, which is all that greedy
-            acceptance asks for.
-        regression: of the smooth L1 distance between a state and the hidden state it stands for.
-        noise: half the width of the uniform noise on features, relative to their mean size.
-        decay: of each later token of a draft, since it counts only if all before it do.
+        hard: weight of the cross-entropy to the target's best token, which alone decides greedy
+            acceptance.
+        regression: weight of the smooth L1 distance between a state and the target's hidden state.
+        noise: half the width of uniform noise on features, relative to their mean absolute value.
+        decay: factor of the weight of each further token, which counts only if all tokens before it
+            are accepted.
     """
 
     hard: float = 0.1
@@ -37,13 +38,13 @@ class LossTerms:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """Loss of a batch and, for each drafted position k, its share of it.
+    """Loss of a batch, and figures of each drafted position k.
 
     Attributes:
         losses: `[K]`, detached.
-        agreements: `[K]`, how often draft and target prefer the same token, given the right ones
-            before it.
-        accepted_length: tokens a round would give under greedy verification, bonus included.
+        agreements: `[K]`, how often draft and target have the same best token, after the right
+            tokens.
+        accepted_length: tokens per round under greedy verification, bonus token included.
     """
 
     loss: Tensor
@@ -52,21 +53,22 @@ class Outcome:
     accepted_length: Tensor
 
 
-def divergence(logits: Tensor, aim: Tensor, hard: float) -> Tensor:
+def divergence(logits: Tensor, target_logits: Tensor, hard: float) -> Tensor:
     """Returns the mean KL(target || draft), plus `hard` times the cross-entropy to the target's
     best token.
 
     Args:
-        logits, aim: `[R, Vd]`, the head's and the target's scores of the same tokens.
+        logits, target_logits: `[R, Vd]`, the head's and the target's scores of the same tokens.
     """
-    log_probs, log_aim = logits.float().log_softmax(-1), aim.float().log_softmax(-1)
-    soft = (log_aim.exp() * (log_aim - log_probs)).sum(-1)
-    best = log_aim.argmax(-1, keepdim=True)
+    log_probs = logits.float().log_softmax(-1)
+    target_log_probs = target_logits.float().log_softmax(-1)
+    soft = (target_log_probs.exp() * (target_log_probs - log_probs)).sum(-1)
+    best = target_log_probs.argmax(-1, keepdim=True)
     return (soft - hard * log_probs.gather(-1, best).squeeze(-1)).mean()
 
 
-class DraftTally:
-    """Gathers the positions of many drafts of one batch."""
+class PositionLosses:
+    """Collects losses and matches of the drafted positions of one batch."""
 
     def __init__(self, decay: float) -> None:
         self._decay = decay
@@ -74,12 +76,12 @@ class DraftTally:
         self._matches: list[Tensor] = []
 
     def add(self, loss: Tensor, matches: Tensor) -> None:
-        """Counts the next position; `matches` `[...]` says where both models agree."""
+        """Adds the next position; `matches` `[...]`: draft and target have the same best token."""
         self._losses.append(loss)
         self._matches.append(matches)
 
     def outcome(self, extra: Tensor) -> Outcome:
-        """Weighs the positions; `extra` is added to the loss."""
+        """Returns the weighted loss of all positions, plus `extra`, and the figures."""
         losses, matches = torch.stack(self._losses), torch.stack(self._matches).float()
         weights = self._decay ** torch.arange(len(losses), device=losses.device)
         return Outcome(
@@ -91,12 +93,12 @@ class DraftTally:
 
 
 class Objective(nn.Module, ABC, Generic[H]):
-    """A head together with the loss of a batch of the target's rows.
+    """A head with the loss of a batch of the target's rows.
 
-    The target stands in a tuple, so that its weights are none of this module's.
+    The target is in a tuple, so that its weights do not become parameters of this module.
 
     Args:
-        is_compiled: fuse the passes over scores, where most of the time goes.
+        is_compiled: compile the passes over scores, which take most of the time.
     """
 
     head: H
@@ -115,10 +117,10 @@ class Objective(nn.Module, ABC, Generic[H]):
 
 
 class RecurrentObjective(Objective[RecurrentHead]):
-    """The training-time test: the head continues its own states for several tokens.
+    """The training-time test: the head continues from its own states for several tokens.
 
-    With one step it is EAGLE's own training. Source of more: Li et al., arXiv 2503.01840, section
-    3.2; for heads of the EAGLE-2 form Zhang et al., arXiv 2408.15766.
+    With one step it is EAGLE's original training. Source for several steps: Li et al., arXiv
+    2503.01840, section 3.2; for heads of the EAGLE-2 form Zhang et al., arXiv 2408.15766.
     """
 
     def __init__(
@@ -138,26 +140,27 @@ class RecurrentObjective(Objective[RecurrentHead]):
         (target,), head = self._target, self.head
         num_rows = rows.token_ids.shape[1] - self._num_steps
         hidden = head.fuse(self._noisy(rows.features[:, :num_rows]))
-        unrolling, tally = Unrolling(head.shape, self._attention), DraftTally(self._terms.decay)
-        aims, best = self._aims(rows.states)
+        unrolling = Unrolling(head.shape, self._attention)
+        positions = PositionLosses(self._terms.decay)
+        target_scores, best = self._target_scores(rows.states)
         distance = hidden.new_zeros(())
         for step in range(self._num_steps):
             ahead = slice(step + 1, step + 1 + num_rows)
             embedded = F.embedding(rows.token_ids[:, ahead], target.embedding)
             hidden = head.advance(embedded, hidden, unrolling)
             logits = head.scores(hidden, target.lm_head)
-            aim = aims[:, ahead].flatten(0, 1)
-            loss = self._divergence(logits.flatten(0, 1), aim, self._terms.hard)
-            tally.add(loss, head.target_ids(logits.argmax(-1)) == best[:, ahead])
+            target_logits = target_scores[:, ahead].flatten(0, 1)
+            loss = self._divergence(logits.flatten(0, 1), target_logits, self._terms.hard)
+            positions.add(loss, head.target_ids(logits.argmax(-1)) == best[:, ahead])
             if self._terms.regression:
                 distance = distance + F.smooth_l1_loss(
                     hidden.float(), rows.states[:, ahead].float()
                 )
-        return tally.outcome(self._terms.regression * distance / self._num_steps)
+        return positions.outcome(self._terms.regression * distance / self._num_steps)
 
-    def _aims(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """`[B, N, H]` to the target's scores of the head's tokens `[B, N, Vd]`, and to the best
-        `[B, N]` of all tokens."""
+    def _target_scores(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the target's scores `[B, N, Vd]` of the head's tokens, and its best tokens
+        `[B, N]`, for states `[B, N, H]`."""
         logits = self._target[0].logits(states)
         best = logits.argmax(-1)
         chosen = self.head.select(self._target[0].lm_head)
@@ -173,7 +176,7 @@ class RecurrentObjective(Objective[RecurrentHead]):
 
 
 class BlockObjective(Objective[BlockHead]):
-    """Blocks at random anchors of each window, all of their positions at once.
+    """Drafts blocks at random anchors of each window, all positions of a block at once.
 
     Source: Chen et al., arXiv 2602.06036, section 3.
     """
@@ -197,11 +200,13 @@ class BlockObjective(Objective[BlockHead]):
             1, length - size + 2, (batch, self._num_anchors), device=rows.token_ids.device
         )
         states = self.head(target.embedding, rows.token_ids, rows.features.float(), anchors)
-        tally = DraftTally(self._terms.decay)
+        positions = PositionLosses(self._terms.decay)
         for index in range(size - 1):
             logits = F.linear(states[:, :, index], target.lm_head)
             scored = (anchors + index).unsqueeze(-1).expand(-1, -1, rows.states.shape[-1])
-            aim = target.logits(rows.states.gather(1, scored))
-            loss = self._divergence(logits.flatten(0, 1), aim.flatten(0, 1), self._terms.hard)
-            tally.add(loss, logits.argmax(-1) == aim.argmax(-1))
-        return tally.outcome(states.new_zeros(()))
+            target_logits = target.logits(rows.states.gather(1, scored))
+            loss = self._divergence(
+                logits.flatten(0, 1), target_logits.flatten(0, 1), self._terms.hard
+            )
+            positions.add(loss, logits.argmax(-1) == target_logits.argmax(-1))
+        return positions.outcome(states.new_zeros(()))

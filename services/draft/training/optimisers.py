@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
 from services.draft.training.heads import Head
 from shared.errors import CheckpointError
 
 _MAX_NORM = 1.0
-"""Of all gradients together."""
+"""Most of the norm of all gradients together; larger ones are clipped."""
 
 
 class OptimiserKind(enum.Enum):
-    """MUON takes the matrices of the layers and leaves norms, biases and lm_head to AdamW."""
+    """MUON optimises the matrices of the layers; norms, biases and lm_head have AdamW."""
 
     ADAMW = "adamw"
     MUON = "muon"
@@ -53,7 +53,7 @@ class Optimisers:
         self._rate = rate
 
     def step(self, factor: float) -> None:
-        """One update at `factor` times the highest rate; clips the gradients, then clears them."""
+        """Clips the gradients, updates at `factor` times the highest rate, clears the gradients."""
         nn.utils.clip_grad_norm_(self._parameters, _MAX_NORM)
         for optimiser in self._all:
             for group in optimiser.param_groups:
@@ -62,17 +62,15 @@ class Optimisers:
             optimiser.zero_grad(set_to_none=True)
 
     def state(self) -> list[dict[str, Any]]:
-        """Returns what `restore` takes."""
         return [optimiser.state_dict() for optimiser in self._all]
 
     def restore(self, states: Sequence[dict[str, Any]]) -> None:
-        """Goes on from `state`."""
         for optimiser, state in zip(self._all, states, strict=True):
             optimiser.load_state_dict(state)
 
 
 def rate_factor(progress: float, *, warm_up: float = 0.02, cool_down: float = 0.5) -> float:
-    """Returns the share of the highest rate at `progress` in [0, 1]: up, level, then down to 0.
+    """Returns the factor of the highest rate at `progress` in [0, 1]: up, level, then down to 0.
 
     Args:
         warm_up, cool_down: shares of the run.
@@ -82,37 +80,31 @@ def rate_factor(progress: float, *, warm_up: float = 0.02, cool_down: float = 0.
     return min(1.0, max(0.0, (1.0 - progress) / cool_down))
 
 
-# Weighted average of the weights of heads of one shape.
-#
-# A head that was trained further, for other data or more of its own steps, gains there and loses a
-# little elsewhere; between it and the one that it began from there is often one that keeps both.
-# Source: Wortsman et al., Robust fine-tuning of zero-shot models, arXiv 2109.01903, section 3.
-
-
 def averaged(heads: Sequence[Head], shares: Sequence[float]) -> Head:
-    """Returns the first of `heads`, with the mean of all their weights in it.
+    """Returns the first of `heads`, with the weighted mean of all their weights.
+
+    A head that was trained further, on other data or for more steps of its own drafts, is better
+    there and a little worse elsewhere. A mean of it and its initial head often keeps both gains.
+
+    Source: Wortsman et al., Robust fine-tuning of zero-shot models, arXiv 2109.01903, section 3.
 
     Args:
-        shares: of each head in the mean, positive; they need not add up to 1.
+        shares: weight of each head in the mean, positive; they need not add up to 1.
 
     Raises:
         CheckpointError: heads differ in shape or in the tokens that they can draft.
     """
-    first, *others = heads
-    for number, other in enumerate(others, 2):
-        if other.shape != first.shape:
+    first = heads[0]
+    for number, head in enumerate(heads, 1):
+        if head.shape != first.shape:
             raise CheckpointError(f"head {number} has another shape than the first")
     states = [head.state_dict() for head in heads]
     for name, tensor in states[0].items():
         tensors = [state[name] for state in states]
         if tensor.is_floating_point():
-            tensor.copy_(_mean(tensors, shares))
-        elif not all(torch.equal(each, tensor) for each in tensors):
+            pairs = zip(tensors, shares, strict=True)
+            total = sum((share * part.double() for part, share in pairs), torch.zeros(()))
+            tensor.copy_(total / sum(shares))
+        elif not all(torch.equal(other, tensor) for other in tensors):
             raise CheckpointError(f"heads differ in {name}: they can draft other tokens")
     return first
-
-
-def _mean(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    pairs = zip(tensors, shares, strict=True)
-    total = sum((share * tensor.double() for tensor, share in pairs), torch.zeros(()))
-    return total / sum(shares)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Defaults of this module's functions keep the process group that exists when it is first imported.
-# Optimisers import it. A group that is kept has threads that outlive `destroy_process_group`, and
-# they can abort the exit of the interpreter.
+# Imported before any process group exists: default arguments of this module's functions keep the
+# group that exists at the first import, which optimisers cause. A kept group has threads that
+# outlive `destroy_process_group` and can abort the interpreter's exit.
 import torch.distributed.nn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -35,7 +35,7 @@ class LogRow:
 
     Attributes:
         tokens: read by all processes since the beginning.
-        seconds: since the beginning, interruptions left out.
+        seconds: since the beginning, without interruptions.
         losses, agreements: by drafted position, see `Outcome`.
     """
 
@@ -50,7 +50,7 @@ class LogRow:
 
 
 class TrainingLog:
-    """Appends to a file; rows after the step from which a run resumes are dropped first."""
+    """Appends rows to a file, from which rows after `resume_step` are dropped first."""
 
     def __init__(self, path: Path, *, resume_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,6 @@ class TrainingLog:
         self._path = path
 
     def write(self, row: LogRow) -> None:
-        """Adds a row."""
         with self._path.open("a", encoding="utf-8") as file:
             file.write(_line(row))
 
@@ -67,17 +66,11 @@ class TrainingLog:
 def read_log(path: Path) -> list[LogRow]:
     """Raises: CheckpointError if the file cannot be read as a log."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return [_parsed(line) for line in lines]
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        names = ("losses", "agreements")
+        return [LogRow(**row | {name: tuple(row[name]) for name in names}) for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is no training log: {error}") from error
-
-
-def _parsed(line: str) -> LogRow:
-    values = json.loads(line)
-    return LogRow(
-        **values | {key: tuple(values[key]) for key in ("losses", "agreements")},
-    )
 
 
 def _line(row: LogRow) -> str:
@@ -90,11 +83,9 @@ def _rounded(value: float | Sequence[float]) -> float | list[float]:
     return round(value, 5)
 
 
-# Plots of a training log: loss, agreement by position, acceptance length.
-
-
 def draw_curves(rows: Sequence[LogRow], folder: Path, title: str) -> list[Path]:
-    """Writes `loss.png` and `acceptance.png`; returns their paths.
+    """Writes `loss.png`, and `acceptance.png` with accepted length and agreement by position;
+    returns their paths.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -135,14 +126,14 @@ LOG_FILE = "train.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPlan:
-    """The length of the training and the interval between checkpoints.
+    """Length, batch size and checkpoints of a training run.
 
     Attributes:
-        out: folder of the head; state and log go to `out/training`.
-        num_steps: updates of the weights; the learning rate ends there.
-        seconds: ends the run earlier, the rate with it; None sets no limit.
-        batch_size: windows a process and step.
-        log_every, save_every: steps.
+        out: folder of the head; state and log are in `out/training`.
+        num_steps: updates of the weights, after which the learning rate is 0.
+        seconds: time limit, to which the learning rate is adapted; None is no limit.
+        batch_size: windows per process and step.
+        log_every, save_every: in steps.
     """
 
     out: Path
@@ -160,7 +151,7 @@ class TrainingPlan:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among all.
+    """The rank of this process, and the number of processes.
 
     Attributes:
         rank: 0 writes logs and checkpoints.
@@ -177,7 +168,7 @@ class Ranks:
         return self.rank == 0
 
     def longest(self, seconds: float) -> float:
-        """Returns the largest of all processes' values, so that all of them stop together."""
+        """Returns the largest value of all processes, so that they all stop together."""
         if self.size == 1:
             return seconds
         value = torch.tensor(seconds, device=self.device, dtype=torch.float32)
@@ -186,11 +177,11 @@ class Ranks:
 
 
 @contextmanager
-def joined(device: torch.device) -> Iterator[Ranks]:
-    """Joins the processes of `torchrun`; without it this one is alone.
+def join_ranks(device: torch.device) -> Iterator[Ranks]:
+    """Joins the processes of `torchrun`; without it this process is the only one.
 
     Args:
-        device: `cuda` stands for one GPU a process, by its rank on the host.
+        device: `cuda` is one GPU per process, by its rank on the host.
     """
     if not dist.is_torchelastic_launched():
         yield Ranks(rank=0, size=1, device=device)
@@ -224,14 +215,13 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Updates done so far."""
         return self._step
 
     def resume(self) -> None:
-        """Goes on from the last checkpoint of `plan.out`.
+        """Continues from the last checkpoint of `plan.out`.
 
         Raises:
-            CheckpointError: there is none, or it belongs to another head.
+            CheckpointError: there is no checkpoint, or it is of another head.
         """
         path = self._plan.folder / STATE_FILE
         try:
@@ -246,11 +236,18 @@ class Trainer:
     def run(self) -> None:
         """Trains to the end of the plan and writes the head."""
         plan, ranks = self._plan, self._ranks
-        model = self._parallel()
-        log = self._log()
+        model: nn.Module = self._objective
+        if ranks.size > 1:
+            devices = [ranks.device] if ranks.device.type == "cuda" else None
+            model = DistributedDataParallel(model, device_ids=devices)
+        log = None
+        if ranks.is_first:
+            log = TrainingLog(plan.folder / LOG_FILE, resume_step=self._step)
         means = _Means()
         begin = time.monotonic() - self._seconds
-        bar = tqdm(total=plan.num_steps, initial=self._step, disable=_bar_is_off(ranks))
+        # `disable=None` draws the bar on terminals only.
+        is_off = None if ranks.is_first else True
+        bar = tqdm(total=plan.num_steps, initial=self._step, disable=is_off)
         while (progress := self._progress()) < 1.0:
             torch.manual_seed(hash((plan.seed, self._step, ranks.rank)))
             factor = rate_factor(progress)
@@ -267,7 +264,7 @@ class Trainer:
         self.save()
 
     def save(self) -> None:
-        """Writes the head and what `resume` needs; the first process alone does."""
+        """Writes the head, and the state for `resume`. Only the first process writes."""
         if not self._ranks.is_first:
             return
         save_head(self._objective.head, self._plan.out)
@@ -280,26 +277,15 @@ class Trainer:
         }
         path = self._plan.folder / STATE_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A run that is killed while it writes must not lose the checkpoint before.
+        # A run that is killed while it writes must not lose the previous checkpoint.
         partial = path.with_suffix(".partial")
         torch.save(state, partial)
         partial.replace(path)
-
-    def _log(self) -> TrainingLog | None:
-        if not self._ranks.is_first:
-            return None
-        return TrainingLog(self._plan.folder / LOG_FILE, resume_step=self._step)
 
     def _progress(self) -> float:
         plan = self._plan
         by_time = self._seconds / plan.seconds if plan.seconds else 0.0
         return max(self._step / plan.num_steps, by_time)
-
-    def _parallel(self) -> nn.Module:
-        if self._ranks.size == 1:
-            return self._objective
-        devices = [self._ranks.device] if self._ranks.device.type == "cuda" else None
-        return DistributedDataParallel(self._objective, device_ids=devices)
 
     def _update(self, model: nn.Module, factor: float) -> Outcome:
         plan, device = self._plan, self._ranks.device
@@ -315,13 +301,8 @@ class Trainer:
         return outcome
 
 
-def _bar_is_off(ranks: Ranks) -> bool | None:
-    """None lets tqdm draw on terminals only."""
-    return None if ranks.is_first else True
-
-
 class _Means:
-    """Sums of outcomes on the device; reading them is the only wait for it."""
+    """Sums of outcomes on the device; only `row` waits for the device."""
 
     def __init__(self) -> None:
         self._sum: Tensor | None = None
@@ -337,8 +318,8 @@ class _Means:
     def row(self, step: int, tokens: int, seconds: float, factor: float) -> LogRow:
         """Returns the means and resets."""
         assert self._sum is not None
-        loss, accepted, *others = (self._sum / self._count).tolist()
-        half = len(others) // 2
+        loss, accepted, *positions = (self._sum / self._count).tolist()
+        half = len(positions) // 2
         self._sum, self._count = None, 0
         return LogRow(
             step=step,
@@ -346,7 +327,7 @@ class _Means:
             seconds=seconds,
             rate_factor=factor,
             loss=loss,
-            losses=tuple(others[:half]),
-            agreements=tuple(others[half:]),
+            losses=tuple(positions[:half]),
+            agreements=tuple(positions[half:]),
             accepted_length=accepted,
         )

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
-from services.serve_line import take_apart
+from services.serve_line import split_line
 from tests.bench.http.__main__ import parse, plan_of
 from tests.bench.http.answers import (
     Answer,
@@ -261,7 +261,7 @@ def test_a_mode_has_its_flags_and_its_shape() -> None:
 
 def test_the_launcher_knows_every_flag() -> None:
     for mode in MODES.values():
-        assert not take_apart(mode.flags(Models(Path("wide"), Path("head")))).problems
+        assert not split_line(mode.flags(Models(Path("wide"), Path("head")))).problems
 
 
 def test_flags_pin_a_shape_and_follow_the_hardware() -> None:

@@ -129,16 +129,16 @@ def test_a_head_learns_what_its_target_says(
     folder = _head(tmp_path / "head", algorithm, draft_vocab_size=draft_vocab_size)
     student, examples = _student(folder), _examples()
     frozen = student.projection.clone() if student.projection is not None else None
-    before = student.measured(examples, num_steps=3).mean_length
+    before = student.measure(examples, num_steps=3).mean_length
     generator = torch.Generator().manual_seed(0)
     losses = [student.learn(examples[::5], generator) for _ in range(80)]
     assert losses[-1] < losses[0]
-    with student.as_it_was(student.state()):  # the mean of its latest weights
-        after = student.measured(examples, num_steps=3).mean_length
+    with student.with_weights(student.state()):  # the mean of its latest weights
+        after = student.measure(examples, num_steps=3).mean_length
     assert after > before + 0.3
     student.save(tmp_path / "saved")
     again = _student(tmp_path / "saved")
-    assert again.measured(examples, num_steps=3).mean_length == pytest.approx(after, abs=0.1)
+    assert again.measure(examples, num_steps=3).mean_length == pytest.approx(after, abs=0.1)
     if frozen is not None:
         assert again.projection is not None
         assert torch.equal(again.projection, frozen), "the target applies it"

@@ -68,8 +68,8 @@ def _taught(student: ModelStudent, examples: Sequence[Example], count: int = 60)
     draw, generator = random.Random(0), torch.Generator().manual_seed(0)
     for _ in range(count):
         student.learn(draw.choices(examples, k=8), generator)
-    with student.as_it_was(student.state()):
-        return student.measured(HELD_OUT, num_steps=3).mean_length
+    with student.with_weights(student.state()):
+        return student.measure(HELD_OUT, num_steps=3).mean_length
 
 
 def test_a_model_learns_what_its_target_says(folder: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_draft_is_measured_as_it_would_draft(folder: Path, tmp_path: Path) -> 
             rounds, at = rounds + 1, at + accepted_depth(known[at:], tokens[at:]) + 1
         walked.append((rounds, len(tokens) - 5))
     saved = _student(tmp_path / "saved", Teaching(window=64))
-    found = saved.measured(HELD_OUT, num_steps=3)
+    found = saved.measure(HELD_OUT, num_steps=3)
     assert found.walked == tuple(walked)
     assert 1.2 < found.mean_length < 4.0
 
@@ -148,7 +148,7 @@ def test_an_update_in_parts_is_that_of_the_whole(
         return [student.learn(texts, generator) for _ in range(4)]
 
     whole = losses()
-    monkeypatch.setattr("services.draft.learner.student._ROWS_AT_ONCE", 45)  # two windows of 20
+    monkeypatch.setattr("services.draft.learner.student._MAX_ROWS", 45)  # two windows of 20
     assert losses() == pytest.approx(whole, rel=1e-4)
 
 
