@@ -9,9 +9,10 @@ import threading
 import time
 import zlib
 from array import array
-from collections import deque
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from torch import Tensor
 
@@ -80,16 +81,16 @@ class Traffic:
     ) -> None:
         self.num_examples = self.num_tokens = self.num_forgotten = 0
         self._max_age_s, self._held_out_share, self._clock = max_age_s, held_out_share, clock
-        self._random = random.Random(0)
         self._lock = threading.Lock()
         self._link_numbers = itertools.count(1)
         self._links: set[int] = set()
         self._open: dict[tuple[int, int], _OpenSequence] = {}
         replayed = round(max_tokens * replay_share)
         held_out = round((max_tokens - replayed) * held_out_share)
-        self._held_out = _ExampleQueue(held_out)
-        self._recent = _ExampleQueue(max_tokens - replayed - held_out)
-        self._replay = _ExampleQueue(replayed)
+        count = itertools.count().__next__
+        self._held_out = _Examples(held_out, count)
+        self._recent = _Examples(max_tokens - replayed - held_out, count)
+        self._replay = _Examples(replayed, random.Random(0).random)
 
     # The interface of a draft engine, for links.
 
@@ -176,7 +177,7 @@ class Traffic:
         """Number of tokens in memory."""
         return sum(queue.num_tokens for queue in (self._recent, self._replay, self._held_out))
 
-    def _read(self, queue: _ExampleQueue) -> list[Example]:
+    def _read(self, queue: _Examples) -> list[Example]:
         with self._lock:
             if self._max_age_s is not None:
                 queue.drop_before(self._clock() - self._max_age_s)
@@ -191,9 +192,7 @@ class Traffic:
             self._held_out.add(example)
             return
         for dropped in self._recent.add(example):
-            # An example that leaves the window is as likely to be replayed as earlier ones.
-            if self._random.random() < 0.5:
-                self._replay.add(dropped, at_random=self._random)
+            self._replay.add(dropped)
 
 
 @dataclass(slots=True)
@@ -209,42 +208,42 @@ class _OpenSequence:
         return Example(tuple(opening.token_ids), rows, opening.num_prompt_tokens, now_s)
 
 
-class _ExampleQueue:
-    """Examples with at most `max_tokens` tokens together."""
+class _Examples:
+    """Examples with at most `max_tokens` tokens together. The lowest priorities are dropped first.
 
-    def __init__(self, max_tokens: int) -> None:
+    Args:
+        next_priority: of an example that is added. Ascending numbers keep the latest examples.
+            Random numbers keep a uniform sample of all that were ever added (reservoir sampling).
+    """
+
+    def __init__(self, max_tokens: int, next_priority: Callable[[], float]) -> None:
         self.num_tokens = 0
         self._max_tokens = max_tokens
-        self._examples: deque[Example] = deque()
+        self._next_priority = next_priority
+        self._examples: list[tuple[float, Example]] = []  # by priority
 
-    def add(self, example: Example, at_random: random.Random | None = None) -> list[Example]:
-        """Returns the examples dropped for it: the oldest, or random ones with `at_random`."""
-        if at_random is not None and self._examples and self._is_full:
-            self._examples.rotate(at_random.randrange(len(self._examples)))
-        self._examples.append(example)
+    def add(self, example: Example) -> list[Example]:
+        """Returns the examples that are dropped for it."""
+        insort(self._examples, (self._next_priority(), example), key=itemgetter(0))
         self.num_tokens += len(example.token_ids)
-        dropped = []
-        while self._examples and self._is_full:
-            dropped.append(self._examples.popleft())
-            self.num_tokens -= len(dropped[-1].token_ids)
-        return dropped
+        num_dropped = 0
+        while self.num_tokens > self._max_tokens:
+            self.num_tokens -= len(self._examples[num_dropped][1].token_ids)
+            num_dropped += 1
+        dropped = self._examples[:num_dropped]
+        del self._examples[:num_dropped]
+        return [example for _, example in dropped]
 
     def drop_before(self, time_s: float) -> None:
-        kept = [example for example in self._examples if example.arrived_s >= time_s]
-        self.clear()
-        for example in kept:
-            self.add(example)
+        self._examples = [entry for entry in self._examples if entry[1].arrived_s >= time_s]
+        self.num_tokens = sum(len(example.token_ids) for _, example in self._examples)
 
     def clear(self) -> None:
         self._examples.clear()
         self.num_tokens = 0
 
     def all(self) -> list[Example]:
-        return list(self._examples)
-
-    @property
-    def _is_full(self) -> bool:
-        return self.num_tokens > self._max_tokens
+        return [example for _, example in self._examples]
 
 
 def _is_held_out(example: Example, share: float) -> bool:

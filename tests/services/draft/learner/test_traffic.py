@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -73,8 +75,18 @@ def test_no_more_is_kept_than_is_allowed() -> None:
         traffic.add(_example(first))
         assert traffic.num_kept_tokens <= 400
     assert traffic.recent()[-1].token_ids[0] >= 190
-    assert min(each.token_ids[0] for each in traffic.replayed()) < 190
+    assert len(traffic.replayed()) == 5
     assert traffic.num_tokens == 200 * 20
+
+
+def test_the_replayed_are_a_uniform_sample() -> None:
+    """Each quarter of the traffic is about a quarter of the sample, the oldest one included."""
+    traffic = Traffic(max_tokens=4_000, held_out_share=0.0, replay_share=0.5)
+    for first in range(2_000):
+        traffic.add(_example(first))
+    quarters = Counter(example.token_ids[0] // 500 for example in traffic.replayed())
+    assert quarters.total() == 100
+    assert min(quarters[part] for part in range(4)) > 10
 
 
 def test_nothing_is_kept_longer_than_is_allowed() -> None:
