@@ -85,8 +85,7 @@ class GraphInputs:
     """A `ForwardBatch` of the largest size at fixed addresses, with a plan for recurrent states if
     the layout has some.
 
-    A bucket of R rows and B sequences reads the first elements of every tensor, so all graphs share
-    these tensors.
+    All graphs share these tensors: a bucket of R rows and B sequences reads their first elements.
 
     Attributes:
         num_pages: columns of the page table; a sequence may hold more pages than its rows need.
@@ -148,8 +147,7 @@ class GraphInputs:
         return self._states.inputs.first(key.num_rows, key.num_sequences, has_tail=key.has_tail)
 
     def fits(self, plan: StatePlan | None) -> bool:
-        """Whether there is room for a plan. There is none for sequences that lost their state and
-        start anew."""
+        """Whether a plan fits; one of sequences that lost their state and start anew does not."""
         return plan is None or (self._states is not None and self._states.fits(plan))
 
     def fill_empty(self, bucket: ForwardBatch) -> None:
@@ -207,9 +205,8 @@ def capturing(
     """Captures into `graph` the work that the body queues.
 
     Another thread of the process may use the device meanwhile; to capture, it waits. It must not
-    synchronize with the whole device, which breaks the capture under way; this function does so
-    before it begins. Garbage collection is off: it could destroy a graph, which breaks a capture,
-    too.
+    synchronize with the whole device, which breaks a capture; this function does so before it
+    begins. Garbage collection is off, as the destruction of a graph breaks a capture, too.
 
     Args:
         pool: `torch.cuda.graph_pool_handle`.
@@ -297,8 +294,7 @@ def prompt_row_buckets(limits: GraphLimits) -> tuple[int, ...]:
 
 
 def keys_of(limits: GraphLimits, capture_layers: tuple[int, ...]) -> list[GraphKey]:
-    """Returns the keys of all graphs for one set of captured layers, ascending; those with prompts
-    come last."""
+    """Returns all keys for one set of captured layers, ascending; those with prompts come last."""
     sizes = row_buckets(limits.max_rows)
     most_plain = _bucket_of(limits.max_sequences, sizes) or sizes[-1]
     return [
@@ -620,8 +616,7 @@ def _tensors(output: DecoderOutput) -> tuple[Tensor, ...]:
 
 
 def graph_memory_bytes(config: ModelConfig, limits: GraphLimits, dtype: torch.dtype) -> int:
-    """Estimates the memory that the largest graph needs beside weights and cache. Other graphs
-    share it."""
+    """Estimates the memory of the largest graph beside weights and cache; other graphs share it."""
     rows, prompt_rows = limits.max_rows, limits.max_prompt_rows
     groups = config.num_heads // config.num_kv_heads
     partial = num_splits(limits.max_context_tokens) * (config.head_dim + 2)

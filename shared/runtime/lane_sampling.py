@@ -102,8 +102,7 @@ class AppliedMasks:
 
     Attributes:
         barred: `[K]` int64, rows that must not draw.
-        raw: rows whose raw logits are needed for log probabilities, and these logits; None for
-            none.
+        raw: rows with log probabilities, and their raw logits; None for none.
     """
 
     logits: Tensor
@@ -322,12 +321,10 @@ class LaneSampling:
             self._bans(lanes, num_rows),
         )
 
-    def _bans(
-        self, lanes: Sequence[NewLane], num_rows: int
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _bans(self, own: Sequence[NewLane], num_rows: int) -> tuple[Tensor, Tensor, Tensor] | None:
         triples = [
             (place * num_rows + row, token_id, lane.min_length)
-            for place, lane in enumerate(lanes)
+            for place, lane in enumerate(own)
             for row in range(num_rows)
             for token_id in sorted(lane.stop_token_ids)
             if lane.min_length > len(lane.token_ids)

@@ -39,11 +39,7 @@ class LaneStates:
         self._taken: dict[int, int] = {}
 
     def join(self, lanes: Mapping[int, NewLane]) -> None:
-        """Gives each lane a checkpoint that holds all but its last token; waits for the device.
-
-        Args:
-            lanes: by slot.
-        """
+        """Gives lanes, by slot, checkpoints of all but their last tokens; waits for the device."""
         assert not any(lane.reads_prompt for lane in lanes.values()), "rows without a state"
         slots, numbers = list(lanes), [len(lane.token_ids) - 1 for lane in lanes.values()]
         taken = dict.fromkeys(slots, NOWHERE)

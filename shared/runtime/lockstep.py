@@ -262,8 +262,7 @@ class OpenRounds:
 
     Attributes:
         num_pages: columns of the page tables that rank 0 sends.
-        features: features that rank 0 keeps, without their projection; a pipeline stage has to send
-            them.
+        features: features that rank 0 keeps, unprojected; a pipeline stage has to send them.
     """
 
     key: RoundsKey

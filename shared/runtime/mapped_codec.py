@@ -37,7 +37,7 @@ def command_message(command: MappedCommand) -> pb.MappedHeadCommand:
         sampling_kind=command.sampling.value,
         backlogs=map(_backlog_message, command.backlogs),
         ahead=command.is_ahead,
-        open_shape_number=command.open_shape_number,
+        open_shape_number=command.open_shape,
     )
     return pb.MappedHeadCommand(round=announced)
 

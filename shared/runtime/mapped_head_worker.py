@@ -276,8 +276,8 @@ class MappedHeadWorker:
         else:
             self._await_go()
             self._compute_backlogs(command.backlogs)
-        if command.open_shape_number is not None:
-            self._read_open_rows(self._rounds[command.open_shape_number], command.num_slots)
+        if command.open_shape is not None:
+            self._read_open_rows(self._rounds[command.open_shape], command.num_slots)
         rounds, num_slots = self._rounds[command.number], command.num_slots
         is_ahead = command.is_ahead and _Part.PREPARE in rounds.parts(num_slots)
         # If all sequences are new, no prepared chain is for them.

@@ -146,8 +146,7 @@ class OpenMapped:
 
 @dataclass(frozen=True, slots=True)
 class PrepareMapped:
-    """Asks the head to capture the graphs for rounds of one size. It reports when it is ready, see
-    `is_last`.
+    """Asks the head to capture the graphs for rounds of one size; it reports after the last.
 
     Attributes:
         number: number of the shape.
@@ -167,7 +166,7 @@ class MappedRound:
     Attributes:
         number: number of the shape.
         backlogs: rows that the head computes first.
-        open_shape_number: number of the shape whose open rows the head computes then, because this
+        open_shape: number of the shape whose open rows the head computes then, because this
             shape has room for fewer; None for none.
         is_ahead: whether the head prepares chains for the next round. The trees then are the chains
             that the round before has prepared, if any.
@@ -178,7 +177,7 @@ class MappedRound:
     sampling: RoundSampling
     backlogs: tuple[HeadBacklog, ...] = ()
     is_ahead: bool = False
-    open_shape_number: int | None = None
+    open_shape: int | None = None
 
 
 MappedCommand = OpenMapped | PrepareMapped | MappedRound
@@ -330,14 +329,13 @@ class MappedHead(HeadPlace):
         sampling: RoundSampling,
         *,
         is_ahead: bool,
-        open_shape_number: int | None,
+        open_shape: int | None,
     ) -> None:
         """Announces a round and queues the wait for its trees on the current stream."""
         backlogs, self._backlogs = tuple(self._backlogs), []
         self._round += 1
-        self._send_all(
-            MappedRound(number, num_slots, sampling, backlogs, is_ahead, open_shape_number)
-        )
+        command = MappedRound(number, num_slots, sampling, backlogs, is_ahead, open_shape)
+        self._send_all(command)
         limit_us = WARM_UP_WAIT_US
         if not self._is_warming_up:
             tree = replace(self._shapes[number].shape.tree, is_ahead=is_ahead)
@@ -382,7 +380,7 @@ class _MappedRounds(RoundHead):
     def __init__(self, head: MappedHead, state: RoundState, trees: Tensor) -> None:
         self._head, self._trees = head, trees
         self.state, self.feature_spec = state, head.spec
-        self._open_shape_number: int | None = None
+        self._open_shape: int | None = None
 
     @property
     def is_late(self) -> bool:
@@ -401,16 +399,14 @@ class _MappedRounds(RoundHead):
 
     def read_open_rows(self, number: int, num_slots: int) -> None:
         """See `RoundHead.read_open_rows`; the head does it at the start of the next round."""
-        self._open_shape_number = number
+        self._open_shape = number
 
     def begin(
         self, number: int, num_slots: int, sampling: RoundSampling, *, is_ahead: bool
     ) -> None:
-        open_shape_number, self._open_shape_number = self._open_shape_number, None
-        self._head.begin(
-            number, num_slots, sampling, is_ahead=is_ahead, open_shape_number=open_shape_number
-        )
-        if open_shape_number is not None:
+        open_shape, self._open_shape = self._open_shape, None
+        self._head.begin(number, num_slots, sampling, is_ahead=is_ahead, open_shape=open_shape)
+        if open_shape is not None:
             # By now the head has its own copy of the state, or is late.
             self.state.limit_open(1)
 

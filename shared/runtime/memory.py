@@ -204,9 +204,15 @@ def num_pages_for(
         beside = (free - step_bytes) // page_bytes - 1
         affordable = min(affordable, max(beside, needed))
     if max_total_tokens is not None:
-        wanted = _num_pages(max_total_tokens, layout)
-        _check_explicit(wanted, needed, free, page_bytes, max_total_tokens, max_sequence_length)
-        return wanted + 1
+        num_pages = _num_pages(max_total_tokens, layout) + 1
+        problem, size = f"max-total-tokens is {max_total_tokens:,}", num_pages * page_bytes
+        if num_pages <= needed:
+            problem += f"; one sequence of the context length takes {max_sequence_length:,}"
+        elif size > free:
+            problem += f", which takes {_gib(size)}; {_gib(free)} are free"
+        else:
+            return num_pages
+        raise SettingsError((problem,))
     if affordable < needed:
         size = (needed + 1) * page_bytes
         raise CacheTooSmall(
@@ -271,31 +277,6 @@ def fraction_in_force(mem_fraction_static: float | None, device: torch.device) -
 
 def _num_pages(num_tokens: int, layout: KvLayout) -> int:
     return -(-num_tokens // layout.page_size)
-
-
-def _check_explicit(
-    wanted: int,
-    needed: int,
-    free: int,
-    page_bytes: int,
-    max_total_tokens: int,
-    max_sequence_length: int,
-) -> None:
-    if wanted < needed:
-        raise SettingsError(
-            (
-                f"max-total-tokens is {max_total_tokens:,}; one sequence of the context length "
-                f"takes {max_sequence_length:,}",
-            )
-        )
-    size = (wanted + 1) * page_bytes
-    if size > free:
-        raise SettingsError(
-            (
-                f"max-total-tokens is {max_total_tokens:,}, which takes {_gib(size)}; "
-                f"{_gib(free)} are free",
-            )
-        )
 
 
 def _gib(size_bytes: int) -> str:

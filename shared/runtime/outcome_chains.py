@@ -109,9 +109,7 @@ class OutcomeChains:
         rows = (batch.logit_rows - num_nodes).unsqueeze(1) + num_behind
         batch = replace(batch, logit_rows=rows.flatten())
         forwards = code.forwards(seen, batch, sources, keeps_states=False)
-        scores = code.scores(
-            _with_noise_at(seen, num_behind.expand(num_slots, -1)), sampling, count
-        )
+        scores = code.scores(_shifted(seen, num_behind.expand(num_slots, -1)), sampling, count)
         scores.add(forwards.first())
         children = scores.choices()
         choices = children.token_ids[:, 0].long().view(num_slots, num_steps + 1, count)
@@ -125,7 +123,7 @@ class OutcomeChains:
         self.lengths[:num_slots] = _NO_LENGTH
         self.lengths[:num_slots, :count] = state.lengths.unsqueeze(1) + depths + 1
         self.last_tokens[:num_slots, :count] = tokens
-        scores = code.scores(_with_noise_at(seen, depths + 1), sampling, 1)
+        scores = code.scores(_shifted(seen, depths + 1), sampling, 1)
         parents = torch.arange(num_slots * count, device=tokens.device)
         for level in range(num_steps):
             batch = code.batches.of_branches(seen, depths, tokens, level, num_steps)
@@ -191,9 +189,9 @@ def _with_nodes(seen: RoundState, verified: Tensor, num_nodes: Tensor) -> RoundS
     return replace(seen, numbers=numbers)
 
 
-def _with_noise_at(seen: RoundState, num_behind: Tensor) -> RoundState:
-    """Returns a state of `S * N` lanes with the noise of tokens `num_behind` `[S, N]` places behind
-    each lane's last committed token. Its pages are not read."""
+def _shifted(seen: RoundState, num_behind: Tensor) -> RoundState:
+    """Returns a state of `S * N` lanes with the noise of the tokens `num_behind` `[S, N]` places
+    after each lane's last committed token. Its pages are not read."""
     count = num_behind.shape[1]
     numbers = seen.numbers.repeat_interleave(count, dim=0)
     numbers[:, LENGTH] += num_behind.flatten()

@@ -311,11 +311,8 @@ class FeatureRingWriter:
         self._freed = end
 
     def write(self, rows: Tensor) -> int | None:
-        """Writes rows `[R, W]`, which another process can read when this returns.
-
-        Returns:
-            The number of the first row; None if they do not fit, or no draft reads the ring.
-        """
+        """Writes rows `[R, W]`, which another process can read when this returns. Returns the
+        number of the first row; None if they do not fit, or no draft reads the ring."""
         freed = self._freed
         if freed is None or self._end + len(rows) - freed > self.num_rows:
             return None

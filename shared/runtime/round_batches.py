@@ -59,8 +59,7 @@ class RoundShape:
         """Returns the sizes of rounds over sequences of up to `max_context_tokens`.
 
         Args:
-            num_outcomes: verdicts for which a draft can prepare chains. Shapes other than short
-                chains get none.
+            num_outcomes: verdicts that a draft can prepare chains for; ignored but by short chains.
         """
         steps = min(tree.num_steps, tree.max_node_count)
         topk = min(tree.topk, draft_vocab_size)
@@ -241,8 +240,7 @@ class RoundBatches:
         The rows that score the levels of a tree have logits, level by level.
 
         Args:
-            roots, positions: `[S]` int64, the last committed tokens, which open the blocks, and
-                their positions.
+            roots, positions: `[S]` int64, last committed tokens, which open the blocks.
             page_table: the draft's page table.
         """
         num_slots, num_levels = len(roots), self.shape.tree.num_steps
@@ -265,8 +263,7 @@ class RoundBatches:
         )
 
     def earlier(self, batch: ForwardBatch, page_table: Tensor, count: int) -> ForwardBatch:
-        """Returns open rows moved `count` places back. Rows before the start of a sequence go to
-        the padding page."""
+        """Returns open rows moved `count` places back; rows before index 0 use the padding page."""
         if not count:
             return batch
         positions = batch.positions - count
@@ -286,8 +283,7 @@ class RoundBatches:
 
         Args:
             token_ids: `[S, R]` int64.
-            starts: `[S]` int64, the first row of each run. Rows before the start of a sequence go
-                to the padding page.
+            starts: `[S]` int64, the first row of each run; rows before 0 use the padding page.
         """
         num_rows = token_ids.shape[1]
         indices = starts.unsqueeze(1) + torch.arange(num_rows, device=starts.device)

@@ -247,8 +247,7 @@ class RoundGraphs:
 
     def _capture(self, num_slots: int, sampling: RoundSampling) -> CapturedRound:
         state = self._state.first(num_slots)
-        # A round over empty slots loads kernels and allocates the workspaces of products outside of
-        # the graphs.
+        # A round of empty slots loads kernels and allocates workspaces outside of the graphs.
         empty = state.emptied()
         idle = self._draft.grow(empty, sampling)
         verified = self._verification.forward(idle)

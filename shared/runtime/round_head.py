@@ -150,8 +150,7 @@ class CatchUp:
                 first += count
                 if first == end:
                     chunk.ended.append((backlog.slot, len(chunk.slots)))
-                # Rows of a sequence read its earlier rows from the cache, so two parts of a
-                # sequence never share a forward.
+                # A sequence's rows read earlier ones from the cache, so never in the same forward.
                 if len(chunk.slots) > _CHUNK_ROWS - 1 - num_recomputed:
                     self._forward(chunk)
                     chunk = _Chunk()
@@ -181,8 +180,7 @@ class _Chunk:
 
     Attributes:
         slots: slot in the target's pool, by row.
-        ended: slots of sequences whose missing rows end in this chunk, each with the number of
-            chunk rows up to that end.
+        ended: slots of sequences whose missing rows end here, with the number of rows up to there.
     """
 
     rows: list[SequenceRows] = field(default_factory=list)

@@ -69,7 +69,7 @@ class PlacedSequence:
     Attributes:
         length: committed tokens the host knows of.
         is_shaped: whether `LaneSampling` draws for it.
-        num_prompt_tokens: prompt tokens that its first round commits before the drawn token.
+        num_prompt_committed: prompt tokens that its first round commits before the drawn token.
         num_pending: most tokens that launched rounds may commit whose results are not yet read.
     """
 
@@ -79,7 +79,7 @@ class PlacedSequence:
     pages: list[int]
     head_pages: list[int]
     is_shaped: bool = False
-    num_prompt_tokens: int = 0
+    num_prompt_committed: int = 0
     num_pending: int = 0
 
     @property
@@ -182,7 +182,7 @@ class RoundSlots:
         """Writes lanes to the slots that `take` reserved."""
         in_slots: dict[int, SlotSequence] = {}
         for slot, lane in slots.items():
-            start = len(lane.token_ids) - self.placed[lane.sequence_id].num_prompt_tokens - 1
+            start = len(lane.token_ids) - self.placed[lane.sequence_id].num_prompt_committed - 1
             in_slots[slot] = lane.in_slot(start)
             start = len(lane.token_ids) - len(lane.uncomputed_token_ids)
             for extra, chunk in self._extra_chunks(lane.sequence_id).items():
@@ -248,8 +248,7 @@ class RoundSlots:
             self.state.clear(extra)
 
     def result(self) -> tuple[SequenceRound, ...]:
-        """Waits for the oldest unread round and returns its results, also of sequences that were
-        removed since."""
+        """Waits for the oldest unread round; returns its results, removed sequences included."""
         pending = self._pending.popleft()
         rows = pending.result.read().tolist()
         logprobs = {} if pending.logprobs is None else pending.logprobs.read()
@@ -257,7 +256,7 @@ class RoundSlots:
         for sequence_id, placed in pending.sequences:
             count, num_drafted, *tokens = rows[placed.slot]
             # The first round may have committed prompt tokens in place of a tree.
-            first, placed.num_prompt_tokens = placed.num_prompt_tokens, 0
+            first, placed.num_prompt_committed = placed.num_prompt_committed, 0
             placed.length += count - first
             placed.num_pending -= pending.max_committed
             own = logprobs.get(placed.slot, ())[first:count]
@@ -440,8 +439,7 @@ class RoundRunner:
 
     @torch.inference_mode()
     def turn_to(self, tree: TreeShape) -> None:
-        """Switches the next rounds to another tree shape; `takes` must hold if any sequence is
-        placed."""
+        """Switches the next rounds to another tree shape, which must suit all placed sequences."""
         rounds, last = self._rounds[tree], self._last
         assert not self._slots.placed or self.takes(tree), "placed sequences do not fit the shape"
         has_fewer = last is not None and last.max_committed > rounds.max_committed
@@ -542,8 +540,7 @@ class RoundRunner:
 
     @torch.inference_mode()
     def place(self, new_lanes: Sequence[NewLane]) -> None:
-        """Adds sequences to the next round. The head first computes their missing rows, all in one
-        go.
+        """Adds sequences to the next round; the head first computes their missing rows, batched.
 
         Raises:
             torch.OutOfMemoryError: computing these rows does not fit the device's memory; the

@@ -148,8 +148,7 @@ class RoundState:
         return replace(empty, last_states=None if states is None else torch.zeros_like(states))
 
     def limit_open(self, most: int) -> None:
-        """Leaves only the last row open where more than `most` rows are open, because the head has
-        read the others."""
+        """Leaves one row open in slots with more than `most`: the head has read the others."""
         is_more = self.num_open > most
         self.open_tokens[:, 0] = torch.where(is_more, self.roots, self.open_tokens[:, 0])
         self.num_open.masked_fill_(is_more, 1)
@@ -384,8 +383,7 @@ class NewLane:
         """Returns the data of a slot whose first row is the token at `start`.
 
         Args:
-            is_last: whether this is the sequence's own slot. Extra slots, which compute earlier
-                prompt chunks, draw nothing.
+            is_last: whether it is the sequence's own slot; slots of earlier chunks draw nothing.
         """
         head_pages = self.head_pages if is_last else ()
         root = self.token_ids[start]

@@ -43,8 +43,8 @@ class CommittedRound:
     """The tokens that a round committed.
 
     Attributes:
-        result: `[S, 2 + W]` int64: number of committed tokens, number of drafted nodes, and the
-            tokens, 0 behind them.
+        result: `[S, 2 + W]` int64: counts of committed tokens and drafted nodes, then the tokens
+            and zeros.
         rows: `[S, W]` int64, the forward's row that drew each committed token; undefined beyond.
     """
 

@@ -58,8 +58,7 @@ def covering_shape(trees: Iterable[TokenTree]) -> TreeShape | None:
 
 
 def covering_shape_of(shape: TreeShape) -> TreeShape | None:
-    """Returns the smallest round shape that holds every tree of `shape`; None if none is large
-    enough."""
+    """Returns the smallest round shape that holds every tree of `shape`; None if none does."""
     return _covering(
         shape.max_node_count + 1, shape.num_steps, _CHAIN if shape.topk == 1 else _BRANCHED
     )
@@ -76,11 +75,8 @@ def _covering(num_rows: int, max_depth: int, topk: int) -> TreeShape | None:
 
 
 def closest_shape(wanted: TreeShape, made: Iterable[TreeShape]) -> TreeShape:
-    """Returns the smallest shape of `made` that holds the trees of `wanted` with fewer than twice
-    the rows; else `wanted`. To capture new graphs takes as long as many rounds.
-
-    Args:
-        made: shapes whose graphs are captured.
+    """Returns the smallest shape of `made`, whose graphs are captured, that holds the trees of
+    `wanted` with fewer than twice the rows; else `wanted`. A capture takes as long as many rounds.
     """
     close = [
         shape

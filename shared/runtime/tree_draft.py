@@ -476,8 +476,7 @@ class HeadForwards(Forwards):
     Args:
         level, logits: see `RoundDraft`.
         hidden: `[any, H]`, input states of the open rows.
-        sources: `[R]` int64, the row of `hidden` that each open row reads; None takes them in
-            order.
+        sources: `[R]` int64, the row of `hidden` that each open row reads; None: in order.
         keeps_states: whether to keep the states of all levels, instead of the last one's alone.
     """
 

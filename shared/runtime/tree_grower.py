@@ -1,5 +1,4 @@
-"""Grows the trees of a batch with one copy to the host, for a draft in another process than its
-target.
+"""Grows the trees of a batch with one copy to the host, for a draft in a process of its own.
 
 A head's pass is the first part of a round on the device, see `RoundDraft`. Depth and width fix its
 shape. The pass keeps a few more nodes than requested, so that few graphs serve all tree sizes, and

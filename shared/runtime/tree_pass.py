@@ -119,8 +119,7 @@ def walked_shape(tree: TokenTree, shape: TreeShape) -> TreeShape:
 
 
 def _path_scores(tree: TokenTree) -> list[float]:
-    """Returns the score of the path to each node. Without scores, each node costs 1, so nodes
-    closer to the root are better."""
+    """Returns the score of the path to each node; without scores, minus the node's depth."""
     scores: list[float] = []
     for node, parent in enumerate(tree.parent_indices):
         own = tree.log_probs[node] if tree.log_probs else -1.0
@@ -264,8 +263,7 @@ def _number_row(sequence: OpenSequence, max_open_rows: int) -> list[int]:
     return row
 
 
-# A captured graph may have at most this many slots, or this multiple of the sequences: up to there
-# it runs nearly as fast as a graph for exactly these sequences.
+# A graph of this many slots, or this multiple of the sequences, is nearly as fast as an exact one.
 _FEW_SLOTS = 8
 _MAX_SLOTS_A_SEQUENCE = 4
 _SLOT_BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -301,8 +299,7 @@ class TreePass:
     """Passes of one shape and kind.
 
     Args:
-        memory: `torch.cuda.graph_pool_handle`, shared by all graphs of a grower; None without
-            graphs.
+        memory: `torch.cuda.graph_pool_handle` of all graphs of a grower; None without graphs.
     """
 
     def __init__(
@@ -390,8 +387,7 @@ class TreePass:
         return bool(keys)
 
     def release(self) -> None:
-        """Removes the graphs of this pass from the group, which keeps them alive; the pass is not
-        used any more."""
+        """Removes the graphs of a discarded pass from the group, which keeps them alive."""
         if self._model.group is None:
             return
         for captured in filter(None, self._captured.values()):
@@ -404,8 +400,7 @@ class TreePass:
 
     @property
     def num_levels(self) -> int:
-        """Levels of computed nodes. The leaves are computed only if candidates after them are
-        wanted."""
+        """Levels of computed nodes; the leaves are computed only for the candidates after them."""
         steps = self.shape.tree.num_steps
         return steps if self.kind.num_choices else steps - 1
 
@@ -480,8 +475,7 @@ class TreePass:
     def _capture(self, num_slots: int, sampling: RoundSampling) -> _Captured:
         draft, device = self._captured_draft, self._pool.device
         empty = self._arrays((), num_slots, self.max_open_rows, self.shape.max_kv_length)
-        # An eager pass over empty slots loads kernels and allocates the workspaces of matrix
-        # products outside of the graph.
+        # A pass of empty slots loads kernels and allocates workspaces outside of the graph.
         for _ in self._parts(draft, empty.upload(device), sampling):
             pass
         if num_slots not in self._slots:
@@ -509,8 +503,7 @@ def num_pass_rows(tree: TreeShape, limits: PassLimits) -> int:
 
 
 def head_memory_bytes(head: DraftHead, tree: TreeShape, limits: PassLimits) -> int:
-    """Estimates the memory that the largest graph needs beside weights and cache. Other graphs
-    share it."""
+    """Estimates the memory of the largest graph beside weights and cache; other graphs share it."""
     attention, size = head.layers[0].attention.shape, head.dtype.itemsize
     num_rows = num_pass_rows(tree, limits)
     features = 2 * limits.max_sequences * (tree.num_steps + 1) * head.feature_spec.width * size
@@ -609,8 +602,7 @@ class GrowingTrees:
             pass
 
     def run_on(self) -> bool:
-        """Queues all remaining parts on a GPU, where launches cost the host little; returns whether
-        any are left."""
+        """Queues all remaining parts on a GPU, where that is cheap; returns whether any remain."""
         if self._pass.is_on_gpu:
             self.queue()
         return not self._is_queued
@@ -646,8 +638,7 @@ class GrowingTrees:
 
     @torch.inference_mode()
     def states(self, rows: Sequence[tuple[int, int]]) -> Tensor:
-        """Returns the states `[R, H]` of rows, each given by the place of its sequence and its
-        index in that sequence."""
+        """Returns the states `[R, H]` of rows, given as place of the sequence and row in it."""
         self.queue()
         assert self._states is not None, "the pass keeps no states, or was given up"
         num_rows = self._states.shape[1]

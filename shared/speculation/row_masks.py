@@ -39,8 +39,7 @@ class MaskedRows:
 
     @classmethod
     def joined(cls, parts: Sequence[MaskedRows]) -> MaskedRows:
-        """Joins at least one part. All get the width of the widest, because the masks of rules do
-        not know the tokenizer's size."""
+        """Joins parts, at least one, to the width of the widest: rules know no vocabulary size."""
         width = max(part.words.shape[1] for part in parts)
         rows = [row for part in parts for row in part.rows]
         words, first = np.zeros((len(rows), width), np.int32), 0

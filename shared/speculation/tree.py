@@ -1,9 +1,8 @@
 """Rows of token trees: row 0 is the root, row i + 1 is node i.
 
 The root is the last committed token, whose KV is computed in the same forward as the nodes'.
-Functions of one tree run on the host. `TreeRows` and its functions do the same, and the work of
-`verify.accept_path`, for all trees of a batch, in tensors of fixed shapes and without waiting for
-the device."""
+Functions of one tree run on the host. The functions of `TreeRows` do the same, and the work of
+`verify.accept_path`, for a whole batch, in fixed shapes and without waiting for the device."""
 
 from __future__ import annotations
 
@@ -315,8 +314,7 @@ class AcceptedRows:
         counts: `[B]` int64, accepted nodes.
         rows: `[B, D + 1]` int64, the root's row, then the rows of the accepted path; element k
             beyond the path is k.
-        token_ids: `[B, D + 1]` int64, the tokens to commit: the accepted nodes', then the bonus
-            token; 0 beyond.
+        token_ids: `[B, D + 1]` int64, the tokens to commit, the bonus token last; 0 beyond.
     """
 
     counts: Tensor
