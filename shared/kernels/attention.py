@@ -150,7 +150,7 @@ def paged_attention(
         return _with_prompts(queries, keys, values, plan, _Softmax(scale, cap, sinks))
     if isinstance(plan, SplitPlan):
         assert cap is None and sinks is None and value_dim is None, "not supported by the kernels"  # noqa: PT018
-        # Triton is only installed with CUDA.
+
         from shared.kernels.attention_triton import split_attention
 
         return split_attention(queries, keys, values, plan, scale=scale, cache_scales=cache_scales)

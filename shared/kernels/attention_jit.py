@@ -60,7 +60,7 @@ def attend_splits(  # type: ignore[no-untyped-def]
     # Programs of neighbouring heads run together: their keys are neighbours in memory.
     block = tl.program_id(1)
     count = tl.load(block_counts + block)
-    # Loaded before the branch, so that the program waits for memory once, not twice.
+    # Loaded before the branch, to wait for memory once, not twice.
     sequence = tl.load(block_sequences + block)
     first_row = tl.load(block_first_rows + block)
     if count == 0:
@@ -133,8 +133,7 @@ def combine(  # type: ignore[no-untyped-def]
     """Adds the partial results of one row and head, in the order of the splits."""
     place = tl.program_id(0)
     head = tl.program_id(1)
-    # These tensors of the plan may be read before `begin`: kernels before `attend_splits` wrote
-    # them, and that one has waited for them.
+    # Read before `begin`: kernels before `attend_splits`, which has waited for them, wrote these.
     count = tl.load(block_counts + place // ROWS)
     row = tl.load(block_first_rows + place // ROWS) + place % ROWS
     is_row = place % ROWS < count
@@ -259,14 +258,13 @@ def attend_whole(  # type: ignore[no-untyped-def]
     """Computes the same bits as `attend_splits` and `combine`, if there are enough blocks to fill
     the device: one program computes all splits of a block and head, without partial results.
 
-    A block that sees more than `CHAIN_KEYS` keys would run long after the others have ended, unless
-    the key lists of all blocks together are `fewest_programs` times as long. So the programs along
-    the last axis share its splits. `counters` `[N, Hkv]` count the programs that are done, and the
-    last one adds the parts.
+    A block that sees more than `CHAIN_KEYS` keys would run on alone, unless all key lists together
+    are `fewest_programs` times as long. So the programs along the last axis share its splits, and
+    the last one to end, by the `counters` `[N, Hkv]`, adds the parts.
     """
     block = tl.program_id(1)
     count = tl.load(block_counts + block)
-    # Loaded before the branch, so that the program waits for memory once, not twice.
+    # Loaded before the branch, to wait for memory once, not twice.
     sequence = tl.load(block_sequences + block)
     first_row = tl.load(block_first_rows + block)
     if count == 0:

@@ -1,6 +1,5 @@
 """Triton kernel of prompt attention for what `attention_jit` does not support: soft caps, sinks,
-keys split into two parts, since their width is no power of two, and keys and values outside of the
-paged cache.
+keys of a width that is split in two parts, and keys and values outside of the paged cache.
 
 Source: Dao, arXiv 2307.08691 (online softmax over tiles).
 """

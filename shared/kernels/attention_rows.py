@@ -26,7 +26,6 @@ class PromptPlan:
     """The prompts of a forward: causal runs of many rows.
 
     Attributes:
-        blocks: blocks of the prompts' rows.
         row_lengths: `[T]` int32, keys that each row of the forward sees, ignoring the window.
         key_starts: `[B]` int64, index in `key_slots` of each prompt's first key.
         key_slots: `[S]` int64, the slots of all keys of all prompts, one prompt after the other.
@@ -88,12 +87,10 @@ class RowsOfBatch:
     list in path order, see `split_plan`.
 
     Attributes:
-        batch: the batch of all T rows.
-        rows: `[R]` int64, their indices among the T rows, or T for padding; None where R = T.
+        rows: `[R]` int64, indices among the T rows, or T for padding; None where R = T.
         row_lengths: `[R]` int32, keys each row sees, ignoring the window; 0 for padding rows.
         shared_lengths: `[B]` int32, how many of these keys come from the page table.
         tail_slots: `[R, W]` int64, slots of the other keys; None without trees.
-        prompts: the rows of prompts; None without prompts.
     """
 
     batch: PagedRows

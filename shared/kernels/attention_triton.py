@@ -29,8 +29,8 @@ _MIN_SPLIT_PROGRAMS = 8
 # the most blocks that are possible, up to twice the actual number.
 # Triton's interpreter runs one program after another, so fewer programs are less work for it.
 FEWEST_WHOLE = 0 if IS_INTERPRETING else 288
-# Programs share a longer key list, unless at least `FEWEST_CHAINS` lists of its length are walked
-# at the same time: a few long lists would leave the rest of the device idle.
+# Programs share a longer key list, unless `FEWEST_CHAINS` lists of its length run together: a few
+# long lists would leave the device idle.
 CHAIN_KEYS = 4096
 FEWEST_CHAINS = 160
 _LONG_PROGRAMS = 4
@@ -71,7 +71,9 @@ def split_attention(
         keys, values = keys.view(torch.int8), values.view(torch.int8)
     scale_log2 = scale * math.log2(math.e)
     call = _Call(queries, keys, values, results, plan, scale_log2, cache_scales)
-    _launch_plain(call)
+    num_programs = len(plan.parts.plain_blocks.counts) * keys.shape[1]
+    launch_plain = _launch_whole if num_programs >= FEWEST_WHOLE else _launch_splits
+    launch_plain(call)
     if plan.parts.chunk_blocks is not None:
         _launch_chunks(call, plan.parts.chunk_blocks)
     return results
@@ -145,14 +147,6 @@ class _Call:
             "HAS_WINDOW": self.plan.sliding_window is not None,
             "IS_E4M3": self.cache_scales is not None,
         }
-
-
-def _launch_plain(call: _Call) -> None:
-    num_programs = len(call.plan.parts.plain_blocks.counts) * call.keys.shape[1]
-    if num_programs >= FEWEST_WHOLE:
-        _launch_whole(call)
-    else:
-        _launch_splits(call)
 
 
 def _launch_whole(call: _Call) -> None:

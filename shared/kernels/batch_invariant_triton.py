@@ -39,11 +39,10 @@ from shared.kernels.widened_jit import block_factors, unpacked, with_block
 
 _ROW_TILES = (16, 32, 64)
 _WIDE_TILE = 128
-# Pipeline stages, tiles of weight and rows in flight: with these, three programs fit on a
-# multiprocessor.
+# Tiles of weight and rows in flight: with these, three programs fit on a multiprocessor.
 _STAGES = {16: 4, 32: 4, 64: 3}
 _WORD_STAGES = {16: 6, 32: 4, 64: 4, _WIDE_TILE: 3}
-# The most rows with which products of 8-bit weights are dependent launches; 0 is none.
+# The most rows of dependent launches with 8-bit weights; 0 is none.
 _MOST_WORD_ROWS = 0
 
 
@@ -231,7 +230,7 @@ def pays_in_parts(inputs: Tensor, weight: BatchInvariantOperand) -> bool:
 
 
 def launch_parts(inputs: Tensor, weight: BatchInvariantOperand) -> Partials:
-    """Computes `linear.batch_invariant_parts`."""
+    """Returns the parts of `launch` without a bias, even if there is only one."""
     if _takes_many(inputs, weight):
         return launch_many_parts(inputs, weight)
     shape = weight.segments.count, len(inputs), len(weight.values)
@@ -241,7 +240,7 @@ def launch_parts(inputs: Tensor, weight: BatchInvariantOperand) -> Partials:
 
 
 def launch_gated(inputs: Tensor, weight: BatchInvariantOperand) -> Tensor | None:
-    """Computes `linear.batch_invariant_gated`."""
+    """Computes `silu_mul` of `launch` without a bias, with its bits; None if `launch` is faster."""
     if _takes_many(inputs, weight):
         return launch_many_gated(inputs, weight)
     # Measured: gating and dependent launches make products of 8 bits slower.

@@ -81,7 +81,6 @@ def rotate_into_cache(
     Args:
         heads: `[T, Hq + 2 * Hkv, D]`: query, key and value heads of each row.
         norm_weight: `[Hq + Hkv, D]`, applied to each head before rotation; None in most families.
-        eps: eps of that norm.
         tables: cosine and signed sine, `[T, 1, D]` float32.
         cache: keys and values of one layer, `[num_slots, Hkv, D]`; written in place.
         slots: `[T]` int64, slot of each row; only padding rows may share a slot.

@@ -1,8 +1,7 @@
 """Triton kernels of the gated delta rule in chunks; see `shared.kernels.delta_layer`.
 
-`prepare` computes in parallel, for all chunks, what does not depend on the state before them;
-`scan` then advances a lane's state chunk by chunk. Both run in turns of a limited number of chunks,
-which bounds the memory between them.
+`prepare` computes for all chunks in parallel what does not depend on the state before them; `scan`
+then advances a lane's state chunk by chunk. Turns of a few chunks bound the memory between them.
 """
 
 from __future__ import annotations
@@ -83,9 +82,9 @@ def prepare(  # type: ignore[no-untyped-def]
     SCALE: tl.constexpr, EPS: tl.constexpr, BLOCK_KEYS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Prepares one chunk of one head: its queries and keys `[CHUNK, KEY_DIM]`; the logarithm of the
-    decay since the chunk's begin `[CHUNK]`; and two matrices `[CHUNK, CHUNK]`: `solvers`, which map
-    the differences between values and what keys read of the state to errors, and `all_scores`, the
-    weights with which queries read errors.
+    decay since its begin `[CHUNK]`; and two matrices `[CHUNK, CHUNK]`: the solver, which maps
+    values minus what keys read of the state to errors, and the weights with which queries read
+    errors.
 
     Source: Yang et al., Gated Delta Networks, arXiv 2412.06464, section 3.3.
     """
@@ -221,7 +220,6 @@ def fused_advance_prompts(
     shape: DeltaShape,
     weights: DeltaWeights,
 ) -> None:
-    """Computes `advance_prompts` with two kernels per turn."""
     assert states.is_contiguous()
     assert read.is_contiguous()
     assert weights.taps.is_contiguous()

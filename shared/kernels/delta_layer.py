@@ -75,7 +75,6 @@ def store_inputs(
     """Stores the inputs of tokens with their stamps.
 
     Args:
-        stored: the layer's rows.
         slots: `[T]` int64.
         stamps: `[T]` int64, not negative.
         channels: `[T, num_channels]`; rows need not be contiguous.
@@ -112,7 +111,6 @@ def advance_lanes(
     calls.
 
     Args:
-        stored: the layer's rows.
         states: `[any, num_value_heads, key_dim, value_dim]` float32.
         read: `[T, value_size]`, the results; rows without a place are not changed.
     """

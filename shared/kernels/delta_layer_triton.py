@@ -224,7 +224,6 @@ def norm_heads(  # type: ignore[no-untyped-def]
 def fused_store_inputs(
     stored: Tensor, slots: Tensor, stamps: Tensor, channels: Tensor, gates: Tensor
 ) -> None:
-    """Computes `store_inputs` with one kernel."""
     num_rows, num_channels = channels.shape
     assert channels.stride(1) == gates.stride(1) == 1
     if num_rows:
@@ -245,7 +244,6 @@ def fused_advance_lanes(
     shape: DeltaShape,
     weights: DeltaWeights,
 ) -> None:
-    """Computes `advance_lanes` with one kernel."""
     assert states.is_contiguous()
     assert read.is_contiguous()
     assert weights.taps.is_contiguous()
@@ -267,7 +265,6 @@ def fused_advance_lanes(
 
 
 def fused_gated_norm(read: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Computes `gated_norm` with one kernel."""
     num_rows, dim = len(read), len(weight)
     num_heads = read.shape[1] // dim
     assert read.is_contiguous()

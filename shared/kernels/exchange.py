@@ -19,7 +19,6 @@ class PeerSlots:
     """Memory in which the GPUs of a group send each other rows; see `exchange_norm_triton`.
 
     Attributes:
-        rank: rank of this process.
         memory: this GPU's slots, `[2, size, max_rows, slot_bytes]` bytes, filled with ones before
             any rank sends a row. No other kernel writes to it.
         places: `[size]` int64 on this GPU, the address of each rank's memory, 16-byte aligned.
@@ -49,10 +48,10 @@ def exchanged_norm(
     The bits are those of `plain_sum` and, after it, `add_rms_norm`.
 
     Args:
-        part: `[T, D]`, of the same shape and dtype on all ranks. All ranks queue the same calls in
-            the same order, each on one stream. The part is rounded before it is sent.
+        part: `[T, D]`, of one shape and dtype on all ranks, which queue the same calls in the same
+            order, each on one stream. It is rounded before it is sent.
         hidden: `[T, D]`; None adds nothing.
-        weight: `[D]`, weight of the norm.
+        weight: `[D]`, of the norm.
     """
     from shared.kernels.exchange_norm_triton import launch
 

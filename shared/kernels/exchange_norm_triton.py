@@ -1,18 +1,18 @@
 """Triton kernel of a sum over GPUs, the residual sum and the norm after it, row by row.
 
-A program writes its rows into the memory of every other GPU and then waits for theirs in its own
-memory, so that a row crosses the link once, without a request. Memory in which a number is expected
-holds all ones, a NaN that is never sent: so each number shows by itself that it has arrived, in any
+A program writes its rows into the memory of every other GPU and then waits for theirs in its own,
+so that a row crosses the link once, without a request. Memory in which a number is expected holds
+all ones, a NaN that is never sent: so each number shows by itself that it has arrived, in any
 order, without a flag or a fence.
 
 A row uses two slots in turn, and the reader of a slot fills it with ones again. No rank writes to a
-slot before that: a rank writes to it for the row's sum n + 2 at the earliest, after it has seen
-every other rank's numbers of sum n + 1. The other ranks send those in a kernel that starts after
-their kernel of sum n has ended, which has read and refilled the slot.
+slot before that: it does so for the row's sum n + 2 at the earliest, after it has seen every other
+rank's numbers of sum n + 1. A rank sends those in a kernel that starts after its kernel of sum n
+has ended, which has read and refilled the slot.
 
-The number of the next slot is on the device, one for each row; only the program of the row reads
-and writes it. So replayed graphs, with any number of sums and rows, continue where the last kernel
-stopped, in the same way on every rank.
+The number of the next slot is on the device, one per row, used by the row's program only. So
+replayed graphs, with any number of sums and rows, continue where the last kernel stopped, alike on
+every rank.
 """
 
 from __future__ import annotations

@@ -89,11 +89,9 @@ class ExpertWeight:
         wide_bytes = values.numel() * matrix.dtype.itemsize
         num_saved = wide_bytes - values.nbytes - scales.nbytes
         if not has_triton(values.device):
-            experts = tuple(
-                QuantisedWeight.kept(StoredMatrix(value, scale, matrix.dtype))
-                for value, scale in zip(values, scales, strict=True)
-            )
-            return cls(experts, None, None, bias, num_saved)
+            pairs = zip(values, scales, strict=True)
+            experts = (StoredMatrix(*pair, matrix.dtype) for pair in pairs)
+            return cls(tuple(map(QuantisedWeight.kept, experts)), None, None, bias, num_saved)
         is_packed = keeps_row_bits(values.device, matrix.dtype, values.shape[2])
         if is_packed:
             # In place: a layer's experts may be as large as the device's free memory.
@@ -111,9 +109,8 @@ class ExpertTiles:
     """Pairs in tiles that share an expert.
 
     Attributes:
-        pairs: `[C * R]` int64 for C tiles of R pairs; padded with the number of pairs. None if the
-            programs of a product find their pairs themselves; program c then computes the tile that
-            pair c begins, if it begins one.
+        pairs: `[C * R]` int64 for C tiles of R pairs; padded with the number of pairs. None if
+            programs find their pairs: program c then computes the tile that pair c begins, if any.
         experts: `[C]` int64; unused tiles have the number of experts.
         num_rows: R.
     """
@@ -182,8 +179,8 @@ def expert_product(
     weight: ExpertWeight,
     tiles: ExpertTiles | None,  # noqa: ARG001 - kernels read them
 ) -> Tensor:
-    """Returns the product `[P, N]` of every pair with its expert's weight. For pairs without an
-    expert it is zero on devices without Triton, and undefined on others.
+    """Returns the product `[P, N]` of every pair with its expert's weight. Without an expert it is
+    zero on devices without Triton, and undefined on others.
 
     Args:
         inputs: `[P, K]`, one per pair, or `[T, K]`, one per row.

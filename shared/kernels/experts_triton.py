@@ -45,8 +45,7 @@ def lay_tiles(  # type: ignore[no-untyped-def]
     BLOCK_EXPERTS: tl.constexpr, BLOCK_TILES: tl.constexpr, CHUNK: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Lays the tiles of one expert: counts the pairs of all experts, and places its own in order.
-    There is one program per expert."""
+    """Lays the tiles of one expert: counts the pairs of all, and places the expert's in order."""
     begin(IS_DEPENDENT)
     own = tl.program_id(0)
     ids, tiles = tl.arange(0, BLOCK_EXPERTS), tl.arange(0, BLOCK_TILES)
@@ -219,9 +218,8 @@ def tile_of(  # type: ignore[no-untyped-def]
 def found_tile(  # type: ignore[no-untyped-def]
     experts, pair, num_pairs, NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Returns the expert of a pair and the pairs `[ROWS]` of the tile that begins with it, padded
-    with num_pairs. If the pair begins no tile, the expert is NUM_EXPERTS. Every ROWS-th pair of an
-    expert begins a tile."""
+    """Returns the expert of a pair, NUM_EXPERTS if the pair begins no tile, and the pairs `[ROWS]`
+    of its tile, padded with num_pairs. Every ROWS-th pair of an expert begins a tile."""
     others = tl.arange(0, BLOCK)
     chosen = tl.load(experts + others, mask=others < num_pairs, other=NUM_EXPERTS)
     expert = tl.load(experts + pair)
@@ -323,7 +321,6 @@ def laid_tiles(experts: Tensor, num_experts: int, num_rows: int, num_tiles: int)
 def fused_expert_product(
     inputs: Tensor, experts: Tensor, weight: ExpertWeight, tiles: ExpertTiles | None
 ) -> Tensor:
-    """Multiplies as `expert_product` does."""
     return fused_gated_product(inputs, experts, weight, tiles, None)
 
 
@@ -334,7 +331,7 @@ def fused_gated_product(
     tiles: ExpertTiles | None,
     activation: Activation | None,
 ) -> Tensor:
-    """Multiplies as `gated_product` does; without an activation it gates nothing."""
+    """As `gated_product`; without an activation nothing is gated."""
     assert weight.values is not None
     assert tiles is not None
     num_pairs = experts.numel()
@@ -415,7 +412,6 @@ def _launch(
 
 
 def fused_weighted_sum(pairs: Tensor, weights: Tensor, more: Tensor | None = None) -> Tensor:
-    """Adds as `weighted_sum` does."""
     num_rows, num_chosen = weights.shape
     num_columns = pairs.shape[1]
     results = pairs.new_empty((num_rows, num_columns))

@@ -36,7 +36,6 @@ def fused_add_rms_norm(
     eps: float,
     rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes `add_rms_norm` with one kernel."""
     num_columns = hidden.shape[-1]
     sources = hidden.reshape(-1, num_columns)
     assert sources.stride(1) == 1
@@ -74,7 +73,6 @@ def fused_join_inputs(
     *,
     normed_residual: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Computes `pointwise.join_inputs` with one kernel."""
     num_rows, num_columns = len(token_ids), hidden.shape[1]
     assert embedding.is_contiguous()
     assert hidden.is_contiguous()
@@ -94,7 +92,6 @@ def fused_join_inputs(
 
 
 def fused_own_embeddings(token_ids: Tensor, embedding: Tensor, first_token: int) -> Tensor:
-    """Computes `pointwise.own_embeddings` with one kernel."""
     num_rows, (num_tokens, num_columns) = len(token_ids), embedding.shape
     assert embedding.is_contiguous()
     assert token_ids.is_contiguous()
@@ -111,7 +108,6 @@ def fused_own_embeddings(token_ids: Tensor, embedding: Tensor, first_token: int)
 def fused_position_tables(
     positions: Tensor, frequencies: Tensor, factor: float
 ) -> tuple[Tensor, Tensor]:
-    """Computes `pointwise.position_tables` with one kernel."""
     num_rows, half = len(positions), frequencies.shape[-1]
     tables = torch.empty((2, num_rows, 1, 2 * half), device=positions.device)
     cos, signed_sin = tables.unbind()
@@ -134,7 +130,6 @@ def fused_rotate_into_cache(
     slots: Tensor,
     scales: CacheScales | None = None,
 ) -> Tensor:
-    """Computes `cache.rotate_into_cache` with one kernel."""
     num_rows, num_all, head_dim = heads.shape
     keys, values = cache
     num_kv_heads = keys.shape[1]
@@ -162,7 +157,6 @@ def fused_rotate_into_cache(
 
 
 def fused_silu_mul(gate_up: Tensor) -> Tensor:
-    """Computes `pointwise.silu_mul` of `[T, 2N]`."""
     assert gate_up.is_contiguous()
     num_rows, num_columns = gate_up.shape[0], gate_up.shape[1] // 2
     result = torch.empty((num_rows, num_columns), dtype=gate_up.dtype, device=gate_up.device)

@@ -49,7 +49,7 @@ def attend_latents(  # type: ignore[no-untyped-def]
     begin(IS_DEPENDENT)
     block = tl.program_id(1)
     count = tl.load(block_counts + block)
-    # Loaded before the branch, so that the program waits for memory once, not twice.
+    # Loaded before the branch, to wait for memory once, not twice.
     sequence = tl.load(block_sequences + block)
     first_row = tl.load(block_first_rows + block)
     if count == 0:
@@ -213,8 +213,7 @@ def combine_latents(  # type: ignore[no-untyped-def]
     """Adds the parts of one row and head in the order of the splits, GROUP loads at a time."""
     place = tl.program_id(0)
     head = tl.program_id(1)
-    # These tensors of the plan may be read before `begin`: kernels before `attend_latents` wrote
-    # them, and that one has waited for them.
+    # Read before `begin`: kernels before `attend_latents`, which has waited for them, wrote these.
     count = tl.load(block_counts + place // ROWS)
     row = tl.load(block_first_rows + place // ROWS) + place % ROWS
     is_row = place % ROWS < count

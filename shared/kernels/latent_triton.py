@@ -93,7 +93,6 @@ def fused_enter(
     cache: Tensor,
     slots: Tensor,
 ) -> Tensor | None:
-    """Computes `latent.enter` with one kernel."""
     num_rows, width = projected.shape
     source, num_parts = (
         (projected.parts, len(projected.parts))
@@ -123,12 +122,10 @@ def fused_enter(
 def fused_absorbed_queries(
     queries: Tensor, key_up: Tensor, tables: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Computes `latent.absorbed_queries`."""
     return fused_head_products(queries, key_up, tables, is_transposed=True)
 
 
 def fused_expanded_values(attended: Tensor, value_up: Tensor) -> Tensor:
-    """Computes `latent.expanded_values`."""
     return fused_head_products(attended, value_up, None, is_transposed=False)
 
 

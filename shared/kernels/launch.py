@@ -74,8 +74,7 @@ def side_by_side(
     with torch.cuda.stream(side):
         other_result = other()
     result = first()
-    # The allocator reuses memory of the side stream only on that stream, and the side stream waits
-    # for this one before its next use.
+    # The result's memory is only reused on the side stream, after that has waited for this one.
     stream.wait_stream(side)
     return result, other_result
 

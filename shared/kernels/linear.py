@@ -19,9 +19,8 @@ from shared.kernels.pointwise import Partials, silu_mul
 # A matrix instruction of a warp group has 64 rows, here channels of the weight.
 TILE_CHANNELS = 64
 WORD_BLOCK = 128
-# The depth is halved into segments until this many programs stream the weight, but segments do not
-# get shorter than the minimum. Both are constants, whatever the device, because bits depend on
-# them.
+# Segments are halved up to this many programs that stream the weight, and no shorter than this.
+# Constants, whatever the device, because bits depend on them.
 _MAX_PROGRAMS = 256
 _MIN_SEGMENT = 512
 # The most row tiles of a product whose segments are spread over programs.
@@ -102,8 +101,7 @@ def scale_rows(scales: Tensor, num_channels: int) -> int:
 
 
 def tile_counters(num_channels: int, device: torch.device) -> Tensor:
-    """Returns `[C]` int32 zeros, one for each tile: the programs that share a tile count in them
-    how many are done."""
+    """Returns `[C]` int32 zeros, in which the programs that share a tile count themselves."""
     num_tiles = MAX_ROW_TILES * -(-num_channels // TILE_CHANNELS)
     return torch.zeros(num_tiles, dtype=torch.int32, device=device)
 
@@ -112,33 +110,10 @@ def batch_invariant_linear(
     inputs: Tensor, weight: BatchInvariantOperand, bias: Tensor | None
 ) -> Tensor:
     """Returns `inputs @ weight.T + bias`, `[T, N]`, of `[T, K]` in half precision on CUDA."""
-    # Triton is only installed with CUDA.
+
     from shared.kernels.batch_invariant_triton import launch
 
     return launch(inputs, weight, bias)
-
-
-def batch_invariant_partials(inputs: Tensor, weight: BatchInvariantOperand) -> Tensor | Partials:
-    """Returns `batch_invariant_linear` without a bias, in parts where that is faster."""
-    from shared.kernels.batch_invariant_triton import launch, launch_parts, pays_in_parts
-
-    pays = pays_in_parts(inputs, weight)
-    return launch_parts(inputs, weight) if pays else launch(inputs, weight, None)
-
-
-def batch_invariant_parts(inputs: Tensor, weight: BatchInvariantOperand) -> Partials:
-    """Returns the parts of `batch_invariant_linear` without a bias, even if there is only one."""
-    from shared.kernels.batch_invariant_triton import launch_parts
-
-    return launch_parts(inputs, weight)
-
-
-def batch_invariant_gated(inputs: Tensor, weight: BatchInvariantOperand) -> Tensor:
-    """Returns `silu_mul` of `batch_invariant_linear` without a bias, with its bits."""
-    from shared.kernels.batch_invariant_triton import launch, launch_gated
-
-    gated = launch_gated(inputs, weight)
-    return silu_mul(launch(inputs, weight, None)) if gated is None else gated
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,20 +164,25 @@ def linear(inputs: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
 
 
 def linear_partials(inputs: Tensor, weight: LinearWeight) -> Tensor | Partials:
-    """Returns `linear` without a bias, as `Partials` if its kernel computes parts."""
+    """Returns `linear` without a bias, as `Partials` where that is faster."""
     operand = weight.operand
-    return (
-        linear(inputs, weight, None)
-        if operand is None
-        else batch_invariant_partials(inputs, operand)
-    )
+    if operand is not None:
+        from shared.kernels.batch_invariant_triton import launch_parts, pays_in_parts
+
+        if pays_in_parts(inputs, operand):
+            return launch_parts(inputs, operand)
+    return linear(inputs, weight, None)
 
 
 def gated_linear(inputs: Tensor, weight: LinearWeight) -> Tensor:
     """Returns `silu_mul` of `linear` without a bias, with a fused kernel if there is one."""
     operand = weight.operand
     if operand is not None:
-        return batch_invariant_gated(inputs, operand)
+        from shared.kernels.batch_invariant_triton import launch_gated
+
+        gated = launch_gated(inputs, operand)
+        if gated is not None:
+            return gated
     return silu_mul(linear(inputs, weight, None))
 
 
@@ -211,7 +191,9 @@ def wide_linear(inputs: Tensor, weight: LinearWeight) -> Tensor | Partials:
     computes parts."""
     operand = weight.operand
     if operand is not None:
-        return replace(batch_invariant_parts(inputs, operand), dtype=torch.float32)
+        from shared.kernels.batch_invariant_triton import launch_parts
+
+        return replace(launch_parts(inputs, operand), dtype=torch.float32)
     if weight.is_packed or _is_small(weight.values):
         return linear(inputs.float(), weight, None)
     return F.linear(inputs.float(), weight.values.float())

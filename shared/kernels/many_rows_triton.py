@@ -136,14 +136,15 @@ def store_tile(  # type: ignore[no-untyped-def]
 
 
 def launch_many(inputs: Tensor, weight: BatchInvariantOperand, bias: Tensor | None) -> Tensor:
-    """Computes `linear.batch_invariant_linear`."""
+    """As `batch_invariant_triton.launch`."""
     results = inputs.new_empty(len(inputs), len(weight.values))
-    _launch(inputs, weight, bias, results, _sum_of(weight))
+    sum_ = Sum.WHOLE if weight.segments.count == 1 else Sum.IN_TURN
+    _launch(inputs, weight, bias, results, sum_)
     return results
 
 
 def launch_many_parts(inputs: Tensor, weight: BatchInvariantOperand) -> Partials:
-    """Computes `linear.batch_invariant_parts`."""
+    """As `batch_invariant_triton.launch_parts`."""
     shape = weight.segments.count, len(inputs), len(weight.values)
     parts = inputs.new_empty(shape, dtype=torch.float32)
     _launch(inputs, weight, None, parts, Sum.SPREAD)
@@ -151,7 +152,7 @@ def launch_many_parts(inputs: Tensor, weight: BatchInvariantOperand) -> Partials
 
 
 def launch_many_gated(inputs: Tensor, weight: BatchInvariantOperand) -> Tensor | None:
-    """Computes `linear.batch_invariant_gated`."""
+    """As `batch_invariant_triton.launch_gated`."""
     if weight.segments.count > 1:
         return None
     results = inputs.new_empty(len(inputs), len(weight.values) // 2)
@@ -168,10 +169,6 @@ def pays_to_spread(inputs: Tensor, weight: BatchInvariantOperand) -> bool:
         2 * num_tiles <= _num_multiprocessors(inputs.device)
     )
     return weight.segments.count > 1 and is_small
-
-
-def _sum_of(weight: BatchInvariantOperand) -> Sum:
-    return Sum.WHOLE if weight.segments.count == 1 else Sum.IN_TURN
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,14 +87,9 @@ def gate_mul(gate_up: Tensor, activation: Activation) -> Tensor:
     return (up + 1.0) * (gate * torch.sigmoid(SWIGLU_ALPHA * gate))
 
 
-def gated_heads(heads: Tensor, gate: Tensor) -> Tensor:
-    """Returns `heads` `[T, N, D]` times the sigmoids of `gate` `[T, N]`."""
-    return gated(heads, gate.unsqueeze(-1))
-
-
 def gated(values: Tensor, gate: Tensor) -> Tensor:
     """Returns `values` times the sigmoids of `gate`, which broadcasts against them."""
-    # On a CPU in float64, rounded once: torch computes a tensor's last elements by another method.
+    # On a CPU in float64: torch computes a tensor's last elements by another method.
     wide = gate.double() if gate.device.type == "cpu" else gate.float()
     return values * wide.sigmoid().to(values.dtype)
 

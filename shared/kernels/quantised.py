@@ -37,8 +37,7 @@ _ROUNDED_ROWS = 64 * WORD_BLOCK
 # have as many rows, so that only forwards with prompts have the library's bits.
 _MAX_REGISTER_ROWS = 512
 # About the size of the pieces in which a weight is widened. Smaller pieces would stay in the L2
-# cache, but leave multiprocessors idle: a product has one tile for each 128 channels of a piece
-# and 128 rows.
+# cache, but leave multiprocessors idle: there is one tile per 128 channels of a piece and 128 rows.
 _PIECE_BYTES = 64 * 2**20
 
 
@@ -154,7 +153,6 @@ class QuantisedWeight:
     def widen_into(self, wide: Tensor) -> None:
         """Writes `dequantised` of values in words into `wide` `[N, K]`."""
         if runs_triton(wide):
-            # Triton is only installed with CUDA.
             from shared.kernels.widening_triton import launch_widening
 
             launch_widening(self.values, self.scales, wide)
@@ -214,11 +212,10 @@ def in_words(values: Tensor) -> Tensor:
 
     int8: byte b of word j of a block of 128 is element 32 b + j.
 
-    e4m3: each 16-bit half of a word holds two elements. The first elements of the two halves are
-    neighbours, which are widened together; the second elements are neighbours in the other half of
-    the block. Sign and other bits of a first element are where the arithmetic needs them, four bits
-    lower than in a bfloat16; those of the second element are in the bits between. Words that one
-    thread multiplies are neighbours as well.
+    e4m3: a 16-bit half of a word holds two elements. The first elements of both halves are
+    neighbours, widened together; the second ones are neighbours in the other half of the block.
+    Sign and other bits of a first element are where the arithmetic needs them, four bits lower than
+    in a bfloat16; those of the second are in the bits between. Words of one thread are neighbours.
     """
     if values.dtype is torch.int8:
         blocks = values.view(len(values), -1, 4, WORD_BLOCK // 4)

@@ -100,7 +100,6 @@ def choose_experts(  # type: ignore[no-untyped-def]
 def fused_route(
     logits: Tensor | Partials, correction: Tensor | None, routing: Routing
 ) -> tuple[Tensor, Tensor]:
-    """Chooses experts as `route` does, with its arguments and result."""
     parts = logits.parts if isinstance(logits, Partials) else logits.unsqueeze(0)
     assert parts.stride(2) == 1
     num_rows, num_chosen = parts.shape[1], routing.num_chosen

@@ -50,7 +50,6 @@ class PagedRows:
         is_causal: `[B]` bool.
         max_query_length: most rows of one sequence; a host integer for launch grids.
         max_kv_length: greatest of `kv_lengths`; a host integer.
-        page_size: tokens per page.
         num_prompt_keys: sum of `kv_lengths` over prompts, causal sequences of more than
             `MAX_PLAIN_ROWS` rows; a host integer, 0 where it is not known.
     """
@@ -142,7 +141,6 @@ class BlockCut:
     """The division of rows into blocks.
 
     Attributes:
-        max_blocks: the largest possible number of blocks.
         tile: see `RowBlocks`.
     """
 

@@ -139,7 +139,6 @@ def plan_block(  # type: ignore[no-untyped-def]
 def fused_parts_of_rows(
     batch: PagedRows, plain_cut: BlockCut, chunk_cut: BlockCut | None = None
 ) -> PlanParts:
-    """Computes `parts_of_rows`; without chunks in one launch."""
     num_rows, num_sequences = len(batch.positions), len(batch.kv_lengths)
     mask, blocks = batch.tail_mask, _room_for(batch, plain_cut)
     row_lengths = batch.kv_lengths.new_empty(num_rows)

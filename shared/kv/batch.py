@@ -247,15 +247,16 @@ class DecodeBatches:
         extents. Does not wait for the device.
 
         Args:
-            token_ids: one token for each sequence.
             kv_starts: the position of each token, which is its logical KV index too.
-            leases: the pages of each sequence.
         """
         positions = np.array(kv_starts, np.int64)
         columns, offsets = np.divmod(positions, self._page_size)
         table = self._pages.of(leases)
         pages = table[np.arange(len(leases)), columns]
-        self._keep_constants(len(leases))
+        if len(self._rows) != len(leases):
+            self._starts = _range(len(leases) + 1, torch.int32, self._device)
+            self._rows = _range(len(leases), torch.int64, self._device)
+            self._is_causal = torch.ones(len(leases), dtype=torch.bool, device=self._device)
         tokens, position_rows, slots, lengths, prefixes, page_table = uploaded(
             [
                 np.array(token_ids, np.int64),
@@ -282,13 +283,6 @@ class DecodeBatches:
             max_kv_length=int(positions.max()) + 1,
             page_size=self._page_size,
         )
-
-    def _keep_constants(self, num_sequences: int) -> None:
-        if len(self._rows) == num_sequences:
-            return
-        self._starts = _range(num_sequences + 1, torch.int32, self._device)
-        self._rows = _range(num_sequences, torch.int64, self._device)
-        self._is_causal = torch.ones(num_sequences, dtype=torch.bool, device=self._device)
 
 
 def empty_decode_batch(num_sequences: int, page_size: int, device: torch.device) -> ForwardBatch:

@@ -30,8 +30,8 @@ PADDING_PAGE = 0
 """Never allocated: padded rows and padded page-table columns point at it."""
 
 CACHED_PAGE_WEIGHT = 8
-"""Available pages that one cached page of the prefix counts for in the choice of a group. Too low,
-and prompts are computed twice; too high, and all prompts with one prefix go to one process."""
+"""Available pages that a cached page of the prefix counts for in the choice of a group. Too low,
+and prompts are computed twice; too high, and all with one prefix go to one process."""
 
 PageTokens = tuple[int | str, ...]
 __all__ = ["KvBranch", "KvLease", "KvLeases", "OutOfPages", "PageGroup"]
@@ -97,7 +97,6 @@ class PrefixCache:
     """Maps token prefixes to the pages that hold their KV.
 
     Attributes:
-        num_pages: cached pages.
         num_locked_pages: cached pages that cannot be evicted.
     """
 
@@ -302,7 +301,6 @@ class KvLease:
         pages: `[0, num_shared_pages)` belong to the prefix cache and are read only;
             `[num_shared_pages, …)` are this lease's own.
         num_cached_tokens: tokens whose KV was found in the cache when the lease was opened.
-        group: the group of all its pages.
         prefix: the cache node of the shared pages, locked by this lease.
         cache: the prefix cache of `prefix`; a retired cache accepts no pages any more.
         salt: prefixes are shared with leases of the same salt only.
@@ -333,7 +331,6 @@ class KvBranch:
     Attributes:
         first_page: index in the lease's `pages` that `pages` replace from; the earlier pages are
             shared with the lease.
-        group: the lease's group.
     """
 
     first_page: int
@@ -349,8 +346,8 @@ class KvLeases:
         num_groups: the pages are cut into this many equal ranges, whose first page is padding.
 
     Attributes:
-        num_returns: how often pages were freed or prefixes published. While it stays the same, a
-            lease that did not fit still does not fit.
+        num_returns: how often pages were freed or prefixes published. Until it changes, a lease
+            that did not fit still does not fit.
     """
 
     def __init__(
@@ -462,9 +459,8 @@ class KvLeases:
             self.num_returns += 1
 
     def try_branch(self, lease: KvLease, num_shared: int, num_tokens: int) -> KvBranch | None:
-        """Allocates a branch: other pages for the tokens `[num_shared, num_tokens)` of a lease.
-        Returns None when too few pages are left. Where `num_shared` lies inside a page, the caller
-        copies that page's shared tokens."""
+        """Allocates other pages for the tokens `[num_shared, num_tokens)` of a lease; None if too
+        few are left. The caller copies the shared tokens of a page that is shared in part."""
         first_page = num_shared // self.page_size
         assert first_page >= lease.num_shared_pages, "a branch would end a cached prefix"
         count = -(-num_tokens // self.page_size) - first_page
@@ -556,23 +552,19 @@ class KvLeases:
     def check(self) -> None:
         """Asserts that every page has exactly one owner, in its own group."""
         for group in self._groups:
-            self._check(group)
-
-    def _check(self, group: PageGroup) -> None:
-        leases = [lease for lease in self._leases.values() if lease.group is group]
-        branches = [branch for branch in self._branches.values() if branch.group is group]
-        cached = [page for cache in group.caches for page in cache.all_pages()]
-        held = [page for lease in leases for page in lease.pages[lease.num_shared_pages :]]
-        held += [page for branch in branches for page in branch.pages]
-        owned, pages = cached + held, group.pages
-        assert len(set(owned)) == len(owned), "a page has two owners"
-        assert all(page in group.page_range for page in owned), "a page belongs to another group"
-        assert len(cached) == sum(cache.num_pages for cache in group.caches)
-        assert len(owned) + pages.num_free == len(group.page_range), (
-            f"free {pages.num_free} + cached {len(cached)} + held {len(held)}"
-            f" is not total {len(group.page_range)}"
-        )
-        locked = {page for cache in group.caches for page in cache.locked_pages()}
-        shared = {page for lease in leases for page in lease.pages[: lease.num_shared_pages]}
-        assert locked == shared, "locks and leases disagree"
-        assert len(locked) == sum(cache.num_locked_pages for cache in group.caches)
+            leases = [lease for lease in self._leases.values() if lease.group is group]
+            branches = [branch for branch in self._branches.values() if branch.group is group]
+            cached = [page for cache in group.caches for page in cache.all_pages()]
+            held = [page for lease in leases for page in lease.pages[lease.num_shared_pages :]]
+            held += [page for branch in branches for page in branch.pages]
+            owned, num_free, total = cached + held, group.pages.num_free, len(group.page_range)
+            assert len(set(owned)) == len(owned), "a page has two owners"
+            assert all(page in group.page_range for page in owned), "a page is in another group"
+            assert len(cached) == sum(cache.num_pages for cache in group.caches)
+            assert len(owned) + num_free == total, (
+                f"free {num_free} + cached {len(cached)} + held {len(held)} is not total {total}"
+            )
+            locked = {page for cache in group.caches for page in cache.locked_pages()}
+            shared = {page for lease in leases for page in lease.pages[: lease.num_shared_pages]}
+            assert locked == shared, "locks and leases disagree"
+            assert len(locked) == sum(cache.num_locked_pages for cache in group.caches)

@@ -28,8 +28,6 @@ class KvLayout:
     Attributes:
         num_layers: layers of the cache; a decoder layer with a recurrent state takes several, for
             its rows.
-        page_size: tokens per page.
-        dtype: dtype of keys and values.
         has_values: values are stored in tensors of their own; else they are the first part of the
             keys.
         states: shape of the recurrent states; None in most decoders.
@@ -106,7 +104,6 @@ class KvPool:
         scales: `[2, num_layers, num_kv_heads]` float32 of an e4m3 cache, keys first; see
             `CacheScales`. None for any other cache.
         num_states: checkpoints of recurrent states, if the layout has recurrent states.
-        rank, num_ranks: this pool's index, and the number of pools.
 
     Attributes:
         num_pages: pages of this pool, the padding page included.
@@ -166,8 +163,8 @@ class KvPool:
     def own(self, batch: ForwardBatch) -> OwnRows:
         """Returns the rows that this rank attends from. Does not wait for the device.
 
-        A batch without `extents` keeps all rows, with fixed shapes: on the device, sequences of
-        other ranks are made to see no key and to write to the padding page.
+        A batch without `extents` keeps all rows, with fixed shapes: sequences of other ranks then
+        see no key and write to the padding page.
         """
         num_rows = len(batch.token_ids)
         if self.num_ranks == 1:
@@ -206,7 +203,7 @@ class KvPool:
 
     def _local(self, numbers: Tensor, per_page: int) -> Tensor:
         """Converts page numbers (`per_page` = 1) or slots (`per_page` = page size) of the leases to
-        this pool's; numbers outside of this pool become 0."""
+        this pool's; those of other pools become 0."""
         own = numbers - self._rank * self.num_pages * per_page
         return own.masked_fill_((own < 0) | (own >= self.num_pages * per_page), 0)
 
@@ -228,9 +225,8 @@ class KvPool:
 
     @contextmanager
     def advancing(self, batch: ForwardBatch) -> Iterator[StatePlan | None]:
-        """Yields the plan of recurrent states for the forward of `batch`, which runs in the body of
-        the `with`; None without recurrent states. Enters the written checkpoints at the end of the
-        body, unless it raises."""
+        """Yields the plan of recurrent states for the forward of `batch`, which is the body of the
+        `with`; None without states. Enters the written checkpoints unless the body raises."""
         plan = None if self.states is None else self.states.plan(batch, self.read_stamps)
         yield plan
         if self.states is not None and plan is not None:

@@ -89,7 +89,7 @@ class StatePlan:
 
     @property
     def fixed(self) -> list[Array]:
-        """The arrays that a CUDA graph reads from fixed addresses."""
+
         counts = np.array([len(self.sequences), len(self.candidates)], np.int64)
         return [self.stamps, counts, self.sequences, self.candidates]
 
@@ -122,8 +122,8 @@ class StateSlots:
         self.inputs = StateInputs.of(self._block.tensors, self._block.fill(self._empty, places))
 
     def fits(self, plan: StatePlan) -> bool:
-        """Whether the plan has no prompts, and no more places than there is room for. Lanes always
-        fit: there are no more lanes than rows."""
+        """Whether the plan has no prompts, and few enough places. Lanes fit: there are no more of
+        them than rows."""
         return not len(plan.prompts) and len(plan.places) <= len(self.inputs.sequences.places)
 
     def fill(self, plan: StatePlan) -> None:
@@ -144,12 +144,11 @@ class HostBatch:
     """A batch in host memory; arrays are `[B]`, one element for each sequence, unless said.
 
     Attributes:
-        slots: `[T]`, the slots of the rows.
-        row_starts: index of the sequence's first row among the T rows.
+        slots: `[T]`, slots of the rows.
+        row_starts: index of the first row among the T rows.
         counts: number of rows.
         first: logical index of the first row.
         prefixes: number of tokens that all rows see.
-        is_causal: whether the rows are causal; else they are a tree.
         tables: `[B, P]`, the page table.
         mask: `[T, W]`, the tail mask; None where all rows are causal.
     """
@@ -232,8 +231,8 @@ class HostBatch:
 
     @property
     def keeps_rows(self) -> Array:
-        """Whether all rows will most likely be committed: a single row is the last committed token,
-        and many rows, or the first rows of a sequence, are a prompt."""
+        """Whether all rows are committed, most likely: one row is the last committed token, and
+        many rows, or the first ones of a sequence, are a prompt."""
         is_chain = (self.start > 0) & (self.counts > 1) & (self.counts <= _MAX_CHAIN_ROWS)
         keeps_rows: Array = self.is_causal & ~is_chain
         return keeps_rows
@@ -252,9 +251,8 @@ class HostBatch:
 def sequence_lanes(
     batch: HostBatch, sources: Array, lengths: Array, targets: Array, history: int
 ) -> tuple[Array, Array, Array, Array]:
-    """Returns the lanes that advance sequences from their old checkpoints to their new ones: the
-    table of lanes of few tokens, the table and the chunks of lanes of many tokens (see
-    `DeltaPrompts`), and the places of all.
+    """Returns the lanes from old checkpoints to new ones: the table of those of few tokens, the
+    table and chunks of those of many tokens (see `DeltaPrompts`), and the places of all.
 
     Args:
         sources: `[B]`, the checkpoint that each sequence starts from.
@@ -278,9 +276,8 @@ def sequence_lanes(
 def candidate_lanes(
     batch: HostBatch, sources: Array, lengths: Array, targets: Array, history: int
 ) -> tuple[Array, Array]:
-    """Returns the table and the places of lanes of candidate rows: one lane for a chain, one for
-    the path to each leaf of a tree. They start from the sequence's new checkpoint, or from its old
-    one if it writes none.
+    """Returns the table and the places of lanes of candidate rows: one for a chain, one for the
+    path to each leaf of a tree. They start from the sequence's new checkpoint, or else its old one.
 
     Args: those of `sequence_lanes`.
     """
@@ -330,15 +327,13 @@ def _paths(batch: HostBatch) -> tuple[Array, Array, Array]:
 
 
 def _rows(batch: HostBatch, owners: Array, indices: Array) -> Array:
-    """Returns the forward's rows at logical indices of sequences; `NOWHERE` for indices before the
-    first row."""
+    """Returns the forward's rows at logical indices; `NOWHERE` before the first row."""
     rows = indices - batch.first[owners]
     return np.where(rows < 0, NOWHERE, rows + batch.row_starts[owners])
 
 
 def _spans(begins: Array, ends: Array) -> tuple[Array, Array]:
-    """Returns the ranges `[begin, end)` joined, as the range's index and the number of each
-    element."""
+    """Joins the ranges `[begin, end)`; returns each element's range index and number."""
     counts = ends - begins
     numbers = np.repeat(np.arange(len(counts)), counts)
     firsts = np.cumsum(counts) - counts

@@ -92,7 +92,7 @@ class StateStore:
         self, host: HostBatch, read_stamps: Callable[[Tensor], Tensor]
     ) -> tuple[StatePlan, Array]:
         """Plans a checkpoint of all tokens for each sequence of a batch without rows. No other
-        sequence reads or writes it until `give_back`. Waits for the device.
+        sequence uses it until `give_back`. Waits for the device.
 
         Returns:
             The plan, and the checkpoints `[B]`; `NOWHERE` where none was free. Some may be free
@@ -108,7 +108,6 @@ class StateStore:
         """Takes back K checkpoints that were lent. Does not wait for the device.
 
         Args:
-            places: the checkpoints.
             index: `[K]` int64, `places` on the device.
             lengths: `[K]` int64, tokens that each covers when the work queued so far is done.
             stamps: `[K, STAMP_SIZE]` int64, the stamp of the last of those tokens.
@@ -201,9 +200,8 @@ class StateStore:
         return is_equal
 
     def _checkpoint_slots(self, host: HostBatch) -> Array:
-        """Returns the slot that each sequence has at the last token of each checkpoint, and of its
-        new checkpoint, `[B, num_states + 1]`; `NOWHERE` for checkpoints that are longer than the
-        sequence or empty."""
+        """Returns the slot of each sequence at the last token of each checkpoint, and of its new
+        one, `[B, num_states + 1]`; `NOWHERE` if the checkpoint is empty or too long."""
         lengths = np.where(self._lengths <= host.start[:, None], self._lengths, 0)
         indices = np.concatenate((lengths, host.end[:, None]), 1) - 1
         owners = np.arange(len(indices))[:, None]
@@ -211,8 +209,8 @@ class StateStore:
 
     def _assign(self, matches: _Matches) -> Array:
         """Returns the checkpoint that each sequence writes, `[B]`: the one it starts from, unless
-        another sequence starts there too, or else the least recently used one that is not in use.
-        `NOWHERE` for sequences that get none; their state is not kept."""
+        others do too; else the least recently used free one. `NOWHERE` if there is none: then the
+        state is not kept."""
         own, counts = np.unique(matches.places[matches.places != NOWHERE], return_counts=True)
         self._used[own] = self._turn
         shared = set(own[counts > 1].tolist())
@@ -234,8 +232,7 @@ class _Matches:
     Attributes:
         places: the checkpoint; `NOWHERE` where there is none.
         lengths: tokens that it covers.
-        end_stamps: the stamp of the last token that the sequence's new checkpoint covers; 0 if it
-            can have no new checkpoint.
+        end_stamps: stamp of the last token of the sequence's new checkpoint; 0 if it has none.
     """
 
     places: Array

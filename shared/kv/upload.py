@@ -42,9 +42,6 @@ class UploadBlock:
     Args:
         arrays: the first contents, with the shapes and types of the tensors; see `uploaded`.
         extra_limit: an array of the type and the largest size of `fill`'s `extra`.
-
-    Attributes:
-        tensors: one for each array.
     """
 
     def __init__(self, arrays: Sequence[Array], extra_limit: Array, device: torch.device) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shared.kernels.attention import AttentionPlan, paged_attention, plan_attention
 from shared.kernels.cache import rotate_into_cache
-from shared.kernels.pointwise import Partials, gated, gated_heads
+from shared.kernels.pointwise import Partials, gated
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool, OwnRows
 from shared.kv.state_plan import StateInputs
@@ -57,7 +57,6 @@ class ForwardContext:
 
     Attributes:
         batch: the R rows that this process attends from, of the T rows that layers compute.
-        pool: the KV pool of these rows.
         cos: `[R, 1, head_dim]` float32.
         signed_sin: `[R, 1, head_dim]` float32.
         plans: one attention plan for each sliding window among the layers.
@@ -101,7 +100,6 @@ class NarrowHeads:
     Attributes:
         num_kv_heads: key heads of the layer; a divisor of the cache's.
         value_dim: dimension of the layer's values; at most that of keys.
-        value_scale: factor of the values.
     """
 
     num_kv_heads: int
@@ -166,7 +164,6 @@ class Attention:
     is_gated: bool = False
 
     def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """`[T, H]` to `[T, H]`; writes the rows' keys and values to the pool."""
         return self.output(self._attend(hidden, context), context.own)
 
     def partials(self, hidden: Tensor, context: ForwardContext) -> Tensor | Partials:
@@ -174,7 +171,6 @@ class Attention:
         return self.output.partials(self._attend(hidden, context))
 
     def part(self, hidden: Tensor, context: ForwardContext) -> Tensor | Partials | Part:
-        """Returns the result, or parts that sum to it; see `Linear.part`."""
         return self.output.part(self._attend(hidden, context), context.own)
 
     def _attend(self, hidden: Tensor, context: ForwardContext) -> Tensor:
@@ -209,7 +205,7 @@ class Attention:
         if self.narrow is not None:
             attended = attended[..., : self.narrow.value_dim]
         if self.head_gate is not None:
-            attended = gated_heads(attended, self.head_gate(hidden))
+            attended = gated(attended, self.head_gate(hidden).unsqueeze(-1))
         if gate is not None:
             attended = gated(attended, gate)
         return attended.reshape(len(hidden), -1)

@@ -43,7 +43,6 @@ class Mlp:
     limit: float | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """`[T, H]` to `[T, H]`."""
         return self.down(self._gated(hidden))
 
     def partials(self, hidden: Tensor) -> Tensor | Partials:
@@ -51,7 +50,6 @@ class Mlp:
         return self.down.partials(self._gated(hidden))
 
     def part(self, hidden: Tensor) -> Tensor | Partials | Part:
-        """Returns the result, or parts that sum to it; see `Linear.part`."""
         return self.down.part(self._gated(hidden))
 
     def routes(self, hidden: Tensor) -> Tensor | None:
@@ -104,22 +102,16 @@ class DecoderLayer:
             the second block. The next norm adds the last two, since it reads the stream anyway.
         """
         entered, inputs = _enter(self.attention_norm, hidden, update)
-        between, inputs = _enter(self.mlp_norm, entered, self._attention_update(inputs, context))
+        if self.attention_output_norm is None:
+            update = self.attention.part(inputs, context)
+        else:
+            update = self.attention_output_norm(self.attention(inputs, context))
+        between, inputs = _enter(self.mlp_norm, entered, update)
         if context.routes is not None:
             context.routes.append(self.mlp.routes(inputs))
-        return entered, between, self._mlp_update(inputs)
-
-    def _attention_update(
-        self, inputs: Tensor, context: ForwardContext
-    ) -> Tensor | Partials | Part:
-        if self.attention_output_norm is None:
-            return self.attention.part(inputs, context)
-        return self.attention_output_norm(self.attention(inputs, context))
-
-    def _mlp_update(self, inputs: Tensor) -> Tensor | Partials | Part:
         if self.mlp_output_norm is None:
-            return self.mlp.part(inputs)
-        return self.mlp_output_norm(self.mlp(inputs))
+            return entered, between, self.mlp.part(inputs)
+        return entered, between, self.mlp_output_norm(self.mlp(inputs))
 
 
 def _normed(norm: RmsNorm | None, values: Tensor) -> Tensor:

@@ -81,12 +81,10 @@ class Experts:
     shared_gate: Linear | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """`[T, H]` to `[T, H]`."""
         part = self._compute(hidden)
         return part if self.group is None else self.group.sum(part)
 
     def part(self, hidden: Tensor) -> Tensor | Partials | Part:
-        """Returns the result, or parts that sum to it; see `Linear.part`."""
         if self.group is not None:
             return Part(self._compute(hidden), self.group)
         if self.shared is not None or len(hidden) > MOST_FEW_ROWS or not runs_triton(hidden):
@@ -96,7 +94,6 @@ class Experts:
         return weighted_parts(routed.gated, routed.weights, self.down, routed.tiles)
 
     def routes(self, hidden: Tensor) -> Tensor | None:
-        """See `FeedForward`."""
         return self.router(hidden)[1]
 
     def _compute(self, hidden: Tensor) -> Tensor:

@@ -29,12 +29,11 @@ class GatedDelta:
     Attributes:
         shape: that of the model's attention layers, whose cache holds this layer's rows too.
         delta: heads of this layer.
-        channels: input to `num_channels + value_size`: channels of the convolution, and the gate
-            of the output.
+        channels: input to `num_channels + value_size`: what is convolved, and the output's gate.
         gates: input to `2 * num_value_heads`: update and decay.
         output: `value_size` back to the hidden size.
         norm: applied to each head of the result.
-        layer: the first layer of the cache that holds this layer's rows.
+        layer: the cache's first layer with this layer's rows.
         state: index of this layer in `StateStore.values`.
     """
 
@@ -49,22 +48,19 @@ class GatedDelta:
     state: int
 
     def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """`[T, H]` to `[T, H]`; writes the rows' inputs to the pool, and states."""
         return self.output(self._read(hidden, context))
 
     def part(self, hidden: Tensor, context: ForwardContext) -> Tensor | Partials | Part:
-        """Returns the result, or parts that sum to it; see `Linear.part`."""
         return self.output.part(self._read(hidden, context))
 
     def _read(self, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """Returns `[T, value_size]`."""
+        """Writes the rows' inputs to the pool and advances states; returns `[T, value_size]`."""
         inputs, pool, read = context.states, context.pool, context.read
         assert inputs is not None
         assert read is not None
         channels, count = self.channels(hidden), self.delta.num_channels
         slots, stored = context.batch.slots, pool.state_rows(self.layer)
-        # Stores all rows before any is read: another row of this forward may be in a sequence's
-        # prefix.
+        # Stores all rows before any is read: a sequence's prefix may be in this forward.
         store_inputs(stored, slots, inputs.stamps, channels[:, :count], self.gates(hidden))
         self.advance(inputs, pool, read)
         return gated_norm(read, channels[:, count:], self.norm.weight, self.norm.eps)

@@ -33,7 +33,6 @@ class LatentAttention:
         query_norm: norm of the compressed queries; None where `compress` returns full queries.
         queries: compressed queries to `num_heads` queries, each an unrotated part and a rotated
             one; None where `query_norm` is.
-        latent_norm: norm of the latent vector.
         key_up: `[num_heads, N, L]`, expands a latent vector into a head's N unrotated dimensions.
         value_up: `[num_heads, V, L]`, expands it into a head's values.
         output: `num_heads * V` back to the hidden size.
@@ -51,11 +50,9 @@ class LatentAttention:
     layer: int
 
     def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """`[T, H]` to `[T, H]`; writes the rows' latent vectors and keys to the pool."""
         return self.output(self._attend(hidden, context), context.own)
 
     def part(self, hidden: Tensor, context: ForwardContext) -> Tensor | Partials | Part:
-        """Returns the result, or parts that sum to it; see `Linear.part`."""
         return self.output.part(self._attend(hidden, context), context.own)
 
     def _attend(self, hidden: Tensor, context: ForwardContext) -> Tensor:

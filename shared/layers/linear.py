@@ -89,9 +89,8 @@ class Linear:
         return self(inputs) if self.bias is not None else self._partials(inputs)
 
     def part(self, inputs: Tensor, own: OwnRows | None = None) -> Tensor | Partials | Part:
-        """Returns the product, its parts, or this process's part of the sum over the group, which
-        the next norm can add. With a bias it returns the product, since the bias comes after the
-        sum. Takes the arguments of a call."""
+        """As a call, but may return the product's parts, or this process's part of the sum over the
+        group, for the next norm to add. Not with a bias, which comes after the sum."""
         if self.bias is not None:
             return self(inputs, own)
         partials = self._partials(inputs)
@@ -140,8 +139,7 @@ def num_widened_bytes(model: object) -> int:
 
 def as_batch_invariant(part: _PartT) -> _PartT:
     """Returns the tree of dataclasses and tuples with batch-invariant products: those of experts
-    and of 8-bit weights then give a row the same bits for every number of rows. Other products
-    always do."""
+    and 8-bit weights then give a row the same bits for all numbers of rows, as others always do."""
     return cast(_PartT, _as_batch_invariant(part))
 
 

@@ -38,7 +38,6 @@ def peer_access_problem(device: torch.device, device_indices: list[int]) -> str 
     """Returns why the GPUs of a group cannot read each other's memory, or None.
 
     Args:
-        device: device of this process.
         device_indices: device indices of all processes, this one's included.
     """
     if device.type != "cuda":
@@ -55,8 +54,7 @@ def open_peer_slots(
     """Allocates the shared memory and exchanges its addresses. All processes of the group call this
     together, and synchronise once more before the first sum.
 
-    A process can do so for one group only, because torch numbers the exchanges of a process from
-    its start.
+    A process can do so for one group only: torch numbers its exchanges from its start.
 
     Args:
         device_indices: device indices of all processes, by rank.
@@ -98,7 +96,6 @@ class Stage:
 
     Attributes:
         index: index of this stage, from 0; ranks are numbered stage by stage.
-        count: number of stages.
         group: the processes of this stage, which share its layers; None where the stage has one.
     """
 
@@ -112,19 +109,15 @@ class TensorGroup:
     """A torch process group, as the layers see it: the default group, or that of a stage.
 
     Attributes:
-        rank: rank of this process, from 0.
+        rank: from 0.
         size: number of processes, at least 2.
-        gather: an all-gather: fills its first argument with every process's second argument.
-        slots: shared memory for sums of few rows; None where the devices cannot read each other's
-            memory.
-        spreads_experts: expert parallelism: each process holds some experts whole, not a part of
-            each.
-        spreads_sequences: data-parallel attention: each process attends from sequences of its own,
-            with all heads.
+        gather: all-gather: fills its first argument with every process's second argument.
+        slots: memory for sums of few rows; None if devices cannot read each other's memory.
+        spreads_experts: expert parallelism: a process holds some experts whole, not parts of all.
+        spreads_sequences: data-parallel attention: a process has its own sequences and all heads.
         graphs: CUDA graphs that hold collectives of the group; they end before the group closes.
-        stage: this process's stage, in the default group; None without pipeline parallelism.
-        share: a broadcast: fills its first argument, on every process, with that of the rank in its
-            second argument.
+        stage: this process's stage; None without pipeline parallelism.
+        share: broadcast: fills its first argument with that of the rank in its second argument.
     """
 
     rank: int
@@ -245,7 +238,6 @@ def open_group(
 
     Args:
         num_stages: number of pipeline stages, a divisor of `size`; see `Stage`.
-        num_hosts: hosts over which the processes are spread.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
@@ -291,24 +283,19 @@ def _slots(group: TensorGroup, device: torch.device, num_hosts: int) -> PeerSlot
         indices = group.joined(index, index.dtype).flatten().tolist()
         problem = peer_access_problem(device, indices)
     slots = None
-    if _agree(group, problem is None, device):
+    if group.least(int(problem is None), device):
         try:
             # Newer versions of torch take the group itself, older ones its name.
             name = dist.group.WORLD.group_name  # type: ignore[union-attr]
             slots = open_peer_slots(device, group.rank, indices, name)
         except RuntimeError as error:
             problem = str(error)
-        if _agree(group, problem is None, device):
+        if group.least(int(problem is None), device):
             return slots
     if group.rank == 0:
         reason = problem or "another process cannot share its memory"
         logger.warning("sums of small messages go through NCCL, which is slower: %s", reason)
     return None
-
-
-def _agree(group: TensorGroup, is_fine: bool, device: torch.device) -> bool:
-    """Whether `is_fine` holds on all processes."""
-    return not int(group.maximum(torch.tensor([int(not is_fine)], device=device)))
 
 
 def ends_within(limit_s: float, work: Callable[[], object]) -> bool:

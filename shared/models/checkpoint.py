@@ -87,9 +87,7 @@ class Checkpoint:
     """Maps each tensor of a folder to its file.
 
     Attributes:
-        folder: the model folder.
         files: file of each weight; keys of scales and packed data are replaced by the weight's.
-        scales: scales of each quantised weight.
         block: the block that shares a scale; None where a channel or the whole weight does.
         packed: keys of the tensors of each weight in MXFP4.
         words: keys of the tensors of each weight of integers packed into words.
@@ -213,7 +211,11 @@ class ScaledFile:
                 f"{self._path}: {key} is {weight.dtype} and has {stored.key}; with scales it must "
                 f"be one of {', '.join(map(str, EIGHT_BIT_DTYPES))}"
             )
-        return weight.float() * self._factors(key, stored, cut)
+        scales, block = self._read_scales(stored), self._checkpoint.block
+        factors = spread_scales(scales, self.shape(key), block, () if cut is None else cut.slices)
+        if factors is None:
+            raise self._shape_error(key, stored)
+        return weight.float() * factors
 
     def stored_dtype(self, key: str) -> torch.dtype | None:
         """Returns the dtype of `read_stored` where a weight has scales; else None."""
@@ -267,14 +269,6 @@ class ScaledFile:
                 f"{packed.blocks} of shape {list(blocks.shape)} needs {list(blocks.shape[:-1])}"
             )
         return unpacked(blocks, scales)
-
-    def _factors(self, key: str, stored: StoredScales, cut: Cut | None) -> Tensor:
-        """Returns the scales, in a shape that broadcasts to the cut of the weight."""
-        scales, block = self._read_scales(stored), self._checkpoint.block
-        factors = spread_scales(scales, self.shape(key), block, () if cut is None else cut.slices)
-        if factors is None:
-            raise self._shape_error(key, stored)
-        return factors
 
     def _read_scales(self, stored: StoredScales) -> Tensor:
         if stored.path not in self._files:

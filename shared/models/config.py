@@ -42,8 +42,6 @@ class HybridConfig:
     Attributes:
         full_kv_heads: key heads of layers with full attention.
         sliding_kv_heads: key heads of sliding layers.
-        value_dim: size of a head's values.
-        value_scale: factor of the values.
     """
 
     full_kv_heads: int
@@ -83,7 +81,6 @@ class LatentConfig:
         latent_dim: size of the latent vector that becomes keys and values.
         unrotated_dim: size of the unrotated part of a head's query and key.
         rotary_dim: size of their rotated part.
-        value_dim: size of a head's values.
     """
 
     query_rank: int | None
@@ -141,8 +138,6 @@ class ModelConfig:
         eos_token_ids: tokens that end generation, from config and generation config.
         has_qk_norm: queries and keys are normed before rotation, each head by itself.
         dtype: dtype in which the checkpoint was saved; None if the config does not say.
-        activation: activation of the gate of feed-forward blocks.
-        embedding_scale: factor of the embeddings.
         attention_scale: factor of the scores; None is `head_dim ** -0.5`.
         attention_cap: soft bound of the scores, see `paged_attention`; None in most families.
         logit_cap: likewise of the logits.
@@ -253,7 +248,8 @@ class ModelConfig:
             has_qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
             has_output_bias=attention_bias if family.output_bias is None else family.output_bias,
             has_mlp_bias=config.flag("mlp_bias", False),
-            has_qk_norm=_has_qk_norm(config, family),
+            has_qk_norm=family.qk_norm is QkNorm.HEAD
+            or (family.qk_norm is QkNorm.ASKED and config.flag("use_qk_norm", False)),
             tie_word_embeddings=config.flag("tie_word_embeddings", False),
             max_position_embeddings=_max_positions(config, family),
             eos_token_ids=_eos_token_ids(config),
@@ -407,12 +403,6 @@ def activation_of(config: ConfigFile) -> Activation:
     except ValueError as error:
         names = " or ".join(repr(activation.value) for activation in Activation)
         raise CheckpointError(f"{config.path}: {key} is {name!r}; it must be {names}") from error
-
-
-def _has_qk_norm(config: ConfigFile, family: Family) -> bool:
-    if family.qk_norm is QkNorm.ASKED:
-        return config.flag("use_qk_norm", False)
-    return family.qk_norm is QkNorm.HEAD
 
 
 def _attention_scale(config: ConfigFile, latent: LatentConfig | None) -> float | None:

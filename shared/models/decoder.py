@@ -55,7 +55,6 @@ class Decoder:
         embedding: `[V, H]`; draft heads without an embedding of their own read it too.
         layers: layers of this process's stage; all layers without pipeline parallelism.
         lm_head: `H` to `V`.
-        attention_backend: the kernels that compute attention.
         group: processes that share the model; V is then this process's part of the vocabulary.
         sliding_rotary: rotation of sliding layers, where they have their own.
         token_map: `[Vd]` int64, the token id of each row of lm_head, ascending; None where row and
@@ -95,9 +94,9 @@ class Decoder:
 
     @property
     def plans_prompts_by_size(self) -> bool:
-        """Whether the numbers of rows and sequences alone decide which kernels compute prompts, in
-        the layers of every stage. A CUDA graph needs that. With caps, sinks, latent or linear
-        attention the choice depends on the lengths of prompts."""
+        """Whether only the numbers of rows and sequences decide which kernels compute prompts, as a
+        CUDA graph needs, in all stages. With caps, sinks, latent or linear attention the lengths of
+        prompts count too."""
         shapes = [attention_shape(self.config, layer) for layer in range(self.config.num_layers)]
         return (
             self.attention_backend is not AttentionBackend.TORCH

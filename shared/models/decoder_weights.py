@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shared.kernels.delta_rule import DeltaShape, DeltaWeights
+from shared.kernels.delta_rule import DeltaWeights
 from shared.kernels.experts import ExpertWeight
 from shared.kernels.linear import can_be_batch_invariant
 from shared.kernels.quantised import StoredMatrix
@@ -57,7 +57,6 @@ class LayerTensors:
     """The tensors of one layer, see `layer_parts`; builders remove them from the dict.
 
     Attributes:
-        tensors: the dict, with those of other layers.
         group: group of the whole model.
     """
 
@@ -111,10 +110,13 @@ def delta_parts(config: ModelConfig, source: str, target: str) -> Iterator[Weigh
     source, num_heads = f"{source}linear_attn.", shape.num_value_heads
     matrices: list[tuple[str, int, str, tuple[int, ...] | None]]
     if config.family.has_fused_delta:
-        size = shape.num_channels + shape.value_size
+        # Grouped by key heads in the checkpoint.
+        num_groups, size = shape.num_key_heads, shape.num_channels + shape.value_size
+        values, heads = shape.value_size // num_groups, num_heads // num_groups
+        order = _by_kind(num_groups, (shape.key_dim, shape.key_dim, values, values))
         matrices = [
-            ("in_proj_qkvz", size, "channels", _channel_order(shape)),
-            ("in_proj_ba", 2 * num_heads, "gates", _gate_order(shape)),
+            ("in_proj_qkvz", size, "channels", order),
+            ("in_proj_ba", 2 * num_heads, "gates", _by_kind(num_groups, (heads, heads))),
         ]
     else:
         matrices = [
@@ -123,9 +125,9 @@ def delta_parts(config: ModelConfig, source: str, target: str) -> Iterator[Weigh
             ("in_proj_b", num_heads, "gates", None),
             ("in_proj_a", num_heads, "gates", None),
         ]
-    for key, size, name, order in matrices:
+    for key, size, name, row_order in matrices:
         part = WeightPart.matrix(
-            f"{source}{key}.weight", (size, hidden), f"{target}{name}.weight", None, order
+            f"{source}{key}.weight", (size, hidden), f"{target}{name}.weight", None, row_order
         )
         yield replace(part, may_stay=name == "channels")
     taps = (shape.num_channels, 1, shape.window)
@@ -155,21 +157,8 @@ def build_delta(own: LayerTensors, shape: AttentionShape) -> GatedDelta:
     )
 
 
-def _channel_order(shape: DeltaShape) -> tuple[int, ...]:
-    """Returns the order of rows that puts all queries first, then all keys, values and gates; a
-    checkpoint groups them by key heads."""
-    values = shape.value_size // shape.num_key_heads
-    return _by_kind(shape.num_key_heads, (shape.key_dim, shape.key_dim, values, values))
-
-
-def _gate_order(shape: DeltaShape) -> tuple[int, ...]:
-    num_values = shape.num_value_heads // shape.num_key_heads
-    return _by_kind(shape.num_key_heads, (num_values, num_values))
-
-
 def _by_kind(num_groups: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the order of rows by kind; in the checkpoint, each group has `sizes` rows of each
-    kind."""
+    """Returns the order of rows by kind, of which each group has `sizes` in the checkpoint."""
     group_size, first, order = sum(sizes), 0, list[int]()
     for size in sizes:
         for group in range(num_groups):
@@ -552,7 +541,8 @@ def decoder_parts(
 ) -> tuple[WeightPart, ...]:
     """Lists every tensor of the decoder, in the order in which fused ones are stacked."""
     hidden = config.hidden_size
-    table, rows = (config.vocab_size, hidden), _vocabulary_cut(config, shard)
+    table, tokens = (config.vocab_size, hidden), shard.vocabulary(config)
+    rows = None if shard.num_parts == 1 else Cut(0, tokens.start, len(tokens))
     parts = [WeightPart(keys.embedding, table, "embedding", cut=rows)]
     for layer in shard.layers(config):
         source = f"{keys.root}layers.{layer}."
@@ -715,8 +705,3 @@ def _mlp_parts(config: ModelConfig, source: str, target: str, shard: Shard) -> I
         )
     down = f"{source}down_proj"
     yield from _product(down, (hidden, wide), f"{target}down", down_cut, has_bias=has_bias)
-
-
-def _vocabulary_cut(config: ModelConfig, shard: Shard) -> Cut | None:
-    tokens = shard.vocabulary(config)
-    return None if shard.num_parts == 1 else Cut(0, tokens.start, len(tokens))

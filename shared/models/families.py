@@ -49,8 +49,7 @@ class Family:
         qk_norm: how queries and keys are normed.
         window_rule: which layers have a sliding window.
         window_period: n of `WindowRule.PATTERN`.
-        default_head_dim: of configs without a head dimension; None divides the hidden size by the
-            number of heads.
+        default_head_dim: None divides the hidden size by the number of heads.
         norms: where blocks are normed.
         norm_offset: added to the weight of every norm.
         scales_embedding: embeddings are multiplied by the root of the hidden size.

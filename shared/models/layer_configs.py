@@ -281,7 +281,6 @@ class ExpertConfig:
     """Sizes and switches of a decoder's experts.
 
     Attributes:
-        family: properties in which they differ from those of other families.
         layers: layers whose feed-forward block has experts.
         intermediate_size: channels of an expert.
         shared_size: channels of the shared expert; 0 where there is none.
@@ -373,8 +372,8 @@ def _layers(config: ConfigFile) -> frozenset[int]:
 
 # Step-3.5's config, converted to the keys of other families.
 #
-# Published files have names of their own for a model's sizes. They have lists for values that
-# differ by layer, next-token layers included. transformers saves them in another form.
+# Published files have their own names for sizes, and lists of what differs by layer, next-token
+# layers included; transformers saves another form.
 
 _STEP_KEYS = {
     "num_attention_groups": "num_key_value_heads",

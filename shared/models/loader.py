@@ -52,8 +52,7 @@ MTP_PREFIXES = ("model.mtp.", "mtp.")
 
 
 class MtpStyle(enum.Enum):
-    """Key prefixes of next-token layers, by family; MIMO's layers concatenate their inputs in the
-    opposite order, see `MtpLayer`."""
+    """Key prefixes of next-token layers; MIMO's order of inputs differs, see `MtpLayer`."""
 
     DEEPSEEK = "model.layers."
     MIMO = "model.mtp_layers."
@@ -111,14 +110,13 @@ def load_decoder(
     """Reads config and weights to `device`, cast to `dtype`.
 
     Args:
-        options: quantisation applies to the layers, not to embedding and lm_head: the embedding is
-            only a table of rows, and the lm_head may be the same tensor, and it ranks the tokens.
-            Matrices that the checkpoint has in 8 bits stay in them, see `stays_stored`.
+        options: quantisation applies to the layers only: the embedding is a table of rows, and the
+            lm_head may be the same tensor, and it ranks the tokens. Matrices that the checkpoint
+            has in 8 bits stay in them, see `stays_stored`.
         group: processes that share the model; each reads its part, see `Shard`.
-        vocabulary: maps this model's tokens to another model's ids, which it then uses; None keeps
-            its own ids.
+        vocabulary: maps this model's tokens to the ids of another, which it then uses; else None.
         vocab_size: number of ids of that model, or of one with the same tokenizer; 0 keeps the
-            checkpoint's. In a group it only counts with a `vocabulary`.
+            checkpoint's, and so does a group without `vocabulary`.
 
     Raises:
         CheckpointError: if the folder is incomplete, damaged or of another architecture; the
@@ -318,8 +316,11 @@ def _pad_columns(rows: Tensor, rest: int) -> Tensor:
 
 def build_attention(own: LayerTensors, shape: AttentionShape) -> Attention:
     """Builds one attention; removes its tensors from the dict."""
-    config, qk_norm, joint_norms = own.config, None, None
+    config, qk_norm, joint_norms, narrow = own.config, None, None, None
     gate = own.pop_if_any("head_gate.weight")
+    if (hybrid := config.hybrid) is not None:
+        num_kv_heads = config.layer_kv_heads(own.layer)
+        narrow = NarrowHeads(num_kv_heads, hybrid.value_dim, hybrid.value_scale)
     if config.has_qk_norm:
         weight = own.norm("qk_norm").weight
         qk_norm = RmsNorm(weight.view(-1, config.head_dim), config.rms_norm_eps)
@@ -338,17 +339,10 @@ def build_attention(own: LayerTensors, shape: AttentionShape) -> Attention:
         layer=own.cache_layer,
         joint_norms=joint_norms,
         sinks=own.pop_if_any("sinks"),
-        narrow=_narrow(config, own.layer),
+        narrow=narrow,
         head_gate=Linear.of(gate) if gate is not None else None,
         is_gated=config.family.is_gated,
     )
-
-
-def _narrow(config: ModelConfig, layer: int) -> NarrowHeads | None:
-    hybrid = config.hybrid
-    if hybrid is None:
-        return None
-    return NarrowHeads(config.layer_kv_heads(layer), hybrid.value_dim, hybrid.value_scale)
 
 
 # A language model in the token ids of another model: embedding and lm_head are rebuilt on load.
@@ -420,10 +414,10 @@ def _embedding_of_pieces(
 ) -> Tensor:
     """Returns `[num_rows, H]`: for each of the target's tokens the row of its last draft token.
 
-    A token is one position for both models, so one row must stand for all the draft tokens that
-    spell it. It is the row of the last one, since the draft expects the next token after that one.
-    The mean of their rows drafts as well if a third or half of the demo target's tokens have no
-    draft token, and less well if a sixth have none.
+    A token is one position for both models, so one row must stand for all draft tokens that spell
+    it. It is that of the last one, after which the draft expects the next token. The mean of their
+    rows drafts as well if a third or half of the demo target's tokens have no draft token, and less
+    well if a sixth have none.
     """
     table = embedding.new_zeros(num_rows, embedding.shape[1])
     spelled = [token for token, piece in enumerate(pieces) if piece]

@@ -155,10 +155,6 @@ class WeightStage:
         CheckpointError: a fused tensor was received only in part.
         RuntimeError: the device has no memory for one more layer.
         """
-        self._check_complete()
-        _check_room(self._layer_bytes(), self._decoder.device)
-
-    def _check_complete(self) -> None:
         missing = {
             part.key
             for part in self._parts
@@ -169,6 +165,7 @@ class WeightStage:
                 f"the update lacks {listed(missing)}, which the server fuses with other tensors of "
                 f"the update"
             )
+        _check_room(self._layer_bytes(), self._decoder.device)
 
     @torch.inference_mode()
     def apply(self) -> None:
@@ -278,7 +275,7 @@ def _is_same(head: Linear, embedding: Tensor) -> bool:
 
 def _check_room(num_bytes: int, device: torch.device) -> None:
     """Raises: RuntimeError if the device cannot allocate as much now. torch's allocator keeps the
-    freed memory, so that it is available for the update."""
+    freed memory for the update."""
     if device.type == "cuda":
         torch.empty(2 * num_bytes, dtype=torch.uint8, device=device)
 

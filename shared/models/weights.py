@@ -53,7 +53,6 @@ class CopyPace:
     """How fast weights are copied.
 
     Attributes:
-        max_threads: the most threads that copy at the same time.
         chunk_bytes: size of one copy and of a pinned buffer; a single longer row is one copy.
     """
 
@@ -63,9 +62,8 @@ class CopyPace:
 
 FULL_PACE = CopyPace(8, 16 * 2**20)
 SERVING_PACE = CopyPace(1, 2**20)
-"""The pace while the GPU serves: a step's own copies to the device wait for at most two small
-weight copies. With eight copying threads, steps of an H200 took 20 ms longer, and 110 ms longer
-while the threads pinned their buffers."""
+"""The pace while the GPU serves: a step's own copies wait for at most two small weight copies. With
+eight threads, steps of an H200 took 20 ms longer, and 110 ms while the threads pinned buffers."""
 
 
 def copy_weights(
@@ -73,7 +71,7 @@ def copy_weights(
 ) -> Iterator[int]:
     """Copies all tensors to places on `device`, and yields the bytes written by each part.
 
-    When the iterator has ended, all copies are done, also for work that the caller queues next.
+    When the iterator has ended, all copies are done.
 
     Raises:
         Exception: any error that `copies` raises.
@@ -167,12 +165,11 @@ class WeightPart:
         target: name of the tensor it becomes; parts of one target are stacked along axis 0.
         repeats: how often it is repeated along axis 0, for a norm that all heads share.
         cut: the part that is read; None reads all.
-        row_order: the order into which each block of as many rows is put; None keeps the order.
+        row_order: new order of the rows in each block of as many; None keeps the order.
         dtype: dtype of the target; None takes the model's.
         index: the matrix or vector to read from a stack `[E, K, N]` or `[E, N]`; matrices are
             transposed, unless `keeps_order`. None for a tensor that is no such stack.
-        may_stay: a matrix that a checkpoint has in 8 bits may be held in them, with its scales, if
-            all parts of its target may.
+        may_stay: a matrix in 8 bits may be held so, with its scales, if all of the target may.
     """
 
     key: str
@@ -272,9 +269,8 @@ Stays = Callable[[str, StoredLayout], bool]
 
 
 def stays_stored(quantisation: Quantisation, dtype: torch.dtype, device: torch.device) -> Stays:
-    """Returns the rule for a model in `dtype` on `device`. With a quantisation, matrices stay that
-    the checkpoint has in its 8-bit type. Without one, those of any 8-bit type stay if the device
-    multiplies them with batch-invariant bits."""
+    """Returns the rule for a model in `dtype` on `device`. With a quantisation, matrices of its
+    8-bit type stay. Without one, all stay that the batch-invariant kernel can multiply."""
     stored = STORED_DTYPES.get(quantisation)
     if stored is None:
         return lambda _, layout: keeps_row_bits(device, dtype, layout.depth)
@@ -383,8 +379,7 @@ def layout_of(
     depth = parts[0].read_shape[1]
     if block is None:
         return StoredLayout(dtype, depth, None)
-    # All processes of a group decide alike: their cuts are equally long, so all begin at a border
-    # of blocks if that length is a multiple of a block.
+    # All processes of a group agree: their cuts are equally long, so all are aligned or none is.
     cuts = [part.columns for part in parts if part.columns is not None]
     if any(cut.start % block.columns or cut.length % block.columns for cut in cuts):
         return None

@@ -33,7 +33,6 @@ class HeadConfig:
     Attributes:
         sizes: sizes of the layer, a Llama layer, with the vocabulary of the target; H below is its
             hidden size.
-        target_hidden_size: width of the target's hidden states.
         draft_vocab_size: number of tokens that the head's lm_head scores; None if it has none and
             uses the target's.
         feature_layers: see `FeatureSpec.layer_indices`.
@@ -62,7 +61,11 @@ class HeadConfig:
                 size that does not fit the target; names key and values.
         """
         config = ConfigFile.read(folder / CONFIG_FILE)
-        _check_num_layers(config)
+        num_layers = config.integer("num_hidden_layers", 1)
+        if num_layers != 1:
+            raise CheckpointError(
+                f"{config.path}: num_hidden_layers is {num_layers}; a draft head has 1 layer"
+            )
         values = {"num_hidden_layers": 1, "vocab_size": target.vocab_size}
         sizes = ModelConfig.of(config.with_values(values), _LAYER_ARCHITECTURE)
         if sizes.rope.partial != 1.0:
@@ -103,16 +106,7 @@ class HeadConfig:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """See `ModelConfig`."""
         return self.sizes.dtype
-
-
-def _check_num_layers(config: ConfigFile) -> None:
-    num_layers = config.integer("num_hidden_layers", 1)
-    if num_layers != 1:
-        raise CheckpointError(
-            f"{config.path}: num_hidden_layers is {num_layers}; a draft head has 1 layer"
-        )
 
 
 def _target_hidden_size(config: ConfigFile, kind: HeadKind, target: ModelConfig) -> int:

@@ -159,7 +159,6 @@ class DflashHead:
         key_norms: one per layer, weight `[num_kv_heads, head_dim]`.
         embedding: `[V, H]`, the target's.
         lm_head: `H` to `V`, the target's.
-        attention_backend: the kernels that compute attention.
     """
 
     config: DflashConfig
@@ -250,9 +249,11 @@ def load_dflash(
     """
     config = DflashConfig.from_folder(folder, target.config)
     checkpoint = Checkpoint.open(folder, options.load_format)
+    # Some checkpoints nest the whole head under `model.`.
+    root = "model." if any(key.startswith("model.") for key in checkpoint.files) else ""
     tensors = read_weights(
         checkpoint,
-        tuple(_parts(config, _root(checkpoint))),
+        tuple(_parts(config, root)),
         ignored_prefixes=_SHARED_KEYS,
         ignored_suffixes=IGNORED_SUFFIXES,
         dtype=dtype,
@@ -280,11 +281,6 @@ def load_dflash(
     )
     assert not tensors, f"weights were read but not used: {sorted(tensors)}"
     return head
-
-
-def _root(checkpoint: Checkpoint) -> str:
-    """Returns `model.` where the whole head is nested under it, else the empty string."""
-    return "model." if any(key.startswith("model.") for key in checkpoint.files) else ""
 
 
 def _parts(config: DflashConfig, root: str) -> Iterator[WeightPart]:

@@ -16,8 +16,6 @@ class FeatureSpec:
         layer_indices: with n layers, i < n is the residual stream that enters layer i, n the
             output of the last layer before the final norm, n + 1 that output after it. Several
             are concatenated on the last axis.
-        dtype: dtype of the rows.
-        width: width of one row.
         projection: `[width, K * H]`; the target applies it to the concatenation of K layers, so
             that rows are narrower. None sends the concatenation.
     """

@@ -222,7 +222,6 @@ class DraftHead:
         fusion: computation on a feature row on the draft's side; None when rows arrive `H` wide.
         embedding: `[V, H]`.
         layers: one layer, or the next-token layers of a model with several.
-        attention_backend: the kernels that compute attention.
     """
 
     config: HeadConfig | ModelConfig

@@ -58,9 +58,7 @@ class HeadKeys:
 
     Attributes:
         folder: folder of the checkpoint, for messages.
-        keys: every key of the checkpoint.
         root: `model.` where the whole head is nested under it, else empty.
-        layer: prefix of the layer.
     """
 
     folder: Path
@@ -162,9 +160,8 @@ def _fc_parts(config: HeadConfig, keys: HeadKeys) -> Iterator[WeightPart]:
 
 
 def _layer_parts(config: HeadConfig, keys: HeadKeys) -> Iterator[WeightPart]:
-    """Yields the parts of a Llama layer. EAGLE's layer has no norm before the attention. EAGLE3's
-    attention reads embedding and hidden state; that norm is the embedding's, and the hidden state
-    has its own."""
+    """Yields the parts of a Llama layer. EAGLE's has no norm before the attention. EAGLE3's reads
+    embedding and hidden state; the norm is the embedding's, and the hidden state has its own."""
     hidden, is_eagle3 = config.sizes.hidden_size, config.kind is HeadKind.EAGLE3
     for part in layer_parts(config.sizes, keys.layer, _LAYER, layer=0):
         if part.target == f"{_LAYER}qkv.weight" and is_eagle3:
@@ -334,8 +331,7 @@ def _own_token_map(
     """Returns the target's id of each draft id, `[Vd]` int64; None when they are the same.
 
     Raises:
-        CheckpointError: `d2t` has another length than the head's vocabulary, or maps to ids that
-            are not distinct ids of the target.
+        CheckpointError: `d2t` has the wrong length, or does not map to distinct ids of the target.
     """
     if not has_own_lm_head(config, keys) or TOKEN_MAP_KEY not in keys.keys:
         return None

@@ -141,10 +141,11 @@ def load_mtp(
     checkpoint = Checkpoint.open(folder, options.load_format)
     layers = find_mtp_layers(checkpoint.files)
     config = _config(folder, layers, target.config)
+    own = (*layers.prefixes, _QWEN_ROOT) if layers.style is MtpStyle.QWEN else layers.prefixes
     tensors = read_weights(
         checkpoint,
         tuple(_parts(config, layers, checkpoint)),
-        ignored_prefixes=[k for k in checkpoint.files if not _is_own(k, layers)],
+        ignored_prefixes=[key for key in checkpoint.files if not key.startswith(own)],
         ignored_suffixes=(*IGNORED_SUFFIXES, *_SHARED_SUFFIXES),
         dtype=dtype,
         device=device,
@@ -207,9 +208,8 @@ def _config(folder: Path, layers: MtpLayers, target: ModelConfig) -> ModelConfig
 def _mtp_config(config: ModelConfig, file: ConfigFile, layers: MtpLayers) -> ModelConfig:
     """Returns the config of the next-token layers alone, made from their decoder's config.
 
-    In MiMo-V2-Flash and Step-3.5 all next-token layers have a sliding window. Step-3.5's config
-    lists them after the decoder's layers. Qwen's have attention, not the delta rule. All others
-    are like the decoder's last layer.
+    Those of MiMo-V2-Flash and Step-3.5 all have a sliding window; Step-3.5's config lists them
+    after the decoder's layers. Qwen's have attention. Others are like the decoder's last layer.
 
     Source: MiMo-V2-Flash, arXiv 2601.02780, section 2.3.
     """
@@ -240,12 +240,6 @@ def _mtp_config(config: ModelConfig, file: ConfigFile, layers: MtpLayers) -> Mod
         mlp_limits=limits[0],
         expert_limits=limits[1],
     )
-
-
-def _is_own(key: str, layers: MtpLayers) -> bool:
-    """Whether a tensor belongs to one of the next-token layers, or to all of them."""
-    is_shared = layers.style is MtpStyle.QWEN and key.startswith(_QWEN_ROOT)
-    return is_shared or key.startswith(layers.prefixes)
 
 
 def _parts(config: ModelConfig, layers: MtpLayers, checkpoint: Checkpoint) -> Iterator[WeightPart]:

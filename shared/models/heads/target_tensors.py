@@ -92,7 +92,6 @@ class BorrowedTensors:
         token_ids: `[Vd]` int64, the target's tokens that the head scores; None when all.
 
     Attributes:
-        config: the target's config.
         dtype, device: those of the head.
         tables: which tensors are borrowed.
     """
@@ -125,7 +124,7 @@ class BorrowedTensors:
             _copy(weight, Linear.of(source).weight.values if is_packed else source)
 
     def _scored(self, target: TargetTensors) -> Tensor:
-        """Returns the rows of the target's lm_head for the tokens that the head scores."""
+
         whole = target.lm_head()
         return whole if self._token_ids is None else whole.index_select(0, self._token_ids)
 
