@@ -118,19 +118,21 @@ def advance_lanes(
     for first in range(0, len(table), _GROUP_LANES):
         group = table[first : first + _GROUP_LANES]
         sources, targets, _, lengths = group.unbind(1)
-        own = states.index_select(0, sources)
+        lane_states = states.index_select(0, sources)
         for start in range(0, int(lengths.max()), _BLOCK_TOKENS):
             # Lanes that have ended are left out of further blocks.
             [active] = torch.nonzero(lengths > start, as_tuple=True)
             block = _Block.of(group[active], lanes.places, start, shape.window - 1)
             inputs = stored_inputs(stored, block.slots.flatten()).view(*block.slots.shape, -1)
-            advanced, results = delta_scan(inputs, block.is_there, own[active], shape, weights)
-            own.index_copy_(0, active, advanced)
+            advanced, results = delta_scan(
+                inputs, block.is_there, lane_states[active], shape, weights
+            )
+            lane_states.index_copy_(0, active, advanced)
             has_row = block.rows != NOWHERE
             wanted = results[has_row].flatten(1).to(read.dtype)
             read.index_copy_(0, block.rows[has_row], wanted)
         has_target = targets != NOWHERE
-        states.index_copy_(0, targets[has_target], own[has_target])
+        states.index_copy_(0, targets[has_target], lane_states[has_target])
 
 
 @dispatched("delta_chunks_triton")
@@ -151,9 +153,9 @@ def advance_prompts(
     for source, target, first, count in prompts.table.tolist():
         state = states[source]
         for place, num_tokens in prompts.chunks[first : first + count].tolist():
-            own = prompts.places[place : place + history + num_tokens]
+            chunk_places = prompts.places[place : place + history + num_tokens]
             slots, rows = torch.nn.functional.pad(
-                own, (0, 0, 0, CHUNK - num_tokens), value=NOWHERE
+                chunk_places, (0, 0, 0, CHUNK - num_tokens), value=NOWHERE
             ).unbind(1)
             inputs = stored_inputs(stored, slots.clamp(min=0))
             state, results = delta_chunk(inputs, slots != NOWHERE, state, shape, weights)
@@ -184,8 +186,8 @@ class _Block:
         size = min(_BLOCK_TOKENS, int(table[:, 3].max()) - start)
         offsets = start + torch.arange(history + size, device=table.device)
         is_own = offsets < history + table[:, 3:]
-        own = places[torch.where(is_own, table[:, 2:3] + offsets, 0)]
-        slots, rows = own.unbind(2)
+        lane_places = places[torch.where(is_own, table[:, 2:3] + offsets, 0)]
+        slots, rows = lane_places.unbind(2)
         is_there = is_own & (slots != NOWHERE)
         rows = torch.where(is_own, rows, NOWHERE)[:, history:]
         return cls(torch.where(is_there, slots, 0), is_there, rows)

@@ -46,7 +46,7 @@ class Partials:
         return Partials(self.parts.view(len(self.parts), *shape), self.dtype)
 
     def total(self) -> Tensor:
-        """Returns the sum."""
+
         total = torch.zeros_like(self.parts[0])
         for part in self.parts:
             total += part

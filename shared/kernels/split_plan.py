@@ -235,15 +235,12 @@ def plain_rows(batch: PagedRows) -> tuple[Tensor, Tensor | None]:
         lengths = torch.where(batch.is_causal[sequences], lengths, tree_lengths)
         # A stable sort moves the visible columns to the front and keeps their order.
         columns = torch.sort(~batch.tail_mask, dim=1, stable=True).indices
-        tail_slots = _slots_of(batch, sequences, columns + prefix.unsqueeze(1))
+        indices = columns + prefix.unsqueeze(1)
+        # Indices past the page table get any slot.
+        pages = (indices // batch.page_size).clamp_(max=batch.page_table.shape[1] - 1)
+        slots = batch.page_table[sequences.unsqueeze(1), pages].long() * batch.page_size
+        tail_slots = slots + indices % batch.page_size
     return lengths.masked_fill(rows >= batch.query_starts[-1], 0), tail_slots
-
-
-def _slots_of(batch: PagedRows, sequences: Tensor, indices: Tensor) -> Tensor:
-    """Returns the slots of logical indices `[T, W]`; of indices past the page table, any slot."""
-    pages = (indices // batch.page_size).clamp_(max=batch.page_table.shape[1] - 1)
-    slots = batch.page_table[sequences.unsqueeze(1), pages].long() * batch.page_size
-    return slots + indices % batch.page_size
 
 
 def sequence_of_rows(batch: PagedRows) -> Tensor:

@@ -189,13 +189,13 @@ class PrefixCache:
         return evicted
 
     def locked_pages(self) -> Iterator[int]:
-        """Yields the pages of locked nodes."""
+
         for node in self._nodes():
             if node.num_locks:
                 yield from node.pages
 
     def all_pages(self) -> Iterator[int]:
-        """Yields every cached page."""
+
         for node in self._nodes():
             yield from node.pages
 
@@ -405,20 +405,16 @@ class KvLeases:
             reverse=True,
         )
         for group, node, pages in matches:
-            lease = self._open_in(group, node, pages, salt)
+            group.cache.lock(node)
+            count = len(pages)
+            lease = KvLease(pages, count * self.page_size, count, group, node, group.cache, salt)
+            self._leases[id(lease)] = lease
             if self.try_grow(lease, num_tokens):
                 return lease
             self.close(lease, ())
         raise OutOfPages(
             -(-num_tokens // self.page_size), max(group.num_available for group in self._groups)
         )
-
-    def _open_in(self, group: PageGroup, node: PrefixNode, pages: list[int], salt: str) -> KvLease:
-        group.cache.lock(node)
-        count = len(pages)
-        lease = KvLease(pages, count * self.page_size, count, group, node, group.cache, salt)
-        self._leases[id(lease)] = lease
-        return lease
 
     def grow(self, lease: KvLease, num_tokens: int) -> None:
         """Makes the lease's pages cover `num_tokens`, evicting unused prefixes if need be.
@@ -472,7 +468,7 @@ class KvLeases:
         return branch
 
     def drop_branch(self, branch: KvBranch) -> None:
-        """Frees the pages of a branch."""
+
         del self._branches[id(branch)]
         self.num_returns += 1
         branch.group.pages.release(branch.pages)

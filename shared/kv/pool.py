@@ -85,8 +85,8 @@ class OwnRows:
         """Returns `[T, …]` of the rank's results `[R, …]`, zeros in the rows of other ranks."""
         if self.row_indices is None:
             return results
-        whole = results.new_zeros((self.num_rows, *results.shape[1:]))
-        return whole.index_copy_(0, self.row_indices, results)
+        scattered = results.new_zeros((self.num_rows, *results.shape[1:]))
+        return scattered.index_copy_(0, self.row_indices, results)
 
 
 class KvPool:
@@ -204,8 +204,8 @@ class KvPool:
     def _local(self, numbers: Tensor, per_page: int) -> Tensor:
         """Converts page numbers (`per_page` = 1) or slots (`per_page` = page size) of the leases to
         this pool's; those of other pools become 0."""
-        own = numbers - self._rank * self.num_pages * per_page
-        return own.masked_fill_((own < 0) | (own >= self.num_pages * per_page), 0)
+        local = numbers - self._rank * self.num_pages * per_page
+        return local.masked_fill_((local < 0) | (local >= self.num_pages * per_page), 0)
 
     def scales(self, layer: int) -> CacheScales | None:
         """Returns the scales of one layer; None unless the cache is e4m3."""

@@ -211,10 +211,10 @@ class StateStore:
         """Returns the checkpoint that each sequence writes, `[B]`: the one it starts from, unless
         others do too; else the least recently used free one. `NOWHERE` if there is none: then the
         state is not kept."""
-        own, counts = np.unique(matches.places[matches.places != NOWHERE], return_counts=True)
-        self._used[own] = self._turn
-        shared = set(own[counts > 1].tolist())
-        in_use = set(own.tolist())
+        sources, counts = np.unique(matches.places[matches.places != NOWHERE], return_counts=True)
+        self._used[sources] = self._turn
+        shared = set(sources[counts > 1].tolist())
+        in_use = set(sources.tolist())
         in_use |= set(np.nonzero(self._is_lent)[0].tolist())
         free = (place for place in self._used.argsort().tolist() if place not in in_use)
         targets = np.full(len(matches.places), NOWHERE, np.int64)

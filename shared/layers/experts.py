@@ -45,14 +45,11 @@ class Router:
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the weights and the experts, `[T, k]` each, of rows `[T, H]`."""
-        return route(self._logits(hidden), self.correction, self.routing)
-
-    def _logits(self, hidden: Tensor) -> Tensor | Partials:
         if not self.is_wide:
-            return self.weight.partials(hidden)
+            return route(self.weight.partials(hidden), self.correction, self.routing)
         assert isinstance(self.weight.weight, LinearWeight)
         assert self.weight.bias is None
-        return wide_linear(hidden, self.weight.weight)
+        return route(wide_linear(hidden, self.weight.weight), self.correction, self.routing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +143,8 @@ class Experts:
         """Returns the experts as indices into this process's experts; experts of other processes
         become the number of experts here."""
         count = self.gate_up.num_experts
-        own = experts - group.rank * count
-        return torch.where((own >= 0) & (own < count), own, count)
+        local = experts - group.rank * count
+        return torch.where((local >= 0) & (local < count), local, count)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ def peer_access_problem(device: torch.device, device_indices: list[int]) -> str 
     """Returns why the GPUs of a group cannot read each other's memory, or None.
 
     Args:
-        device_indices: device indices of all processes, this one's included.
+        device_indices: those of all processes, this one's included.
     """
     if device.type != "cuda":
         return f"{device} is no GPU"
@@ -57,7 +57,7 @@ def open_peer_slots(
     A process can do so for one group only: torch numbers its exchanges from its start.
 
     Args:
-        device_indices: device indices of all processes, by rank.
+        device_indices: those of all processes, by rank.
 
     Raises:
         RuntimeError: the driver or this torch cannot share memory.
@@ -136,8 +136,7 @@ class TensorGroup:
         return self if self.stage is None else self.stage.group
 
     def spreading(self, *, experts: bool, sequences: bool) -> TensorGroup:
-        """Returns the same group with `spreads_experts` and `spreads_sequences` set as given in the
-        group that shares layers."""
+        """Returns the same group with these settings in the group that shares layers."""
         if self.stage is None:
             return replace(self, spreads_experts=experts, spreads_sequences=sequences)
         if self.stage.group is None:

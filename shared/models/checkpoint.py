@@ -151,7 +151,7 @@ class Checkpoint:
         return ScaledFile(path, self)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Returns the shape of one of `files`."""
+
         return self.open_file(self.files[key]).shape(key)
 
     def read(self, key: str) -> Tensor:

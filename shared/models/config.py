@@ -330,7 +330,7 @@ class ModelConfig:
         return self.sliding_rope
 
     def layer_heads(self, layer: int) -> int:
-        """Returns the query heads of a layer."""
+
         is_sliding = self.sliding_windows[layer] is not None
         return self.num_heads if is_sliding or self.full_heads is None else self.full_heads
 
@@ -353,7 +353,7 @@ class ModelConfig:
         )
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer's feed-forward block has experts."""
+
         return self.experts is not None and layer in self.experts.layers
 
 

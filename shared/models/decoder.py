@@ -216,11 +216,11 @@ class Decoder:
     def logits(self, hidden_rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns `[L, V]` over all tokens for `hidden_rows` `[L, H]` after the final norm; -inf
         for tokens without a row in the lm_head."""
-        own = self.own_logits(hidden_rows, dtype)
+        scored = self.own_logits(hidden_rows, dtype)
         if self.token_map is None:
-            return own
-        logits = own.new_full((len(own), self.config.vocab_size), -math.inf)
-        return logits.index_copy_(1, self.token_map, own)
+            return scored
+        logits = scored.new_full((len(scored), self.config.vocab_size), -math.inf)
+        return logits.index_copy_(1, self.token_map, scored)
 
     def own_logits(self, hidden_rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns `[L, Vd]` over the lm_head's rows of all processes."""
@@ -234,8 +234,8 @@ class Decoder:
         if self.group is None:
             return self._scale(embeddings(token_ids, self.embedding))
         first_token = self.group.rank * len(self.embedding)
-        own = self._scale(own_embeddings(token_ids, self.embedding, first_token))
-        return Part(own, self.group)
+        rows = self._scale(own_embeddings(token_ids, self.embedding, first_token))
+        return Part(rows, self.group)
 
     def _scale(self, rows: Tensor) -> Tensor:
         """Multiplies by the embedding scale, rounded to the model's dtype as in training."""

@@ -139,21 +139,23 @@ def delta_parts(config: ModelConfig, source: str, target: str) -> Iterator[Weigh
     yield WeightPart.matrix(f"{source}out_proj.weight", (hidden, size), f"{target}output.weight")
 
 
-def build_delta(own: LayerTensors, shape: AttentionShape) -> GatedDelta:
+def build_delta(weights: LayerTensors, shape: AttentionShape) -> GatedDelta:
     """Builds one delta layer; removes its tensors from the dict."""
-    config = own.config
+    config = weights.config
     assert config.delta is not None
     return GatedDelta(
         shape=shape,
         delta=config.delta.shape,
-        channels=own.linear("channels"),
+        channels=weights.linear("channels"),
         # Not quantised: these few rows influence all later states.
-        gates=replace(own, quantisation=Quantisation.UNQUANT).linear("gates"),
-        weights=DeltaWeights(own.pop("taps").squeeze(1), own.pop("A_log"), own.pop("dt_bias")),
-        norm=own.plain_norm("delta_norm"),
-        output=own.linear("output"),
-        layer=config.first_cache_layer(own.layer),
-        state=config.delta.layers.index(own.layer),
+        gates=replace(weights, quantisation=Quantisation.UNQUANT).linear("gates"),
+        weights=DeltaWeights(
+            weights.pop("taps").squeeze(1), weights.pop("A_log"), weights.pop("dt_bias")
+        ),
+        norm=weights.plain_norm("delta_norm"),
+        output=weights.linear("output"),
+        layer=config.first_cache_layer(weights.layer),
+        state=config.delta.layers.index(weights.layer),
     )
 
 
@@ -228,22 +230,22 @@ def latent_parts(
         yield WeightPart(f"{source}o_proj.bias", (hidden,), f"{target}output.bias")
 
 
-def build_latent(own: LayerTensors, shape: AttentionShape) -> LatentAttention:
+def build_latent(weights: LayerTensors, shape: AttentionShape) -> LatentAttention:
     """Builds one latent attention; removes its tensors from the dict."""
-    latent = own.config.latent
+    latent = weights.config.latent
     assert latent is not None
     is_uncompressed = latent.query_rank is None
-    expand = own.pop("expand").view(shape.num_heads, -1, latent.latent_dim)
+    expand = weights.pop("expand").view(shape.num_heads, -1, latent.latent_dim)
     return LatentAttention(
         shape=shape,
-        compress=own.linear("compress"),
-        query_norm=None if is_uncompressed else own.plain_norm("query_norm"),
-        queries=None if is_uncompressed else own.linear("queries"),
-        latent_norm=own.plain_norm("latent_norm"),
+        compress=weights.linear("compress"),
+        query_norm=None if is_uncompressed else weights.plain_norm("query_norm"),
+        queries=None if is_uncompressed else weights.linear("queries"),
+        latent_norm=weights.plain_norm("latent_norm"),
         key_up=expand[:, : latent.unrotated_dim].contiguous(),
         value_up=expand[:, latent.unrotated_dim :].contiguous(),
-        output=own.linear("output", own.own_group),
-        layer=own.cache_layer,
+        output=weights.linear("output", weights.own_group),
+        layer=weights.cache_layer,
     )
 
 
@@ -384,20 +386,20 @@ def _shared_parts(
     yield WeightPart.matrix(f"{source}down_proj.weight", (hidden, wide), down, outer)
 
 
-def build_experts(own: LayerTensors) -> Experts:
+def build_experts(weights: LayerTensors) -> Experts:
     """Builds one block of experts; removes its tensors from the dict."""
-    config, group, activation = own.config.experts, own.own_group, own.config.activation
+    config, group, activation = weights.config.experts, weights.own_group, weights.config.activation
     assert config is not None
-    shared_limit, limit = own.config.layer_limits(own.layer)
-    num_experts, stored = config.routing.num_experts, STORED_DTYPES.get(own.quantisation)
+    shared_limit, limit = weights.config.layer_limits(weights.layer)
+    num_experts, stored = config.routing.num_experts, STORED_DTYPES.get(weights.quantisation)
     is_spread = group is not None and group.spreads_experts
     if is_spread:
         assert group is not None
         num_experts //= group.size
 
     def stacked(name: str) -> ExpertWeight:
-        weight = own.tensors.pop_matrix(f"{own.prefix}experts.{name}")
-        bias = own.pop_if_any(f"experts.{name}_bias")
+        weight = weights.tensors.pop_matrix(f"{weights.prefix}experts.{name}")
+        bias = weights.pop_if_any(f"experts.{name}_bias")
         if bias is not None:
             bias = bias.view(num_experts, -1)
             # The group sums the processes' results, so only one of them adds the bias.
@@ -410,16 +412,16 @@ def build_experts(own: LayerTensors) -> Experts:
     shared = None
     if config.shared_size:
         # No sum of its own: the group's sum over the whole block includes it.
-        down = replace(own.linear("shared.down", group), group=None)
-        shared = Mlp(own.linear("shared.gate_up"), down, activation, shared_limit)
-    shared_gate = own.pop_if_any("shared.gate.weight")
-    router, is_wide = own.pop("router.weight"), config.family.is_wide
+        down = replace(weights.linear("shared.down", group), group=None)
+        shared = Mlp(weights.linear("shared.gate_up"), down, activation, shared_limit)
+    shared_gate = weights.pop_if_any("shared.gate.weight")
+    router, is_wide = weights.pop("router.weight"), config.family.is_wide
     if is_wide and not can_be_batch_invariant(router):
         router = router.float()
     return Experts(
         router=Router(
-            weight=Linear.of(router, own.pop_if_any("router.bias")),
-            correction=own.pop_if_any("router.correction"),
+            weight=Linear.of(router, weights.pop_if_any("router.bias")),
+            correction=weights.pop_if_any("router.correction"),
             routing=config.routing,
             is_wide=is_wide,
         ),
@@ -570,8 +572,8 @@ def keys_of_others(
     """Returns the keys of tensors that only other processes hold: their layers and experts."""
     if not shard.spreads_experts and shard.num_stages == 1:
         return frozenset()
-    own = {part.key for part in decoder_parts(config, shard, keys)}
-    return frozenset(part.key for part in decoder_parts(config, WHOLE, keys)) - own
+    own_keys = {part.key for part in decoder_parts(config, shard, keys)}
+    return frozenset(part.key for part in decoder_parts(config, WHOLE, keys)) - own_keys
 
 
 def layer_parts(

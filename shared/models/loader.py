@@ -244,7 +244,7 @@ def build_layer(
     Args:
         group: group of the whole model; see `build_decoder`.
     """
-    own = LayerTensors(config, tensors, layer, quantisation, group)
+    weights = LayerTensors(config, tensors, layer, quantisation, group)
     has_input_norm = config.family.norms is not NormPlacement.AFTER
     has_output_norm = config.family.norms is not NormPlacement.BEFORE
     build: Callable[[LayerTensors, AttentionShape], SelfAttention] = build_attention
@@ -253,29 +253,29 @@ def build_layer(
     elif config.latent is not None:
         build = build_latent
     return DecoderLayer(
-        attention_norm=own.norm("attention_norm") if has_input_norm else None,
-        attention=build(own, shape),
-        mlp_norm=own.norm("mlp_norm") if has_input_norm else None,
-        mlp=build_experts(own) if own.has("router.weight") else _gated_block(own),
-        attention_output_norm=own.norm("attention_output_norm") if has_output_norm else None,
-        mlp_output_norm=own.norm("mlp_output_norm") if has_output_norm else None,
+        attention_norm=weights.norm("attention_norm") if has_input_norm else None,
+        attention=build(weights, shape),
+        mlp_norm=weights.norm("mlp_norm") if has_input_norm else None,
+        mlp=build_experts(weights) if weights.has("router.weight") else _gated_block(weights),
+        attention_output_norm=weights.norm("attention_output_norm") if has_output_norm else None,
+        mlp_output_norm=weights.norm("mlp_output_norm") if has_output_norm else None,
     )
 
 
-def _gated_block(own: LayerTensors) -> Mlp:
+def _gated_block(weights: LayerTensors) -> Mlp:
     gate_up, down = (
-        own.tensors.pop_matrix(f"{own.prefix}{name}.weight") for name in ("gate_up", "down")
+        weights.tensors.pop_matrix(f"{weights.prefix}{name}.weight") for name in ("gate_up", "down")
     )
-    bias, down_bias = own.pop_if_any("gate_up.bias"), own.pop_if_any("down.bias")
+    bias, down_bias = weights.pop_if_any("gate_up.bias"), weights.pop_if_any("down.bias")
     # In a weight update, one of the two may be on the meta device.
     rest = -down.shape[1] % WORD_BLOCK
     if rest and (is_hopper(gate_up.device) or is_hopper(down.device)):
         gate_up, bias, down = _padded(gate_up, bias, down, rest)
     return Mlp(
-        Linear.of(gate_up, bias, own.quantisation),
-        Linear.of(down, down_bias, own.quantisation, own.own_group),
-        own.config.activation,
-        own.config.layer_limits(own.layer)[0],
+        Linear.of(gate_up, bias, weights.quantisation),
+        Linear.of(down, down_bias, weights.quantisation, weights.own_group),
+        weights.config.activation,
+        weights.config.layer_limits(weights.layer)[0],
     )
 
 
@@ -314,31 +314,31 @@ def _pad_columns(rows: Tensor, rest: int) -> Tensor:
     return padded
 
 
-def build_attention(own: LayerTensors, shape: AttentionShape) -> Attention:
+def build_attention(weights: LayerTensors, shape: AttentionShape) -> Attention:
     """Builds one attention; removes its tensors from the dict."""
-    config, qk_norm, joint_norms, narrow = own.config, None, None, None
-    gate = own.pop_if_any("head_gate.weight")
+    config, qk_norm, joint_norms, narrow = weights.config, None, None, None
+    gate = weights.pop_if_any("head_gate.weight")
     if (hybrid := config.hybrid) is not None:
-        num_kv_heads = config.layer_kv_heads(own.layer)
+        num_kv_heads = config.layer_kv_heads(weights.layer)
         narrow = NarrowHeads(num_kv_heads, hybrid.value_dim, hybrid.value_scale)
     if config.has_qk_norm:
-        weight = own.norm("qk_norm").weight
+        weight = weights.norm("qk_norm").weight
         qk_norm = RmsNorm(weight.view(-1, config.head_dim), config.rms_norm_eps)
-    if config.has_unit_norm and own.layer not in config.unrotated_layers:
+    if config.has_unit_norm and weights.layer not in config.unrotated_layers:
         # The norms may precede the rotation, since that does not change the length of a head.
         size = shape.num_heads + shape.num_kv_heads, config.head_dim
-        qkv = own.tensors[f"{own.prefix}qkv.weight"]
-        qk_norm = RmsNorm(qkv.new_ones(size, dtype=own.tensors.dtype), config.rms_norm_eps)
+        qkv = weights.tensors[f"{weights.prefix}qkv.weight"]
+        qk_norm = RmsNorm(qkv.new_ones(size, dtype=weights.tensors.dtype), config.rms_norm_eps)
     if config.norms_all_heads:
-        joint_norms = own.norm("query_norm"), own.norm("key_norm")
+        joint_norms = weights.norm("query_norm"), weights.norm("key_norm")
     return Attention(
         shape=shape,
-        qkv=own.linear("qkv"),
-        output=own.linear("output", own.own_group),
+        qkv=weights.linear("qkv"),
+        output=weights.linear("output", weights.own_group),
         qk_norm=qk_norm,
-        layer=own.cache_layer,
+        layer=weights.cache_layer,
         joint_norms=joint_norms,
-        sinks=own.pop_if_any("sinks"),
+        sinks=weights.pop_if_any("sinks"),
         narrow=narrow,
         head_gate=Linear.of(gate) if gate is not None else None,
         is_gated=config.family.is_gated,

@@ -112,7 +112,7 @@ class Shard:
         return range(start, start + count + is_longer)
 
     def cache_layers(self, config: ModelConfig) -> range:
-        """Returns this process's layers of the whole model's cache."""
+        """Returns this process's layers of the model's cache."""
         layers = self.layers(config)
         return range(config.first_cache_layer(layers.start), config.first_cache_layer(layers.stop))
 

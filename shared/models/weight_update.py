@@ -85,12 +85,12 @@ class WeightStage:
 
     @property
     def all_names(self) -> frozenset[str]:
-        """Names of all tensors of the decoder."""
+
         return frozenset(part.target for part in self._parts)
 
     @property
     def num_bytes(self) -> int:
-        """Host memory of the received tensors."""
+
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def read(self, folder: Path, load_format: LoadFormat) -> None:

@@ -142,7 +142,7 @@ class _GpuCopier(threading.local):
             self._buffers = deque((_Buffer(chunk_bytes), _Buffer(chunk_bytes)))
 
     def copy(self, part: WeightCopy) -> int:
-        """Queues the copy and returns its bytes."""
+
         buffer = self._buffers[0]
         self._buffers.rotate()
         with torch.cuda.stream(self._stream):

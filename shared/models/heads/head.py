@@ -56,11 +56,11 @@ class DraftVocabulary:
 
     def logits(self, normed: Tensor) -> Tensor:
         """Returns `[L, V]` float32 for results of `normed`; -inf for tokens without a draft id."""
-        own = self.lm_head(normed).float()
+        scored = self.lm_head(normed).float()
         if self.token_ids is None:
-            return own
-        logits = own.new_full((len(own), self.vocab_size), -math.inf)
-        return logits.index_copy_(1, self.token_ids, own)
+            return scored
+        logits = scored.new_full((len(scored), self.vocab_size), -math.inf)
+        return logits.index_copy_(1, self.token_ids, scored)
 
 
 @dataclass(frozen=True, slots=True)

@@ -256,9 +256,9 @@ class _HeadBuilder:
         )
 
     def _embedding(self) -> Tensor:
-        own = self._tensors.pop("embedding", None)
-        if own is not None:
-            return own
+        embedding = self._tensors.pop("embedding", None)
+        if embedding is not None:
+            return embedding
         config = self._config
         if config.sizes.hidden_size != config.target_hidden_size:
             raise CheckpointError(
@@ -304,16 +304,16 @@ class _HeadBuilder:
 
     def _layer(self, state_norm: RmsNorm | None) -> HeadLayer:
         sizes = self._config.sizes
-        own = LayerTensors(sizes, self._tensors, 0, self._options.quantisation, None)
+        weights = LayerTensors(sizes, self._tensors, 0, self._options.quantisation, None)
         shape = AttentionShape(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim)
-        attention, mlp_norm = build_attention(own, shape), own.norm("mlp_norm")
-        mlp = Mlp(own.linear("gate_up"), own.linear("down"))
+        attention, mlp_norm = build_attention(weights, shape), weights.norm("mlp_norm")
+        mlp = Mlp(weights.linear("gate_up"), weights.linear("down"))
         if self._config.kind is HeadKind.EAGLE:
             fc = linear_from(self._tensors, "fc", self._options.quantisation)
             return EagleLayer(fc, attention, mlp_norm, mlp)
         return Eagle3Layer(
-            embedding_norm=own.norm("attention_norm"),
-            hidden_norm=own.norm("hidden_norm"),
+            embedding_norm=weights.norm("attention_norm"),
+            hidden_norm=weights.norm("hidden_norm"),
             attention=attention,
             mlp_norm=mlp_norm,
             mlp=mlp,

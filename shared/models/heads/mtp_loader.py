@@ -141,11 +141,13 @@ def load_mtp(
     checkpoint = Checkpoint.open(folder, options.load_format)
     layers = find_mtp_layers(checkpoint.files)
     config = _config(folder, layers, target.config)
-    own = (*layers.prefixes, _QWEN_ROOT) if layers.style is MtpStyle.QWEN else layers.prefixes
+    own_prefixes = (
+        (*layers.prefixes, _QWEN_ROOT) if layers.style is MtpStyle.QWEN else layers.prefixes
+    )
     tensors = read_weights(
         checkpoint,
         tuple(_parts(config, layers, checkpoint)),
-        ignored_prefixes=[key for key in checkpoint.files if not key.startswith(own)],
+        ignored_prefixes=[key for key in checkpoint.files if not key.startswith(own_prefixes)],
         ignored_suffixes=(*IGNORED_SUFFIXES, *_SHARED_SUFFIXES),
         dtype=dtype,
         device=device,
@@ -217,9 +219,9 @@ def _mtp_config(config: ModelConfig, file: ConfigFile, layers: MtpLayers) -> Mod
     limits = (config.mlp_limits[-1:] * count, config.expert_limits[-1:] * count)
     if config.family.has_raw_mtp:
         values = {"num_hidden_layers": first + count}
-        whole = ModelConfig.of(file.with_values(values), config.architecture)
-        windows = whole.sliding_windows[first:]
-        limits = whole.mlp_limits[first:], whole.expert_limits[first:]
+        with_mtp = ModelConfig.of(file.with_values(values), config.architecture)
+        windows = with_mtp.sliding_windows[first:]
+        limits = with_mtp.mlp_limits[first:], with_mtp.expert_limits[first:]
     elif layers.style is MtpStyle.MIMO_V2:
         windows = (next(filter(None, config.sliding_windows), None),) * count
     else:

@@ -125,17 +125,17 @@ class BorrowedTensors:
 
     def _scored(self, target: TargetTensors) -> Tensor:
 
-        whole = target.lm_head()
-        return whole if self._token_ids is None else whole.index_select(0, self._token_ids)
+        lm_head = target.lm_head()
+        return lm_head if self._token_ids is None else lm_head.index_select(0, self._token_ids)
 
 
 def table_rows(decoder: Decoder, table: Table, start: int, end: int) -> Tensor:
     """Returns rows `start` to `end` of a table; all processes of a group call it together."""
-    own = _table(decoder, table)
+    part = _table(decoder, table)
     if decoder.group is None:
-        return own[start:end]
-    token_ids = torch.arange(start, end, device=own.device)
-    return decoder.group.sum(own_embeddings(token_ids, own, decoder.group.rank * len(own)))
+        return part[start:end]
+    token_ids = torch.arange(start, end, device=part.device)
+    return decoder.group.sum(own_embeddings(token_ids, part, decoder.group.rank * len(part)))
 
 
 def _table(decoder: Decoder, table: Table) -> Tensor:
