@@ -244,8 +244,7 @@ def load_dflash(
         options: quantisation applies to the layers, see `load_decoder`.
 
     Raises:
-        CheckpointError: if the folder is incomplete, damaged or made for another target; the
-            message names the file, the key and, for a wrong shape, both shapes.
+        CheckpointError: as `load_head`.
     """
     config = DflashConfig.from_folder(folder, target.config)
     checkpoint = Checkpoint.open(folder, options.load_format)

@@ -134,9 +134,8 @@ def load_mtp(
         options: quantisation applies to the layers, see `load_decoder`.
 
     Raises:
-        CheckpointError: if the folder has no next-token layers, or not as many as its config says,
-            or is damaged or made for another target; the message names the file, the key and, for
-            a wrong shape, both shapes.
+        CheckpointError: as `load_head`, or if the folder has no next-token layers, or not as many
+            as its config says.
     """
     checkpoint = Checkpoint.open(folder, options.load_format)
     layers = find_mtp_layers(checkpoint.files)
