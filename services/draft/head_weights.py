@@ -93,7 +93,7 @@ class HeadWeights:
         from services.draft.drafter_factory import target_vocabulary
         from services.draft.drafters.standalone import StandaloneDrafter
         from shared.models.loader import load_decoder
-        from shared.models.weights import BESIDE_STEPS
+        from shared.models.weights import SERVING_PACE
 
         assert isinstance(self._drafter, StandaloneDrafter)
         running = self._drafter.decoder
@@ -105,7 +105,7 @@ class HeadWeights:
             dtype=running.dtype,
             device=running.device,
             options=self._settings.model_options,
-            pace=BESIDE_STEPS,
+            pace=SERVING_PACE,
             vocabulary=target_vocabulary(self._settings),
             vocab_size=running.config.vocab_size,
         )
@@ -117,7 +117,7 @@ class HeadWeights:
         from services.draft.drafters.model_factory import read_head
         from shared.models.config import ModelConfig
         from shared.models.heads.target_tensors import Table, TargetTensors
-        from shared.models.weights import BESIDE_STEPS
+        from shared.models.weights import SERVING_PACE
 
         assert isinstance(self._drafter, EagleDrafter)
         running, settings = self._drafter.head, self._settings
@@ -134,7 +134,7 @@ class HeadWeights:
             dtype=running.dtype,
             device=running.device,
             options=settings.model_options,
-            pace=BESIDE_STEPS,
+            pace=SERVING_PACE,
         )
         if settings.algorithm is Algorithm.EAGLE:
             # With a token map, the running lm_head holds only the target's rows that it selects.

@@ -1,11 +1,11 @@
 """Attention over a paged KV cache: Triton kernels on CUDA, plain torch elsewhere.
 
-Everything that depends on the batch alone (visibility, slots of keys) is computed once a forward as
-a plan and shared by all layers. CUDA takes a `SplitPlan`, see `split_plan`. The plain
-path is also the kernels' oracle. On a CPU the sequences of a tile have as many padded rows and
-keys as each would have alone, and a batched product gives each the bits that it has alone. On
-other devices all sequences are one padded tile, because reading their lengths would wait for the
-device.
+What depends only on the batch (visibility, slots of keys) is computed once per forward, as a plan
+that all layers share. CUDA uses a `SplitPlan`, see `split_plan`. The plain torch path is also the
+kernels' test oracle. On a CPU a tile holds sequences with the same padded numbers of rows and keys;
+so each sequence has the padding that it has alone, and a batched product gives it the same bits.
+On other devices all sequences are one padded tile, because reading their lengths would wait for
+the device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shared.model_options import AttentionBackend
 # Measured with MKL: a row of a product has the same bits for every multiple of 8 rows, while
 # fewer rows take kernels of their own.
 _ROW_MULTIPLE = 8
-# Keeps the shapes of products few, and the edges of their tiles away from a moving tail.
+# Rounding up keeps the shapes of products few, and their edges fixed while a sequence grows.
 _KEY_MULTIPLE = 64
 
 
@@ -48,10 +48,10 @@ class AttentionTile:
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
-    """The tiles of one forward, and where each row's result lies in them.
+    """The tiles of one forward, and the position of each row's result in them.
 
     Attributes:
-        result_rows: `[T]` int64, indices into the tiles' rows laid end to end.
+        result_rows: `[T]` int64, indices into the concatenated rows of all tiles.
     """
 
     tiles: tuple[AttentionTile, ...]
@@ -75,10 +75,10 @@ def plan_attention(
     Args:
         sliding_window: a row at position t sees positions above `t - sliding_window`; the
             position of a prefix key is its logical index. None sees everything. Must exceed the
-            depth of any tree, whose nodes are never cut off.
-        num_query_groups: query heads that share a key head; rows are padded with it in view.
-        backend: `TORCH` takes the plain path on CUDA, too; `TRITON` needs CUDA.
-        is_special: scores have caps or sinks, which only the kernels of single rows know.
+            depth of any tree, because the window does not apply to a tree's nodes.
+        num_query_groups: query heads that share a key head; the padding of rows depends on it.
+        backend: `TORCH` uses the plain path on CUDA, too; `TRITON` needs CUDA.
+        is_special: scores have caps or sinks, which only the kernels of single rows support.
         is_latent: values are the first part of keys, and there is one key head and no window.
     """
     has_triton = runs_triton(batch.positions)
@@ -115,20 +115,20 @@ def paged_attention(
     sinks: Tensor | None = None,
     value_dim: int | None = None,
 ) -> Tensor:
-    """Attends from every row to the keys its sequence may see.
+    """Attends from every row to the keys that it may see.
 
     Args:
         queries: `[T, Hq, D]`.
         keys: `[num_slots, Hkv, D]`, one layer of the pool; Hkv divides Hq.
         values: like `keys`.
         scale: factor of the scores, usually `D ** -0.5`.
-        cache_scales: of an e4m3 cache; None of any other.
-        cap: bounds scores softly, `cap * tanh(score / cap)`; None of most models. A `SplitPlan`
-            knows no caps and sinks.
-        sinks: `[Hq]`, a score of each head that takes its share of the softmax and has no value;
-            None of most models. Source: Xiao et al., arXiv 2309.17453, section 3.3.
-        value_dim: V, the dimensions of a value that are wanted, its first ones; None wants all.
-            `values` is then `keys` itself, and on CUDA the plan is a `LatentPlan`.
+        cache_scales: scales of an e4m3 cache; None for any other.
+        cap: soft bound of scores, `cap * tanh(score / cap)`; None in most models. A `SplitPlan`
+            supports neither caps nor sinks.
+        sinks: `[Hq]`, one score per head that counts in the softmax but has no value; None in most
+            models. Source: Xiao et al., arXiv 2309.17453, section 3.3.
+        value_dim: V, the number of dimensions of a value to return, the first ones; None returns
+            all. With it, `values` is `keys` itself, and on CUDA the plan is a `LatentPlan`.
 
     Returns:
         `[T, Hq, V]` in the dtype of `queries`; scores are float32, and so are sums over keys on
@@ -143,14 +143,14 @@ def paged_attention(
     if isinstance(plan, RowPlan):
         from shared.kernels.attention_rows_triton import row_attention
 
-        assert cache_scales is None, "these kernels know no e4m3 cache"
+        assert cache_scales is None, "these kernels do not support an e4m3 cache"
         assert value_dim is None
         if plan.prompts is None:
             return row_attention(queries, keys, values, plan, scale=scale, cap=cap, sinks=sinks)
         return _with_prompts(queries, keys, values, plan, _Softmax(scale, cap, sinks))
     if isinstance(plan, SplitPlan):
-        assert cap is None and sinks is None and value_dim is None, "unknown to the kernels"  # noqa: PT018
-        # Triton is not installed where there is no CUDA.
+        assert cap is None and sinks is None and value_dim is None, "not supported by the kernels"  # noqa: PT018
+
         from shared.kernels.attention_triton import split_attention
 
         return split_attention(queries, keys, values, plan, scale=scale, cache_scales=cache_scales)
@@ -187,15 +187,15 @@ class _Softmax:
 def _with_prompts(
     queries: Tensor, keys: Tensor, values: Tensor, plan: RowPlan, softmax: _Softmax
 ) -> Tensor:
-    """Attends as `paged_attention` does, from the rows of prompts and from the others."""
+    """As `paged_attention`, with separate kernels for the rows of prompts and all other rows."""
     from shared.kernels.attention_prompts_triton import prompt_attention
 
     results = plan.results(queries, queries.shape[2])
-    own = paged_attention(
-        plan.taken(queries), keys, values, replace(plan, prompts=None),
+    attended = paged_attention(
+        plan.select(queries), keys, values, replace(plan, prompts=None),
         scale=softmax.scale, cap=softmax.cap, sinks=softmax.sinks,
     )  # fmt: skip
-    plan.put(results, own)
+    plan.scatter_into(results, attended)
     prompt_attention(
         queries, keys, values, results, plan,
         scale=softmax.scale, cap=softmax.cap, sinks=softmax.sinks,
@@ -212,7 +212,7 @@ class _Cache:
     scales: CacheScales | None
 
     def rows(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns those at `slots` `[N]` in float32, `[N, Hkv, D]` each."""
+        """Returns keys and values at `slots` `[N]` in float32, `[N, Hkv, D]` each."""
         scales = self.scales
         return (
             load(self.keys, slots, None if scales is None else scales.keys),
@@ -221,7 +221,7 @@ class _Cache:
 
 
 def _attend(queries: Tensor, cache: _Cache, tile: AttentionTile, softmax: _Softmax) -> Tensor:
-    """Returns `[B * R, Hq, V]` float32: query heads of one key head are rows of one product."""
+    """Returns `[B * R, Hq, V]` float32. The query heads of a key head are rows of one product."""
     num_sequences, _, _, num_rows, num_keys = tile.bias.shape
     _, num_heads, head_dim = queries.shape
     num_kv_heads = cache.keys.shape[1]
@@ -251,15 +251,16 @@ def _weighted_mean(scores: Tensor, values: Tensor, sinks: Tensor | None) -> Tens
     """Returns `softmax(scores) @ values` float32 for `[N, R, S]` and `[N, S, D]`; `sinks`
     `[N, R, 1]` are scores of keys without values.
 
-    Sums over keys run in float64 and are rounded once, so that neither the number of hidden keys
-    nor their place between visible ones moves a bit: a token of an accepted path gets the logits
-    it would have had without a tree around it. Costs about 40 us a layer for 8 rows and 320 keys.
+    Sums over keys run in float64 and are rounded once, so that bits depend neither on the number of
+    hidden keys nor on their positions between visible ones: a token of an accepted path gets the
+    logits that it would have had outside a tree. Costs about 40 us per layer for 8 rows and 320
+    keys.
     """
     if sinks is not None:
         scores = torch.cat((sinks, scores), -1)
     weights = torch.softmax(scores, -1, dtype=torch.float64)
     if not scores.is_cpu:
-        # Rows that see no key; on a CPU their tile has none.
+        # For rows that see no key, which do not occur on a CPU.
         weights.masked_fill_(scores.isneginf().all(-1, keepdim=True), 0.0)
     if sinks is not None:
         weights = weights[..., 1:]
@@ -302,7 +303,8 @@ def _bias(batch: PagedRows, sliding_window: int | None) -> Tensor:
 
 
 def _trees_fit(batch: PagedRows, sequence: Tensor, sliding_window: int) -> bool:
-    """Whether no tree reaches past the window; looked at where looking costs no wait."""
+    """Whether no tree is deeper than the window; checked only on a CPU, where reading does not
+    wait."""
     if batch.positions.device.type != "cpu":
         return True
     depths = batch.positions - batch.prefix_lengths[sequence]
@@ -368,7 +370,7 @@ def _plan_as_one_tile(
     own_rows = torch.arange(len(batch.positions), device=device)
     result_rows = sequence * num_rows + own_rows - starts[sequence]
     tile_bias = bias.index_select(0, rows).view(len(starts), 1, 1, num_rows, -1)
-    # A padding row borrowed from another sequence may see keys this one lacks; slot 0 answers.
+    # A padding row may be another sequence's, with more keys: those read slot 0.
     tile = AttentionTile(rows, key_slots.flatten(), tile_bias)
     return TilePlan((tile,), result_rows)
 

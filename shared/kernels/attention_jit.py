@@ -1,13 +1,13 @@
-"""Triton kernels of paged attention on CUDA, of plain tokens and trees.
+"""Triton kernels of paged attention on CUDA, for plain tokens, trees and prompt chunks.
 
-Where rows are few, a program of `attend_splits` takes a block of rows, one key head and some
-splits of the key list, and leaves one partial result a split; `combine` adds them in order. Where
-blocks fill the device, a program of `attend_whole` takes all splits of one.
+If rows are few, a program of `attend_splits` computes a block of rows, one key head and some splits
+of the key list, and writes one partial result per split; `combine` adds them in order. If blocks
+fill the device, a program of `attend_whole` computes all splits of a block.
 
-A row's bits depend on its own query and key list alone. Its splits are cut at fixed places, each
-is walked in tiles of fixed size, keys hidden from it add exact zeros, and plain tokens and tree
-nodes run the same instructions, whichever kernel they are in. Chunks of prompts do not: they
-may differ from plain tokens in the last bits.
+A row's bits depend only on its own query and key list. Splits are cut at fixed positions, each is
+walked in tiles of fixed size, keys that a row does not see add exact zeros, and both kernels run
+the same instructions for plain tokens and tree nodes. Chunks of prompts have a kernel of their own
+and may differ from plain tokens in the last bits.
 
 Source: Dao, arXiv 2307.08691 (online softmax over tiles); "Flash-Decoding", Dao et al., 2023
 (splits of the key list).
@@ -33,7 +33,7 @@ from shared.kernels.attention_walk_jit import (
 )
 from shared.kernels.dependent_jit import begin
 
-# Behind every key.
+# An index after every key.
 FAR_KEYS = tl.constexpr(2**30)
 
 
@@ -53,14 +53,14 @@ def attend_splits(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Writes sums `[N * ROWS, Hq, S, D]`, maxima and masses `[N * ROWS, Hq, S]` of N blocks.
 
-    The first `num_shared` programs along the last axis serve a block's shared splits; with trees,
-    one more for every `OWN_ROWS` of its rows serves the splits where keys are the rows' own.
+    The first `num_shared` programs along the last axis compute a block's shared splits. With trees,
+    one more program for every `OWN_ROWS` of its rows computes the splits with rows' own keys.
     """
     begin(IS_DEPENDENT)
-    # Heads run side by side: their parts of a key lie side by side in memory.
+    # Programs of neighbouring heads run together: their keys are neighbours in memory.
     block = tl.program_id(1)
     count = tl.load(block_counts + block)
-    # Not behind the branch, which would make two waits of one.
+    # Loaded before the branch, to wait for memory once, not twice.
     sequence = tl.load(block_sequences + block)
     first_row = tl.load(block_first_rows + block)
     if count == 0:
@@ -73,13 +73,13 @@ def attend_splits(  # type: ignore[no-untyped-def]
     common = tl.load(shared_lengths + sequence)
     split = tl.program_id(2)
     step = num_shared
-    # No split that ends behind it is shared by all rows; without trees every split is.
+    # Splits that end after this key are not shared by all rows; without trees all splits are.
     last_shared = FAR_KEYS
     own_row = 0
     num_own = 0
     if HAS_TAIL:
         has_own = common < longest
-        # Such a program serves some tree rows, from the split on where their keys are their own.
+        # A program with `serves_row` computes some tree rows, from the first split with own keys.
         serves_row = split >= num_shared
         own_row = tl.maximum(split - num_shared, 0) * OWN_ROWS
         is_served = (lane_rows >= own_row) & (lane_rows < own_row + OWN_ROWS)
@@ -133,7 +133,7 @@ def combine(  # type: ignore[no-untyped-def]
     """Adds the partial results of one row and head, in the order of the splits."""
     place = tl.program_id(0)
     head = tl.program_id(1)
-    # Of the plan: kernels before `attend_splits` wrote it, and that one has waited for them.
+    # Read before `begin`: kernels before `attend_splits`, which has waited for them, wrote these.
     count = tl.load(block_counts + place // ROWS)
     row = tl.load(block_first_rows + place // ROWS) + place % ROWS
     is_row = place % ROWS < count
@@ -157,7 +157,7 @@ def combine(  # type: ignore[no-untyped-def]
         keep = power_of_two(best, new_best)
         mass *= keep
         total *= keep
-        # Unrolled, so that the loads of all of them are under way at once.
+        # Unrolled, so that all loads are in flight together.
         for split in tl.static_range(LEVEL_SPLITS):
             is_split = start + split * size < length
             part_best = tl.load(maxima + slot + split, mask=is_split, other=float("-inf"))
@@ -191,7 +191,7 @@ def attend_chunk(  # type: ignore[no-untyped-def]
     PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_E4M3: tl.constexpr,
 ):  # fmt: skip
     """Attends from a block of causal rows of one sequence and one key head."""
-    # The last blocks see most keys; starting with them evens out the end.
+    # The last blocks see most keys; starting with them balances the load at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     count = tl.load(block_counts + block)
     if count == 0:
@@ -255,16 +255,16 @@ def attend_whole(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_E4M3: tl.constexpr,
 ):  # fmt: skip
-    """Does what `attend_splits` and `combine` do, with the same bits, for blocks that are enough
-    to fill the device: a program takes all splits of a block and head, and leaves no parts.
+    """Computes the same bits as `attend_splits` and `combine`, if there are enough blocks to fill
+    the device: one program computes all splits of a block and head, without partial results.
 
-    A block that sees more than `CHAIN_KEYS` keys would keep the device waiting, unless all lists
-    together fill `fewest_programs` of its length. Programs along the last axis share its splits,
-    and the one that is done last, which `counters` `[N, Hkv]` tell, adds the parts.
+    A block that sees more than `CHAIN_KEYS` keys would run on alone, unless all key lists together
+    are `fewest_programs` times as long. So the programs along the last axis share its splits, and
+    the last one to end, by the `counters` `[N, Hkv]`, adds the parts.
     """
     block = tl.program_id(1)
     count = tl.load(block_counts + block)
-    # Not behind the branch, which would make two waits of one.
+    # Loaded before the branch, to wait for memory once, not twice.
     sequence = tl.load(block_sequences + block)
     first_row = tl.load(block_first_rows + block)
     if count == 0:
@@ -326,7 +326,7 @@ def attend_whole(  # type: ignore[no-untyped-def]
             tl.store(sums + places, part_total * value_scale, mask=is_stored)
             split += tl.num_programs(2)
             start, size = bounds_of_split(split, FIRST_SPLIT, LEVEL_SPLITS)
-        # All threads have stored before one of them counts the program.
+        # All threads must have stored their parts before the program is counted as done.
         tl.debug_barrier()
         counter = counters + block * NUM_KV_HEADS + kv_head
         if tl.atomic_add(counter, 1, sem="acq_rel") < tl.num_programs(2) - 1:
@@ -359,7 +359,7 @@ def attend_whole(  # type: ignore[no-untyped-def]
 def num_walked_keys(  # type: ignore[no-untyped-def]
     block_counts, block_first_rows, row_lengths
 ):
-    """Returns how many keys the last rows of all blocks see, in int64."""
+    """Returns the number of keys that the last rows of all blocks see, in int64."""
     places = tl.arange(0, 128)
     total = tl.zeros([128], tl.int64)
     for first in range(0, tl.num_programs(1), 128):

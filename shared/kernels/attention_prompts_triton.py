@@ -1,5 +1,5 @@
-"""Triton kernel of attention of prompts for what `attention_jit` does not know: soft caps,
-sinks, keys of an odd width, and keys and values that lie apart.
+"""Triton kernel of prompt attention for what `attention_jit` does not support: soft caps, sinks,
+keys of a width that is split in two parts, and keys and values outside of the paged cache.
 
 Source: Dao, arXiv 2307.08691 (online softmax over tiles).
 """
@@ -18,11 +18,11 @@ from shared.kernels.attention_rows import PromptPlan, RowPlan
 from shared.kernels.attention_rows_jit import capped
 from shared.kernels.attention_walk_jit import lanes_of, lowest_keys
 
-_FEWEST_DIMS = 16
+_MIN_DIMS = 16
 _TILE_KEYS, _WIDE_TILE_KEYS = 64, 32
 _WIDE_DIM = 256
-# Of keys and values that are expanded at a time.
-_MOST_EXPANDED_BYTES = 2**28
+# The most bytes of keys and values that are expanded at a time.
+_MAX_EXPANDED_BYTES = 2**28
 
 
 @triton.jit(do_not_specialize=["page_stride", "window", "first_head"])  # type: ignore[untyped-decorator]
@@ -42,11 +42,12 @@ def attend_prompts(  # type: ignore[no-untyped-def]
 
     Args:
         rests: the last DIM - MAIN dimensions of keys.
-        places: the page table, or where the keys of each sequence begin if they are not paged.
+        places: the page table; or, of keys that are not paged, the index of each sequence's first
+            key.
         first_head: query head of the first key head.
-        KEY_HEAD: distance of two heads in keys; likewise REST_HEAD and VALUE_HEAD.
+        KEY_HEAD: stride between heads in keys; likewise REST_HEAD and VALUE_HEAD.
     """
-    # The last blocks see most keys; starting with them evens out the end.
+    # The last blocks see most keys; starting with them balances the load at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     count = tl.load(block_counts + block)
     if count == 0:
@@ -141,7 +142,8 @@ def prompt_attention(
     cap: float | None,
     sinks: Tensor | None,
 ) -> None:
-    """Writes what prompts' rows attend to, see `paged_attention`, to `results` `[T', Hq, D]`."""
+    """Writes the attention results of prompts' rows, see `paged_attention`, to `results`
+    `[T', Hq, D]`."""
     assert plan.prompts is not None
     num_kv_heads, dim = keys.shape[1:]
     main = 1 << (dim.bit_length() - 1)
@@ -171,8 +173,8 @@ def expanded_attention(
     *,
     scale: float,
 ) -> None:
-    """Writes what prompts' rows attend to, of keys and values that are made of latent vectors, to
-    `results` `[T', H, V]`.
+    """Writes the attention results of prompts' rows to `results` `[T', H, V]`, with keys and values
+    expanded from latent vectors.
 
     Args:
         queries: `[T, H, N + R]`, of which the last R dimensions are rotated.
@@ -180,12 +182,12 @@ def expanded_attention(
         key_up: `[H, N, L]`.
         value_up: `[H, V, L]`.
     """
-    num_heads, straight_dim, latent_dim = key_up.shape
+    num_heads, unrotated_dim, latent_dim = key_up.shape
     value_dim, dim = value_up.shape[1], queries.shape[2]
     rows = cache.squeeze(1).index_select(0, prompts.key_slots)
     latents = rows[:, :latent_dim]
-    row_bytes = (straight_dim + value_dim) * rows.element_size() * len(rows)
-    count = max(1, min(num_heads, _MOST_EXPANDED_BYTES // row_bytes))
+    row_bytes = (unrotated_dim + value_dim) * rows.element_size() * len(rows)
+    count = max(1, min(num_heads, _MAX_EXPANDED_BYTES // row_bytes))
     for first in range(0, num_heads, count):
         heads = slice(first, first + count)
         keys = F.linear(latents, key_up[heads].flatten(0, 1))
@@ -196,9 +198,9 @@ def expanded_attention(
             queries.stride(0), keys.stride(0), rows.stride(0), values.stride(0), 0, first,
             scale * math.log2(math.e), 1.0, 0,
             IS_PAGED=False, HAS_CAP=False, HAS_WINDOW=False, HAS_SINKS=False,
-            NUM_HEADS=num_heads, NUM_GROUPS=1, DIM=dim, MAIN=straight_dim, REST_HEAD=0,
-            KEY_HEAD=straight_dim, VALUE_HEAD=value_dim, VALUE_DIM=value_dim, PAGE_SIZE=1,
-            **_shape_options(queries, dim - straight_dim, straight_dim, value_dim, prompts),
+            NUM_HEADS=num_heads, NUM_GROUPS=1, DIM=dim, MAIN=unrotated_dim, REST_HEAD=0,
+            KEY_HEAD=unrotated_dim, VALUE_HEAD=value_dim, VALUE_DIM=value_dim, PAGE_SIZE=1,
+            **_shape_options(queries, dim - unrotated_dim, unrotated_dim, value_dim, prompts),
         )  # fmt: skip
 
 
@@ -212,9 +214,9 @@ def _shape_options(
 ) -> dict[str, int | bool]:
     is_wide = main >= _WIDE_DIM
     return {
-        "REST": max(triton.next_power_of_2(rest), _FEWEST_DIMS) if rest else 0,
-        "BLOCK_MAIN": max(triton.next_power_of_2(main), _FEWEST_DIMS),
-        "BLOCK_VALUES": max(triton.next_power_of_2(value_dim), _FEWEST_DIMS),
+        "REST": max(triton.next_power_of_2(rest), _MIN_DIMS) if rest else 0,
+        "BLOCK_MAIN": max(triton.next_power_of_2(main), _MIN_DIMS),
+        "BLOCK_VALUES": max(triton.next_power_of_2(value_dim), _MIN_DIMS),
         "TILE_ROWS": prompts.blocks.tile,
         "TILE_KEYS": _WIDE_TILE_KEYS if is_wide else _TILE_KEYS,
         "IS_FLOAT32": queries.dtype is torch.float32,

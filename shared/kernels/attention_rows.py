@@ -1,7 +1,5 @@
-"""Plan of paged attention over single rows, computed once a forward; see `attention_rows_jit`.
-
-The plan of prompt attention, computed once a forward; see `attention_prompts_triton`.
-"""
+"""Plans of attention over single rows, see `attention_rows_jit`, and over prompts, see
+`attention_prompts_triton`; computed once per forward."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from shared.kernels.split_plan import (
     PagedRows,
     RowBlocks,
     cut_of,
-    most_plain_rows,
+    max_plain_rows,
     plain_blocks,
     plain_rows,
     sequence_of_rows,
@@ -28,9 +26,8 @@ class PromptPlan:
     """The prompts of a forward: causal runs of many rows.
 
     Attributes:
-        blocks: of their rows.
-        row_lengths: `[T]` int32, keys each row of the forward sees before the window.
-        key_starts: `[B]` int64, where the keys of each prompt begin in `key_slots`.
+        row_lengths: `[T]` int32, keys that each row of the forward sees, ignoring the window.
+        key_starts: `[B]` int64, index in `key_slots` of each prompt's first key.
         key_slots: `[S]` int64, the slots of all keys of all prompts, one prompt after the other.
     """
 
@@ -41,37 +38,37 @@ class PromptPlan:
 
 
 def has_prompts(batch: PagedRows) -> bool:
-    """Whether the host knows of prompts among the rows."""
+    """Whether the host knows that some rows are prompts."""
     return batch.max_query_length > MAX_PLAIN_ROWS and batch.num_prompt_keys > 0
 
 
 def is_prompt(batch: PagedRows) -> Tensor:
-    """Returns `[B]` bool."""
+    """Returns `[B]` bool, whether each sequence is a prompt."""
     num_rows = batch.query_starts[1:] - batch.query_starts[:-1]
     return batch.is_causal & (num_rows > MAX_PLAIN_ROWS)
 
 
-def rows_beside_prompts(batch: PagedRows) -> Tensor:
-    """Returns `[R]` int64, the rows of a forward of T that are no prompt's; T where there are
-    fewer than there may be."""
-    num_rows, most = len(batch.positions), most_plain_rows(batch)
-    every = torch.arange(num_rows, device=batch.positions.device)
-    is_own = ~is_prompt(batch)[sequence_of_rows(batch)] & (every < batch.query_starts[-1])
-    # Rows of prompts all go to one more place, which is cut off.
-    places = torch.where(is_own, is_own.cumsum(0) - 1, most)
-    rows = torch.full((most + 1,), num_rows, device=is_own.device)
-    return rows.scatter_(0, places, every)[:most]
+def rows_without_prompts(batch: PagedRows) -> Tensor:
+    """Returns `[R]` int64, the rows that belong to no prompt, of a forward of T rows; padded with T
+    to the largest possible number."""
+    num_rows, max_rows = len(batch.positions), max_plain_rows(batch)
+    all_rows = torch.arange(num_rows, device=batch.positions.device)
+    is_plain = ~is_prompt(batch)[sequence_of_rows(batch)] & (all_rows < batch.query_starts[-1])
+    # The rows of prompts all go to one extra element, which is dropped.
+    places = torch.where(is_plain, is_plain.cumsum(0) - 1, max_rows)
+    rows = torch.full((max_rows + 1,), num_rows, device=is_plain.device)
+    return rows.scatter_(0, places, all_rows)[:max_rows]
 
 
 def plan_prompts(batch: PagedRows, row_lengths: Tensor, num_query_groups: int) -> PromptPlan:
     """Computes the plan without waiting for the device."""
-    taken = is_prompt(batch)
-    num_rows = (batch.query_starts[1:] - batch.query_starts[:-1]) * taken
+    are_prompts = is_prompt(batch)
+    num_rows = (batch.query_starts[1:] - batch.query_starts[:-1]) * are_prompts
     cut = cut_of(batch, CHUNK_TILE, num_query_groups, len(batch.positions))
-    ends = (batch.kv_lengths * taken).cumsum(0)
-    starts = ends - batch.kv_lengths * taken
+    ends = (batch.kv_lengths * are_prompts).cumsum(0)
+    starts = ends - batch.kv_lengths * are_prompts
     keys = torch.arange(batch.num_prompt_keys, device=ends.device)
-    # Fewer keys may be there than the host counts: some are in another process.
+    # There may be fewer keys than the host counts, which includes those of other processes.
     sequences = torch.bucketize(keys, ends, right=True).clamp_(max=len(ends) - 1)
     indices = keys - starts[sequences]
     columns = (indices // batch.page_size).clamp_(max=batch.page_table.shape[1] - 1)
@@ -86,16 +83,14 @@ def plan_prompts(batch: PagedRows, row_lengths: Tensor, num_query_groups: int) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsOfBatch:
-    """The R rows of a forward of T that are no prompt's; each sees its keys as one list in path
-    order, see `split_plan`.
+    """The R rows that belong to no prompt, of a forward of T rows. Each row sees its keys as one
+    list in path order, see `split_plan`.
 
     Attributes:
-        batch: as it came.
-        rows: `[R]` int64, their places among the T, or T for nobody; None takes all of them.
-        row_lengths: `[R]` int32, keys each row sees before the window; 0 for padding rows.
-        shared_lengths: `[B]` int32, how many of them come from the page table.
-        tail_slots: `[R, W]` int64, slots of the others; None without trees.
-        prompts: the other rows; None where there are none.
+        rows: `[R]` int64, indices among the T rows, or T for padding; None where R = T.
+        row_lengths: `[R]` int32, keys each row sees, ignoring the window; 0 for padding rows.
+        shared_lengths: `[B]` int32, how many of these keys come from the page table.
+        tail_slots: `[R, W]` int64, slots of the other keys; None without trees.
     """
 
     batch: PagedRows
@@ -105,25 +100,25 @@ class RowsOfBatch:
     tail_slots: Tensor | None
     prompts: PromptPlan | None
 
-    def taken(self, rows: Tensor) -> Tensor:
-        """Returns `[R, …]` of `[T, …]`."""
+    def select(self, rows: Tensor) -> Tensor:
+        """Returns the R rows `[R, …]` of `[T, …]`."""
         if self.rows is None:
             return rows
         return rows.index_select(0, self.rows.clamp(max=len(rows) - 1))
 
     def results(self, queries: Tensor, dim: int) -> Tensor:
-        """Returns room for `[T, H, dim]` and a row that nobody reads."""
+        """Allocates results `[T + 1, H, dim]`; the last row takes padding and is never read."""
         return queries.new_empty((len(queries) + 1, queries.shape[1], dim))
 
-    def put(self, results: Tensor, own: Tensor) -> None:
-        """Writes `[R, …]` to the rows of `results` `[T + 1, …]` that they are of."""
+    def scatter_into(self, results: Tensor, attended: Tensor) -> None:
+        """Writes `attended` `[R, …]` to these rows of `results` `[T + 1, …]`."""
         assert self.rows is not None
-        results.index_copy_(0, self.rows, own)
+        results.index_copy_(0, self.rows, attended)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPlan(RowsOfBatch):
-    """Rows that are computed one by one.
+    """Plan of the kernels that compute rows one by one.
 
     Attributes:
         sequences: `[R]` int64, the sequence of each row.
@@ -155,16 +150,16 @@ def plan_rows(batch: PagedRows, sliding_window: int | None, num_query_groups: in
 
 def _without_prompts(whole: RowPlan, num_query_groups: int) -> RowPlan:
     batch, num_rows, tail = whole.batch, len(whole.sequences), whole.tail_slots
-    rows = rows_beside_prompts(batch)
-    taken = rows.clamp(max=num_rows - 1)
+    rows = rows_without_prompts(batch)
+    index = rows.clamp(max=num_rows - 1)
     return RowPlan(
         batch=batch,
         rows=rows,
-        sequences=whole.sequences[taken],
-        positions=whole.positions[taken],
-        row_lengths=whole.row_lengths[taken].masked_fill(rows == num_rows, 0),
+        sequences=whole.sequences[index],
+        positions=whole.positions[index],
+        row_lengths=whole.row_lengths[index].masked_fill(rows == num_rows, 0),
         shared_lengths=whole.shared_lengths,
-        tail_slots=None if tail is None else tail[taken],
+        tail_slots=None if tail is None else tail[index],
         sliding_window=whole.sliding_window,
         prompts=plan_prompts(batch, whole.row_lengths, num_query_groups),
     )

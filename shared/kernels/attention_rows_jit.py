@@ -1,9 +1,9 @@
-"""Triton kernels of paged attention for what the faster ones do not know: soft caps and sinks. A
-program takes a row and up to 16 of its heads.
+"""Triton kernels of paged attention for what the faster ones do not support: soft caps and sinks.
+A program computes one row and up to 16 of its heads.
 
-Keys are cut into spans of one length, each is summed by itself, and the spans are added in order.
-So a row's bits depend neither on its company nor on how many programs share its keys. What the
-window hides adds exact zeros.
+Keys are cut into spans of equal length; each is summed by itself, and the spans are added in order.
+So a row's bits depend neither on the rest of the batch nor on how many programs share its keys.
+Keys outside the window add exact zeros.
 
 Source: online softmax, Milakov and Gimelshein, arXiv 1805.02867; split keys as in Flash-Decoding.
 """
@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def merged(high, mass, total, own_high, own_mass, own_total):  # type: ignore[no-untyped-def]
-    """Returns the maximum, mass and sum of two sets of keys; either may be empty."""
+    """Returns the maximum, mass and sum over the union of two sets of keys; one may be empty."""
     low = float("-inf")
     both = tl.maximum(high, own_high)
     base = tl.where(both == low, 0.0, both)
@@ -27,7 +27,7 @@ def merged(high, mass, total, own_high, own_mass, own_total):  # type: ignore[no
 
 @triton.jit
 def capped(scores, cap):  # type: ignore[no-untyped-def]
-    """Returns `cap * tanh(score / cap)`, all in base 2."""
+    """Returns `cap * tanh(score / cap)`, with score and cap in base 2."""
     powers = tl.exp2(scores / cap * -2.0 * 1.4426950408889634)
     return cap * (1.0 - powers) / (1.0 + powers)
 
@@ -41,7 +41,7 @@ def attend_span(  # type: ignore[no-untyped-def]
     BLOCK_MAIN: tl.constexpr, BLOCK_VALUES: tl.constexpr, SLOT_SIZE: tl.constexpr,
     PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, IS_FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """Returns maximum, mass and sum of the keys of one row at `[first, end)` of its list."""
+    """Returns maximum, mass and sum over the keys `[first, end)` of one row's list."""
     low = float("-inf")
     precision: tl.constexpr = "ieee" if IS_FLOAT32 else "tf32"
     high = tl.full((HEADS,), low, tl.float32)
@@ -104,7 +104,7 @@ def attend_rows(  # type: ignore[no-untyped-def]
     BLOCK_VALUES: tl.constexpr, PAGE_SIZE: tl.constexpr,
     SPAN: tl.constexpr, TILE: tl.constexpr, IS_FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """One program a row, some heads of one key head, and a span of keys, or all of them."""
+    """Attends from one row and some heads of one key head to one span of keys, or to all."""
     row = tl.program_id(0).to(tl.int64)
     blocks: tl.constexpr = (NUM_GROUPS + HEADS - 1) // HEADS
     kv_head = tl.program_id(1) // blocks
@@ -136,7 +136,7 @@ def attend_rows(  # type: ignore[no-untyped-def]
     for span in range(first_span, end_span):
         first = span * SPAN
         if HAS_WINDOW:
-            # Tiles that the window hides.
+            # Skips tiles before the window.
             hidden = tl.maximum(position - window + 1, 0)
             first = tl.maximum(first, (hidden // TILE * TILE).to(tl.int32))
         end = tl.minimum(span * SPAN + SPAN, length)

@@ -1,4 +1,4 @@
-"""Launches paged attention of single rows on CUDA; the kernels are in `attention_rows_jit`."""
+"""Launches the kernels of `attention_rows_jit`: paged attention of single rows on CUDA."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from shared.kernels.attention_rows import RowPlan
 from shared.kernels.attention_rows_jit import attend_rows, join_spans
 from shared.kernels.launch import empties
 
-# Keys of a span; sums over them are made by one program.
+# Keys of a span; one program sums over them.
 SPAN = 512
 _HEADS = 16
-_FEWEST_DIMS = 16
+_MIN_DIMS = 16
 _TILE, _WIDE_TILE = 64, 32
 _WIDE_DIM = 256
-# From so many rows on there are programs enough without more than one a row's heads.
+# From this many rows on, one program for each row and block of heads is enough to fill the device.
 _MANY_ROWS = 64
 
 
@@ -32,16 +32,16 @@ def row_attention(
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attends as `paged_attention` does; arguments and result are its own."""
+    """Attends as `paged_attention` does, with its arguments and result."""
     num_rows, num_heads, dim = queries.shape
     num_kv_heads, batch = keys.shape[1], plan.batch
     assert keys.is_contiguous()
     assert values.is_contiguous()
     queries = queries.contiguous()
     main = 1 << (dim.bit_length() - 1)
-    block_main = max(main, _FEWEST_DIMS)
-    rest = 0 if main == dim else max(triton.next_power_of_2(dim - main), _FEWEST_DIMS)
-    block_values = max(triton.next_power_of_2(dim), _FEWEST_DIMS)
+    block_main = max(main, _MIN_DIMS)
+    rest = 0 if main == dim else max(triton.next_power_of_2(dim - main), _MIN_DIMS)
+    block_values = max(triton.next_power_of_2(dim), _MIN_DIMS)
     num_groups = num_heads // num_kv_heads
     num_spans = triton.cdiv(max(batch.max_kv_length, 1), SPAN)
     is_whole = num_rows >= _MANY_ROWS or num_spans == 1

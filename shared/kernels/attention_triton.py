@@ -1,4 +1,4 @@
-"""Launches paged attention on CUDA; the kernels are in `attention_jit`."""
+"""Launches the kernels of `attention_jit`: paged attention on CUDA."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from shared.kernels.split_plan import (
     SplitPlan,
 )
 
-# About eight programs a multiprocessor; more would only find nothing to do.
+# About eight programs per multiprocessor; more programs would have no work.
 _TARGET_PROGRAMS = 1024
 _MIN_SPLIT_PROGRAMS = 8
-# Blocks times key heads. Measured on an H200: fewer leave the device idle when one program takes
-# all of a block, 38 us a layer where programs that share take 19. Graphs count blocks that may
-# come, up to twice those that do.
-# Triton's interpreter runs one program after the other; to it fewer programs are less work.
+# Blocks times key heads from which one program computes a whole block. Measured on an H200: with
+# fewer the device is partly idle, 38 us per layer instead of 19 with shared blocks. Graphs count
+# the most blocks that are possible, up to twice the actual number.
+# Triton's interpreter runs one program after another, so fewer programs are less work for it.
 FEWEST_WHOLE = 0 if IS_INTERPRETING else 288
-# Longer lists keep the device waiting unless so many of that length are walked at once; then
-# programs share each of them.
+# Programs share a longer key list, unless `FEWEST_CHAINS` lists of its length run together: a few
+# long lists would leave the device idle.
 CHAIN_KEYS = 4096
 FEWEST_CHAINS = 160
 _LONG_PROGRAMS = 4
-# Of plain rows and trees: for so many keys a warp holds what it needs in registers.
+# Keys of a tile of plain rows and trees: with this many a warp fits its data in registers.
 _TILE_KEYS = 32
-# Tiles of keys and values in shared memory, and one more. Where programs serve the own keys of tree
-# rows beside splits, room for more of them gains more than a third tile.
+# Tiles of keys and values in shared memory, plus one. With trees some programs compute rows' own
+# keys; room for more programs then gains more than a third tile.
 _SPLIT_STAGES = 3
 _TREE_STAGES = 2
 _WHOLE_STAGES = 4
-# Tree rows whose own keys one program of `attend_splits` takes.
+# Tree rows whose own keys one program of `attend_splits` computes.
 OWN_ROWS = 2
 _MOST_WARPS = 4
 _CHUNK_TILE_KEYS = 64
-# Where one head of a key is this wide, a chunk's tile holds fewer keys, or shared memory overflows.
+# For heads of at least `_WIDE_BYTES`, a chunk's tile holds fewer keys, to fit in shared memory.
 _WIDE_TILE_KEYS = 32
 _WIDE_BYTES = 512
 _NARROW_BYTES = 256
@@ -60,10 +60,8 @@ def split_attention(
     scale: float,
     cache_scales: CacheScales | None,
 ) -> Tensor:
-    """Attends as `paged_attention` does; arguments and result are its own.
-
-    Results of padding rows are undefined.
-    """
+    """Attends as `paged_attention` does, with its arguments and result. Results of padding rows are
+    undefined."""
     assert queries.stride(2) == 1
     assert queries.stride(1) == queries.shape[2]
     assert keys.is_contiguous()
@@ -73,7 +71,9 @@ def split_attention(
         keys, values = keys.view(torch.int8), values.view(torch.int8)
     scale_log2 = scale * math.log2(math.e)
     call = _Call(queries, keys, values, results, plan, scale_log2, cache_scales)
-    _launch_plain(call)
+    num_programs = len(plan.parts.plain_blocks.counts) * keys.shape[1]
+    launch_plain = _launch_whole if num_programs >= FEWEST_WHOLE else _launch_splits
+    launch_plain(call)
     if plan.parts.chunk_blocks is not None:
         _launch_chunks(call, plan.parts.chunk_blocks)
     return results
@@ -84,8 +84,8 @@ class _Call:
     """Arguments of one attention call.
 
     Attributes:
-        keys: of an e4m3 cache its bytes, and so are the values.
-        scale_log2: brings scores to base 2, whose exponential the hardware has.
+        keys, values: those of an e4m3 cache as int8 bytes.
+        scale_log2: factor of the scores for base 2, since the hardware computes powers of 2.
     """
 
     queries: Tensor
@@ -98,7 +98,7 @@ class _Call:
 
     @property
     def scale_pointers(self) -> tuple[Tensor, Tensor]:
-        """Factors of keys and values; any tensor where no kernel reads them."""
+        """Scales of keys and values; any tensors if the kernels do not read them."""
         scales = self.cache_scales
         return (self.keys, self.values) if scales is None else (scales.keys, scales.values)
 
@@ -112,12 +112,13 @@ class _Call:
 
     @property
     def num_stages(self) -> int:
-        """Tiles of keys and values that are under way at once, as far as shared memory holds."""
+        """Tiles of keys and values in flight, as many as fit in shared memory."""
         return 2 if self.head_bytes <= _WIDE_BYTES else 1
 
     @property
     def num_warps(self) -> int:
-        """Warps of plain rows and trees: one that has rows to itself need not wait for others."""
+        """Warps of a program of plain rows and trees: a warp with rows of its own does not wait for
+        others."""
         if self.queries.element_size() != 2 or self.head_bytes > _NARROW_BYTES:
             return _MOST_WARPS
         return min(_MOST_WARPS, self.plan.parts.plain_blocks.tile // PLAIN_TILE)
@@ -126,7 +127,7 @@ class _Call:
         return wanted if self.head_bytes <= _NARROW_BYTES else self.num_stages
 
     def parts(self, rows_per_block: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns room for sums, maxima and masses of every split of the plain blocks' rows."""
+        """Allocates sums, maxima and masses for every split of the plain blocks' rows."""
         num_heads, head_dim = self.queries.shape[1:]
         num_rows = len(self.plan.parts.plain_blocks.counts) * rows_per_block
         shape = (num_rows, num_heads, self.plan.max_splits)
@@ -146,14 +147,6 @@ class _Call:
             "HAS_WINDOW": self.plan.sliding_window is not None,
             "IS_E4M3": self.cache_scales is not None,
         }
-
-
-def _launch_plain(call: _Call) -> None:
-    num_programs = len(call.plan.parts.plain_blocks.counts) * call.keys.shape[1]
-    if num_programs >= FEWEST_WHOLE:
-        _launch_whole(call)
-    else:
-        _launch_splits(call)
 
 
 def _launch_whole(call: _Call) -> None:

@@ -1,7 +1,7 @@
-"""Triton functions that walk a key list tile by tile: what the kernels of attention share.
+"""Triton functions that walk a key list tile by tile, shared by the attention kernels.
 
-Maxima are rounded up to whole numbers, so that sums are only ever scaled by powers of two, which
-rounds nothing. A split is cut at a fixed place, and its parts add up in order.
+Maxima are rounded up to whole numbers, so that sums are only scaled by powers of two, which is
+exact. Splits are cut at fixed positions, and their partial results are added in order.
 
 Source: Dao, arXiv 2307.08691 (online softmax over tiles).
 """
@@ -16,7 +16,7 @@ from shared.kernels.widened_jit import widened
 
 @triton.jit
 def merged(best, mass, total, part_best, part_mass, part_total):  # type: ignore[no-untyped-def]
-    """Adds the part of one split to maxima, masses and sums."""
+    """Adds the partial result of one split to maxima, masses and sums."""
     new_best = tl.maximum(best, part_best)
     keep = power_of_two(best, new_best)
     weight = power_of_two(part_best, new_best)
@@ -27,11 +27,11 @@ def merged(best, mass, total, part_best, part_mass, part_total):  # type: ignore
 
 @triton.jit
 def power_of_two(best, new_best):  # type: ignore[no-untyped-def]
-    """Returns `2 ** (best - new_best)`, exactly, of maxima that are whole or -inf.
+    """Returns `2 ** (best - new_best)`, exactly, for maxima that are whole numbers or -inf.
 
-    With whole maxima a sum is scaled without rounding. So one that is scaled when a larger maximum
-    turns up has the bits of one whose parts are all scaled by the last maximum, and a compiler may
-    contract product and sum or not.
+    With whole maxima a sum is scaled without rounding. So a sum that is rescaled for each larger
+    maximum has the same bits as one whose parts are all scaled by the final maximum, whether or not
+    a compiler contracts product and sum.
     """
     reference = tl.where(new_best == float("-inf"), 0.0, new_best)
     exponent = tl.maximum(best - reference, -127.0).to(tl.int32)
@@ -42,7 +42,7 @@ def power_of_two(best, new_best):  # type: ignore[no-untyped-def]
 def bounds_of_split(  # type: ignore[no-untyped-def]
     split, FIRST_SPLIT: tl.constexpr, LEVEL_SPLITS: tl.constexpr
 ):
-    """Returns the first key of a split, and how many it has."""
+    """Returns the first key of a split, and its number of keys."""
     size = FIRST_SPLIT << (split // LEVEL_SPLITS)
     return LEVEL_SPLITS * (size - FIRST_SPLIT) + split % LEVEL_SPLITS * size, size
 
@@ -51,7 +51,7 @@ def bounds_of_split(  # type: ignore[no-untyped-def]
 def split_of(  # type: ignore[no-untyped-def]
     key, FIRST_SPLIT: tl.constexpr, LEVEL_SPLITS: tl.constexpr
 ):
-    """Returns the index of the split that holds a key."""
+    """Returns the index of the split that contains a key."""
     level_start = 0
     first = 0
     size = FIRST_SPLIT
@@ -66,7 +66,7 @@ def split_of(  # type: ignore[no-untyped-def]
 def end_of_split(  # type: ignore[no-untyped-def]
     key, FIRST_SPLIT: tl.constexpr, LEVEL_SPLITS: tl.constexpr
 ):
-    """Returns where the split that holds a key ends."""
+    """Returns the end of the split that contains a key."""
     split = split_of(key, FIRST_SPLIT, LEVEL_SPLITS)
     start, size = bounds_of_split(split, FIRST_SPLIT, LEVEL_SPLITS)
     return start + size
@@ -83,8 +83,8 @@ def walk(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Returns maxima, masses and sums of one split, tile by tile.
 
-    Tiles that are common to all rows come first, then, one row after the other, those that hold
-    keys of its own, for `num_own` rows of the block from `first_own` on.
+    First come the tiles that are common to all rows, then the tiles with a row's own keys, for
+    `num_own` rows of the block from `first_own` on.
     """
     best = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([TILE_ROWS], tl.float32)
@@ -93,7 +93,7 @@ def walk(  # type: ignore[no-untyped-def]
     lowest = tl.min(tl.where(is_lane, lows, longest), 0)
     end = tl.minimum(start + size, longest)
     first = tl.maximum(start, lowest // TILE_KEYS * TILE_KEYS)
-    # Whole tiles below it are common to all rows.
+    # Whole tiles before this key are common to all rows.
     common_tiles = common
     if HAS_TAIL:
         common_tiles = tl.where(common < longest, common // TILE_KEYS * TILE_KEYS, common)
@@ -113,7 +113,7 @@ def walk(  # type: ignore[no-untyped-def]
             first, first_own, num_steps > 0, pages, block_lengths, block_positions,
             tails, tail_stride, common, window, TILE_KEYS, PAGE_SIZE, HAS_WINDOW,
         )  # fmt: skip
-        # A tile of every row, then the next one.
+        # One tile for each row in turn, then the next tile.
         for step in range(num_steps):
             following = step + 1
             next_slots = own_slots(
@@ -141,12 +141,12 @@ def walk_all(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Returns masses and sums of all splits, added as `combine` adds them.
 
-    Both loops run over tiles, whatever split they belong to, so that the loads of the next tile
-    are under way while one is computed.
+    Both loops run over the tiles of all splits, so that the next tile is being loaded while one is
+    computed.
     """
     longest = tl.max(lengths, 0)
     lowest = tl.min(tl.where(is_lane, lows, longest), 0) // TILE_KEYS * TILE_KEYS
-    # Whole tiles below it are common to all rows.
+    # Whole tiles before this key are common to all rows.
     common_tiles = common
     if HAS_TAIL:
         common_tiles = tl.where(common < longest, common // TILE_KEYS * TILE_KEYS, common)
@@ -180,7 +180,7 @@ def walk_all(  # type: ignore[no-untyped-def]
             first, 0, num_steps > 0, pages, block_lengths, block_positions,
             tails, tail_stride, common, window, TILE_KEYS, PAGE_SIZE, HAS_WINDOW,
         )  # fmt: skip
-        # A tile of every row, then the next one.
+        # One tile for each row in turn, then the next tile.
         for step in range(num_steps):
             following = step + 1
             next_slots = own_slots(
@@ -214,9 +214,9 @@ def pages_of(  # type: ignore[no-untyped-def]
     tile, end, pages, TILE_KEYS: tl.constexpr, PAGE_SIZE: tl.constexpr
 ):
     """Returns the pages of both halves of the tile that begins at key `tile`, if it is below `end`
-    and pages hold whole halves.
+    and a page holds whole halves.
 
-    Asked for a tile ahead, so that nothing waits for them.
+    Loaded one tile ahead, so that the tile's loads do not wait for them.
     """
     page, other_page = 0, 0
     if PAGE_SIZE % (TILE_KEYS // 2) == 0:
@@ -236,8 +236,8 @@ def absorb_common(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Adds the tile that begins at key `tile` of the page table, for every row that sees it.
 
-    Where pages hold whole halves of a tile, two numbers of the whole program say where its keys
-    are: the places of keys are constants apart, which takes neither registers nor instructions.
+    If a page holds whole halves of a tile, two scalars give the addresses of all its keys: the
+    offsets from them are constants, which cost neither registers nor instructions.
     """
     stride: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     half: tl.constexpr = TILE_KEYS // 2
@@ -274,7 +274,7 @@ def own_slots(  # type: ignore[no-untyped-def]
     """Returns the slots `[TILE_KEYS]` int32 of the tile that begins at key `tile` of a tree row's
     own list, its prefix and then its tail; -1 where the row sees no key.
 
-    Asked for a tile ahead, so that nothing waits for them.
+    Loaded one tile ahead, so that the tile's loads do not wait for them.
     """
     length = tl.load(block_lengths + row, mask=is_wanted, other=0)
     low = 0
@@ -329,7 +329,7 @@ def loaded_queries(  # type: ignore[no-untyped-def]
 def lowest_keys(  # type: ignore[no-untyped-def]
     positions, rows, is_lane, window, lengths, HAS_WINDOW: tl.constexpr
 ):
-    """Returns the first key of each row's window. Tree nodes never lose a key of their tail."""
+    """Returns the first key of each row's window. The window never hides keys of a tree's tail."""
     lows = tl.zeros_like(lengths)
     if HAS_WINDOW:
         last = tl.load(positions + rows, mask=is_lane, other=0).to(tl.int32)
@@ -342,7 +342,7 @@ def absorb(  # type: ignore[no-untyped-def]
     queries, key_places, value_places, is_key, is_seen, scale_log2, best, mass, total,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, IS_E4M3: tl.constexpr,
 ):  # fmt: skip
-    """Adds a tile of keys to the running maximum, mass and sum; a row it is hidden from is
+    """Adds a tile of keys to the running maximum, mass and sum; rows that do not see the tile are
     unchanged."""
     is_loaded = is_key[:, None]
     if HEAD_DIM < BLOCK_DIM:
@@ -356,7 +356,7 @@ def absorb(  # type: ignore[no-untyped-def]
     new_best = tl.maximum(best, tl.ceil(tl.max(scores, 1) * scale_log2))
     reference = tl.where(new_best == float("-inf"), 0.0, new_best)
     decay = power_of_two(best, new_best)
-    # One rounding in every kernel, whatever a compiler would contract.
+    # An explicit fma rounds once in every kernel, whatever the compiler contracts.
     weights = tl.exp2(tl.fma(scores, scale_log2, -reference[:, None]))
     mass = mass * decay + tl.sum(weights, 1)
     total = total * decay[:, None]
@@ -366,5 +366,5 @@ def absorb(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def matched(raw, like, IS_E4M3: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns keys or values as loaded, e4m3 as int8, in the dtype of `like`."""
+    """Returns loaded keys or values, e4m3 loaded as int8, in the dtype of `like`."""
     return widened(raw, like) if IS_E4M3 else raw.to(like.dtype)

@@ -1,11 +1,11 @@
-"""Triton kernel of products whose rows do not depend on each other, with weights in 8 or 16 bits.
+"""Triton kernel of batch-invariant products, with weights in 8 or 16 bits.
 
 The weight's tile is the left operand, so that a few rows of activations fill the short side of a
-matrix instruction, and 8-bit weights are widened in registers on their way there. Every element of
-the result is summed along K in steps of one fixed size, within segments of one fixed length, and
-the segments are added in order: its bits depend on its own row and channel alone, whatever the
-tiles and whichever programs share the work. Many rows of a weight in 16 bits are left to
-`many_rows_triton`, which keeps these bits.
+matrix instruction. 8-bit weights are widened in registers. Every element of the result is summed
+along K in steps of one fixed size, within segments of one fixed length, and the segments are added
+in order. So its bits depend only on its own row and channel, whatever the tiles and however
+programs share the work. Products of many rows with a 16-bit weight are computed by
+`many_rows_triton`, with the same bits.
 
 Source: the last program of a tile adds the parts, as in stream-K, Osama et al., arXiv 2301.03598.
 """
@@ -39,10 +39,10 @@ from shared.kernels.widened_jit import block_factors, unpacked, with_block
 
 _ROW_TILES = (16, 32, 64)
 _WIDE_TILE = 128
-# Tiles of weight and rows under way: as many as leave room for three programs a multiprocessor.
+# Tiles of weight and rows in flight: with these, three programs fit on a multiprocessor.
 _STAGES = {16: 4, 32: 4, 64: 3}
 _WORD_STAGES = {16: 6, 32: 4, 64: 4, _WIDE_TILE: 3}
-# Up to which products of 8 bits are dependent ones.
+# The most rows of dependent launches with 8-bit weights; 0 is none.
 _MOST_WORD_ROWS = 0
 
 
@@ -58,18 +58,20 @@ def product(  # type: ignore[no-untyped-def]
     TILE_CHANNELS: tl.constexpr, TILE_ROWS: tl.constexpr, QUARTER: tl.constexpr,
     AHEAD: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Writes `results` `[T, N]`; spread segments leave `parts` `[S, T, N]` float32 first.
+    """Writes `results` `[T, N]`. If segments are spread over programs, these first write `parts`
+    `[S, T, N]` float32.
 
     `counters` are zero before and after.
 
     Args:
         LEAVES_PARTS: another kernel adds the parts.
-        IS_GATED: the channels are gates and then as many values that they gate: a tile has half of
-            either, and `results` are `[T, N / 2]`. There is one segment, no bias and no scale.
-        SCALE_ROWS: see `scale_rows`. The sum over a block is scaled before it is added to those of
+        IS_GATED: the first half of the channels are gates of the second half. A tile has equally
+            many of both, and `results` are `[T, N / 2]`. There is one segment, no bias and no
+            scale.
+        SCALE_ROWS: see `scale_rows`. The sum over a block is scaled before it is added to that of
             the blocks before it.
-        AHEAD: bytes of each channel's segment that are fetched while the kernel before this one
-            runs; 0 fetches none.
+        AHEAD: bytes of each channel's segment to prefetch while the kernel before this one runs; 0
+            prefetches none.
     """
     tile = tl.program_id(0)
     row_tile = tl.program_id(1)
@@ -84,7 +86,7 @@ def product(  # type: ignore[no-untyped-def]
     if IS_GATED:
         half = TILE_CHANNELS // 2
         channels = tile * half + lanes % half + (lanes // half) * (NUM_CHANNELS // 2)
-    # What the end needs is under way from the start.
+    # Scales and bias, which are needed at the end, are loaded early.
     is_channel = channels < NUM_CHANNELS
     is_scaled_last: tl.constexpr = not IS_WIDE and SCALE_ROWS == 0
     own_scales = early(scales + channels, is_channel, is_scaled_last)
@@ -129,7 +131,7 @@ def product(  # type: ignore[no-untyped-def]
         places = rows.to(tl.int64)[:, None] * NUM_CHANNELS + channels[None, :]
         tl.store(parts + first * size + places, tl.trans(total), mask=is_result)
         if not LEAVES_PARTS:
-            # All threads' parts are out before one of them counts the program.
+            # All threads must have stored their parts before the program is counted as done.
             tl.debug_barrier()
             counter = counters + row_tile * tl.num_programs(0) + tile
             if tl.atomic_add(counter, 1, sem="acq_rel") == NUM_SEGMENTS - 1:
@@ -156,14 +158,14 @@ def fetch_tile(  # type: ignore[no-untyped-def]
     DEPTH: tl.constexpr, AHEAD: tl.constexpr,
     IS_SPREAD: tl.constexpr, IS_WIDE: tl.constexpr, IS_GATED: tl.constexpr,
 ):  # fmt: skip
-    """Has AHEAD bytes of OWN channels, and of as many that gate them, brought into L2."""
+    """Prefetches AHEAD bytes of OWN channels, and of as many gated ones, into L2."""
     num_results: tl.constexpr = NUM_CHANNELS // 2 if IS_GATED else NUM_CHANNELS
     width: tl.constexpr = DEPTH if IS_WIDE else DEPTH // 4
     stride: tl.constexpr = 2 * DEPTH if IS_WIDE else DEPTH
     source = weights + (tile * OWN).to(tl.int64) * width
     if IS_SPREAD:
         source += tl.program_id(2) * (SEGMENT if IS_WIDE else SEGMENT // 4)
-    # Tiles that are not whole fetch nothing.
+    # Incomplete tiles prefetch nothing.
     if (tile + 1) * OWN <= num_results:
         fetch_rows(source, OWN, stride, AHEAD)
         if IS_GATED:
@@ -174,7 +176,7 @@ def fetch_tile(  # type: ignore[no-untyped-def]
 def store_rows(  # type: ignore[no-untyped-def]
     summed, scales, bias, results, is_result, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr
 ):
-    """Writes sums `[TILE_ROWS, TILE_CHANNELS]` over all segments, scaled and with their bias."""
+    """Writes the sums `[TILE_ROWS, TILE_CHANNELS]` over all segments, after scales and bias."""
     if HAS_SCALES:
         summed *= scales[None, :]
     if HAS_BIAS:
@@ -186,10 +188,10 @@ def store_rows(  # type: ignore[no-untyped-def]
 def store_gated(  # type: ignore[no-untyped-def]
     total, results, tile, rows, is_row, NUM_RESULTS: tl.constexpr, TILE_RESULTS: tl.constexpr
 ):
-    """Writes what gates leave of values.
+    """Writes gated values.
 
     Args:
-        total: `[2 * TILE_RESULTS, TILE_ROWS]`, gates first.
+        total: `[2 * TILE_RESULTS, TILE_ROWS]`, gates first, then values.
     """
     pairs = tl.reshape(total, [2, TILE_RESULTS, rows.shape[0]])
     gates, gated = tl.split(tl.permute(pairs, (2, 1, 0)))
@@ -198,7 +200,7 @@ def store_gated(  # type: ignore[no-untyped-def]
     places = rows.to(tl.int64)[:, None] * NUM_RESULTS + columns[None, :]
     tl.store(
         results + places,
-        # Rounded as products are that another kernel reads.
+        # Rounded first, like products that another kernel would gate.
         silu_times(gates.to(dtype), gated.to(dtype)),
         mask=is_row[:, None] & (columns < NUM_RESULTS)[None, :],
     )
@@ -221,14 +223,14 @@ def launch(inputs: Tensor, weight: BatchInvariantOperand, bias: Tensor | None) -
 
 
 def pays_in_parts(inputs: Tensor, weight: BatchInvariantOperand) -> bool:
-    """Whether another kernel is to add the segments of a product."""
+    """Whether it is faster if the next kernel adds the segments of a product."""
     if _takes_many(inputs, weight):
         return pays_to_spread(inputs, weight)
     return weight.segments.count > 1 and weight.scales is None
 
 
 def launch_parts(inputs: Tensor, weight: BatchInvariantOperand) -> Partials:
-    """Computes `linear.batch_invariant_parts`."""
+    """Returns the parts of `launch` without a bias, even if there is only one."""
     if _takes_many(inputs, weight):
         return launch_many_parts(inputs, weight)
     shape = weight.segments.count, len(inputs), len(weight.values)
@@ -238,7 +240,7 @@ def launch_parts(inputs: Tensor, weight: BatchInvariantOperand) -> Partials:
 
 
 def launch_gated(inputs: Tensor, weight: BatchInvariantOperand) -> Tensor | None:
-    """Computes `linear.batch_invariant_gated`."""
+    """Computes `silu_mul` of `launch` without a bias, with its bits; None if `launch` is faster."""
     if _takes_many(inputs, weight):
         return launch_many_gated(inputs, weight)
     # Measured: gating and dependent launches make products of 8 bits slower.
@@ -254,7 +256,7 @@ def _takes_many(inputs: Tensor, weight: BatchInvariantOperand) -> bool:
 
 
 def _is_wide(num_rows: int) -> bool:
-    """Whether there are rows enough to keep a device busy without cutting the depth."""
+    """Whether there are enough rows to fill a device without cutting the depth."""
     return num_rows > MAX_ROW_TILES * _WIDE_TILE
 
 
@@ -283,7 +285,7 @@ def _launch(
     grid = triton.cdiv(num_channels, tile_channels), triton.cdiv(num_rows, tile_rows)
     most_rows = MOST_FEW_ROWS if scales is None else _MOST_WORD_ROWS
     launch = dependent_launch(inputs.device, num_rows, most_rows=most_rows)
-    # No segment is shorter than the last one.
+    # The last segment is the shortest.
     shortest = depth - (segments.count - 1) * segments.length if parts is not None else depth
     num_read = grid[1] * num_channels * (1 if parts is None else segments.count)
     ahead = bytes_ahead(shortest * values.itemsize, num_read) if launch["IS_DEPENDENT"] else 0

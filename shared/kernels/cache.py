@@ -1,8 +1,8 @@
-"""Keys and values of one layer in their cache, whose element type may be another than the model's.
+"""Reads and writes of one layer's KV cache, whose element type may differ from the model's.
 
-e4m3 has 4 bits of exponent, 3 of mantissa and no room for numbers above 448, so each head's keys,
-and its values, have a factor that holds for every token. Factors are powers of two: they change
-exponents only. Source: Micikevicius et al., arXiv 2209.05433, section 3."""
+e4m3 has 4 bits of exponent, 3 of mantissa and a maximum of 448. So the keys and the values of each
+head have a scale, the same for all tokens. Scales are powers of two, which only change exponents.
+Source: Micikevicius et al., arXiv 2209.05433, section 3."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shared.kernels.kernel_settings import dispatched
 from shared.kernels.pointwise import Partials, plain_rms_norm, rotate, total_of
 
 LARGEST = 448.0
-# As bits of a float32, a number shifted to the top is 2^-120 of its value.
+# The bits of an e4m3 number, shifted to the top of a float32, are 2^-120 of its value.
 _SHIFT, _MASK, _FACTOR = 20, -0x78100000, 2.0**120
 
 
@@ -23,22 +23,22 @@ def widened(values: Tensor) -> Tensor:
     """Returns the same numbers in float32."""
     if values.device.type != "cpu":
         return values.to(torch.float32)
-    # Ten times as fast as the conversion of torch on a CPU.
+    # Ten times as fast as torch's conversion on a CPU.
     bits = values.view(torch.int8).to(torch.int32).bitwise_left_shift_(_SHIFT)
     return bits.bitwise_and_(_MASK).view(torch.float32).mul_(_FACTOR)
 
 
 def narrowed(values: Tensor) -> Tensor:
-    """Returns the nearest e4m3 numbers; those out of range become the largest."""
+    """Returns the nearest e4m3 numbers; numbers out of range are clamped."""
     return values.float().clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheScales:
-    """Factors of one layer of an e4m3 cache, `[Hkv]` float32, powers of two.
+    """Scales of one layer of an e4m3 cache, `[Hkv]` float32, powers of two.
 
     Attributes:
-        keys: a key is what is stored times its head's factor.
+        keys: a key is its stored number times the scale of its head.
         values: likewise.
     """
 
@@ -50,13 +50,13 @@ def store(cache: Tensor, slots: Tensor, heads: Tensor, scales: Tensor | None) ->
     """Writes `heads` `[T, Hkv, D]` at `slots` `[T]` of `cache` `[num_slots, Hkv, D]`.
 
     Args:
-        scales: `[Hkv]` of an e4m3 cache; None of any other.
+        scales: `[Hkv]` for an e4m3 cache; None for any other.
     """
     if scales is None:
         cache.index_copy_(0, slots, heads.to(cache.dtype))
         return
     narrow = narrowed(heads.float() / scales.unsqueeze(1))
-    # torch copies no e4m3 by index.
+    # torch has no index copy for e4m3.
     cache.view(torch.uint8).index_copy_(0, slots, narrow.view(torch.uint8))
 
 
@@ -80,12 +80,11 @@ def rotate_into_cache(
 
     Args:
         heads: `[T, Hq + 2 * Hkv, D]`: query, key and value heads of each row.
-        norm_weight: `[Hq + Hkv, D]`, applied a head before rotation; None in most families.
-        eps: of that norm.
+        norm_weight: `[Hq + Hkv, D]`, applied to each head before rotation; None in most families.
         tables: cosine and signed sine, `[T, 1, D]` float32.
         cache: keys and values of one layer, `[num_slots, Hkv, D]`; written in place.
-        slots: `[T]` int64, where each row goes; only padding rows may share one.
-        scales: of an e4m3 cache; None of any other.
+        slots: `[T]` int64, slot of each row; only padding rows may share a slot.
+        scales: scales of an e4m3 cache; None for any other.
 
     Returns:
         The rotated queries `[T, Hq, D]`.

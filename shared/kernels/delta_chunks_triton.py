@@ -1,7 +1,7 @@
-"""Triton kernels of the gated delta rule by chunks; see `shared.kernels.delta_layer`.
+"""Triton kernels of the gated delta rule in chunks; see `shared.kernels.delta_layer`.
 
-`prepare` computes what chunks have without the state before them, all at the same time; `scan`
-then takes the chunks of a lane one after another. Memory between them bounds the chunks of a turn.
+`prepare` computes for all chunks in parallel what does not depend on the state before them; `scan`
+then advances a lane's state chunk by chunk. Turns of a few chunks bound the memory between them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from shared.kernels.delta_layer_triton import (
 )
 from shared.kernels.delta_rule import CHUNK, EPS, DeltaShape, DeltaWeights
 
-# Columns of a state that one program has in registers, beside all its rows.
+# Columns of a state, with all their rows, that one program holds in registers.
 _BLOCK_VALUES = 32
 _FEWEST_COLUMNS = 16  # of a product
-# Chunks a turn: with 16 key heads and 32 value heads of 128, 64 MiB.
+# Chunks per turn: 64 MiB with 16 key heads and 32 value heads of 128.
 _TURN_CHUNKS = 32
-# Three products of 11 bits each have the digits of one in float32.
+# Three products with mantissas of 11 bits have the precision of one in float32.
 _PRECISION = tl.constexpr("tf32x3")
 
 
@@ -39,7 +39,7 @@ def convolved(  # type: ignore[no-untyped-def]
     """Returns some channels of the tokens of a chunk, `[CHUNK, C]` float32.
 
     Args:
-        own: `[CHUNK]`, where the places of each token's window begin.
+        own: `[CHUNK]`, pointers to the first place of each token's window.
     """
     first = stored + stored_places(
         STAMP_SIZE + channels, plane_stride, layer_stride, WIDTH, NUM_LAYERS
@@ -56,7 +56,7 @@ def convolved(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def unit_rows(rows, EPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns rows of length 1."""
+    """Returns rows scaled to length 1."""
     return rows / tl.sqrt(tl.sum(rows * rows, 1) + EPS)[:, None]
 
 
@@ -81,9 +81,10 @@ def prepare(  # type: ignore[no-untyped-def]
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WINDOW: tl.constexpr,
     SCALE: tl.constexpr, EPS: tl.constexpr, BLOCK_KEYS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Computes one chunk of one head: its queries and keys `[CHUNK, KEY_DIM]`; the decay since its
-    begin `[CHUNK]`, as a logarithm; and two matrices `[CHUNK, CHUNK]`: what makes errors of the
-    values that keys do not find, and what queries read of errors.
+    """Prepares one chunk of one head: its queries and keys `[CHUNK, KEY_DIM]`; the logarithm of the
+    decay since its begin `[CHUNK]`; and two matrices `[CHUNK, CHUNK]`: the solver, which maps
+    values minus what keys read of the state to errors, and the weights with which queries read
+    errors.
 
     Source: Yang et al., Gated Delta Networks, arXiv 2412.06464, section 3.3.
     """
@@ -121,7 +122,7 @@ def prepare(  # type: ignore[no-untyped-def]
     total = tl.cumsum(tl.where(is_own, decay, 0.0), 0)
     is_before = tokens[:, None] > tokens[None, :]
     is_seen = tokens[:, None] >= tokens[None, :]
-    # Of the others the exponent is positive, and may be large.
+    # Masked before `exp`: for tokens that are not seen the exponent is positive and may overflow.
     between = tl.exp(tl.where(is_seen, total[:, None] - total[None, :], 0.0))
     between = tl.where(is_seen, between, 0.0)
     alike = tl.dot(key_rows, tl.trans(key_rows), input_precision=_PRECISION)
@@ -133,7 +134,7 @@ def prepare(  # type: ignore[no-untyped-def]
     tl.store(solvers + own_head * (CHUNK * CHUNK) + square, solver)
     tl.store(all_scores + own_head * (CHUNK * CHUNK) + square, scores)
     tl.store(totals + own_head * CHUNK + tokens, total)
-    # The same in all heads of a group.
+    # Queries and keys are the same for all value heads of a group.
     rows = (chunk * NUM_KEY_HEADS + head // group) * CHUNK + tokens
     rows = rows[:, None] * KEY_DIM + keys[None, :]
     is_written = is_key[None, :] & (head % group == 0)
@@ -141,7 +142,7 @@ def prepare(  # type: ignore[no-untyped-def]
     tl.store(all_keys + rows, key_rows, mask=is_written)
 
 
-# Other numbers of chunks would be other binaries.
+# Not specialised: each number of chunks would be compiled anew.
 @triton.jit(do_not_specialize=["first_chunk", "end_chunk"])  # type: ignore[untyped-decorator]
 def scan(  # type: ignore[no-untyped-def]
     stored, table, chunks, places, first_chunk, end_chunk, states, between_turns, read, taps,
@@ -151,7 +152,7 @@ def scan(  # type: ignore[no-untyped-def]
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, BLOCK_VALUES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Advances some columns of one head's state of a lane by those of its chunks that are prepared.
+    """Advances some columns of one head's state in a lane by the lane's prepared chunks.
 
     Source: that of `prepare`.
     """
@@ -198,7 +199,7 @@ def scan(  # type: ignore[no-untyped-def]
         found = since_begin * tl.dot(queries, state, input_precision=_PRECISION)
         scores = tl.load(all_scores + own_head * (CHUNK * CHUNK) + square)
         found += tl.dot(scores, errors, input_precision=_PRECISION)
-        # Tokens that are not there decay nothing, so the last one has the chunk's decay.
+        # Missing tokens do not decay the state, so the last one has the decay of the chunk.
         whole = tl.sum(tl.where(tokens == CHUNK - 1, total, 0.0), 0)
         left = tl.trans(key_rows * tl.exp(whole - total)[:, None])
         state = tl.exp(whole) * state + tl.dot(left, errors, input_precision=_PRECISION)
@@ -219,7 +220,6 @@ def fused_advance_prompts(
     shape: DeltaShape,
     weights: DeltaWeights,
 ) -> None:
-    """Does what `advance_prompts` does, in two passes a turn."""
     assert states.is_contiguous()
     assert read.is_contiguous()
     assert weights.taps.is_contiguous()

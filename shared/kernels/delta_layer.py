@@ -1,9 +1,9 @@
-"""The steps of a layer with a gated delta rule between its products: inputs are stored, states are
-advanced over stored inputs, what heads read is normalised.
+"""The steps of a gated delta layer between its products: inputs are stored, states are advanced
+over stored inputs, and the results of heads are normalised.
 
-A layer's stored rows are its part of the cache's
-storage, `[num_planes, layers_each, num_slots, num_kv_heads, head_dim]`: each begins with a stamp,
-behind which are the inputs of one token, over as many of the cache's layers as they take.
+A layer's stored rows are its part of the cache's storage,
+`[num_planes, layers_each, num_slots, num_kv_heads, head_dim]`. Each row begins with a stamp, which
+the inputs of one token follow, over several layers of the cache.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from shared.kernels.kernel_settings import dispatched
 from shared.kernels.pointwise import plain_rms_norm
 
 STAMP_SIZE = 8
-"""Numbers of a row that hold its stamp: digits to the base 256, which every dtype has exactly."""
+"""Elements of a row that hold its stamp: digits to the base 256, exact in every dtype."""
 NOWHERE = -1
-# What the plain version advances at once: bounds memory.
+# Tokens and lanes that the plain version advances together; they bound its memory.
 _BLOCK_TOKENS, _GROUP_LANES = 64, 64
 
 
@@ -35,15 +35,15 @@ _BLOCK_TOKENS, _GROUP_LANES = 64, 64
 class DeltaLanes:
     """Tokens that states advance by, in up to N lanes.
 
-    No lane starts from a state that another lane of the same call ends in.
+    No lane starts from a state that another lane of the same call writes.
 
     Attributes:
-        table: `[N, 4]` int64: the state that a lane starts from; the one it ends in, or `NOWHERE`;
-            the first of its places, and how many tokens it has.
+        table: `[N, 4]` int64, per lane: the state it starts from; the state it writes, or
+            `NOWHERE`; its first place, and its number of tokens.
         count: `[1]` int64, lanes in use, the first ones.
-        places: `[P, 2]` int64, of all lanes: the slot of a token, and the row that wants what the
-            token reads, either or both `NOWHERE`. The `window - 1` tokens before a lane's own come
-            first, and no row wants those.
+        places: `[P, 2]` int64, places of all lanes: the slot of a token, and the row that takes the
+            token's result; either or both may be `NOWHERE`. A lane's places begin with the
+            `window - 1` tokens before its own, which have no row.
     """
 
     table: Tensor
@@ -56,11 +56,11 @@ class DeltaPrompts:
     """Lanes of many tokens, which are cut into chunks.
 
     Attributes:
-        table: `[N, 4]` int64: the state that a lane starts from; the one it ends in, or `NOWHERE`;
-            the first of its chunks, and how many it has.
-        chunks: `[C, 2]` int64, lane after lane: the first of its places, and how many tokens it
-            has, 1 to `CHUNK`.
-        places: see `DeltaLanes`; before a chunk's own come those that its first window sees.
+        table: `[N, 4]` int64, per lane: the state it starts from; the state it writes, or
+            `NOWHERE`; its first chunk, and its number of chunks.
+        chunks: `[C, 2]` int64, lane after lane, per chunk: its first place, and its number of
+            tokens, 1 to `CHUNK`.
+        places: see `DeltaLanes`; a chunk's places begin with the tokens that its first window sees.
     """
 
     table: Tensor
@@ -72,13 +72,12 @@ class DeltaPrompts:
 def store_inputs(
     stored: Tensor, slots: Tensor, stamps: Tensor, channels: Tensor, gates: Tensor
 ) -> None:
-    """Stores what tokens give a layer.
+    """Stores the inputs of tokens with their stamps.
 
     Args:
-        stored: the layer's rows.
         slots: `[T]` int64.
         stamps: `[T]` int64, not negative.
-        channels: `[T, num_channels]`; rows may lie apart.
+        channels: `[T, num_channels]`; rows need not be contiguous.
         gates: `[T, 2 * num_value_heads]`.
     """
     digits = stamps[:, None] >> 8 * torch.arange(STAMP_SIZE, device=stamps.device) & 255
@@ -91,8 +90,8 @@ def store_inputs(
 
 
 def stored_inputs(stored: Tensor, slots: Tensor) -> Tensor:
-    """Returns what `store_inputs` stored, without stamps, and what pads it, `[N, R]`, of `slots`
-    `[N]` int64."""
+    """Returns the inputs that `store_inputs` stored at `slots` `[N]` int64, without stamps but with
+    padding, `[N, R]`."""
     rows = stored.index_select(2, slots)
     return rows.permute(2, 0, 1, 3, 4).flatten(1)[:, STAMP_SIZE:]
 
@@ -106,32 +105,34 @@ def advance_lanes(
     shape: DeltaShape,
     weights: DeltaWeights,
 ) -> None:
-    """Advances states over stored inputs; writes the states that lanes end in, and what rows read.
+    """Advances states over stored inputs; writes the lanes' final states, and the results of rows.
 
-    A token's bits depend on the tokens before it alone, however these fall to lanes and calls.
+    A token's bits depend only on the tokens before it, however these are divided into lanes and
+    calls.
 
     Args:
-        stored: the layer's rows.
         states: `[any, num_value_heads, key_dim, value_dim]` float32.
-        read: `[T, value_size]`; rows that no place names stay as they are.
+        read: `[T, value_size]`, the results; rows without a place are not changed.
     """
     table = lanes.table[: int(lanes.count)]
     for first in range(0, len(table), _GROUP_LANES):
         group = table[first : first + _GROUP_LANES]
         sources, targets, _, lengths = group.unbind(1)
-        own = states.index_select(0, sources)
+        lane_states = states.index_select(0, sources)
         for start in range(0, int(lengths.max()), _BLOCK_TOKENS):
-            # A lane that has ended is in no further block.
-            [alive] = torch.nonzero(lengths > start, as_tuple=True)
-            block = _Block.of(group[alive], lanes.places, start, shape.window - 1)
+            # Lanes that have ended are left out of further blocks.
+            [active] = torch.nonzero(lengths > start, as_tuple=True)
+            block = _Block.of(group[active], lanes.places, start, shape.window - 1)
             inputs = stored_inputs(stored, block.slots.flatten()).view(*block.slots.shape, -1)
-            advanced, found = delta_scan(inputs, block.is_there, own[alive], shape, weights)
-            own.index_copy_(0, alive, advanced)
-            is_wanted = block.rows != NOWHERE
-            wanted = found[is_wanted].flatten(1).to(read.dtype)
-            read.index_copy_(0, block.rows[is_wanted], wanted)
+            advanced, results = delta_scan(
+                inputs, block.is_there, lane_states[active], shape, weights
+            )
+            lane_states.index_copy_(0, active, advanced)
+            has_row = block.rows != NOWHERE
+            wanted = results[has_row].flatten(1).to(read.dtype)
+            read.index_copy_(0, block.rows[has_row], wanted)
         has_target = targets != NOWHERE
-        states.index_copy_(0, targets[has_target], own[has_target])
+        states.index_copy_(0, targets[has_target], lane_states[has_target])
 
 
 @dispatched("delta_chunks_triton")
@@ -143,8 +144,8 @@ def advance_prompts(
     shape: DeltaShape,
     weights: DeltaWeights,
 ) -> None:
-    """Does what `advance_lanes` does, many times as fast, but for rounding: sums have another
-    order. A token's bits depend on the tokens before it and on where chunks begin.
+    """As `advance_lanes`, but many times as fast; sums have another order, so rounding differs. A
+    token's bits depend on the tokens before it and on where chunks begin.
 
     Args: those of `advance_lanes`.
     """
@@ -152,27 +153,27 @@ def advance_prompts(
     for source, target, first, count in prompts.table.tolist():
         state = states[source]
         for place, num_tokens in prompts.chunks[first : first + count].tolist():
-            own = prompts.places[place : place + history + num_tokens]
+            chunk_places = prompts.places[place : place + history + num_tokens]
             slots, rows = torch.nn.functional.pad(
-                own, (0, 0, 0, CHUNK - num_tokens), value=NOWHERE
+                chunk_places, (0, 0, 0, CHUNK - num_tokens), value=NOWHERE
             ).unbind(1)
             inputs = stored_inputs(stored, slots.clamp(min=0))
-            state, found = delta_chunk(inputs, slots != NOWHERE, state, shape, weights)
-            is_wanted = rows[history:] != NOWHERE
-            wanted = found[is_wanted].flatten(1).to(read.dtype)
-            read.index_copy_(0, rows[history:][is_wanted], wanted)
+            state, results = delta_chunk(inputs, slots != NOWHERE, state, shape, weights)
+            has_row = rows[history:] != NOWHERE
+            wanted = results[has_row].flatten(1).to(read.dtype)
+            read.index_copy_(0, rows[history:][has_row], wanted)
         if target != NOWHERE:
             states[target] = state
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Some tokens of each of N lanes, M at most, padded.
+    """Up to M tokens of each of N lanes, padded.
 
     Attributes:
-        slots: `[N, window - 1 + M]`, any where there is no token.
-        is_there: `[N, window - 1 + M]`.
-        rows: `[N, M]`, `NOWHERE` where none wants what a token reads.
+        slots: `[N, window - 1 + M]`; any slot where there is no token.
+        is_there: `[N, window - 1 + M]`, whether there is a token.
+        rows: `[N, M]`, the row that takes a token's result; `NOWHERE` for none.
     """
 
     slots: Tensor
@@ -181,12 +182,12 @@ class _Block:
 
     @classmethod
     def of(cls, table: Tensor, places: Tensor, start: int, history: int) -> _Block:
-        """Cuts the tokens from `start` on out of the lanes of a table."""
+        """Returns the next tokens, from `start`, of the lanes of a table."""
         size = min(_BLOCK_TOKENS, int(table[:, 3].max()) - start)
         offsets = start + torch.arange(history + size, device=table.device)
         is_own = offsets < history + table[:, 3:]
-        own = places[torch.where(is_own, table[:, 2:3] + offsets, 0)]
-        slots, rows = own.unbind(2)
+        lane_places = places[torch.where(is_own, table[:, 2:3] + offsets, 0)]
+        slots, rows = lane_places.unbind(2)
         is_there = is_own & (slots != NOWHERE)
         rows = torch.where(is_own, rows, NOWHERE)[:, history:]
         return cls(torch.where(is_there, slots, 0), is_there, rows)
@@ -198,7 +199,7 @@ def gated_norm(read: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tenso
 
     Args:
         read: `[T, num_heads * D]`.
-        gates: of the same shape; rows may lie apart.
+        gates: of the same shape; rows need not be contiguous.
         weight: `[D]`.
     """
     normed = plain_rms_norm(read.view(-1, len(weight)), weight, eps).view(read.shape)

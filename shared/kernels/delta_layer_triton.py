@@ -1,7 +1,7 @@
-"""Triton kernels of a layer with a gated delta rule; see `shared.kernels.delta_layer`.
+"""Triton kernels of a gated delta layer; see `shared.kernels.delta_layer`.
 
-Every launch of `advance` runs the same binary with the same blocks, of one warp: decode steps,
-trees and prompts sum in one order, so a token has the same bits in all of them.
+Every launch of `advance` runs the same binary with the same blocks and one warp. So decode steps,
+trees and prompts sum in the same order, and a token has the same bits in all of them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from shared.kernels.launch import dependent_launch
 
 _STORED_COLUMNS = 1024
 _BLOCK_HEADS = 8
-# Columns of a state that one program has in registers, beside all its rows.
+# Columns of a state, with all their rows, that one program holds in registers.
 _BLOCK_VALUES = 16
-# Lanes that run at the same time, each as a program a head and block; more take turns. With 32
-# heads of 128 they fill a GPU, and a call without lanes costs no more than a call.
+# Lanes that run at the same time, with one program for each head and block; more lanes take turns.
+# With 32 heads of 128 these fill a GPU, and a call without lanes costs little more than a launch.
 _LANE_PROGRAMS = 8
 
 
@@ -30,7 +30,7 @@ _LANE_PROGRAMS = 8
 def stored_places(  # type: ignore[no-untyped-def]
     columns, plane_stride, layer_stride, WIDTH: tl.constexpr, NUM_LAYERS: tl.constexpr
 ):
-    """Returns where columns of a stored row are, from the row's slot on."""
+    """Returns the offsets of a stored row's columns from the row's slot."""
     piece = columns // WIDTH
     planes = (piece // NUM_LAYERS).to(tl.int64) * plane_stride
     return planes + (piece % NUM_LAYERS).to(tl.int64) * layer_stride + columns % WIDTH
@@ -70,16 +70,16 @@ def silu(values):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def unit(vector, EPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns a vector of length 1."""
+    """Returns the vector scaled to length 1."""
     return vector / tl.sqrt(tl.sum(vector * vector, 0) + EPS)
 
 
 @triton.jit
 def softplus(value):  # type: ignore[no-untyped-def]
-    """Returns `log(1 + exp(value))`, small results with all their digits."""
+    """Returns `log(1 + exp(value))`, with full relative precision for small results."""
     power = tl.exp(tl.minimum(value, 20.0))
     rounded = 1.0 + power
-    # What rounding took from the argument is made up for by the factor.
+    # The factor compensates the rounding of `1 + power`.
     exact = tl.where(rounded == 1.0, power, tl.log(rounded) * (power / (rounded - 1.0)))
     return tl.where(value > 20.0, value, exact)
 
@@ -89,8 +89,8 @@ def token_inputs(  # type: ignore[no-untyped-def]
     places, is_there, first_query, first_key, first_value, first_update, first_decay,
     is_key, is_value, WIDTH: tl.constexpr, WINDOW: tl.constexpr, BLOCK_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Returns what a token's step reads: stored queries, keys and values `[C, W]` of the tokens of
-    its window, zeros for those not there; its update and decay; the row that wants its result."""
+    """Returns the inputs of a token's step: stored queries, keys and values `[C, W]` of the tokens
+    in its window, zeros for missing ones; its update and decay; the row that takes its result."""
     window = tl.arange(0, BLOCK_WINDOW)
     slots = tl.load(places + 2 * window, mask=(window < WINDOW) & is_there, other=-1)
     slot = tl.load(places + 2 * (WINDOW - 1), mask=is_there, other=0)
@@ -173,7 +173,7 @@ def advance(  # type: ignore[no-untyped-def]
             is_key, is_value, WIDTH, WINDOW, BLOCK_WINDOW,
         )  # fmt: skip
         for token in range(num_tokens):
-            # Under way while this token is computed.
+            # The next token's inputs are loaded while this token is computed.
             next_query, next_key, next_value, next_update, next_decay, next_row = token_inputs(
                 own + 2 * (token + 1), token + 1 < num_tokens,
                 first_query, first_key, first_value, first_update, first_decay,
@@ -214,7 +214,7 @@ def norm_heads(  # type: ignore[no-untyped-def]
     values = tl.load(read + own, mask=is_element, other=0.0)
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / DIM + eps)[:, None]
-    # Rounded where a norm of its own would.
+    # Rounded where a separate norm would round.
     normed = before_weight(wide * scale, values.dtype, weight.dtype.element_ty)
     normed = (normed * weights[None, :]).to(values.dtype).to(tl.float32)
     gate = tl.load(gates + row * gate_stride + places, mask=is_element, other=0.0).to(tl.float32)
@@ -224,7 +224,6 @@ def norm_heads(  # type: ignore[no-untyped-def]
 def fused_store_inputs(
     stored: Tensor, slots: Tensor, stamps: Tensor, channels: Tensor, gates: Tensor
 ) -> None:
-    """Does what `store_inputs` does, in one pass."""
     num_rows, num_channels = channels.shape
     assert channels.stride(1) == gates.stride(1) == 1
     if num_rows:
@@ -245,7 +244,6 @@ def fused_advance_lanes(
     shape: DeltaShape,
     weights: DeltaWeights,
 ) -> None:
-    """Does what `advance_lanes` does, in one pass."""
     assert states.is_contiguous()
     assert read.is_contiguous()
     assert weights.taps.is_contiguous()
@@ -261,13 +259,12 @@ def fused_advance_lanes(
             SCALE=shape.key_dim**-0.5, EPS=EPS,
             BLOCK_KEYS=triton.next_power_of_2(shape.key_dim), BLOCK_VALUES=_BLOCK_VALUES,
             BLOCK_WINDOW=triton.next_power_of_2(shape.window), num_warps=1,
-            # Whatever the number of rows: another launch would be another binary.
+            # Always as for one row: another launch option would be another binary.
             **dependent_launch(stored.device, 1),
         )  # fmt: skip
 
 
 def fused_gated_norm(read: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Does what `gated_norm` does, in one pass."""
     num_rows, dim = len(read), len(weight)
     num_heads = read.shape[1] // dim
     assert read.is_contiguous()
@@ -288,7 +285,7 @@ def layout_strides(stored: Tensor) -> tuple[int, int]:
 
 
 def layout_sizes(stored: Tensor) -> dict[str, int]:
-    """Returns constants of the layout of stored rows."""
+    """Returns the compile-time constants of the layout of stored rows."""
     num_layers, num_heads, head_dim = stored.shape[1], *stored.shape[3:]
     assert stored.stride(2) == num_heads * head_dim
     return {

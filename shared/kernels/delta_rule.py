@@ -1,9 +1,9 @@
-"""The gated delta rule of linear attention, one token after another or many at once.
+"""The gated delta rule of linear attention, token by token or in chunks.
 
-A token's results must not depend on what else is computed beside it: with drafts, the same token is
-computed alone, in a tree or again from stored inputs. So every sum of `delta_scan` has one order
-that no shape changes, and functions whose last bits depend on a number's place in a tensor are
-computed in float64 and rounded once. `delta_chunk`, for prompts, always has the same shapes.
+A token's result must not depend on the rest of the batch: with drafts, the same token is computed
+alone, in a tree or again from stored inputs. So every sum of `delta_scan` has one order for all
+shapes, and functions whose last bits depend on an element's position in a tensor are computed in
+float64 and rounded once. `delta_chunk`, for prompts, always has the same shapes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 EPS = 1e-6
 CHUNK = 64
-"""Tokens that `delta_chunk` takes."""
+"""Most tokens of a call of `delta_chunk`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class DeltaShape:
     """Heads of a layer.
 
     Attributes:
-        num_key_heads: of queries and keys; each serves neighbouring heads of values.
-        num_value_heads: of values, and of the state.
-        window: tokens that the convolution sees, the own included.
+        num_key_heads: heads of queries and keys; each is shared by neighbouring value heads.
+        num_value_heads: heads of values, and of the state.
+        window: tokens that the convolution sees, the token's own included.
     """
 
     num_key_heads: int
@@ -42,7 +42,7 @@ class DeltaShape:
 
     @property
     def num_inputs(self) -> int:
-        """Numbers that a token leaves: the channels, then update and decay of each value head."""
+        """Stored inputs per token: the channels, then update and decay of each value head."""
         return self.num_channels + 2 * self.num_value_heads
 
     @property
@@ -73,12 +73,13 @@ def delta_scan(
     Source: Yang et al., Gated Delta Networks, arXiv 2412.06464, equation 10.
 
     Args:
-        inputs: `[N, window - 1 + M, num_inputs]`, those of the tokens before, then of the M.
-        is_there: `[N, window - 1 + M]` bool; what is not leaves the state and counts as zeros.
+        inputs: `[N, window - 1 + M, num_inputs]`, of the `window - 1` tokens before, then of the M.
+        is_there: `[N, window - 1 + M]` bool; a missing token does not change the state, and its
+            channels count as zeros.
         state: `[N, num_value_heads, key_dim, value_dim]` float32.
 
     Returns:
-        The new states, and what each token reads, `[N, M, num_value_heads, value_dim]` float32.
+        The new states, and each token's result, `[N, M, num_value_heads, value_dim]` float32.
     """
     history = shape.window - 1
     num_tokens = inputs.shape[1] - history
@@ -89,21 +90,21 @@ def delta_scan(
     for token in range(num_tokens):
         key = keys[:, token].unsqueeze(3)
         decayed = state * decay[:, token].unsqueeze(2).unsqueeze(3)
-        error = values[:, token] - _summed(decayed * key)
+        error = values[:, token] - _sum_halves(decayed * key)
         error = error * update[:, token].unsqueeze(2)
-        moved = decayed + key * error.unsqueeze(2)
-        read[:, token] = _summed(moved * queries[:, token].unsqueeze(3))
-        state = torch.where(is_there[:, history + token, None, None, None], moved, state)
+        updated = decayed + key * error.unsqueeze(2)
+        read[:, token] = _sum_halves(updated * queries[:, token].unsqueeze(3))
+        state = torch.where(is_there[:, history + token, None, None, None], updated, state)
     return state, read
 
 
 def delta_chunk(
     inputs: Tensor, is_there: Tensor, state: Tensor, shape: DeltaShape, weights: DeltaWeights
 ) -> tuple[Tensor, Tensor]:
-    """Does what `delta_scan` does, for one state and up to `CHUNK` tokens, by products of matrices.
+    """As `delta_scan`, for one state and up to `CHUNK` tokens, with matrix products.
 
-    What token i adds to the state is `key_i error_i^T`, where `error_i` depends on the errors
-    before it: they are the solution of a unit lower triangular system.
+    Token i adds `key_i error_i^T` to the state, where `error_i` depends on the errors before it:
+    the errors are the solution of a unit lower triangular system.
 
     Source: Yang et al., Gated Delta Networks, arXiv 2412.06464, section 3.3; Yang et al., DeltaNet,
     arXiv 2406.06484, section 3.2.
@@ -114,18 +115,18 @@ def delta_chunk(
         state: `[num_value_heads, key_dim, value_dim]` float32.
 
     Returns:
-        The new state, and what each token reads, `[CHUNK, num_value_heads, value_dim]` float32.
+        The new state, and each token's result, `[CHUNK, num_value_heads, value_dim]` float32.
     """
     history = shape.window - 1
     convolved = _convolved(inputs[None], is_there[None], shape, weights)
-    queries, keys, values = (each[0].transpose(0, 1) for each in convolved)
-    update, log_decay = (each.T for each in _gates(inputs[history:], shape, weights))
-    # What is not there updates nothing and decays nothing.
+    queries, keys, values = (heads[0].transpose(0, 1) for heads in convolved)
+    update, log_decay = (gates.T for gates in _gates(inputs[history:], shape, weights))
+    # A missing token neither updates nor decays the state.
     update = torch.where(is_there[history:], update, 0.0).unsqueeze(2)
     total = torch.where(is_there[history:], log_decay, 0.0).cumsum(1)
     since_begin = total.exp().float().unsqueeze(2)
     to_end = (total[:, -1:] - total).exp().float().unsqueeze(2)
-    # [H, i, j]: what is left at token i of what token j added.
+    # [H, i, j]: the decay at token i of what token j added.
     between = (total.unsqueeze(2) - total.unsqueeze(1)).exp().float().tril()
     system = (update * between * (keys @ keys.mT)).tril(-1)
     wanted = update * (values - since_begin * (keys @ state))
@@ -136,8 +137,8 @@ def delta_chunk(
 
 
 def batch_invariant_sigmoid(values: Tensor) -> Tensor:
-    """Returns sigmoids in float32: torch computes the last elements of a tensor on a CPU by another
-    way, which float64 hides."""
+    """Returns sigmoids in float32, computed in float64: on a CPU torch computes the last elements
+    of a tensor by another method, and the difference is lost in rounding."""
     return values.double().sigmoid().float()
 
 
@@ -161,7 +162,7 @@ def _convolved(
     mixed, lanes = batch_invariant_silu(mixed), mixed.shape[:2]
     num_keys = shape.num_key_heads * shape.key_dim
     queries, keys = (
-        _unit(part.view(*lanes, shape.num_key_heads, shape.key_dim)).repeat_interleave(
+        _normalise(part.view(*lanes, shape.num_key_heads, shape.key_dim)).repeat_interleave(
             shape.num_value_heads // shape.num_key_heads, dim=2
         )
         for part in (mixed[..., :num_keys], mixed[..., num_keys : 2 * num_keys])
@@ -171,8 +172,8 @@ def _convolved(
 
 
 def _gates(inputs: Tensor, shape: DeltaShape, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
-    """Returns how far a token replaces what its key reads, float32, and the logarithm of what is
-    left of the state before, float64, `[..., num_value_heads]` each."""
+    """Returns a token's update gate in float32, and the logarithm of its decay of the state in
+    float64, `[..., num_value_heads]` each."""
     first, count = shape.num_channels, shape.num_value_heads
     update = batch_invariant_sigmoid(inputs[..., first : first + count])
     rates = inputs[..., first + count : first + 2 * count].double()
@@ -180,14 +181,14 @@ def _gates(inputs: Tensor, shape: DeltaShape, weights: DeltaWeights) -> tuple[Te
     return update, -weights.log_decay.double().exp() * rates
 
 
-def _unit(vectors: Tensor) -> Tensor:
-    """Returns vectors `[..., D]` of length 1."""
-    squares = _summed((vectors * vectors).unsqueeze(-1))
+def _normalise(vectors: Tensor) -> Tensor:
+    """Returns vectors `[..., D]` scaled to length 1."""
+    squares = _sum_halves((vectors * vectors).unsqueeze(-1))
     return vectors / (squares + EPS).sqrt()
 
 
-def _summed(rows: Tensor) -> Tensor:
-    """Returns the sum of `[..., R, C]` over R, by halves, `[..., C]`."""
+def _sum_halves(rows: Tensor) -> Tensor:
+    """Returns the sum `[..., C]` of `[..., R, C]` over R, always adding one half to the other."""
     while (count := rows.shape[-2]) > 1:
         half = count // 2
         added = rows[..., :half, :] + rows[..., half : 2 * half, :]

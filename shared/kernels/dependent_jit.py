@@ -1,7 +1,7 @@
-"""Programmatic dependent launch: a kernel takes its place while the one before it still runs.
+"""Programmatic dependent launch: a kernel is placed on the device while its predecessor still runs.
 
-What it waits for are activations. Weights are there already, so a product of few rows has them
-brought into the L2 cache meanwhile: the memory would be idle for as long as a small kernel takes.
+The kernel waits for activations only. Its weights are in memory already, so a product of few rows
+prefetches them into the L2 cache meanwhile; the memory would be idle while a small kernel runs.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit  # type: ignore[untyped-decorator]
 def begin(IS_DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Waits until every kernel before this one is done, then lets the next one take its place.
+    """Waits until all earlier kernels have ended, then allows the next kernel to be placed.
 
-    The first thing that a kernel launched with `dependent_launch` does. In this order a kernel
-    that has begun knows all but its direct predecessor to be done.
+    Every kernel launched with `dependent_launch` calls it first. In this order, when a kernel
+    starts, all earlier kernels except its direct predecessor have ended.
     """
     if IS_DEPENDENT:
         gdc_wait()
@@ -25,7 +25,7 @@ def begin(IS_DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def early(places, mask, HAS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns weights that a kernel may load before it begins, in float32; nothing if not HAS."""
+    """Returns weights, which a kernel may load before `begin`, in float32; 0 if not HAS."""
     return tl.load(places, mask=mask, other=0.0).to(tl.float32) if HAS else 0.0
 
 
@@ -33,14 +33,14 @@ def early(places, mask, HAS: tl.constexpr):  # type: ignore[no-untyped-def]
 def fetch_rows(  # type: ignore[no-untyped-def]
     rows, NUM_ROWS: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr
 ):
-    """Has the first SIZE bytes of NUM_ROWS rows brought into L2, which changes no result.
+    """Prefetches the first SIZE bytes of NUM_ROWS rows into L2; changes no result.
 
     Args:
-        rows: address of the first one, a multiple of 16.
-        STRIDE: bytes from a row to the next one; a multiple of 16.
-        SIZE: a multiple of 16 times the requests a row.
+        rows: address of the first row, a multiple of 16.
+        STRIDE: bytes from one row to the next, a multiple of 16.
+        SIZE: a multiple of 16 times the number of requests per row.
     """
-    # As many requests as a program has threads, of which each makes its own.
+    # One request from each thread of the program.
     num_pieces: tl.constexpr = 128 // NUM_ROWS
     piece: tl.constexpr = SIZE // num_pieces
     lanes = tl.arange(0, 128)

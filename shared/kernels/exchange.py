@@ -1,8 +1,8 @@
-"""Sums over the processes of a group, which must not depend on the rows beside a row.
+"""Sums over the processes of a group, in which a row's bits do not depend on the other rows.
 
-Parts are added in the order of ranks, in float32, and rounded once: by a kernel that writes to the
-memory of the other GPUs and computes the norm as well, or in plain torch once the parts have been
-gathered.
+Parts are added in the order of ranks, in float32, and rounded once. One version is a kernel that
+writes to the memory of the other GPUs and computes the norm as well; the other is plain torch, for
+gathered parts.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ class PeerSlots:
     """Memory in which the GPUs of a group send each other rows; see `exchange_norm_triton`.
 
     Attributes:
-        rank: of this process.
-        memory: this GPU's slots, `[2, size, max_rows, slot_bytes]` bytes that were all ones before
-            any rank sent a row. No other kernel writes to it.
-        places: `[size]` int64 on this GPU, where it finds each rank's memory, 16-byte aligned.
-        turns: `[max_rows]` int32 on this GPU, zeros at first; which no other kernel writes.
-        slot_bytes: of the longest row, a multiple of 16.
-        max_programs: that this GPU can hold at the same time.
+        memory: this GPU's slots, `[2, size, max_rows, slot_bytes]` bytes, filled with ones before
+            any rank sends a row. No other kernel writes to it.
+        places: `[size]` int64 on this GPU, the address of each rank's memory, 16-byte aligned.
+        turns: `[max_rows]` int32 on this GPU, zeros at first. No other kernel writes to it.
+        slot_bytes: size of the longest row, a multiple of 16.
+        max_programs: the most programs that this GPU can run at the same time.
     """
 
     rank: int
@@ -36,7 +35,7 @@ class PeerSlots:
     max_programs: int
 
     def fits(self, part: Tensor | Partials) -> bool:
-        """Whether `exchanged_norm` takes such parts `[T, D]`; the same answer on every rank."""
+        """Whether `exchanged_norm` can sum such parts `[T, D]`; the same answer on every rank."""
         rows, columns = part.shape
         return 0 < rows <= len(self.turns) and columns * part.dtype.itemsize <= self.slot_bytes
 
@@ -49,10 +48,10 @@ def exchanged_norm(
     The bits are those of `plain_sum` and, after it, `add_rms_norm`.
 
     Args:
-        part: `[T, D]`, of one shape and dtype, which all ranks queue alike, on one stream each; it
-            is rounded before it is sent.
-        hidden: `[T, D]`; None is nothing to add.
-        weight: `[D]` of the norm.
+        part: `[T, D]`, of one shape and dtype on all ranks, which queue the same calls in the same
+            order, each on one stream. It is rounded before it is sent.
+        hidden: `[T, D]`; None adds nothing.
+        weight: `[D]`, of the norm.
     """
     from shared.kernels.exchange_norm_triton import launch
 
@@ -60,11 +59,11 @@ def exchanged_norm(
 
 
 def plain_sum(parts: Tensor) -> Tensor:
-    """Returns the sum of gathered `parts` `[N, ...]`: the same bits, on any device."""
+    """Returns the sum of gathered `parts` `[N, ...]`, with the same bits as the kernel's."""
     if len(parts) == 2:
         # One kernel, which adds in float32 and rounds the result.
         return parts[0] + parts[1]
     total = parts[0].float()
-    for other in parts[1:]:
-        total = total + other
+    for part in parts[1:]:
+        total = total + part
     return total.to(parts.dtype)

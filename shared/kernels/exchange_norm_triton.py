@@ -1,17 +1,17 @@
 """Triton kernel of a sum over GPUs, the residual sum and the norm after it, row by row.
 
 A program writes its rows into the memory of every other GPU and then waits for theirs in its own,
-so that a row crosses the link once and nothing is asked for. Memory that waits for a number holds
-all ones, a NaN that no number is sent as: numbers announce themselves, each on its own, in whatever
-order they arrive, and neither a flag nor a fence is needed.
+so that a row crosses the link once, without a request. Memory in which a number is expected holds
+all ones, a NaN that is never sent: so each number shows by itself that it has arrived, in any
+order, without a flag or a fence.
 
-A row has two slots and takes them by turns; the reader of a slot fills it with ones again. No rank
-writes to a slot before that. It does so for the row's sum n + 2 at the earliest, after it has seen
-every other rank's numbers of sum n + 1, and a rank sends those in a kernel that starts when the one
-of its sum n has ended, which read and refilled the slot.
+A row uses two slots in turn, and the reader of a slot fills it with ones again. No rank writes to a
+slot before that: it does so for the row's sum n + 2 at the earliest, after it has seen every other
+rank's numbers of sum n + 1. A rank sends those in a kernel that starts after its kernel of sum n
+has ended, which has read and refilled the slot.
 
-Whose turn it is lies on the device, a number a row, which the program of the row alone reads and
-writes: replayed graphs of any number of sums and rows go on where the last kernel stopped, alike on
+The number of the next slot is on the device, one per row, used by the row's program only. So
+replayed graphs, with any number of sums and rows, continue where the last kernel stopped, alike on
 every rank.
 """
 
@@ -42,16 +42,16 @@ def exchange_norm(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Writes `hidden` plus the sum of every rank's `part`, and its norm.
 
-    Every program sends all of its rows before it waits, so that programs wait for no turn of
-    another as long as the device holds all of them.
+    Every program sends all of its rows before it waits. So programs cannot wait for each other in a
+    cycle, as long as all of them run on the device at the same time.
 
     Args:
-        part: `[num_rows, num_columns]`, or what adds up to it, see `summed`.
-        mailbox: this rank's slots, of integers as wide as the numbers.
-        slots: `[SIZE]` addresses of the ranks' `[2, SIZE, MAX_ROWS, SLOT]` slots, of such integers:
+        part: `[num_rows, num_columns]`, or its parts, see `summed`.
+        mailbox: this rank's slots, as integers of the numbers' width.
+        slots: `[SIZE]` addresses of the ranks' slots `[2, SIZE, MAX_ROWS, SLOT]`, as such integers,
             by turn, sender and row.
         turns: `[MAX_ROWS]` int32, the slot of the row's next sum.
-        LARGEST: the largest of the integers, a NaN too.
+        LARGEST: the largest of these integers, also a NaN.
     """
     begin(IS_DEPENDENT)
     columns = tl.arange(0, BLOCK)
@@ -61,14 +61,14 @@ def exchange_norm(  # type: ignore[no-untyped-def]
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         places = row * num_columns + columns
         own = summed(part, places, is_column, part_size, dtype, NUM_PARTS).to(bits, bitcast=True)
-        # All ones would be waited for for ever.
+        # All ones is sent as another NaN, since the receiver would wait for ever.
         sent = tl.where(own == -1, LARGEST, own).to(bits)
         place = ((tl.load(turns + row) * SIZE + RANK) * MAX_ROWS + row) * SLOT
         for other in tl.static_range(SIZE):
             if other != RANK:
                 slot = tl.multiple_of(tl.load(slots + other).to(tl.pointer_type(bits)), 16)
                 tl.store(slot + place + columns, sent, mask=is_column, cache_modifier=".wt")
-    # Loaded while the rows are on their way.
+    # Loaded while the rows are being sent.
     weights = tl.load(weight + columns, mask=is_column, other=0.0)
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         turn = tl.load(turns + row)
@@ -83,7 +83,7 @@ def exchange_norm(  # type: ignore[no-untyped-def]
             else:
                 slot = mailbox + ((turn * SIZE + rank) * MAX_ROWS + row) * SLOT + columns
                 addend = tl.load(slot, mask=is_column, other=0, volatile=True)
-                # The maximum is over all threads, so that after it each knows what all have read.
+                # The maximum is over all threads: after the loop all threads have read the slot.
                 while tl.max((addend == -1).to(tl.int32), 0) == 1:
                     addend = tl.load(slot, mask=is_column, other=0, volatile=True)
                 tl.store(slot, tl.full([BLOCK], -1, bits), mask=is_column)
@@ -92,9 +92,9 @@ def exchange_norm(  # type: ignore[no-untyped-def]
                 total = wide
             else:
                 total += wide
-        # Every thread has read it.
+        # Every thread has read the turn.
         tl.store(turns + row, 1 - turn)
-        # Rounded after each sum, as two kernels do.
+        # Rounded after each sum, as two kernels would.
         values = total.to(dtype)
         if HAS_HIDDEN:
             values = (residual.to(tl.float32) + values.to(tl.float32)).to(dtype)
@@ -114,7 +114,7 @@ def launch(
     sums, normed = torch.empty((2, num_rows, num_columns), dtype=part.dtype, device=source.device)
     bits = _BITS[part.dtype.itemsize]
     block = triton.next_power_of_2(num_columns)
-    # Programs wait for those of other GPUs, so a GPU must hold all of them at the same time.
+    # Programs wait for those of other GPUs, so all must run on their GPU at the same time.
     exchange_norm[(min(num_rows, slots.max_programs),)](
         source, source if hidden is None else hidden, weight, sums, normed,
         slots.memory.view(bits), slots.places, slots.turns, num_rows, num_columns,

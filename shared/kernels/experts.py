@@ -1,9 +1,9 @@
-"""Products of rows with the weights of the experts that compute them.
+"""Products of rows with the weights of their experts.
 
 A *pair* is a row and one of its experts: row t and its j-th choice are pair `t * k + j`. On CUDA
-one kernel computes all pairs, in tiles of pairs that share an expert; elsewhere each expert's pairs
-are a product of their own. Either way a pair's bits depend on its row and its expert alone, as far
-as those of `linear` do: on CUDA for tiles of one size.
+one kernel computes all pairs, in tiles of pairs that share an expert; elsewhere there is one
+product for each expert's pairs. Either way a pair's bits depend only on its row and its expert, as
+far as those of `linear` depend only on the row; on CUDA also on the size of tiles.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from shared.kernels.quantised import (
     quantised_linear,
 )
 
-# Rows of a tile, and the pairs an expert up to which they are taken: of few pairs every tile reads
-# a whole weight, and of many most tiles are full.
+# Rows of a tile: pairs per expert below which the size is used. With few pairs every tile reads a
+# whole weight; with many, most tiles are full.
 FEWEST_ROWS = 16
 _TILE_ROWS = {FEWEST_ROWS: 8, 32: 24, 64: 96}
-_MOST_ROWS = 128
+_MAX_TILE_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,13 @@ class ExpertWeight:
     """The weights `[E, N, K]` of all experts.
 
     Attributes:
-        experts: one an expert, on devices without kernels; else none.
-        values: `[E, N, K]` on devices with kernels; else None.
-        scales: of values in 8 bits, those of `QuantisedWeight` for each expert; None of others.
+        experts: one weight per expert, on devices without Triton; else empty.
+        values: `[E, N, K]` on devices with Triton; else None.
+        scales: scales of 8-bit values, as in `QuantisedWeight` for each expert; else None.
         bias: `[E, N]`; None in most families.
         is_packed: whether 8-bit `values` are in the order of `quantised.in_words`.
-        num_saved_bytes: memory this takes less than the weights it was made from.
-        is_batch_invariant: tiles of one size are taken for any number of pairs.
+        num_saved_bytes: memory saved, compared to the original weights.
+        is_batch_invariant: tiles have the same size for any number of pairs.
     """
 
     experts: tuple[LinearWeight | QuantisedWeight, ...]
@@ -59,43 +59,44 @@ class ExpertWeight:
         """Prepares `weight` `[E, N, K]` for its device; it may be copied.
 
         Args:
-            stored: int8 or float8_e4m3fn, which it is rounded to; None leaves it.
+            stored: int8 or float8_e4m3fn, to which it is rounded; None does not round.
         """
         if stored is None and has_triton(weight.device):
             return cls((), weight, None, bias)
         if stored is None:
             return cls(tuple(map(LinearWeight.prepare, weight)), None, None, bias)
         if not has_triton(weight.device):
-            experts = tuple(QuantisedWeight.of(each, stored) for each in weight)
-            num_saved = sum(each.num_saved_bytes for each in experts)
+            experts = tuple(QuantisedWeight.of(matrix, stored) for matrix in weight)
+            num_saved = sum(expert.num_saved_bytes for expert in experts)
             return cls(experts, None, None, bias, num_saved)
         values = weight.new_empty(weight.shape, dtype=stored)
         scales = weight.new_empty((*weight.shape[:2], 1), dtype=torch.float32)
         num_saved, is_packed = 0, False
-        for index, each in enumerate(weight):
-            own = QuantisedWeight.of(each, stored)
-            values[index], scales[index] = own.values, own.scales
-            num_saved, is_packed = num_saved + own.num_saved_bytes, own.is_packed
+        for index, matrix in enumerate(weight):
+            expert = QuantisedWeight.of(matrix, stored)
+            values[index], scales[index] = expert.values, expert.scales
+            num_saved, is_packed = num_saved + expert.num_saved_bytes, expert.is_packed
         return cls((), values, scales, bias, num_saved, is_packed=is_packed)
 
     @classmethod
     def kept(
         cls, matrix: StoredMatrix, num_experts: int, bias: Tensor | None = None
     ) -> ExpertWeight:
-        """Prepares the matrices of all experts, which came in 8 bits below one another, for their
-        device. Their memory is this weight's from now on."""
+        """Prepares the 8-bit matrices of all experts, stacked along the rows of `matrix`, for their
+        device. Takes over their memory."""
         values = matrix.values.view(num_experts, -1, matrix.shape[1])
         scales = matrix.scales.view(num_experts, -1, matrix.scales.shape[1])
         wide_bytes = values.numel() * matrix.dtype.itemsize
         num_saved = wide_bytes - values.nbytes - scales.nbytes
         if not has_triton(values.device):
-            each = (StoredMatrix(*own, matrix.dtype) for own in zip(values, scales, strict=True))
-            return cls(tuple(map(QuantisedWeight.kept, each)), None, None, bias, num_saved)
+            pairs = zip(values, scales, strict=True)
+            experts = (StoredMatrix(*pair, matrix.dtype) for pair in pairs)
+            return cls(tuple(map(QuantisedWeight.kept, experts)), None, None, bias, num_saved)
         is_packed = keeps_row_bits(values.device, matrix.dtype, values.shape[2])
         if is_packed:
-            # In place: a layer of them may be as large as what is left of the device.
-            for own_values in values:
-                own_values.copy_(in_words(own_values))
+            # In place: a layer's experts may be as large as the device's free memory.
+            for expert_values in values:
+                expert_values.copy_(in_words(expert_values))
         return cls((), values, scales, bias, num_saved, is_packed=is_packed)
 
     @property
@@ -108,9 +109,9 @@ class ExpertTiles:
     """Pairs in tiles that share an expert.
 
     Attributes:
-        pairs: `[C * R]` int64 for C tiles of R; padding is the number of pairs. None where the
-            programs of a product find their pairs themselves: pair c, if it begins a tile.
-        experts: `[C]` int64; tiles that are not needed have the number of experts.
+        pairs: `[C * R]` int64 for C tiles of R pairs; padded with the number of pairs. None if
+            programs find their pairs: program c then computes the tile that pair c begins, if any.
+        experts: `[C]` int64; unused tiles have the number of experts.
         num_rows: R.
     """
 
@@ -123,16 +124,16 @@ def tiles_of(experts: Tensor, num_experts: int, num_rows: int) -> ExpertTiles:
     """Sorts pairs into tiles, without waiting for the device.
 
     Args:
-        experts: `[P]` int64, the expert of each pair; pairs of expert E, which is none, are
-            left out.
-        num_rows: of a tile.
+        experts: `[P]` int64, the expert of each pair; pairs with expert E, which stands for no
+            expert, are left out.
+        num_rows: pairs of a tile.
     """
-    # An expert leaves at most one tile that is not full, and so does none.
+    # Each expert has at most one tile that is not full, and so have the pairs of no expert.
     num_tiles = min(len(experts), num_experts + 1) + len(experts) // num_rows
     if runs_triton(experts):
         from shared.kernels.experts_triton import MOST_FOUND, MOST_PAIRS, laid_tiles
 
-        # A program a pair finds its own, where that makes no more programs.
+        # With one program per pair, programs can find their pairs, if there are no more of them.
         if len(experts) <= min(num_tiles, MOST_FOUND):
             return ExpertTiles(None, experts, num_rows)
         if len(experts) <= MOST_PAIRS:
@@ -141,11 +142,11 @@ def tiles_of(experts: Tensor, num_experts: int, num_rows: int) -> ExpertTiles:
 
 
 def plain_tiles(experts: Tensor, num_experts: int, num_rows: int, num_tiles: int) -> ExpertTiles:
-    """`tiles_of` in plain torch, on any device: the kernel's oracle."""
+    """`tiles_of` in plain torch, on any device; the kernel's test oracle."""
     num_pairs, device = len(experts), experts.device
     order = torch.sort(experts, stable=True).indices
     ones = torch.ones_like(experts)
-    # Tiles of no expert come last, as those that are not needed.
+    # Tiles of pairs without an expert come last, like unused tiles.
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device).scatter_add_(
         0, experts, ones
     )
@@ -163,11 +164,12 @@ def plain_tiles(experts: Tensor, num_experts: int, num_rows: int, num_tiles: int
 
 
 def tile_rows(num_pairs: int, weight: ExpertWeight) -> int:
-    """Returns how many rows a tile takes."""
+    """Returns the number of rows of a tile."""
     if weight.is_batch_invariant:
         return FEWEST_ROWS
-    pairs_each = num_pairs / weight.num_experts
-    return next((rows for rows, most in _TILE_ROWS.items() if pairs_each < most), _MOST_ROWS)
+    expert_pairs = num_pairs / weight.num_experts
+    sizes = (rows for rows, limit in _TILE_ROWS.items() if expert_pairs < limit)
+    return next(sizes, _MAX_TILE_ROWS)
 
 
 @dispatched("experts_triton")
@@ -177,13 +179,13 @@ def expert_product(
     weight: ExpertWeight,
     tiles: ExpertTiles | None,  # noqa: ARG001 - kernels read them
 ) -> Tensor:
-    """Returns the product `[P, N]` of every pair with its expert's weight; on devices without
-    kernels zeros for pairs of no expert.
+    """Returns the product `[P, N]` of every pair with its expert's weight. Without an expert it is
+    zero on devices without Triton, and undefined on others.
 
     Args:
-        inputs: `[P, K]`, one a pair, or `[T, K]`, one a row.
+        inputs: `[P, K]`, one per pair, or `[T, K]`, one per row.
         experts: `[T, k]` int64.
-        tiles: those of the pairs, on devices with kernels; else None.
+        tiles: tiles of the pairs, on devices with Triton; else None.
     """
     num_shared, by_pair = experts.numel() // len(inputs), experts.flatten()
     results: Tensor | None = None
@@ -191,11 +193,11 @@ def expert_product(
         pairs = (by_pair == expert).nonzero().squeeze(1)
         rows = inputs.index_select(0, pairs // num_shared)
         bias = None if weight.bias is None else weight.bias[expert]
-        own = weight.experts[expert]
-        if isinstance(own, QuantisedWeight):
-            product = quantised_linear(rows, own, bias)
+        expert_weight = weight.experts[expert]
+        if isinstance(expert_weight, QuantisedWeight):
+            product = quantised_linear(rows, expert_weight, bias)
         else:
-            product = linear(rows, own, bias)
+            product = linear(rows, expert_weight, bias)
         if results is None:
             results = product.new_zeros(len(by_pair), product.shape[1])
         results.index_copy_(0, pairs, product)
@@ -211,14 +213,14 @@ def gated_product(
     tiles: ExpertTiles | None,
     activation: Activation,
 ) -> Tensor:
-    """Returns `gate_mul` `[P, N]` of `expert_product`, whose arguments it takes, by one kernel."""
+    """Returns `gate_mul` `[P, N]` of `expert_product`, fused in one kernel; takes its arguments."""
     return gate_mul(expert_product.plain(inputs, experts, weight, tiles), activation)
 
 
 @dispatched("experts_triton")
 def weighted_sum(pairs: Tensor, weights: Tensor, more: Tensor | None = None) -> Tensor:
-    """Returns `[T, N]`: the pairs `[T * k, N]` of each row times its weights `[T, k]`, added in
-    float32 in the order of its choices, rounded, and `more` `[T, N]` after that."""
+    """Returns `[T, N]`: for each row the sum of its pairs `[T * k, N]` times their weights
+    `[T, k]`, in float32 in the order of its choices. Adds `more` `[T, N]` after rounding."""
     choices = pairs.view(*weights.shape, -1).float()
     total = torch.zeros_like(choices[:, 0])
     for index in range(weights.shape[1]):
@@ -230,8 +232,8 @@ def weighted_sum(pairs: Tensor, weights: Tensor, more: Tensor | None = None) -> 
 def weighted_parts(
     inputs: Tensor, weights: Tensor, weight: ExpertWeight, tiles: ExpertTiles
 ) -> Partials:
-    """Returns `weighted_sum` of the product of pairs, `inputs` `[P, K]`, in parts to be added by
-    the kernel after it, on devices with kernels."""
+    """Returns `weighted_sum` of the product of pairs, `inputs` `[P, K]`, as `Partials` that the
+    next kernel adds; only on devices with Triton."""
     from shared.kernels.experts_triton import tiled_parts
 
     return tiled_parts(inputs, weight, tiles, weights)

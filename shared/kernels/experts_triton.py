@@ -20,12 +20,13 @@ from shared.kernels.widened_jit import block_factors, unpacked, with_block
 
 _ALPHA: tl.constexpr = tl.constexpr(SWIGLU_ALPHA)
 _LIMIT: tl.constexpr = tl.constexpr(SWIGLU_LIMIT)
-# Whose power float32 holds, and beside which 1 is nothing.
+# `exp` of it fits in float32, and adding 1 does not change it.
 _MOST_EXPONENT: tl.constexpr = tl.constexpr(80.0)
 
-# Pairs that one program counts.
+# The most pairs that one program of `lay_tiles` counts.
 MOST_PAIRS = 4096
-# Pairs that every program of a product looks at: those of one row, or a kernel more is worth it.
+# Pairs that every program of a product reads to find its own: those of one row, or the most for
+# which this is faster than one more kernel.
 _FEW_PAIRS, MOST_FOUND = 16, 128
 _COUNT_CHUNK = 32
 _SUM_BLOCK = 1024
@@ -44,7 +45,7 @@ def lay_tiles(  # type: ignore[no-untyped-def]
     BLOCK_EXPERTS: tl.constexpr, BLOCK_TILES: tl.constexpr, CHUNK: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program an expert: it counts the pairs of all of them, and places its own in order."""
+    """Lays the tiles of one expert: counts the pairs of all, and places the expert's in order."""
     begin(IS_DEPENDENT)
     own = tl.program_id(0)
     ids, tiles = tl.arange(0, BLOCK_EXPERTS), tl.arange(0, BLOCK_TILES)
@@ -53,7 +54,7 @@ def lay_tiles(  # type: ignore[no-untyped-def]
         some = start + tl.arange(0, CHUNK)
         chosen = tl.load(experts + some, mask=some < num_pairs, other=NUM_EXPERTS).to(tl.int32)
         counts += tl.sum((ids[:, None] == chosen[None, :]).to(tl.int32), 1)
-    # Nobody's expert stands for pairs past the end.
+    # NUM_EXPERTS stands for pairs past the end, which do not count.
     counts = tl.where(ids < NUM_EXPERTS, counts, 0)
     tile_counts = (counts + ROWS - 1) // ROWS
     first = tl.sum(tl.where(ids < own, tile_counts, 0), 0)
@@ -86,20 +87,20 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
     TILE_ROWS: tl.constexpr, TILE_CHANNELS: tl.constexpr, STEP: tl.constexpr,
     IS_FLOAT32: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile of pairs and some channels of their expert, which it reads once.
+    """Multiplies one tile of pairs with some channels of their expert, which are read once.
 
     The weight is the left operand, as in `batch_invariant_triton`: sums run over the whole depth in
     one order, so a pair's bits depend neither on its tile nor on the size of tiles.
 
     Args:
-        BLOCK_PAIRS: from num_pairs on, if `tile_experts` are those of the pairs and each program
-            finds its own, see `found_tile`; else 0.
-        AHEAD: bytes of each channel that are fetched while the kernel before this one runs, which
-            should not be the one that writes `tile_experts`; 0 fetches none. Not with GATE.
-        SCALE_ROWS: see `scale_rows`; 0 where a channel has a scale, or HAS_SCALES is not.
+        BLOCK_PAIRS: at least num_pairs, if `tile_experts` are the experts of the pairs and each
+            program finds its own pairs, see `found_tile`; else 0.
+        AHEAD: bytes of each channel to prefetch while the kernel before this one runs, which
+            should not be the one that writes `tile_experts`; 0 prefetches none. Not with GATE.
+        SCALE_ROWS: see `scale_rows`; 0 if a channel has one scale, or without HAS_SCALES.
         IS_PACKED: weights are words of four 8-bit numbers, in the order of `quantised.in_words`.
-        GATE: what gates channels, which are gates and then as many values; see `gated_values`.
-            0 leaves them.
+        GATE: the activation of gates, see `gated_values`; the first half of the channels are gates
+            of the second half. 0 gates nothing.
         NUM_PARTS: k, to write pairs as parts `[k, T, N]` float32 of their row, times `factors`
             `[T, k]`; 0 writes `[T * k, N]`.
     """
@@ -127,14 +128,14 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
         sources = weight + (expert * NUM_CHANNELS + channels)[:, None] * width
         is_input = is_pair[None, :]
         quarter, whole = tl.arange(0, STEP // 4), tl.arange(0, STEP)
-        # What the end needs is under way from the start.
+        # Scales, bias and factors, which are needed at the end, are loaded early.
         is_scaled_last: tl.constexpr = HAS_SCALES and SCALE_ROWS == 0
         own_scales = early(scales + expert * NUM_CHANNELS + channels, lanes >= 0, is_scaled_last)
         own_bias = early(bias + expert * NUM_CHANNELS + channels, lanes >= 0, HAS_BIAS)
         own_factors = early(factors + pairs, is_pair, NUM_PARTS > 0)
         total = tl.zeros((TILE_CHANNELS, TILE_ROWS), tl.float32)
         for start in range(0, DEPTH, STEP):
-            # Where blocks have scales, the sum over a step is scaled before it is added.
+            # If blocks have scales, the sum over a step is scaled before it is added.
             own_block = block_factors(
                 scales, expert, channels, start, SCALE_ROWS, NUM_CHANNELS, DEPTH
             )
@@ -174,7 +175,7 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
             gates, gated = tl.split(tl.permute(halves, (2, 1, 0)))
             values = gated_values(gates.to(dtype), gated.to(dtype), GATE)
         else:
-            # Rounded as products are that another kernel reads.
+            # Rounded like products that another kernel reads.
             values = tl.trans(total).to(dtype)
         places = pairs
         if NUM_PARTS > 0:
@@ -189,8 +190,8 @@ def fetch_channels(  # type: ignore[no-untyped-def]
     weight, expert, first, NUM_EXPERTS: tl.constexpr, NUM_CHANNELS: tl.constexpr,
     TILE: tl.constexpr, WIDTH: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Has AHEAD bytes of TILE channels of an expert brought into L2."""
-    # Only what is fetched depends on the expert, so it need not be the right one.
+    """Prefetches AHEAD bytes of TILE channels of an expert into L2."""
+    # A wrong expert would only prefetch useless bytes, so it may be read before `begin`.
     own = tl.load(expert, cache_modifier=".cg")
     is_whole = first + TILE <= NUM_CHANNELS
     if (own >= 0) & (own < NUM_EXPERTS) & is_whole:
@@ -204,7 +205,7 @@ def tile_of(  # type: ignore[no-untyped-def]
     tile_pairs, tile_experts, tile, num_pairs,
     NUM_EXPERTS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Returns the expert of a tile and its pairs `[ROWS]`, laid before or found here."""
+    """Returns the expert of a tile and its pairs `[ROWS]`: from `lay_tiles`, or found here."""
     if BLOCK_PAIRS > 0:
         expert, pairs = found_tile(tile_experts, tile, num_pairs, NUM_EXPERTS, BLOCK_PAIRS, ROWS)
     else:
@@ -217,8 +218,8 @@ def tile_of(  # type: ignore[no-untyped-def]
 def found_tile(  # type: ignore[no-untyped-def]
     experts, pair, num_pairs, NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Returns the expert of a pair and the pairs `[ROWS]` of the tile that begins with it, padded
-    with num_pairs; none has NUM_EXPERTS. Every ROWS-th pair of an expert begins a tile."""
+    """Returns the expert of a pair, NUM_EXPERTS if the pair begins no tile, and the pairs `[ROWS]`
+    of its tile, padded with num_pairs. Every ROWS-th pair of an expert begins a tile."""
     others = tl.arange(0, BLOCK)
     chosen = tl.load(experts + others, mask=others < num_pairs, other=NUM_EXPERTS)
     expert = tl.load(experts + pair)
@@ -227,7 +228,7 @@ def found_tile(  # type: ignore[no-untyped-def]
     ranks = tl.cumsum(is_own.to(tl.int32), 0) - 1 - num_before
     places = tl.arange(0, ROWS)
     is_there = is_own[:, None] & (ranks[:, None] == places[None, :])
-    # One of those that are there, or none.
+    # At most one pair is there for each place.
     missing = tl.where(is_there, num_pairs - others[:, None], 0)
     pairs = (num_pairs - tl.sum(missing, 0)).to(tl.int64)
     return tl.where(num_before % ROWS == 0, expert, NUM_EXPERTS), pairs
@@ -235,7 +236,7 @@ def found_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def gated_values(gates, values, GATE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns what `activation.gate_mul` does. GATE: 1 SILU, 2 GELU_TANH, 3 CLAMPED_SWIGLU."""
+    """Returns `pointwise.gate_mul`. GATE: 1 SILU, 2 GELU_TANH, 3 CLAMPED_SWIGLU."""
     if GATE == 1:
         result = silu_times(gates, values)
     else:
@@ -256,7 +257,7 @@ def add_weighted(  # type: ignore[no-untyped-def]
     pairs, weights, more, results, num_columns, NUM_CHOSEN: tl.constexpr,
     HAS_MORE: tl.constexpr, BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Adds the pairs of a row, and then `more`; one program a row and BLOCK columns."""
+    """Adds BLOCK columns of the weighted pairs of a row, and then those of `more`."""
     begin(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -266,7 +267,7 @@ def add_weighted(  # type: ignore[no-untyped-def]
         pair = row * NUM_CHOSEN + choice
         values = tl.load(pairs + pair * num_columns + columns, mask=is_column, other=0.0)
         weight = tl.load(weights + pair)
-        # What has no weight may never have been written.
+        # Pairs without weight may never have been written.
         total += tl.where(weight != 0.0, values.to(tl.float32) * weight, 0.0)
     place = row * num_columns + columns
     if HAS_MORE:
@@ -277,10 +278,10 @@ def add_weighted(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """Launch parameters of a product for a given number of rows a tile.
+    """Launch parameters of a product for a given number of rows per tile.
 
     Attributes:
-        step: of the depth; of words it is `WORD_BLOCK`.
+        step: columns that are multiplied at once; `WORD_BLOCK` for packed weights.
     """
 
     channels: int
@@ -289,20 +290,20 @@ class TileShape:
     num_stages: int
 
 
-# As in `batch_invariant_triton`, whose products of few rows are the same.
+# As in `batch_invariant_triton`, whose products of few rows are similar.
 TILE_SHAPES = {
     16: TileShape(64, 128, 4, 4),
     32: TileShape(64, 128, 4, 4),
     64: TileShape(128, 64, 4, 4),
     128: TileShape(128, 64, 8, 4),
 }
-# Of 8-bit weights in the smallest tiles, which are half as many bytes.
+# Stages of the smallest tiles with 8-bit weights, which have half as many bytes.
 _WORD_STAGES = 6
 _FLOAT32_SHAPE = TileShape(32, 32, 4, 2)
 
 
 def laid_tiles(experts: Tensor, num_experts: int, num_rows: int, num_tiles: int) -> ExpertTiles:
-    """Sorts as `plain_tiles` does, up to `MOST_PAIRS` pairs."""
+    """Sorts up to `MOST_PAIRS` pairs as `plain_tiles` does."""
     num_pairs = len(experts)
     pairs = experts.new_empty(num_tiles * num_rows)
     tile_experts = experts.new_empty(num_tiles)
@@ -320,7 +321,6 @@ def laid_tiles(experts: Tensor, num_experts: int, num_rows: int, num_tiles: int)
 def fused_expert_product(
     inputs: Tensor, experts: Tensor, weight: ExpertWeight, tiles: ExpertTiles | None
 ) -> Tensor:
-    """Multiplies as `expert_product` does."""
     return fused_gated_product(inputs, experts, weight, tiles, None)
 
 
@@ -331,7 +331,7 @@ def fused_gated_product(
     tiles: ExpertTiles | None,
     activation: Activation | None,
 ) -> Tensor:
-    """Multiplies as `gated_product` does; None gates nothing."""
+    """As `gated_product`; without an activation nothing is gated."""
     assert weight.values is not None
     assert tiles is not None
     num_pairs = experts.numel()
@@ -345,10 +345,10 @@ def fused_gated_product(
 def tiled_parts(
     inputs: Tensor, weight: ExpertWeight, tiles: ExpertTiles, weights: Tensor
 ) -> Partials:
-    """Returns the sum that `weighted_sum` makes of `expert_product`, in parts of equal bits.
+    """Returns `weighted_sum` of `expert_product` as `Partials`, whose total has the same bits.
 
     Args:
-        inputs: `[P, K]`, one a pair.
+        inputs: `[P, K]`, one row per pair.
         weights: `[T, k]` float32.
     """
     assert weight.values is not None
@@ -412,7 +412,6 @@ def _launch(
 
 
 def fused_weighted_sum(pairs: Tensor, weights: Tensor, more: Tensor | None = None) -> Tensor:
-    """Adds as `weighted_sum` does."""
     num_rows, num_chosen = weights.shape
     num_columns = pairs.shape[1]
     results = pairs.new_empty((num_rows, num_columns))

@@ -1,6 +1,6 @@
 """Triton kernels of the small steps between products: norms, rotation, activation.
 
-Each row is computed by programs of its own, so its bits do not depend on the batch.
+No program computes two rows, so a row's bits do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from shared.kernels.dependent_jit import begin, early
 
 @triton.jit  # type: ignore[untyped-decorator]
 def before_weight(wide, dtype: tl.constexpr, weight_dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns float32 numbers as the weight of a norm multiplies them: rounded to `dtype`, unless
-    the weight is wider; see `shared.kernels.pointwise.rms_norm`."""
+    """Returns normed float32 numbers, rounded to `dtype` unless the norm's weight is float32; see
+    `shared.kernels.pointwise.rms_norm`."""
     return wide if weight_dtype == tl.float32 else wide.to(dtype).to(tl.float32)
 
 
@@ -29,11 +29,11 @@ def normed_row(values, weights, num_columns, eps):  # type: ignore[no-untyped-de
 
 @triton.jit  # type: ignore[untyped-decorator]
 def summed(parts, places, mask, size, dtype, NUM_PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns some elements of a tensor in `dtype`, which may be the sum of several of `size`
-    elements; see `shared.kernels.pointwise`."""
+    """Returns some elements of a tensor in `dtype`. The tensor may be given as NUM_PARTS parts of
+    `size` elements, which are added; see `shared.kernels.pointwise.Partials`."""
     if NUM_PARTS == 1:
         return tl.load(parts + places, mask=mask, other=0.0).to(dtype)
-    # From zero, as every sum over segments of a product.
+    # Starts from zero, like every sum over segments of a product.
     total = 0.0 + tl.load(parts + places, mask=mask, other=0.0)
     for part in tl.static_range(1, NUM_PARTS):
         total += tl.load(parts + part * size + places, mask=mask, other=0.0)
@@ -46,7 +46,7 @@ def add_norm(  # type: ignore[no-untyped-def]
     HAS_UPDATE: tl.constexpr, NUM_PARTS: tl.constexpr, HAS_ROWS: tl.constexpr,
     BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Writes `hidden + update` and its norm; one program a row, which `rows` may name."""
+    """Writes `hidden + update` and its norm, for one row, or for the one that `rows` names."""
     columns = tl.arange(0, BLOCK)
     is_column = columns < num_columns
     weights = tl.load(weight + columns, mask=is_column, other=0.0)
@@ -57,7 +57,7 @@ def add_norm(  # type: ignore[no-untyped-def]
         source = tl.load(rows + row)
     values = tl.load(hidden + source * hidden_stride + columns, mask=is_column, other=0.0)
     if HAS_UPDATE:
-        # Rounded as a sum in the tensors' own dtype is.
+        # Rounded like a sum in the tensors' own dtype.
         places = source * num_columns + columns
         more = summed(update, places, is_column, part_size, values.dtype, NUM_PARTS)
         values = (values.to(tl.float32) + more.to(tl.float32)).to(values.dtype)
@@ -74,7 +74,7 @@ def rotate_store(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_SCALES: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Normalises and rotates some heads of one row; keys and values go to the row's slot."""
+    """Normalises and rotates some heads of one row; writes keys and values to the row's slot."""
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     dims = tl.arange(0, BLOCK_DIM)
     partners = (dims + HEAD_DIM // 2) % HEAD_DIM
@@ -125,13 +125,14 @@ def rotate_store(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def narrowed(wide, cache):  # type: ignore[no-untyped-def]
-    """Returns float32 numbers as the nearest that an e4m3 cache holds."""
+    """Returns the e4m3 numbers that are nearest to float32 numbers."""
     return tl.minimum(tl.maximum(wide, -448.0), 448.0).to(cache.dtype.element_ty)
 
 
 @triton.jit
 def silu_times(gate, up):  # type: ignore[no-untyped-def]
-    """Returns `silu(gate) * up`; rounded in between, as two steps in the tensors' own dtype are."""
+    """Returns `silu(gate) * up`, rounded after each step, like two operations in the tensors' own
+    dtype."""
     wide = gate.to(tl.float32)
     activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
     return (activated * up.to(tl.float32)).to(gate.dtype)
@@ -195,7 +196,7 @@ def embed_own(  # type: ignore[no-untyped-def]
     token_ids, embedding, rows, first_token, num_tokens, num_columns,
     BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Writes the embedding of a row's token if it is one of ours, else zeros."""
+    """Writes the embedding of a row's token if this process has it, else zeros."""
     begin(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)

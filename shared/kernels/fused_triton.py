@@ -1,4 +1,5 @@
-"""Launches the small CUDA kernels; see `fused_jit`, and the plain versions for what they do."""
+"""Launches the small CUDA kernels of `fused_jit`; the plain versions in `pointwise` and `cache`
+document them."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _SILU_BLOCK = 1024
 
 
 def norm_warps(block: int) -> int:
-    """Returns the warps that compute a norm over a row of `block`; its last bits depend on it."""
+    """Returns the number of warps for a norm over `block` elements; its last bits depend on it."""
     return 8 if block >= _WIDE_BLOCK else 4
 
 
@@ -35,7 +36,6 @@ def fused_add_rms_norm(
     eps: float,
     rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns `hidden + update` and its norm, of the rows that `rows` names; `weight` is `[D]`."""
     num_columns = hidden.shape[-1]
     sources = hidden.reshape(-1, num_columns)
     assert sources.stride(1) == 1
@@ -58,7 +58,7 @@ def fused_add_rms_norm(
 
 
 def parts_of(tensor: Tensor | Partials) -> tuple[Tensor, int]:
-    """Returns what `summed` of `fused_jit` adds up, contiguous, and of how many parts."""
+    """Returns the contiguous tensor that `fused_jit.summed` reads, and its number of parts."""
     if isinstance(tensor, Partials):
         return tensor.parts, len(tensor.parts)
     return tensor.contiguous(), 1
@@ -73,7 +73,6 @@ def fused_join_inputs(
     *,
     normed_residual: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Does what `join_inputs` of `shared.kernels.pointwise` does, in one pass."""
     num_rows, num_columns = len(token_ids), hidden.shape[1]
     assert embedding.is_contiguous()
     assert hidden.is_contiguous()
@@ -93,7 +92,6 @@ def fused_join_inputs(
 
 
 def fused_own_embeddings(token_ids: Tensor, embedding: Tensor, first_token: int) -> Tensor:
-    """Does what `own_embeddings` of `shared.kernels.pointwise` does, in one pass."""
     num_rows, (num_tokens, num_columns) = len(token_ids), embedding.shape
     assert embedding.is_contiguous()
     assert token_ids.is_contiguous()
@@ -110,7 +108,6 @@ def fused_own_embeddings(token_ids: Tensor, embedding: Tensor, first_token: int)
 def fused_position_tables(
     positions: Tensor, frequencies: Tensor, factor: float
 ) -> tuple[Tensor, Tensor]:
-    """Does what `position_tables` of `shared.kernels.pointwise` does, in one pass."""
     num_rows, half = len(positions), frequencies.shape[-1]
     tables = torch.empty((2, num_rows, 1, 2 * half), device=positions.device)
     cos, signed_sin = tables.unbind()
@@ -133,7 +130,6 @@ def fused_rotate_into_cache(
     slots: Tensor,
     scales: CacheScales | None = None,
 ) -> Tensor:
-    """Does what `rotate_into_cache` does, in one pass."""
     num_rows, num_all, head_dim = heads.shape
     keys, values = cache
     num_kv_heads = keys.shape[1]
@@ -161,7 +157,6 @@ def fused_rotate_into_cache(
 
 
 def fused_silu_mul(gate_up: Tensor) -> Tensor:
-    """Does what `silu_mul` does for `[T, 2N]`."""
     assert gate_up.is_contiguous()
     num_rows, num_columns = gate_up.shape[0], gate_up.shape[1] // 2
     result = torch.empty((num_rows, num_columns), dtype=gate_up.dtype, device=gate_up.device)

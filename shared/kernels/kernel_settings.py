@@ -1,8 +1,8 @@
-"""Where Triton's kernels compute, and where plain torch does: kernels run on CUDA, or in Triton's
-interpreter where the environment asks for it.
+"""Dispatch between Triton's kernels and plain torch: kernels run on CUDA, or in Triton's
+interpreter with `TRITON_INTERPRET=1`.
 
-The interpreter computes a kernel's programs one after the other with numpy: far too slow to serve,
-and right to test the kernels where there is no GPU. `TRITON_INTERPRET=1` asks for it.
+The interpreter computes a kernel's programs one after another with numpy. That is far too slow to
+serve, but it tests the kernels without a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-# Triton reads the variable as well, when a kernel is defined.
+# Triton itself reads the variable when a kernel is defined.
 IS_INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 _Params = ParamSpec("_Params")
@@ -24,7 +24,7 @@ _Result = TypeVar("_Result")
 
 
 def runs_triton(tensor: Tensor) -> bool:
-    """Whether kernels take `tensor`, rather than plain torch."""
+    """Whether kernels compute with `tensor`, rather than plain torch."""
     return tensor.is_cuda or IS_INTERPRETING
 
 
@@ -34,16 +34,16 @@ def has_triton(device: torch.device) -> bool:
 
 
 class Dispatched(Generic[_Params, _Result]):
-    """A computation by kernels where they take its first argument, a tensor that may be left in
-    parts, and by plain torch elsewhere.
+    """A computation with a Triton and a plain torch version. The device of the first argument, a
+    tensor or `Partials`, decides which one runs.
 
     Args:
-        module: of `shared.kernels`, imported when it is first needed: Triton is not installed where
-            there is no CUDA. Its function has the name of the plain one behind `fused_`, and the
-            same arguments and result.
+        module: module of `shared.kernels` with the Triton version, imported when it is first
+            needed, because Triton is only installed with CUDA. Its function has the name of the
+            plain one after `fused_`, and the same arguments and result.
 
     Attributes:
-        plain: the computation in plain torch, on any device: the kernels' oracle.
+        plain: the plain torch version, for any device; the kernels' test oracle.
     """
 
     def __init__(self, plain: Callable[_Params, _Result], module: str) -> None:

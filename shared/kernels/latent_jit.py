@@ -1,14 +1,14 @@
 """Triton kernels of latent attention over a paged cache, in absorbed form, for plain tokens and
 trees.
 
-A program loads a tile of the cache once for up to 64 lanes, each a row and one of its query heads.
-The tile's latent vectors are keys and values at once; its rotated keys add to the scores. Rows of a
-tree with few heads share a program, and so the loads of their common prefix.
+A program loads a tile of the cache once for up to 64 lanes; a lane is a row and one of its query
+heads. The tile's latent vectors are both keys and values; its rotated keys add to the scores. In
+models with few heads, rows of a tree share a program, and so the loads of their common prefix.
 
-A row's bits depend on its own queries and key list alone. The list is cut at fixed places
+A row's bits depend only on its own queries and key list. The list is cut at fixed positions
 (`bounds_of_split`), each split is walked in tiles of one size, and splits are added in order.
-Maxima are whole numbers, so that sums are scaled by powers of two, which rounds nothing, and a tile
-that is hidden from a row adds exact zeros.
+Maxima are whole numbers, so that sums are scaled by powers of two, which is exact, and a tile that
+a row does not see adds exact zeros.
 
 Sources: DeepSeek-V2, arXiv 2405.04434, section 2.1 (absorbed matrices); Dao, arXiv 2307.08691
 (online softmax over tiles); "Flash-Decoding", Dao et al., 2023 (splits of the key list).
@@ -49,7 +49,7 @@ def attend_latents(  # type: ignore[no-untyped-def]
     begin(IS_DEPENDENT)
     block = tl.program_id(1)
     count = tl.load(block_counts + block)
-    # Not behind the branch, which would make two waits of one.
+    # Loaded before the branch, to wait for memory once, not twice.
     sequence = tl.load(block_sequences + block)
     first_row = tl.load(block_first_rows + block)
     if count == 0:
@@ -76,7 +76,7 @@ def attend_latents(  # type: ignore[no-untyped-def]
     straight = tl.load(lane_queries + dims[None, :], mask=is_dim, other=0.0)
     turned = tl.load(lane_queries + LATENT + rotary[None, :], mask=is_rotary, other=0.0)
     pages = page_table + sequence * page_stride
-    # Whole tiles below it hold the same keys for all rows.
+    # Whole tiles before this key have the same keys for all rows.
     common_tiles = common
     tails, own_lengths = tail_slots, row_lengths + first_row
     if HAS_TAIL:
@@ -108,8 +108,8 @@ def walk_latents(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Returns maxima, masses and sums of one split, tile by tile.
 
-    Tiles that are common to all rows come first; then a tile of every row's own list, then the
-    next one.
+    First come the tiles that are common to all rows, then one tile of each row's own list in turn,
+    then the next tile of each.
     """
     best = tl.full([LANES], float("-inf"), tl.float32)
     mass = tl.zeros([LANES], tl.float32)
@@ -138,7 +138,7 @@ def walk_latents(  # type: ignore[no-untyped-def]
         rotated = tl.load(keys + LATENT + rotary[None, :], mask=is_rotary, other=0.0)
         scores = tl.dot(straight, tl.trans(latents), input_precision="ieee")
         more = tl.dot(turned, tl.trans(rotated), input_precision="ieee")
-        # In base 2. Each product is scaled by itself, or the compiler makes a chain of them.
+        # Scores in base 2. Each product is scaled by itself; else the compiler chains the products.
         scores = tl.fma(more, scale_log2, scores * scale_log2)
         tile = step
         is_row = lane_rows >= 0
@@ -149,9 +149,9 @@ def walk_latents(  # type: ignore[no-untyped-def]
         indices = start + tile * TILE_KEYS + tl.arange(0, TILE_KEYS)
         is_seen = (indices[None, :] < lengths[:, None]) & is_row[:, None]
         scores = tl.where(is_seen, scores, float("-inf"))
-        # Both conditions hold in every step. Triton 3.6 gives each warp rows of its own in a
-        # product that another one follows, and 64 lanes have rows for four warps: the other four
-        # would repeat their work. It does not look for the other product behind a branch.
+        # `step < num_steps` holds in every step. If a product is followed by another one, Triton
+        # 3.6 gives each warp its own rows; 64 lanes have rows for four warps only, and the other
+        # four would repeat their work. Triton does not look for the second product after a branch.
         most = tl.ceil(tl.max(scores, 1))
         new_best = best
         if step < num_steps:
@@ -178,7 +178,7 @@ def tile_slots(  # type: ignore[no-untyped-def]
     PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Returns the slots `[TILE_KEYS]` int32 of one step of a split, -1 where there is no key, and
-    the row within the block whose tile it is, if it is not common to all."""
+    the row within the block that owns the tile, if the tile is not common to all rows."""
     tile = step
     row = 0
     length = longest
@@ -213,7 +213,7 @@ def combine_latents(  # type: ignore[no-untyped-def]
     """Adds the parts of one row and head in the order of the splits, GROUP loads at a time."""
     place = tl.program_id(0)
     head = tl.program_id(1)
-    # Of the plan: kernels before `attend_latents` wrote it, and that one has waited for them.
+    # Read before `begin`: kernels before `attend_latents`, which has waited for them, wrote these.
     count = tl.load(block_counts + place // ROWS)
     row = tl.load(block_first_rows + place // ROWS) + place % ROWS
     is_row = place % ROWS < count
@@ -230,7 +230,7 @@ def combine_latents(  # type: ignore[no-untyped-def]
     first = 0
     start = 0
     while start < length:
-        # Splits of a group have one length, as GROUP divides LEVEL_SPLITS.
+        # The splits of a group have equal lengths, because GROUP divides LEVEL_SPLITS.
         start, size = bounds_of_split(first, FIRST_SPLIT, LEVEL_SPLITS)
         splits = tl.arange(0, GROUP)
         is_split = start + splits * size < length
@@ -239,7 +239,7 @@ def combine_latents(  # type: ignore[no-untyped-def]
         keep = power_of_two(best, new_best)
         mass *= keep
         total *= keep
-        # Unrolled, so that the loads of all of them are under way at once.
+        # Unrolled, so that all loads are in flight together.
         for split in tl.static_range(GROUP):
             is_part = start + split * size < length
             part_best = tl.load(maxima + slot + split, mask=is_part, other=float("-inf"))
@@ -269,11 +269,11 @@ def enter_latents(  # type: ignore[no-untyped-def]
     BLOCK_QUERIES: tl.constexpr, BLOCK_LATENT: tl.constexpr, BLOCK_ROTARY: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Norms the latent vector of a row and rotates its key, both into the row's slot; the second
-    program of a row norms its compressed queries.
+    """Writes a row's normed latent vector and its rotated key to the row's slot; the second program
+    of a row norms its compressed queries.
 
     Args:
-        made: `[T, QUERIES + L + R]`, in parts or whole; rows are `row_stride` apart.
+        made: `[T, QUERIES + L + R]`, or the parts of it; rows are `row_stride` apart.
     """
     row = tl.program_id(0).to(tl.int64)
     first = row * row_stride
@@ -313,10 +313,11 @@ def multiply_heads(  # type: ignore[no-untyped-def]
     IS_TRANSPOSED: tl.constexpr, TILE_CHANNELS: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_DEPTH: tl.constexpr, BLOCK_ROTARY: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies each head's rows with its own matrix, and rotates what is behind them.
+    """Multiplies the first K dimensions of each head with the head's own matrix, and rotates the
+    last R.
 
-    The matrix is the left operand and the depth is summed in steps of one size, so that an element
-    depends on its own row alone, as in `batch_invariant_triton`.
+    The matrix is the left operand and the depth is summed in steps of one size, so that an
+    element's bits depend only on its own row, as in `batch_invariant_triton`.
 
     Args:
         inputs: `[T, H, K + R]`, rows `row_stride` apart.

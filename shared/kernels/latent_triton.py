@@ -1,4 +1,4 @@
-"""Launches latent attention on CUDA; the kernels are in `latent_jit`."""
+"""Launches the kernels of `latent_jit`: latent attention on CUDA."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from shared.kernels.launch import dependent_launch, empties
 from shared.kernels.pointwise import Norm, Partials
 from shared.kernels.split_plan import SPLITS_PER_LEVEL, num_splits
 
-# A program of this kernel fills a multiprocessor, so that splits are longer than those of others.
+# A program of this kernel fills a multiprocessor, so splits are longer than in other kernels.
 FIRST_SPLIT_KEYS = 512
 TILE_KEYS = 64
 # Queries and two tiles of 64 keys fill the shared memory of a multiprocessor.
 _STAGES = 2
 _WARPS = 8
 TARGET_PROGRAMS = 528
-# Parts that a program adds at once.
+# Parts that a program loads together and adds.
 _GROUP = 16
-_FEWEST_DIMS = 16
+_MIN_DIMS = 16
 _TILE_CHANNELS, _TILE_DEPTH = 64, 128
 _ROW_TILES = (16, 32, 64, 128)
 
@@ -63,7 +63,7 @@ def latent_attention(
         "ROWS": rows,
         "NUM_HEADS": num_heads,
         "LATENT": latent_dim,
-        "BLOCK_LATENT": max(triton.next_power_of_2(latent_dim), _FEWEST_DIMS),
+        "BLOCK_LATENT": max(triton.next_power_of_2(latent_dim), _MIN_DIMS),
         "FIRST_SPLIT": FIRST_SPLIT_KEYS,
         "LEVEL_SPLITS": SPLITS_PER_LEVEL,
     }
@@ -75,7 +75,7 @@ def latent_attention(
         batch.page_table.stride(0), tails.stride(0), max_splits, scale * math.log2(math.e),
         HAS_TAIL=tail is not None, BLOCK_HEADS=heads,
         TILE_KEYS=TILE_KEYS, ROTARY=dim - latent_dim,
-        BLOCK_ROTARY=max(triton.next_power_of_2(dim - latent_dim), _FEWEST_DIMS),
+        BLOCK_ROTARY=max(triton.next_power_of_2(dim - latent_dim), _MIN_DIMS),
         PAGE_SIZE=batch.page_size, num_warps=_WARPS, num_stages=_STAGES, **options, **launch,
     )  # fmt: skip
     combine_latents[(num_blocks * rows, num_heads)](
@@ -86,16 +86,19 @@ def latent_attention(
 
 
 def fused_enter(
-    made: Tensor | Partials,
+    projected: Tensor | Partials,
     query_norm: Norm | None,
     latent_norm: Norm,
     tables: tuple[Tensor, Tensor],
     cache: Tensor,
     slots: Tensor,
 ) -> Tensor | None:
-    """Does what `latent.enter` does, in one pass."""
-    num_rows, width = made.shape
-    source, num_parts = (made.parts, len(made.parts)) if isinstance(made, Partials) else (made, 1)
+    num_rows, width = projected.shape
+    source, num_parts = (
+        (projected.parts, len(projected.parts))
+        if isinstance(projected, Partials)
+        else (projected, 1)
+    )
     assert source.is_contiguous()
     assert cache.is_contiguous()
     latent_dim, rotary_dim = len(latent_norm[0]), tables[0].shape[-1]
@@ -119,20 +122,18 @@ def fused_enter(
 def fused_absorbed_queries(
     queries: Tensor, key_up: Tensor, tables: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Does what `latent.absorbed_queries` does."""
     return fused_head_products(queries, key_up, tables, is_transposed=True)
 
 
 def fused_expanded_values(attended: Tensor, value_up: Tensor) -> Tensor:
-    """Does what `latent.expanded_values` does."""
     return fused_head_products(attended, value_up, None, is_transposed=False)
 
 
 def fused_head_products(
     rows: Tensor, matrices: Tensor, tables: tuple[Tensor, Tensor] | None, *, is_transposed: bool
 ) -> Tensor:
-    """Returns `[T, H, C + R]` of `[T, H, K + R]`: each head's rows times its matrix `[C, K]`, or
-    `[K, C]` if transposed, and behind them its last R dimensions, rotated by `tables`."""
+    """Returns `[T, H, C + R]` for `[T, H, K + R]`: the first K dimensions of each head times its
+    matrix `[C, K]`, or `[K, C]` if transposed, then its last R dimensions, rotated by `tables`."""
     num_rows, num_heads, dim = rows.shape
     rotary_dim = 0 if tables is None else tables[0].shape[-1]
     depth = dim - rotary_dim

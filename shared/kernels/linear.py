@@ -1,10 +1,9 @@
-"""Products with a constant weight matrix, prepared once for the device they run on.
+"""Products with a constant weight matrix, which is prepared once for its device.
 
-Products on CUDA in which a row's bits do not depend on the number of rows.
-
-Libraries choose another kernel for another number of rows, with sums in another order. Here one
-order holds for all of them, in about the library's time: a product leaves its parts to the kernel
-after it (`partials`), or takes over what that would do.
+On CUDA they are batch-invariant: a row's bits do not depend on the number of rows. Libraries choose
+another kernel for another number of rows, with sums in another order. Here the order is the same
+for all numbers of rows, in about the library's time: a product leaves the sum of its parts to the
+next kernel (`Partials`), or is fused with that kernel.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from shared.kernels.pointwise import Partials, silu_mul
 TILE_CHANNELS = 64
 WORD_BLOCK = 128
 # Segments are halved up to this many programs that stream the weight, and no shorter than this.
-# Constants, because bits depend on them: not the device at hand.
-_MOST_PROGRAMS = 256
-_SHORTEST_SEGMENT = 512
-# Of products whose segments are spread over programs.
+# Constants, whatever the device, because bits depend on them.
+_MAX_PROGRAMS = 256
+_MIN_SEGMENT = 512
+# The most row tiles of a product whose segments are spread over programs.
 MAX_ROW_TILES = 2
-# One tile of the kernel for few rows.
+# The most rows of the kernel for few rows: one tile.
 MOST_FEW_ROWS = 64
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 _PACKING_ROWS = 8
-# Measured for depths from 1,024 on: a single row takes a kernel of its own, with other bits.
-_FEWEST_ROWS = 2
-# oneDNN takes 30 microseconds a product, and a millisecond more for each new number of rows.
-_MOST_SMALL = 16_384
+# Measured for depths from 1,024 on: oneDNN has another kernel for a single row, with other bits.
+_MIN_PACKED_ROWS = 2
+# oneDNN costs 30 microseconds per product, and a millisecond more for each new number of rows.
+_MAX_SMALL_SIZE = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +50,8 @@ class BatchInvariantOperand:
 
     Attributes:
         values: half precision, or 8 bits in the order of `quantised.in_words`.
-        scales: of 8-bit values, see `QuantisedWeight`; None of others.
-        counters: see `tile_counters`. Two products with them must not run at the same time.
+        scales: scales of 8-bit values, see `QuantisedWeight`; None for half precision.
+        counters: see `tile_counters`. Two products that use them must not run at the same time.
     """
 
     values: Tensor
@@ -61,17 +60,17 @@ class BatchInvariantOperand:
 
     @property
     def segments(self) -> Segments:
-        """The segments of K, which depend on the weight's shape alone."""
+        """The segments of K; they depend only on the weight's shape."""
         num_channels, depth = self.values.shape
         num_tiles, count = -(-num_channels // TILE_CHANNELS), 1
-        while 2 * count * num_tiles <= _MOST_PROGRAMS and 2 * count * _SHORTEST_SEGMENT <= depth:
+        while 2 * count * num_tiles <= _MAX_PROGRAMS and 2 * count * _MIN_SEGMENT <= depth:
             count *= 2
         length = -(-depth // (count * WORD_BLOCK)) * WORD_BLOCK
         return Segments(length, -(-depth // length))
 
 
 def can_be_batch_invariant(weight: Tensor) -> bool:
-    """Whether a product with `weight` `[N, K]` in half precision can keep its rows' bits.
+    """Whether a product with `weight` `[N, K]` in half precision can be batch-invariant.
 
     It needs the matrix instructions of compute capability 9.0, and K must be a multiple of 128.
     """
@@ -79,8 +78,8 @@ def can_be_batch_invariant(weight: Tensor) -> bool:
 
 
 def keeps_row_bits(device: torch.device, dtype: torch.dtype, depth: int) -> bool:
-    """Whether a product in `dtype` with a weight of `depth` columns, of 16 bits or 8, is one of our
-    kernel: see `can_be_batch_invariant`."""
+    """Whether the batch-invariant kernel computes products in `dtype` with a weight of `depth`
+    columns, in 16 or 8 bits; see `can_be_batch_invariant`."""
     return is_hopper(device) and dtype in _HALF_PRECISION and depth % WORD_BLOCK == 0
 
 
@@ -93,7 +92,7 @@ def scale_rows(scales: Tensor, num_channels: int) -> int:
     """Returns how many channels share a scale of 128 columns; 0 where a channel has one scale.
 
     Args:
-        scales: of `QuantisedWeight` or `ExpertWeight`.
+        scales: those of a `QuantisedWeight` or `ExpertWeight`.
     """
     num_rows, num_blocks = scales.shape[-2:]
     if num_rows == num_channels:
@@ -102,7 +101,7 @@ def scale_rows(scales: Tensor, num_channels: int) -> int:
 
 
 def tile_counters(num_channels: int, device: torch.device) -> Tensor:
-    """Returns what programs that share a tile count themselves with: `[C]` int32 zeros."""
+    """Returns `[C]` int32 zeros, in which the programs that share a tile count themselves."""
     num_tiles = MAX_ROW_TILES * -(-num_channels // TILE_CHANNELS)
     return torch.zeros(num_tiles, dtype=torch.int32, device=device)
 
@@ -111,48 +110,25 @@ def batch_invariant_linear(
     inputs: Tensor, weight: BatchInvariantOperand, bias: Tensor | None
 ) -> Tensor:
     """Returns `inputs @ weight.T + bias`, `[T, N]`, of `[T, K]` in half precision on CUDA."""
-    # Triton is not installed where there is no CUDA.
+
     from shared.kernels.batch_invariant_triton import launch
 
     return launch(inputs, weight, bias)
-
-
-def batch_invariant_partials(inputs: Tensor, weight: BatchInvariantOperand) -> Tensor | Partials:
-    """Returns `batch_invariant_linear` without a bias, in parts where that is faster."""
-    from shared.kernels.batch_invariant_triton import launch, launch_parts, pays_in_parts
-
-    pays = pays_in_parts(inputs, weight)
-    return launch_parts(inputs, weight) if pays else launch(inputs, weight, None)
-
-
-def batch_invariant_parts(inputs: Tensor, weight: BatchInvariantOperand) -> Partials:
-    """Returns the parts of `batch_invariant_linear` without a bias, be it one."""
-    from shared.kernels.batch_invariant_triton import launch_parts
-
-    return launch_parts(inputs, weight)
-
-
-def batch_invariant_gated(inputs: Tensor, weight: BatchInvariantOperand) -> Tensor:
-    """Returns `silu_mul` of `batch_invariant_linear` without a bias, with its bits."""
-    from shared.kernels.batch_invariant_triton import launch, launch_gated
-
-    gated = launch_gated(inputs, weight)
-    return silu_mul(launch(inputs, weight, None)) if gated is None else gated
 
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
     """A weight `[N, K]`, packed into oneDNN's blocked layout where that pays.
 
-    Measured for float32 on a CPU without matrix instructions: packed, five rows cost about what
-    one costs, and a row has the same bits for every count of two rows and more and every thread
-    count. Unpacked BLAS doubles its time from one row to two and changes bits below four rows,
-    which would let speculation change a token. Small weights are multiplied row by row, which
+    Measured for float32 on a CPU without matrix instructions: with a packed weight five rows cost
+    about as much as one, and a row has the same bits for any number of rows from two on and any
+    number of threads. Unpacked BLAS takes twice the time for two rows and changes bits below four
+    rows, so that speculation could change a token. Small weights are multiplied row by row, which
     takes a third of the time.
 
     Attributes:
         values: the plain `[N, K]` tensor, or the opaque packed one.
-        counters: of a product on CUDA that keeps its rows' bits, see `tile_counters`; else None.
+        counters: see `tile_counters`; None unless the CUDA kernel computes the products.
     """
 
     values: Tensor
@@ -171,7 +147,7 @@ class LinearWeight:
 
     @property
     def operand(self) -> BatchInvariantOperand | None:
-        """The weight of the product on CUDA that keeps its rows' bits, where there is one."""
+        """The weight for the batch-invariant CUDA kernel; None if that does not compute it."""
         if self.counters is None:
             return None
         return BatchInvariantOperand(self.values, None, self.counters)
@@ -188,42 +164,49 @@ def linear(inputs: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
 
 
 def linear_partials(inputs: Tensor, weight: LinearWeight) -> Tensor | Partials:
-    """Returns `linear` without a bias, in parts where it is made of some."""
+    """Returns `linear` without a bias, as `Partials` where that is faster."""
     operand = weight.operand
-    return (
-        linear(inputs, weight, None)
-        if operand is None
-        else batch_invariant_partials(inputs, operand)
-    )
+    if operand is not None:
+        from shared.kernels.batch_invariant_triton import launch_parts, pays_in_parts
+
+        if pays_in_parts(inputs, operand):
+            return launch_parts(inputs, operand)
+    return linear(inputs, weight, None)
 
 
 def gated_linear(inputs: Tensor, weight: LinearWeight) -> Tensor:
-    """Returns `silu_mul` of `linear` without a bias, by one kernel where there is one."""
+    """Returns `silu_mul` of `linear` without a bias, with a fused kernel if there is one."""
     operand = weight.operand
     if operand is not None:
-        return batch_invariant_gated(inputs, operand)
+        from shared.kernels.batch_invariant_triton import launch_gated
+
+        gated = launch_gated(inputs, operand)
+        if gated is not None:
+            return gated
     return silu_mul(linear(inputs, weight, None))
 
 
 def wide_linear(inputs: Tensor, weight: LinearWeight) -> Tensor | Partials:
-    """Returns `linear` without a bias in float32, whatever the dtypes, in parts where another
-    kernel can add them."""
+    """Returns `linear` without a bias in float32, whatever the dtypes; as `Partials` if its kernel
+    computes parts."""
     operand = weight.operand
     if operand is not None:
-        return replace(batch_invariant_parts(inputs, operand), dtype=torch.float32)
+        from shared.kernels.batch_invariant_triton import launch_parts
+
+        return replace(launch_parts(inputs, operand), dtype=torch.float32)
     if weight.is_packed or _is_small(weight.values):
         return linear(inputs.float(), weight, None)
     return F.linear(inputs.float(), weight.values.float())
 
 
 def has_batch_invariant_product(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `batch_invariant_product` takes such tensors."""
+    """Whether `batch_invariant_product` supports tensors of this device and dtype."""
     return device.type == "cpu" and dtype == torch.float32 and torch._C._has_mkldnn
 
 
 def _is_small(weight: Tensor) -> bool:
-    """Whether a product of `batch_invariant_product` is made row by row."""
-    is_plain = weight.layout == torch.strided and weight.numel() <= _MOST_SMALL
+    """Whether `batch_invariant_product` multiplies row by row."""
+    is_plain = weight.layout == torch.strided and weight.numel() <= _MAX_SMALL_SIZE
     return is_plain and has_batch_invariant_product(weight.device, weight.dtype)
 
 
@@ -237,10 +220,10 @@ def batch_invariant_product(inputs: Tensor, weight: Tensor, bias: Tensor | None)
     if num_rows == 0:
         return inputs.new_zeros(0, weight.shape[0])
     if _is_small(weight):
-        each = torch.bmm(inputs[:, None], weight.t().expand(num_rows, -1, -1))[:, 0]
-        return each if bias is None else each + bias
-    if num_rows < _FEWEST_ROWS:
-        inputs = inputs.expand(_FEWEST_ROWS, -1).contiguous()
+        rows = torch.bmm(inputs[:, None], weight.t().expand(num_rows, -1, -1))[:, 0]
+        return rows if bias is None else rows + bias
+    if num_rows < _MIN_PACKED_ROWS:
+        inputs = inputs.expand(_MIN_PACKED_ROWS, -1).contiguous()
     product: Tensor = torch.ops.mkldnn._linear_pointwise.default(
         inputs, weight, bias, "none", [], ""
     )

@@ -1,10 +1,10 @@
 """Triton kernel of products of many rows, with the bits of the kernel for few rows.
 
-Sums along K are those of `batch_invariant_triton`: one matrix instruction after the other within
-segments that the weight's shape decides, and the segments in order. Tiles only decide the speed.
+Sums along K are those of `batch_invariant_triton`: one matrix instruction after another within
+segments, which depend on the weight's shape, and the segments in order. Tiles only affect speed.
 
-A program computes one tile after the other. The copy engine of Hopper (the tensor memory
-accelerator) brings weights and rows into shared memory, with zeros for what lies past an end.
+A program computes one tile after another. Hopper's tensor memory accelerator (TMA) copies weights
+and rows into shared memory, with zeros past the end of a tensor.
 
 Source: persistent programs and groups of tiles, Triton's tutorials 3 and 9.
 """
@@ -28,10 +28,11 @@ from shared.kernels.linear import BatchInvariantOperand
 from shared.kernels.pointwise import Partials
 
 _TILE_ROWS, _NUM_WARPS = 128, 8
-# Row tiles that take turns with the channels of a weight, so that both stay in the L2 cache.
+# Row tiles that are multiplied with the same channels of a weight in turn, so that both stay in the
+# L2 cache.
 _GROUP = 16
-# Up to here a product is bound by memory. Its segments are spread over programs, which are
-# dependent ones.
+# Up to this many rows a product is memory-bound. Its segments are spread over programs, with
+# dependent launch.
 _MOST_SPREAD_ROWS = 256
 _COPY_ALIGNMENT = 16
 
@@ -39,9 +40,9 @@ _COPY_ALIGNMENT = 16
 class Sum(enum.Enum):
     """How the segments of K are added."""
 
-    WHOLE = "there is one segment"
+    WHOLE = "there is only one segment"
     IN_TURN = "a program adds all segments of its tile"
-    SPREAD = "a program leaves one segment of a tile, for another kernel to add"
+    SPREAD = "a program writes one segment of a tile, and another kernel adds them"
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
@@ -53,17 +54,17 @@ def many_rows_product(  # type: ignore[no-untyped-def]
     TILE_ROWS: tl.constexpr, MORE_ROWS: tl.constexpr, TILE_CHANNELS: tl.constexpr,
     STEP: tl.constexpr, GROUP: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Writes `results` `[T, N]`; where segments are spread, their parts `[S, T, N]` float32.
+    """Writes `results` `[T, N]`; if segments are spread, their parts `[S, T, N]` float32.
 
     Args:
         inputs: descriptor of `[T, K]` in tiles `[TILE_ROWS, STEP]`.
-        more_inputs: the same in tiles `[MORE_ROWS, STEP]`, which follow the others'.
+        more_inputs: the same in tiles `[MORE_ROWS, STEP]`, which follow those of `inputs`.
         weights: descriptor of `[N, K]` in tiles `[TILE_CHANNELS, STEP]`.
-        IS_GATED: the channels are gates and then as many values that they gate: `weights` are
-            `[2, N / 2, K]`, a tile has half of either, and `results` are `[T, N / 2]`. There is
-            one segment and no bias.
-        IS_FLAT: a program's next tile is on its way to shared memory while it writes one.
-        GROUP: row tiles that take turns with the channels.
+        IS_GATED: the first half of the channels are gates of the second half. `weights` are
+            `[2, N / 2, K]`, a tile has equally many of both, and `results` are `[T, N / 2]`. There
+            is one segment and no bias.
+        IS_FLAT: a program loads its next tile into shared memory while it writes one.
+        GROUP: row tiles that are multiplied with the same channels in turn.
     """
     begin(IS_DEPENDENT)
     own_rows: tl.constexpr = TILE_ROWS + MORE_ROWS
@@ -104,7 +105,7 @@ def many_rows_product(  # type: ignore[no-untyped-def]
                     part = tl.zeros_like(part)
                     end += segment
         if IS_IN_TURN:
-            # Of the last segment, where it is shorter than the others.
+            # Adds the last segment, if it is shorter than the others.
             part += total
         store_tile(part, target, bias, row, channel, num_rows, num_results, IS_GATED, HAS_BIAS, own)
         if MORE_ROWS > 0:
@@ -119,14 +120,14 @@ def store_tile(  # type: ignore[no-untyped-def]
     tile, results, bias, row, channel, num_rows, num_results,
     IS_GATED: tl.constexpr, HAS_BIAS: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """Writes what becomes of a tile of sums: OWN channels, with their bias or gated."""
+    """Writes the OWN channels of a tile of sums, with their bias or gated."""
     dtype = results.dtype.element_ty
     rows = row + tl.arange(0, tile.shape[0])
     channels = channel + tl.arange(0, OWN)
     is_channel = channels < num_results
     if IS_GATED:
         gates, gated = tl.split(tl.permute(tl.reshape(tile, [tile.shape[0], 2, OWN]), (0, 2, 1)))
-        # Rounded as products are that another kernel reads.
+        # Rounded first, like products that another kernel would gate.
         tile = silu_times(gates.to(dtype), gated.to(dtype))
     if HAS_BIAS:
         tile += early(bias + channels, is_channel, HAS_BIAS)[None, :]
@@ -135,14 +136,15 @@ def store_tile(  # type: ignore[no-untyped-def]
 
 
 def launch_many(inputs: Tensor, weight: BatchInvariantOperand, bias: Tensor | None) -> Tensor:
-    """Computes `linear.batch_invariant_linear`."""
+    """As `batch_invariant_triton.launch`."""
     results = inputs.new_empty(len(inputs), len(weight.values))
-    _launch(inputs, weight, bias, results, _sum_of(weight))
+    sum_ = Sum.WHOLE if weight.segments.count == 1 else Sum.IN_TURN
+    _launch(inputs, weight, bias, results, sum_)
     return results
 
 
 def launch_many_parts(inputs: Tensor, weight: BatchInvariantOperand) -> Partials:
-    """Computes `linear.batch_invariant_parts`."""
+    """As `batch_invariant_triton.launch_parts`."""
     shape = weight.segments.count, len(inputs), len(weight.values)
     parts = inputs.new_empty(shape, dtype=torch.float32)
     _launch(inputs, weight, None, parts, Sum.SPREAD)
@@ -150,7 +152,7 @@ def launch_many_parts(inputs: Tensor, weight: BatchInvariantOperand) -> Partials
 
 
 def launch_many_gated(inputs: Tensor, weight: BatchInvariantOperand) -> Tensor | None:
-    """Computes `linear.batch_invariant_gated`."""
+    """As `batch_invariant_triton.launch_gated`."""
     if weight.segments.count > 1:
         return None
     results = inputs.new_empty(len(inputs), len(weight.values) // 2)
@@ -159,8 +161,8 @@ def launch_many_gated(inputs: Tensor, weight: BatchInvariantOperand) -> Tensor |
 
 
 def pays_to_spread(inputs: Tensor, weight: BatchInvariantOperand) -> bool:
-    """Whether programs are to share the segments of a tile: a few tiles would leave most of a
-    device idle, however many rows they have."""
+    """Whether it is faster if programs share the segments of a tile: a few tiles would leave most
+    of a device idle, however many rows they have."""
     num_rows, num_channels = len(inputs), len(weight.values)
     num_tiles = triton.cdiv(num_rows, _TILE_ROWS) * triton.cdiv(num_channels, _NARROW.channels)
     is_small = num_rows <= _MOST_SPREAD_ROWS or (
@@ -169,20 +171,16 @@ def pays_to_spread(inputs: Tensor, weight: BatchInvariantOperand) -> bool:
     return weight.segments.count > 1 and is_small
 
 
-def _sum_of(weight: BatchInvariantOperand) -> Sum:
-    return Sum.WHOLE if weight.segments.count == 1 else Sum.IN_TURN
-
-
 @dataclass(frozen=True, slots=True)
 class Tiling:
     """How programs share a product.
 
     Attributes:
-        channels: of the weight, in a tile.
+        channels: channels of the weight in a tile.
         step: columns that are multiplied at once.
-        stages: steps whose weights and rows are under way.
-        more_rows: of a tile, beside its first 128.
-        num_programs: that a multiprocessor has room for.
+        stages: pipeline stages: steps whose weights and rows are in flight.
+        more_rows: rows of a tile besides its first 128.
+        num_programs: programs that fit on a multiprocessor.
     """
 
     channels: int
@@ -192,13 +190,13 @@ class Tiling:
     num_programs: int = 1
 
 
-# Measured on an H100 with the matrices of an 8B. A tile of 256 channels reads the fewest bytes an
-# operation. The others fill a device that has fewer rows.
+# Measured on an H100 with the matrices of an 8B model. A tile of 256 channels reads the fewest
+# bytes per operation. The other tilings fill a device when there are fewer rows.
 _BROAD, _NARROW = Tiling(256, 64, 4), Tiling(128, 64, 5)
 _SHORT, _SHORT_SPREAD = Tiling(128, 64, 3, num_programs=2), Tiling(128, 128, 3)
 _TALL = Tiling(128, 64, 5, more_rows=64)
 _MOST_TALL_ROWS = 192
-# What a tile costs beside its channels, in channels.
+# Fixed cost of a tile, in channels.
 _TILE_COST = 32
 
 
@@ -206,7 +204,7 @@ _TILE_COST = 32
 def tiling_of(
     num_rows: int, num_channels: int, num_parts: int, num_multiprocessors: int, sum_: Sum
 ) -> Tiling:
-    """Returns the tiling of a product with a weight of N channels that leaves so many parts."""
+    """Returns the tiling of a product of these sizes that writes `num_parts` parts."""
     if sum_ is not Sum.IN_TURN and num_rows <= _MOST_TALL_ROWS:
         if num_rows > _TILE_ROWS:
             return _TALL
@@ -262,7 +260,7 @@ def _launch(
 
 
 def _copyable(rows: Tensor) -> Tensor:
-    """Returns `[T, K]` whose addresses the copy engine takes."""
+    """Returns the rows `[T, K]` with addresses that TMA supports, copied if need be."""
     is_aligned = (rows.data_ptr() | rows.stride(0) * rows.itemsize) % _COPY_ALIGNMENT == 0
     is_plain = rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1]
     return rows if is_aligned and is_plain else rows.clone(memory_format=torch.contiguous_format)
@@ -270,6 +268,6 @@ def _copyable(rows: Tensor) -> Tensor:
 
 @functools.cache
 def _num_multiprocessors(device: torch.device) -> int:
-    # The interpreter computes programs one by one; with two of them they have several tiles.
+    # The interpreter computes programs one by one; with 2, each program has several tiles.
     is_cuda = device.type == "cuda"
     return torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 2

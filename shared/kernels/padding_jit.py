@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# They change from step to step; a kernel compiled for each value would stall the engine.
+# These sizes change from step to step; compiling a kernel for each value would stall the engine.
 _SIZES = (
     "num_rows", "num_logit_rows", "num_sequences", "num_pages", "tail_width",
     "bucket_rows", "bucket_sequences", "bucket_pages", "bucket_width",
@@ -22,7 +22,7 @@ def pad_batch(  # type: ignore[no-untyped-def]
     bucket_rows, bucket_sequences, bucket_pages, bucket_width,
     HAS_TAIL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes one row and one sequence of the bucket.
+    """Writes one row and one sequence of the bucket, the graph's batch of fixed size.
 
     Padding rows compute token 0 in slot 0 of the padding page and belong to no sequence; padding
     sequences have no rows.
@@ -56,7 +56,7 @@ def pad_batch(  # type: ignore[no-untyped-def]
         prefix = tl.load(prefix_lengths + index, mask=is_sequence, other=0)
         tl.store(to_prefix_lengths + index, prefix)
         tl.store(to_is_causal + index, tl.load(is_causal + index, mask=is_sequence, other=1))
-        # Columns past the sequence's own pages keep what an earlier step left: nobody reads them.
+        # Columns past the sequence's own pages keep values of earlier steps; they are never read.
         for first in range(0, num_pages, BLOCK):
             columns = first + tl.arange(0, BLOCK)
             is_page = is_sequence & (columns < num_pages)

@@ -1,6 +1,5 @@
 """Small operations of a layer: activation, norm, rotation, embeddings, the input of a draft head.
-
-One pass on CUDA, plain torch elsewhere."""
+One fused kernel each on CUDA, plain torch elsewhere."""
 
 from __future__ import annotations
 
@@ -13,10 +12,10 @@ from torch import Tensor
 
 from shared.kernels.kernel_settings import dispatched, runs_triton
 
-# Products whose parts are left for the kernel after them to add.
+# Products whose parts are added by the next kernel.
 #
-# A product of few rows is cut along its depth, so that enough programs read the weight. The kernel
-# after it reads the result anyway; that it adds the parts saves one that does nothing else.
+# A product of few rows is cut along its depth, so that enough programs read the weight. The next
+# kernel reads the result anyway; if it adds the parts, no separate reduction kernel is needed.
 #
 # Source: split-K with a fused reduction, as in stream-K, Osama et al., arXiv 2301.03598, section 3.
 
@@ -26,8 +25,8 @@ class Partials:
     """A tensor `[T, ...]` that is the sum of its parts.
 
     Attributes:
-        parts: `[S, T, ...]` float32, contiguous, to be added in order, from zero.
-        dtype: that the sum is rounded to.
+        parts: `[S, T, ...]` float32, contiguous, to be added in order, starting from zero.
+        dtype: dtype to which the sum is rounded.
     """
 
     parts: Tensor
@@ -47,7 +46,7 @@ class Partials:
         return Partials(self.parts.view(len(self.parts), *shape), self.dtype)
 
     def total(self) -> Tensor:
-        """Returns the sum."""
+
         total = torch.zeros_like(self.parts[0])
         for part in self.parts:
             total += part
@@ -55,11 +54,11 @@ class Partials:
 
 
 def total_of(tensor: Tensor | Partials) -> Tensor:
-    """Returns a tensor that may be left in parts."""
+    """Returns the sum of `Partials`, or a tensor as it is."""
     return tensor.total() if isinstance(tensor, Partials) else tensor
 
 
-# Of CLAMPED_SWIGLU.
+# Parameters of CLAMPED_SWIGLU.
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 Norm = tuple[Tensor, float]
@@ -76,7 +75,7 @@ class Activation(enum.Enum):
 def gate_mul(gate_up: Tensor, activation: Activation) -> Tensor:
     """Returns `activation(gate) * up` `[T, N]` for `gate_up` `[T, 2N]`, gate first.
 
-    CLAMPED_SWIGLU is gpt-oss's, whose `up` has an offset of 1 as well.
+    CLAMPED_SWIGLU is gpt-oss's activation, in which `up` has an offset of 1.
     """
     if activation is Activation.SILU:
         return silu_mul(gate_up)
@@ -88,21 +87,16 @@ def gate_mul(gate_up: Tensor, activation: Activation) -> Tensor:
     return (up + 1.0) * (gate * torch.sigmoid(SWIGLU_ALPHA * gate))
 
 
-def gated_heads(heads: Tensor, gate: Tensor) -> Tensor:
-    """Returns `heads` `[T, N, D]` times the sigmoids of `gate` `[T, N]`."""
-    return gated(heads, gate.unsqueeze(-1))
-
-
 def gated(values: Tensor, gate: Tensor) -> Tensor:
     """Returns `values` times the sigmoids of `gate`, which broadcasts against them."""
-    # On a CPU in float64, rounded once: torch computes a tensor's last elements by another way.
+    # On a CPU in float64: torch computes a tensor's last elements by another method.
     wide = gate.double() if gate.device.type == "cpu" else gate.float()
     return values * wide.sigmoid().to(values.dtype)
 
 
 def bounded_gate_mul(gate_up: Tensor, limit: float) -> Tensor:
-    """Returns `silu(gate) * up` `[T, N]` for `gate_up` `[T, 2N]`, gate first; the former is at most
-    `limit`, and the latter within it on both sides, as in Step-3.5's last layers."""
+    """Returns `silu(gate) * up` `[T, N]` for `gate_up` `[T, 2N]`, gate first. `silu(gate)` is
+    clamped to at most `limit`, and `up` to `[-limit, limit]`, as in Step-3.5's last layers."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).clamp_(max=limit).mul_(up.clamp(-limit, limit))
 
@@ -120,8 +114,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scales the last axis of `hidden` `[..., D]` to unit root mean square, times `weight`.
 
-    Computes in float32 and rounds to the dtype of `hidden` before the weight is applied, and
-    after; after it alone if the weight is float32, as families whose weights have an offset do.
+    Computes in float32, rounds to the dtype of `hidden`, applies the weight and rounds again. With
+    a float32 weight, as in families whose weights have an offset, it only rounds at the end.
     `weight` broadcasts against `hidden`.
 
     Source: Zhang and Sennrich, arXiv 1910.07467, equation 4.
@@ -144,7 +138,7 @@ def add_rms_norm(
     Without an update the first result is `hidden` itself.
 
     Args:
-        rows: `[T]` int64, the rows of both that are wanted; None takes all.
+        rows: `[T]` int64, the rows of `hidden` and `update` to compute; None takes all.
     """
     total = hidden if update is None else hidden + total_of(update)
     if rows is not None:
@@ -153,7 +147,7 @@ def add_rms_norm(
 
 
 def plain_rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm` in plain torch, on any device: the kernel's oracle."""
+    """`rms_norm` in plain torch, on any device; the kernel's test oracle."""
     wide = hidden.float()
     mean_square = (wide * wide).mean(-1, keepdim=True)
     normed = wide * torch.rsqrt(mean_square.add_(eps))
@@ -164,8 +158,8 @@ def plain_rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @dispatched("fused_triton")
 def own_embeddings(token_ids: Tensor, embedding: Tensor, first_token: int) -> Tensor:
-    """Returns `[T, H]`: rows of `embedding` `[V, H]`, which are those of the tokens from
-    `first_token` on, and zeros for tokens that others hold.
+    """Returns `[T, H]`: rows of `embedding` `[V, H]`, whose tokens begin at `first_token`, and
+    zeros for tokens of other processes.
 
     Args:
         token_ids: `[T]` int64.
@@ -178,8 +172,7 @@ def own_embeddings(token_ids: Tensor, embedding: Tensor, first_token: int) -> Te
 
 def embeddings(token_ids: Tensor, embedding: Tensor) -> Tensor:
     """Returns rows of `embedding` `[V, H]` for `token_ids` `[T]` int64, all below V."""
-    is_fused = runs_triton(embedding) and embedding.is_contiguous() and token_ids.is_contiguous()
-    if is_fused:
+    if runs_triton(embedding) and embedding.is_contiguous() and token_ids.is_contiguous():
         return own_embeddings(token_ids, embedding, 0)
     return F.embedding(token_ids, embedding)
 
@@ -192,7 +185,7 @@ def position_tables(
 
     Args:
         positions: `[T]` int64.
-        frequencies: `[D/2]` float32 radians a position, or `[T, D/2]`.
+        frequencies: `[D/2]` float32 radians per position, or `[T, D/2]`.
     """
     return rotation_tables(positions.unsqueeze(1) * frequencies, attention_factor)
 
@@ -236,8 +229,8 @@ def join_inputs(
         token_ids: `[T]` int64.
         embedding: `[V, H]`.
         hidden: `[R, H]`.
-        rows: `[T]` int64, the row of `hidden` that each row reads; None takes them in order.
-        norms: weight `[H]` and eps of the norms of embedding and hidden state; None has none.
+        rows: `[T]` int64, the row of `hidden` that each row reads; None reads them in order.
+        norms: weight `[H]` and eps of the norms of embedding and hidden state; None for no norms.
         normed_residual: the second result is the normalised hidden state.
 
     Returns:

@@ -1,11 +1,11 @@
-"""Products with a constant weight matrix held in 8 bits.
+"""Products with a constant weight matrix in 8 bits.
 
-Each row of the matrix, that is each output channel, has a scale of its own, so that its largest
-element takes the whole range; or each block has one, in matrices that come so. Activations are left
-alone. A row of a product has the same bits for every number of rows in float32 on the CPU. On GPUs
-from Hopper on, in half precision, it has them where 8 bits are widened in registers: for up to 512
-rows, or for every number where that is asked for. Of more rows the library makes faster products,
-from weights that are widened in memory.
+Each row of the matrix, that is each output channel, has a scale, chosen so that its largest element
+uses the whole range. Matrices of some checkpoints have a scale per block instead. Activations are
+not quantised. Products in float32 on the CPU are batch-invariant: a row has the same bits for every
+number of rows. In half precision on Hopper and later GPUs, products are batch-invariant as long as
+the kernel widens the 8 bits in registers: for up to 512 rows, or for all numbers of rows on
+request. For more rows the library's products are faster, with weights widened in memory.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from shared.kernels.linear import (
 
 _LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: LARGEST}
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
-# Rows at once, whole blocks, which are held in float32 meanwhile.
-_MOST_ROUNDED = 64 * WORD_BLOCK
-# Rows of the largest product that widens in registers. The largest graphs of decoding and of trees
-# have as many, so that only forwards with prompts get the library's bits.
-_MOST_REGISTER_ROWS = 512
-# About what a piece of a weight takes that is widened at once. Smaller ones stay in the L2 cache,
-# and leave multiprocessors idle: a piece has a tile for each 128 of its channels and of the rows.
+# Rows that are rounded together, a multiple of a block; they are held in float32 meanwhile.
+_ROUNDED_ROWS = 64 * WORD_BLOCK
+# The most rows of a product that widens in registers. The largest graphs of decode steps and trees
+# have as many rows, so that only forwards with prompts have the library's bits.
+_MAX_REGISTER_ROWS = 512
+# About the size of the pieces in which a weight is widened. Smaller pieces would stay in the L2
+# cache, but leave multiprocessors idle: there is one tile per 128 channels of a piece and 128 rows.
 _PIECE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
-    """A matrix `[N, K]` that came in 8 bits.
+    """A matrix `[N, K]` in 8 bits, as a checkpoint stores it.
 
     Attributes:
-        values, scales: see `QuantisedWeight`; values in their own order.
-        dtype: of the model.
+        values, scales: see `QuantisedWeight`; the values are not packed.
+        dtype: dtype of the model.
     """
 
     values: Tensor
@@ -65,16 +65,17 @@ class StoredMatrix:
         """Rounds `weight` `[N, K]` to the nearest values that `stored` holds.
 
         Args:
-            largest: `[N, 1]` float32, the largest size of an element of each channel, where
-                `weight` is only some columns of the matrix.
-            block_rows: channels whose 128 columns share a scale; None gives each channel one.
+            largest: `[N, 1]` float32, the largest absolute value of each channel, if `weight` has
+                only some columns of the matrix.
+            block_rows: number of channels that share a scale for 128 columns; None gives each
+                channel one scale.
         """
         if block_rows is None:
             largest = largest_elements(weight) if largest is None else largest
             values, scales = _rounded(weight.float(), stored, largest)
             return cls(values, scales, weight.dtype)
         parts = [
-            _rounded_blocks(some, stored, block_rows) for some in torch.split(weight, _MOST_ROUNDED)
+            _rounded_blocks(rows, stored, block_rows) for rows in torch.split(weight, _ROUNDED_ROWS)
         ]
         values, scales = map(torch.cat, zip(*parts, strict=True))
         return cls(values, scales, weight.dtype)
@@ -94,11 +95,11 @@ class QuantisedWeight:
 
     Attributes:
         values: `[N, K]` int8 or float8_e4m3fn.
-        scales: float32: `[N, 1]`, one a channel; or one for 128 columns of 128 channels,
-            `[ceil(N / 128), ceil(K / 128)]`, or of each, `[N, ceil(K / 128)]`.
+        scales: float32; one per channel, `[N, 1]`; or one for 128 columns of 128 channels,
+            `[ceil(N / 128), ceil(K / 128)]`, or of one channel, `[N, ceil(K / 128)]`.
         counters: see `tile_counters`.
-        dtype: of the weight it was made from.
-        is_packed: whether `values` are in the order that `in_words` makes.
+        dtype: dtype of the original weight.
+        is_packed: whether `values` are in the order of `in_words`.
         is_batch_invariant: a row has the same bits for every number of rows.
     """
 
@@ -118,7 +119,7 @@ class QuantisedWeight:
 
     @classmethod
     def kept(cls, matrix: StoredMatrix) -> QuantisedWeight:
-        """Returns the same numbers, prepared for their device."""
+        """Prepares a matrix for its device, without changing its numbers."""
         is_packed = keeps_row_bits(matrix.device, matrix.dtype, matrix.shape[1])
         values = in_words(matrix.values) if is_packed else matrix.values
         counters = tile_counters(len(values), values.device)
@@ -126,33 +127,32 @@ class QuantisedWeight:
 
     @property
     def num_saved_bytes(self) -> int:
-        """Memory this takes less than the weight it was made from."""
-        own = self.values.nbytes + self.scales.nbytes
-        return self.values.numel() * self.dtype.itemsize - own
+        """Memory saved, compared to the original weight."""
+        stored_bytes = self.values.nbytes + self.scales.nbytes
+        return self.values.numel() * self.dtype.itemsize - stored_bytes
 
     @property
     def num_widened_bytes(self) -> int:
-        """Memory that products of many rows take beside their results."""
+        """Scratch memory of products with many rows."""
         if not self._is_for_library:
             return 0
         return self._piece_channels * self.values.shape[1] * self.dtype.itemsize
 
     def is_widened(self, num_rows: int) -> bool:
-        """Whether a product of so many rows widens the weight in memory."""
-        return self._is_for_library and num_rows > _MOST_REGISTER_ROWS
+        """Whether a product of `num_rows` widens the weight in memory."""
+        return self._is_for_library and num_rows > _MAX_REGISTER_ROWS
 
     def pieces(self) -> list[QuantisedWeight]:
-        """Returns some channels at a time, whole blocks; none has more than the first."""
+        """Returns the weight in pieces of whole blocks of channels; the last one may be smaller."""
         num_channels = self._piece_channels
         num_scales = num_channels // (scale_rows(self.scales, len(self.values)) or 1)
         scales = torch.split(self.scales, num_scales)
         pairs = zip(torch.split(self.values, num_channels), scales, strict=True)
-        return [replace(self, values=some, scales=own) for some, own in pairs]
+        return [replace(self, values=values, scales=scale) for values, scale in pairs]
 
     def widen_into(self, wide: Tensor) -> None:
         """Writes `dequantised` of values in words into `wide` `[N, K]`."""
         if runs_triton(wide):
-            # Triton is not installed where there is no CUDA.
             from shared.kernels.widening_triton import launch_widening
 
             launch_widening(self.values, self.scales, wide)
@@ -170,7 +170,7 @@ class QuantisedWeight:
         return -(-num_channels // (num_pieces * WORD_BLOCK)) * WORD_BLOCK
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """Returns `[N, K]` in `dtype`: also the oracle of the kernel that widens."""
+        """Returns `[N, K]` in `dtype`; also the test oracle of the widening kernel."""
         # Scaled in float32: half precision would overflow on e4m3's largest values times a scale
         # and round twice.
         values = from_words(self.values) if self.is_packed else self.values
@@ -186,14 +186,14 @@ class QuantisedWeight:
 
 
 def largest_elements(weight: Tensor) -> Tensor:
-    """Returns `[N, 1]` float32, the largest size of an element of each channel."""
+    """Returns `[N, 1]` float32, the largest absolute value of each channel."""
     return weight.abs().amax(dim=1, keepdim=True).float()
 
 
 def _rounded(exact: Tensor, stored: torch.dtype, largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns values and scales of float32 numbers, of which `largest` broadcasts to theirs."""
+    """Returns the values and scales of float32 numbers; `largest` broadcasts to their shape."""
     limit = _LIMITS[stored]
-    # Zeros alone keep the scale of 1.
+    # If all numbers are zero, the scale is 1.
     scales = torch.where(largest > 0.0, largest / limit, 1.0)
     scaled = (exact / scales).clamp_(-limit, limit)
     return (scaled.round_() if stored is torch.int8 else scaled).to(stored), scales
@@ -208,19 +208,19 @@ def _rounded_blocks(weight: Tensor, stored: torch.dtype, block_rows: int) -> tup
 
 
 def in_words(values: Tensor) -> Tensor:
-    """Returns 8-bit `[N, K]` in the order in which a product reads them, four at a time.
+    """Returns 8-bit `[N, K]` packed in the order in which a product reads them, words of four.
 
     int8: byte b of word j of a block of 128 is element 32 b + j.
 
-    e4m3: the halves of a word are two neighbours that are widened at once, and behind them two from
-    the other half of the block. Sign and rest of the former stand where the arithmetic needs
-    them, four bits further down than in a bfloat16; those of the latter take the places between.
-    Words that a thread multiplies are neighbours as well.
+    e4m3: a 16-bit half of a word holds two elements. The first elements of both halves are
+    neighbours, widened together; the second ones are neighbours in the other half of the block.
+    Sign and other bits of a first element are where the arithmetic needs them, four bits lower than
+    in a bfloat16; those of the second are in the bits between. Words of one thread are neighbours.
     """
     if values.dtype is torch.int8:
         blocks = values.view(len(values), -1, 4, WORD_BLOCK // 4)
         return blocks.transpose(2, 3).reshape(values.shape)
-    # Bits of the element's number in its block to those of the word, the pair and the half.
+    # Permutes the bits of an element's index in its block to those of word, pair and half.
     codes = values.view(torch.uint8).view(len(values), -1, 2, 2, 4, 2, 2, 2)
     first, second = codes.permute(0, 1, 5, 3, 6, 4, 7, 2).short().unbind(-1)
     halves = (first & 0x80) << 8 | (first & 0x7F) << 4
@@ -245,10 +245,10 @@ def from_words(values: Tensor) -> Tensor:
 def quantised_linear(inputs: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
     """Returns `inputs @ weight.T + bias`: `[T, K]` to `[T, N]`.
 
-    On a GPU of compute capability 9.0 or above, in half precision, the product reads 8 bits an
-    element, if K is a multiple of 128; of many rows, see `QuantisedWeight.is_widened`, it is the
-    library's with one piece after the other. Elsewhere the weight is expanded for the time of the
-    product, which saves memory and no time.
+    On a GPU of compute capability 9.0 or above, in half precision, the product reads 8 bits per
+    element, if K is a multiple of 128. For many rows, see `QuantisedWeight.is_widened`, the library
+    multiplies one widened piece after another. Elsewhere the weight is dequantised for each
+    product, which saves memory but no time.
     """
     if weight.is_packed and inputs.dtype in _HALF_PRECISION:
         if weight.is_widened(len(inputs)):
@@ -264,17 +264,17 @@ def quantised_linear(inputs: Tensor, weight: QuantisedWeight, bias: Tensor | Non
 def _product_of_pieces(inputs: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
     pieces = weight.pieces()
     num_channels = len(pieces[0].values)
-    # The allocator hands layer after layer the same memory, and a stream, or a graph, its own:
-    # models of one process may compute at the same time.
+    # Not kept between calls: the allocator gives all layers the same memory, but each stream and
+    # graph its own, so that two models of a process can compute at the same time.
     scratch = inputs.new_empty(num_channels, inputs.shape[1])
     results = inputs.new_empty(len(inputs), len(weight.values))
     for index, piece in enumerate(pieces):
         wide = scratch[: len(piece.values)]
         piece.widen_into(wide)
-        own = slice(index * num_channels, index * num_channels + len(wide))
-        # The library takes a stride between rows of a result: nothing is copied.
+        channels = slice(index * num_channels, index * num_channels + len(wide))
+        # The library supports a stride between a result's rows, so nothing is copied.
         if bias is None:
-            torch.mm(inputs, wide.t(), out=results[:, own])
+            torch.mm(inputs, wide.t(), out=results[:, channels])
         else:
-            torch.addmm(bias[own], inputs, wide.t(), out=results[:, own])
+            torch.addmm(bias[channels], inputs, wide.t(), out=results[:, channels])
     return results

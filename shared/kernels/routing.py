@@ -24,17 +24,17 @@ class RouterScores(enum.Enum):
 class Routing:
     """The rule by which a router chooses experts.
 
-    Experts stand in groups of equal size. First the best groups are kept, by the sum of a group's
-    two best scores where scores have a correction and by its best one elsewhere, then the best
-    experts of these.
+    Experts form groups of equal size. First the best groups are chosen, then the best experts of
+    these groups. A group's score is the sum of its two best scores if scores have a correction,
+    else its best score.
 
     Source: Fedus et al., arXiv 2101.03961, section 2.1; the groups and the correction are
     DeepSeek-V3's, arXiv 2412.19437, section 2.1.2.
 
     Attributes:
-        num_chosen: experts a row, k.
-        normalises: the weights of the chosen are divided by their sum.
-        scale: what weights are multiplied by at the end.
+        num_chosen: experts per row, k.
+        normalises: the weights of the chosen experts are divided by their sum.
+        scale: final factor of the weights.
     """
 
     num_experts: int
@@ -64,12 +64,12 @@ def route(
     if routing.scores is RouterScores.SOFTMAX:
         scores = wide.softmax(-1)
     else:
-        # In float64, rounded once: torch computes the last elements of a tensor by another way.
+        # In float64, rounded once: torch computes the last elements of a tensor by another method.
         is_sigmoid = routing.scores is RouterScores.SIGMOID
         scores = wide.double().sigmoid().float() if is_sigmoid else wide
     choice = scores if correction is None else scores + correction
     if routing.num_groups > 1:
-        choice = _of_best_groups(choice, correction is not None, routing)
+        choice = _keep_best_groups(choice, correction is not None, routing)
     experts = choice.topk(routing.num_chosen, dim=-1).indices
     weights = scores.gather(1, experts)
     if routing.scores is RouterScores.SOFTMAX_OF_CHOSEN:
@@ -79,7 +79,7 @@ def route(
     return weights * routing.scale, experts
 
 
-def _of_best_groups(choice: Tensor, is_corrected: bool, routing: Routing) -> Tensor:
+def _keep_best_groups(choice: Tensor, is_corrected: bool, routing: Routing) -> Tensor:
     """Returns the scores of experts in the best groups, and -inf for the others."""
     grouped = choice.view(len(choice), routing.num_groups, -1)
     group_scores = grouped.topk(2 if is_corrected else 1, dim=-1).values.sum(-1)

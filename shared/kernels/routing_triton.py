@@ -13,7 +13,7 @@ from shared.kernels.launch import dependent_launch
 from shared.kernels.pointwise import Partials
 from shared.kernels.routing import RouterScores, Routing
 
-# Below every key.
+# Smaller than every key.
 _LOWEST: tl.constexpr = tl.constexpr(-(2**31))
 _DTYPES = {
     torch.float32: tl.float32,
@@ -36,7 +36,7 @@ def choose_experts(  # type: ignore[no-untyped-def]
     HAS_CORRECTION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_CHOSEN: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program a row. SCORES: 0 softmax, 1 sigmoid, 2 softmax of the chosen."""
+    """Chooses the experts of one row. SCORES: 0 softmax, 1 sigmoid, 2 softmax of the chosen."""
     columns = tl.arange(0, BLOCK)
     is_expert = columns < NUM_EXPERTS
     corrections = early(correction + columns, is_expert, HAS_CORRECTION)
@@ -73,8 +73,8 @@ def choose_experts(  # type: ignore[no-untyped-def]
         is_kept = tl.sum(is_better.to(tl.int32), 1) < NUM_CHOSEN_GROUPS
         num_kept = tl.sum((is_member & is_kept[:, None]).to(tl.int32), 0)
         choice = tl.where(num_kept > 0, choice, low)
-    # Integers in the order of the scores: a warp has an instruction for their maximum. Zeros of
-    # either sign are equal.
+    # Integer keys in the order of the scores, since warps have an instruction for the maximum of
+    # integers. Adding 0.0 makes zeros of both signs equal.
     keys = (choice + 0.0).to(tl.int32, bitcast=True)
     keys = tl.where(keys < 0, keys ^ 0x7FFFFFFF, keys)
     keys = tl.where(is_expert, keys, _LOWEST)
@@ -100,7 +100,6 @@ def choose_experts(  # type: ignore[no-untyped-def]
 def fused_route(
     logits: Tensor | Partials, correction: Tensor | None, routing: Routing
 ) -> tuple[Tensor, Tensor]:
-    """Chooses as `route` does; arguments and result are its own."""
     parts = logits.parts if isinstance(logits, Partials) else logits.unsqueeze(0)
     assert parts.stride(2) == 1
     num_rows, num_chosen = parts.shape[1], routing.num_chosen

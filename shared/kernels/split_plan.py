@@ -1,14 +1,14 @@
-"""The plan of the CUDA attention kernels beside a layer's tensors, computed once a forward.
+"""The plan of the CUDA attention kernels, computed once per forward and shared by all layers.
 
 Every row sees its keys as one list in path order: the prefix through the page table, then the
-visible keys of its own tail, hidden ones squeezed out. A token therefore meets the same keys at
-the same places of that list whether it is computed as a tree node, as a plain token or in a
-chunk, and the sums over the list have the same bits. The list is cut at fixed places (`splits`),
-whatever shares the batch, and the parts are added in order.
+visible keys of its own tail, without the hidden ones. A token therefore meets the same keys at the
+same positions of the list whether it is computed as a tree node, as a plain token or in a chunk,
+and the sums over the list have the same bits. The list is cut at fixed positions (splits), whatever
+else is in the batch, and the partial results are added in order.
 
 Rows are grouped into blocks of one sequence, because rows of a block share the loads of their
-common prefix. Prompt chunks take larger blocks and a kernel of their own. Which block belongs to
-whom is computed on the device: reading lengths on the host would wait for it.
+common prefix. Prompt chunks have larger blocks and a kernel of their own. The device computes
+which sequence a block belongs to: reading lengths on the host would wait for the device.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from torch import Tensor
 
 from shared.kernels.kernel_settings import dispatched
 
-# Longer causal runs are prompt chunks. Their keys need not be split: there are rows enough.
+# Longer causal runs are prompt chunks. Their keys are not split: they have enough rows to fill the
+# device.
 MAX_PLAIN_ROWS = 16
-# Rows times query heads of one key head in a block: what one warp of matrix instructions computes.
+# Rows times query heads of one key head in a block: the tile of one warp's matrix instructions.
 PLAIN_TILE = 16
 CHUNK_TILE = 128
-# Of one device.
+# The most key heads on one device.
 MAX_KV_HEADS = 128
 # Splits of a level have one length and the next level doubles it, so that short contexts are cut
 # finely enough to fill the device and long ones need few partial results.
@@ -35,7 +36,7 @@ SPLITS_PER_LEVEL = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedRows:
-    """The rows of a forward as attention reads them: T in all, of B sequences, over P page-table
+    """The rows of a forward as attention reads them: T rows of B sequences, with P page-table
     columns. `shared.kv.batch` says which keys a row sees.
 
     Attributes:
@@ -45,12 +46,10 @@ class PagedRows:
         prefix_lengths: `[B]` int32, logical indices below it are visible to every row.
         page_table: `[B, P]` int32, padded with page 0, which is never a live page.
         tail_mask: `[T, W]` bool or None when every row is causal. Column w of a row of sequence b
-            is the logical index `prefix_lengths[b] + w`. Rows of causal sequences have their
-            causal mask written out only if W allows; `is_causal` says which rule holds.
+            is the logical index `prefix_lengths[b] + w`. Not used for causal sequences.
         is_causal: `[B]` bool.
         max_query_length: most rows of one sequence; a host integer for launch grids.
         max_kv_length: greatest of `kv_lengths`; a host integer.
-        page_size: tokens a page.
         num_prompt_keys: sum of `kv_lengths` over prompts, causal sequences of more than
             `MAX_PLAIN_ROWS` rows; a host integer, 0 where it is not known.
     """
@@ -91,17 +90,17 @@ class RowBlocks:
 
 @dataclass(frozen=True, slots=True)
 class PlanParts:
-    """The tensors that are computed for a forward of T rows of B sequences.
+    """The tensors of a plan for T rows of B sequences.
 
     Attributes:
-        row_lengths: `[T]` int32, keys each row sees before the window; 0 for padding rows.
-        shared_lengths: `[B]` int32, how many keys all rows of a sequence take from its page table
-            at equal places.
+        row_lengths: `[T]` int32, keys each row sees, ignoring the window; 0 for padding rows.
+        shared_lengths: `[B]` int32, keys that the rows of a sequence read through its page table,
+            at the same positions of their lists.
         tail_slots: `[T, W]` int64, slots of a tree row's visible tail keys, in order; None
             without trees.
-        counters: int32 zeros, `MAX_KV_HEADS` for each of the plain blocks.
+        counters: int32 zeros, `MAX_KV_HEADS` for each plain block.
         plain_blocks: blocks of plain tokens and trees.
-        chunk_blocks: blocks of prompt chunks; None when no sequence can be one.
+        chunk_blocks: blocks of prompt chunks; None when no sequence can be a chunk.
     """
 
     row_lengths: Tensor
@@ -128,11 +127,10 @@ class SplitPlan:
 
 
 def plan_splits(batch: PagedRows, sliding_window: int | None, num_query_groups: int) -> SplitPlan:
-    """Computes the plan without waiting for the device; every shape is known to the host.
+    """Computes the plan without waiting for the device, since the host knows every shape.
 
-    Arguments are those of `plan_attention`.
-
-    Rows past `query_starts[-1]` are padding: no block holds them, and their result is zero.
+    Arguments are those of `plan_attention`. Rows past `query_starts[-1]` are padding: no block
+    holds them, and their result is zero.
     """
     parts = parts_of_rows(batch, *cuts_of(batch, num_query_groups))
     return SplitPlan(batch, parts, sliding_window, num_splits(batch.max_kv_length))
@@ -143,7 +141,6 @@ class BlockCut:
     """The division of rows into blocks.
 
     Attributes:
-        max_blocks: as many as there may be.
         tile: see `RowBlocks`.
     """
 
@@ -153,7 +150,7 @@ class BlockCut:
 
 
 def num_splits(num_keys: int, first_keys: int = FIRST_SPLIT_KEYS) -> int:
-    """Returns into how many splits a list of keys is cut, the first of which has `first_keys`."""
+    """Returns the number of splits of a list of keys; the first split has `first_keys`."""
     level_keys, level_split, count = 0, first_keys, 0
     while num_keys - level_keys > level_split * SPLITS_PER_LEVEL:
         level_keys += level_split * SPLITS_PER_LEVEL
@@ -163,41 +160,41 @@ def num_splits(num_keys: int, first_keys: int = FIRST_SPLIT_KEYS) -> int:
 
 
 def num_part_rows(num_rows: int, num_sequences: int, num_query_groups: int) -> int:
-    """Returns for how many rows partial results are held, in a forward of plain rows and trees."""
+    """Returns the number of rows with partial results, in a forward of plain rows and trees."""
     rows_per_block = tile_of(num_query_groups) // num_query_groups
-    return most_blocks(num_rows, num_sequences, rows_per_block) * rows_per_block
+    return max_blocks_of(num_rows, num_sequences, rows_per_block) * rows_per_block
 
 
 def tile_of(num_query_groups: int) -> int:
-    """Returns the score rows of a block of plain rows and trees."""
+    """Returns the tile (see `RowBlocks`) of a block of plain rows and trees."""
     return max(PLAIN_TILE, _power_of_two(num_query_groups))
 
 
-def most_blocks(num_rows: int, num_sequences: int, rows_per_block: int) -> int:
-    """Returns into how many blocks rows are cut at most, however they fall to sequences."""
+def max_blocks_of(num_rows: int, num_sequences: int, rows_per_block: int) -> int:
+    """Returns the most blocks that rows can need, however they are distributed over sequences."""
     return min(num_rows, num_rows // rows_per_block + num_sequences)
 
 
-def most_plain_rows(batch: PagedRows) -> int:
-    """Returns how many rows may be those of plain tokens and trees."""
+def max_plain_rows(batch: PagedRows) -> int:
+    """Returns the most rows that can be plain tokens and tree nodes."""
     if batch.tail_mask is not None:
         return len(batch.positions)
     return min(len(batch.positions), len(batch.kv_lengths) * MAX_PLAIN_ROWS)
 
 
 def cuts_of(batch: PagedRows, num_query_groups: int) -> tuple[BlockCut, BlockCut | None]:
-    """Returns how plain rows are cut, and chunks where there may be any."""
-    plain_cut = cut_of(batch, PLAIN_TILE, num_query_groups, most_plain_rows(batch))
+    """Returns the cut of plain rows, and that of chunks if there can be any."""
+    plain_cut = cut_of(batch, PLAIN_TILE, num_query_groups, max_plain_rows(batch))
     if batch.max_query_length <= MAX_PLAIN_ROWS:
         return plain_cut, None
     return plain_cut, cut_of(batch, CHUNK_TILE, num_query_groups, len(batch.positions))
 
 
 def cut_of(batch: PagedRows, tile: int, num_query_groups: int, max_rows: int) -> BlockCut:
-    """Returns how up to `max_rows` rows are cut into blocks that fill a tile."""
+    """Returns the cut of up to `max_rows` rows into blocks that fill a tile."""
     tile = max(tile, _power_of_two(num_query_groups))
     rows_per_block = tile // num_query_groups
-    max_blocks = min(max_rows, max_rows // rows_per_block + len(batch.kv_lengths))
+    max_blocks = max_blocks_of(max_rows, len(batch.kv_lengths), rows_per_block)
     return BlockCut(rows_per_block, max_blocks, tile)
 
 
@@ -214,7 +211,7 @@ def parts_of_rows(
     blocks = plain_blocks(batch.query_starts, num_rows * ~is_chunk, plain_cut)
     return PlanParts(
         row_lengths=row_lengths,
-        # Causal rows differ in how far they see, not in where a key stands.
+        # Causal rows see different numbers of keys, but each key at the same position.
         shared_lengths=torch.where(batch.is_causal, batch.kv_lengths, batch.prefix_lengths),
         tail_slots=tail_slots,
         counters=blocks.counts.new_zeros(MAX_KV_HEADS * len(blocks.counts)),
@@ -226,7 +223,7 @@ def parts_of_rows(
 
 
 def plain_rows(batch: PagedRows) -> tuple[Tensor, Tensor | None]:
-    """Returns how many keys each row sees, and the slots of those in tree tails."""
+    """Returns the number of keys that each row sees, and the slots of those in tree tails."""
     sequences = sequence_of_rows(batch)
     rows = torch.arange(len(batch.positions), device=batch.positions.device, dtype=torch.int32)
     own_index = (batch.kv_lengths - batch.query_starts[1:])[sequences] + rows
@@ -236,17 +233,14 @@ def plain_rows(batch: PagedRows) -> tuple[Tensor, Tensor | None]:
     if batch.tail_mask is not None:
         tree_lengths = prefix + batch.tail_mask.sum(1, dtype=torch.int32)
         lengths = torch.where(batch.is_causal[sequences], lengths, tree_lengths)
-        # A stable sort brings the visible columns to the front and leaves them in order.
+        # A stable sort moves the visible columns to the front and keeps their order.
         columns = torch.sort(~batch.tail_mask, dim=1, stable=True).indices
-        tail_slots = _slots_of(batch, sequences, columns + prefix.unsqueeze(1))
+        indices = columns + prefix.unsqueeze(1)
+        # Indices past the page table get any slot.
+        pages = (indices // batch.page_size).clamp_(max=batch.page_table.shape[1] - 1)
+        slots = batch.page_table[sequences.unsqueeze(1), pages].long() * batch.page_size
+        tail_slots = slots + indices % batch.page_size
     return lengths.masked_fill(rows >= batch.query_starts[-1], 0), tail_slots
-
-
-def _slots_of(batch: PagedRows, sequences: Tensor, indices: Tensor) -> Tensor:
-    """Returns the slots of logical indices `[T, W]`; those past the page table are any slot."""
-    pages = (indices // batch.page_size).clamp_(max=batch.page_table.shape[1] - 1)
-    slots = batch.page_table[sequences.unsqueeze(1), pages].long() * batch.page_size
-    return slots + indices % batch.page_size
 
 
 def sequence_of_rows(batch: PagedRows) -> Tensor:
@@ -257,7 +251,7 @@ def sequence_of_rows(batch: PagedRows) -> Tensor:
 
 
 def plain_blocks(starts: Tensor, num_rows: Tensor, cut: BlockCut) -> RowBlocks:
-    """Cuts `num_rows[b]` rows from `starts[b]` on into blocks, for all B sequences at once."""
+    """Cuts the `num_rows[b]` rows from `starts[b]` of each sequence b into blocks."""
     rows_per_block = cut.rows_per_block
     num_blocks = (num_rows + (rows_per_block - 1)) // rows_per_block
     ends = num_blocks.cumsum(0, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Triton kernels that compute a `SplitPlan`; see `split_plan` for its meaning."""
+"""Triton kernels that compute the tensors of a `SplitPlan`; see `split_plan`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shared.kernels.split_plan import (
     RowBlocks,
 )
 
-_FEWEST_LOADED = 64
+_MIN_LOADED = 64
 
 
 @triton.jit(do_not_specialize=[  # type: ignore[untyped-decorator]
@@ -31,10 +31,10 @@ def plan_all(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, MAX_PLAIN_ROWS: tl.constexpr, NUM_COUNTERS: tl.constexpr,
     BLOCK_SEQUENCES: tl.constexpr, BLOCK_WIDTH: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Plans one row, one sequence and one plain block, as far as there are so many of them.
+    """Plans the row, the sequence and the plain block with the program's index, if they exist.
 
-    Of a row it writes the length and the slots of its visible tail keys, of a sequence how much
-    its rows share, of a block its rows and NUM_COUNTERS zeros.
+    Writes a row's length and the slots of its visible tail keys; the number of keys that a
+    sequence's rows share; a block's rows and NUM_COUNTERS zeros.
     """
     begin(IS_DEPENDENT)
     place = tl.program_id(0)
@@ -48,7 +48,7 @@ def plan_all(  # type: ignore[no-untyped-def]
     if place < num_sequences:
         prefix = tl.load(prefix_lengths + place)
         whole = tl.load(kv_lengths + place)
-        # Causal rows differ in how far they see, not in where a key stands.
+        # Causal rows see different numbers of keys, but each key at the same position.
         is_shared = tl.load(is_causal + place) != 0
         tl.store(shared_lengths + place, tl.where(is_shared, whole, prefix))
     if place < num_rows:
@@ -103,7 +103,7 @@ def plan_chunks(  # type: ignore[no-untyped-def]
     query_starts, is_causal, block_sequences, first_rows, counts, num_sequences,
     ROWS: tl.constexpr, MAX_PLAIN_ROWS: tl.constexpr, BLOCK_SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    """Writes one block of the chunks' rows."""
+    """Writes one block of the rows of chunks."""
     plan_block(
         query_starts, is_causal, block_sequences, first_rows, counts, tl.program_id(0),
         num_sequences, ROWS, MAX_PLAIN_ROWS, True, True, BLOCK_SEQUENCES,
@@ -116,7 +116,7 @@ def plan_block(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, MAX_PLAIN_ROWS: tl.constexpr,
     HAS_CHUNKS: tl.constexpr, OF_CHUNKS: tl.constexpr, BLOCK_SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    """Writes one block of the plain rows, or of the chunks; empty past the last one."""
+    """Writes one block of the plain rows, or of chunks; blocks past the last one are empty."""
     sequences = tl.arange(0, BLOCK_SEQUENCES)
     is_sequence = sequences < num_sequences
     starts = tl.load(query_starts + sequences, mask=is_sequence, other=0)
@@ -139,7 +139,6 @@ def plan_block(  # type: ignore[no-untyped-def]
 def fused_parts_of_rows(
     batch: PagedRows, plain_cut: BlockCut, chunk_cut: BlockCut | None = None
 ) -> PlanParts:
-    """Computes what `parts_of_rows` computes; where there are no chunks in one launch."""
     num_rows, num_sequences = len(batch.positions), len(batch.kv_lengths)
     mask, blocks = batch.tail_mask, _room_for(batch, plain_cut)
     row_lengths = batch.kv_lengths.new_empty(num_rows)
@@ -180,5 +179,6 @@ def _room_for(batch: PagedRows, cut: BlockCut) -> RowBlocks:
 
 
 def _block_of(count: int) -> int:
-    """Returns how many elements a program loads of so many: few sizes, as each is compiled."""
-    return max(int(triton.next_power_of_2(count)), _FEWEST_LOADED)
+    """Returns the block size with which a program loads `count` elements; there are few sizes,
+    because each is compiled."""
+    return max(int(triton.next_power_of_2(count)), _MIN_LOADED)

@@ -1,7 +1,7 @@
-"""8-bit numbers in registers, widened for a matrix instruction.
+"""Widens 8-bit numbers in registers for a matrix instruction.
 
-Conversions of the hardware would take its slow units three times an element; these are moves and
-masks of two numbers at a time.
+Hardware conversions would use slow units three times per element; these functions move and mask
+two numbers at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 from shared.kernels.linear import WORD_BLOCK
 
 _SCALE_BLOCK: tl.constexpr = tl.constexpr(WORD_BLOCK)
-# Sign, exponent and mantissa of e4m3 at the places of a bfloat16 are 2^-120 of the number.
+# Sign, exponent and mantissa of e4m3, in the bits of a bfloat16, are 2^-120 of the number.
 _E4M3 = """
 and.b32 sign, pair, 0x80008000;
 shr.u32 pair, pair, 4;
@@ -32,7 +32,7 @@ _E4M3_BYTES: tl.constexpr = tl.constexpr(
     + _E4M3.format("$1")
     + "}"
 )
-# Bits of a word that are two numbers at once, and those that others share it with; see
+# Masks the bits of two numbers of a word at once, then those of the other two; see
 # `quantised.in_words`. Conversions and shuffles of single bytes would take twice as long.
 _E4M3_WORD: tl.constexpr = tl.constexpr(
     """
@@ -52,8 +52,8 @@ _E4M3_WORD: tl.constexpr = tl.constexpr(
     }
     """
 )
-# Seven bits behind the exponent of 128 are a bfloat16 of 128 and more; the sign says what is too
-# much, 128 or 256.
+# The low seven bits after the exponent of 128 are a bfloat16 of 128 plus their value. The sign bit
+# says how much to subtract, 128 or 256.
 _INT8_WORDS: tl.constexpr = tl.constexpr(
     "{ .reg .b32 pair, sign;"
     + "".join(
@@ -94,7 +94,7 @@ def unpacked(words, like, IS_E4M3: tl.constexpr):  # type: ignore[no-untyped-def
         else:
             first, third = e4m3_pair(words, like)
             second, fourth = e4m3_pair(words >> 16, like)
-        # Bits of the word's number, then which pair and which of it.
+        # Dimensions: bits of the word's index, then the pair, then the number within the pair.
         four = tl.join(tl.join(first, third), tl.join(second, fourth))
         four = tl.reshape(four, (words.shape[0], 2, 2, 2, 4, 2, 2))
         wide = tl.permute(four, (0, 5, 2, 4, 1, 3, 6))
@@ -117,11 +117,12 @@ def block_factors(  # type: ignore[no-untyped-def]
     scales, matrix, channels, start,
     ROWS: tl.constexpr, NUM_CHANNELS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Returns the scales `[N]` of channels' columns from `start` on, which end in the same block;
-    nothing if ROWS, see `linear.scale_rows`, is 0.
+    """Returns the scales `[N]` of channels for columns from `start` on, all in one block; 0 if
+    ROWS, see `linear.scale_rows`, is 0.
 
     Args:
-        scales: of matrices one after the other, of which `matrix` is meant.
+        scales: scales of consecutive matrices.
+        matrix: index of the matrix.
     """
     if ROWS > 0:
         row = matrix * tl.cdiv(NUM_CHANNELS, ROWS) + channels // ROWS
@@ -133,20 +134,21 @@ def block_factors(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def with_block(total, block, factors, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns `total` and the sums of a block, which `block` has alone, times their factors; where
-    channels have no factors, it has the total as well."""
+    """Adds the sums of a block, times `factors`, to `total`. Without factors (ROWS is 0), `block`
+    is the new total already."""
     return tl.fma(block, factors[:, None], total) if ROWS > 0 else block
 
 
 @triton.jit
 def by_bytes(first, second, third, fourth):  # type: ignore[no-untyped-def]
-    """Returns `[N, 2, 2, 32]`, whose middle dimensions number the bytes `[N, 32]` of words."""
+    """Joins the four bytes `[N, 32]` of words to `[N, 2, 2, 32]`; the middle dimensions are the
+    index of the byte."""
     return tl.permute(tl.join(tl.join(first, third), tl.join(second, fourth)), (0, 2, 3, 1))
 
 
 @triton.jit
 def e4m3_pair(halves, like):  # type: ignore[no-untyped-def]
-    """Returns the two numbers in the lower half of each word in the dtype of `like`."""
+    """Returns the two e4m3 numbers in the lower half of each word, in the dtype of `like`."""
     first = (halves >> 8 & 0x80) | (halves >> 4 & 0x7F)
     second = (halves >> 4 & 0x80) | (halves >> 8 & 0x70) | (halves & 0x0F)
     return (

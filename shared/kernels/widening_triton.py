@@ -1,4 +1,4 @@
-"""Triton kernel that widens weights of 8 bits in memory, for products of the library."""
+"""Triton kernel that widens 8-bit weights in memory, for products of the library."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def widen(  # type: ignore[no-untyped-def]
         SCALE_ROWS: see `linear.scale_rows`.
     """
     own = tl.program_id(0) * PROGRAM_BLOCKS + tl.arange(0, PROGRAM_BLOCKS)
-    # Those past the end write the last one again.
+    # Blocks past the end write the last block again.
     block = tl.minimum(own, num_blocks - 1)
     row_blocks: tl.constexpr = DEPTH // BLOCK
     channels, starts = block // row_blocks, block % row_blocks * BLOCK
@@ -45,7 +45,7 @@ def widen(  # type: ignore[no-untyped-def]
 
 
 def launch_widening(values: Tensor, scales: Tensor, wide: Tensor) -> None:
-    """Computes `QuantisedWeight.widen_into` of values in words."""
+    """Computes `QuantisedWeight.widen_into` for packed values."""
     num_channels, depth = values.shape
     assert values.is_contiguous()
     assert scales.is_contiguous()

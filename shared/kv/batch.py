@@ -1,15 +1,15 @@
 """The arguments of one ragged forward pass: rows of several sequences over one paged KV cache.
 
 The same dataclass serves prompt chunks, plain decode, tree verification and the levels of a
-draft tree. Kernels, layers and graph runners take it as it is; nothing here knows phases.
+draft tree. Kernels, layers and graph runners take it as it is; it has no prefill or decode phase.
 
 Vocabulary. A *row* is one token to compute. A *slot* is one token's place in the KV pool:
 `slot = page * page_size + offset`. A sequence's KV is addressed by *logical index* through its
 page table; index and position differ inside a tree, where siblings share a position.
 
-Visibility of row r of sequence b: every logical index below `prefix_lengths[b]`, and of the
-*tail* `[prefix_lengths[b], kv_lengths[b])` either everything up to the row's own index (causal:
-chunks, plain decode) or what `tail_mask` says (trees: a row sees its ancestors and itself).
+Row r of sequence b sees every logical index below `prefix_lengths[b]`. Of the *tail*
+`[prefix_lengths[b], kv_lengths[b])` a causal row (prompt chunk, plain decode) sees everything up to
+its own index, and a tree's row sees what `tail_mask` says: its ancestors and itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TABLE_COLUMNS = 64
 
 @dataclass(frozen=True, slots=True)
 class SequenceRows:
-    """One sequence's rows in a forward, as plain data (the scheduler's words).
+    """One sequence's rows in a forward, as plain host data from the scheduler.
 
     Attributes:
         token_ids: tokens to compute, R of them.
@@ -41,7 +41,7 @@ class SequenceRows:
         prefix_length: logical indices below it are visible to every row.
         tail_mask: None for causal rows; else R rows of booleans, one for each logical index in
             `[prefix_length, kv_start + R)`.
-        logit_rows: the rows (0 … R-1) whose logits are wanted, in this order.
+        logit_rows: rows (0 … R-1) that need logits, in this order.
     """
 
     token_ids: Sequence[int]
@@ -60,17 +60,17 @@ class SequenceRows:
         pages: Sequence[int],
         logit_rows: Sequence[int] = (),
     ) -> SequenceRows:
-        """Returns the rows of tokens that follow `start` computed ones."""
+        """Returns the rows of tokens that follow `start` computed tokens."""
         positions = range(start, start + len(token_ids))
         return cls(token_ids, positions, start, pages, start, None, logit_rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Figures of one sequence of a forward, of the host.
+    """What the host knows of one sequence in a forward.
 
     Attributes:
-        num_prompt_keys: its part of that of the batch.
+        num_prompt_keys: its share of the batch's `num_prompt_keys`.
     """
 
     first_page: int
@@ -80,13 +80,13 @@ class Extent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch(PagedRows):
-    """Tensors of one forward: its rows, and L of them with logits.
+    """Tensors of one forward of T rows, of which L have logits.
 
     Attributes:
         token_ids: `[T]` int64.
         slots: `[T]` int64, where each row's key and value are written.
         logit_rows: `[L]` int64, indices into the T rows.
-        extents: of the B sequences; none where the host does not know them.
+        extents: one for each of the B sequences; empty where the host does not know them.
     """
 
     token_ids: Tensor
@@ -95,10 +95,10 @@ class ForwardBatch(PagedRows):
     extents: tuple[Extent, ...] = ()
 
     def of_sequences(self, kept: Sequence[int]) -> tuple[ForwardBatch, Tensor]:
-        """Returns the rows of some sequences, without logits, and their places among the T rows,
-        `[R]` int64. Waits for nothing; `extents` are known."""
+        """Returns the batch of some sequences, without logits, and the indices of its rows among
+        the T rows, `[R]` int64. Needs `extents`. Does not wait for the device."""
         extents = [self.extents[index] for index in kept]
-        counts = np.array([each.num_rows for each in self.extents], np.int64)
+        counts = np.array([extent.num_rows for extent in self.extents], np.int64)
         ends = np.cumsum(counts)
         starts = np.zeros(len(kept) + 1, np.int32)
         np.cumsum(counts[kept], out=starts[1:])
@@ -121,10 +121,10 @@ class ForwardBatch(PagedRows):
             tail_mask=None if self.tail_mask is None else self.tail_mask.index_select(0, rows),
             is_causal=self.is_causal.index_select(0, sequences),
             logit_rows=self.logit_rows[:0],
-            max_query_length=max(each.num_rows for each in extents),
+            max_query_length=max(extent.num_rows for extent in extents),
             max_kv_length=self.max_kv_length,
             page_size=self.page_size,
-            num_prompt_keys=sum(each.num_prompt_keys for each in extents),
+            num_prompt_keys=sum(extent.num_prompt_keys for extent in extents),
             extents=tuple(extents),
         )
         return batch, rows
@@ -182,7 +182,7 @@ def build_batch(
         max_query_length=int(counts.max()),
         max_kv_length=int(kv_lengths.max()),
         page_size=page_size,
-        num_prompt_keys=sum(each.num_prompt_keys for each in extents),
+        num_prompt_keys=sum(extent.num_prompt_keys for extent in extents),
         extents=extents,
     )
 
@@ -206,7 +206,7 @@ def _page_table(sequences: Sequence[SequenceRows]) -> Array:
 
 
 def _slots(query_starts: Array, kv_starts: Array, page_table: Array, page_size: int) -> Array:
-    """Returns `[T]` int64, the slot of each row: rows of a sequence take consecutive indices."""
+    """Returns `[T]` int64, the slot of each row; a sequence's rows have consecutive indices."""
     counts = np.diff(query_starts)
     owners = np.repeat(np.arange(len(counts)), counts)
     indices = np.arange(query_starts[-1]) + (kv_starts - query_starts[:-1])[owners]
@@ -230,7 +230,7 @@ def _tail_mask(sequences: Sequence[SequenceRows], query_starts: Array) -> Array 
 
 
 class DecodeBatches:
-    """Builds the batches of one engine; owned by its thread."""
+    """Builds the plain decode batches of one engine; owned by the engine's thread."""
 
     def __init__(self, page_size: int, device: torch.device) -> None:
         self._page_size = page_size
@@ -243,19 +243,20 @@ class DecodeBatches:
     def build(
         self, token_ids: Sequence[int], kv_starts: Sequence[int], leases: Sequence[KvLease]
     ) -> ForwardBatch:
-        """Returns what `build_batch` returns for one causal row a sequence, without extents. Does
-        not wait.
+        """Builds a batch of one causal row for each sequence, as `build_batch` does, but without
+        extents. Does not wait for the device.
 
         Args:
-            token_ids: token of each sequence.
-            kv_starts: its position and logical KV index.
-            leases: its pages.
+            kv_starts: the position of each token, which is its logical KV index too.
         """
         positions = np.array(kv_starts, np.int64)
         columns, offsets = np.divmod(positions, self._page_size)
         table = self._pages.of(leases)
         pages = table[np.arange(len(leases)), columns]
-        self._keep_constants(len(leases))
+        if len(self._rows) != len(leases):
+            self._starts = _range(len(leases) + 1, torch.int32, self._device)
+            self._rows = _range(len(leases), torch.int64, self._device)
+            self._is_causal = torch.ones(len(leases), dtype=torch.bool, device=self._device)
         tokens, position_rows, slots, lengths, prefixes, page_table = uploaded(
             [
                 np.array(token_ids, np.int64),
@@ -283,16 +284,9 @@ class DecodeBatches:
             page_size=self._page_size,
         )
 
-    def _keep_constants(self, num_sequences: int) -> None:
-        if len(self._rows) == num_sequences:
-            return
-        self._starts = _range(num_sequences + 1, torch.int32, self._device)
-        self._rows = _range(num_sequences, torch.int64, self._device)
-        self._is_causal = torch.ones(num_sequences, dtype=torch.bool, device=self._device)
-
 
 def empty_decode_batch(num_sequences: int, page_size: int, device: torch.device) -> ForwardBatch:
-    """Returns a step of sequences that compute their first token in the padding page."""
+    """Returns a decode batch of sequences that compute their first token in the padding page."""
     zeros = torch.zeros(num_sequences, dtype=torch.int64, device=device)
     none = zeros.int()
     return ForwardBatch(
@@ -317,7 +311,7 @@ def _range(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class _PageTable:
-    """The pages of the last step's leases, as an array."""
+    """The page table of the last step, updated for leases whose pages changed."""
 
     def __init__(self) -> None:
         self._leases: list[KvLease] = []
@@ -325,7 +319,7 @@ class _PageTable:
         self._table: Array = np.zeros((0, _TABLE_COLUMNS), np.int32)
 
     def of(self, leases: Sequence[KvLease]) -> Array:
-        """Returns `[B, P]` int32, padded with page 0; it changes with the next call."""
+        """Returns `[B, P]` int32, padded with page 0; the next call overwrites it."""
         num_columns = max(len(lease.pages) for lease in leases)
         versions = [lease.version for lease in leases]
         if list(leases) != self._leases or num_columns > self._table.shape[1]:

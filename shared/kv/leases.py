@@ -1,20 +1,20 @@
-"""Ownership of KV pages: sequences hold leases, the cache holds finished prefixes, nobody else.
+"""Ownership of KV pages: sequences hold leases, the prefix cache holds computed prefixes.
 
 Every live page is in exactly one state: *free*, *cached* (in the prefix cache, whether or not a
 sequence is reading it) or *held* (by one lease or one branch alone). `free + cached + held = total`
 always.
 
-A radix tree of computed prompt prefixes at page granularity. No torch.
+The prefix cache is a radix tree of computed prompt prefixes at page granularity. No torch.
 
 Every node below the root owns a run of whole pages with their tokens. Nodes in use by a sequence
 are locked together with their ancestors; the rest is evicted leaf by leaf, least recently used
-first. The idea is SGLang's RadixAttention (arXiv 2312.07104); whole pages keep splits simple: two
-prefixes that part inside a page share nothing of that page.
+first. The idea is SGLang's RadixAttention (arXiv 2312.07104). Whole pages keep splits simple: two
+prefixes that diverge inside a page do not share that page.
 
 A *salt* stands before the first token: prefixes of different salts have nothing in common.
 
-Where several processes attend from sequences of their own, each holds a *group* of pages, and a
-lease has all its pages in one of them.
+With data-parallel attention, each process holds a *group* of pages, and all pages of a lease are
+in one group.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-_EVICTED_SHARE = 128
-"""An eviction goes through all cached prefixes. Under load it would come with every page, so it
-frees at least this share of all pages."""
+_MIN_EVICTED_SHARE = 128
+"""An eviction walks all cached prefixes. Under load every new page would trigger one, so each
+frees at least 1 / 128 of the group's pages."""
 PADDING_PAGE = 0
 """Never allocated: padded rows and padded page-table columns point at it."""
 
-CACHED_WORTH = 8
-"""Pages by which one group may be fuller than another for a cached page of the prefix there. Too
-few, and texts are computed twice; too many, and all that begin alike come to one process."""
+CACHED_PAGE_WEIGHT = 8
+"""Available pages that a cached page of the prefix counts for in the choice of a group. Too low,
+and prompts are computed twice; too high, and all with one prefix go to one process."""
 
 PageTokens = tuple[int | str, ...]
 __all__ = ["KvBranch", "KvLease", "KvLeases", "OutOfPages", "PageGroup"]
@@ -47,7 +47,7 @@ class OutOfPages(Exception):
 
 
 class PagePool:
-    """Owns some pages; each is either free or held by exactly one holder."""
+    """The free list of some pages; each page is either free or has exactly one holder."""
 
     def __init__(self, pages: Iterable[int]) -> None:
         self._free = list(pages)[::-1]
@@ -97,7 +97,7 @@ class PrefixCache:
     """Maps token prefixes to the pages that hold their KV.
 
     Attributes:
-        num_locked_pages: those among `num_pages` that cannot be evicted.
+        num_locked_pages: cached pages that cannot be evicted.
     """
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ class PrefixCache:
                 self.num_locked_pages += len(ancestor.pages)
 
     def unlock(self, node: PrefixNode) -> None:
-        """Takes one lock back."""
+        """Removes one lock from `node` and its ancestors."""
         for ancestor in _lineage(node):
             assert ancestor.num_locks > 0
             ancestor.num_locks -= 1
@@ -162,9 +162,9 @@ class PrefixCache:
                 self.num_locked_pages -= len(ancestor.pages)
 
     def evict(self, num_pages: int) -> list[int]:
-        """Drops unlocked leaves, least recently used first, until `num_pages` are out or none is
-        left, and returns the pages. A leaf gives its last pages first and is cut, not dropped
-        whole, when that is enough."""
+        """Evicts unlocked leaves, least recently used first, until `num_pages` are evicted or none
+        is left, and returns the pages. A leaf loses its last pages first, and keeps the rest when
+        those are enough."""
         leaves = [
             (node.last_used, id(node), node)
             for node in self._nodes()
@@ -189,13 +189,13 @@ class PrefixCache:
         return evicted
 
     def locked_pages(self) -> Iterator[int]:
-        """Yields the pages of locked nodes."""
+
         for node in self._nodes():
             if node.num_locks:
                 yield from node.pages
 
     def all_pages(self) -> Iterator[int]:
-        """Yields every cached page."""
+
         for node in self._nodes():
             yield from node.pages
 
@@ -226,8 +226,8 @@ class PrefixCache:
 
 def _num_common(node_chunks: Sequence[PageTokens], chunks: Sequence[PageTokens], start: int) -> int:
     count = 0
-    for mine, theirs in zip(node_chunks, chunks[start:], strict=False):
-        if mine != theirs:
+    for node_chunk, chunk in zip(node_chunks, chunks[start:], strict=False):
+        if node_chunk != chunk:
             break
         count += 1
     return count
@@ -241,16 +241,17 @@ def _lineage(node: PrefixNode) -> Iterator[PrefixNode]:
 
 
 class PageGroup:
-    """The pages of one process, and what is cached in them.
+    """The pages of one process, and the prefix cache over them.
 
     Attributes:
-        numbers: of its pages, without its padding page.
-        retired: caches of weights that have been replaced, as long as leases read pages of theirs.
+        page_range: its page numbers, without its padding page.
+        pages: its free list.
+        retired: prefix caches of replaced weights, kept while leases still read their pages.
     """
 
-    def __init__(self, numbers: range) -> None:
-        self.numbers = numbers
-        self.pages = PagePool(numbers)
+    def __init__(self, page_range: range) -> None:
+        self.page_range = page_range
+        self.pages = PagePool(page_range)
         self.cache = PrefixCache()
         self.retired: list[PrefixCache] = []
 
@@ -260,33 +261,33 @@ class PageGroup:
 
     @property
     def num_available(self) -> int:
-        """Pages that are free, or cached and read by nobody."""
+        """Pages that are free, or cached and unlocked."""
         return self.pages.num_free + self.cache.num_pages - self.cache.num_locked_pages
 
     def allocate(self, count: int) -> list[int]:
         """Takes `count` pages, evicting unused prefixes if need be.
 
         Raises:
-            OutOfPages: fewer are available; nothing was taken, nor evicted.
+            OutOfPages: fewer are available; nothing was taken or evicted.
         """
         if count > self.num_available:
             raise OutOfPages(count, self.num_available)
         if count > self.pages.num_free:
-            least = len(self.numbers) // _EVICTED_SHARE
-            self.pages.release(self.cache.evict(max(count - self.pages.num_free, least)))
+            min_evicted = len(self.page_range) // _MIN_EVICTED_SHARE
+            self.pages.release(self.cache.evict(max(count - self.pages.num_free, min_evicted)))
         return self.pages.allocate(count)
 
     def flush(self) -> int:
         """Frees every cached page that no lease reads; returns how many."""
-        return self._emptied(self.cache)
+        return self._evict_all(self.cache)
 
     def drop_retired(self) -> int:
         """Frees the pages of retired caches that no lease reads; returns how many."""
-        num_freed = sum(map(self._emptied, self.retired))
+        num_freed = sum(map(self._evict_all, self.retired))
         self.retired = [cache for cache in self.retired if cache.num_pages]
         return num_freed
 
-    def _emptied(self, cache: PrefixCache) -> int:
+    def _evict_all(self, cache: PrefixCache) -> int:
         pages = cache.evict(cache.num_pages)
         self.pages.release(pages)
         return len(pages)
@@ -300,10 +301,10 @@ class KvLease:
         pages: `[0, num_shared_pages)` belong to the prefix cache and are read only;
             `[num_shared_pages, …)` are this lease's own.
         num_cached_tokens: tokens whose KV was found in the cache when the lease was opened.
-        group: what all its pages are of.
-        cache: what `prefix` is in; a retired one takes no pages any more.
+        prefix: the cache node of the shared pages, locked by this lease.
+        cache: the prefix cache of `prefix`; a retired cache accepts no pages any more.
         salt: prefixes are shared with leases of the same salt only.
-        version: grows with every change of `pages`.
+        version: increases with every change of `pages`.
     """
 
     pages: list[int]
@@ -325,11 +326,11 @@ class KvLease:
 
 @dataclass(slots=True, eq=False)
 class KvBranch:
-    """Pages that a lease may end in instead of its own.
+    """Alternative last pages of a lease.
 
     Attributes:
-        first_page: the place in the lease's `pages` that `pages` begin at; those before are shared.
-        group: that of the lease.
+        first_page: index in the lease's `pages` that `pages` replace from; the earlier pages are
+            shared with the lease.
     """
 
     first_page: int
@@ -341,12 +342,12 @@ class KvLeases:
     """Hands out leases over pages and keeps finished prefixes for reuse.
 
     Args:
-        num_pages: of all groups, their padding pages included.
-        num_groups: of so many equal ranges of pages, the first page of each is padding.
+        num_pages: pages of all groups, their padding pages included.
+        num_groups: the pages are cut into this many equal ranges, whose first page is padding.
 
     Attributes:
-        num_returns: how often pages came free, or prefixes to share: until the next time, what did
-            not fit does not fit.
+        num_returns: how often pages were freed or prefixes published. Until it changes, a lease
+            that did not fit still does not fit.
     """
 
     def __init__(
@@ -366,13 +367,13 @@ class KvLeases:
 
     @property
     def num_pages(self) -> int:
-        """Live pages, padding pages left out."""
-        return sum(len(group.numbers) for group in self._groups)
+        """Pages of all groups, without their padding pages."""
+        return sum(len(group.page_range) for group in self._groups)
 
     @property
     def num_group_pages(self) -> int:
-        """Those that one lease can have."""
-        return len(self._groups[0].numbers)
+        """Pages of one group: the most that one lease can have."""
+        return len(self._groups[0].page_range)
 
     @property
     def num_free_pages(self) -> int:
@@ -387,23 +388,27 @@ class KvLeases:
         return self.num_pages - self.num_free_pages - self.num_cached_pages
 
     def open(self, token_ids: Sequence[int], salt: str = "", num_tokens: int = 0) -> KvLease:
-        """Opens a lease on the longest cached prefix of `token_ids`, of those with this salt, with
-        pages for `num_tokens`.
+        """Opens a lease on the longest cached prefix of `token_ids` under `salt`, with pages for
+        `num_tokens`.
 
-        At least one token is left to compute, because its logits are wanted. Of several groups the
-        one is taken that has most available pages, where each page of the prefix that is cached
-        there counts for `CACHED_WORTH` more; another one, where those are not enough.
+        At least one token is left to compute, because its logits are needed. Groups are tried by
+        their available pages, most first, where each cached page of the prefix counts for
+        `CACHED_PAGE_WEIGHT` more.
 
         Raises:
-            OutOfPages: no group has so many; all is as it was.
+            OutOfPages: no group has enough pages; nothing changed.
         """
         chunks = self._chunks(token_ids[:-1], salt)
-        found = [(group, *group.cache.match(chunks)) for group in self._groups]
-        found.sort(
-            key=lambda each: each[0].num_available + CACHED_WORTH * len(each[2]), reverse=True
+        matches = [(group, *group.cache.match(chunks)) for group in self._groups]
+        matches.sort(
+            key=lambda match: match[0].num_available + CACHED_PAGE_WEIGHT * len(match[2]),
+            reverse=True,
         )
-        for group, node, pages in found:
-            lease = self._opened(group, node, pages, salt)
+        for group, node, pages in matches:
+            group.cache.lock(node)
+            count = len(pages)
+            lease = KvLease(pages, count * self.page_size, count, group, node, group.cache, salt)
+            self._leases[id(lease)] = lease
             if self.try_grow(lease, num_tokens):
                 return lease
             self.close(lease, ())
@@ -411,18 +416,11 @@ class KvLeases:
             -(-num_tokens // self.page_size), max(group.num_available for group in self._groups)
         )
 
-    def _opened(self, group: PageGroup, node: PrefixNode, pages: list[int], salt: str) -> KvLease:
-        group.cache.lock(node)
-        count = len(pages)
-        lease = KvLease(pages, count * self.page_size, count, group, node, group.cache, salt)
-        self._leases[id(lease)] = lease
-        return lease
-
     def grow(self, lease: KvLease, num_tokens: int) -> None:
         """Makes the lease's pages cover `num_tokens`, evicting unused prefixes if need be.
 
         Raises:
-            OutOfPages: not enough pages of its group even so; the lease is as it was.
+            OutOfPages: its group has too few pages even then; the lease is unchanged.
         """
         num_missing = -(-num_tokens // self.page_size) - len(lease.pages)
         if num_missing <= 0:
@@ -431,7 +429,8 @@ class KvLeases:
         lease.version += 1
 
     def try_grow(self, lease: KvLease, num_tokens: int) -> bool:
-        """Does what `grow` does; False, with the lease as it was, where it raises."""
+        """Grows the lease as `grow` does; returns False, with the lease unchanged, where that
+        raises."""
         try:
             self.grow(lease, num_tokens)
         except OutOfPages:
@@ -439,14 +438,13 @@ class KvLeases:
         return True
 
     def shrink(self, lease: KvLease, num_tokens: int) -> None:
-        """Frees the lease's own pages behind those that `num_tokens` take."""
+        """Frees the lease's own pages that `num_tokens` do not need."""
         num_kept = max(-(-num_tokens // self.page_size), lease.num_shared_pages)
         self._free(lease, slice(num_kept, None))
 
     def drop_first(self, lease: KvLease, num_pages: int) -> None:
-        """Frees the first pages of a lease that shares none; what is behind them moves to the
-        front."""
-        assert not lease.num_shared_pages, "others read these pages"
+        """Frees the first pages of a lease without shared pages; the rest moves to the front."""
+        assert not lease.num_shared_pages, "other sequences read these pages"
         self._free(lease, slice(num_pages))
 
     def _free(self, lease: KvLease, pages: slice) -> None:
@@ -457,8 +455,8 @@ class KvLeases:
             self.num_returns += 1
 
     def try_branch(self, lease: KvLease, num_shared: int, num_tokens: int) -> KvBranch | None:
-        """Returns other pages for the tokens `[num_shared, num_tokens)` of a lease; None where none
-        are left. Those of a page that is shared in part have to be copied."""
+        """Allocates other pages for the tokens `[num_shared, num_tokens)` of a lease; None if too
+        few are left. The caller copies the shared tokens of a page that is shared in part."""
         first_page = num_shared // self.page_size
         assert first_page >= lease.num_shared_pages, "a branch would end a cached prefix"
         count = -(-num_tokens // self.page_size) - first_page
@@ -470,14 +468,14 @@ class KvLeases:
         return branch
 
     def drop_branch(self, branch: KvBranch) -> None:
-        """Frees the pages of a branch."""
+
         del self._branches[id(branch)]
         self.num_returns += 1
         branch.group.pages.release(branch.pages)
         branch.pages = []
 
     def adopt(self, lease: KvLease, branch: KvBranch) -> None:
-        """Ends the lease in the pages of a branch of it, and frees its own ones there."""
+        """Replaces the lease's last pages with those of its branch, and frees the replaced ones."""
         assert branch.first_page >= lease.num_shared_pages, "the lease shares more than it did"
         lease.pages[branch.first_page :], branch.pages = (
             branch.pages,
@@ -487,8 +485,8 @@ class KvLeases:
         self.drop_branch(branch)
 
     def close(self, lease: KvLease, token_ids: Sequence[int]) -> None:
-        """Ends the lease. `token_ids` are those whose KV is computed: their whole pages go to the
-        prefix cache, every other own page is freed."""
+        """Ends the lease. `token_ids` are the tokens with computed KV: their whole pages go to the
+        prefix cache, and every other page of the lease's own is freed."""
         del self._leases[id(lease)]
         self.num_returns += 1
         num_computed_pages = len(token_ids) // self.page_size if self._may_share(lease) else 0
@@ -505,7 +503,7 @@ class KvLeases:
         lease.version += 1
 
     def publish(self, lease: KvLease, token_ids: Sequence[int]) -> None:
-        """Shares the whole pages of computed `token_ids` while the lease goes on, so that other
+        """Caches the whole pages of computed `token_ids` while the lease goes on, so that other
         sequences with the same prompt need not wait for this one to end."""
         num_pages = len(token_ids) // self.page_size
         if not self._may_share(lease) or num_pages <= lease.num_shared_pages:
@@ -522,13 +520,13 @@ class KvLeases:
         lease.prefix, lease.num_shared_pages = node, num_pages
 
     def flush(self) -> int:
-        """Frees every cached page that no sequence reads; returns how many."""
+        """Frees every cached page that no lease reads; returns how many."""
         return sum(group.flush() for group in self._groups)
 
     def retire(self) -> int:
-        """Ends the reuse of everything computed so far: the weights are others, or a draft reads
-        what nobody kept of it. Leases go on with the pages they have, and share none of them any
-        more; returns how many pages came free."""
+        """Ends the reuse of everything computed so far: the weights changed, or a draft reads
+        features that were not kept. Open leases keep their pages, but share none of them any more.
+        Returns how many pages were freed."""
         self.num_returns += 1
         for group in self._groups:
             group.retired.append(group.cache)
@@ -536,7 +534,7 @@ class KvLeases:
         return sum(group.drop_retired() for group in self._groups)
 
     def _chunks(self, token_ids: Sequence[int], salt: str) -> list[PageTokens]:
-        """Returns the tokens of whole pages, which a salt sets apart from those of others."""
+        """Returns the tokens of each whole page; a salt is part of the first page's."""
         size = self.page_size
         starts = range(0, len(token_ids) - size + 1, size)
         chunks: list[PageTokens] = [tuple(token_ids[start : start + size]) for start in starts]
@@ -550,23 +548,19 @@ class KvLeases:
     def check(self) -> None:
         """Asserts that every page has exactly one owner, in its own group."""
         for group in self._groups:
-            self._check(group)
-
-    def _check(self, group: PageGroup) -> None:
-        leases = [lease for lease in self._leases.values() if lease.group is group]
-        branches = [branch for branch in self._branches.values() if branch.group is group]
-        cached = [page for cache in group.caches for page in cache.all_pages()]
-        held = [page for lease in leases for page in lease.pages[lease.num_shared_pages :]]
-        held += [page for branch in branches for page in branch.pages]
-        owned, pages = cached + held, group.pages
-        assert len(set(owned)) == len(owned), "a page has two owners"
-        assert all(page in group.numbers for page in owned), "a page is of another group"
-        assert len(cached) == sum(cache.num_pages for cache in group.caches)
-        assert len(owned) + pages.num_free == len(group.numbers), (
-            f"free {pages.num_free} + cached {len(cached)} + held {len(held)}"
-            f" is not total {len(group.numbers)}"
-        )
-        locked = {page for cache in group.caches for page in cache.locked_pages()}
-        shared = {page for lease in leases for page in lease.pages[: lease.num_shared_pages]}
-        assert locked == shared, "locks and leases disagree"
-        assert len(locked) == sum(cache.num_locked_pages for cache in group.caches)
+            leases = [lease for lease in self._leases.values() if lease.group is group]
+            branches = [branch for branch in self._branches.values() if branch.group is group]
+            cached = [page for cache in group.caches for page in cache.all_pages()]
+            held = [page for lease in leases for page in lease.pages[lease.num_shared_pages :]]
+            held += [page for branch in branches for page in branch.pages]
+            owned, num_free, total = cached + held, group.pages.num_free, len(group.page_range)
+            assert len(set(owned)) == len(owned), "a page has two owners"
+            assert all(page in group.page_range for page in owned), "a page is in another group"
+            assert len(cached) == sum(cache.num_pages for cache in group.caches)
+            assert len(owned) + num_free == total, (
+                f"free {num_free} + cached {len(cached)} + held {len(held)} is not total {total}"
+            )
+            locked = {page for cache in group.caches for page in cache.locked_pages()}
+            shared = {page for lease in leases for page in lease.pages[: lease.num_shared_pages]}
+            assert locked == shared, "locks and leases disagree"
+            assert len(locked) == sum(cache.num_locked_pages for cache in group.caches)

@@ -18,7 +18,7 @@ from shared.kv.states import StateLayout, StateStore
 from shared.kv.upload import Array
 
 NUM_STATES = 32
-"""Checkpoints of recurrent states, unless told otherwise."""
+"""Default number of checkpoints of recurrent states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,11 @@ class KvLayout:
     """Shape of the KV cache of one decoder.
 
     Attributes:
-        page_size: tokens a page.
-        dtype: dtype of keys and values.
-        has_values: values are stored beside keys; else they are the first part of the keys.
-        num_layers: those of the cache: a layer with a state takes several, for its rows.
-        states: of layers with recurrent states; None in most decoders.
+        num_layers: layers of the cache; a decoder layer with a recurrent state takes several, for
+            its rows.
+        has_values: values are stored in tensors of their own; else they are the first part of the
+            keys.
+        states: shape of the recurrent states; None in most decoders.
     """
 
     num_layers: int
@@ -43,12 +43,12 @@ class KvLayout:
 
     @property
     def num_planes(self) -> int:
-        """Tensors a layer: keys, and values if they are stored."""
+        """Tensors per layer: keys, and values if they are stored."""
         return 2 if self.has_values else 1
 
     @property
     def is_e4m3(self) -> bool:
-        """Whether keys and values take 8 bits, with factors; see `CacheScales`."""
+        """Whether keys and values are stored as e4m3 with scales; see `CacheScales`."""
         return self.dtype is torch.float8_e4m3fn
 
     @property
@@ -65,28 +65,28 @@ class KvLayout:
 
 @dataclass(frozen=True, slots=True)
 class OwnRows:
-    """The rows of a forward of T that one rank attends from.
+    """The R rows that one rank attends from, of a forward of T rows.
 
     Attributes:
-        batch: those, with pages and slots of the rank's pool.
-        places: `[R]` int64, theirs among the T; None where they are all of them.
+        batch: the rank's rows, with pages and slots counted in the rank's pool.
+        row_indices: `[R]` int64, indices of the rank's rows among the T rows; None where R = T.
         num_rows: T.
     """
 
     batch: ForwardBatch
-    places: Tensor | None
+    row_indices: Tensor | None
     num_rows: int
 
-    def taken(self, rows: Tensor) -> Tensor:
-        """Returns `[R, …]` of `[T, …]`."""
-        return rows if self.places is None else rows.index_select(0, self.places)
+    def select(self, rows: Tensor) -> Tensor:
+        """Returns the rank's rows `[R, …]` of `[T, …]`."""
+        return rows if self.row_indices is None else rows.index_select(0, self.row_indices)
 
-    def placed(self, results: Tensor) -> Tensor:
-        """Returns `[T, …]` of `[R, …]`, zeros where another rank has the row."""
-        if self.places is None:
+    def scatter(self, results: Tensor) -> Tensor:
+        """Returns `[T, …]` of the rank's results `[R, …]`, zeros in the rows of other ranks."""
+        if self.row_indices is None:
             return results
-        whole = results.new_zeros((self.num_rows, *results.shape[1:]))
-        return whole.index_copy_(0, self.places, results)
+        scattered = results.new_zeros((self.num_rows, *results.shape[1:]))
+        return scattered.index_copy_(0, self.row_indices, results)
 
 
 class KvPool:
@@ -96,23 +96,22 @@ class KvPool:
     batches. Memory starts as zeros because masked slots are multiplied by zero, not skipped, and
     zero times an uninitialised NaN is NaN.
 
-    Processes that attend from sequences of their own have a pool each, one of `num_ranks`. Leases
-    count pages through all of them: those of rank r are `[r * num_pages, (r + 1) * num_pages)`,
-    the first of which is its padding. Batches name pages as leases do, see `own`.
+    With data-parallel attention, each of `num_ranks` processes has a pool. Leases number the pages
+    of all pools: rank r has `[r * num_pages, (r + 1) * num_pages)`, the first of which is its
+    padding page. Batches use the numbers of the leases; `own` converts them to this pool's.
 
     Args:
         scales: `[2, num_layers, num_kv_heads]` float32 of an e4m3 cache, keys first; see
-            `CacheScales`. Of any other cache None.
-        num_states: checkpoints of recurrent states, where the layout has some.
-        rank, num_ranks: which of how many pools.
+            `CacheScales`. None for any other cache.
+        num_states: checkpoints of recurrent states, if the layout has recurrent states.
 
     Attributes:
-        num_pages: of this pool, the padding page included.
+        num_pages: pages of this pool, the padding page included.
         storage: `[num_planes, num_layers, num_pages * page_size, num_kv_heads, head_dim]`, keys
             first.
-        keys: one `[num_pages * page_size, num_kv_heads, head_dim]` tensor a layer.
+        keys: one `[num_pages * page_size, num_kv_heads, head_dim]` tensor per layer.
         values: likewise; the keys themselves where the layout has no values.
-        states: see `StateStore`; None where the layout has none.
+        states: see `StateStore`; None where the layout has no recurrent states.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class KvPool:
         rank: int = 0,
         num_ranks: int = 1,
     ) -> None:
-        assert (scales is not None) == layout.is_e4m3, "an e4m3 cache, and no other, has factors"
+        assert (scales is not None) == layout.is_e4m3, "an e4m3 cache, and no other, has scales"
         assert num_pages >= 2, f"{num_pages} pages: page 0 is padding, so at least 2 are needed"
         shape = (
             layout.num_planes,
@@ -158,35 +157,34 @@ class KvPool:
 
     @property
     def num_leased_pages(self) -> int:
-        """Pages of all ranks, padding included: as many as leases count."""
+        """Pages of all ranks, padding pages included: the pages that leases number."""
         return self.num_ranks * self.num_pages
 
     def own(self, batch: ForwardBatch) -> OwnRows:
-        """Returns the rows that this rank attends from.
+        """Returns the rows that this rank attends from. Does not wait for the device.
 
-        Where the host does not know which those are, they are all of them, and sequences of other
-        ranks see no key and write to the padding page: computed on the device, with fixed shapes.
-        Waits for nothing.
+        A batch without `extents` keeps all rows, with fixed shapes: sequences of other ranks then
+        see no key and write to the padding page.
         """
         num_rows = len(batch.token_ids)
         if self.num_ranks == 1:
             return OwnRows(batch, None, num_rows)
         kept = [
             index
-            for index, each in enumerate(batch.extents)
-            if each.first_page // self.num_pages == self._rank
+            for index, extent in enumerate(batch.extents)
+            if extent.first_page // self.num_pages == self._rank
         ]
         if not kept and batch.extents:
-            # Of another rank's, the shortest: forwards of no rows are none.
+            # A forward needs at least one row: take the shortest sequence of another rank.
             kept = [min(range(len(batch.extents)), key=lambda i: batch.extents[i].num_rows)]
         if len(kept) == len(batch.extents):
-            return OwnRows(self._translated(batch), None, num_rows)
-        some, places = batch.of_sequences(kept)
-        return OwnRows(self._translated(some), places, num_rows)
+            return OwnRows(self._localise(batch), None, num_rows)
+        own_batch, row_indices = batch.of_sequences(kept)
+        return OwnRows(self._localise(own_batch), row_indices, num_rows)
 
-    def _translated(self, batch: ForwardBatch) -> ForwardBatch:
-        table = self._own(batch.page_table, 1)
-        # A sequence has its pages in one pool.
+    def _localise(self, batch: ForwardBatch) -> ForwardBatch:
+        table = self._local(batch.page_table, 1)
+        # All pages of a sequence are in one pool, so its first page tells the rank.
         is_own = table[:, 0] > PADDING_PAGE
         return replace(
             batch,
@@ -194,26 +192,23 @@ class KvPool:
             kv_lengths=batch.kv_lengths * is_own,
             prefix_lengths=batch.prefix_lengths * is_own,
             page_table=table,
-            # Of no keys, causal rows see none; a tree's mask would still count some.
+            # With a KV length of 0, causal rows see no key, but a tree's mask would still show
+            # some.
             is_causal=batch.is_causal | ~is_own,
         )
 
     def own_slots(self, slots: Tensor) -> Tensor:
-        """Returns where this pool has the tokens of `slots`, in the padding page for those of
-        other ranks."""
-        return slots if self.num_ranks == 1 else self._own(slots, self.page_size)
+        """Returns `slots` counted in this pool; slots of other ranks become the padding page's."""
+        return slots if self.num_ranks == 1 else self._local(slots, self.page_size)
 
-    def _own(self, places: Tensor, num_each: int) -> Tensor:
-        """Returns places counted from this pool's first on, 0 for those outside of it.
-
-        Args:
-            num_each: places in a page.
-        """
-        own = places - self._rank * self.num_pages * num_each
-        return own.masked_fill_((own < 0) | (own >= self.num_pages * num_each), 0)
+    def _local(self, numbers: Tensor, per_page: int) -> Tensor:
+        """Converts page numbers (`per_page` = 1) or slots (`per_page` = page size) of the leases to
+        this pool's; those of other pools become 0."""
+        local = numbers - self._rank * self.num_pages * per_page
+        return local.masked_fill_((local < 0) | (local >= self.num_pages * per_page), 0)
 
     def scales(self, layer: int) -> CacheScales | None:
-        """Returns the factors of one layer; None unless the cache is e4m3."""
+        """Returns the scales of one layer; None unless the cache is e4m3."""
         return None if self._scales is None else self._scales[layer]
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -223,15 +218,15 @@ class KvPool:
         store(self.values[layer], slots, values, None if scales is None else scales.values)
 
     def state_rows(self, first_layer: int) -> Tensor:
-        """Returns the rows of a layer with a state, over as many of the cache's layers as they
-        take, from `first_layer` on; see `delta_layer`."""
+        """Returns the storage of the rows of one layer with a recurrent state: several layers of
+        the cache, from `first_layer` on; see `delta_layer`."""
         assert self.layout.states is not None
         return self.storage[:, first_layer : first_layer + self.layout.states.layers_each]
 
     @contextmanager
     def advancing(self, batch: ForwardBatch) -> Iterator[StatePlan | None]:
-        """Plans what the forward of a batch, which is the body, does with states; None where there
-        are none. Its checkpoints are entered at the end, unless it fails."""
+        """Yields the plan of recurrent states for the forward of `batch`, which is the body of the
+        `with`; None without states. Enters the written checkpoints unless the body raises."""
         plan = None if self.states is None else self.states.plan(batch, self.read_stamps)
         yield plan
         if self.states is not None and plan is not None:
@@ -241,13 +236,13 @@ class KvPool:
         """See `StateStore.lend`.
 
         Args:
-            prefixes: pages and tokens of each sequence, one token at least.
+            prefixes: pages and number of tokens of each sequence, at least one token.
         """
         assert self.states is not None
         return self.states.lend(HostBatch.of_prefixes(prefixes, self.page_size), self.read_stamps)
 
     def read_stamps(self, slots: Tensor) -> Tensor:
-        """Returns the stamps of rows, `[N, STAMP_SIZE]` int64; a row begins with its own."""
+        """Returns the stamps of rows, `[N, STAMP_SIZE]` int64; each row begins with its stamp."""
         assert self.layout.states is not None
         first = self.storage[0, self.layout.states.first_layer].flatten(1)
         return first[:, :STAMP_SIZE].index_select(0, slots).to(torch.int64)
@@ -255,10 +250,11 @@ class KvPool:
     def move(self, source_slots: Tensor, target_slots: Tensor) -> None:
         """Copies tokens between slots in every layer, as if all were read before any is written.
 
-        Both are `[N]` int64, as leases count, and may overlap; targets are distinct. Compacts the
-        accepted path of a tree to the front of its tail. Costs a copy of the N tokens.
+        Compacts the accepted path of a tree to the front of its tail. Both arguments are `[N]`
+        int64 slots as leases number them. They may overlap; targets are distinct. Costs a copy of
+        the N tokens.
         """
         source_slots, target_slots = self.own_slots(source_slots), self.own_slots(target_slots)
-        # torch copies no e4m3 by index.
+        # torch has no index copy for e4m3.
         storage = self.storage.view(torch.uint8) if self.layout.is_e4m3 else self.storage
         storage.index_copy_(2, target_slots, storage.index_select(2, source_slots))

@@ -1,4 +1,4 @@
-"""What one forward does with recurrent states: planned on the host, read by kernels."""
+"""The plan of recurrent states in one forward: made on the host, read by kernels."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from shared.kernels.delta_rule import CHUNK
 from shared.kv.batch import ForwardBatch
 from shared.kv.upload import Array, UploadBlock, downloaded, uploaded
 
-# More causal rows than a chain of candidates has: a part of a prompt, all of which stays.
+# The longest chain of candidates. More causal rows are part of a prompt, and all are committed.
 _MAX_CHAIN_ROWS = 64
-# More than a round commits, which has the bits of plain steps: a chain, and one behind it.
-_FEWEST_PROMPT_TOKENS = _MAX_CHAIN_ROWS + 2
+# More tokens than a round commits, a chain and its bonus token: those must be computed with the
+# same bits as plain steps.
+_MIN_PROMPT_TOKENS = _MAX_CHAIN_ROWS + 2
 _LANE_COLUMNS, _PLACE_COLUMNS = 4, 2
 
 
 @dataclass(frozen=True, slots=True)
 class StateInputs:
-    """What the layers of one forward read of its plan, the same in all of them.
+    """The plan of one forward on the device; all layers read the same tensors.
 
     Attributes:
-        stamps: `[T]` int64, of the forward's rows.
-        sequences: what sequences advance by before their checkpoints are kept.
-        candidates: rows behind the states of sequences, which may not stay; they keep no state.
-        prompts: likewise of sequences, of those that advance by many tokens; None for a graph,
-            which has none.
+        stamps: `[T]` int64, one for each row of the forward.
+        sequences: lanes that advance a sequence's state by few tokens and may write a checkpoint.
+        candidates: lanes of candidate rows, which may be rejected; they write no checkpoint.
+        prompts: lanes that advance a sequence's state by many tokens; None in a graph, which has
+            no prompts.
     """
 
     stamps: Tensor
@@ -42,7 +43,7 @@ class StateInputs:
     def of(
         cls, tensors: Sequence[Tensor], places: Tensor, prompts: DeltaPrompts | None = None
     ) -> StateInputs:
-        """Names the tensors of `StatePlan.fixed`, and of its `places`."""
+        """Wraps the tensors of `StatePlan.fixed` and of `StatePlan.places`."""
         stamps, counts, *tables = tensors
         sequences, candidates = (
             DeltaLanes(table, counts[number : number + 1], places)
@@ -51,13 +52,13 @@ class StateInputs:
         return cls(stamps, sequences, candidates, prompts)
 
     def first(self, num_rows: int, num_sequences: int, *, has_tail: bool) -> StateInputs:
-        """Returns the inputs of a graph, see `GraphInputs`."""
-        # Without a tree there are chains, of two rows or more.
+        """Returns the inputs of a smaller graph, see `GraphInputs`."""
+        # Without a tree all candidates are chains, of at least two rows each.
         num_candidates = num_rows if has_tail else num_rows // 2
         return StateInputs(
             self.stamps[:num_rows],
-            _first(self.sequences, num_sequences),
-            _first(self.candidates, num_candidates),
+            _first_lanes(self.sequences, num_sequences),
+            _first_lanes(self.candidates, num_candidates),
             prompts=None,
         )
 
@@ -71,9 +72,9 @@ class StatePlan:
         sequences: `[N, 4]`, and candidates: `[M, 4]`, see `DeltaLanes.table`.
         prompts: `[Q, 4]`, and chunks: `[C, 2]`, see `DeltaPrompts`.
         places: `[P, 2]`, see `DeltaLanes`.
-        kept: `[K]` checkpoints that are written.
-        lengths: `[K]`, the tokens that each of them holds.
-        ends: `[K]`, the stamp of its last token.
+        kept: `[K]`, the checkpoints that are written.
+        lengths: `[K]`, tokens that each written checkpoint covers.
+        ends: `[K]`, the stamp of the last of those tokens.
     """
 
     stamps: Array
@@ -88,6 +89,7 @@ class StatePlan:
 
     @property
     def fixed(self) -> list[Array]:
+
         counts = np.array([len(self.sequences), len(self.candidates)], np.int64)
         return [self.stamps, counts, self.sequences, self.candidates]
 
@@ -100,10 +102,10 @@ class StatePlan:
 
 
 class StateSlots:
-    """Inputs at addresses that never change, as a CUDA graph reads them, for nobody at first.
+    """Inputs at fixed addresses, as a CUDA graph needs them; at first without lanes.
 
     Attributes:
-        inputs: of the largest size.
+        inputs: the inputs of the largest graph.
     """
 
     def __init__(
@@ -120,34 +122,34 @@ class StateSlots:
         self.inputs = StateInputs.of(self._block.tensors, self._block.fill(self._empty, places))
 
     def fits(self, plan: StatePlan) -> bool:
-        """Whether the plan's places are as many as these, and none is a prompt's; lanes are no more
-        than rows."""
+        """Whether the plan has no prompts, and few enough places. Lanes fit: there are no more of
+        them than rows."""
         return not len(plan.prompts) and len(plan.places) <= len(self.inputs.sequences.places)
 
     def fill(self, plan: StatePlan) -> None:
-        """Queues a plan that fits; what it leaves of rows has the stamp 0."""
+        """Queues the copy of a plan that fits; rows that it does not use get the stamp 0."""
         padded = [
-            np.concatenate((own, empty[len(own) :]))
-            for own, empty in zip(plan.fixed, self._empty, strict=True)
+            np.concatenate((used, empty[len(used) :]))
+            for used, empty in zip(plan.fixed, self._empty, strict=True)
         ]
         self._block.fill(padded, plan.places)
 
     def clear(self) -> None:
-        """Queues a plan for nobody, in which no lane is in use."""
+        """Queues the copy of a plan without lanes."""
         self._block.fill(self._empty, np.zeros((0, _PLACE_COLUMNS), np.int64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostBatch:
-    """The sequences of a batch in host memory, `[B]` each.
+    """A batch in host memory; arrays are `[B]`, one element for each sequence, unless said.
 
     Attributes:
-        slots: `[T]`, of the rows.
-        row_starts: the first row of each.
-        counts: rows.
+        slots: `[T]`, slots of the rows.
+        row_starts: index of the first row among the T rows.
+        counts: number of rows.
         first: logical index of the first row.
-        prefixes: tokens that all rows see.
-        tables: `[B, P]`, pages.
+        prefixes: number of tokens that all rows see.
+        tables: `[B, P]`, the page table.
         mask: `[T, W]`, the tail mask; None where all rows are causal.
     """
 
@@ -193,10 +195,10 @@ class HostBatch:
     def of_prefixes(
         cls, prefixes: Sequence[tuple[Sequence[int], int]], page_size: int
     ) -> HostBatch:
-        """Returns a batch without rows of sequences that are computed as far as they go.
+        """Returns a batch without rows, of sequences whose tokens are all computed.
 
         Args:
-            prefixes: pages and tokens of each.
+            prefixes: pages and number of tokens of each sequence.
         """
         count = len(prefixes)
         tables = np.zeros((count, max(len(pages) for pages, _ in prefixes)), np.int64)
@@ -218,27 +220,27 @@ class HostBatch:
 
     @property
     def is_real(self) -> Array:
-        """Others fill a batch up, in the padding page."""
+        """Whether the sequence is real; padding sequences have their tokens in the padding page."""
         real: Array = self.tables[:, 0] != 0
         return real
 
     @property
     def start(self) -> Array:
-        """Tokens before the forward's, all of them committed."""
+        """Number of tokens before the forward's rows, all of them committed."""
         return np.where(self.is_causal, self.first, self.prefixes)
 
     @property
-    def stays(self) -> Array:
-        """Whether all rows do, most likely: one of them is the last committed token, and many are a
-        prompt, as the first ones are."""
+    def keeps_rows(self) -> Array:
+        """Whether all rows are committed, most likely: one row is the last committed token, and
+        many rows, or the first ones of a sequence, are a prompt."""
         is_chain = (self.start > 0) & (self.counts > 1) & (self.counts <= _MAX_CHAIN_ROWS)
-        stays: Array = self.is_causal & ~is_chain
-        return stays
+        keeps_rows: Array = self.is_causal & ~is_chain
+        return keeps_rows
 
     @property
     def end(self) -> Array:
-        """Tokens behind which the state is kept."""
-        return np.where(self.stays, self.first + self.counts, self.start)
+        """Number of tokens that the sequence's new checkpoint covers."""
+        return np.where(self.keeps_rows, self.first + self.counts, self.start)
 
     def slots_of(self, owners: Array, indices: Array) -> Array:
         """Returns the slots of logical indices of sequences; `NOWHERE` of negative ones."""
@@ -249,38 +251,38 @@ class HostBatch:
 def sequence_lanes(
     batch: HostBatch, sources: Array, lengths: Array, targets: Array, history: int
 ) -> tuple[Array, Array, Array, Array]:
-    """Returns the lanes from checkpoints to what is kept: the table of those of few tokens, the
-    table and the chunks of those of many, see `DeltaPrompts`, and the places of all.
+    """Returns the lanes from old checkpoints to new ones: the table of those of few tokens, the
+    table and chunks of those of many tokens (see `DeltaPrompts`), and the places of all.
 
     Args:
         sources: `[B]`, the checkpoint that each sequence starts from.
-        lengths: `[B]`, tokens that it holds.
-        targets: `[B]`, the checkpoint that its state is kept in; `NOWHERE` if it is not.
-        history: tokens that a window sees before its own.
+        lengths: `[B]`, tokens that this checkpoint covers.
+        targets: `[B]`, the checkpoint that each sequence writes; `NOWHERE` for none.
+        history: earlier tokens that the convolution window of a token sees.
     """
-    is_kept, is_wanted = targets != NOWHERE, batch.stays & (batch.counts > 0)
+    is_kept, is_wanted = targets != NOWHERE, batch.keeps_rows & (batch.counts > 0)
     moves = (batch.end > lengths) | (sources != targets)
     [owners] = np.nonzero(np.where(is_kept, moves, is_wanted))
     lanes, indices = _spans(lengths[owners] - history, batch.end[owners])
     rows = _rows(batch, owners[lanes], indices)
-    rows[~batch.stays[owners[lanes]]] = NOWHERE
+    rows[~batch.keeps_rows[owners[lanes]]] = NOWHERE
     slots = batch.slots_of(owners[lanes], indices)
     table = _table(sources[owners], targets[owners], lanes, history)
-    is_long = table[:, 3] >= _FEWEST_PROMPT_TOKENS
-    prompts, chunks = _cut(table[is_long], lengths[owners[is_long]])
+    is_long = table[:, 3] >= _MIN_PROMPT_TOKENS
+    prompts, chunks = _chunked(table[is_long], lengths[owners[is_long]])
     return table[~is_long], prompts, chunks, np.stack((slots, rows), 1)
 
 
 def candidate_lanes(
     batch: HostBatch, sources: Array, lengths: Array, targets: Array, history: int
 ) -> tuple[Array, Array]:
-    """Returns the table and the places of rows that may not stay: a chain as one lane, of a tree
-    the path to each leaf. Where a sequence keeps no state they begin where it does.
+    """Returns the table and the places of lanes of candidate rows: one for a chain, one for the
+    path to each leaf of a tree. They start from the sequence's new checkpoint, or else its old one.
 
     Args: those of `sequence_lanes`.
     """
     is_kept = targets != NOWHERE
-    [chains] = np.nonzero(batch.is_causal & ~batch.stays)
+    [chains] = np.nonzero(batch.is_causal & ~batch.keeps_rows)
     lanes, indices = _spans(batch.start[chains], batch.start[chains] + batch.counts[chains])
     leaf_owners, leaves, path_indices = _paths(batch)
     owners = np.concatenate((chains, leaf_owners))
@@ -291,7 +293,7 @@ def candidate_lanes(
     order = np.argsort(lanes, kind="stable")
     lanes, indices = lanes[order], indices[order]
     slots, rows = batch.slots_of(owners[lanes], indices), _rows(batch, owners[lanes], indices)
-    # Paths share nodes: the first one says what each reads.
+    # Paths share nodes: only the first path with a node writes that node's row.
     is_first = np.zeros(len(rows), np.bool_)
     is_first[np.unique(rows, return_index=True)[1]] = True
     rows[~is_first] = NOWHERE
@@ -301,15 +303,15 @@ def candidate_lanes(
 
 
 def _paths(batch: HostBatch) -> tuple[Array, Array, Array]:
-    """Returns the sequence of each leaf `[N]`, and the leaf and the logical index of each node of
-    its path, leaf by leaf."""
+    """Returns the sequence of each leaf, `[N]`, and for each node of all paths, leaf by leaf, its
+    leaf and its logical index."""
     owners = np.repeat(np.arange(len(batch.counts)), batch.counts)
     [tree_rows] = np.nonzero(~batch.is_causal[owners])
     if not len(tree_rows):
         return tree_rows, tree_rows, tree_rows
     assert batch.mask is not None, "rows that are not causal have a mask"
     owners = owners[tree_rows]
-    # Of each row's own column, and of that of its sequence's first row.
+    # Columns of the mask: of the sequence's first row, and of each row itself.
     first = (batch.first - batch.prefixes)[owners]
     own = tree_rows - batch.row_starts[owners] + first
     paths = batch.mask[tree_rows] & (np.arange(batch.mask.shape[1]) < own[:, None])
@@ -325,13 +327,13 @@ def _paths(batch: HostBatch) -> tuple[Array, Array, Array]:
 
 
 def _rows(batch: HostBatch, owners: Array, indices: Array) -> Array:
-    """Returns the forward's rows at logical indices of sequences, `NOWHERE` before the first."""
+    """Returns the forward's rows at logical indices; `NOWHERE` before the first row."""
     rows = indices - batch.first[owners]
     return np.where(rows < 0, NOWHERE, rows + batch.row_starts[owners])
 
 
 def _spans(begins: Array, ends: Array) -> tuple[Array, Array]:
-    """Returns the numbers of some ranges, one after another, and to which range each belongs."""
+    """Joins the ranges `[begin, end)`; returns each element's range index and number."""
     counts = ends - begins
     numbers = np.repeat(np.arange(len(counts)), counts)
     firsts = np.cumsum(counts) - counts
@@ -339,20 +341,20 @@ def _spans(begins: Array, ends: Array) -> tuple[Array, Array]:
 
 
 def _table(sources: Array, targets: Array, lanes: Array, history: int) -> Array:
-    """Returns the table of lanes whose places, `lanes` of them each, follow one another."""
+    """Returns the table of lanes; `lanes` holds the lane of each place, in ascending order."""
     counts = np.bincount(lanes, minlength=len(sources))
     firsts = np.cumsum(counts) - counts
     return np.stack((sources, targets, firsts, counts - history), 1).astype(np.int64)
 
 
-def _cut(table: Array, begins: Array) -> tuple[Array, Array]:
-    """Returns the table and the chunks of lanes, see `DeltaPrompts`.
+def _chunked(table: Array, begins: Array) -> tuple[Array, Array]:
+    """Returns the table and the chunks of prompt lanes, see `DeltaPrompts`.
 
-    Chunks end where the sequence has a multiple of `CHUNK` tokens: those of a prompt that is
-    computed in parts may be those of the whole.
+    Chunks end where the sequence has a multiple of `CHUNK` tokens, so that a prompt that is
+    computed in several forwards can have the same chunks as in one.
 
     Args:
-        begins: tokens of its sequence that each lane starts behind.
+        begins: tokens of its sequence before each lane's first token.
     """
     ends = begins + table[:, 3]
     lanes, numbers = _spans(begins // CHUNK, -(-ends // CHUNK))
@@ -363,5 +365,5 @@ def _cut(table: Array, begins: Array) -> tuple[Array, Array]:
     return prompts, np.stack((table[lanes, 2] + firsts - begins[lanes], sizes), 1)
 
 
-def _first(lanes: DeltaLanes, count: int) -> DeltaLanes:
+def _first_lanes(lanes: DeltaLanes, count: int) -> DeltaLanes:
     return DeltaLanes(lanes.table[:count], lanes.count, lanes.places)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shared.kernels.attention import AttentionPlan, paged_attention, plan_attention
 from shared.kernels.cache import rotate_into_cache
-from shared.kernels.pointwise import Partials, gated, gated_heads
+from shared.kernels.pointwise import Partials, gated
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool, OwnRows
 from shared.kv.state_plan import StateInputs
@@ -32,7 +32,7 @@ class AttentionShape:
         cap: see `paged_attention`.
         has_sinks: see `paged_attention`.
         is_latent: values are the first part of keys, see `LatentAttention`.
-        has_own_rotation: this layer's keys turn by the tables of sliding layers.
+        has_own_rotation: keys are rotated by the tables of sliding layers.
     """
 
     num_heads: int
@@ -56,18 +56,18 @@ class ForwardContext:
     """Tensors that all layers of one forward share, computed once.
 
     Attributes:
-        batch: the rows that this process attends from, R of the T that layers compute.
-        pool: where their keys and values live.
+        batch: the R rows that this process attends from, of the T rows that layers compute.
         cos: `[R, 1, head_dim]` float32.
         signed_sin: `[R, 1, head_dim]` float32.
-        plans: an attention plan for each sliding window among the layers.
+        plans: one attention plan for each sliding window among the layers.
         sliding_tables: cosine and signed sine of layers with a rotation of their own; None where
             no layer has one.
-        routes: gets the experts of each layer's rows, see `FeedForward`; None where nobody asks.
-        states: of layers with recurrent states; None where there are none.
-        read: `[T, value_size]`, takes what rows read of states in one layer after another; zeros
-            for rows of no sequence. None where there are no states.
-        own: which of the T rows those of `batch` are; None in heads, where they are all.
+        routes: each layer appends the experts of its rows, see `FeedForward`; None where routes
+            are not requested.
+        states: the plan of recurrent states; None in models without them.
+        read: `[T, value_size]`, buffer that each layer in turn fills with what rows read of their
+            states; zeros for padding rows. None in models without recurrent states.
+        own: says which of the T rows are those of `batch`; None in heads, where all are.
     """
 
     batch: ForwardBatch
@@ -81,12 +81,12 @@ class ForwardContext:
     read: Tensor | None = None
     own: OwnRows | None = None
 
-    def taken(self, hidden: Tensor) -> Tensor:
-        """Returns `[R, H]` of `[T, H]`."""
-        return hidden if self.own is None else self.own.taken(hidden)
+    def own_rows(self, hidden: Tensor) -> Tensor:
+        """Returns the rows `[R, H]` of this process, of `[T, H]`."""
+        return hidden if self.own is None else self.own.select(hidden)
 
     def tables_of(self, shape: AttentionShape) -> tuple[Tensor, Tensor]:
-        """Returns cosine and signed sine of a layer."""
+        """Returns cosine and signed sine for a layer."""
         if not shape.has_own_rotation:
             return self.cos, self.signed_sin
         assert self.sliding_tables is not None
@@ -95,21 +95,20 @@ class ForwardContext:
 
 @dataclass(frozen=True, slots=True)
 class NarrowHeads:
-    """Keys and values of a layer whose cache is shaped for wider ones.
+    """Keys and values of a layer that has fewer or narrower heads than its cache.
 
     Attributes:
-        num_kv_heads: of the layer; a divisor of the cache's.
-        value_dim: of the layer's values; at most a key's.
-        value_scale: what values are multiplied by.
+        num_kv_heads: key heads of the layer; a divisor of the cache's.
+        value_dim: dimension of the layer's values; at most that of keys.
     """
 
     num_kv_heads: int
     value_dim: int
     value_scale: float
 
-    def widened(self, projected: Tensor, shape: AttentionShape) -> Tensor:
-        """Returns `[T, (num_heads + 2 * shape.num_kv_heads) * head_dim]` of the layer's
-        projections: key heads are repeated, and values are padded with zeros."""
+    def widen(self, projected: Tensor, shape: AttentionShape) -> Tensor:
+        """Returns the layer's projections as `[T, (num_heads + 2 * shape.num_kv_heads) *
+        head_dim]`: key heads are repeated, and values are padded with zeros."""
         count, dim = self.num_kv_heads, shape.head_dim
         first_key = shape.num_heads * dim
         first_value = first_key + count * dim
@@ -127,10 +126,10 @@ class SelfAttention(Protocol):
     def shape(self) -> AttentionShape: ...
 
     def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """`[T, H]` to `[T, H]`; writes what the rows leave for later ones to the pool."""
+        """`[T, H]` to `[T, H]`; writes to the pool what later rows read of these."""
 
     def part(self, hidden: Tensor, context: ForwardContext) -> Tensor | Partials | Part:
-        """Returns the result, or what adds up to it; see `Linear.part`."""
+        """Returns the result, or parts that sum to it; see `Linear.part`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +139,16 @@ class Attention:
     Attributes:
         qkv: input to `(num_heads + 2 * num_kv_heads) * head_dim`: queries, keys, values.
         output: `num_heads * head_dim` back to the hidden size.
-        qk_norm: weight `[num_heads + num_kv_heads, head_dim]`, applied a head, before rotation;
-            None in most families.
-        joint_norms: of all query heads at once and of all key heads, before rotation; None in most
-            families.
+        qk_norm: weight `[num_heads + num_kv_heads, head_dim]`, applied to each head before
+            rotation; None in most families.
+        joint_norms: one norm over all query heads and one over all key heads, before rotation; None
+            in most families.
         sinks: `[num_heads]`, see `paged_attention`; None in most families.
-        narrow: where the cache has more key heads than the layer, or wider values; None elsewhere.
-        head_gate: input to `num_heads`, whose sigmoids multiply what heads attend to; None in most
-            families.
-        is_gated: behind the queries `qkv` has as many channels, whose sigmoids multiply what heads
-            attend to.
+        narrow: for a cache with more key heads than the layer, or wider values; None elsewhere.
+        head_gate: input to `num_heads` gates, whose sigmoids multiply the heads' results; None in
+            most families.
+        is_gated: after the queries, `qkv` has as many gate channels, whose sigmoids multiply the
+            heads' results.
         layer: index of this layer's keys and values in the pool.
     """
 
@@ -165,22 +164,20 @@ class Attention:
     is_gated: bool = False
 
     def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """`[T, H]` to `[T, H]`; writes the rows' keys and values to the pool."""
-        return self.output(self._attended(hidden, context), context.own)
+        return self.output(self._attend(hidden, context), context.own)
 
     def partials(self, hidden: Tensor, context: ForwardContext) -> Tensor | Partials:
         """Returns the result, or its parts; see `Linear.partials`."""
-        return self.output.partials(self._attended(hidden, context))
+        return self.output.partials(self._attend(hidden, context))
 
     def part(self, hidden: Tensor, context: ForwardContext) -> Tensor | Partials | Part:
-        """Returns the result, or what adds up to it; see `Linear.part`."""
-        return self.output.part(self._attended(hidden, context), context.own)
+        return self.output.part(self._attend(hidden, context), context.own)
 
-    def _attended(self, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """Returns `[R, num_heads * head_dim]`, of the rows that this process attends from."""
-        hidden, shape, pool = context.taken(hidden), self.shape, context.pool
+    def _attend(self, hidden: Tensor, context: ForwardContext) -> Tensor:
+        """Returns `[R, num_heads * head_dim]` for the rows that this process attends from."""
+        hidden, shape, pool = context.own_rows(hidden), self.shape, context.pool
         norm, gate = self.qk_norm, None
-        projected = self._projected(hidden)
+        projected = self._project(hidden)
         if self.is_gated:
             assert isinstance(projected, Tensor)
             heads, count = projected.view(len(hidden), -1, shape.head_dim), shape.num_heads
@@ -208,15 +205,15 @@ class Attention:
         if self.narrow is not None:
             attended = attended[..., : self.narrow.value_dim]
         if self.head_gate is not None:
-            attended = gated_heads(attended, self.head_gate(hidden))
+            attended = gated(attended, self.head_gate(hidden).unsqueeze(-1))
         if gate is not None:
             attended = gated(attended, gate)
         return attended.reshape(len(hidden), -1)
 
-    def _projected(self, hidden: Tensor) -> Tensor | Partials:
+    def _project(self, hidden: Tensor) -> Tensor | Partials:
         """Returns queries, keys and values before rotation."""
         if self.narrow is not None:
-            return self.narrow.widened(self.qkv(hidden), self.shape)
+            return self.narrow.widen(self.qkv(hidden), self.shape)
         if self.is_gated:
             return self.qkv(hidden)
         if self.joint_norms is None:
@@ -235,7 +232,7 @@ def plan_for(
     shape: AttentionShape,
     backend: AttentionBackend = AttentionBackend.AUTO,
 ) -> AttentionPlan:
-    """Plans attention of every layer that has this shape."""
+    """Plans the attention of all layers of this shape."""
     return plan_attention(
         batch,
         sliding_window=shape.sliding_window,

@@ -15,16 +15,16 @@ from shared.layers.tensor_group import Part
 
 
 class FeedForward(Protocol):
-    """The second block of a decoder layer: one product after another, or experts."""
+    """The second block of a decoder layer: an MLP or experts."""
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """`[T, H]` to `[T, H]`."""
 
     def part(self, hidden: Tensor) -> Tensor | Partials | Part:
-        """Returns the result, or what adds up to it; see `Linear.part`."""
+        """Returns the result, or parts that sum to it; see `Linear.part`."""
 
     def routes(self, hidden: Tensor) -> Tensor | None:
-        """Returns the experts `[T, k]` that rows take; None where there are none."""
+        """Returns the experts `[T, k]` of the rows; None in an MLP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,6 @@ class Mlp:
     limit: float | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """`[T, H]` to `[T, H]`."""
         return self.down(self._gated(hidden))
 
     def partials(self, hidden: Tensor) -> Tensor | Partials:
@@ -51,7 +50,6 @@ class Mlp:
         return self.down.partials(self._gated(hidden))
 
     def part(self, hidden: Tensor) -> Tensor | Partials | Part:
-        """Returns the result, or what adds up to it; see `Linear.part`."""
         return self.down.part(self._gated(hidden))
 
     def routes(self, hidden: Tensor) -> Tensor | None:
@@ -70,9 +68,9 @@ class DecoderLayer:
     """Attention and feed-forward block, each around a residual sum.
 
     Attributes:
-        attention_norm: of the input of the attention; None where only its output is normed.
+        attention_norm: norm of the attention's input; None where only its output is normed.
         mlp_norm: likewise of the feed-forward block.
-        attention_output_norm: of what the attention adds to the stream; None in most families.
+        attention_output_norm: norm of the attention's output; None in most families.
         mlp_output_norm: likewise of the feed-forward block.
     """
 
@@ -84,10 +82,10 @@ class DecoderLayer:
     mlp_output_norm: RmsNorm | None = None
 
     def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """`[T, H]` to `[T, H]`, the residual stream; the input is left as it was."""
-        hidden, inputs = _entered(self.attention_norm, hidden, None)
+        """`[T, H]` to `[T, H]`, the residual stream; the input is not changed."""
+        hidden, inputs = _enter(self.attention_norm, hidden, None)
         attended = _normed(self.attention_output_norm, self.attention(inputs, context))
-        hidden, inputs = _entered(self.mlp_norm, hidden, attended)
+        hidden, inputs = _enter(self.mlp_norm, hidden, attended)
         return hidden + _normed(self.mlp_output_norm, self.mlp(inputs))
 
     def advance(
@@ -96,40 +94,34 @@ class DecoderLayer:
         update: Tensor | Partials | Part | None,
         context: ForwardContext,
     ) -> tuple[Tensor, Tensor, Tensor | Partials | Part]:
-        """Computes the layer on the residual stream `hidden + update`, either of which may be a
-        part of a sum over a group, and the latter a sum that is left in parts.
+        """Computes the layer on the residual stream `hidden + update`. Either may be this process's
+        part of a sum over a group, and `update` may be unsummed `Partials`.
 
         Returns:
-            The stream that enters, the stream between the two blocks, and what the second one adds
-            to it. Sums are left to the next norm, which reads the stream anyway.
+            The stream that enters the layer, the stream between its two blocks, and the output of
+            the second block. The next norm adds the last two, since it reads the stream anyway.
         """
-        entered, inputs = _entered(self.attention_norm, hidden, update)
-        between, inputs = _entered(self.mlp_norm, entered, self._attention_update(inputs, context))
+        entered, inputs = _enter(self.attention_norm, hidden, update)
+        if self.attention_output_norm is None:
+            update = self.attention.part(inputs, context)
+        else:
+            update = self.attention_output_norm(self.attention(inputs, context))
+        between, inputs = _enter(self.mlp_norm, entered, update)
         if context.routes is not None:
             context.routes.append(self.mlp.routes(inputs))
-        return entered, between, self._mlp_update(inputs)
-
-    def _attention_update(
-        self, inputs: Tensor, context: ForwardContext
-    ) -> Tensor | Partials | Part:
-        if self.attention_output_norm is None:
-            return self.attention.part(inputs, context)
-        return self.attention_output_norm(self.attention(inputs, context))
-
-    def _mlp_update(self, inputs: Tensor) -> Tensor | Partials | Part:
         if self.mlp_output_norm is None:
-            return self.mlp.part(inputs)
-        return self.mlp_output_norm(self.mlp(inputs))
+            return entered, between, self.mlp.part(inputs)
+        return entered, between, self.mlp_output_norm(self.mlp(inputs))
 
 
 def _normed(norm: RmsNorm | None, values: Tensor) -> Tensor:
     return values if norm is None else norm(values)
 
 
-def _entered(
+def _enter(
     norm: RmsNorm | None, hidden: Tensor | Part, update: Tensor | Partials | Part | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the stream `hidden + update`, and what the next block reads of it."""
+    """Returns the stream `hidden + update`, and the next block's input: the stream after `norm`."""
     if norm is not None:
         return norm.add_parts(hidden, update)
     stream = stream_of(hidden, update)

@@ -1,4 +1,4 @@
-"""A feed-forward block of experts, of which each row takes a few."""
+"""A mixture-of-experts feed-forward block: each row takes a few of the experts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Router:
     Attributes:
         weight: `H` to E.
         correction: `[E]` float32, see `route`; None in most families.
-        is_wide: logits are float32, whatever the dtype of the weight.
+        is_wide: logits are computed in float32, whatever the dtype of the weight.
     """
 
     weight: Linear
@@ -44,29 +44,26 @@ class Router:
     is_wide: bool
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns weights and experts `[T, k]` of `[T, H]`."""
-        return route(self._logits(hidden), self.correction, self.routing)
-
-    def _logits(self, hidden: Tensor) -> Tensor | Partials:
+        """Returns the weights and the experts, `[T, k]` each, of rows `[T, H]`."""
         if not self.is_wide:
-            return self.weight.partials(hidden)
+            return route(self.weight.partials(hidden), self.correction, self.routing)
         assert isinstance(self.weight.weight, LinearWeight)
         assert self.weight.bias is None
-        return wide_linear(hidden, self.weight.weight)
+        return route(wide_linear(hidden, self.weight.weight), self.correction, self.routing)
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A gated feed-forward block an expert, weighted by the router, beside one that all rows take.
+    """Experts, each a gated feed-forward block, weighted by the router, and a shared expert.
 
     Attributes:
-        gate_up: of each expert `H` to `2N`, gate first.
-        down: of each expert `N` to `H`.
-        shared: the block that all rows take; None in some families.
-        shared_gate: `H` to 1, whose sigmoid multiplies that block; None in most families.
+        gate_up: `H` to `2N` for each expert, gate first.
+        down: `N` to `H` for each expert.
+        shared: the shared expert, which all rows take; None in some families.
+        shared_gate: `H` to 1, whose sigmoid multiplies the shared expert; None in most families.
         group: processes that each hold some channels N of every expert, or some experts, and some
-            channels of the shared block.
-        scales_inputs: weights multiply what enters an expert, not what leaves it.
+            channels of the shared expert.
+        scales_inputs: weights multiply an expert's input, not its output.
         limit: see `Mlp`.
     """
 
@@ -81,32 +78,31 @@ class Experts:
     shared_gate: Linear | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """`[T, H]` to `[T, H]`."""
-        own = self._own(hidden)
-        return own if self.group is None else self.group.sum(own)
+        part = self._compute(hidden)
+        return part if self.group is None else self.group.sum(part)
 
     def part(self, hidden: Tensor) -> Tensor | Partials | Part:
-        """Returns the result, or what adds up to it; see `Linear.part`."""
         if self.group is not None:
-            return Part(self._own(hidden), self.group)
+            return Part(self._compute(hidden), self.group)
         if self.shared is not None or len(hidden) > MOST_FEW_ROWS or not runs_triton(hidden):
-            return self._own(hidden)
+            return self._compute(hidden)
         routed = self._routed(hidden)
         assert routed.tiles is not None
         return weighted_parts(routed.gated, routed.weights, self.down, routed.tiles)
 
     def routes(self, hidden: Tensor) -> Tensor | None:
-        """See `FeedForward`."""
         return self.router(hidden)[1]
 
-    def _own(self, hidden: Tensor) -> Tensor:
-        """Returns what this process's channels make of `[T, H]`."""
+    def _compute(self, hidden: Tensor) -> Tensor:
+        """Returns the result of this process's experts or channels for `[T, H]`."""
         if self.shared is None:
             routed, shared = self._products(hidden), None
         else:
-            own = partial(self._shared, self.shared, hidden)
             routed, shared = side_by_side(
-                hidden.device, len(hidden), partial(self._products, hidden), own
+                hidden.device,
+                len(hidden),
+                partial(self._products, hidden),
+                partial(self._shared, self.shared, hidden),
             )
         return weighted_sum(*routed, shared)
 
@@ -116,7 +112,8 @@ class Experts:
         return gated(block(hidden), self.shared_gate(hidden))
 
     def _products(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the pairs `[T * k, H]` of rows with their experts, and their weights."""
+        """Returns the outputs `[T * k, H]` of all pairs of a row and its expert, and the pairs'
+        weights."""
         routed = self._routed(hidden)
         pairs = expert_product(routed.gated, routed.experts, self.down, routed.tiles)
         return pairs, routed.weights
@@ -124,7 +121,7 @@ class Experts:
     def _routed(self, hidden: Tensor) -> _Routed:
         weights, experts = self.router(hidden)
         if self.group is not None and self.group.spreads_experts:
-            experts = self._numbered_here(experts, self.group)
+            experts = self._local_experts(experts, self.group)
             weights = weights.masked_fill(experts == self.gate_up.num_experts, 0.0)
         tiles = None
         if runs_triton(hidden):
@@ -133,21 +130,21 @@ class Experts:
         inputs = hidden
         if self.scales_inputs:
             inputs = (hidden.unsqueeze(1) * weights.to(hidden.dtype).unsqueeze(2)).flatten(0, 1)
-            # What others compute counts nothing here.
+            # Weights are applied already: 1 for this process's pairs, 0 for those of others.
             weights = (weights != 0.0).to(weights.dtype)
         if self.limit is None:
             gated = gated_product(inputs, experts, self.gate_up, tiles, self.activation)
         else:
-            both = expert_product(inputs, experts, self.gate_up, tiles)
-            gated = bounded_gate_mul(both, self.limit)
+            gate_up = expert_product(inputs, experts, self.gate_up, tiles)
+            gated = bounded_gate_mul(gate_up, self.limit)
         return _Routed(weights, experts, tiles, gated)
 
-    def _numbered_here(self, experts: Tensor, group: TensorGroup) -> Tensor:
-        """Returns experts by their numbers in this process; those of others have none of them, but
-        their count."""
+    def _local_experts(self, experts: Tensor, group: TensorGroup) -> Tensor:
+        """Returns the experts as indices into this process's experts; experts of other processes
+        become the number of experts here."""
         count = self.gate_up.num_experts
-        own = experts - group.rank * count
-        return torch.where((own >= 0) & (own < count), own, count)
+        local = experts - group.rank * count
+        return torch.where((local >= 0) & (local < count), local, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +154,7 @@ class _Routed:
     Attributes:
         weights: `[T, k]`.
         experts: `[T, k]`.
-        tiles: of the pairs, on devices with kernels; else None.
+        tiles: tiles of the pairs, on devices with Triton; else None.
         gated: `[T * k, N]`.
     """
 

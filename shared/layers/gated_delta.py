@@ -1,4 +1,4 @@
-"""Linear attention by the gated delta rule, over inputs in the paged cache."""
+"""Linear attention by the gated delta rule; its inputs are in the paged cache."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class GatedDelta:
     """Projections, convolution, recurrence and gated norm of one layer.
 
     Attributes:
-        shape: of the attention layers beside it, whose cache holds its rows.
-        delta: its own heads.
+        shape: that of the model's attention layers, whose cache holds this layer's rows too.
+        delta: heads of this layer.
         channels: input to `num_channels + value_size`: what is convolved, and the output's gate.
         gates: input to `2 * num_value_heads`: update and decay.
         output: `value_size` back to the hidden size.
-        norm: of each head that is read.
-        layer: the cache's first layer with its rows.
-        state: index of its states.
+        norm: applied to each head of the result.
+        layer: the cache's first layer with this layer's rows.
+        state: index of this layer in `StateStore.values`.
     """
 
     shape: AttentionShape
@@ -48,21 +48,19 @@ class GatedDelta:
     state: int
 
     def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """`[T, H]` to `[T, H]`; writes the rows' inputs to the pool, and states."""
         return self.output(self._read(hidden, context))
 
     def part(self, hidden: Tensor, context: ForwardContext) -> Tensor | Partials | Part:
-        """Returns the result, or what adds up to it; see `Linear.part`."""
         return self.output.part(self._read(hidden, context))
 
     def _read(self, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """Returns `[T, value_size]`."""
+        """Writes the rows' inputs to the pool and advances states; returns `[T, value_size]`."""
         inputs, pool, read = context.states, context.pool, context.read
         assert inputs is not None
         assert read is not None
         channels, count = self.channels(hidden), self.delta.num_channels
         slots, stored = context.batch.slots, pool.state_rows(self.layer)
-        # All rows, before any is read: a sequence's prefix may be in this forward.
+        # Stores all rows before any is read: a sequence's prefix may be in this forward.
         store_inputs(stored, slots, inputs.stamps, channels[:, :count], self.gates(hidden))
         self.advance(inputs, pool, read)
         return gated_norm(read, channels[:, count:], self.norm.weight, self.norm.eps)
@@ -71,7 +69,7 @@ class GatedDelta:
         """Advances states over stored inputs.
 
         Args:
-            read: see `ForwardContext.read`; None where no row wants anything.
+            read: see `ForwardContext.read`; None in a plan without rows.
         """
         assert pool.states is not None
         stored, states = pool.state_rows(self.layer), pool.states.values[self.state]

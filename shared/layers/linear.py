@@ -25,8 +25,8 @@ from shared.model_options import Quantisation
 
 STORED_DTYPES = {Quantisation.INT8: torch.int8, Quantisation.FP8: torch.float8_e4m3fn}
 
-_NO_PARTS = frozenset({"counters", "rotary", "sliding_rotary"})
-_Kind = TypeVar("_Kind")
+_SKIPPED_FIELDS = frozenset({"counters", "rotary", "sliding_rotary"})
+_PartT = TypeVar("_PartT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class Linear:
 
     Attributes:
         group: processes that each hold some columns of the weight and of the inputs; the products
-            are added over them. None where the columns are all here.
-        cap: bounds the result softly, `cap * tanh(result / cap)`; None in most layers.
+            are summed over the group. None where this process has all columns.
+        cap: soft bound of the result, `cap * tanh(result / cap)`; None in most layers.
     """
 
     weight: LinearWeight | QuantisedWeight
@@ -55,31 +55,31 @@ class Linear:
         """Prepares `weight` `[N, K]` for its device; it may be copied, so drop your reference.
 
         Args:
-            quantisation: of a weight that is not in 8 bits already.
+            quantisation: applied to a weight that is not in 8 bits already.
         """
         if isinstance(weight, StoredMatrix):
             return cls(QuantisedWeight.kept(weight), bias, group)
         if quantisation is Quantisation.UNQUANT:
             return cls(LinearWeight.prepare(weight), bias, group)
-        # The factor of a channel is that of the whole matrix, wherever its columns are.
+        # A channel has the same scale on all processes: that of all its columns.
         largest = None
         if group is not None and not weight.is_meta:
             largest = group.maximum(largest_elements(weight))
         return cls(QuantisedWeight.of(weight, STORED_DTYPES[quantisation], largest), bias, group)
 
     def dense(self) -> Tensor:
-        """Returns the weight as it multiplies, `[N, K]`; a copy where it is packed."""
+        """Returns the weight as a dense matrix `[N, K]`; a copy where it is packed or quantised."""
         if isinstance(self.weight, QuantisedWeight):
             return self.weight.dequantised(self.weight.dtype)
         return self.weight.values.to_dense() if self.weight.is_packed else self.weight.values
 
     def __call__(self, inputs: Tensor, own: OwnRows | None = None) -> Tensor:
-        """`[T, K]` to `[T, N]`; of a group `[R, K]`, where `own` says which rows those are."""
+        """`[T, K]` to `[T, N]`. In a group with `own`, inputs are the process's rows `[R, K]`."""
         if self.group is None:
             result = self._product(inputs, self.bias)
         else:
             part = self._product(inputs, None)
-            result = self.group.sum(part if own is None else own.placed(part))
+            result = self.group.sum(part if own is None else own.scatter(part))
             result = result if self.bias is None else result + self.bias
         return result if self.cap is None else (result / self.cap).tanh_().mul_(self.cap)
 
@@ -89,21 +89,24 @@ class Linear:
         return self(inputs) if self.bias is not None else self._partials(inputs)
 
     def part(self, inputs: Tensor, own: OwnRows | None = None) -> Tensor | Partials | Part:
-        """Returns the product, its parts, or this process's part of it, where the sum can be left
-        to others: a bias comes after the sum. Arguments are those of a call."""
+        """As a call, but may return the product's parts, or this process's part of the sum over the
+        group, for the next norm to add. Not with a bias, which comes after the sum."""
         if self.bias is not None:
             return self(inputs, own)
         partials = self._partials(inputs)
         if self.group is None:
             return partials
-        if own is not None and own.places is not None:
-            partials = own.placed(total_of(partials))
+        if own is not None and own.row_indices is not None:
+            partials = own.scatter(total_of(partials))
         return Part(partials, self.group)
 
     def gated(self, inputs: Tensor) -> Tensor:
         """Returns `silu_mul` of the product, `[T, K]` to `[T, N / 2]`."""
-        has_more = self.bias is not None or self.group is not None
-        if has_more or isinstance(self.weight, QuantisedWeight):
+        if (
+            self.bias is not None
+            or self.group is not None
+            or isinstance(self.weight, QuantisedWeight)
+        ):
             return silu_mul(self(inputs))
         return gated_linear(inputs, self.weight)
 
@@ -119,36 +122,36 @@ class Linear:
 
 
 def num_saved_bytes(model: object) -> int:
-    """Returns the bytes that the quantised layers of `model`, a tree of dataclasses and tuples,
-    take less than unquantised ones would; 0 when none is quantised."""
+    """Returns the bytes that quantisation saves in `model`, a tree of dataclasses and tuples; 0
+    when no layer is quantised."""
     weights = (layer.weight for layer in parts_of(model, Linear))
-    own = sum(each.num_saved_bytes for each in weights if isinstance(each, QuantisedWeight))
-    return own + sum(each.num_saved_bytes for each in parts_of(model, ExpertWeight))
+    saved = sum(weight.num_saved_bytes for weight in weights if isinstance(weight, QuantisedWeight))
+    return saved + sum(weight.num_saved_bytes for weight in parts_of(model, ExpertWeight))
 
 
 def num_widened_bytes(model: object) -> int:
-    """Returns the memory that 8-bit weights of `model` take where products of many rows widen
-    them, one after the other."""
+    """Returns the memory for the largest 8-bit weight of `model` in 16 bits: products of many rows
+    widen one weight after another."""
     weights = (layer.weight for layer in parts_of(model, Linear))
-    own = (each.num_widened_bytes for each in weights if isinstance(each, QuantisedWeight))
-    return max(own, default=0)
+    sizes = (weight.num_widened_bytes for weight in weights if isinstance(weight, QuantisedWeight))
+    return max(sizes, default=0)
 
 
-def steadied(part: _Kind) -> _Kind:
-    """Returns a tree of dataclasses and tuples, of which products of experts and of 8-bit weights
-    keep a row's bits for every number of rows, as others do anyway."""
-    return cast(_Kind, _steadied(part))
+def as_batch_invariant(part: _PartT) -> _PartT:
+    """Returns the tree of dataclasses and tuples with batch-invariant products: those of experts
+    and 8-bit weights then give a row the same bits for all numbers of rows, as others always do."""
+    return cast(_PartT, _as_batch_invariant(part))
 
 
-def _steadied(part: object) -> object:
+def _as_batch_invariant(part: object) -> object:
     if isinstance(part, QuantisedWeight | ExpertWeight):
         return replace(part, is_batch_invariant=True)
     if isinstance(part, tuple):
-        return tuple(map(_steadied, part))
+        return tuple(map(_as_batch_invariant, part))
     if not dataclasses.is_dataclass(part) or isinstance(part, TensorGroup | type):
         return part
-    fields = {each.name: getattr(part, each.name) for each in dataclasses.fields(part)}
-    return replace(part, **{name: _steadied(each) for name, each in fields.items()})
+    values = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+    return replace(part, **{name: _as_batch_invariant(value) for name, value in values.items()})
 
 
 def linears(part: object) -> Iterator[Linear]:
@@ -156,21 +159,21 @@ def linears(part: object) -> Iterator[Linear]:
     yield from parts_of(part, Linear)
 
 
-def parts_of(part: object, kind: type[_Kind]) -> Iterator[_Kind]:
-    """Yields every part of a kind of a model, see `named_parts`."""
-    return (each for _, each in named_parts(part, kind))
+def parts_of(part: object, kind: type[_PartT]) -> Iterator[_PartT]:
+    """Yields every part of type `kind` in a model, see `named_parts`."""
+    return (inner for _, inner in named_parts(part, kind))
 
 
-def named_parts(part: object, kind: type[_Kind], name: str = "") -> Iterator[tuple[str, _Kind]]:
-    """Yields every part of a kind of a model, a tree of dataclasses and tuples, by its place: but
-    tables of positions, scratch memory of products and what a group has."""
+def named_parts(part: object, kind: type[_PartT], name: str = "") -> Iterator[tuple[str, _PartT]]:
+    """Yields every part of type `kind` in a model, a tree of dataclasses and tuples, with its path.
+    Skips position tables, scratch memory of products, and groups."""
     if isinstance(part, kind):
         yield name, part
     elif isinstance(part, tuple):
-        for index, each in enumerate(part):
-            yield from named_parts(each, kind, f"{name}.{index}")
+        for index, item in enumerate(part):
+            yield from named_parts(item, kind, f"{name}.{index}")
     elif dataclasses.is_dataclass(part) and not isinstance(part, TensorGroup):
         for field in dataclasses.fields(part):
-            if field.name not in _NO_PARTS:
-                inner = f"{name}.{field.name}" if name else field.name
-                yield from named_parts(getattr(part, field.name), kind, inner)
+            if field.name not in _SKIPPED_FIELDS:
+                path = f"{name}.{field.name}" if name else field.name
+                yield from named_parts(getattr(part, field.name), kind, path)

@@ -23,17 +23,17 @@ class RmsNorm:
     def add(
         self, hidden: Tensor, update: Tensor | Partials | None, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Returns `hidden + update` and its norm, `[T, D]` each; no update leaves `hidden`.
+        """Returns `hidden + update` and its norm, `[T, D]` each; `hidden` alone without an update.
 
         Args:
-            rows: `[T]` int64, the rows that are wanted; None takes all.
+            rows: `[T]` int64, the rows to compute; None takes all.
         """
         return add_rms_norm(hidden, update, self.weight, self.eps, rows)
 
     def add_parts(
         self, hidden: Tensor | Part, update: Tensor | Partials | Part | None
     ) -> tuple[Tensor, Tensor]:
-        """Does what `add` does; either may be a part of a sum over a group, but not both."""
+        """As `add`, but one of the two may be this process's part of a sum over a group."""
         if isinstance(hidden, Part):
             assert update is None
             return hidden.group.add_norm(hidden.values, None, self.weight, self.eps)

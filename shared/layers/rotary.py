@@ -3,12 +3,12 @@
 Dynamic NTK scaling depends on the length of the sequence. A paged cache holds keys that are
 already rotated and shared between sequences, so here a row's frequencies depend on its own
 position alone: below the original length they are the unscaled ones, and the row at position
-t beyond it takes those of a sequence of t + 1 tokens. That is what token-by-token generation
-with a cache computes elsewhere, and it makes a key a function of the tokens before it, whatever
-the chunking, the batch or the tree it was computed in. A prompt longer than the original length
-that is processed at once elsewhere takes the frequencies of its full length for every row; an
-incremental engine cannot know that length at the first chunk. LongRoPE, which has one set of
-factors for short texts and one for long ones, is treated alike.
+t beyond it takes those of a sequence of t + 1 tokens. Other engines compute the same in
+token-by-token generation with a cache. So a key is a function of the tokens before it, whatever
+the chunking, the batch or the tree it was computed in. For a prompt longer than the original
+length that they process at once, other engines take the frequencies of its full length for every
+row; an incremental engine cannot know that length at the first chunk. LongRoPE has one set of
+factors for short sequences and one for long ones, and is treated alike.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shared.kernels.pointwise import position_tables
 
 
 class RopeScaling(enum.Enum):
-    """The scaling of frequencies beyond the length of the first training."""
+    """The scaling of frequencies for positions beyond the original training length."""
 
     NONE = "default"
     LINEAR = "linear"
@@ -41,20 +41,20 @@ class RopeConfig:
 
     Attributes:
         theta: base of the geometric series of wavelengths.
-        factor: how many times the original length is stretched.
+        factor: the extended length divided by the original length.
         original_length: positions before stretching.
         low_freq_factor: LLAMA3, wavelengths above `original_length / low_freq_factor` are
             stretched in full.
         high_freq_factor: LLAMA3, wavelengths below `original_length / high_freq_factor` are kept.
-        beta_fast: YARN, dimensions that turn more often over the original length are kept.
-        beta_slow: YARN, dimensions that turn less often are stretched in full.
+        beta_fast: YARN, dimensions with more turns over the original length are kept.
+        beta_slow: YARN, dimensions with fewer turns are stretched in full.
         attention_factor: YARN and LONGROPE, scales cosine and sine; 1 elsewhere.
         truncate: YARN, whether the bounds are rounded to whole dimensions.
-        short_factors: LONGROPE, what divides the frequency of each pair at positions below the
+        short_factors: LONGROPE, divisors of the frequency of each pair at positions below the
             original length.
         long_factors: LONGROPE, likewise at the positions from there on.
-        partial: the part of a head's dimensions that is rotated, its first ones.
-        is_interleaved: a rotation mixes neighbouring dimensions in the checkpoint, not dimensions
+        partial: the share of a head's dimensions that is rotated, from the first one.
+        is_interleaved: in the checkpoint a rotation mixes neighbouring dimensions, not dimensions
             half a head apart.
     """
 
@@ -78,8 +78,8 @@ class RopeConfig:
         return int(head_dim * self.partial)
 
     def dim_order(self, head_dim: int) -> tuple[int, ...] | None:
-        """Returns which dimension of a checkpoint's query and key heads stands at each place here;
-        None when they stand as they are.
+        """Returns for each dimension of a head here its dimension in the checkpoint's query and key
+        heads; None when the order is the same.
 
         Here a rotation mixes dimension i with i + D/2, and pairs that are not rotated have the
         frequency 0. A product of queries and keys does not depend on the order.
@@ -122,12 +122,12 @@ class Rotary:
             return position_tables(positions, frequencies, factor)
         cos, signed_sin = position_tables(positions, F.pad(frequencies, (0, num_fixed)), factor)
         if factor != 1.0:
-            # What is not rotated keeps its length.
+            # Unrotated dimensions keep their length.
             cos.view(*cos.shape[:-1], 2, -1)[..., -num_fixed:] = 1.0
         return cos, signed_sin
 
     def _dynamic_frequencies(self, positions: Tensor) -> Tensor:
-        """Returns `[T, head_dim / 2]`, those of a sequence that ends at each position.
+        """Returns `[T, head_dim / 2]`, the frequencies of a sequence that ends at each position.
 
         Source: "dynamic NTK" scaling, as in YaRN, arXiv 2309.00071, section 3.3.
         """
@@ -139,8 +139,8 @@ class Rotary:
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """Returns `[head_dim / 2]` float32 radians a position; DYNAMIC gives the unscaled ones, and
-    LONGROPE those of short texts."""
+    """Returns `[head_dim / 2]` float32, in radians per position: for DYNAMIC the unscaled
+    frequencies, for LONGROPE those of short sequences."""
     plain = config.theta ** -_exponents(head_dim)
     if config.scaling is RopeScaling.LINEAR:
         return plain / config.factor
@@ -184,6 +184,6 @@ def _yarn(plain: Tensor, config: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _dimension_of_turns(turns: float, config: RopeConfig, head_dim: int) -> float:
-    """Returns the (fractional) dimension that turns this often over the original length."""
+    """Returns the (fractional) dimension with this many turns over the original length."""
     ratio = config.original_length / (turns * 2 * math.pi)
     return head_dim * math.log(ratio) / (2 * math.log(config.theta))

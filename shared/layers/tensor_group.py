@@ -1,11 +1,10 @@
-"""Processes that hold the matrices of one model together, a part of each on its own device.
+"""Tensor parallelism: each process of a group holds a part of every matrix on its own device.
 
 Source: Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3.
 
-Memory that all GPUs of a group can read and write, for the sums of a decode step.
-
-A layer needs two sums of a few kilobytes, each with a norm after it: one kernel sends a GPU's part
-to the others, takes in theirs, adds and computes the norm.
+A decode step sums small messages in memory that all GPUs of the group can read and write. A layer
+needs two sums of a few kilobytes, each followed by a norm: one kernel sends a GPU's part to the
+others, receives theirs, adds them and computes the norm.
 """
 
 from __future__ import annotations
@@ -26,21 +25,20 @@ from shared.kernels.exchange import PeerSlots, exchanged_norm, plain_sum
 from shared.kernels.pointwise import Partials, add_rms_norm, total_of
 
 MAX_ROWS = 512
-"""Most rows of such a sum, as many as graphs have. Prompts have more: NCCL moves them faster."""
+"""Most rows of a sum in shared memory, as many as graphs have. For prompts NCCL is faster."""
 _SLOT_BYTES = 16 * 2**10
-"""Of the longest row, 8,192 numbers of 16 bits. Longer ones go through NCCL."""
+"""Size of the longest row, 8,192 elements of 16 bits. Longer rows go through NCCL."""
 _ALL_ONES = 255
 
 logger = logging.getLogger(__name__)
 _CLOSE_GRACE_S = 10.0
 
 
-def problem_with(device: torch.device, device_indices: list[int]) -> str | None:
+def peer_access_problem(device: torch.device, device_indices: list[int]) -> str | None:
     """Returns why the GPUs of a group cannot read each other's memory, or None.
 
     Args:
-        device: of this process.
-        device_indices: of all processes, this one's among them.
+        device_indices: those of all processes, this one's included.
     """
     if device.type != "cuda":
         return f"{device} is no GPU"
@@ -53,14 +51,13 @@ def problem_with(device: torch.device, device_indices: list[int]) -> str | None:
 def open_peer_slots(
     device: torch.device, rank: int, device_indices: list[int], group_name: str
 ) -> PeerSlots:
-    """Allocates the memory and exchanges it; all processes of the group call this together, and
-    meet once more before they add.
+    """Allocates the shared memory and exchanges its addresses. All processes of the group call this
+    together, and synchronise once more before the first sum.
 
-    A process can do so for one group in its life, because torch numbers what its processes
-    exchange from their start on.
+    A process can do so for one group only: torch numbers its exchanges from its start.
 
     Args:
-        device_indices: of all processes, by rank.
+        device_indices: those of all processes, by rank.
 
     Raises:
         RuntimeError: the driver or this torch cannot share memory.
@@ -75,31 +72,31 @@ def open_peer_slots(
         memory = symmetric_memory.empty(size_bytes, dtype=torch.uint8, device=device)
         memory.fill_(_ALL_ONES)
         handle = symmetric_memory.rendezvous(memory, group_name)  # type: ignore[arg-type]
-        places = [
-            handle.get_buffer(other, memory.shape, torch.uint8).data_ptr() for other in range(size)
+        addresses = [
+            handle.get_buffer(peer, memory.shape, torch.uint8).data_ptr() for peer in range(size)
         ]
         slots = PeerSlots(
             rank,
             memory,
-            torch.tensor(places, dtype=torch.int64, device=device),
+            torch.tensor(addresses, dtype=torch.int64, device=device),
             torch.zeros(MAX_ROWS, dtype=torch.int32, device=device),
             _SLOT_BYTES,
             max_programs=torch.cuda.get_device_properties(device).multi_processor_count,
         )
-        # Before another process is told that it may send.
+        # The memory must be filled before another process learns that it may send.
         torch.cuda.current_stream().synchronize()
     return slots
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """This process's stage of a model whose layers are spread over several.
+    """This process's stage in pipeline parallelism.
 
-    Source: Huang et al., GPipe, arXiv 1811.06965, section 2; here one batch is under way at a time.
+    Source: Huang et al., GPipe, arXiv 1811.06965, section 2; here with one batch at a time.
 
     Attributes:
-        index: from 0; ranks are numbered stage by stage.
-        group: the processes of this stage, whose layers add up over them; None where it is one.
+        index: index of this stage, from 0; ranks are numbered stage by stage.
+        group: the processes of this stage, which share its layers; None where the stage has one.
     """
 
     index: int
@@ -109,18 +106,18 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """A process group of torch, as the layers see it: the default one, or that of a stage.
+    """A torch process group, as the layers see it: the default group, or that of a stage.
 
     Attributes:
-        rank: of this process, from 0.
-        size: processes, at least 2.
-        gather: fills its first argument with every process's second.
-        slots: for sums of few rows; None where the devices cannot read each other's memory.
-        spreads_experts: each process holds some experts whole, not a part of each.
-        spreads_sequences: each attends from sequences of its own, with all heads.
-        graphs: CUDA graphs that hold collectives of the group, which cannot close before they end.
-        stage: of the default group; None where every process computes all layers.
-        share: fills its first argument, on every process, with that of the rank that is its second.
+        rank: from 0.
+        size: number of processes, at least 2.
+        gather: all-gather: fills its first argument with every process's second argument.
+        slots: memory for sums of few rows; None if devices cannot read each other's memory.
+        spreads_experts: expert parallelism: a process holds some experts whole, not parts of all.
+        spreads_sequences: data-parallel attention: a process has its own sequences and all heads.
+        graphs: CUDA graphs that hold collectives of the group; they end before the group closes.
+        stage: this process's stage; None without pipeline parallelism.
+        share: broadcast: fills its first argument with that of the rank in its second argument.
     """
 
     rank: int
@@ -135,33 +132,34 @@ class TensorGroup:
 
     @property
     def of_layers(self) -> TensorGroup | None:
-        """The processes that compute this one's layers with it; None where it does so alone."""
+        """The group that shares this process's layers; None where the process has them alone."""
         return self if self.stage is None else self.stage.group
 
     def spreading(self, *, experts: bool, sequences: bool) -> TensorGroup:
-        """Returns the same group, where the processes that share layers spread these, or not."""
+        """Returns the same group with these settings in the group that shares layers."""
         if self.stage is None:
             return replace(self, spreads_experts=experts, spreads_sequences=sequences)
         if self.stage.group is None:
             return self
-        own = self.stage.group.spreading(experts=experts, sequences=sequences)
-        return replace(self, stage=replace(self.stage, group=own))
+        stage_group = self.stage.group.spreading(experts=experts, sequences=sequences)
+        return replace(self, stage=replace(self.stage, group=stage_group))
 
     def sum(self, part: Tensor) -> Tensor:
         """Returns the sum of every process's `part`, in its dtype, on every process.
 
         An all-reduce may add in another order for another number of elements. Here parts are added
-        in the order of ranks, in float32, and rounded once, so that a row's bits do not depend on
-        the rows beside it, nor on the way that the message takes. Parts are gathered: two processes
-        exchange as many bytes as they would in an all-reduce, four twice as many.
+        in the order of ranks, in float32, and rounded once, so that a row's bits depend neither on
+        the other rows nor on the transport. Parts are gathered: two processes exchange as many
+        bytes as in an all-reduce, four processes twice as many.
         """
         return plain_sum(self._gathered(part))
 
     def add_norm(
         self, part: Tensor | Partials, hidden: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Returns `hidden` plus the `sum` of parts, and its norm, `[T, D]` each; no `hidden` adds
-        nothing. Both have the bits of `sum` and `add_rms_norm`, whether one kernel or two."""
+        """Returns `hidden` plus the `sum` of parts, and the norm of that, `[T, D]` each; without
+        `hidden` the `sum` alone. The bits are those of `sum` and `add_rms_norm`, whether one kernel
+        computes them or two."""
         if self.slots is not None and self.slots.fits(part):
             return exchanged_norm(part, hidden, weight, eps, self.slots)
         total = self.sum(total_of(part))
@@ -170,17 +168,17 @@ class TensorGroup:
         return add_rms_norm(hidden, total, weight, eps)
 
     def maximum(self, part: Tensor) -> Tensor:
-        """Returns the largest of every process's elements, element by element."""
+        """Returns the elementwise maximum over all processes."""
         return self._gathered(part).amax(0)
 
     def least(self, number: int, device: torch.device) -> int:
-        """Returns the smallest of every process's numbers; waits for all of them."""
+        """Returns the minimum of the processes' numbers; waits for all processes."""
         return -int(self.maximum(torch.tensor([-number], device=device)))
 
     def joined(self, part: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns the parts `[T, N]` of all processes side by side, `[T, size * N]` in `dtype`."""
         num_rows, num_columns = part.shape
-        # Put in place and converted by one kernel.
+        # One kernel transposes and converts.
         joined = part.new_empty((num_rows, self.size, num_columns), dtype=dtype)
         joined.copy_(self._gathered(part).transpose(0, 1))
         return joined.view(num_rows, self.size * num_columns)
@@ -195,10 +193,10 @@ class TensorGroup:
         self.share(tensor, stage * self.size // num_stages)
 
     def close(self) -> None:
-        """Leaves the group; no process computes any more, and others may have ended.
+        """Leaves the group. No process computes any more, and others may have ended.
 
-        NCCL waits for every graph that holds one of its collectives, so the graphs end first, and
-        closing in order waits for the other processes, so the group is broken off instead.
+        NCCL waits for every graph that holds one of its collectives, so the graphs end first. An
+        orderly close waits for the other processes, so an NCCL group is aborted instead.
         """
         for graph in self.graphs:
             graph.reset()
@@ -208,7 +206,7 @@ class TensorGroup:
         if dist.get_backend() != "nccl":
             dist.destroy_process_group()
         elif not ends_within(_CLOSE_GRACE_S, _abort_process_group):
-            logger.warning("NCCL does not close the group; the end of the process will")
+            logger.warning("NCCL does not close the group; it closes when the process ends")
 
     def _gathered(self, part: Tensor) -> Tensor:
         """Returns `[size, *part.shape]`."""
@@ -220,7 +218,7 @@ class TensorGroup:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """This process's part `[T, D]` of a sum over a group that is left to the norm after it."""
+    """This process's part `[T, D]` of a sum over a group; the norm after it does the sum."""
 
     values: Tensor | Partials
     group: TensorGroup
@@ -238,8 +236,7 @@ def open_group(
     """Joins the processes that share `store`: NCCL among GPUs, gloo among CPUs.
 
     Args:
-        num_stages: divides `size`; see `Stage`.
-        num_hosts: over which the processes are spread.
+        num_stages: number of pipeline stages, a divisor of `size`; see `Stage`.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
@@ -249,7 +246,7 @@ def open_group(
         world_size=size,
         device_id=device if device.type == "cuda" else None,
     )
-    # Its name in torch 2.13 and after, and before.
+    # torch 2.13 renamed the all-gather.
     is_new = hasattr(dist, "all_gather_single")
     gather = dist.all_gather_single if is_new else dist.all_gather_into_tensor
     stage = None if num_stages == 1 else _stage(rank, size, num_stages, gather)
@@ -260,19 +257,21 @@ def open_group(
 
 
 def _stage(rank: int, size: int, count: int, gather: Callable[..., object]) -> Stage:
-    own_size = size // count
-    index, own_rank = divmod(rank, own_size)
-    if own_size == 1:
+    stage_size = size // count
+    index, stage_rank = divmod(rank, stage_size)
+    if stage_size == 1:
         return Stage(index, count)
-    # Every process takes part in making every group.
-    ranks = [list(range(first, first + own_size)) for first in range(0, size, own_size)]
-    groups = [dist.new_group(each) for each in ranks]
-    own = TensorGroup(own_rank, own_size, partial(gather, group=groups[index]))
-    return Stage(index, count, own)
+    # torch requires every process to create every group.
+    groups = [
+        dist.new_group(list(range(first, first + stage_size)))
+        for first in range(0, size, stage_size)
+    ]
+    group = TensorGroup(stage_rank, stage_size, partial(gather, group=groups[index]))
+    return Stage(index, count, group)
 
 
 def _slots(group: TensorGroup, device: torch.device, num_hosts: int) -> PeerSlots | None:
-    """Returns slots in memory that the group shares; None on every rank when one cannot have it."""
+    """Returns slots in memory that the group shares; None on every rank when one rank fails."""
     indices: list[int] = []
     if group.stage is not None:
         problem: str | None = f"the model has {group.stage.count} stages"
@@ -281,16 +280,16 @@ def _slots(group: TensorGroup, device: torch.device, num_hosts: int) -> PeerSlot
     else:
         index = torch.tensor([[device.index]], device=device)
         indices = group.joined(index, index.dtype).flatten().tolist()
-        problem = problem_with(device, indices)
+        problem = peer_access_problem(device, indices)
     slots = None
-    if _agree(group, problem is None, device):
+    if group.least(int(problem is None), device):
         try:
-            # Its name; the group itself is what newer versions want.
+            # Newer versions of torch take the group itself, older ones its name.
             name = dist.group.WORLD.group_name  # type: ignore[union-attr]
             slots = open_peer_slots(device, group.rank, indices, name)
         except RuntimeError as error:
             problem = str(error)
-        if _agree(group, problem is None, device):
+        if group.least(int(problem is None), device):
             return slots
     if group.rank == 0:
         reason = problem or "another process cannot share its memory"
@@ -298,16 +297,9 @@ def _slots(group: TensorGroup, device: torch.device, num_hosts: int) -> PeerSlot
     return None
 
 
-def _agree(group: TensorGroup, is_fine: bool, device: torch.device) -> bool:
-    """Whether all processes are fine."""
-    return not int(group.maximum(torch.tensor([int(not is_fine)], device=device)))
-
-
 def ends_within(limit_s: float, work: Callable[[], object]) -> bool:
-    """Runs `work` on a thread, which is left to itself when it takes longer than `limit_s`.
-
-    Returns whether it ended.
-    """
+    """Runs `work` on a daemon thread and waits for it at most `limit_s`; returns whether it ended
+    in time."""
     thread = threading.Thread(target=work, name="closing", daemon=True)
     thread.start()
     thread.join(limit_s)

@@ -56,7 +56,7 @@ class Cut:
         return (*[slice(None)] * self.dim, slice(self.start, self.start + self.length))
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape that is left of `whole`."""
+        """Returns the shape of this part of a tensor of shape `whole`."""
         return (*whole[: self.dim], self.length, *whole[self.dim + 1 :])
 
 
@@ -68,7 +68,7 @@ class WeightFile(Protocol):
     def shape(self, key: str) -> tuple[int, ...]: ...
 
     def stored_dtype(self, key: str) -> torch.dtype | None:
-        """Returns one of `EIGHT_BIT_DTYPES`; None for others."""
+        """Returns the dtype if it is one of `EIGHT_BIT_DTYPES`, else None."""
 
     def read(self, key: str, cut: Cut | None = None) -> Tensor:
         """Returns a view of the mapped file: its elements are read when they are used."""
@@ -87,12 +87,10 @@ class Checkpoint:
     """Maps each tensor of a folder to its file.
 
     Attributes:
-        folder: the model folder.
-        files: file of each key but those of scales.
-        scales: those of each weight that is stored in few bits.
-        block: what shares a scale; None for a channel or the whole weight.
-        packed: where the tensors of each weight in MXFP4 are.
-        words: where each weight of integers packed into words is.
+        files: file of each weight; keys of scales and packed data are replaced by the weight's.
+        block: the block that shares a scale; None where a channel or the whole weight does.
+        packed: keys of the tensors of each weight in MXFP4.
+        words: keys of the tensors of each weight of integers packed into words.
     """
 
     folder: Path
@@ -104,7 +102,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path, load_format: LoadFormat = LoadFormat.AUTO) -> Checkpoint:
-        """Finds the weights: safetensors before pickled, an index before a single file.
+        """Finds the weights: prefers safetensors to pickled files, and an index to a single file.
 
         Raises:
             CheckpointError: if there are none in that format, or a file is missing or damaged.
@@ -125,14 +123,14 @@ class Checkpoint:
     @classmethod
     def _of(cls, folder: Path, files: Mapping[str, Path]) -> Checkpoint:
         config, packed, words = folder / CONFIG_FILE, packed_keys(files), word_keys(files)
-        wholes = {name: files[each.blocks] for name, each in packed.items()}
-        wholes |= {name: files[each.words] for name, each in words.items()}
+        wholes = {name: files[weight.blocks] for name, weight in packed.items()}
+        wholes |= {name: files[weight.words] for name, weight in words.items()}
         keys = scale_keys({*files, *wholes})
         parts = {*keys.values()}
         for blocks in packed.values():
             parts |= {blocks.blocks, blocks.scales}
-        for each in words.values():
-            parts |= {each.words, each.shape}
+        for word in words.values():
+            parts |= {word.words, word.shape}
         return cls(
             folder,
             {key: path for key, path in files.items() if key not in parts} | wholes,
@@ -143,8 +141,8 @@ class Checkpoint:
         )
 
     def open_file(self, path: Path) -> ScaledFile:
-        """Opens one of `files`; weights in few bits are read as the float32 that they stand for,
-        and those in MXFP4 as the bfloat16.
+        """Opens one of `files`. Quantised weights are read dequantised, in float32; those in MXFP4
+        in bfloat16.
 
         Raises:
             CheckpointError: as `open_weights`; when read, also for scales that are missing or of
@@ -153,7 +151,7 @@ class Checkpoint:
         return ScaledFile(path, self)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Returns the shape of one of `files`."""
+
         return self.open_file(self.files[key]).shape(key)
 
     def read(self, key: str) -> Tensor:
@@ -162,7 +160,7 @@ class Checkpoint:
 
 
 def open_weights(path: Path) -> WeightFile:
-    """Opens one weight file; its tensors are in the host's memory.
+    """Opens one weight file; its tensors are in host memory.
 
     Raises:
         CheckpointError: if it is missing, truncated or not what its suffix says.
@@ -182,9 +180,9 @@ class ScaledFile:
         self._checkpoint = checkpoint
         self._files = {path: open_weights(path)}
         keys = self._files[path].keys()
-        found = {name for name, each in checkpoint.packed.items() if each.blocks in keys}
-        found |= {name for name, each in checkpoint.words.items() if each.words in keys}
-        self._keys = keys | found
+        names = {name for name, weight in checkpoint.packed.items() if weight.blocks in keys}
+        names |= {name for name, weight in checkpoint.words.items() if weight.words in keys}
+        self._keys = keys | names
 
     def keys(self) -> frozenset[str]:
         return self._keys
@@ -213,7 +211,11 @@ class ScaledFile:
                 f"{self._path}: {key} is {weight.dtype} and has {stored.key}; with scales it must "
                 f"be one of {', '.join(map(str, EIGHT_BIT_DTYPES))}"
             )
-        return weight.float() * self._factors(key, stored, cut)
+        scales, block = self._read_scales(stored), self._checkpoint.block
+        factors = spread_scales(scales, self.shape(key), block, () if cut is None else cut.slices)
+        if factors is None:
+            raise self._shape_error(key, stored)
+        return weight.float() * factors
 
     def stored_dtype(self, key: str) -> torch.dtype | None:
         """Returns the dtype of `read_stored` where a weight has scales; else None."""
@@ -224,14 +226,14 @@ class ScaledFile:
         return self._files[self._path].stored_dtype(key)
 
     def read_stored(self, key: str, cut: Cut | None = None) -> Tensor:
-        """Returns the numbers of a weight that is not in MXFP4, without their scales."""
+        """Returns the stored numbers of a weight that is not in MXFP4, before scaling."""
         words = self._checkpoint.words.get(key)
         if words is None:
             return self._files[self._path].read(key, cut)
         return self._integers(key, words, cut)
 
     def scales(self, key: str) -> Tensor:
-        """Returns the scales of a weight in 8 bits as float32 in two axes, see `scale_grid`.
+        """Returns the scales of a weight in 8 bits as a float32 matrix, see `scale_grid`.
 
         Raises:
             CheckpointError: as `Checkpoint.open_file`.
@@ -239,11 +241,11 @@ class ScaledFile:
         stored = self._checkpoint.scales[key]
         grid = scale_grid(self._read_scales(stored), self.shape(key), self._checkpoint.block)
         if grid is None:
-            raise self._misshapen(key, stored)
+            raise self._shape_error(key, stored)
         return grid
 
     def _integers(self, key: str, packed: WordKeys, cut: Cut | None) -> Tensor:
-        """Returns int8 numbers of words; columns are cut behind unpacking."""
+        """Returns the int8 numbers in words; a cut of columns is taken after unpacking."""
         rows = cut if cut is not None and cut.dim == 0 else None
         words, shape = self._files[self._path].read(packed.words, rows), self.shape(key)
         numbers = unpacked_words(words, shape[1])
@@ -255,7 +257,7 @@ class ScaledFile:
         return numbers if rows is not None or cut is None else numbers[cut.slices]
 
     def _unpacked(self, key: str, packed: PackedKeys, cut: Cut | None) -> Tensor:
-        """Returns a weight in MXFP4; a cut is of whole matrices."""
+        """Returns a weight in MXFP4; a cut must have whole matrices."""
         assert cut is None or cut.dim == 0, f"{key} is cut within its matrices"
         weights = self._files[self._path]
         if packed.scales not in weights.keys():  # noqa: SIM118  not a mapping
@@ -268,14 +270,6 @@ class ScaledFile:
             )
         return unpacked(blocks, scales)
 
-    def _factors(self, key: str, stored: StoredScales, cut: Cut | None) -> Tensor:
-        """Returns factors that broadcast to what is read of a weight."""
-        scales, block = self._read_scales(stored), self._checkpoint.block
-        factors = spread_scales(scales, self.shape(key), block, () if cut is None else cut.slices)
-        if factors is None:
-            raise self._misshapen(key, stored)
-        return factors
-
     def _read_scales(self, stored: StoredScales) -> Tensor:
         if stored.path not in self._files:
             self._files[stored.path] = open_weights(stored.path)
@@ -284,13 +278,13 @@ class ScaledFile:
             raise CheckpointError(f"{stored.path} lacks {stored.key}, which the index places there")
         return weights.read(stored.key)
 
-    def _misshapen(self, key: str, stored: StoredScales) -> CheckpointError:
+    def _shape_error(self, key: str, stored: StoredScales) -> CheckpointError:
         shape, block = self.shape(key), self._checkpoint.block
-        each = [shape[0], 1] if block is None or len(shape) != 2 else list(block.shape(shape))
-        found = self._files[stored.path].shape(stored.key)
+        expected = [shape[0], 1] if block is None or len(shape) != 2 else list(block.shape(shape))
+        actual = self._files[stored.path].shape(stored.key)
         return CheckpointError(
-            f"{stored.path}: {stored.key} has shape {list(found)}; {key} of shape "
-            f"{list(shape)} needs {each} or [1]"
+            f"{stored.path}: {stored.key} has shape {list(actual)}; {key} of shape "
+            f"{list(shape)} needs {expected} or [1]"
         )
 
 
@@ -306,7 +300,8 @@ class _SafetensorsFile:
 
     @cached_property
     def _keys(self) -> frozenset[str]:
-        """Kept: they are asked for with each tensor, and a mixture has thousands of them."""
+        """The keys, cached: they are needed for every tensor, and a mixture of experts has
+        thousands."""
         return frozenset(self._file.keys())
 
     def shape(self, key: str) -> tuple[int, ...]:
@@ -325,7 +320,7 @@ class _SafetensorsFile:
 
 
 class _PickledFile:
-    """Loaded with `weights_only`: a pickle that holds anything but tensors is refused."""
+    """Loaded with `weights_only`: torch refuses a pickle that holds anything other than tensors."""
 
     def __init__(self, path: Path) -> None:
         try:

@@ -35,16 +35,13 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class HybridConfig:
-    """Sizes of attention with two kinds of layers, which share the heads of queries.
+    """Sizes of attention with two kinds of layers, which have equally many query heads.
 
-    The cache has one shape: as many key heads as the layers with more of them, and values as wide
-    as keys.
+    The cache has one shape: the larger number of key heads, and values as wide as keys.
 
     Attributes:
-        full_kv_heads: key heads of layers that see everything.
-        sliding_kv_heads: those of sliding layers.
-        value_dim: of a head's values.
-        value_scale: what values are multiplied by.
+        full_kv_heads: key heads of layers with full attention.
+        sliding_kv_heads: key heads of sliding layers.
     """
 
     full_kv_heads: int
@@ -80,23 +77,22 @@ class LatentConfig:
     """Sizes of attention with latent vectors, see `LatentAttention`.
 
     Attributes:
-        query_rank: width of the compressed queries; None makes them of the input.
-        latent_dim: of the vector that becomes keys and values.
-        straight_dim: of a head's query and key without rotation.
-        rotary_dim: of their rotated part.
-        value_dim: of a head's values.
+        query_rank: width of the compressed queries; None computes queries from the input.
+        latent_dim: size of the latent vector that becomes keys and values.
+        unrotated_dim: size of the unrotated part of a head's query and key.
+        rotary_dim: size of their rotated part.
     """
 
     query_rank: int | None
     latent_dim: int
-    straight_dim: int
+    unrotated_dim: int
     rotary_dim: int
     value_dim: int
 
     @property
     def query_dim(self) -> int:
         """Size of a head's query and key."""
-        return self.straight_dim + self.rotary_dim
+        return self.unrotated_dim + self.rotary_dim
 
     @property
     def row_dim(self) -> int:
@@ -109,14 +105,14 @@ def read_latent(config: ConfigFile) -> LatentConfig:
     return LatentConfig(
         query_rank=config.integer("q_lora_rank") if "q_lora_rank" in config else None,
         latent_dim=config.integer("kv_lora_rank"),
-        straight_dim=config.integer("qk_nope_head_dim"),
+        unrotated_dim=config.integer("qk_nope_head_dim"),
         rotary_dim=config.integer("qk_rope_head_dim"),
         value_dim=config.integer("v_head_dim"),
     )
 
 
 def latent_scale(config: ConfigFile, latent: LatentConfig) -> float:
-    """Returns the factor of the scores: stretched rotation brings one of its own.
+    """Returns the factor of the scores; scaled rotary frequencies add a temperature.
 
     Source: DeepSeek-V2, arXiv 2405.04434, section 3.1.4, as its code has it.
     """
@@ -135,29 +131,27 @@ class ModelConfig:
     """Sizes and switches of one decoder.
 
     Attributes:
-        architecture: class name in `architectures`, a key of `FAMILIES`; what all of a family have
-            in common is there.
-        sliding_windows: one entry a layer; None sees everything.
+        architecture: class name in `architectures`, a key of `FAMILIES`, where the properties of
+            the whole family are.
+        sliding_windows: one entry per layer; None is full attention.
         max_position_embeddings: longest sequence the model accepts, prompt and output.
         eos_token_ids: tokens that end generation, from config and generation config.
-        has_qk_norm: queries and keys are normed before rotation, a head at a time.
-        dtype: what the checkpoint was saved in; None if the config does not say.
-        activation: of the gate of feed-forward blocks.
-        embedding_scale: what embeddings are multiplied by.
+        has_qk_norm: queries and keys are normed before rotation, each head by itself.
+        dtype: dtype in which the checkpoint was saved; None if the config does not say.
         attention_scale: factor of the scores; None is `head_dim ** -0.5`.
-        attention_cap: bounds scores softly, see `paged_attention`; None in most families.
+        attention_cap: soft bound of the scores, see `paged_attention`; None in most families.
         logit_cap: likewise of the logits.
-        sliding_rope: rotary parameters of sliding layers, where they have some of their own.
-        experts: of the layers that have some; None in dense families.
-        latent: of latent attention, whose cache has one key head as wide as a row; None elsewhere.
-        unrotated_layers: those whose queries and keys are not rotated.
-        has_unit_norm: queries and keys of the other layers are normed a head, without weights.
+        sliding_rope: rotary parameters of sliding layers, where they have their own.
+        experts: experts of the layers that have them; None in dense families.
+        latent: latent attention, whose cache has one key head as wide as a row; None elsewhere.
+        unrotated_layers: layers whose queries and keys are not rotated.
+        has_unit_norm: in the other layers each head of queries and keys is normed without weights.
         hybrid: where sliding layers have other heads than the rest; None elsewhere.
-        full_heads: query heads of layers that see everything, where sliding layers have
-            `num_heads`, which are as many or more; None where all have.
-        delta: of layers with a gated delta rule in place of attention; None in most families.
-        mlp_limits, expert_limits: see `Mlp.limit`, an entry a layer or none; the former are also
-            those of blocks that all rows take beside experts.
+        full_heads: query heads of layers with full attention, where sliding layers have more,
+            `num_heads`; None where all layers have `num_heads`.
+        delta: layers with a gated delta rule in place of attention; None in most families.
+        mlp_limits, expert_limits: see `Mlp.limit`, one entry per layer, or empty; `mlp_limits`
+            apply to shared experts, too.
     """
 
     architecture: str
@@ -209,7 +203,7 @@ class ModelConfig:
 
     @classmethod
     def of(cls, config: ConfigFile, architecture: str) -> Self:
-        """Reads the config of a model with the layers of `architecture`, whatever it is called.
+        """Reads the config of a model as that of `architecture`, whichever architecture it names.
 
         Raises:
             CheckpointError: as for `from_folder`.
@@ -254,9 +248,10 @@ class ModelConfig:
             has_qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
             has_output_bias=attention_bias if family.output_bias is None else family.output_bias,
             has_mlp_bias=config.flag("mlp_bias", False),
-            has_qk_norm=_has_qk_norm(config, family),
+            has_qk_norm=family.qk_norm is QkNorm.HEAD
+            or (family.qk_norm is QkNorm.ASKED and config.flag("use_qk_norm", False)),
             tie_word_embeddings=config.flag("tie_word_embeddings", False),
-            max_position_embeddings=_most_positions(config, family),
+            max_position_embeddings=_max_positions(config, family),
             eos_token_ids=_eos_token_ids(config),
             dtype=saved_dtype(config),
             activation=family.activation or activation_of(config),
@@ -278,7 +273,7 @@ class ModelConfig:
 
     @property
     def family(self) -> Family:
-        """Properties that the config does not say."""
+        """Properties of the family, which are not in the config."""
         return FAMILIES[self.architecture]
 
     @property
@@ -288,25 +283,26 @@ class ModelConfig:
 
     @property
     def mtp_feature_layer(self) -> int:
-        """What next-token layers read of this model, as `FeatureSpec` counts."""
+        """The layer whose input next-token layers read, as `FeatureSpec` counts."""
         return self.num_layers + (not self.family.has_raw_mtp)
 
     @property
     def num_cache_layers(self) -> int:
-        """Layers of the cache, of which a layer with a state takes several."""
+        """Layers of the cache; a decoder layer with a recurrent state takes several."""
         return self.first_cache_layer(self.num_layers)
 
     def first_cache_layer(self, layer: int) -> int:
-        """Returns where the cache holds a layer's keys and values, or the rows of its state."""
+        """Returns the first layer of the cache that holds a decoder layer's keys and values, or the
+        rows of its state."""
         if self.delta is None:
             return layer
-        num_states = sum(each < layer for each in self.delta.layers)
+        num_states = sum(delta_layer < layer for delta_layer in self.delta.layers)
         return layer + num_states * (self.cache_layers_each - 1)
 
     @property
     def cache_layers_each(self) -> int:
-        """Layers of the cache that hold the rows of a layer with a state: what a token gave it, and
-        a stamp."""
+        """Layers of the cache for one decoder layer with a state, whose row holds a token's stamp
+        and inputs."""
         assert self.delta is not None
         row = STAMP_SIZE + self.delta.shape.num_inputs
         return -(-row // (2 * self.num_kv_heads * self.head_dim))
@@ -320,26 +316,26 @@ class ModelConfig:
         """Size of the part of a head that `rope` rotates."""
         return self.head_dim if self.latent is None else self.latent.rotary_dim
 
-    def layer_turns_apart(self, layer: int) -> bool:
-        """Whether a layer has the rotation of `sliding_rope`."""
+    def layer_has_own_rotation(self, layer: int) -> bool:
+        """Whether a layer's rotation is `sliding_rope`."""
         if self.unrotated_layers:
             return layer in self.unrotated_layers
         return self.sliding_rope is not None and self.sliding_windows[layer] is not None
 
     def layer_rope(self, layer: int) -> RopeConfig:
-        """Returns the rotation of a layer; that of the others where it does not rotate."""
-        has_own = self.layer_turns_apart(layer) and not self.unrotated_layers
+        """Returns the rotation of a layer; for an unrotated layer, that of the other layers."""
+        has_own = self.layer_has_own_rotation(layer) and not self.unrotated_layers
         if not has_own or self.sliding_rope is None:
             return self.rope
         return self.sliding_rope
 
     def layer_heads(self, layer: int) -> int:
-        """Returns the query heads of a layer."""
+
         is_sliding = self.sliding_windows[layer] is not None
         return self.num_heads if is_sliding or self.full_heads is None else self.full_heads
 
     def layer_limits(self, layer: int) -> tuple[float | None, float | None]:
-        """Returns the bounds of a layer's feed-forward block, see `Mlp.limit`, and of experts."""
+        """Returns the limits of a layer's MLP and of its experts, see `Mlp.limit`."""
         mlp, experts = self.mlp_limits, self.expert_limits
         return mlp[layer] if mlp else None, experts[layer] if experts else None
 
@@ -351,13 +347,13 @@ class ModelConfig:
         return self.hybrid.sliding_kv_heads if is_sliding else self.hybrid.full_kv_heads
 
     def layer_has_sinks(self, layer: int) -> bool:
-        """Whether a layer has sinks; of two kinds of layers, the sliding ones have."""
+        """Whether a layer has sinks; in hybrid models only sliding layers have."""
         return self.family.has_sinks and (
             self.hybrid is None or self.sliding_windows[layer] is not None
         )
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer's feed-forward block has experts."""
+
         return self.experts is not None and layer in self.experts.layers
 
 
@@ -368,8 +364,8 @@ def _architecture(config: ConfigFile) -> str:
             return name
     nearest = get_close_matches(" ".join(names), FAMILIES, n=1, cutoff=0.0)
     raise CheckpointError(
-        f"{config.path}: architectures is {list(names)}, which is not supported; the nearest that "
-        f"is: {', '.join(nearest)}; all that are: {', '.join(FAMILIES)}"
+        f"{config.path}: architectures is {list(names)}, which is not supported; the nearest "
+        f"supported: {', '.join(nearest)}; all supported: {', '.join(FAMILIES)}"
     )
 
 
@@ -380,10 +376,10 @@ def check_supported(config: ConfigFile) -> None:
 
 
 def text_config(config: ConfigFile) -> ConfigFile:
-    """Returns the part that describes the text model; in most configs that is all of it."""
+    """Returns the part that describes the text model; in most configs that is the whole config."""
     if "text_config" not in config:
         return config
-    # What concerns saving and the end of an answer stands outside.
+    # The dtype, tied embeddings and end-of-sequence tokens are outside of `text_config`.
     outer: dict[str, object] = {
         key: value for key in _OUTER_KEYS if (value := config.text(key, ""))
     }
@@ -399,20 +395,14 @@ def activation_of(config: ConfigFile) -> Activation:
     Raises:
         CheckpointError: it is not supported.
     """
-    # Gemma's configs name the one they were first published with beside the one that is meant.
+    # Gemma's `hidden_act` is that of its first publication; `hidden_activation` is the right one.
     key = "hidden_activation" if "hidden_activation" in config else "hidden_act"
     name = config.text(key, Activation.SILU.value)
     try:
         return Activation(name)
     except ValueError as error:
-        known = " or ".join(repr(each.value) for each in Activation)
-        raise CheckpointError(f"{config.path}: {key} is {name!r}; it must be {known}") from error
-
-
-def _has_qk_norm(config: ConfigFile, family: Family) -> bool:
-    if family.qk_norm is QkNorm.ASKED:
-        return config.flag("use_qk_norm", False)
-    return family.qk_norm is QkNorm.HEAD
+        names = " or ".join(repr(activation.value) for activation in Activation)
+        raise CheckpointError(f"{config.path}: {key} is {name!r}; it must be {names}") from error
 
 
 def _attention_scale(config: ConfigFile, latent: LatentConfig | None) -> float | None:
@@ -429,23 +419,23 @@ def _optional_number(config: ConfigFile, key: str) -> float | None:
 def _unrotated_layers(config: ConfigFile, family: Family) -> frozenset[int]:
     if not family.skips_rotation:
         return frozenset()
-    # 1 rotates, for all that the name says.
+    # Despite its name, `no_rope_layers` has 1 for layers that rotate.
     listed, period = config.integers("no_rope_layers"), config.integer("no_rope_layer_interval", 4)
     count = config.integer("num_hidden_layers")
     rotates = listed or [(layer + 1) % period for layer in range(count)]
     return frozenset(layer for layer, is_rotated in enumerate(rotates) if not is_rotated)
 
 
-def _most_positions(config: ConfigFile, family: Family) -> int:
-    """Returns the longest text: of families that attend in chunks, one chunk, as far as the
-    temperature of long texts does not matter."""
-    most = config.integer("max_position_embeddings")
+def _max_positions(config: ConfigFile, family: Family) -> int:
+    """Returns the longest sequence. Families that attend in chunks are limited to one chunk, and to
+    the positions before the temperature of long sequences sets in."""
+    limit = config.integer("max_position_embeddings")
     if not family.skips_rotation:
-        return most
-    most = min(most, config.integer("attention_chunk_size", most))
+        return limit
+    limit = min(limit, config.integer("attention_chunk_size", limit))
     if config.flag("attn_temperature_tuning", True):
-        most = min(most, config.integer("floor_scale", 8192) - 1)
-    return most
+        limit = min(limit, config.integer("floor_scale", 8192) - 1)
+    return limit
 
 
 def _sliding_rope(config: ConfigFile, family: Family, max_positions: int) -> RopeConfig | None:
@@ -475,7 +465,7 @@ def _sliding_windows(config: ConfigFile, family: Family) -> tuple[int | None, ..
     num_layers = config.integer("num_hidden_layers")
     window = config.integer("sliding_window") if "sliding_window" in config else None
     if family.is_hybrid and "sliding_window_size" in config:
-        # Positions before a row's own.
+        # `sliding_window_size` does not count the row's own position.
         window = config.integer("sliding_window_size") + 1
     if family.window_rule is WindowRule.NEVER or window is None:
         return (None,) * num_layers
@@ -486,9 +476,10 @@ def _sliding_windows(config: ConfigFile, family: Family) -> tuple[int | None, ..
         return (None,) * num_layers
     kinds = config.texts("layer_types")
     if not kinds:
-        # 1 slides.
-        listed = config.integers("hybrid_layer_pattern")
-        kinds = tuple(SLIDING_ATTENTION if each else FULL_ATTENTION for each in listed)
+        kinds = tuple(
+            SLIDING_ATTENTION if is_sliding else FULL_ATTENTION
+            for is_sliding in config.integers("hybrid_layer_pattern")
+        )
     if not kinds and is_pattern:
         period = config.integer(
             "sliding_window_pattern",
@@ -514,7 +505,7 @@ def _eos_token_ids(config: ConfigFile) -> frozenset[int]:
 
 
 def saved_dtype(config: ConfigFile) -> torch.dtype | None:
-    """Returns what the checkpoint was saved in; None if the config does not say."""
+    """Returns the dtype in which the checkpoint was saved; None if the config does not say."""
     name = config.text("dtype", config.text("torch_dtype", ""))
     if name not in _DTYPES:
         return None

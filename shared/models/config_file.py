@@ -1,4 +1,4 @@
-"""Typed reading of a JSON object of a model folder; errors name the file and the key."""
+"""Typed reading of a model folder's JSON objects; errors name the file and the key."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ class ConfigFile:
         return self._list(key, float)
 
     def with_defaults(self, defaults: Mapping[str, object]) -> ConfigFile:
-        """Returns the same object, where `defaults` stand for keys that are absent."""
+        """Returns the same object with `defaults` for keys that are absent."""
         return ConfigFile(self.path, {**defaults, **self.values})
 
     def with_values(self, values: Mapping[str, object]) -> ConfigFile:
-        """Returns the same object with other values of some keys."""
+        """Returns the same object with `values` replacing or adding keys."""
         return ConfigFile(self.path, {**self.values, **values})
 
     def nested(self, key: str) -> ConfigFile:

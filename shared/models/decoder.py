@@ -1,4 +1,4 @@
-"""One decoder for all families; what sets them apart is in its config and layers."""
+"""One decoder for all model families; their differences are in its config and layers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shared.models.scaled_weights import StoredLayout
 from shared.models.shard import WHOLE, Shard, shard_of
 
 ROUTES = -1
-"""Stands for the experts of a forward's rows where layers are captured."""
+"""In `capture_layers`: the routes of a forward's rows, that is their experts in all layers."""
 _Stream: TypeAlias = tuple[Tensor | Part, Tensor | Partials | Part | None]
 """The residual stream as `DecoderLayer.advance` takes it."""
 
@@ -39,8 +39,8 @@ class DecoderOutput:
 
     Attributes:
         hidden: `[T, H]` after the final norm.
-        features: one `[T, H]` a captured layer, the residual stream that enters it; of `ROUTES`
-            `[T, num_layers * k]` int32, 0 for layers without experts.
+        features: one `[T, H]` for each captured layer, the residual stream that enters it; for
+            `ROUTES` `[T, num_layers * k]` int32, 0 for layers without experts.
     """
 
     hidden: Tensor
@@ -52,15 +52,14 @@ class Decoder:
     """Weights and forward pass of one model.
 
     Attributes:
-        embedding: `[V, H]`; draft heads without one of their own read it too.
-        layers: those of this process's stage, all of them unless the group has several.
+        embedding: `[V, H]`; draft heads without an embedding of their own read it too.
+        layers: layers of this process's stage; all layers without pipeline parallelism.
         lm_head: `H` to `V`.
-        attention_backend: what computes attention.
-        group: processes that share the model; V is then this one's part of the vocabulary.
-        sliding_rotary: of sliding layers that have a rotation of their own.
-        token_map: `[Vd]` int64, the id of each row of lm_head, ascending; None where row and id are
-            the same. See `other_vocabulary`.
-        layouts: of the tensors of `decoder_parts` that stay in a checkpoint's 8 bits.
+        group: processes that share the model; V is then this process's part of the vocabulary.
+        sliding_rotary: rotation of sliding layers, where they have their own.
+        token_map: `[Vd]` int64, the token id of each row of lm_head, ascending; None where row and
+            id are the same. See `loader.in_other_vocabulary`.
+        layouts: layouts of the tensors of `decoder_parts` that stay in a checkpoint's 8 bits.
     """
 
     config: ModelConfig
@@ -77,7 +76,7 @@ class Decoder:
 
     @property
     def num_proposed(self) -> int:
-        """Tokens that have a row in the lm_head."""
+        """Number of tokens with a row in the lm_head."""
         return self.config.vocab_size if self.token_map is None else len(self.token_map)
 
     @property
@@ -90,14 +89,14 @@ class Decoder:
 
     @property
     def shard(self) -> Shard:
-        """The part of the model that is here."""
+        """The part of the model that this process holds."""
         return shard_of(self.group)
 
     @property
     def plans_prompts_by_size(self) -> bool:
-        """Whether the numbers of rows and sequences alone say what computes prompts, as a CUDA
-        graph needs, in the layers of every stage. Caps, sinks, latent and linear attention go by
-        the lengths of prompts."""
+        """Whether only the numbers of rows and sequences decide which kernels compute prompts, as a
+        CUDA graph needs, in all stages. With caps, sinks, latent or linear attention the lengths of
+        prompts count too."""
         shapes = [attention_shape(self.config, layer) for layer in range(self.config.num_layers)]
         return (
             self.attention_backend is not AttentionBackend.TORCH
@@ -129,38 +128,38 @@ class Decoder:
         """Computes the rows of `batch` and writes their keys and values to `pool`.
 
         Args:
-            capture_layers: layers whose input is wanted, in this order; `num_layers` stands for
-                the output of the last layer, before the final norm, and `ROUTES` for the experts
-                that rows take.
-            states: of the plan that `KvPool.advancing` makes of the batch.
+            capture_layers: layers whose input is returned, in this order; `num_layers` stands for
+                the output of the last layer, before the final norm, and `ROUTES` for the rows'
+                experts.
+            states: the uploaded plan that `KvPool.advancing` makes for the batch.
         """
         context = self._context(batch, pool, states, has_routes=ROUTES in capture_layers)
         captured: dict[int, Tensor] = {}
-        embedded, wanted = self._embedded(batch.token_ids), frozenset(capture_layers)
-        advance = self._advanced if self.shard.num_stages == 1 else self._staged
+        embedded, wanted = self._embed(batch.token_ids), frozenset(capture_layers)
+        advance = self._run_layers if self.shard.num_stages == 1 else self._run_stages
         hidden, update = advance(embedded, context, wanted, captured)
         captured[self.config.num_layers], normed = self.norm.add_parts(hidden, update)
         features = tuple(captured[index] for index in capture_layers)
         return DecoderOutput(normed, features)
 
     def advance_states(self, pool: KvPool, states: StateInputs) -> None:
-        """Does a plan of sequences without rows."""
+        """Advances recurrent states by a plan of sequences without rows."""
         for layer in self.layers:
             if isinstance(layer.attention, GatedDelta):
                 layer.attention.advance(states, pool)
 
-    def _advanced(
+    def _run_layers(
         self,
         hidden: Tensor | Part,
         context: ForwardContext,
         wanted: frozenset[int],
         captured: dict[int, Tensor],
     ) -> _Stream:
-        """Computes the layers that are here on the residual stream.
+        """Computes this process's layers on the residual stream.
 
         Args:
             wanted: see `capture_layers` of `forward`.
-            captured: takes what is wanted of the layers that are here.
+            captured: receives the wanted inputs of this process's layers.
         """
         update: Tensor | Partials | Part | None = None
         for index, layer in zip(self.shard.layers(self.config), self.layers, strict=True):
@@ -170,19 +169,21 @@ class Decoder:
         if context.routes is not None:
             assert isinstance(hidden, Tensor), "a stage has a layer"
             none = self._no_routes(hidden, 1)
-            routes = (none if each is None else each.to(torch.int32) for each in context.routes)
-            captured[ROUTES] = torch.cat([*routes], 1)
+            routes = [
+                none if experts is None else experts.to(torch.int32) for experts in context.routes
+            ]
+            captured[ROUTES] = torch.cat(routes, 1)
         return hidden, update
 
-    def _staged(
+    def _run_stages(
         self,
         hidden: Tensor | Part,
         context: ForwardContext,
         wanted: frozenset[int],
         captured: dict[int, Tensor],
     ) -> _Stream:
-        """Computes the layers of all stages, one stage after another, as `_advanced` does those of
-        one. A stage sends what leaves it, and what is wanted of its layers, to all processes."""
+        """Computes the layers of all stages, one stage after another, each with `_run_layers`. Each
+        stage broadcasts the residual stream that leaves it, and its captured layers."""
         stream, routes = stream_of(hidden, None), list[Tensor]()
         for stage in range(self.shard.num_stages):
             layers = replace(self.shard, stage=stage).layers(self.config)
@@ -190,15 +191,15 @@ class Decoder:
                 captured[layers.start] = stream
             inner = sorted(wanted.intersection(layers[1:]))
             if stage == self.shard.stage:
-                own = self._advanced(stream, context, wanted, captured)
+                output = self._run_layers(stream, context, wanted, captured)
                 names = [*inner, ROUTES] if ROUTES in wanted else inner
-                sent = [stream_of(*own), *(captured[name] for name in names)]
+                sent = [stream_of(*output), *(captured[name] for name in names)]
             else:
                 sent = [torch.empty_like(stream) for _ in range(1 + len(inner))]
                 sent += [self._no_routes(stream, len(layers))] if ROUTES in wanted else []
-            for each in sent:
-                assert self.group is not None, "stages are those of a group"
-                self.group.broadcast(each, stage=stage)
+            for tensor in sent:
+                assert self.group is not None, "only a group has stages"
+                self.group.broadcast(tensor, stage=stage)
             stream = sent[0]
             captured.update(zip(inner, sent[1:], strict=False))
             routes += sent[1 + len(inner) :]
@@ -207,37 +208,37 @@ class Decoder:
         return stream, None
 
     def _no_routes(self, rows: Tensor, num_layers: int) -> Tensor:
-        """Returns `[T, num_layers * k]` int32 zeros."""
+        """Returns the routes `[T, num_layers * k]` of layers without experts: int32 zeros."""
         assert self.config.experts is not None, "a dense model has no routes"
         size = len(rows), num_layers * self.config.experts.routing.num_chosen
         return rows.new_zeros(size, dtype=torch.int32)
 
     def logits(self, hidden_rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns `[L, V]` over all tokens for `hidden_rows` `[L, H]` of the last norm; -inf for
-        tokens without a row in the lm_head."""
-        own = self.own_logits(hidden_rows, dtype)
+        """Returns `[L, V]` over all tokens for `hidden_rows` `[L, H]` after the final norm; -inf
+        for tokens without a row in the lm_head."""
+        scored = self.own_logits(hidden_rows, dtype)
         if self.token_map is None:
-            return own
-        logits = own.new_full((len(own), self.config.vocab_size), -math.inf)
-        return logits.index_copy_(1, self.token_map, own)
+            return scored
+        logits = scored.new_full((len(scored), self.config.vocab_size), -math.inf)
+        return logits.index_copy_(1, self.token_map, scored)
 
     def own_logits(self, hidden_rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns `[L, Vd]` over the rows of the lm_head, those of all processes."""
+        """Returns `[L, Vd]` over the lm_head's rows of all processes."""
         logits = self.lm_head(hidden_rows)
         if self.group is None:
             return logits.to(dtype)
         return self.group.joined(logits, dtype)
 
-    def _embedded(self, token_ids: Tensor) -> Tensor | Part:
-        """Returns `[T, H]`; one process of a group has a token's row, and the others add zeros."""
+    def _embed(self, token_ids: Tensor) -> Tensor | Part:
+        """Returns `[T, H]`; in a group one process has a token's row, and the others add zeros."""
         if self.group is None:
-            return self._scaled(embeddings(token_ids, self.embedding))
+            return self._scale(embeddings(token_ids, self.embedding))
         first_token = self.group.rank * len(self.embedding)
-        own = self._scaled(own_embeddings(token_ids, self.embedding, first_token))
-        return Part(own, self.group)
+        rows = self._scale(own_embeddings(token_ids, self.embedding, first_token))
+        return Part(rows, self.group)
 
-    def _scaled(self, rows: Tensor) -> Tensor:
-        """The factor is rounded to the model's dtype, as it was in training."""
+    def _scale(self, rows: Tensor) -> Tensor:
+        """Multiplies by the embedding scale, rounded to the model's dtype as in training."""
         scale = self.config.embedding_scale
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype).item()
 
@@ -279,7 +280,7 @@ def _state_layout(config: ModelConfig) -> StateLayout | None:
 
 
 def attention_shape(config: ModelConfig, layer: int, shard: Shard = WHOLE) -> AttentionShape:
-    """Returns the heads and window of one layer, as far as the shard holds them."""
+    """Returns the heads and window of one layer in this shard."""
     shard = shard.of_attention
     return AttentionShape(
         num_heads=shard.layer_heads(config, layer),
@@ -290,5 +291,5 @@ def attention_shape(config: ModelConfig, layer: int, shard: Shard = WHOLE) -> At
         cap=config.attention_cap,
         has_sinks=config.layer_has_sinks(layer),
         is_latent=config.latent is not None,
-        has_own_rotation=config.layer_turns_apart(layer),
+        has_own_rotation=config.layer_has_own_rotation(layer),
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shared.kernels.delta_rule import DeltaShape, DeltaWeights
+from shared.kernels.delta_rule import DeltaWeights
 from shared.kernels.experts import ExpertWeight
 from shared.kernels.linear import can_be_batch_invariant
 from shared.kernels.quantised import StoredMatrix
@@ -35,15 +35,16 @@ def linear_from(
     quantisation: Quantisation,
     group: TensorGroup | None = None,
 ) -> Linear:
-    """Takes weight and, if there is one, bias out of the dict."""
+    """Removes weight and bias, if there is one, from the dict and returns their layer."""
     weight, bias = tensors.pop_matrix(f"{name}.weight"), tensors.pop(f"{name}.bias", None)
     return Linear.of(weight, bias, quantisation, group)
 
 
 def norm_from(config: ModelConfig, tensors: dict[str, Tensor], name: str) -> RmsNorm:
-    """Takes the weight of a norm out of the dict.
+    """Removes the weight of a norm from the dict and returns its layer.
 
-    One with an offset is held in float32: half precision would round away what was learnt.
+    A weight with an offset is held in float32: in half precision the sum would lose the small
+    learnt part.
     """
     weight = tensors.pop(name)
     if config.family.norm_offset:
@@ -53,10 +54,10 @@ def norm_from(config: ModelConfig, tensors: dict[str, Tensor], name: str) -> Rms
 
 @dataclass(frozen=True, slots=True)
 class LayerTensors:
-    """The tensors of one layer, see `layer_parts`, which its blocks take out of a dict.
+    """The tensors of one layer, see `layer_parts`; builders remove them from the dict.
 
     Attributes:
-        group: of the whole model.
+        group: group of the whole model.
     """
 
     config: ModelConfig
@@ -71,12 +72,12 @@ class LayerTensors:
 
     @property
     def own_group(self) -> TensorGroup | None:
-        """The processes that compute the layer together."""
+        """The group that shares this layer; None where the process has it alone."""
         return None if self.group is None else self.group.of_layers
 
     @property
     def cache_layer(self) -> int:
-        """Where the layer's rows are in this process's cache."""
+        """Index of the layer's rows in this process's cache."""
         return shard_of(self.group).cache_layer(self.config, self.layer)
 
     def has(self, name: str) -> bool:
@@ -95,7 +96,7 @@ class LayerTensors:
         return norm_from(self.config, self.tensors, f"{self.prefix}{name}")
 
     def plain_norm(self, name: str) -> RmsNorm:
-        """Takes a norm that has no offset in any family."""
+        """Removes and returns a norm that has no offset in any family."""
         return RmsNorm(self.pop(name), self.config.rms_norm_eps)
 
 
@@ -109,10 +110,13 @@ def delta_parts(config: ModelConfig, source: str, target: str) -> Iterator[Weigh
     source, num_heads = f"{source}linear_attn.", shape.num_value_heads
     matrices: list[tuple[str, int, str, tuple[int, ...] | None]]
     if config.family.has_fused_delta:
-        size = shape.num_channels + shape.value_size
+        # Grouped by key heads in the checkpoint.
+        num_groups, size = shape.num_key_heads, shape.num_channels + shape.value_size
+        values, heads = shape.value_size // num_groups, num_heads // num_groups
+        order = _by_kind(num_groups, (shape.key_dim, shape.key_dim, values, values))
         matrices = [
-            ("in_proj_qkvz", size, "channels", _channel_order(shape)),
-            ("in_proj_ba", 2 * num_heads, "gates", _gate_order(shape)),
+            ("in_proj_qkvz", size, "channels", order),
+            ("in_proj_ba", 2 * num_heads, "gates", _by_kind(num_groups, (heads, heads))),
         ]
     else:
         matrices = [
@@ -121,9 +125,10 @@ def delta_parts(config: ModelConfig, source: str, target: str) -> Iterator[Weigh
             ("in_proj_b", num_heads, "gates", None),
             ("in_proj_a", num_heads, "gates", None),
         ]
-    for key, size, name, order in matrices:
-        own = f"{target}{name}.weight"
-        part = WeightPart.matrix(f"{source}{key}.weight", (size, hidden), own, None, order)
+    for key, size, name, row_order in matrices:
+        part = WeightPart.matrix(
+            f"{source}{key}.weight", (size, hidden), f"{target}{name}.weight", None, row_order
+        )
         yield replace(part, may_stay=name == "channels")
     taps = (shape.num_channels, 1, shape.window)
     yield WeightPart(f"{source}conv1d.weight", taps, f"{target}taps")
@@ -134,43 +139,34 @@ def delta_parts(config: ModelConfig, source: str, target: str) -> Iterator[Weigh
     yield WeightPart.matrix(f"{source}out_proj.weight", (hidden, size), f"{target}output.weight")
 
 
-def build_delta(own: LayerTensors, shape: AttentionShape) -> GatedDelta:
-    """Takes the tensors of one layer out of the dict."""
-    config = own.config
+def build_delta(weights: LayerTensors, shape: AttentionShape) -> GatedDelta:
+    """Builds one delta layer; removes its tensors from the dict."""
+    config = weights.config
     assert config.delta is not None
     return GatedDelta(
         shape=shape,
         delta=config.delta.shape,
-        channels=own.linear("channels"),
-        # A few rows, on which everything behind them depends.
-        gates=replace(own, quantisation=Quantisation.UNQUANT).linear("gates"),
-        weights=DeltaWeights(own.pop("taps").squeeze(1), own.pop("A_log"), own.pop("dt_bias")),
-        norm=own.plain_norm("delta_norm"),
-        output=own.linear("output"),
-        layer=config.first_cache_layer(own.layer),
-        state=config.delta.layers.index(own.layer),
+        channels=weights.linear("channels"),
+        # Not quantised: these few rows influence all later states.
+        gates=replace(weights, quantisation=Quantisation.UNQUANT).linear("gates"),
+        weights=DeltaWeights(
+            weights.pop("taps").squeeze(1), weights.pop("A_log"), weights.pop("dt_bias")
+        ),
+        norm=weights.plain_norm("delta_norm"),
+        output=weights.linear("output"),
+        layer=config.first_cache_layer(weights.layer),
+        state=config.delta.layers.index(weights.layer),
     )
 
 
-def _channel_order(shape: DeltaShape) -> tuple[int, ...]:
-    """Returns the rows of all queries, all keys, all values and all gates, which a checkpoint has
-    by key heads."""
-    values = shape.value_size // shape.num_key_heads
-    return _by_kind(shape.num_key_heads, (shape.key_dim, shape.key_dim, values, values))
-
-
-def _gate_order(shape: DeltaShape) -> tuple[int, ...]:
-    each = shape.num_value_heads // shape.num_key_heads
-    return _by_kind(shape.num_key_heads, (each, each))
-
-
 def _by_kind(num_groups: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    size, first, order = sum(sizes), 0, list[int]()
-    for own in sizes:
+    """Returns the order of rows by kind, of which each group has `sizes` in the checkpoint."""
+    group_size, first, order = sum(sizes), 0, list[int]()
+    for size in sizes:
         for group in range(num_groups):
-            start = group * size + first
-            order.extend(range(start, start + own))
-        first += own
+            start = group * group_size + first
+            order.extend(range(start, start + size))
+        first += size
     return tuple(order)
 
 
@@ -182,12 +178,12 @@ def latent_parts(
 ) -> Iterator[WeightPart]:
     """Yields the tensors of one layer's attention, see `decoder_weights.layer_parts`.
 
-    A shard cuts the heads; the latent vector is every process's own.
+    A shard has a part of the heads; every process computes the whole latent vector.
     """
     latent, hidden = config.latent, config.hidden_size
     assert latent is not None
     source = f"{source}self_attn."
-    by_head, row_order = _orders(config, latent)
+    by_head, row_order = _row_orders(config, latent)
 
     def matrix(
         key: str,
@@ -196,8 +192,9 @@ def latent_parts(
         cut: Cut | None = None,
         row_order: tuple[int, ...] | None = None,
     ) -> WeightPart:
-        own = f"{target}{name}.weight"
-        return WeightPart.matrix(f"{source}{key}.weight", shape, own, cut, row_order)
+        return WeightPart.matrix(
+            f"{source}{key}.weight", shape, f"{target}{name}.weight", cut, row_order
+        )
 
     heads = config.num_heads * latent.query_dim
     cut = shard.cut(0, heads)
@@ -219,8 +216,8 @@ def latent_parts(
             f"{source}{key}.bias", (latent.row_dim,), f"{target}compress.bias", row_order=row_order
         )
     yield WeightPart(f"{source}kv_a_layernorm.weight", (latent.latent_dim,), f"{target}latent_norm")
-    expanded = latent.straight_dim + latent.value_dim
-    # Cut up by heads, and not multiplied as it is.
+    expanded = latent.unrotated_dim + latent.value_dim
+    # Not a `matrix`, which may stay in 8 bits: this one is split by heads before use.
     yield WeightPart(
         f"{source}kv_b_proj.weight",
         (config.num_heads * expanded, latent.latent_dim),
@@ -233,37 +230,38 @@ def latent_parts(
         yield WeightPart(f"{source}o_proj.bias", (hidden,), f"{target}output.bias")
 
 
-def build_latent(own: LayerTensors, shape: AttentionShape) -> LatentAttention:
-    """Takes the tensors of one layer's attention out of the dict."""
-    latent = own.config.latent
+def build_latent(weights: LayerTensors, shape: AttentionShape) -> LatentAttention:
+    """Builds one latent attention; removes its tensors from the dict."""
+    latent = weights.config.latent
     assert latent is not None
-    is_short = latent.query_rank is None
-    expand = own.pop("expand").view(shape.num_heads, -1, latent.latent_dim)
+    is_uncompressed = latent.query_rank is None
+    expand = weights.pop("expand").view(shape.num_heads, -1, latent.latent_dim)
     return LatentAttention(
         shape=shape,
-        compress=own.linear("compress"),
-        query_norm=None if is_short else own.plain_norm("query_norm"),
-        queries=None if is_short else own.linear("queries"),
-        latent_norm=own.plain_norm("latent_norm"),
-        key_up=expand[:, : latent.straight_dim].contiguous(),
-        value_up=expand[:, latent.straight_dim :].contiguous(),
-        output=own.linear("output", own.own_group),
-        layer=own.cache_layer,
+        compress=weights.linear("compress"),
+        query_norm=None if is_uncompressed else weights.plain_norm("query_norm"),
+        queries=None if is_uncompressed else weights.linear("queries"),
+        latent_norm=weights.plain_norm("latent_norm"),
+        key_up=expand[:, : latent.unrotated_dim].contiguous(),
+        value_up=expand[:, latent.unrotated_dim :].contiguous(),
+        output=weights.linear("output", weights.own_group),
+        layer=weights.cache_layer,
     )
 
 
-def _orders(
+def _row_orders(
     config: ModelConfig, latent: LatentConfig
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """Returns the order of a query head's rows, and of those that make a row of the cache."""
+    """Returns the order of a query head's rows, and of the rows that make a row of the cache; the
+    rotated part comes last in both."""
     order = config.rope.dim_order(latent.rotary_dim)
     if order is None:
         return None, None
 
-    def behind(count: int) -> tuple[int, ...]:
+    def after(count: int) -> tuple[int, ...]:
         return (*range(count), *(count + index for index in order))
 
-    return behind(latent.straight_dim), behind(latent.latent_dim)
+    return after(latent.unrotated_dim), after(latent.latent_dim)
 
 
 # The name map of a block of experts, and the block of its tensors.
@@ -283,7 +281,7 @@ def expert_parts(
     A shard holds some channels of every expert, or some experts.
 
     Args:
-        has_stacks: the checkpoint has those of a layer as one tensor, where the family allows it.
+        has_stacks: the checkpoint has a layer's experts as one tensor, where the family allows it.
     """
     keys, wide = config.family.keys, config.intermediate_size
     layer, source = source, f"{source}{keys.block}"
@@ -302,33 +300,33 @@ def expert_parts(
     inner, outer = shard.of_experts.cut(0, wide), shard.of_experts.cut(1, wide)
     for expert in shard.experts(num_experts):
         if stacks:
-            yield from (replace(each, index=expert) for each in stacks)
+            yield from (replace(stack, index=expert) for stack in stacks)
             continue
-        own = f"{source}experts.{expert}."
+        prefix = f"{source}experts.{expert}."
         for key in (keys.gate, keys.up):
-            both = f"{target}experts.gate_up"
-            yield WeightPart.matrix(f"{own}{key}.weight", (wide, hidden), both, inner)
+            gate_up = f"{target}experts.gate_up"
+            yield WeightPart.matrix(f"{prefix}{key}.weight", (wide, hidden), gate_up, inner)
         down = f"{target}experts.down"
-        yield WeightPart.matrix(f"{own}{keys.down}.weight", (hidden, wide), down, outer)
+        yield WeightPart.matrix(f"{prefix}{keys.down}.weight", (hidden, wide), down, outer)
     if config.shared_size:
-        place = layer if keys.has_shared_apart else source
-        yield from _shared_parts(config, hidden, place, target, shard)
+        root = layer if keys.has_shared_apart else source
+        yield from _shared_parts(config, hidden, root, target, shard)
         if keys.shared_gate is not None:
             yield WeightPart(
-                f"{place}{keys.shared_gate}.weight", (1, hidden), f"{target}shared.gate.weight"
+                f"{root}{keys.shared_gate}.weight", (1, hidden), f"{target}shared.gate.weight"
             )
 
 
 def _expert_stacks(
     config: ExpertConfig, hidden: int, source: str, target: str, shard: Shard, *, has_stacks: bool
 ) -> list[WeightPart]:
-    """Returns the parts of the first expert in tensors that hold the matrices of all; none where
-    each expert has tensors of its own."""
+    """Returns the parts of the first expert in tensors that stack the matrices of all experts;
+    empty where each expert has tensors of its own."""
     family, keys, wide = config.family, config.family.keys, config.intermediate_size
     part, count = shard.of_experts, config.routing.num_experts
-    own, outer = wide // part.size, part.cut(1, wide)
-    first = part.rank * own
-    halves = [Cut(0, start, own) for start in (first, wide + first)]
+    num_channels, outer = wide // part.size, part.cut(1, wide)
+    first = part.rank * num_channels
+    halves = [Cut(0, start, num_channels) for start in (first, wide + first)]
 
     def stack(
         key: str,
@@ -354,23 +352,24 @@ def _expert_stacks(
             stack(f"{keys.up}.weight", (wide, hidden), "gate_up", inner),
             stack(f"{keys.down}.weight", (hidden, wide), "down", outer),
         ]
-    both, down = "experts.gate_up_proj", "experts.down_proj"
+    gate_up, down = "experts.gate_up_proj", "experts.down_proj"
     if family.may_be_stacked and has_stacks:
-        found = [stack(both, (2 * wide, hidden), "gate_up", cut) for cut in halves]
-        return [*found, stack(down, (hidden, wide), "down", outer)]
+        stacks = [stack(gate_up, (2 * wide, hidden), "gate_up", cut) for cut in halves]
+        return [*stacks, stack(down, (hidden, wide), "down", outer)]
     if not family.is_stacked:
         return []
-    found = [stack(down, (wide, hidden), "down", outer)]
+    down_stack = stack(down, (wide, hidden), "down", outer)
     if not family.has_biases:
-        return [*(stack(both, (hidden, 2 * wide), "gate_up", cut) for cut in halves), *found]
+        stacks = [stack(gate_up, (hidden, 2 * wide), "gate_up", cut) for cut in halves]
+        return [*stacks, down_stack]
     # Gate and up of a channel are neighbours.
-    inner = Cut(0, 2 * first, 2 * own)
-    order = (*range(0, 2 * own, 2), *range(1, 2 * own, 2))
+    inner = Cut(0, 2 * first, 2 * num_channels)
+    order = (*range(0, 2 * num_channels, 2), *range(1, 2 * num_channels, 2))
     return [
-        stack(both, (hidden, 2 * wide), "gate_up", inner, order),
-        stack(f"{both}_bias", (2 * wide,), "gate_up_bias", inner, order),
+        stack(gate_up, (hidden, 2 * wide), "gate_up", inner, order),
+        stack(f"{gate_up}_bias", (2 * wide,), "gate_up_bias", inner, order),
         stack(f"{down}_bias", (hidden,), "down_bias", None),
-        *found,
+        down_stack,
     ]
 
 
@@ -381,29 +380,29 @@ def _shared_parts(
     inner, outer = shard.cut(0, wide), shard.cut(1, wide)
     source, target = f"{source}{keys.shared}", f"{target}shared."
     for key in ("gate_proj", "up_proj"):
-        both = f"{target}gate_up.weight"
-        yield WeightPart.matrix(f"{source}{key}.weight", (wide, hidden), both, inner)
+        gate_up = f"{target}gate_up.weight"
+        yield WeightPart.matrix(f"{source}{key}.weight", (wide, hidden), gate_up, inner)
     down = f"{target}down.weight"
     yield WeightPart.matrix(f"{source}down_proj.weight", (hidden, wide), down, outer)
 
 
-def build_experts(own: LayerTensors) -> Experts:
-    """Takes the tensors of one block out of the dict."""
-    config, group, activation = own.config.experts, own.own_group, own.config.activation
+def build_experts(weights: LayerTensors) -> Experts:
+    """Builds one block of experts; removes its tensors from the dict."""
+    config, group, activation = weights.config.experts, weights.own_group, weights.config.activation
     assert config is not None
-    shared_limit, limit = own.config.layer_limits(own.layer)
-    num_experts, stored = config.routing.num_experts, STORED_DTYPES.get(own.quantisation)
+    shared_limit, limit = weights.config.layer_limits(weights.layer)
+    num_experts, stored = config.routing.num_experts, STORED_DTYPES.get(weights.quantisation)
     is_spread = group is not None and group.spreads_experts
     if is_spread:
         assert group is not None
         num_experts //= group.size
 
     def stacked(name: str) -> ExpertWeight:
-        weight = own.tensors.pop_matrix(f"{own.prefix}experts.{name}")
-        bias = own.pop_if_any(f"experts.{name}_bias")
+        weight = weights.tensors.pop_matrix(f"{weights.prefix}experts.{name}")
+        bias = weights.pop_if_any(f"experts.{name}_bias")
         if bias is not None:
             bias = bias.view(num_experts, -1)
-            # What a group's processes compute is added up, and the bias counts once.
+            # The group sums the processes' results, so only one of them adds the bias.
             if name == "down" and group is not None and group.rank > 0 and not is_spread:
                 bias = torch.zeros_like(bias)
         if isinstance(weight, StoredMatrix):
@@ -412,17 +411,17 @@ def build_experts(own: LayerTensors) -> Experts:
 
     shared = None
     if config.shared_size:
-        # Its sum over processes is that of the whole block.
-        down = replace(own.linear("shared.down", group), group=None)
-        shared = Mlp(own.linear("shared.gate_up"), down, activation, shared_limit)
-    shared_gate = own.pop_if_any("shared.gate.weight")
-    router, is_wide = own.pop("router.weight"), config.family.is_wide
+        # No sum of its own: the group's sum over the whole block includes it.
+        down = replace(weights.linear("shared.down", group), group=None)
+        shared = Mlp(weights.linear("shared.gate_up"), down, activation, shared_limit)
+    shared_gate = weights.pop_if_any("shared.gate.weight")
+    router, is_wide = weights.pop("router.weight"), config.family.is_wide
     if is_wide and not can_be_batch_invariant(router):
         router = router.float()
     return Experts(
         router=Router(
-            weight=Linear.of(router, own.pop_if_any("router.bias")),
-            correction=own.pop_if_any("router.correction"),
+            weight=Linear.of(router, weights.pop_if_any("router.bias")),
+            correction=weights.pop_if_any("router.correction"),
             routing=config.routing,
             is_wide=is_wide,
         ),
@@ -437,14 +436,14 @@ def build_experts(own: LayerTensors) -> Experts:
     )
 
 
-# Buffers that some checkpoints carry beside their weights.
+# Buffers in some checkpoints, which are no weights.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 LM_HEAD_KEY = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
 _PLAIN_ROOT = "model."
-# Where checkpoints with a picture model beside it keep the text model, and what else they hold.
+# Prefixes of the text model in checkpoints that have a vision model too, and of the vision model.
 _ROOTS = (_PLAIN_ROOT, "model.language_model.", "language_model.model.")
-_PICTURE_PREFIXES = (
+_VISION_PREFIXES = (
     "vision_tower.",
     "vision_model.",
     "multi_modal_projector.",
@@ -477,10 +476,10 @@ class DecoderKeys:
     """Key prefixes of the decoder in a checkpoint.
 
     Attributes:
-        root: what the keys of embedding, layers and norm begin with.
+        root: prefix of the keys of embedding, layers and norm.
         lm_head: the key of the lm_head.
-        ignored_prefixes: what the keys of other models in the folder begin with.
-        has_stacks: experts are one tensor a layer, where a family's checkpoints have both ways.
+        ignored_prefixes: prefixes of the keys of other models in the folder.
+        has_stacks: a layer's experts are one tensor; for families whose checkpoints differ in this.
     """
 
     root: str = _PLAIN_ROOT
@@ -491,15 +490,15 @@ class DecoderKeys:
     @classmethod
     def of(cls, keys: Collection[str]) -> DecoderKeys:
         """Finds the decoder among the keys of a checkpoint."""
-        root = next((each for each in _ROOTS if f"{each}{_EMBEDDING}" in keys), _PLAIN_ROOT)
+        root = next((root for root in _ROOTS if f"{root}{_EMBEDDING}" in keys), _PLAIN_ROOT)
         has_stacks = any(key.endswith(_STACK) for key in keys)
         if root == _PLAIN_ROOT:
-            has_pictures = any(key.startswith(_PICTURE_PREFIXES) for key in keys)
-            ignored = _PICTURE_PREFIXES if has_pictures else ()
+            has_vision = any(key.startswith(_VISION_PREFIXES) for key in keys)
+            ignored = _VISION_PREFIXES if has_vision else ()
             return cls(ignored_prefixes=ignored, has_stacks=has_stacks)
         nested = f"language_model.{LM_HEAD_KEY}"
         lm_head = nested if nested in keys else LM_HEAD_KEY
-        return cls(root, lm_head, _PICTURE_PREFIXES, has_stacks)
+        return cls(root, lm_head, _VISION_PREFIXES, has_stacks)
 
     @property
     def embedding(self) -> str:
@@ -516,14 +515,14 @@ def _product(
     rows: Cut | None = None,
     has_bias: bool,
 ) -> Iterator[WeightPart]:
-    """Yields the matrix of a layer, and its bias if it has one.
+    """Yields one matrix of a layer, and its bias if it has one.
 
     Args:
         key: name in the checkpoint, without `.weight`.
-        shape: of the whole tensor there.
-        target: of the tensor that it becomes part of, without `.weight`.
+        shape: shape of the whole tensor there.
+        target: name of the tensor that the matrix becomes part of, without `.weight`.
         cut: the part of the matrix that the shard holds; None holds all.
-        rows: the matrix in the whole tensor, where others stand before or after; None is all.
+        rows: the rows of the matrix, in a tensor that fuses several matrices; None is all rows.
     """
     bias_cut = rows
     if cut is not None and cut.dim == 0:
@@ -544,7 +543,8 @@ def decoder_parts(
 ) -> tuple[WeightPart, ...]:
     """Lists every tensor of the decoder, in the order in which fused ones are stacked."""
     hidden = config.hidden_size
-    table, rows = (config.vocab_size, hidden), _vocabulary_cut(config, shard)
+    table, tokens = (config.vocab_size, hidden), shard.vocabulary(config)
+    rows = None if shard.num_parts == 1 else Cut(0, tokens.start, len(tokens))
     parts = [WeightPart(keys.embedding, table, "embedding", cut=rows)]
     for layer in shard.layers(config):
         source = f"{keys.root}layers.{layer}."
@@ -569,12 +569,11 @@ def decoder_parts(
 def keys_of_others(
     config: ModelConfig, shard: Shard, keys: DecoderKeys = DecoderKeys()
 ) -> frozenset[str]:
-    """Returns the keys of tensors of which nothing is here: layers and experts of other
-    processes."""
+    """Returns the keys of tensors that only other processes hold: their layers and experts."""
     if not shard.spreads_experts and shard.num_stages == 1:
         return frozenset()
-    own = {part.key for part in decoder_parts(config, shard, keys)}
-    return frozenset(part.key for part in decoder_parts(config, WHOLE, keys)) - own
+    own_keys = {part.key for part in decoder_parts(config, shard, keys)}
+    return frozenset(part.key for part in decoder_parts(config, WHOLE, keys)) - own_keys
 
 
 def layer_parts(
@@ -587,12 +586,12 @@ def layer_parts(
     has_experts: bool = False,
     has_stacks: bool = False,
 ) -> Iterator[WeightPart]:
-    """Yields the tensors of one layer, from keys that begin with `source` to names that begin with
-    `target`.
+    """Yields the tensors of one layer; `source` is the prefix of their keys, `target` the prefix of
+    their names.
 
-    A shard cuts what its process computes alone: heads and channels of the feed-forward block.
-    Their products with the stream are cut by outputs, those back to the stream by inputs; a bias
-    of the latter is added after the sum over processes and stays whole.
+    A shard holds a part of the heads and of the feed-forward channels. Matrices that read the
+    residual stream are cut by outputs, and those that write to it by inputs. A bias of the latter
+    is added after the sum over processes, so it is not cut.
     """
     heads = shard.of_attention
     for key, name in _NORMS[config.family.norms].items():
@@ -658,7 +657,7 @@ def _attention_parts(
     order = config.layer_rope(layer).dim_order(dim)
     query_order, gates = order, 0
     if config.family.is_gated:
-        query_order, gates = _before_gates(num_heads, dim, order), queries
+        query_order, gates = _query_gate_order(num_heads, dim, order), queries
     size = config.num_heads * dim
     query_cut, output_cut, key_cut = shard.cut(0, size), shard.cut(1, size), None
     if shard.size > 1:
@@ -688,11 +687,12 @@ def _attention_parts(
     )
 
 
-def _before_gates(num_heads: int, dim: int, order: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Returns the rows of all queries and then of all gates, which a checkpoint has by heads."""
+def _query_gate_order(num_heads: int, dim: int, order: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Returns the order of rows that puts all queries before all gates; in a checkpoint each head's
+    gates follow its query."""
     firsts = [2 * dim * head for head in range(num_heads)]
-    queries = [first + place for first in firsts for place in order or range(dim)]
-    return (*queries, *(first + place for first in firsts for place in range(dim, 2 * dim)))
+    queries = [first + row for first in firsts for row in order or range(dim)]
+    return (*queries, *(first + row for first in firsts for row in range(dim, 2 * dim)))
 
 
 def _mlp_parts(config: ModelConfig, source: str, target: str, shard: Shard) -> Iterator[WeightPart]:
@@ -702,12 +702,8 @@ def _mlp_parts(config: ModelConfig, source: str, target: str, shard: Shard) -> I
         name, rows, whole = key, None, (wide, hidden)
         if config.family.has_fused_matrices:
             name, rows, whole = "gate_up_proj", Cut(0, index * wide, wide), (2 * wide, hidden)
-        both = f"{target}gate_up"
-        yield from _product(f"{source}{name}", whole, both, cut, rows=rows, has_bias=has_bias)
+        yield from _product(
+            f"{source}{name}", whole, f"{target}gate_up", cut, rows=rows, has_bias=has_bias
+        )
     down = f"{source}down_proj"
     yield from _product(down, (hidden, wide), f"{target}down", down_cut, has_bias=has_bias)
-
-
-def _vocabulary_cut(config: ModelConfig, shard: Shard) -> Cut | None:
-    tokens = shard.vocabulary(config)
-    return None if shard.num_parts == 1 else Cut(0, tokens.start, len(tokens))

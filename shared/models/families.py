@@ -19,11 +19,11 @@ class WindowRule(enum.Enum):
     NEVER = "never"
     EVERY_LAYER = "every layer, if the config has a window"
     SWITCHED = "the layers the config names, if it switches windows on"
-    PATTERN = "the layers the config names, else all but every n-th"
+    PATTERN = "the layers the config names, else all except every n-th"
 
 
 class NormPlacement(enum.Enum):
-    """Position of the norms of a layer's blocks."""
+    """Where the norms of a layer's blocks stand: before a block, after it, or both."""
 
     BEFORE = "its input"
     AFTER = "its output"
@@ -33,7 +33,7 @@ class NormPlacement(enum.Enum):
 class QkNorm(enum.Enum):
     """The norm of queries and keys before rotation."""
 
-    NONE = "they are not"
+    NONE = "no norm"
     HEAD = "each head by itself"
     ASKED = "each head by itself, if the config says use_qk_norm"
     ALL_HEADS = "all heads at once"
@@ -44,36 +44,36 @@ class Family:
     """Properties in which a model family differs from Llama.
 
     Attributes:
-        qkv_bias: whether queries, keys and values have a bias; None asks the config.
-        output_bias: whether the attention output has one; None asks the config.
+        qkv_bias: whether queries, keys and values have a bias; None reads it from the config.
+        output_bias: whether the attention output has a bias; None reads it from the config.
         qk_norm: how queries and keys are normed.
-        window_rule: which layers slide.
-        window_period: PATTERN, n.
-        default_head_dim: None divides the hidden size by the heads.
+        window_rule: which layers have a sliding window.
+        window_period: n of `WindowRule.PATTERN`.
+        default_head_dim: None divides the hidden size by the number of heads.
         norms: where blocks are normed.
-        norm_offset: what is added to the weight of every norm.
+        norm_offset: added to the weight of every norm.
         scales_embedding: embeddings are multiplied by the root of the hidden size.
         has_fused_matrices: the checkpoint has queries, keys and values as one matrix, and gate
             and up as one.
-        rope: rotary parameters of configs that do not have them.
-        sliding_rope: likewise of sliding layers; None gives them those of all others.
+        rope: rotary parameters of configs without them.
+        sliding_rope: likewise of sliding layers; None gives them those of the other layers.
         is_latent: keys and values are made of a latent vector, see `LatentAttention`.
-        reads: puts a config into the words of the others; None where it speaks them.
+        reads: renames a config's keys to those of the other families; None where they are the same.
         has_head_gates: see `Attention.head_gate`.
-        has_raw_mtp: next-token layers read and hand on the residual stream, before the norm that
-            stands in front of the lm_head; else behind it.
+        has_raw_mtp: next-token layers read and return the residual stream before the final norm;
+            else after it.
         is_gated: see `Attention.is_gated`.
         has_delta: some layers have a gated delta rule in place of attention, see `DeltaConfig`.
-        has_fused_delta: the checkpoint has the projections of such a layer as two matrices, grouped
-            by key heads; else as four.
+        has_fused_delta: the checkpoint has the projections of a delta layer as two matrices,
+            grouped by key heads; else as four.
         is_hybrid: sliding layers have other key heads than the rest, see `HybridConfig`.
         skips_rotation: some layers do not rotate, and the others attend in chunks.
-        mlp_block: what the keys of a feed-forward block begin with, after those of the layer.
-        sinks_key: how checkpoints name sinks.
-        activation: None asks the config.
+        mlp_block: prefix of a feed-forward block's keys within the layer.
+        sinks_key: key of the attention sinks in checkpoints.
+        activation: None reads it from the config.
         has_sinks: heads have a score without a value, see `paged_attention`.
-        experts: of the layers that have some; None in dense families.
-        defaults: keys that configs may leave out, beside those that all have in common.
+        experts: the experts of its layers; None in dense families.
+        defaults: values of keys that configs may leave out, besides the defaults of all families.
     """
 
     qkv_bias: bool | None = None
@@ -133,7 +133,7 @@ _GEMMA3 = Family(
     scales_embedding=True,
     rope=RopeDefaults(theta=1e6),
     sliding_rope=RopeDefaults(theta_key="rope_local_base_freq"),
-    # Configs with a picture model beside the text model leave out what is as in this class.
+    # Configs that have a vision model too leave out keys whose values are these defaults.
     defaults=_GEMMA
     | _WINDOW_4096
     | {

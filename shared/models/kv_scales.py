@@ -1,9 +1,9 @@
-"""Factors of an e4m3 cache, from the weights alone.
+"""Scales of an e4m3 KV cache, computed from the weights alone, without calibration data.
 
-A root-mean-square norm bounds what it returns: `x / rms(x)` of H channels has length `sqrt(H)`. So
-every key and value has a bound that no input exceeds, and a factor that brings the bound into
-e4m3's range never lets a number be cut off, whatever is served. The bound is loose, about
-`sqrt(H)` above typical numbers, which costs nothing: e4m3 has full precision over 2^15.
+A root-mean-square norm bounds its output: `x / rms(x)` of H channels has length `sqrt(H)`. So every
+key and value has a bound that no input exceeds, and with a scale that brings the bound into e4m3's
+range no value is ever clipped. The bound is loose, about `sqrt(H)` above typical values, which
+costs nothing: e4m3 has full precision over 2^15.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def kv_scales(decoder: Decoder) -> Tensor:
     """Returns `[2, num_layers, num_kv_heads]` float32 powers of two, keys first.
 
     Raises:
-        CheckpointError: the family has no norm in front of the attention, so nothing is bounded,
-            or its cache holds latent vectors.
+        CheckpointError: keys and values have no bound, since the family has no norm before the
+            attention, or the family is not supported otherwise.
     """
     attention_factor = decoder.config.rope.attention_factor
     scales = [_layer_scales(layer, attention_factor) for layer in decoder.layers]
@@ -66,7 +66,7 @@ def _layer_scales(layer: DecoderLayer, attention_factor: float) -> Tensor:
 
 
 def _channel_bounds(layer: DecoderLayer, qkv: Linear) -> Tensor:
-    """Returns `[N]`, the largest size of each output of the product of queries, keys, values."""
+    """Returns `[N]`, the largest absolute value of each channel of queries, keys and values."""
     if layer.attention_norm is None:
         raise CheckpointError(
             "--kv-cache-dtype is fp8_e4m3; it needs a norm before attention, which bounds keys and "

@@ -1,5 +1,5 @@
-"""Parts of a decoder's shape, read from its config: rotary parameters, experts, linear attention,
-and Step-3.5's config in the words of other families."""
+"""Parts of a decoder's shape, read from its config: rotary parameters, experts and linear
+attention. Configs of Qwen and Step-3.5 are converted to the keys of other families."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shared.models.config_file import ConfigFile
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
-_OLDER_NAMES = {"su": RopeScaling.LONGROPE.value}
+_SCALING_ALIASES = {"su": RopeScaling.LONGROPE.value}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class RopeDefaults:
     """Defaults for keys that a config leaves out.
 
     Attributes:
-        theta_key: where older configs have theta.
-        is_interleaved: see `RopeConfig`; few configs say.
+        theta_key: key of theta in older configs.
+        is_interleaved: see `RopeConfig`; few configs have the key.
     """
 
     theta: float = 10_000.0
@@ -40,10 +40,10 @@ def read_rope(
     layer_type: str = FULL_ATTENTION,
     defaults: RopeDefaults = RopeDefaults(),
 ) -> RopeConfig:
-    """Reads `rope_parameters`, or `rope_theta` beside `rope_scaling`.
+    """Reads `rope_parameters`, or `rope_theta` and `rope_scaling`.
 
     Args:
-        layer_type: whose parameters, where the config has some for each type of layer.
+        layer_type: the type of layer, where the config has parameters for each type.
 
     Raises:
         CheckpointError: for a scaling scheme or a partial rotation that is not supported.
@@ -53,7 +53,7 @@ def read_rope(
     if layer_type in rope:
         rope = rope.nested(layer_type)
     elif layer_type != FULL_ATTENTION:
-        # The older spelling has scaling for the other layers only.
+        # Older configs scale only the layers with full attention.
         rope = ConfigFile(config.path, {})
     theta = rope.number("rope_theta", config.number(defaults.theta_key, defaults.theta))
     scaling = _scaling(config, rope)
@@ -89,11 +89,11 @@ def read_rope(
 def _scaling(config: ConfigFile, rope: ConfigFile) -> RopeScaling:
     name = rope.text("rope_type", rope.text("type", RopeScaling.NONE.value))
     try:
-        return RopeScaling(_OLDER_NAMES.get(name, name))
+        return RopeScaling(_SCALING_ALIASES.get(name, name))
     except ValueError as error:
-        known = ", ".join(scaling.value for scaling in RopeScaling)
+        names = ", ".join(scaling.value for scaling in RopeScaling)
         raise CheckpointError(
-            f"{config.path}: rope scaling is {name!r}; it must be one of {known}"
+            f"{config.path}: rope scaling is {name!r}; it must be one of {names}"
         ) from error
 
 
@@ -154,7 +154,7 @@ class DeltaConfig:
     """Layers with a gated delta rule in place of attention.
 
     Attributes:
-        layers: which ones have it.
+        layers: indices of these layers.
     """
 
     shape: DeltaShape
@@ -194,7 +194,7 @@ def read_qwen(config: ConfigFile) -> ConfigFile:
     """Returns a config of Qwen3-Next or Qwen3.5 with the keys that other families have.
 
     Raises:
-        CheckpointError: for a missing or mistyped key, or a kind of layer that is not known.
+        CheckpointError: for a missing or mistyped key, or an unknown kind of layer.
     """
     num_layers = config.integer("num_hidden_layers")
     period = config.integer("full_attention_interval", 4)
@@ -218,7 +218,7 @@ def read_qwen(config: ConfigFile) -> ConfigFile:
 # The experts of a decoder, read from its config.
 
 _COUNT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
-# Routing over groups is DeepSeek-V2's choice between two; all others have one way.
+# DeepSeek-V2 configs choose between routing with and without groups; this value is without.
 _GROUPLESS = "greedy"
 
 
@@ -227,13 +227,13 @@ class ExpertKeys:
     """Names of the parts of a block of experts in a family's checkpoints.
 
     Attributes:
-        block: what all keys begin with, after those of the layer.
-        router: the router's matrix.
-        gate: of an expert, and so are up and down.
-        shared: what the keys of the block that all rows take begin with.
-        correction: of the choice.
-        has_shared_apart: the shared block stands beside the block, not in it.
-        shared_gate: the gate of the shared block; None where it has none.
+        block: prefix of all keys of the block, within the layer.
+        router: key of the router's matrix.
+        gate, up, down: keys of an expert's matrices.
+        shared: prefix of the shared expert's keys.
+        correction: key of the bias that corrects the choice of experts.
+        has_shared_apart: the shared expert's keys begin with the layer's prefix, not the block's.
+        shared_gate: key of the shared expert's gate; None where it has none.
     """
 
     block: str = "mlp."
@@ -253,13 +253,13 @@ class ExpertFamily:
 
     Attributes:
         scores: function of the router's logits.
-        normalises: whether the weights of the chosen are divided by their sum; None asks the
-            config.
-        has_correction: the choice, and not the weights, has a bias an expert.
+        normalises: whether the weights of the chosen experts are divided by their sum; None reads
+            it from the config.
+        has_correction: each expert has a bias that counts for the choice but not for the weights.
         is_wide: the router computes in float32.
-        is_stacked: the checkpoint has all experts' matrices as one tensor, transposed.
-        may_be_stacked: it has so in some checkpoints, but not transposed.
-        is_stacked_apart: it has those of gate, up and down as one tensor each.
+        is_stacked: checkpoints have all experts' matrices as one tensor, transposed.
+        may_be_stacked: some checkpoints have them as one tensor, not transposed.
+        is_stacked_apart: checkpoints have one tensor each for all experts' gate, up and down.
         has_biases: experts and router have biases, and gate and up of a stack are interleaved.
         scales_inputs: see `Experts`.
     """
@@ -281,10 +281,9 @@ class ExpertConfig:
     """Sizes and switches of a decoder's experts.
 
     Attributes:
-        family: where they depart from other families'.
-        layers: those whose feed-forward block has experts.
-        intermediate_size: of an expert.
-        shared_size: of the block that all rows take; 0 where there is none.
+        layers: layers whose feed-forward block has experts.
+        intermediate_size: channels of an expert.
+        shared_size: channels of the shared expert; 0 where there is none.
     """
 
     family: ExpertFamily
@@ -316,10 +315,10 @@ def read_experts(config: ConfigFile, family: ExpertFamily | None) -> ExpertConfi
 
 
 def _check_activation(config: ConfigFile) -> None:
-    for key, needed in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
-        value = config.number(key, needed)
-        if value != needed:
-            raise CheckpointError(f"{config.path}: {key} is {value:g}; it must be {needed:g}")
+    for key, expected in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
+        value = config.number(key, expected)
+        if value != expected:
+            raise CheckpointError(f"{config.path}: {key} is {value:g}; it must be {expected:g}")
 
 
 def _routing(config: ConfigFile, family: ExpertFamily) -> Routing:
@@ -331,11 +330,11 @@ def _routing(config: ConfigFile, family: ExpertFamily) -> Routing:
     if config.text("topk_method", "") == _GROUPLESS:
         num_groups = 1
     num_chosen_groups = config.integer("topk_group", 1) if num_groups > 1 else 1
-    most = num_experts // num_groups * num_chosen_groups
-    if num_experts % num_groups or not 1 <= num_chosen <= most:
+    limit = num_experts // num_groups * num_chosen_groups
+    if num_experts % num_groups or not 1 <= num_chosen <= limit:
         raise CheckpointError(
             f"{config.path}: num_experts_per_tok is {num_chosen} of {num_experts} experts in "
-            f"{num_groups} groups, of which {num_chosen_groups} stay; it must be in [1, {most}], "
+            f"{num_groups} groups, of which {num_chosen_groups} stay; it must be in [1, {limit}], "
             f"and groups of equal size"
         )
     normalises = family.normalises
@@ -351,7 +350,7 @@ def _routing(config: ConfigFile, family: ExpertFamily) -> Routing:
 
 
 def _layers(config: ConfigFile) -> frozenset[int]:
-    """Returns the layers with experts: configs list them, or count them in one of several ways."""
+    """Returns the layers with experts, which configs list or describe in one of several ways."""
     if config.integers("moe_layers"):
         return frozenset(config.integers("moe_layers"))
     kinds, num_layers = config.texts("mlp_layer_types"), config.integer("num_hidden_layers")
@@ -371,19 +370,19 @@ def _layers(config: ConfigFile) -> frozenset[int]:
     )
 
 
-# Step-3.5's config in the words of other families.
+# Step-3.5's config, converted to the keys of other families.
 #
-# Published files name a model's sizes in their own way and list what differs by layer, next-token
-# layers included; transformers writes them anew.
+# Published files have their own names for sizes, and lists of what differs by layer, next-token
+# layers included; transformers saves another form.
 
-_OTHER_NAMES = {
+_STEP_KEYS = {
     "num_attention_groups": "num_key_value_heads",
     "moe_num_experts": "n_routed_experts",
     "moe_top_k": "num_experts_per_tok",
     "moe_router_scaling_factor": "routed_scaling_factor",
     "share_expert_dims": "share_expert_dim",
 }
-_KINDS = "layer_types"
+_LAYER_TYPES = "layer_types"
 
 
 def read_step(config: ConfigFile) -> ConfigFile:
@@ -393,20 +392,24 @@ def read_step(config: ConfigFile) -> ConfigFile:
         CheckpointError: for a missing or mistyped key.
     """
     num_layers = config.integer("num_hidden_layers")
-    kinds = (config.texts(_KINDS) or (FULL_ATTENTION,) * num_layers)[:num_layers]
-    # Theta is a list in some files, and the activation named in some is not what is computed.
-    values: dict[str, object] = {_KINDS: list(kinds), "rope_theta": None, "hidden_act": "silu"}
-    for own, common in _OTHER_NAMES.items():
-        if own in config:
-            number = own == "moe_router_scaling_factor"
-            values[common] = config.number(own) if number else config.integer(own)
+    kinds = (config.texts(_LAYER_TYPES) or (FULL_ATTENTION,) * num_layers)[:num_layers]
+    # Theta is a list in some files, and some name another activation than the model computes.
+    values: dict[str, object] = {
+        _LAYER_TYPES: list(kinds),
+        "rope_theta": None,
+        "hidden_act": "silu",
+    }
+    for key, common in _STEP_KEYS.items():
+        if key in config:
+            is_float = key == "moe_router_scaling_factor"
+            values[common] = config.number(key) if is_float else config.integer(key)
     _check_lists(config, num_layers)
     sliding = config.nested("attention_other_setting")
     groups = config.integer("num_attention_groups", 0)
     if sliding.integer("num_attention_groups", groups) != groups:
         raise CheckpointError(
-            f"{config.path}: attention_other_setting has other num_attention_groups than the "
-            f"config, {groups}, which is not supported"
+            f"{config.path}: num_attention_groups of attention_other_setting differs from the "
+            f"config's {groups}, which is not supported"
         )
     if "num_attention_heads" in sliding:
         values["num_sliding_attention_heads"] = sliding.integer("num_attention_heads")
@@ -433,11 +436,12 @@ def _check_lists(config: ConfigFile, num_layers: int) -> None:
 
 
 def layer_limits(config: ConfigFile, key: str) -> tuple[float | None, ...]:
-    """Returns the bound of gated channels in each layer; None, or 0 in the file, bounds nothing."""
+    """Returns the limit of gated channels in each layer; None, which is 0 in the file, is no
+    limit."""
     limits, num_layers = config.numbers(key), config.integer("num_hidden_layers")
     if len(limits) == 1:
         limits = limits * num_layers
-    return tuple(each or None for each in limits)
+    return tuple(limit or None for limit in limits)
 
 
 def _layers_with_experts(config: ConfigFile, num_layers: int) -> set[int]:
@@ -445,21 +449,20 @@ def _layers_with_experts(config: ConfigFile, num_layers: int) -> set[int]:
         return set(range(3, num_layers))
     if not isinstance(config.values["moe_layers_enum"], str):
         return set(config.integers("moe_layers_enum"))
-    return {int(each) for each in config.text("moe_layers_enum").split(",") if each.strip()}
+    return {int(layer) for layer in config.text("moe_layers_enum").split(",") if layer.strip()}
 
 
 def _rotations(config: ConfigFile, kinds: tuple[str, ...]) -> dict[str, object]:
-    """Returns the rotary parameters of each kind of layer; only whole attention is stretched."""
+    """Returns the rotary parameters of each kind of layer; only full attention has scaling."""
     thetas = config.numbers("rope_theta") or (10_000.0,)
     partials = config.numbers("partial_rotary_factors")
-    found: dict[str, object] = {}
+    parameters: dict[str, object] = {}
     for kind in (FULL_ATTENTION, SLIDING_ATTENTION):
         layer = kinds.index(kind) if kind in kinds else 0
-        own: dict[str, object] = {"rope_theta": thetas[layer] if len(thetas) > 1 else thetas[0]}
+        values: dict[str, object] = {"rope_theta": thetas[layer] if len(thetas) > 1 else thetas[0]}
         if partials:
-            own["partial_rotary_factor"] = partials[layer if len(partials) > 1 else 0]
+            values["partial_rotary_factor"] = partials[layer if len(partials) > 1 else 0]
         if kind == FULL_ATTENTION:
-            scaling = config.nested("rope_scaling")
-            own |= scaling.values
-        found[kind] = own
-    return found
+            values |= config.nested("rope_scaling").values
+        parameters[kind] = values
+    return parameters

@@ -1,21 +1,20 @@
-"""Weights that a checkpoint stores in few bits, with their scales beside them.
+"""Quantised weights of checkpoints, in three formats.
 
-A weight `[N, K]` of int8 or e4m3 stands for `weight * scale`. Its scales are under its own key and
-`_scale` (compressed-tensors) or `_scale_inv` (block FP8, which multiplies as well, for all its
-name): one for all, one an output channel, or one a block of rows and columns.
+**8 bits with scales.** A weight `[N, K]` of int8 or e4m3 stands for `weight * scale`. The key of
+its scales is its own key and `_scale` (compressed-tensors) or `_scale_inv` (block FP8; despite the
+name it is multiplied too). There is one scale for the whole weight, one per output channel, or one
+per block of rows and columns.
 
-Weights that a checkpoint stores in 4 bits: blocks of 32 elements of e2m1 with a scale each.
+**MXFP4.** Blocks of 32 elements of e2m1 with one scale each.
 
 Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.3.3 and 6.3, as gpt-oss's files
-have it: `{key}_blocks` `[..., N, K / 32, 16]` holds two elements a byte, the lower half first, and
-`{key}_scales` `[..., N, K / 32]` the exponents, biased by 127.
+have it: `{key}_blocks` `[..., N, K / 32, 16]` holds two elements per byte, the lower half first,
+and `{key}_scales` `[..., N, K / 32]` the exponents, biased by 127.
 
-Integers that a checkpoint packs into words of 32 bits: `pack-quantized` of compressed-tensors.
-
-A weight `[N, K]` of 4 or 8 bits stands under its own key and `_packed` as `[N, words]` int32,
-beside its shape under `_shape`. A word holds 8 or 4 columns, the first in the lowest bits, each as
-the number plus half of the range. Its scales are those of any weight in few bits, see
-`scaled_weights`.
+**Packed integers**: `pack-quantized` of compressed-tensors. A weight `[N, K]` of 4 or 8 bits is
+stored under its own key and `_packed` as `[N, words]` int32, and its shape under `_shape`. A word
+of 32 bits holds 8 or 4 columns, the first in the lowest bits, each as the number plus half of the
+range. Its scales are those of the 8-bit format.
 
 Source: compressed_tensors/compressors, `pack_to_int32`.
 """
@@ -46,7 +45,7 @@ EIGHT_BIT_DTYPES = (torch.int8, torch.float8_e4m3fn)
 SCALE_SUFFIXES = ("_scale", "_scale_inv")
 _COMPRESSED_TENSORS = "compressed-tensors"
 _BLOCK_FP8 = "fp8"
-# Those of compressed-tensors: the bits that a number may have; the last packs them into words.
+# Formats of compressed-tensors, with the bits that a number may have; the last one packs words.
 _FORMATS = {
     "int-quantized": (8,),
     "float-quantized": (8,),
@@ -58,20 +57,20 @@ _STRATEGIES = ("tensor", "channel", "group", "block")
 
 @dataclass(frozen=True, slots=True)
 class PackedKeys:
-    """Keys of the two tensors of a 4-bit weight."""
+    """Keys of the two tensors of a weight in MXFP4."""
 
     blocks: str
     scales: str
 
 
 def packed_keys(keys: Collection[str]) -> dict[str, PackedKeys]:
-    """Returns the weights in 4 bits among the keys of a checkpoint, by the name of the whole."""
-    found = {}
+    """Returns the weights in MXFP4 among the keys of a checkpoint, by weight name."""
+    weights = {}
     for key in keys:
         name = key.removesuffix(_BLOCKS)
         if name != key and f"{name}{_SCALES}" in keys:
-            found[name] = PackedKeys(key, f"{name}{_SCALES}")
-    return found
+            weights[name] = PackedKeys(key, f"{name}{_SCALES}")
+    return weights
 
 
 def unpacked_shape(blocks: tuple[int, ...]) -> tuple[int, ...]:
@@ -99,7 +98,7 @@ class WordKeys:
 
 
 def word_keys(keys: Collection[str]) -> dict[str, WordKeys]:
-    """Returns the packed weights among the keys of a checkpoint, by the name of the whole."""
+    """Returns the packed weights among the keys of a checkpoint, by weight name."""
     names = (key.removesuffix(_PACKED) for key in keys if key.endswith(_PACKED))
     return {
         name: WordKeys(f"{name}{_PACKED}", f"{name}{_SHAPE}")
@@ -109,11 +108,12 @@ def word_keys(keys: Collection[str]) -> dict[str, WordKeys]:
 
 
 def unpacked_words(words: Tensor, num_columns: int) -> Tensor | None:
-    """Returns int8 `[N, K]` of `[N, words]`; None where neither 4 nor 8 bits make K columns."""
+    """Returns int8 `[N, K]` of `[N, words]`; None if the words fit K columns of neither 4 nor 8
+    bits."""
     for bits in _NUM_BITS:
-        in_a_word = _WORD_BITS // bits
-        if words.shape[1] == -(-num_columns // in_a_word):
-            shifts = torch.arange(in_a_word, dtype=torch.int32) * bits
+        per_word = _WORD_BITS // bits
+        if words.shape[1] == -(-num_columns // per_word):
+            shifts = torch.arange(per_word, dtype=torch.int32) * bits
             fields = (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
             numbers: Tensor = fields.flatten(1)[:, :num_columns] - 2 ** (bits - 1)
             return numbers.to(torch.int8)
@@ -135,12 +135,13 @@ class ScaleBlock:
 
 @dataclass(frozen=True, slots=True)
 class StoredLayout:
-    """How a matrix `[N, K]` is held that a checkpoint has in 8 bits.
+    """Layout of a matrix `[N, K]` that stays in a checkpoint's 8 bits.
 
     Attributes:
         dtype: int8 or float8_e4m3fn.
         depth: K.
-        block: what shares a scale: 128 columns of 128 rows, or of one; None where a row has one.
+        block: the block that shares a scale: 128 columns of 128 rows or of one row; None where a
+            row has one scale.
     """
 
     dtype: torch.dtype
@@ -149,7 +150,7 @@ class StoredLayout:
 
     @property
     def step(self) -> int:
-        """Rows for each row of the scales."""
+        """Rows of the matrix per row of scales."""
         return 1 if self.block is None else self.block.rows
 
     @property
@@ -158,11 +159,11 @@ class StoredLayout:
         return 1 if self.block is None else -(-self.depth // self.block.columns)
 
 
-def block_held(block: ScaleBlock, *, is_aligned: bool) -> ScaleBlock | None:
-    """Returns the block in which products take the scales of a checkpoint's; None if they do not.
+def held_block(block: ScaleBlock, *, is_aligned: bool) -> ScaleBlock | None:
+    """Returns the block in which products can use a checkpoint's scales; None if they cannot.
 
     Args:
-        is_aligned: what is held begins and ends where blocks do.
+        is_aligned: the held rows begin and end at borders of blocks.
     """
     if block.columns != WORD_BLOCK:
         return None
@@ -170,7 +171,7 @@ def block_held(block: ScaleBlock, *, is_aligned: bool) -> ScaleBlock | None:
 
 
 def scale_block(config: ConfigFile) -> ScaleBlock | None:
-    """Returns what shares a scale by a model's config; None where that is a channel or a tensor.
+    """Returns the block that shares a scale, by a model's config; None for a channel or a tensor.
 
     Raises:
         CheckpointError: for a quantisation that is not supported.
@@ -189,7 +190,7 @@ def scale_block(config: ConfigFile) -> ScaleBlock | None:
 
 
 def scale_keys(keys: Collection[str]) -> dict[str, str]:
-    """Returns the key of the scales of every weight that has some."""
+    """Returns the key of the scales of every weight with scales."""
     return {
         key: f"{key}{suffix}"
         for suffix in SCALE_SUFFIXES
@@ -204,10 +205,10 @@ def spread_scales(
     block: ScaleBlock | None,
     part: Sequence[slice] = (),
 ) -> Tensor | None:
-    """Returns float32 factors that broadcast to a part of a weight.
+    """Returns float32 scales that broadcast to a part of a weight.
 
     Args:
-        scales: `[]`, `[1]` or `[1, 1]` for all; `[N]` or `[N, 1]`; or one a block.
+        scales: `[]`, `[1]` or `[1, 1]` for the whole weight; `[N]` or `[N, 1]`; or one per block.
         weight: shape `[N, K]` of the whole weight.
         part: slices of the weight's axes; an axis without one is whole.
 
@@ -227,8 +228,8 @@ def spread_scales(
 
 
 def scale_grid(scales: Tensor, weight: Sequence[int], block: ScaleBlock | None) -> Tensor | None:
-    """Returns the scales in float32 and two axes, of which one with one scale broadcasts; None
-    as `spread_scales`."""
+    """Returns the scales as a float32 matrix, in which an axis of size 1 broadcasts; None as
+    `spread_scales`."""
     if len(weight) != 2:
         return None
     scales, shape, num_rows = scales.float(), tuple(scales.shape), weight[0]
@@ -247,7 +248,8 @@ def _compressed_block(quantised: ConfigFile) -> ScaleBlock | None:
     blocks = {_group_block(groups.nested(group).nested("weights"), bits) for group in groups}
     if len(blocks) > 1:
         raise CheckpointError(
-            f"{quantised.path}: config_groups differ in what shares a scale; one way is supported"
+            f"{quantised.path}: config_groups have different blocks of shared scales; all must be "
+            f"the same"
         )
     return blocks.pop() if blocks else None
 

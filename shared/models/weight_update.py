@@ -1,11 +1,11 @@
-"""New weights for a decoder that serves: gathered in the host's memory, then put in place at once.
+"""Weight updates of a serving decoder: staged in host memory, then applied all together.
 
-For a GPU that memory is pinned, and stays with the process: the next update has it at once.
+For a GPU the host memory is pinned. The process keeps it, so the next update does not pin again.
 
-Nothing of the decoder changes before everything has been checked. Values go into the tensors that
-are there, whose addresses CUDA graphs hold, and come to their layout (packed, in 8 bits) by the
-loader's own path, a layer at a time. Matrices that are served in a checkpoint's 8 bits are taken
-from another one in the same 8 bits, or rounded to them.
+The decoder does not change before all new weights have been checked. Values are written into the
+existing tensors, since CUDA graphs hold their addresses. Each layer gets its layout (packed, in
+8 bits) through the loader's own code, one layer at a time. A matrix that is served in a
+checkpoint's 8 bits is read in the same 8 bits from the new checkpoint, or rounded to them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from shared.models.decoder_weights import (
     norm_from,
 )
 from shared.models.loader import MTP_PREFIXES, build_layer, read_decoder
-from shared.models.scaled_weights import StoredLayout
 from shared.models.weights import (
     WeightTensors,
     cut_tensor,
@@ -51,11 +50,11 @@ _CPU = torch.device("cpu")
 
 
 class WeightStage:
-    """The tensors of an update received so far. Not in force until `apply`.
+    """The tensors of an update received so far. They have no effect until `apply`.
 
     Args:
-        keys: the names that the served checkpoint's tensors have, which an update has too.
-        options: those that the decoder was loaded with.
+        keys: key prefixes of the served checkpoint; an update has the same names.
+        options: the options that the decoder was loaded with.
     """
 
     def __init__(self, decoder: Decoder, keys: DecoderKeys, options: ModelOptions) -> None:
@@ -72,34 +71,34 @@ class WeightStage:
         self._keys_of_others = keys_of_others(config, decoder.shard, keys)
         self._tensors: dict[str, Tensor] = {}
         self._places: dict[int, Tensor] = {}
-        self._arrived: set[str] = set()
+        self._received: set[str] = set()
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing has arrived, for this process or others."""
-        return not self._arrived
+        """Whether no tensor has been received, for this process or others."""
+        return not self._received
 
     @property
     def names(self) -> frozenset[str]:
-        """The decoder's tensors that have arrived, by the names of `decoder_parts`."""
+        """Names of the decoder's tensors that were received, see `decoder_parts`."""
         return self.all_names & self._tensors.keys()
 
     @property
     def all_names(self) -> frozenset[str]:
-        """The decoder's tensors."""
+
         return frozenset(part.target for part in self._parts)
 
     @property
     def num_bytes(self) -> int:
-        """Host memory of what has arrived."""
+
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def read(self, folder: Path, load_format: LoadFormat) -> None:
         """Reads a whole checkpoint.
 
         Raises:
-            CheckpointError: the folder is incomplete or damaged, or of another shape than the
-                decoder; nothing has arrived then.
+            CheckpointError: the folder is incomplete or damaged, or its model has another shape
+                than the decoder; then no tensor was received.
         """
         config = ModelConfig.from_folder(folder)
         _check_config(folder, config, self._decoder.config)
@@ -114,11 +113,12 @@ class WeightStage:
             is_pinned=self._is_pinned,
         )
         self._tensors = dict(tensors)
-        self._arrived = set(self._by_key)
+        self._received = set(self._by_key)
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises:
-        CheckpointError: the decoder has no such tensor, or of another shape, or it came before.
+        CheckpointError: the decoder has no such tensor, or one of another shape, or the update
+            has sent it before.
         """
         if self._is_ignored(name):
             return
@@ -130,100 +130,97 @@ class WeightStage:
             raise CheckpointError(
                 f"{name} of the update has shape {list(shape)}; the model needs {list(expected)}"
             )
-        if name in self._arrived:
+        if name in self._received:
             raise CheckpointError(f"{name} came twice in one update")
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Takes one tensor of a checkpoint, by its name there.
+        """Stages one tensor of a checkpoint, by its name there.
 
         Raises:
-            CheckpointError: see `check`; what arrived before is as it was.
+            CheckpointError: see `check`; the tensors received before are not changed.
         """
         self.check(name, tuple(tensor.shape))
         if self._is_ignored(name):
-            self._arrived |= self._keys_of_others & {name}
+            self._received |= self._keys_of_others & {name}
             return
         for index in self._by_key[name]:
             part = self._parts[index]
-            # From a GPU behind what is queued there; whoever sends from one waits for it.
-            taken = part.taken(partial(cut_tensor, tensor))
-            self._place(index).copy_(taken, non_blocking=self._is_pinned)
-        self._arrived.add(name)
+            # A copy from a GPU is queued after the GPU's other work; the sender waits for it.
+            rows = part.load(partial(cut_tensor, tensor))
+            self._destination(index).copy_(rows, non_blocking=self._is_pinned)
+        self._received.add(name)
 
     def check_ready(self) -> None:
         """Raises:
-        CheckpointError: parts of a tensor that is made of several are missing.
-        RuntimeError: the device has no room for one layer beside the decoder.
+        CheckpointError: a fused tensor was received only in part.
+        RuntimeError: the device has no memory for one more layer.
         """
-        self._check_complete()
-        _check_room(self._layer_bytes(), self._decoder.device)
-
-    def _check_complete(self) -> None:
         missing = {
             part.key
             for part in self._parts
-            if part.target in self._tensors and part.key not in self._arrived
+            if part.target in self._tensors and part.key not in self._received
         }
         if missing:
             raise CheckpointError(
-                f"the update lacks {listed(missing)}, which the server keeps in one tensor with "
-                f"others that it has"
+                f"the update lacks {listed(missing)}, which the server fuses with other tensors of "
+                f"the update"
             )
+        _check_room(self._layer_bytes(), self._decoder.device)
 
     @torch.inference_mode()
     def apply(self) -> None:
-        """Puts everything in place. `check_ready` has passed, and nothing computes."""
+        """Writes the new weights into the decoder. The caller has called `check_ready`, and no
+        forward is running."""
         decoder, config = self._decoder, self._decoder.config
         tensors, self._tensors, self._places = self._tensors, {}, {}
         head = tensors.get(_EMBEDDING if config.tie_word_embeddings else _LM_HEAD)
         if (embedding := tensors.get(_EMBEDDING)) is not None:
             decoder.embedding.copy_(embedding, non_blocking=True)
         if head is not None and not _is_same(decoder.lm_head, decoder.embedding):
-            _put(decoder.lm_head, Linear.of(head.to(decoder.device)))
+            _overwrite(decoder.lm_head, Linear.of(head.to(decoder.device)))
         if _NORM in tensors:
             norm = norm_from(config, {_NORM: tensors[_NORM].to(decoder.device)}, _NORM)
-            _put(decoder.norm, norm)
+            _overwrite(decoder.norm, norm)
         by_layer = _by_layer(tensors)
         for index in sorted(by_layer):
-            self._put_layer(index, by_layer.pop(index))
+            self._overwrite_layer(index, by_layer.pop(index))
         if decoder.device.type == "cuda":
             torch.cuda.synchronize(decoder.device)
 
-    def _put_layer(self, index: int, tensors: Mapping[str, Tensor]) -> None:
+    def _overwrite_layer(self, index: int, tensors: Mapping[str, Tensor]) -> None:
         decoder, prefix = self._decoder, f"layers.{index}."
-        # What has not come is told by its shape alone, and is left as it is.
-        own = [part for part in self._parts if part.target.startswith(prefix)]
-        given = empty_targets(own, decoder.dtype, torch.device("meta"), decoder.layouts)
-        given.update(
-            {name: each.to(decoder.device, non_blocking=True) for name, each in tensors.items()}
-        )
-        _round_wide(given)
+        # Tensors that were not received stand on the meta device and are not written.
+        parts = [part for part in self._parts if part.target.startswith(prefix)]
+        layer_tensors = empty_targets(parts, decoder.dtype, torch.device("meta"), decoder.layouts)
+        for name, tensor in tensors.items():
+            layer_tensors[name] = tensor.to(decoder.device, non_blocking=True)
+        _round_wide(layer_tensors)
         new = build_layer(
             decoder.config,
-            given,
+            layer_tensors,
             attention_shape(decoder.config, index, decoder.shard),
             index,
             self._options.quantisation,
             decoder.group,
         )
-        _put(decoder.layers[index - decoder.shard.layers(decoder.config).start], new)
+        _overwrite(decoder.layers[index - decoder.shard.layers(decoder.config).start], new)
 
     def _layer_bytes(self) -> int:
-        """The most that one layer takes before it is in its place, in the model's dtype."""
+        """Device memory for the largest staged layer, in the model's dtype."""
         sizes: dict[str, int] = defaultdict(int)
         for name, tensor in self._tensors.items():
             layer = name.split(".")[1] if name.startswith("layers.") else name
             sizes[layer] += 0 if name == _EMBEDDING else tensor.nbytes
         return max(sizes.values(), default=0)
 
-    def _place(self, index: int) -> Tensor:
+    def _destination(self, index: int) -> Tensor:
         if index not in self._places:
             target = self._parts[index].target
             indices = [i for i, part in enumerate(self._parts) if part.target == target]
-            own = [self._parts[i] for i in indices]
-            allocated = empty_targets(own, self._decoder.dtype, _CPU, is_pinned=self._is_pinned)
+            parts = [self._parts[i] for i in indices]
+            allocated = empty_targets(parts, self._decoder.dtype, _CPU, is_pinned=self._is_pinned)
             self._tensors |= allocated
-            self._places |= dict(zip(indices, places_of(own, allocated), strict=True))
+            self._places |= dict(zip(indices, places_of(parts, allocated), strict=True))
         return self._places[index]
 
     def _is_ignored(self, name: str) -> bool:
@@ -232,46 +229,42 @@ class WeightStage:
 
 
 def checksums(decoder: Decoder) -> dict[str, str]:
-    """Returns the SHA-256 of each tensor of this process's part of a decoder, by its place there,
-    in lower-case hexadecimal."""
+    """Returns the SHA-256 of each tensor of this process's part of a decoder, by its path in the
+    decoder, in lower-case hexadecimal."""
     return {name: _digest(tensor) for name, tensor in named_tensors(decoder)}
 
 
 def named_tensors(part: object) -> Iterator[tuple[str, Tensor]]:
-    """Yields the weights of a model or of a part of one, by their places."""
+    """Yields the weights of a model or of a part of one, with their paths."""
     return named_parts(part, Tensor)
 
 
-def _put(old: object, new: object) -> None:
-    """Copies the tensors of `new`, but those on the meta device, to their counterparts."""
-    places = dict(named_tensors(old))
+def _overwrite(old: object, new: object) -> None:
+    """Copies the tensors of `new` into those of `old`, except for tensors on the meta device."""
+    old_tensors = dict(named_tensors(old))
     for name, tensor in named_tensors(new):
         if not tensor.is_meta:
-            place = places[name]
+            place = old_tensors[name]
             assert place.shape == tensor.shape, f"{list(place.shape)} is not {list(tensor.shape)}"
             assert (place.dtype, place.layout) == (tensor.dtype, tensor.layout)
             place.copy_(tensor)
 
 
 def _round_wide(tensors: WeightTensors) -> None:
-    """Brings matrices that came wide to the 8 bits that they are served in."""
+    """Rounds matrices that were received in 16 or 32 bits to the 8 bits that they are served in."""
     for name, layout in tensors.layouts.items():
         if tensors[name].dtype != layout.dtype:
-            matrix = _rounded(tensors[name], layout)
+            rows = None if layout.block is None else layout.block.rows
+            matrix = StoredMatrix.rounded(tensors[name], layout.dtype, block_rows=rows)
             tensors[name], tensors[scales_of(name)] = matrix.values, matrix.scales
 
 
-def _rounded(weight: Tensor, layout: StoredLayout) -> StoredMatrix:
-    rows = None if layout.block is None else layout.block.rows
-    return StoredMatrix.rounded(weight, layout.dtype, block_rows=rows)
-
-
 def _by_layer(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-    found: dict[int, dict[str, Tensor]] = defaultdict(dict)
+    by_layer: dict[int, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
         if name.startswith("layers."):
-            found[int(name.split(".")[1])][name] = tensor
-    return found
+            by_layer[int(name.split(".")[1])][name] = tensor
+    return by_layer
 
 
 def _is_same(head: Linear, embedding: Tensor) -> bool:
@@ -281,8 +274,8 @@ def _is_same(head: Linear, embedding: Tensor) -> bool:
 
 
 def _check_room(num_bytes: int, device: torch.device) -> None:
-    """Raises: RuntimeError where so much cannot be had now. What is freed here stays with torch, so
-    that it can be had again."""
+    """Raises: RuntimeError if the device cannot allocate as much now. torch's allocator keeps the
+    freed memory for the update."""
     if device.type == "cuda":
         torch.empty(2 * num_bytes, dtype=torch.uint8, device=device)
 
@@ -294,21 +287,22 @@ def _digest(tensor: Tensor) -> str:
 
 
 def _check_config(folder: Path, given: ModelConfig, served: ModelConfig) -> None:
-    """Raises: CheckpointError where the two would compute different things with the same names."""
+    """Raises: CheckpointError if a model of the given config would compute something else with
+    tensors of the same names."""
     given = dataclasses.replace(given, dtype=served.dtype, eos_token_ids=served.eos_token_ids)
     for field in dataclasses.fields(ModelConfig):
-        mine, theirs = getattr(served, field.name), getattr(given, field.name)
-        if mine != theirs:
+        expected, value = getattr(served, field.name), getattr(given, field.name)
+        if value != expected:
             raise CheckpointError(
-                f"{folder} has {field.name} {theirs}; the model that is served has {mine}"
+                f"{folder} has {field.name} {value}; the model that is served has {expected}"
             )
 
 
-# Other weights in a draft model that runs.
+# New weights for a running draft model.
 #
-# They are copied into the tensors that are there, so CUDA graphs, and whoever borrowed a head, go
-# on with the addresses that they know. What the target was told of a head stays: the projection of
-# features that it applies, and the tokens that the head can draft.
+# They are copied into the existing tensors, so that CUDA graphs, and other users of a head's
+# tensors, keep valid addresses. What the target knows of a head must not change: the projection
+# of features, which the target applies, and the tokens that the head can draft.
 
 _FIXED = ("feature_spec.projection", "vocabulary.token_ids", "token_map")
 _FINITE_PART = 1 << 22  # elements
@@ -322,23 +316,23 @@ class Model(Protocol):
 
 
 class WeightSwap:
-    """Weights that were read, checked against the model that runs.
+    """New weights for a running draft model, checked against it.
 
     Args:
-        new: of the same config, on the same device; it is of no use afterwards.
+        new: a model of the same config on the same device; do not use it afterwards.
 
     Raises:
-        CheckpointError: `new` does not fit, changes what the target was told, or has a weight that
-            is not finite; the message names the weight.
+        CheckpointError: `new` does not fit, changes what the target knows of the head, or has a
+            weight that is not finite; the message names the weight.
     """
 
     def __init__(self, running: Model, new: Model) -> None:
         if new.config != running.config:
-            raise CheckpointError("config.json is not that of the model that runs")
+            raise CheckpointError("config.json is not that of the running model")
         places, sources = dict(named_tensors(running)), dict(named_tensors(new))
         for name in sorted(places.keys() ^ sources.keys()):
-            where = "the model that runs" if name in places else "the new weights"
-            raise CheckpointError(f"{name} is in {where} alone")
+            where = "the running model" if name in places else "the new weights"
+            raise CheckpointError(f"{name} is only in {where}")
         for name, place in places.items():
             _check(name, place, sources[name])
         pairs = ((place, sources[name]) for name, place in places.items())
@@ -346,7 +340,7 @@ class WeightSwap:
 
     @torch.inference_mode()
     def apply(self) -> None:
-        """Copies the weights, behind the work that this thread has queued on the device."""
+        """Copies the weights, after the work that this thread has queued on the device."""
         for place, source in self._pairs:
             place.copy_(source)
 
@@ -356,20 +350,19 @@ def _check(name: str, place: Tensor, source: Tensor) -> None:
         return
     if source.shape != place.shape or source.dtype != place.dtype:
         raise CheckpointError(
-            f"{name} has shape {list(source.shape)} in {source.dtype}; that of the model that runs "
+            f"{name} has shape {list(source.shape)} in {source.dtype}; that of the running model "
             f"has {list(place.shape)} in {place.dtype}"
         )
     if name in _FIXED and not torch.equal(place, source):
-        raise CheckpointError(
-            f"{name} differs from that of the model that runs, which a target has"
-        )
+        raise CheckpointError(f"{name} differs from that of the running model, which a target uses")
     plain = source.to_dense() if source.is_mkldnn else source
-    # Bytes of words that hold e4m3 numbers are none themselves.
+    # Skips e4m3: such a tensor may be packed (`in_words`), so that its bytes are no e4m3 numbers.
     if plain.is_floating_point() and plain.itemsize > 1 and not _is_finite(plain):
         raise CheckpointError(f"{name} holds numbers that are not finite")
 
 
 def _is_finite(values: Tensor) -> bool:
-    """In parts: a GPU that serves has little room, and making room would hold up its steps."""
+    """Checks in parts: a serving GPU has little free memory, and freeing some would delay its
+    steps."""
     parts = torch.split(values.reshape(-1), _FINITE_PART)
     return bool(torch.stack([part.float().isfinite().all() for part in parts]).all())

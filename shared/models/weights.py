@@ -1,11 +1,10 @@
 """Lists the tensors that a checkpoint must hold, and reads them into fused tensors. Matrices in
-8 bits become numbers of the model's dtype, or stay what they are and keep their scales.
+8 bits are converted to the model's dtype, or stay in 8 bits with their scales.
 
-Weights from mapped files to their places, on several threads.
-
-Copying from a mapped file reads it, with a page fault every few pages: one thread brings a few
-gigabytes a second, a tenth of what a GPU takes in. A GPU takes in that much from pinned memory
-only, so every thread has two pinned buffers: it fills one while the other is on its way.
+Several threads copy weights from mapped files into the tensors. Reading a mapped file costs a page
+fault every few pages: one thread reads a few gigabytes a second, a tenth of what a GPU can receive.
+A GPU receives at that speed only from pinned memory, so every thread has two pinned buffers: it
+fills one while the other is being copied to the GPU.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ from shared.kernels.quantised import StoredMatrix
 from shared.layers.linear import STORED_DTYPES
 from shared.model_options import Quantisation
 from shared.models.checkpoint import Checkpoint, Cut, ScaledFile
-from shared.models.scaled_weights import ScaleBlock, StoredLayout, block_held
+from shared.models.scaled_weights import ScaleBlock, StoredLayout, held_block
 
-# How many names a message lists before it only counts.
+# The most names that a message lists; it only counts the rest.
 _MAX_NAMES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class WeightCopy:
-    """One tensor to be copied, of any strides.
+    """One copy of a tensor.
 
     Attributes:
-        source: in the host's memory.
-        place: of the same shape, contiguous; takes the elements in its own dtype.
+        source: tensor in host memory, of any strides.
+        place: destination of the same shape, contiguous; elements are converted to its dtype.
     """
 
     source: Tensor
@@ -54,48 +53,46 @@ class CopyPace:
     """How fast weights are copied.
 
     Attributes:
-        max_threads: that copy at once.
-        chunk_bytes: of a copy, and of a pinned buffer; a row more where rows are longer.
+        chunk_bytes: size of one copy and of a pinned buffer; a single longer row is one copy.
     """
 
     max_threads: int
     chunk_bytes: int
 
 
-AT_ONCE = CopyPace(8, 16 * 2**20)
-BESIDE_STEPS = CopyPace(1, 2**20)
-"""While the GPU serves: what a step sends to the device waits for no more than two small copies.
-Beside eight threads, steps of an H200 took 20 ms longer, and 110 ms while their buffers were
-pinned."""
+FULL_PACE = CopyPace(8, 16 * 2**20)
+SERVING_PACE = CopyPace(1, 2**20)
+"""The pace while the GPU serves: a step's own copies wait for at most two small weight copies. With
+eight threads, steps of an H200 took 20 ms longer, and 110 ms while the threads pinned buffers."""
 
 
 def copy_weights(
-    copies: Iterable[WeightCopy], device: torch.device, pace: CopyPace = AT_ONCE
+    copies: Iterable[WeightCopy], device: torch.device, pace: CopyPace = FULL_PACE
 ) -> Iterator[int]:
-    """Copies everything to places on `device`, and yields the bytes written of each part.
+    """Copies all tensors to places on `device`, and yields the bytes written by each part.
 
-    All is there when the iterator has ended, for whatever the caller queues next.
+    When the iterator has ended, all copies are done.
 
     Raises:
-        Exception: whatever `copies` raises.
+        Exception: any error that `copies` raises.
     """
-    lane = _GpuLane(device, pace.chunk_bytes) if device.type == "cuda" else _HostLane()
+    copier = _GpuCopier(device, pace.chunk_bytes) if device.type == "cuda" else _HostCopier()
     num_threads = min(pace.max_threads, os.cpu_count() or 1)
     try:
         with ThreadPoolExecutor(num_threads, thread_name_prefix="weights") as pool:
             waiting: deque[Future[int]] = deque()
             for part in _parts(copies, pace.chunk_bytes):
-                waiting.append(pool.submit(lane.copy, part))
+                waiting.append(pool.submit(copier.copy, part))
                 if len(waiting) > 2 * num_threads:
                     yield waiting.popleft().result()
-            for each in waiting:
-                yield each.result()
+            for copied in waiting:
+                yield copied.result()
     finally:
-        lane.finish()
+        copier.finish()
 
 
 def _parts(copies: Iterable[WeightCopy], chunk_bytes: int) -> Iterator[WeightCopy]:
-    """Yields the copies cut along their first axis, so that a buffer holds any of them."""
+    """Yields the copies, split along their first axis into parts that fit in a buffer."""
     for copy in copies:
         row_bytes = copy.source[0].nbytes
         num_rows = max(chunk_bytes // row_bytes, 1)
@@ -103,8 +100,8 @@ def _parts(copies: Iterable[WeightCopy], chunk_bytes: int) -> Iterator[WeightCop
         yield from map(WeightCopy, sources, places)
 
 
-class _HostLane:
-    """Copies within the host's memory."""
+class _HostCopier:
+    """Copies within host memory."""
 
     def copy(self, part: WeightCopy) -> int:
         """Returns the bytes written."""
@@ -112,11 +109,11 @@ class _HostLane:
         return part.place.nbytes
 
     def finish(self) -> None:
-        """Nothing is under way."""
+        """Does nothing: no copy is pending."""
 
 
 class _Buffer:
-    """Pinned memory, and when the copy from it is over."""
+    """Pinned memory, and the event after the last copy from it."""
 
     def __init__(self, chunk_bytes: int) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
@@ -133,19 +130,19 @@ class _Buffer:
         return staged.copy_(source)
 
 
-class _GpuLane(threading.local):
-    """The buffers and the stream of one thread; each thread that uses it gets its own."""
+class _GpuCopier(threading.local):
+    """Pinned buffers and a stream for copies to a GPU; each thread that uses it gets its own."""
 
     def __init__(self, device: torch.device, chunk_bytes: int) -> None:
         self._device = device
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            # The places may be memory that work queued before this still reads.
+            # Work queued earlier may still read the destination's memory.
             self._stream.wait_stream(torch.cuda.default_stream())
             self._buffers = deque((_Buffer(chunk_bytes), _Buffer(chunk_bytes)))
 
     def copy(self, part: WeightCopy) -> int:
-        """Returns the bytes written, which may still be on their way from this thread's buffers."""
+
         buffer = self._buffers[0]
         self._buffers.rotate()
         with torch.cuda.stream(self._stream):
@@ -154,26 +151,25 @@ class _GpuLane(threading.local):
         return part.place.nbytes
 
     def finish(self) -> None:
-        """Waits for everything that any thread has queued."""
+        """Waits for the copies of all threads."""
         torch.cuda.synchronize(self._device)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightPart:
-    """One tensor of a checkpoint and where it goes.
+    """One tensor of a checkpoint, and the tensor that it becomes part of.
 
     Attributes:
         key: name in the checkpoint.
         shape: shape it must have there.
-        index: of a stack `[E, K, N]` or `[E, N]`, the matrix or vector that is read; matrices are
-            transposed, unless `keeps_order`. None reads a tensor that is no such stack.
         target: name of the tensor it becomes; parts of one target are stacked along axis 0.
-        repeats: how often it is repeated along axis 0, as a norm shared by all heads is.
+        repeats: how often it is repeated along axis 0, for a norm that all heads share.
         cut: the part that is read; None reads all.
-        row_order: rows are put in this order, in every block of as many; None leaves them.
-        dtype: of the tensor it becomes; None takes the model's.
-        may_stay: a matrix that a checkpoint has in 8 bits may be held so, with its scales, if all
-            parts of its target may.
+        row_order: new order of the rows in each block of as many; None keeps the order.
+        dtype: dtype of the target; None takes the model's.
+        index: the matrix or vector to read from a stack `[E, K, N]` or `[E, N]`; matrices are
+            transposed, unless `keeps_order`. None for a tensor that is no such stack.
+        may_stay: a matrix in 8 bits may be held so, with its scales, if all of the target may.
     """
 
     key: str
@@ -207,16 +203,16 @@ class WeightPart:
             shape = shape[1:] if self.keeps_order else shape[:0:-1]
         return shape if self.cut is None else self.cut.shape(shape)
 
-    def taken(self, read: Callable[[Cut | None], Tensor]) -> Tensor:
-        """Returns what `read`, which may be told a part of the tensor, has for the target."""
+    def load(self, read: Callable[[Cut | None], Tensor]) -> Tensor:
+        """Returns this part's rows of the target; `read` returns the tensor or a cut of it."""
         if self.index is None:
             return self._arranged(read(self.cut))
-        own = read(Cut(0, self.index, 1))[0]
-        own = own if own.dim() == 1 or self.keeps_order else own.T
-        return self._arranged(own if self.cut is None else own[self.cut.slices])
+        matrix = read(Cut(0, self.index, 1))[0]
+        matrix = matrix if matrix.dim() == 1 or self.keeps_order else matrix.T
+        return self._arranged(matrix if self.cut is None else matrix[self.cut.slices])
 
     def _arranged(self, tensor: Tensor) -> Tensor:
-        """Returns rows of the tensor in the given order, repeated where asked for."""
+        """Returns the rows of the tensor in `row_order`, repeated `repeats` times."""
         if self.row_order is not None:
             blocks = tensor.reshape(-1, len(self.row_order), *tensor.shape[1:])
             tensor = blocks[:, list(self.row_order)].flatten(0, 1)
@@ -230,7 +226,7 @@ class WeightPart:
 
     @property
     def source_rows(self) -> Tensor:
-        """The row of the checkpoint's matrix that each row becomes."""
+        """For each row of the part, its row in the checkpoint's matrix."""
         rows = torch.arange(self.shape[0])
         is_cut = self.cut is not None and self.cut.dim == 0
         return self._arranged(cut_tensor(rows, self.cut) if is_cut else rows)
@@ -241,11 +237,11 @@ class WeightPart:
 
 
 class WeightTensors(dict[str, Tensor]):
-    """Tensors by the targets of their parts, which loaders take out.
+    """Tensors by target name; builders remove them from this dict.
 
     Attributes:
-        dtype: of the model.
-        layouts: of the matrices that are held in 8 bits; see `scales_of` for their scales.
+        dtype: dtype of the model.
+        layouts: layouts of the matrices that are held in 8 bits; see `scales_of` for their scales.
     """
 
     def __init__(
@@ -258,23 +254,23 @@ class WeightTensors(dict[str, Tensor]):
         self.dtype, self.layouts = dtype, layouts
 
     def pop_matrix(self, name: str) -> Tensor | StoredMatrix:
-        """Takes a matrix out of the dict, with its scales if it has some."""
+        """Removes a matrix, with its scales if it has any, and returns it."""
         weight, scales = self.pop(name), self.pop(scales_of(name), None)
         return weight if scales is None else StoredMatrix(weight, scales, self.dtype)
 
 
 def scales_of(target: str) -> str:
-    """Returns the name that the scales of a target have."""
+    """Returns the name of a target's scales."""
     return f"{target}.scales"
 
 
 Stays = Callable[[str, StoredLayout], bool]
-"""Whether a target that can be held in a layout is to be."""
+"""A rule: whether a target that can be held in an 8-bit layout stays in it."""
 
 
 def stays_stored(quantisation: Quantisation, dtype: torch.dtype, device: torch.device) -> Stays:
-    """Returns the rule for a model in `dtype` on `device`: matrices that come in the 8 bits that
-    are asked for stay as they are, or in any where the device multiplies them."""
+    """Returns the rule for a model in `dtype` on `device`. With a quantisation, matrices of its
+    8-bit type stay. Without one, all stay that the batch-invariant kernel can multiply."""
     stored = STORED_DTYPES.get(quantisation)
     if stored is None:
         return lambda _, layout: keeps_row_bits(device, dtype, layout.depth)
@@ -291,14 +287,14 @@ def read_weights(
     dtype: torch.dtype,
     device: torch.device,
     stays: Stays | None = None,
-    pace: CopyPace = AT_ONCE,
+    pace: CopyPace = FULL_PACE,
     is_pinned: bool = False,
     show_progress: bool = False,
 ) -> WeightTensors:
     """Reads all parts to `device`, cast to `dtype`, stacked into their targets.
 
     Args:
-        stays: which matrices that the checkpoint has in 8 bits are held so; None holds none.
+        stays: which matrices of the checkpoint in 8 bits stay in 8 bits; None converts all.
         is_pinned: see `empty_targets`.
 
     Raises:
@@ -308,8 +304,8 @@ def read_weights(
     files = {path: checkpoint.open_file(path) for path in _by_file(checkpoint, parts)}
     layouts: dict[str, StoredLayout] = {}
     if stays is not None:
-        found = _stored_layouts(checkpoint, files, parts)
-        layouts = {target: layout for target, layout in found.items() if stays(target, layout)}
+        possible = _stored_layouts(checkpoint, files, parts)
+        layouts = {target: layout for target, layout in possible.items() if stays(target, layout)}
     targets = empty_targets(parts, dtype, device, layouts, is_pinned=is_pinned)
     progress = tqdm(
         total=sum(target.nbytes for target in targets.values()),
@@ -338,15 +334,15 @@ def _copies(
             _check_shape(path, weights, part)
             layout = targets.layouts.get(part.target)
             if layout is None:
-                yield WeightCopy(part.taken(partial(weights.read, part.key)), place)
+                yield WeightCopy(part.load(partial(weights.read, part.key)), place)
                 continue
-            numbers = part.taken(partial(_codes, weights, part.key))
+            numbers = part.load(partial(_codes, weights, part.key))
             yield WeightCopy(numbers, place.view(torch.uint8))
-            yield WeightCopy(_own_scales(weights, part, layout, checkpoint), scale_places[index])
+            yield WeightCopy(_part_scales(weights, part, layout, checkpoint), scale_places[index])
 
 
 def _codes(weights: ScaledFile, key: str, cut: Cut | None) -> Tensor:
-    """Returns 8-bit numbers as bytes, which torch indexes whatever they stand for."""
+    """Returns 8-bit numbers as bytes, which torch can index for every 8-bit dtype."""
     return weights.read_stored(key, cut).view(torch.uint8)
 
 
@@ -357,22 +353,25 @@ def _stored_layouts(
     by_target: dict[str, list[WeightPart]] = defaultdict(list)
     for part in parts:
         by_target[part.target].append(part)
-    found = {}
-    for target, own in by_target.items():
-        if not all(part.may_stay and part.key in checkpoint.scales for part in own):
+    layouts = {}
+    for target, target_parts in by_target.items():
+        if not all(part.may_stay and part.key in checkpoint.scales for part in target_parts):
             continue
-        dtypes = {files[checkpoint.files[part.key]].stored_dtype(part.key) for part in own}
+        dtypes = {files[checkpoint.files[part.key]].stored_dtype(part.key) for part in target_parts}
         dtype = dtypes.pop()
-        layout = None if dtypes or dtype is None else layout_of(own, dtype, checkpoint.block)
+        if dtypes or dtype is None:
+            continue
+        layout = layout_of(target_parts, dtype, checkpoint.block)
         if layout is not None:
-            found[target] = layout
-    return found
+            layouts[target] = layout
+    return layouts
 
 
 def layout_of(
     parts: Sequence[WeightPart], dtype: torch.dtype, block: ScaleBlock | None
 ) -> StoredLayout | None:
-    """Returns how a target is held whose parts a checkpoint has in 8 bits; None if it is not.
+    """Returns the 8-bit layout of a target whose parts the checkpoint has in 8 bits; None if it has
+    to be converted.
 
     Args:
         block: see `Checkpoint`.
@@ -380,17 +379,17 @@ def layout_of(
     depth = parts[0].read_shape[1]
     if block is None:
         return StoredLayout(dtype, depth, None)
-    # Equal cuts of a group all begin with a block where one is whole blocks long.
+    # All processes of a group agree: their cuts are equally long, so all are aligned or none is.
     cuts = [part.columns for part in parts if part.columns is not None]
     if any(cut.start % block.columns or cut.length % block.columns for cut in cuts):
         return None
     is_aligned = all(_is_aligned(part, block.rows, is_last=part is parts[-1]) for part in parts)
-    held = block_held(block, is_aligned=is_aligned)
+    held = held_block(block, is_aligned=is_aligned)
     return None if held is None else StoredLayout(dtype, depth, held)
 
 
 def _is_aligned(part: WeightPart, num_rows: int, *, is_last: bool) -> bool:
-    """Whether each block of rows of a target comes from one of the checkpoint."""
+    """Whether each block of rows of a target comes from one block of the checkpoint."""
     if part.num_rows % num_rows and not is_last:
         return False
     if part.row_order is None:
@@ -400,10 +399,10 @@ def _is_aligned(part: WeightPart, num_rows: int, *, is_last: bool) -> bool:
     return torch.equal(blocks, blocks[firsts])
 
 
-def _own_scales(
+def _part_scales(
     weights: ScaledFile, part: WeightPart, layout: StoredLayout, checkpoint: Checkpoint
 ) -> Tensor:
-    """Returns the scales of what is read of a matrix, as they are held."""
+    """Returns the scales of a part of a matrix, in the layout in which they are held."""
     grid, block = weights.scales(part.key), checkpoint.block
     if block is None:
         return grid.expand(part.shape[0], 1)[part.source_rows]
@@ -439,7 +438,7 @@ def _check_keys(
 
 
 def listed(keys: Iterable[str]) -> str:
-    """Returns the first names in words, and how many more there are."""
+    """Returns the first names, and how many more there are, as text."""
     names = sorted(keys)
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return ", ".join(names[:_MAX_NAMES]) + more
@@ -463,29 +462,29 @@ def empty_targets(
     *,
     is_pinned: bool = False,
 ) -> WeightTensors:
-    """Returns the tensors that `parts` become, not filled.
+    """Returns the tensors that `parts` become, uninitialised.
 
     Args:
-        layouts: of targets that are held in 8 bits.
-        is_pinned: in memory of the host that a GPU reads at the full speed of its link. torch keeps
-            such memory when it comes free, so that the next such tensors cost nothing.
+        layouts: layouts of targets that are held in 8 bits.
+        is_pinned: allocates pinned host memory, which a GPU reads at the full speed of its link.
+            torch caches freed pinned memory, so that later tensors of this size cost nothing.
     """
     num_rows: dict[str, int] = defaultdict(int)
     trailing = {part.target: part.read_shape[1:] for part in parts}
     dtypes = {part.target: part.dtype or dtype for part in parts}
     for part in parts:
         num_rows[part.target] += part.num_rows
-    own = {target: layout for target, layout in layouts.items() if target in num_rows}
-    dtypes |= {target: layout.dtype for target, layout in own.items()}
+    stored = {target: layout for target, layout in layouts.items() if target in num_rows}
+    dtypes |= {target: layout.dtype for target, layout in stored.items()}
     shapes = {target: (rows, *trailing[target]) for target, rows in num_rows.items()}
-    for target, layout in own.items():
+    for target, layout in stored.items():
         shapes[scales_of(target)] = -(-num_rows[target] // layout.step), layout.num_columns
         dtypes[scales_of(target)] = torch.float32
     tensors = {
         name: torch.empty(shape, dtype=dtypes[name], device=device, pin_memory=is_pinned)
         for name, shape in shapes.items()
     }
-    return WeightTensors(tensors, dtype, own)
+    return WeightTensors(tensors, dtype, stored)
 
 
 def places_of(parts: Sequence[WeightPart], targets: Mapping[str, Tensor]) -> list[Tensor]:
@@ -500,7 +499,7 @@ def places_of(parts: Sequence[WeightPart], targets: Mapping[str, Tensor]) -> lis
 
 
 def _scale_places(parts: Sequence[WeightPart], targets: WeightTensors) -> dict[int, Tensor]:
-    """Returns, for each part that is held in 8 bits, the view of the scales that it fills."""
+    """Returns, for each part in 8 bits, the view of its target's scales that it fills."""
     places: dict[int, Tensor] = {}
     next_row: dict[str, int] = defaultdict(int)
     for index, part in enumerate(parts):

@@ -208,7 +208,7 @@ class WideModel:
         for part, place in zip(parts, places_of(parts, tensors), strict=True):
             tensor = self.read(part.key)
             assert tuple(tensor.shape) == part.shape, f"{part.key} has shape {list(tensor.shape)}"
-            place.copy_(part.taken(partial(cut_tensor, tensor)))
+            place.copy_(part.load(partial(cut_tensor, tensor)))
         return build_decoder(self.config, tensors, self._device, options, group)
 
     def write(self, folder: Path, *, dtype: torch.dtype, shard_size_bytes: int) -> None:

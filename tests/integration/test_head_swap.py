@@ -23,7 +23,7 @@ from services.draft.drafters.eagle import EagleDrafter
 from services.draft.head_weights import HeadWeights
 from services.draft.settings import DraftSettings
 from shared.models import weights as weights_module
-from shared.models.weights import BESIDE_STEPS, CopyPace, WeightCopy
+from shared.models.weights import SERVING_PACE, CopyPace, WeightCopy
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as admin_pb
 from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as admin_grpc
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
@@ -230,7 +230,7 @@ def test_weights_lie_where_they_lay(
         assert torch.equal(own, getattr(second.head.layers[0].attention, name).dense())
     assert torch.equal(norm, second.head.layers[0].mlp_norm.weight)  # type: ignore[attr-defined]
     assert (weights.version, weights.num_swaps) == ("1", 1)
-    assert paces == [BESIDE_STEPS], "no step waits for the copies"
+    assert paces == [SERVING_PACE], "no step waits for the copies"
 
 
 BAD_WEIGHTS: tuple[tuple[str, Callable[[torch.Tensor], torch.Tensor] | None, str], ...] = (

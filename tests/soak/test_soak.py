@@ -86,7 +86,9 @@ def test_a_soak_notices_a_stale_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Any state of a fitting length is taken for a sequence's own."""
-    monkeypatch.setattr(StateStore, "_are_own", lambda self, stamps: np.ones_like(stamps, bool))
+    monkeypatch.setattr(
+        StateStore, "_stamps_match", lambda self, stamps: np.ones_like(stamps, bool)
+    )
     with pytest.raises(SoakFailed, match="plain decoding gives"):
         # With this seed it does so early.
         _run(Soak(recurrent, {"other": models["other"]}, 1, overlaps=True), 6)

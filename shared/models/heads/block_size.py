@@ -1,4 +1,4 @@
-"""The number of rows that a DFlash head drafts over; free of torch, because settings ask for it."""
+"""The block size of a DFlash head. No torch, because the settings read it too."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from shared.models.config_file import ConfigFile
 BLOCK_SIZE_KEY = "block_size"
 DEFAULT_BLOCK_SIZE = 16
 MAX_BLOCK_SIZE = 33
-"""The known token, and as many drafted ones as the deepest tree has levels."""
+"""The last committed token, and one drafted token for each level of the deepest tree."""
 
 
 def read_block_size(config: ConfigFile) -> int:
-    """Returns the rows of a block, the last committed token included.
+    """Returns the number of rows of a block, the last committed token included.
 
     Raises:
         CheckpointError: it is out of range.

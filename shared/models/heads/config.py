@@ -1,4 +1,4 @@
-"""The shape of a draft head, read from its folder and held against its target."""
+"""The shape of a draft head, read from its folder and checked against its target."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from shared.errors import CheckpointError
 from shared.models.config import ModelConfig
 from shared.models.config_file import CONFIG_FILE, ConfigFile
 
-_LAYERS_OF = "LlamaForCausalLM"
+_LAYER_ARCHITECTURE = "LlamaForCausalLM"
 
 
 class HeadKind(enum.Enum):
-    """The way a head combines the target's hidden states with the next token.
+    """How a head combines the target's hidden states with the next token.
 
-    EAGLE is the form of EAGLE-1 and EAGLE-2, which differ in their trees only.
+    EAGLE stands for both EAGLE-1 and EAGLE-2, which differ in their trees only.
     """
 
     EAGLE = "EAGLE"
@@ -31,10 +31,10 @@ class HeadConfig:
     """Sizes and switches of a one-layer draft head.
 
     Attributes:
-        sizes: of the layer, which is Llama's, with the vocabulary of the target; H below is its
+        sizes: sizes of the layer, a Llama layer, with the vocabulary of the target; H below is its
             hidden size.
-        target_hidden_size: of the target's hidden states.
-        draft_vocab_size: tokens the head itself scores; None takes the target's lm_head.
+        draft_vocab_size: number of tokens that the head's lm_head scores; None if it has none and
+            uses the target's.
         feature_layers: see `FeatureSpec.layer_indices`.
         fuses_features: features pass through `fc` before they enter the head.
         norm_before_fc: EAGLE3, one norm over the concatenated features.
@@ -61,9 +61,13 @@ class HeadConfig:
                 size that does not fit the target; names key and values.
         """
         config = ConfigFile.read(folder / CONFIG_FILE)
-        _check_num_layers(config)
+        num_layers = config.integer("num_hidden_layers", 1)
+        if num_layers != 1:
+            raise CheckpointError(
+                f"{config.path}: num_hidden_layers is {num_layers}; a draft head has 1 layer"
+            )
         values = {"num_hidden_layers": 1, "vocab_size": target.vocab_size}
-        sizes = ModelConfig.of(config.with_values(values), _LAYERS_OF)
+        sizes = ModelConfig.of(config.with_values(values), _LAYER_ARCHITECTURE)
         if sizes.rope.partial != 1.0:
             raise CheckpointError(
                 f"{config.path}: partial_rotary_factor is {sizes.rope.partial:g}; it must be 1 in "
@@ -84,7 +88,7 @@ class HeadConfig:
 
     @property
     def vocab_size(self) -> int:
-        """Of the target."""
+        """Vocabulary size of the target."""
         return self.sizes.vocab_size
 
     @property
@@ -102,16 +106,7 @@ class HeadConfig:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """See `ModelConfig`."""
         return self.sizes.dtype
-
-
-def _check_num_layers(config: ConfigFile) -> None:
-    num_layers = config.integer("num_hidden_layers", 1)
-    if num_layers != 1:
-        raise CheckpointError(
-            f"{config.path}: num_hidden_layers is {num_layers}; a draft head has 1 layer"
-        )
 
 
 def _target_hidden_size(config: ConfigFile, kind: HeadKind, target: ModelConfig) -> int:
@@ -139,10 +134,10 @@ def _draft_vocab_size(config: ConfigFile, kind: HeadKind, target: ModelConfig) -
 
 
 def _feature_layers(config: ConfigFile, kind: HeadKind, num_layers: int) -> tuple[int, ...]:
-    """Returns the layers whose inputs are wanted, as `FeatureSpec` counts them.
+    """Returns the layers whose inputs are features, as `FeatureSpec` counts them.
 
-    Lists that begin with 1 name the layers whose outputs were taken, all others those whose
-    inputs were: both conventions are in use, and no head was trained on the output of layer 0.
+    A list that begins with 1 names layers by their outputs, any other list by their inputs. Both
+    conventions are in use, and no head was trained on the input of layer 1.
     """
     if kind is HeadKind.EAGLE or not _uses_aux_states(config):
         return (num_layers + 1,)

@@ -1,8 +1,8 @@
-"""A DFlash head: layers that draft a whole block in one pass that is not causal.
+"""A DFlash head: layers that draft a whole block of tokens in one non-causal pass.
 
-What it knows of the text are the target's features alone: each layer turns them into keys and
-values of the positions before the block. So a position's keys and values depend on nothing but its
-own features, and are computed once.
+The head reads the context only through the target's features: each layer turns them into keys and
+values of the positions before the block. So a position's keys and values depend only on its own
+features, and are computed once.
 
 Source: Chen et al., DFlash, arXiv 2602.06036, section 4.
 """
@@ -38,9 +38,9 @@ from shared.models.heads.target_tensors import TargetTensors
 from shared.models.loader import build_layer
 from shared.models.weights import WeightPart, WeightTensors, read_weights
 
-_LAYERS_OF = "Qwen3ForCausalLM"
+_LAYER_ARCHITECTURE = "Qwen3ForCausalLM"
 
-# Copies of the target's own, which the head borrows.
+# Copies of the target's tensors; the head uses the target's own.
 _SHARED_KEYS = ("embed_tokens.weight", "lm_head.weight")
 
 
@@ -49,10 +49,10 @@ class DflashConfig:
     """Sizes of a DFlash head.
 
     Attributes:
-        layers: sizes of its layers, which are Qwen3's.
+        layers: sizes of its layers, which are Qwen3 layers.
         feature_layers: see `FeatureSpec.layer_indices`.
         block_size: rows of a block, the last committed token included.
-        mask_token_id: the token whose embedding stands where a token is to be drafted.
+        mask_token_id: the input token at positions to be drafted.
     """
 
     layers: ModelConfig
@@ -69,7 +69,7 @@ class DflashConfig:
                 target; names key and values.
         """
         config = ConfigFile.read(folder / CONFIG_FILE)
-        layers = ModelConfig.of(config, _LAYERS_OF)
+        layers = ModelConfig.of(config, _LAYER_ARCHITECTURE)
         _check_target(config, layers, target)
         return cls(
             layers=layers,
@@ -80,14 +80,14 @@ class DflashConfig:
 
 
 def _check_target(config: ConfigFile, layers: ModelConfig, target: ModelConfig) -> None:
-    """Embedding and lm_head are the target's, so the widths must agree."""
+    """Checks sizes against the target, whose embedding and lm_head the head uses."""
     num_layers = config.integer("num_target_layers", target.num_layers)
-    for key, own, needed in (
+    for key, value, expected in (
         ("hidden_size", layers.hidden_size, target.hidden_size),
         ("num_target_layers", num_layers, target.num_layers),
     ):
-        if own != needed:
-            raise CheckpointError(f"{config.path}: {key} is {own}; the target's is {needed}")
+        if value != expected:
+            raise CheckpointError(f"{config.path}: {key} is {value}; the target's is {expected}")
     if "sliding_attention" in config.texts("layer_types"):
         raise CheckpointError(
             f"{config.path}: layer_types has sliding_attention; only full_attention is supported "
@@ -96,9 +96,9 @@ def _check_target(config: ConfigFile, layers: ModelConfig, target: ModelConfig) 
 
 
 def _feature_layers(config: ConfigFile, num_layers: int, num_target_layers: int) -> tuple[int, ...]:
-    """The config counts layers by their outputs, `FeatureSpec` by their inputs.
+    """Converts the config's layers, which count outputs, to those of `FeatureSpec`.
 
-    The last layer's output is the one behind the final norm: heads are trained on the
+    The last layer's output is taken after the final norm: heads are trained on the
     `hidden_states` of transformers, whose last entry is normed.
 
     Source: `extract_context_feature` in the DFlash authors' code, github.com/z-lab/dflash.
@@ -124,7 +124,7 @@ def _default_ids(config: ConfigFile, count: int, num_target_layers: int) -> tupl
 
 
 def spread_layers(count: int, num_target_layers: int) -> tuple[int, ...]:
-    """Returns as many layers of the target, evenly spread, for a head that names none.
+    """Returns `count` evenly spread layers of the target, for a head whose config names none.
 
     Source: Chen et al., DFlash, arXiv 2602.06036, section 4.
     """
@@ -153,13 +153,12 @@ class DflashHead:
     """Weights and the two passes of one head.
 
     Attributes:
-        feature_spec: what the target sends; it applies `fc`.
-        feature_norm: of a feature row, before it becomes keys and values.
+        feature_spec: the features that the target sends; the target applies `fc`.
+        feature_norm: applied to a feature row, before it becomes keys and values.
         context: `H` to keys and values of every layer, `[layer][key, value][head][dim]`.
-        key_norms: one a layer, weight `[num_kv_heads, head_dim]`.
+        key_norms: one per layer, weight `[num_kv_heads, head_dim]`.
         embedding: `[V, H]`, the target's.
         lm_head: `H` to `V`, the target's.
-        attention_backend: what computes attention.
     """
 
     config: DflashConfig
@@ -198,10 +197,10 @@ class DflashHead:
         )
 
     def write_context(self, rows: Tensor, positions: Tensor, slots: Tensor, pool: KvPool) -> None:
-        """Writes keys and values of R positions to `pool`, in every layer.
+        """Writes keys and values of R context positions to `pool`, in every layer.
 
         Args:
-            rows: `[R, W]`, their features.
+            rows: `[R, W]`, the features of the positions.
             positions: `[R]` int64.
             slots: `[R]` int64.
         """
@@ -215,9 +214,8 @@ class DflashHead:
             pool.write(layer, slots, rotated, values[:, layer])
 
     def forward(self, batch: ForwardBatch, pool: KvPool) -> Tensor:
-        """Returns the states `[T, H]` of the rows of blocks; the batch says which rows see each
-        other.
-        Their keys and values are written to `pool`, and are of no use later."""
+        """Returns the states `[T, H]` of the rows of blocks. The batch's mask lets the rows of a
+        block see each other. Their keys and values in `pool` are not used after this forward."""
         cos, signed_sin = self.rotary.tables(batch.positions)
         shape = self.layers[0].attention.shape
         plans = {shape.sliding_window: plan_for(batch, shape, self.attention_backend)}
@@ -243,17 +241,18 @@ def load_dflash(
     """Reads config and weights, cast to `dtype`, straight to `device`.
 
     Args:
-        options: quantisation is that of the layers, see `load_decoder`.
+        options: quantisation applies to the layers, see `load_decoder`.
 
     Raises:
-        CheckpointError: if the folder is incomplete, damaged or made for another target; the
-            message names the file, the key and, for a wrong shape, both shapes.
+        CheckpointError: as `load_head`.
     """
     config = DflashConfig.from_folder(folder, target.config)
     checkpoint = Checkpoint.open(folder, options.load_format)
+    # Some checkpoints nest the whole head under `model.`.
+    root = "model." if any(key.startswith("model.") for key in checkpoint.files) else ""
     tensors = read_weights(
         checkpoint,
-        tuple(_parts(config, _root(checkpoint))),
+        tuple(_parts(config, root)),
         ignored_prefixes=_SHARED_KEYS,
         ignored_suffixes=IGNORED_SUFFIXES,
         dtype=dtype,
@@ -283,11 +282,6 @@ def load_dflash(
     return head
 
 
-def _root(checkpoint: Checkpoint) -> str:
-    """Returns `model.` where the whole head is nested, else nothing."""
-    return "model." if any(key.startswith("model.") for key in checkpoint.files) else ""
-
-
 def _parts(config: DflashConfig, root: str) -> Iterator[WeightPart]:
     sizes = config.layers
     hidden = sizes.hidden_size
@@ -301,9 +295,9 @@ def _parts(config: DflashConfig, root: str) -> Iterator[WeightPart]:
 def _context(
     sizes: ModelConfig, tensors: WeightTensors, quantisation: Quantisation
 ) -> tuple[Linear, tuple[RmsNorm, ...]]:
-    """Returns the keys' and values' part of every layer as one product, and the norms of keys.
+    """Returns one product for the keys and values of all layers, and each layer's key norm.
 
-    It is a copy: a layer's own product is packed together with its queries'.
+    The product is a copy: a layer's own keys and values are packed together with its queries.
     """
     first_key = sizes.num_heads * sizes.head_dim
     weights, biases, norms = [], [], []

@@ -16,10 +16,8 @@ class FeatureSpec:
         layer_indices: with n layers, i < n is the residual stream that enters layer i, n the
             output of the last layer before the final norm, n + 1 that output after it. Several
             are concatenated on the last axis.
-        dtype: of the rows.
-        width: of one row.
-        projection: `[width, K * H]`, applied to the concatenation of K layers by the target, so
-            that a row is that much narrower; None sends the concatenation.
+        projection: `[width, K * H]`; the target applies it to the concatenation of K layers, so
+            that rows are narrower. None sends the concatenation.
     """
 
     layer_indices: tuple[int, ...]
@@ -33,7 +31,7 @@ class FeatureSpec:
         return self.width if self.projection is None else self.projection.shape[1]
 
     def projected(self, rows: Tensor) -> Tensor:
-        """Returns rows `[R, width]` of `[R, layer_width]`; rows that are projected stay."""
+        """Projects rows `[R, layer_width]` to `[R, width]`; returns projected rows unchanged."""
         if self.projection is None or rows.shape[1] == self.width:
             return rows
         return rows.to(self.projection) @ self.projection.T
@@ -41,5 +39,5 @@ class FeatureSpec:
 
 def output_of(layer: int, num_layers: int) -> int:
     """Returns the layer index, as `FeatureSpec` counts, of the output of `layer` as transformers
-    lists it in `hidden_states`: behind the final norm where the layer is the last one."""
+    lists it in `hidden_states`: after the final norm if the layer is the last one."""
     return layer + 1 if layer + 1 < num_layers else num_layers + 1

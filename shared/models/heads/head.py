@@ -4,8 +4,8 @@ Row p reads the embedding of token p + 1 and the hidden state of position p, so 
 token p + 2. The hidden state is the target's where that is known, and the head's own recurrent
 state on the nodes of a tree.
 
-Heads of several next-token layers look further with each: row p of layer k reads the embedding of
-token p + 1 + k and the state of row p of layer k - 1.
+In heads with several next-token layers, each layer looks one token further: row p of layer k reads
+the embedding of token p + 1 + k and the state of row p of layer k - 1.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class DraftVocabulary:
     """The tokens a head can propose.
 
     Attributes:
-        norms: before the lm_head, one a layer; none in heads without.
+        norms: norms before the lm_head, one per layer; empty in heads without such a norm.
         lm_head: `H` to Vd.
         token_ids: `[Vd]` int64, the target's id of each draft id; None when they are the same.
-        vocab_size: V, of the target.
-        size: Vd.
+        vocab_size: V, the target's vocabulary size.
+        size: Vd, the number of tokens that the head can propose.
     """
 
     norms: tuple[RmsNorm, ...]
@@ -51,25 +51,25 @@ class DraftVocabulary:
     size: int
 
     def normed(self, states: Tensor, layer: int = 0) -> Tensor:
-        """Returns what the lm_head reads of states `[L, H]` of one layer."""
+        """Returns the input of the lm_head for states `[L, H]` of one layer."""
         return self.norms[layer](states) if self.norms else states
 
     def logits(self, normed: Tensor) -> Tensor:
-        """Returns `[L, V]` float32 for `[L, H]` of `normed`; -inf for tokens without a draft id."""
-        own = self.lm_head(normed).float()
+        """Returns `[L, V]` float32 for results of `normed`; -inf for tokens without a draft id."""
+        scored = self.lm_head(normed).float()
         if self.token_ids is None:
-            return own
-        logits = own.new_full((len(own), self.vocab_size), -math.inf)
-        return logits.index_copy_(1, self.token_ids, own)
+            return scored
+        logits = scored.new_full((len(scored), self.vocab_size), -math.inf)
+        return logits.index_copy_(1, self.token_ids, scored)
 
 
 @dataclass(frozen=True, slots=True)
 class FeatureFusion:
-    """`fc` behind EAGLE-3.1's norms, on the draft's side; without norms the target applies `fc`.
+    """`fc` after EAGLE-3.1's norms, on the draft's side; without norms the target applies `fc`.
 
     Attributes:
-        joint_norm: over the concatenation of the K layers.
-        layer_norms: one a layer, or none.
+        joint_norm: norm over the concatenation of the K layers.
+        layer_norms: one per layer, or none.
         fc: `K * H_target` to `H`.
     """
 
@@ -90,13 +90,13 @@ class FeatureFusion:
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """Rows of a head before their inputs are gathered.
+    """The rows of a head, whose inputs are still to be gathered.
 
     Attributes:
         token_ids: `[T]` int64.
         embedding: `[V, H]`.
         hidden: `[R, H]`.
-        sources: `[T]` int64, the row of `hidden` that each row reads; None takes them in order.
+        sources: `[T]` int64, the row of `hidden` that each row reads; None reads them in order.
     """
 
     token_ids: Tensor
@@ -112,25 +112,25 @@ class HeadLayer(Protocol):
     def attention(self) -> SelfAttention: ...
 
     def __call__(self, embedded: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """`[T, H]` each to the recurrent state `[T, H]`."""
+        """Returns the recurrent state `[T, H]` for two inputs `[T, H]`."""
 
 
 @runtime_checkable
 class SplitHeadLayer(HeadLayer, Protocol):
-    """A layer whose inputs can be gathered, and whose last sum can be made, by fused kernels."""
+    """A layer that lets fused kernels gather its inputs and compute its last sum."""
 
     @property
     def state_norm(self) -> RmsNorm | None:
         """Applied to the output; None in most heads."""
 
     def advance(self, rows: HeadRows, context: ForwardContext) -> tuple[Tensor, Tensor | Partials]:
-        """Returns two tensors `[T, H]` whose sum is the state, before `state_norm`; the second may
-        be left in parts."""
+        """Returns two tensors `[T, H]` whose sum is the state before `state_norm`; the second may
+        be unsummed `Partials`."""
 
 
 @dataclass(frozen=True, slots=True)
 class EagleLayer:
-    """EAGLE-2's: no norm before the attention, none at the end.
+    """The layer of EAGLE-1 and EAGLE-2: no norm before the attention, none at the end.
 
     Source: Li et al., arXiv 2401.15077, section 4.1 and figure 6.
 
@@ -166,7 +166,7 @@ class EagleLayer:
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Layer:
-    """EAGLE-3's: embedding and hidden state stay apart until the attention, whose input is 2H.
+    """EAGLE-3's layer: embedding and hidden state are concatenated as the attention's 2H input.
 
     Source: Li et al., arXiv 2503.01840, section 3.1 and figure 5; the norm of the recurrent state
     is EAGLE-3.1's, arXiv 2605.09992.
@@ -218,11 +218,10 @@ class DraftHead:
     """Weights and forward pass of one head.
 
     Attributes:
-        feature_spec: what the target sends.
-        fusion: the remaining computation on a feature row; None when rows come `H` wide.
+        feature_spec: the features that the target sends.
+        fusion: computation on a feature row on the draft's side; None when rows arrive `H` wide.
         embedding: `[V, H]`.
-        layers: one, or the next-token layers of a model that has several.
-        attention_backend: what computes attention.
+        layers: one layer, or the next-token layers of a model with several.
     """
 
     config: HeadConfig | ModelConfig
@@ -254,9 +253,8 @@ class DraftHead:
         )
 
     def reads_rows(self, rows: Tensor) -> bool:
-        """Whether feature rows are hidden states as they are, so that `fuse` would return them."""
-        is_alike = rows.dtype == self.dtype and rows.device == self.device
-        return self.fusion is None and is_alike
+        """Whether feature rows are hidden states already, so that `fuse` would return them."""
+        return self.fusion is None and rows.dtype == self.dtype and rows.device == self.device
 
     def fuse(self, rows: Tensor) -> Tensor:
         """Returns hidden states `[R, H]` of feature rows `[R, W]`, on this head's device."""
@@ -270,9 +268,9 @@ class DraftHead:
         values to `pool`.
 
         Args:
-            batch: `token_ids` are those that follow the rows' positions.
+            batch: a row's `token_ids` entry is the token after the row's position.
             hidden: `[T, H]`, the hidden state at each row's position.
-            layer: the one that computes them.
+            layer: index of the layer to compute.
         """
         embedded = F.embedding(batch.token_ids, self.embedding)
         cos, signed_sin = self.rotary.tables(batch.positions)

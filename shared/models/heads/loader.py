@@ -1,9 +1,7 @@
-"""From a head's folder and its target's tensors to a head on its device.
+"""Loads an EAGLE head from its folder and its target's tensors, with the checkpoints' name maps.
 
-The name maps of EAGLE-2 and EAGLE-3 checkpoints.
-
-What the files may hold or leave out, biases, norms of queries and keys, an embedding of their
-own, is read from the keys that are there: the configs of published heads do not say.
+Checkpoints of EAGLE-2 and EAGLE-3 may have biases, norms of queries and keys, and an embedding of
+their own. Whether they do is read from their keys: the configs of published heads do not say.
 """
 
 from __future__ import annotations
@@ -44,13 +42,13 @@ from shared.models.heads.head import (
 )
 from shared.models.heads.target_tensors import TargetTensors
 from shared.models.loader import build_attention
-from shared.models.weights import AT_ONCE, CopyPace, WeightPart, WeightTensors, read_weights
+from shared.models.weights import FULL_PACE, CopyPace, WeightPart, WeightTensors, read_weights
 
 EMBEDDING = "embed_tokens.weight"
 LM_HEAD_KEY = "lm_head.weight"
 TOKEN_MAP_KEY = "d2t"
 TOKEN_MASK_KEY = "t2d"
-# What the names of the layer's tensors begin with.
+# Prefix of the names of the layer's tensors.
 _LAYER = "layers.0."
 
 
@@ -59,10 +57,8 @@ class HeadKeys:
     """Keys of the tensors in one checkpoint.
 
     Attributes:
-        folder: of the checkpoint, for messages.
-        keys: every key of the checkpoint.
-        root: `model.` where the whole head is nested, else empty.
-        layer: prefix of the layer.
+        folder: folder of the checkpoint, for messages.
+        root: `model.` where the whole head is nested under it, else empty.
     """
 
     folder: Path
@@ -72,7 +68,7 @@ class HeadKeys:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, kind: HeadKind) -> HeadKeys:
-        """Finds the spelling: most EAGLE-3 heads say `midlayer.`, some `layers.0.`."""
+        """Finds the prefixes: most EAGLE-3 heads have `midlayer.`, some `layers.0.`."""
         keys = checkpoint.files.keys()
         root = "model." if any(key.startswith("model.") for key in keys) else ""
         layer = f"{root}layers.0."
@@ -81,26 +77,26 @@ class HeadKeys:
         return cls(checkpoint.folder, keys, root, layer)
 
     def has(self, key: str) -> bool:
-        """Whether the head holds `key`, named without the root."""
+        """Whether the head has `key`, which is given without the root."""
         return f"{self.root}{key}" in self.keys
 
     @property
     def num_fc_norms(self) -> int:
-        """Norms of single feature layers; 0 in heads without them."""
+        """Number of norms of single feature layers; 0 in heads without them."""
         return sum(key.startswith(f"{self.root}fc_norm.") for key in self.keys)
 
     def sizes(self, config: ModelConfig) -> ModelConfig:
-        """Returns the sizes of the layer with the biases and norms that it has. Of matrices that
-        are fused, one without a bias that another has is reported as missing."""
+        """Returns the sizes of the layer with the biases and norms that its keys show. If one of
+        several matrices that are fused here has a bias, all are expected to have one."""
 
         def has(*names: str) -> bool:
             return any(f"{self.layer}{name}" in self.keys for name in names)
 
         return replace(
             config,
-            has_qkv_bias=has(*(f"self_attn.{each}_proj.bias" for each in "qkv")),
+            has_qkv_bias=has(*(f"self_attn.{name}_proj.bias" for name in "qkv")),
             has_output_bias=has("self_attn.o_proj.bias"),
-            has_mlp_bias=has(*(f"mlp.{each}_proj.bias" for each in ("gate", "up", "down"))),
+            has_mlp_bias=has(*(f"mlp.{name}_proj.bias" for name in ("gate", "up", "down"))),
             has_qk_norm=has("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
         )
 
@@ -120,10 +116,10 @@ def head_parts(config: HeadConfig, keys: HeadKeys) -> tuple[WeightPart, ...]:
 
 
 def has_own_lm_head(config: HeadConfig, keys: HeadKeys) -> bool:
-    """Whether the head scores tokens with a matrix of its own; else it borrows the target's.
+    """Whether the head has an lm_head of its own; else it uses the target's.
 
     Raises:
-        CheckpointError: it must have one, because its vocabulary is smaller, and has none.
+        CheckpointError: it has none, but its vocabulary is smaller than the target's.
     """
     if config.kind is HeadKind.EAGLE:
         return False
@@ -133,13 +129,14 @@ def has_own_lm_head(config: HeadConfig, keys: HeadKeys) -> bool:
             raise CheckpointError(
                 f"{keys.folder}: {key} is missing; draft_vocab_size {config.draft_vocab_size} is "
                 f"smaller than the target's vocab_size {config.vocab_size}, so the head must "
-                f"bring it"
+                f"have it"
             )
     return LM_HEAD_KEY in keys.keys
 
 
 def ignored_keys(config: HeadConfig) -> tuple[str, ...]:
-    """Returns the keys beside the head's weights: maps read apart, and copies of the target's."""
+    """Returns the keys that are not read as weights: token maps, which are read separately, and
+    copies of the target's lm_head."""
     if config.kind is HeadKind.EAGLE:
         return (LM_HEAD_KEY,)
     return (TOKEN_MAP_KEY, TOKEN_MASK_KEY)
@@ -163,8 +160,8 @@ def _fc_parts(config: HeadConfig, keys: HeadKeys) -> Iterator[WeightPart]:
 
 
 def _layer_parts(config: HeadConfig, keys: HeadKeys) -> Iterator[WeightPart]:
-    """Yields the parts of a Llama layer. EAGLE's has no norm before the attention; EAGLE3's reads
-    embedding and hidden state, of which that norm is the former's."""
+    """Yields the parts of a Llama layer. EAGLE's has no norm before the attention. EAGLE3's reads
+    embedding and hidden state; the norm is the embedding's, and the hidden state has its own."""
     hidden, is_eagle3 = config.sizes.hidden_size, config.kind is HeadKind.EAGLE3
     for part in layer_parts(config.sizes, keys.layer, _LAYER, layer=0):
         if part.target == f"{_LAYER}qkv.weight" and is_eagle3:
@@ -184,14 +181,15 @@ def load_head(
     device: torch.device,
     token_map: Tensor | None = None,
     options: ModelOptions = ModelOptions(),  # noqa: B008 - frozen
-    pace: CopyPace = AT_ONCE,
+    pace: CopyPace = FULL_PACE,
 ) -> DraftHead:
     """Reads config and weights, cast to `dtype`, straight to `device`.
 
     Args:
-        token_map: `[Vd]` int64, tokens an EAGLE head is confined to; EAGLE3 heads bring their own.
-        options: quantisation is that of the layer. Embedding and lm_head stay as they are, see
-            `load_decoder`, and so does an `fc` that the target applies.
+        token_map: `[Vd]` int64, the only tokens that an EAGLE head may propose; EAGLE3 heads have
+            their own map.
+        options: quantisation applies to the layer. Embedding and lm_head are not quantised, see
+            `load_decoder`, nor is an `fc` that the target applies.
 
     Raises:
         CheckpointError: if the folder is incomplete, damaged or made for another target; the
@@ -221,7 +219,8 @@ def load_head(
 
 
 class _HeadBuilder:
-    """Takes tensors out of the dict as it goes, so that packed weights are not held twice."""
+    """Builds a head. Each tensor is removed from the dict when it is used, so that packed weights
+    are not held twice."""
 
     def __init__(
         self,
@@ -257,9 +256,9 @@ class _HeadBuilder:
         )
 
     def _embedding(self) -> Tensor:
-        own = self._tensors.pop("embedding", None)
-        if own is not None:
-            return own
+        embedding = self._tensors.pop("embedding", None)
+        if embedding is not None:
+            return embedding
         config = self._config
         if config.sizes.hidden_size != config.target_hidden_size:
             raise CheckpointError(
@@ -286,8 +285,8 @@ class _HeadBuilder:
         return DraftVocabulary(norms, Linear.of(weight), token_map, config.vocab_size, size)
 
     def _features(self, dtype: torch.dtype) -> tuple[FeatureSpec, FeatureFusion | None]:
-        """The target applies a bare `fc`, which narrows the rows on the wire; norms in front of
-        it, or a bias, keep it on this side."""
+        """Returns the features, and the fusion on the draft's side. The target applies an `fc`
+        without norms or bias, which narrows the rows on the wire; else the draft applies it."""
         config, tensors = self._config, self._tensors
         layers = config.feature_layers
         width = len(layers) * config.target_hidden_size
@@ -305,16 +304,16 @@ class _HeadBuilder:
 
     def _layer(self, state_norm: RmsNorm | None) -> HeadLayer:
         sizes = self._config.sizes
-        own = LayerTensors(sizes, self._tensors, 0, self._options.quantisation, None)
+        weights = LayerTensors(sizes, self._tensors, 0, self._options.quantisation, None)
         shape = AttentionShape(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim)
-        attention, mlp_norm = build_attention(own, shape), own.norm("mlp_norm")
-        mlp = Mlp(own.linear("gate_up"), own.linear("down"))
+        attention, mlp_norm = build_attention(weights, shape), weights.norm("mlp_norm")
+        mlp = Mlp(weights.linear("gate_up"), weights.linear("down"))
         if self._config.kind is HeadKind.EAGLE:
             fc = linear_from(self._tensors, "fc", self._options.quantisation)
             return EagleLayer(fc, attention, mlp_norm, mlp)
         return Eagle3Layer(
-            embedding_norm=own.norm("attention_norm"),
-            hidden_norm=own.norm("hidden_norm"),
+            embedding_norm=weights.norm("attention_norm"),
+            hidden_norm=weights.norm("hidden_norm"),
             attention=attention,
             mlp_norm=mlp_norm,
             mlp=mlp,
@@ -332,7 +331,7 @@ def _own_token_map(
     """Returns the target's id of each draft id, `[Vd]` int64; None when they are the same.
 
     Raises:
-        CheckpointError: `d2t` has another length, or leads outside the target's vocabulary.
+        CheckpointError: `d2t` has the wrong length, or does not map to distinct ids of the target.
     """
     if not has_own_lm_head(config, keys) or TOKEN_MAP_KEY not in keys.keys:
         return None
@@ -357,9 +356,9 @@ def read_token_map(path: Path, vocab_size: int) -> Tensor:
     """Returns `[Vd]` int64: the target's id of each draft id.
 
     Args:
-        path: `.json` with a list, `.safetensors` with one tensor, or anything that `torch.save`
-            wrote of a list or a tensor.
-        vocab_size: of the target.
+        path: `.json` with a list, `.safetensors` with one tensor, or a file that `torch.save`
+            wrote from a list or a tensor.
+        vocab_size: vocabulary size of the target.
 
     Raises:
         CheckpointError: the file cannot be read, or its ids are not distinct and in
@@ -381,8 +380,8 @@ def read_token_map(path: Path, vocab_size: int) -> Tensor:
 
 def _extent(token_ids: Tensor) -> tuple[int, int, int]:
     """Returns the lowest and the highest id, and how many are distinct."""
-    found = set(token_ids.tolist())
-    return min(found), max(found), len(found)
+    distinct = set(token_ids.tolist())
+    return min(distinct), max(distinct), len(distinct)
 
 
 def _read(path: Path) -> object:

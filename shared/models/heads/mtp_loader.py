@@ -1,4 +1,4 @@
-"""From a folder with next-token layers, by default the target's own, to a draft head."""
+"""Loads next-token layers (MTP) as a draft head; their folder is by default the target's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from shared.models.loader import (
     find_mtp_layers,
 )
 from shared.models.weights import (
-    AT_ONCE,
+    FULL_PACE,
     CopyPace,
     WeightPart,
     WeightTensors,
@@ -40,18 +40,19 @@ from shared.models.weights import (
 )
 
 LAYER_COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-# Copies of the target's own, which the head borrows.
+# Copies of the target's tensors; the head uses the target's own.
 _SHARED_SUFFIXES = (
     ".embed_tokens.weight",
     ".shared_head.head.weight",
     ".shared_head.output.weight",
 )
-# What some checkpoints call the norm before the feed-forward block, and the one behind it.
-_OTHER_NAMES = (
+# Other names that some checkpoints have for the norm before the feed-forward block and the norm
+# after it.
+_ALIASES = (
     ("post_attention_layernorm", "pre_mlp_layernorm"),
     ("shared_head", "transformer.shared_head"),
 )
-# Where checkpoints have what next-token layers share, beside `MtpStyle.QWEN`.
+# Prefix of the tensors that all next-token layers of `MtpStyle.QWEN` share.
 _QWEN_ROOT = "mtp."
 _NAMES = {
     MtpStyle.DEEPSEEK: {
@@ -83,9 +84,9 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class MtpLayer:
-    """See `HeadLayer`. The state it hands on is normed where the target's hidden state is.
+    """See `HeadLayer`. Its state is normed if the target's hidden state is.
 
-    Most layers read `cat(embedding, hidden)`. MiMo's read `cat(hidden, embedding)`, and
+    Most layers read `cat(embedding, hidden)`. MiMo's layers read `cat(hidden, embedding)`, and
     were trained with zeros for the embedding at position 0.
 
     Source: DeepSeek-V3, arXiv 2412.19437, section 2.2, equations 21 to 23; MiMo, arXiv 2505.07608,
@@ -93,7 +94,7 @@ class MtpLayer:
 
     Attributes:
         projection: `2H` to `H`.
-        state_norm: None in layers that hand on what the norm before the lm_head reads.
+        state_norm: None in layers that return the input of the norm before the lm_head.
     """
 
     style: MtpStyle
@@ -125,25 +126,27 @@ def load_mtp(
     dtype: torch.dtype,
     device: torch.device,
     options: ModelOptions = ModelOptions(),  # noqa: B008 - frozen
-    pace: CopyPace = AT_ONCE,
+    pace: CopyPace = FULL_PACE,
 ) -> DraftHead:
     """Reads the next-token layers, cast to `dtype`, straight to `device`.
 
     Args:
-        options: quantisation is that of the layers, see `load_decoder`.
+        options: quantisation applies to the layers, see `load_decoder`.
 
     Raises:
-        CheckpointError: if the folder has none, or not as many as its config says, or is damaged
-            or made for another target; the message names the file, the key and, for a wrong shape,
-            both shapes.
+        CheckpointError: as `load_head`, or if the folder has no next-token layers, or not as many
+            as its config says.
     """
     checkpoint = Checkpoint.open(folder, options.load_format)
     layers = find_mtp_layers(checkpoint.files)
     config = _config(folder, layers, target.config)
+    own_prefixes = (
+        (*layers.prefixes, _QWEN_ROOT) if layers.style is MtpStyle.QWEN else layers.prefixes
+    )
     tensors = read_weights(
         checkpoint,
         tuple(_parts(config, layers, checkpoint)),
-        ignored_prefixes=[k for k in checkpoint.files if not _is_own(k, layers)],
+        ignored_prefixes=[key for key in checkpoint.files if not key.startswith(own_prefixes)],
         ignored_suffixes=(*IGNORED_SUFFIXES, *_SHARED_SUFFIXES),
         dtype=dtype,
         device=device,
@@ -151,8 +154,8 @@ def load_mtp(
         pace=pace,
     )
     embedding = target.embedding()
-    lm_head, numbers = Linear.of(target.lm_head()), range(len(layers.prefixes))
-    norms = [norm_from(config, tensors, f"layers.{index}.state_norm") for index in numbers]
+    lm_head, indices = Linear.of(target.lm_head()), range(len(layers.prefixes))
+    norms = [norm_from(config, tensors, f"layers.{index}.state_norm") for index in indices]
     state_norms = [None] * len(norms) if config.family.has_raw_mtp else norms
     head_norms = tuple(norms) if config.family.has_raw_mtp else ()
     head = DraftHead(
@@ -161,8 +164,8 @@ def load_mtp(
         fusion=None,
         embedding=embedding,
         layers=tuple(
-            _build(config, layers, tensors, index, state_norms[index], options.quantisation)
-            for index in numbers
+            _build_layer(config, layers, tensors, index, state_norms[index], options.quantisation)
+            for index in indices
         ),
         vocabulary=DraftVocabulary(head_norms, lm_head, None, config.vocab_size, config.vocab_size),
         rotary=Rotary(config.rope, config.rotary_dim, device),
@@ -173,7 +176,7 @@ def load_mtp(
 
 
 def _config(folder: Path, layers: MtpLayers, target: ModelConfig) -> ModelConfig:
-    """Returns the config of the folder, held against its weights and the target."""
+    """Returns the config of the folder, checked against its weights and the target."""
     num_layers = len(layers.prefixes)
     if num_layers == 0:
         raise CheckpointError(
@@ -193,21 +196,21 @@ def _config(folder: Path, layers: MtpLayers, target: ModelConfig) -> ModelConfig
             f"{file.path}: mtp_use_dedicated_embeddings is true; next-token layers read the "
             f"target's embeddings"
         )
-    config = _of_layers(ModelConfig.from_folder(folder), file, layers)
-    for key, own, needed in (
+    config = _mtp_config(ModelConfig.from_folder(folder), file, layers)
+    for key, value, expected in (
         ("hidden_size", config.hidden_size, target.hidden_size),
         ("vocab_size", config.vocab_size, target.vocab_size),
     ):
-        if own != needed:
-            raise CheckpointError(f"{file.path}: {key} is {own}; the target's is {needed}")
+        if value != expected:
+            raise CheckpointError(f"{file.path}: {key} is {value}; the target's is {expected}")
     return config
 
 
-def _of_layers(config: ModelConfig, file: ConfigFile, layers: MtpLayers) -> ModelConfig:
-    """Returns the config of next-token layers alone, made of their decoder's.
+def _mtp_config(config: ModelConfig, file: ConfigFile, layers: MtpLayers) -> ModelConfig:
+    """Returns the config of the next-token layers alone, made from their decoder's config.
 
-    MiMo-V2-Flash's all slide, as do Step-3.5's, which its lists of layers count on from the
-    decoder's. Qwen's have attention. Others are as the decoder's last layer.
+    Those of MiMo-V2-Flash and Step-3.5 all have a sliding window; Step-3.5's config lists them
+    after the decoder's layers. Qwen's have attention. Others are like the decoder's last layer.
 
     Source: MiMo-V2-Flash, arXiv 2601.02780, section 2.3.
     """
@@ -215,16 +218,17 @@ def _of_layers(config: ModelConfig, file: ConfigFile, layers: MtpLayers) -> Mode
     limits = (config.mlp_limits[-1:] * count, config.expert_limits[-1:] * count)
     if config.family.has_raw_mtp:
         values = {"num_hidden_layers": first + count}
-        whole = ModelConfig.of(file.with_values(values), config.architecture)
-        windows = whole.sliding_windows[first:]
-        limits = whole.mlp_limits[first:], whole.expert_limits[first:]
+        with_mtp = ModelConfig.of(file.with_values(values), config.architecture)
+        windows = with_mtp.sliding_windows[first:]
+        limits = with_mtp.mlp_limits[first:], with_mtp.expert_limits[first:]
     elif layers.style is MtpStyle.MIMO_V2:
         windows = (next(filter(None, config.sliding_windows), None),) * count
     else:
         windows = config.sliding_windows[-1:] * count
     if len({*windows}) > 1:
         raise CheckpointError(
-            f"{file.path}: of {count} next-token layers some slide; all must or none"
+            f"{file.path}: some of {count} next-token layers have a sliding window; all or none "
+            f"must have one"
         )
     rope = config.rope if windows[0] is None else config.sliding_rope or config.rope
     return replace(
@@ -239,41 +243,35 @@ def _of_layers(config: ModelConfig, file: ConfigFile, layers: MtpLayers) -> Mode
     )
 
 
-def _is_own(key: str, layers: MtpLayers) -> bool:
-    """Whether a tensor is the next-token layers', or what they share."""
-    is_shared = layers.style is MtpStyle.QWEN and key.startswith(_QWEN_ROOT)
-    return is_shared or key.startswith(layers.prefixes)
-
-
 def _parts(config: ModelConfig, layers: MtpLayers, checkpoint: Checkpoint) -> Iterator[WeightPart]:
     assert layers.style is not None
     hidden = config.hidden_size
     has_stacks = DecoderKeys.of(checkpoint.files).has_stacks
     for index, prefix in enumerate(layers.prefixes):
         target = f"layers.{index}."
-        # All of Qwen's layers have the same.
+        # Qwen's layers share these tensors.
         source = _QWEN_ROOT if layers.style is MtpStyle.QWEN else prefix
         for key, name in _NAMES[layers.style].items():
             shape = (hidden, 2 * hidden) if name == "projection" else (hidden,)
             part = WeightPart(
                 f"{source}{key}.weight", shape, f"{target}{name}", may_stay=name == "projection"
             )
-            yield _found(part, checkpoint)
+            yield _with_stored_key(part, checkpoint)
         has_experts = any(key.startswith(f"{prefix}mlp.experts.") for key in checkpoint.files)
         for part in layer_parts(
             config, prefix, target, layer=index, has_experts=has_experts, has_stacks=has_stacks
         ):
-            yield _found(part, checkpoint)
+            yield _with_stored_key(part, checkpoint)
 
 
-def _found(part: WeightPart, checkpoint: Checkpoint) -> WeightPart:
-    """Returns the part by the name that the checkpoint has for it."""
-    others = [part.key.replace(*names) for names in _OTHER_NAMES]
-    key = next((other for other in others if other in checkpoint.files), part.key)
+def _with_stored_key(part: WeightPart, checkpoint: Checkpoint) -> WeightPart:
+    """Returns the part with the key that the checkpoint has for it, which may be an alias."""
+    aliases = [part.key.replace(*names) for names in _ALIASES]
+    key = next((alias for alias in aliases if alias in checkpoint.files), part.key)
     return replace(part, key=key)
 
 
-def _build(
+def _build_layer(
     config: ModelConfig,
     layers: MtpLayers,
     tensors: WeightTensors,

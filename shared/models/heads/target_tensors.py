@@ -1,4 +1,4 @@
-"""The two tensors a head borrows from its target."""
+"""The two tensors that a draft head takes from its target: embedding and lm_head."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ EMBEDDING_KEY = DecoderKeys().embedding
 
 
 class Table(enum.Enum):
-    """A tensor that a head may borrow; the values are the wire's."""
+    """A tensor that a head may take from its target; the values are those on the wire."""
 
     EMBEDDING = 1
     LM_HEAD = 2
 
 
 class TargetTensors:
-    """A target's embedding and lm_head for a head, each read only on demand.
+    """A target's embedding and lm_head, each read only when a head needs it.
 
     Args:
         read: returns a table `[V, H]`, unpacked, in the head's dtype, on its device.
@@ -39,9 +39,9 @@ class TargetTensors:
 
     @classmethod
     def of_decoder(cls, decoder: Decoder, dtype: torch.dtype) -> TargetTensors:
-        """Returns those of a target in this process, which hold no memory of their own where the
-        head's dtype is the target's, but for a packed lm_head."""
-        assert decoder.group is None, "this process has a part of the tensors only"
+        """Returns the tensors of a target in this process. If the head's dtype is the target's they
+        take no memory of their own, except for a packed lm_head."""
+        assert decoder.group is None, "this process has only a part of the tensors"
         return cls(decoder.config, lambda table: _table(decoder, table).to(dtype))
 
     def embedding(self) -> Tensor:
@@ -54,7 +54,7 @@ class TargetTensors:
 
 
 class TargetFolder(TargetTensors):
-    """Reads them from the target's folder and nothing else of it."""
+    """A target's embedding and lm_head, read from the target's folder."""
 
     def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device) -> None:
         """Raises: CheckpointError if the folder has no usable config or weights."""
@@ -75,7 +75,7 @@ class TargetFolder(TargetTensors):
         tensors = read_weights(
             self._checkpoint,
             [WeightPart(key, shape, key)],
-            # Everything else in the folder is none of a head's business.
+            # A head needs no other tensor of the folder.
             ignored_prefixes=("",),
             dtype=self._dtype,
             device=self._device,
@@ -84,17 +84,16 @@ class TargetFolder(TargetTensors):
 
 
 class BorrowedTensors:
-    """Tensors that a head copies from a target, and copies again after a weight update. Found by
-    value, so make this before either changes.
+    """The tensors that a head copied from its target, to be copied again after a weight update.
+    They are found by comparing values, so construct this before either model changes.
 
     Args:
-        target: as the head was loaded from.
+        target: the target that the head was loaded with.
         token_ids: `[Vd]` int64, the target's tokens that the head scores; None when all.
 
     Attributes:
-        config: of the target.
-        dtype, device: of the head.
-        tables: what is borrowed.
+        dtype, device: those of the head.
+        tables: which tensors are borrowed.
     """
 
     def __init__(
@@ -107,35 +106,36 @@ class BorrowedTensors:
         self.config, self._token_ids = target.config, token_ids
         self.dtype, self.device = embedding.dtype, embedding.device
         self._embedding = _if_equal(embedding, target.embedding())
-        own = _if_equal(lm_head.dense(), self._scored(target))
-        self._head = None if own is None else lm_head
+        borrowed = _if_equal(lm_head.dense(), self._scored(target))
+        self._head = None if borrowed is None else lm_head
         is_tied = self.config.tie_word_embeddings
         head_table = Table.EMBEDDING if is_tied else Table.LM_HEAD
-        found = {Table.EMBEDDING} if self._embedding is not None else set()
-        self.tables = frozenset(found if self._head is None else {*found, head_table})
+        tables = {Table.EMBEDDING} if self._embedding is not None else set()
+        self.tables = frozenset(tables if self._head is None else {*tables, head_table})
 
     @torch.inference_mode()
     def follow(self, target: TargetTensors) -> None:
-        """Copies what is borrowed; where it is the target's memory, there is nothing to copy."""
+        """Copies the borrowed tensors anew; a tensor in the target's own memory needs no copy."""
         if self._embedding is not None:
             _copy(self._embedding, target.embedding())
         if self._head is not None:
-            place, source = self._head.weight.values, self._scored(target)
-            is_packed = place.layout != torch.strided
-            _copy(place, Linear.of(source).weight.values if is_packed else source)
+            weight, source = self._head.weight.values, self._scored(target)
+            is_packed = weight.layout != torch.strided
+            _copy(weight, Linear.of(source).weight.values if is_packed else source)
 
     def _scored(self, target: TargetTensors) -> Tensor:
-        whole = target.lm_head()
-        return whole if self._token_ids is None else whole.index_select(0, self._token_ids)
+
+        lm_head = target.lm_head()
+        return lm_head if self._token_ids is None else lm_head.index_select(0, self._token_ids)
 
 
 def table_rows(decoder: Decoder, table: Table, start: int, end: int) -> Tensor:
-    """Returns rows `start` to `end` of a table; the processes of a cut decoder call it together."""
-    own = _table(decoder, table)
+    """Returns rows `start` to `end` of a table; all processes of a group call it together."""
+    part = _table(decoder, table)
     if decoder.group is None:
-        return own[start:end]
-    token_ids = torch.arange(start, end, device=own.device)
-    return decoder.group.sum(own_embeddings(token_ids, own, decoder.group.rank * len(own)))
+        return part[start:end]
+    token_ids = torch.arange(start, end, device=part.device)
+    return decoder.group.sum(own_embeddings(token_ids, part, decoder.group.rank * len(part)))
 
 
 def _table(decoder: Decoder, table: Table) -> Tensor:
@@ -147,16 +147,17 @@ def _if_equal(own: Tensor, target: Tensor) -> Tensor | None:
     return own if own.shape == target.shape and torch.equal(own, target) else None
 
 
-def _copy(place: Tensor, source: Tensor) -> None:
-    is_packed = place.layout != torch.strided
-    if is_packed or place.data_ptr() != source.data_ptr():
-        place.copy_(source)
+def _copy(destination: Tensor, source: Tensor) -> None:
+    is_packed = destination.layout != torch.strided
+    if is_packed or destination.data_ptr() != source.data_ptr():
+        destination.copy_(source)
 
 
 def target_tensors(
     folder: Path, decoder: Decoder | None, *, dtype: torch.dtype, device: torch.device
 ) -> TargetTensors:
-    """Returns the tensors of `decoder`, or those in its folder where it is of another process.
+    """Returns the tensors of `decoder`, or those in the target's folder if another process has the
+    decoder.
 
     Raises:
         CheckpointError: the folder has no usable config or weights.

@@ -218,7 +218,7 @@ def test_an_update_that_breaks_off_holds_the_engine_until_a_whole_one_comes(
     tiny_decoder(tmp_path / "new", seed=4)
     engine, sink = build_engine(decoder), Collector()
     broken = _stage(decoder, tmp_path / "new")
-    put, calls = WeightStage._put_layer, []
+    put, calls = WeightStage._overwrite_layer, []
 
     def breaks(self: WeightStage, index: int, tensors: dict[str, torch.Tensor]) -> None:
         calls.append(index)
@@ -227,7 +227,7 @@ def test_an_update_that_breaks_off_holds_the_engine_until_a_whole_one_comes(
         put(self, index, tensors)
 
     with monkeypatch.context() as patch:
-        patch.setattr(WeightStage, "_put_layer", breaks)
+        patch.setattr(WeightStage, "_overwrite_layer", breaks)
         with pytest.raises(OSError, match="the disk is gone"):
             _do(engine, lambda weights: weights.apply(broken, "broken"))
     _start(engine, sink)

@@ -48,8 +48,8 @@ def _attended(decoder: Decoder, batch: ForwardBatch, pool: KvPool) -> Tensor:
     context = decoder._context(batch, pool, None, has_routes=False)
     attention = decoder.layers[0].attention
     assert isinstance(attention, Attention | LatentAttention)
-    attended = attention._attended(hidden, context)
-    return attended if context.own is None else context.own.placed(attended)
+    attended = attention._attend(hidden, context)
+    return attended if context.own is None else context.own.scatter(attended)
 
 
 def _check(folder: Path, family: str, device: torch.device, backend: AttentionBackend) -> None:

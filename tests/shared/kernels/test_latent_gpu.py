@@ -223,7 +223,7 @@ def test_products_by_head(num_rows: int, dims: tuple[int, int, int]) -> None:
 def test_expanded_prompts_equal_absorbed_ones(
     most_bytes: int, dims: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_prompts_triton, "_MOST_EXPANDED_BYTES", most_bytes)
+    monkeypatch.setattr(attention_prompts_triton, "_MAX_EXPANDED_BYTES", most_bytes)
     straight, rotary, value, latent = dims
     sequences = [chunk(5, 2), chunk(40, 20), chunk(0, 30)]
     placed, num_slots = with_pages(random.Random(7), sequences, PAGE_SIZE)

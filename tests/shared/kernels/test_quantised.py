@@ -113,7 +113,7 @@ def test_many_rows_multiply_one_piece_after_the_other(
 ) -> None:
     monkeypatch.setattr("shared.kernels.linear.is_hopper", lambda device: True)
     monkeypatch.setattr(quantised, "_PIECE_BYTES", 2**17)
-    monkeypatch.setattr(quantised, "_MOST_REGISTER_ROWS", 8)
+    monkeypatch.setattr(quantised, "_MAX_REGISTER_ROWS", 8)
     channels = sum(sizes)
     matrix = StoredMatrix.rounded(_random(channels, 384).half(), stored, block_rows=block_rows)
     weight = QuantisedWeight.kept(matrix)

@@ -29,7 +29,7 @@ MANY_ROWS = 9 if IS_INTERPRETING else 600
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     if IS_INTERPRETING:
         monkeypatch.setattr("shared.kernels.linear.is_hopper", lambda device: True)
-    monkeypatch.setattr(quantised, "_MOST_REGISTER_ROWS", MANY_ROWS - 1)
+    monkeypatch.setattr(quantised, "_MAX_REGISTER_ROWS", MANY_ROWS - 1)
     monkeypatch.setattr(quantised, "_PIECE_BYTES", 2**17 if IS_INTERPRETING else 2**23)
 
 

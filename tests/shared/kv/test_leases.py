@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.kv.leases import CACHED_WORTH, KvLease, KvLeases, OutOfPages, PrefixCache
+from shared.kv.leases import CACHED_PAGE_WEIGHT, KvLease, KvLeases, OutOfPages, PrefixCache
 
 PAGE = 4
 ACTIONS = ("open", "extend", "publish", "close", "flush")
@@ -274,7 +274,7 @@ def test_a_prefix_in_much_the_fuller_group_is_computed_again() -> None:
     leases, tokens = _groups(100), list(range(4))
     owner = leases.open(tokens, num_tokens=4)
     leases.publish(owner, tokens)
-    for num_pages, is_same in ((CACHED_WORTH, True), (CACHED_WORTH + 1, False)):
+    for num_pages, is_same in ((CACHED_PAGE_WEIGHT, True), (CACHED_PAGE_WEIGHT + 1, False)):
         leases.grow(owner, num_pages * PAGE)
         reader = leases.open([*tokens, 1], num_tokens=5)
         assert (reader.group is owner.group) is is_same

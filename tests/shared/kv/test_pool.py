@@ -115,17 +115,17 @@ def test_rows_of_other_ranks_are_left_out_where_the_host_knows_them() -> None:
     ]
     batch = build_batch(sequences, page_size=4, device=CPU)
     own = KvPool(LAYOUT, num_pages=4, device=CPU, rank=1, num_ranks=4).own(batch)
-    assert own.places is not None
-    assert own.places.tolist() == [0, *range(21, 41)]
+    assert own.row_indices is not None
+    assert own.row_indices.tolist() == [0, *range(21, 41)]
     assert own.batch.positions.tolist() == [5, *range(5, 25)]
     assert own.batch.query_starts.tolist() == [0, 1, 21]
     assert (own.batch.max_query_length, own.batch.num_prompt_keys) == (20, 25)
-    whole = own.placed(own.taken(torch.arange(1.0, 44.0).view(43, 1)))
+    whole = own.scatter(own.select(torch.arange(1.0, 44.0).view(43, 1)))
     assert whole.flatten().tolist() == [1.0, *[0.0] * 20, *range(22, 42), 0.0, 0.0]
     # Who has none computes the fewest.
     nobody = KvPool(LAYOUT, num_pages=4, device=CPU, rank=3, num_ranks=4).own(batch)
-    assert nobody.places is not None
-    assert nobody.places.tolist() == [0]
+    assert nobody.row_indices is not None
+    assert nobody.row_indices.tolist() == [0]
     assert nobody.batch.kv_lengths.tolist() == [0]
 
 
@@ -143,4 +143,4 @@ def test_the_one_pool_of_all_pages_takes_batches_as_they_are() -> None:
     batch = build_batch([SequenceRows.causal([1], 0, [2])], page_size=4, device=CPU)
     own = filled_pool().own(batch)
     assert own.batch is batch
-    assert own.places is None
+    assert own.row_indices is None

@@ -14,7 +14,7 @@ from shared.kernels.pointwise import add_rms_norm
 from shared.layers import tensor_group
 from shared.layers.linear import Linear
 from shared.layers.norm import RmsNorm
-from shared.layers.tensor_group import Part, Stage, TensorGroup, ends_within, problem_with
+from shared.layers.tensor_group import Part, Stage, TensorGroup, ends_within, peer_access_problem
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -121,10 +121,10 @@ def test_only_a_product_without_a_bias_leaves_its_sum_to_the_norm() -> None:
 
 def test_devices_that_cannot_share_memory_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 1)
-    assert problem_with(CPU, [0, 0]) == "cpu is no GPU"
+    assert peer_access_problem(CPU, [0, 0]) == "cpu is no GPU"
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: peer != 3)
-    assert problem_with(gpu, [0, 1, 2]) is None
-    assert problem_with(gpu, [0, 1, 2, 3]) == "cuda:1 cannot read the memory of cuda:3"
+    assert peer_access_problem(gpu, [0, 1, 2]) is None
+    assert peer_access_problem(gpu, [0, 1, 2, 3]) == "cuda:1 cannot read the memory of cuda:3"
 
 
 @pytest.mark.parametrize(

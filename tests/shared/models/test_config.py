@@ -240,7 +240,7 @@ STEP = LLAMA | {
         ({"swiglu_limits": [0.0, 7.0]}, "swiglu_limits has 2 entries for 4 layers"),
         (
             {"attention_other_setting": {"num_attention_heads": 6, "num_attention_groups": 3}},
-            "has other num_attention_groups than the config, 2",
+            "num_attention_groups of attention_other_setting differs from the config's 2",
         ),
     ],
 )

@@ -61,9 +61,9 @@ def test_logits_of_an_e4m3_cache_stay_close(quantisation: Quantisation, tmp_path
     assert 1e-4 < float(error) < 0.3
 
 
-def test_a_pool_has_factors_exactly_when_it_is_e4m3(tmp_path: Path) -> None:
+def test_a_pool_has_scales_exactly_when_it_is_e4m3(tmp_path: Path) -> None:
     decoder = _decoder(tmp_path, "llama")
-    with pytest.raises(AssertionError, match="factors"):
+    with pytest.raises(AssertionError, match="has scales"):
         KvPool(decoder.kv_layout(8, torch.float8_e4m3fn), 4, CPU)
-    with pytest.raises(AssertionError, match="factors"):
+    with pytest.raises(AssertionError, match="has scales"):
         KvPool(decoder.kv_layout(8), 4, CPU, kv_scales(decoder))

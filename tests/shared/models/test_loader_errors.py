@@ -64,7 +64,7 @@ def test_config_that_is_no_object_is_named(folder: Path) -> None:
     [
         (
             {"architectures": ["Qwen4ForCausalLM"]},
-            r"\['Qwen4ForCausalLM'\], .* nearest that is: Qwen3ForCausalLM; all .*: Llama",
+            r"\['Qwen4ForCausalLM'\], .* nearest supported: Qwen3ForCausalLM; all .*: Llama",
         ),
         ({"architectures": "absent"}, r"architectures is \[\]"),
         ({"hidden_size": "absent"}, r"config.json has no hidden_size"),

@@ -276,7 +276,7 @@ def test_groups_that_share_scales_in_different_ways_are_refused() -> None:
         "b": {"weights": {"strategy": "group", "group_size": 4}},
     }
     config = ConfigFile(Path("config.json"), {"quantization_config": values})
-    with pytest.raises(CheckpointError, match="config_groups differ"):
+    with pytest.raises(CheckpointError, match="config_groups have different blocks"):
         scale_block(config)
 
 

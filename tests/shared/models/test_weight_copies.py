@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shared.errors import CheckpointError
-from shared.models.weights import BESIDE_STEPS, CopyPace, WeightCopy, copy_weights
+from shared.models.weights import SERVING_PACE, CopyPace, WeightCopy, copy_weights
 
 CPU = torch.device("cpu")
 
@@ -42,8 +42,8 @@ def test_every_element_arrives_in_the_places_dtype(chunk_bytes: int) -> None:
 
 def test_beside_steps_copies_are_small_and_one_after_the_other() -> None:
     whole = torch.ones(3000, 1024)
-    parts = list(copy_weights([WeightCopy(whole, torch.zeros(3000, 1024))], CPU, BESIDE_STEPS))
-    assert BESIDE_STEPS.max_threads == 1
+    parts = list(copy_weights([WeightCopy(whole, torch.zeros(3000, 1024))], CPU, SERVING_PACE))
+    assert SERVING_PACE.max_threads == 1
     assert max(parts) == 2**20
     assert sum(parts) == whole.nbytes
 

@@ -76,7 +76,7 @@ def test_the_target_leaves_the_layers_to_its_drafter(name: str, tmp_path: Path) 
         (
             "step 3.5",
             {"layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"]},
-            "of 3 next-token layers some slide",
+            "some of 3 next-token layers have a sliding window",
         ),
         (
             "step 3.5",
