@@ -265,6 +265,6 @@ class Committer:
     def _routes_of(self, sequence: Sequence, routes: FeatureSpec) -> HostCopy:
         """Returns the experts of all tokens but the last, on their way."""
         end = len(sequence.token_ids) - 1
-        start, rows = self._features.known_rows(routes, sequence.open_lease, 0, end)
+        start, rows = self._features.stored_rows(routes, sequence.open_lease, 0, end)
         assert start == 0, f"the experts of {start} tokens were not recorded"
         return HostCopy(rows)

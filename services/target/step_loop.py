@@ -133,7 +133,7 @@ class StepLoop:
         self._pushed = PushedSteps(
             None if fallback else factory.pushed_lanes(),
             parts,
-            is_elsewhere=self._rounds.takes,
+            has_other_lane=self._rounds.takes,
             features=self._features,
             host_gap=self._host_gap,
             take_offers=lambda: self.drafts.take_offers(),
@@ -190,8 +190,8 @@ class StepLoop:
             self._tell()
             self._report()
             now_s = self.clock()  # a planned step begins behind that
-        if turn is Turn.ELSEWHERE or self._has_others:
-            return self._step(now_s, is_aside=turn is not Turn.ELSEWHERE) or turn is Turn.DONE
+        if turn is Turn.NO_LANES or self._has_others:
+            return self._step(now_s, is_aside=turn is not Turn.NO_LANES) or turn is Turn.DONE
         self._subscriptions.deliver()  # what commands have left
         return turn is Turn.DONE
 
@@ -216,19 +216,19 @@ class StepLoop:
             others = [each for each in others if not self._scheduler.lanes.num_taken(each)]
             others = [each for each in others if not self._scheduler.lanes.holds(each)]
         else:
-            self.attachments.readiness.judge(others, now_s)
+            self.attachments.readiness.begin_turn(others, now_s)
         if not self._runs_ahead():  # a draft has attached since the launch, or is asked again
             self._settle()
         if not is_aside or others:
             decoding = [each for each in others if each.num_uncomputed == 1]
-            self.attachments.readiness.gather(decoding, now_s)
+            self.attachments.readiness.hold_trees(decoding, now_s)
         plan = self._scheduler.plan(
             lambda sequence: self.attachments.readiness.is_ready(sequence, now_s),
             self._tree,
         )
         if plan.admitted:
             running = self._rounds.not_taken(self._scheduler.running)
-            self.attachments.readiness.weigh(running, now_s)
+            self.attachments.readiness.update_policies(running, now_s)
         self._rounds.assign(self._subscriptions.start(plan.admitted, now_s), now_s)
         if plan.admitted and not self.runner.computes_aside:
             self._subscriptions.deliver()  # on a CPU the launch computes the prompt
@@ -248,7 +248,7 @@ class StepLoop:
         if not self._runs_ahead():
             self._settle()
         has_round |= self._rounds.commit(drains=bool(self._num_put_off))
-        self.drafts.tell()
+        self.drafts.send_messages()
         idle_s = 0.0 if is_aside else self._idle_s()
         is_computing = self._in_flight is not None or self._rounds.is_under_way
         if is_computing or not self.runner.computes_aside or idle_s > 0.0:
@@ -284,7 +284,7 @@ class StepLoop:
 
     def patience_s(self) -> float | None:
         """Seconds that an engine with nothing ready may sleep; None for until a command comes."""
-        round_s = self._pushed.patience_s()
+        round_s = self._pushed.sleep_s()
         if round_s is not None:
             return round_s
         until_launch_s = self._until_launch_s()
@@ -294,7 +294,7 @@ class StepLoop:
             return None
         if not self._scheduler.num_running:
             self.check_idle()
-            self.attachments.readiness.weigh((), self.clock())
+            self.attachments.readiness.update_policies((), self.clock())
             return None
         return self._until_ready_s()
 
@@ -363,7 +363,7 @@ class StepLoop:
 
     def statuses(self) -> tuple[AttachmentStatus, ...]:
         """Returns the drafts, oldest first, with what is wanted of them."""
-        now_s, told = self.clock(), map(self._rounds.told, self.attachments.statuses())
+        now_s, told = self.clock(), map(self._rounds.with_rounds, self.attachments.statuses())
         return tuple(self.speculation.explained(each, now_s) for each in told)
 
     def check_idle(self) -> None:
@@ -426,7 +426,7 @@ class StepLoop:
 
     def _tell(self) -> None:
         """Sends one message to each draft and one batch to each sink."""
-        self.drafts.tell()
+        self.drafts.send_messages()
         self._subscriptions.deliver()
 
     def _forget(self, sequence: TargetSequence) -> None:
