@@ -488,7 +488,7 @@ class Attachment:
         In a message, closed sequences come before opened ones. So if the draft has not been told of
         the sequence yet, everything about it leaves the outbox instead.
         """
-        opened = [item for item in self.outbox_opened if item.sequence_id != sequence_id]
+        opened = [s for s in self.outbox_opened if s.sequence_id != sequence_id]
         if len(opened) == len(self.outbox_opened):
             self.outbox_closed.append(sequence_id)
             return

@@ -292,7 +292,8 @@ class HeadSteps(RoundSteps[HeadLanes]):
         if shape is None:
             self._draws = False
             self.settle()
-            self._close_assignments(suited)
+            for sequence in suited:
+                self._attachments.assignments.close(sequence)
             return
         if lanes.is_sparse or not lanes.shapes.keeps_lanes(shape):
             settle()
@@ -432,7 +433,8 @@ class HeadSteps(RoundSteps[HeadLanes]):
     def _join(self, lanes: HeadLanes) -> bool:
         """Gives lanes to the sequences that can have one; returns whether there are any."""
         joining = self._joining(lanes)
-        self._close_assignments(joining)
+        for sequence in joining:
+            self._attachments.assignments.close(sequence)
         lanes.join(joining)
         return bool(joining)
 
@@ -455,11 +457,6 @@ class HeadSteps(RoundSteps[HeadLanes]):
         counts.num_paused_rounds += 0 if shape else len(suited)
         counts.num_probe_rounds += len(suited) if shape and policy.is_probing else 0
         return shape
-
-    def _close_assignments(self, sequences: Iterable[Sequence]) -> None:
-        """Takes sequences from their drafts."""
-        for sequence in sequences:
-            self._attachments.assignments.close(sequence)
 
     @property
     def shape(self) -> TreeShape | None:

@@ -290,8 +290,14 @@ class PushedSteps(RoundSteps[PushedLanes]):
         lanes = self._drawing
         if lanes is None or len(sequence.token_ids) < MIN_LANE_TOKENS:
             return 0
-        suits = lanes.num_free > 0 and lanes.fits(sequence) and self._suits(sequence)
-        return int(suits and not self._has_other_lane(sequence))
+        if lanes.num_free <= 0 or not lanes.fits(sequence) or sequence.prediction is not None:
+            return 0
+        request = sequence.request
+        assignment = self._attachments.assignments.get(sequence.sequence_id)
+        algorithm = request.draft_algorithm or ""
+        if assignment is not None:
+            algorithm = assignment.attachment.identity.algorithm
+        return int(can_be_round(request, algorithm) and not self._has_other_lane(sequence))
 
     def step(self) -> Turn:
         """Launches, reads and commits rounds, as far as that is possible now.
@@ -440,13 +446,6 @@ class PushedSteps(RoundSteps[PushedLanes]):
         """The features that drafts read, by key."""
         specs = (draft.feature_spec for draft in self._attachments.drafts.live)
         return {spec.key: spec for spec in specs if spec is not None}
-
-    def _suits(self, sequence: Sequence) -> bool:
-        """Whether rounds support everything that the request asks for."""
-        assignment = self._attachments.assignments.get(sequence.sequence_id)
-        wanted = sequence.request.draft_algorithm or ""
-        algorithm = wanted if assignment is None else assignment.attachment.identity.algorithm
-        return sequence.prediction is None and can_be_round(sequence.request, algorithm)
 
 
 def _round(shape: TreeShape, trees: NextTrees) -> LaunchedRound:

@@ -21,7 +21,7 @@ from shared.tokens import Candidate, TokenTree, TreeShape
 # How long the host may put off a launch, and sleep while a round is in flight.
 
 POLL_S = 1e-4
-"""Interval at which the host polls for the end of a round, once the round is about to end."""
+"""Interval of the host's polls for the end of a round, once that is near."""
 _SURE_SHARE = 0.9
 _MARGIN_S = 1e-3
 _HOST_SHARE = 1.5
@@ -57,7 +57,7 @@ class RoundWait:
 
         Args:
             elapsed_s: time since the start of the round or step in front of it, or a little less.
-            num_rows: number of rows of the planned step in front of it; None behind a round.
+            num_rows: rows of the planned step in front of it; None behind a round.
         """
         shortest_s = self._round_s
         if num_rows is not None:
