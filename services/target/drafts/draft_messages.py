@@ -37,8 +37,8 @@ def feature_spec(message: pb.FeatureSpec) -> FeatureSpec:
 def draft_messages(message: DraftMessage) -> list[pb.SpeculateResponse]:
     """Returns the protobuf messages for one message to a draft.
 
-    Closed sequences come first, so that the draft has room for opened ones. The features of a
-    verdict's own positions are in its message, so that a plain round is one message. All other
+    Closed sequences come first, so that the draft has room for opened ones. The features of the
+    last verdict's own positions are in its message, so that a plain round is one message. All other
     features are sent before it, as chunks.
     """
     responses: list[pb.SpeculateResponse] = []
