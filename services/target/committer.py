@@ -257,6 +257,6 @@ class Committer:
         if self._routes is None or not sequence.request.wants_routes:
             return Finished.of(sequence)
         end = len(sequence.token_ids) - 1  # all tokens but the last
-        start, rows = self._features.known_rows(self._routes, sequence.open_lease, 0, end)
+        start, rows = self._features.stored_rows(self._routes, sequence.open_lease, 0, end)
         assert start == 0, f"the experts of {start} tokens were not recorded"
         return Finished.of(sequence, HostCopy(rows))

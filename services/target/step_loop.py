@@ -124,7 +124,7 @@ class StepLoop:
         self._pushed = PushedSteps(
             None if fallback else factory.pushed_lanes(),
             parts,
-            is_elsewhere=self._rounds.takes,
+            has_other_lane=self._rounds.takes,
             features=self._features,
             host_gap=self._host_gap,
             take_offers=lambda: self.drafts.take_offers(),
@@ -181,8 +181,8 @@ class StepLoop:
             self._send_results()
             self._report()
             now_s = self.clock()  # a planned step begins after that work
-        if turn is Turn.ELSEWHERE or self._needs_planned_step:
-            beside_pushed = turn is not Turn.ELSEWHERE
+        if turn is Turn.NO_LANES or self._needs_planned_step:
+            beside_pushed = turn is not Turn.NO_LANES
             return self._planned_step(now_s, beside_pushed=beside_pushed) or turn is Turn.DONE
         self._subscriptions.deliver()  # events that commands have queued
         return turn is Turn.DONE
@@ -210,18 +210,18 @@ class StepLoop:
             planned = [sequence for sequence in planned if not lanes.num_taken(sequence)]
             planned = [sequence for sequence in planned if not lanes.holds(sequence)]
         else:
-            self.attachments.readiness.judge(planned, now_s)
+            self.attachments.readiness.begin_turn(planned, now_s)
         if not self._runs_ahead():  # a draft attached since the launch, or got requests again
             self._settle()
         if not beside_pushed or planned:
             decoding = [sequence for sequence in planned if sequence.num_uncomputed == 1]
-            self.attachments.readiness.gather(decoding, now_s)
+            self.attachments.readiness.hold_trees(decoding, now_s)
         plan = self._scheduler.plan(
             lambda sequence: self.attachments.readiness.is_ready(sequence, now_s), self._tree
         )
         if plan.admitted:
             running = self._rounds.not_taken(self._scheduler.running)
-            self.attachments.readiness.weigh(running, now_s)
+            self.attachments.readiness.update_policies(running, now_s)
         self._rounds.assign(self._subscriptions.start(plan.admitted, now_s), now_s)
         if plan.admitted and not self.runner.computes_aside:
             self._subscriptions.deliver()  # on a CPU the launch computes the prompt
@@ -241,7 +241,7 @@ class StepLoop:
         if not self._runs_ahead():
             self._settle()
         has_round |= self._rounds.commit(drains=bool(self._num_postponed_rows))
-        self.drafts.tell()
+        self.drafts.send_messages()
         idle_s = 0.0 if beside_pushed else self._idle_s()
         is_computing = self._in_flight is not None or self._rounds.is_under_way
         if is_computing or not self.runner.computes_aside or idle_s > 0.0:
@@ -277,7 +277,7 @@ class StepLoop:
 
     def idle_timeout_s(self) -> float | None:
         """Returns how long an idle engine may sleep; None: until a command arrives."""
-        round_s = self._pushed.patience_s()
+        round_s = self._pushed.sleep_s()
         if round_s is not None:
             return round_s
         until_launch_s = self._until_launch_s()
@@ -287,7 +287,7 @@ class StepLoop:
             return None
         if not self._scheduler.num_running:
             self.check_idle()
-            self.attachments.readiness.weigh((), self.clock())
+            self.attachments.readiness.update_policies((), self.clock())
             return None
         return self._until_ready_s()
 
@@ -358,7 +358,7 @@ class StepLoop:
 
     def statuses(self) -> tuple[AttachmentStatus, ...]:
         """Returns the drafts, oldest first, with their tree requests."""
-        now_s, statuses = self.clock(), map(self._rounds.told, self.attachments.statuses())
+        now_s, statuses = self.clock(), map(self._rounds.with_rounds, self.attachments.statuses())
         return tuple(self.speculation.explained(status, now_s) for status in statuses)
 
     def check_idle(self) -> None:
@@ -421,7 +421,7 @@ class StepLoop:
 
     def _send_results(self) -> None:
         """Sends one message to each draft and one batch to each sink."""
-        self.drafts.tell()
+        self.drafts.send_messages()
         self._subscriptions.deliver()
 
     def _forget(self, sequence: TargetSequence) -> None:

@@ -1,5 +1,5 @@
-"""The drafts that are attached: the identity, counters and outgoing messages of each, the terms it
-has, and how long the target waits for its trees. No torch."""
+"""The attached drafts: identity, counters, outgoing messages, terms, and the timeout of each one's
+trees. No torch."""
 
 from __future__ import annotations
 
@@ -40,18 +40,15 @@ if TYPE_CHECKING:
     from shared.runtime.ring_memory import FeatureRingWriter
 
 
-# The terms that a target grants to the drafts that attach.
-
-
 @dataclass(frozen=True, slots=True)
 class AttachmentTerms:
-    """The terms for every draft.
+    """The terms that the target grants to every draft.
 
     Attributes:
         max_nodes: largest tree accepted, in nodes.
         max_sequences: most sequences assigned to one draft.
         longest_wait_s: upper bound of the wait for candidates.
-        feature_ring_rows: rows of memory shared with a draft of this host; 0 shares none.
+        feature_ring_rows: rows of the memory shared with a draft on this host; 0 shares none.
     """
 
     mode: VerificationMode
@@ -65,11 +62,11 @@ class AttachmentTerms:
 #
 # The timeout is a few times the usual response time of the draft. After three misses in a row the
 # draft counts as silent: the target waits for it only in probes, whose gaps double. A probe is
-# longer if any message of the draft has arrived since the last one. So a frozen process costs
+# longer if candidates of the draft have arrived since the last one. So a frozen process costs
 # almost nothing, and a draft that recovers or has become slow is found again.
 
-LONGEST_S = 5.0
-"""A longer warm-up is ignored. Kernels that are compiled for the first time take seconds."""
+MAX_WARM_UP_S = 5.0
+"""A warm-up counts for this long at most. Compiling kernels for the first time takes seconds."""
 
 
 @dataclass(slots=True)
@@ -83,19 +80,19 @@ class DraftWarmUp:
     _until_s: float = -math.inf
 
     def report(self, now_s: float, *, is_warming: bool) -> None:
-        """Takes a report of the draft."""
+        """Takes what a draft reports about its warm-up."""
         since_s = self._since_s
         self._since_s = (now_s if since_s is None else since_s) if is_warming else None
         if not is_warming and since_s is not None:
-            self._until_s = min(now_s, since_s + LONGEST_S)
+            self._until_s = min(now_s, since_s + MAX_WARM_UP_S)
 
     def is_on(self, now_s: float) -> bool:
         """Whether a warm-up is under way."""
-        return self._since_s is not None and now_s < self._since_s + LONGEST_S
+        return self._since_s is not None and now_s < self._since_s + MAX_WARM_UP_S
 
     def was_on(self, since_s: float, now_s: float) -> bool:
         """Whether a warm-up was under way at any time from `since_s` until now."""
-        last_s = -math.inf if self._since_s is None else min(self._since_s + LONGEST_S, now_s)
+        last_s = -math.inf if self._since_s is None else min(self._since_s + MAX_WARM_UP_S, now_s)
         return self.is_on(now_s) or max(last_s, self._until_s) > since_s
 
 
@@ -105,7 +102,8 @@ LAST_PROBE_S = 1.0
 WAIT_PER_RESPONSE = 4.0
 SMOOTHING = 0.2
 SHORTEST_WAIT_S = 0.02
-STIRRING_FACTOR = 4.0
+ACTIVE_PROBE_FACTOR = 4.0
+"""A probe is this many times longer if candidates have arrived since the last one."""
 
 
 @dataclass(slots=True)
@@ -121,7 +119,7 @@ class DraftTimeout:
     response_s: float | None = None
     _num_misses: int = 0
     _last_miss_s: float | None = None
-    _is_stirring: bool = False
+    _is_active: bool = False
     _probe_s: float = 0.0
     _probe_gap_s: float = field(default=FIRST_PROBE_S)
 
@@ -130,7 +128,7 @@ class DraftTimeout:
         """Whether the draft is silent."""
         return self._num_misses >= MISSES_UNTIL_COLD
 
-    def has_no_chance(self, now_s: float) -> bool:
+    def awaits_probe(self, now_s: float) -> bool:
         """Whether the draft is silent and its next probe is not due."""
         return self.is_cold and now_s < self._probe_s
 
@@ -139,56 +137,56 @@ class DraftTimeout:
         """The timeout of a draft that is not silent."""
         if self.response_s is None:
             return self.longest_wait_s
-        wanted = max(WAIT_PER_RESPONSE * self.response_s, SHORTEST_WAIT_S)
-        return min(wanted, self.longest_wait_s)
+        wait_s = max(WAIT_PER_RESPONSE * self.response_s, SHORTEST_WAIT_S)
+        return min(wait_s, self.longest_wait_s)
 
     def deadline_s(self, now_s: float) -> float:
-        """Called when a verdict goes out: until when its sequence waits for the next tree."""
+        """Returns until when a sequence waits for its next tree. Called at its verdict."""
         if not self.is_cold:
             return now_s + self.wait_s
         if now_s < self._probe_s:
             return now_s
         self._probe_s = now_s + self._probe_gap_s
         self._probe_gap_s = min(2.0 * self._probe_gap_s, LAST_PROBE_S)
-        is_stirring, self._is_stirring = self._is_stirring, False
-        wait_s = STIRRING_FACTOR * self.wait_s if is_stirring else self.wait_s
+        is_active, self._is_active = self._is_active, False
+        wait_s = ACTIVE_PROBE_FACTOR * self.wait_s if is_active else self.wait_s
         return now_s + min(wait_s, self.longest_wait_s)
 
-    def stirred(self) -> None:
-        """Candidates arrived, for any round."""
-        self._is_stirring = True
+    def candidates_arrived(self) -> None:
+        """Notes that candidates arrived, for any round."""
+        self._is_active = True
 
-    def heard(self, response_s: float | None) -> None:
-        """A candidate for a current round arrived.
+    def responded(self, response_s: float | None) -> None:
+        """Notes that a candidate for a current round arrived.
 
         Args:
-            response_s: time since its verdict; None when the draft had more to do than to answer
-                a verdict, such as reading a prompt.
+            response_s: time since its verdict; None when the draft did more than respond to a
+                verdict, such as reading a prompt.
         """
         if response_s is not None:
-            known_s = self.response_s
+            mean_s = self.response_s
             self.response_s = (
-                response_s if known_s is None else known_s + SMOOTHING * (response_s - known_s)
+                response_s if mean_s is None else mean_s + SMOOTHING * (response_s - mean_s)
             )
         self._num_misses = 0
         self._probe_gap_s = FIRST_PROBE_S
 
     def in_time(self) -> None:
-        """The tree of a round that begins was pushed ahead, so there is no wait."""
+        """Notes that the tree of a new round was pushed ahead, so that the round need not wait."""
         self._num_misses = 0
 
     def missed(self, now_s: float) -> None:
-        """A round ended without its candidate. Rounds of one step count once."""
+        """Notes that a round ended without its candidate. Rounds of one step count once."""
         if now_s != self._last_miss_s:
             self._num_misses += 1
             self._last_miss_s = now_s
 
 
 SHORTEST_RESPONSE_S = 0.001
-"""Drafts that answer sooner count as equally fast."""
+"""Drafts that respond sooner count as equally fast."""
 
-UNSAID_SHAPE = TreeShape(3, 1, 4)
-"""Taken for the shape of a draft that did not say."""
+DEFAULT_SHAPE = TreeShape(3, 1, 4)
+"""Assumed tree shape of a draft that did not report one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,8 +196,8 @@ class FeatureRows:
     Attributes:
         position_offset: position of the first row.
         rows: `[R, W]`, in the dtype the draft asked for, on any device.
-        num_prompt_tokens: where the prompt of the sequence ends.
-        ring_start: number of the first row in the ring of the draft; None when they are not there.
+        num_prompt_tokens: length of the sequence's prompt.
+        ring_start: number of the first row in the draft's ring; None if the rows are not in it.
     """
 
     sequence_id: int
@@ -211,15 +209,10 @@ class FeatureRows:
     @property
     def num_rows(self) -> int:
         """R."""
-        return self.rows.shape[0]  # several times as fast as its length
-
-    @property
-    def completes_prompt(self) -> bool:
-        """Whether no prompt row but the last, which comes with its verdict, is left to send."""
-        return self.end >= self.num_prompt_tokens - 1
+        return self.rows.shape[0]  # several times as fast as `len`
 
     def split(self, num_last: int) -> tuple[FeatureRows, FeatureRows]:
-        """Returns the rows before the last `num_last`, and those."""
+        """Returns the rows before the last `num_last`, and the last `num_last`."""
         num_before = max(self.num_rows - num_last, 0)
         return (
             replace(self, rows=self.rows[:num_before]),
@@ -239,7 +232,7 @@ class FeatureRows:
 
 @dataclass(frozen=True, slots=True)
 class OpenedSequence:
-    """A sequence as it is handed to a draft."""
+    """A sequence as it is sent to a draft."""
 
     sequence_id: int
     token_ids: tuple[int, ...]
@@ -254,14 +247,14 @@ class OpenedSequence:
 
 @dataclass(frozen=True, slots=True)
 class DraftMessage:
-    """The message to one draft after one step. At most one a step, whatever the batch.
+    """The message to one draft after one step. At most one a step, for any batch size.
 
     Attributes:
-        features: rows of newly computed positions, without gaps from a sequence's first row on;
-            a sequence's rows come no later than the verdict that commits what follows them.
-        weights: those in force now, where the draft has not heard of them; it is told behind what
-            is closed.
-        commands: to a head in mapped rounds.
+        features: rows of newly computed positions, without gaps from a sequence's first row on.
+            A sequence's rows come no later than the verdict that commits the tokens behind them.
+        weights: the target's current weight version, if the draft has not been told of it. Sent
+            after the closed sequences.
+        commands: commands to a head in mapped rounds.
     """
 
     opened: tuple[OpenedSequence, ...]
@@ -280,7 +273,7 @@ class MappedOffer:
         vocab_size: tokens that it can propose.
         max_context_tokens: longest sequence that a round may start from.
         is_pinned: an operator fixed the shape of its trees.
-        num_outcomes: verdicts of a sequence that it can prepare chains for; 0 for none.
+        num_outcomes: possible verdicts of a sequence for which it can prepare chains; 0 for none.
     """
 
     vocab_size: int
@@ -291,10 +284,10 @@ class MappedOffer:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Candidates that one draft pushed, with what it says of itself.
+    """Candidates that one draft pushed, with its report on itself.
 
     Attributes:
-        arrived_s: by the engine's clock; it may be computing a step then.
+        arrived_s: arrival time by the engine's clock, perhaps during a step.
     """
 
     attachment_id: str
@@ -318,7 +311,7 @@ class DraftIdentity:
     """The identity of an attached draft.
 
     Attributes:
-        shape: of its trees while no other is wanted; None when it did not say.
+        shape: shape of its trees unless another one is requested; None if it did not report one.
     """
 
     attachment_id: str
@@ -362,14 +355,15 @@ class Idle:
 
 @dataclass(frozen=True, slots=True)
 class AttachmentStatus:
-    """A draft with what the target wants of it.
+    """A draft with the trees that the target requests of it.
 
     Attributes:
-        shape: of the trees that most of its sequences are to have, or would have if it had any;
+        shape: tree shape requested for most of its sequences, or for a first one if it has none;
             None while no tree is wanted.
-        num_paused: its sequences that go without trees.
+        num_paused: its sequences for which no trees are requested.
         level_rates: acceptance by level.
-        num_outcomes: most verdicts that it is asked to prepare for; None where that is left to it.
+        num_outcomes: most possible verdicts for which it is asked to prepare trees; None where the
+            draft decides.
         idle: why none of its trees is verified; None while they are, or before that is known.
     """
 
@@ -387,18 +381,18 @@ class Attachment:
 
     Attributes:
         feature_spec: hidden states it reads; None for token-level drafts.
-        report: what it last said of itself.
-        is_in_process: it reads hidden states on the target's device, behind its work.
-        ring: memory shared with it, through which it reads them; None if messages carry them.
-        outcomes: how well it foresees verdicts, over its life.
-        policy: what drafts of its kind are asked for; set when it is added.
-        warm_up: whether it makes CUDA graphs or compiles kernels now.
+        report: its last report on itself.
+        is_in_process: it reads hidden states on the target's device, behind the target's work.
+        ring: shared memory through which it reads hidden states; None if messages carry them.
+        outcomes: counts of the verdicts for which it had prepared a tree, over its life.
+        policy: decides the trees requested of drafts of its kind; set when the draft is added.
+        warm_up: whether it captures CUDA graphs or compiles kernels now.
         rounds: its head and pages, for rounds on the device; None where it drafts by itself.
         mapped_offer: its head could take part in rounds from its own process.
-        mapped: these rounds, from when they are begun to be opened.
+        mapped: these rounds, from the time at which the target begins to open them.
         refusal: why it was not added; set before its port is closed.
-        learns: it is told of sequences that have ended, and drafts for none.
-        max_context_tokens: of these sequences, that it wants at most; None for all.
+        learns: it is a learner: it gets sequences that have ended, and drafts for none.
+        max_context_tokens: most tokens of an ended sequence that a learner wants; None for all.
     """
 
     identity: DraftIdentity
@@ -431,7 +425,7 @@ class Attachment:
 
     @property
     def kind(self) -> tuple[str, str, TreeShape]:
-        """Drafts of one kind propose alike: those of one algorithm, model and shape."""
+        """Algorithm, model and shape. Drafts of one kind propose alike."""
         return self.identity.algorithm, self.identity.model_id, self.base_shape
 
     @property
@@ -443,17 +437,13 @@ class Attachment:
         """Whether its head prepares for rounds in mapped memory."""
         return self.mapped is not None and self.rounds is None
 
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether it reads nothing that the target's device has yet to write."""
-        return self.feature_spec is None or not self.is_in_process
-
     def placed(self, rows: Tensor) -> tuple[Tensor, int | None]:
-        """Puts hidden states `[R, W]` where it can read them: on the device, in the ring, or as
-        bytes in messages, also while the ring is full. Called on the engine thread.
+        """Puts hidden states `[R, W]` where the draft can read them: on the device, in its ring,
+        or, without a ring or while that is full, on the host for a message. Called on the engine
+        thread.
 
         Returns:
-            The rows, and the number of the first one in the ring; None when they are not there.
+            The rows, and the number of the first one in the ring; None if they are not in it.
         """
         if self.is_in_process:
             return rows, None
@@ -462,71 +452,60 @@ class Attachment:
 
     @property
     def base_shape(self) -> TreeShape:
-        """The shape of its trees while no other is wanted."""
-        return self.identity.shape or UNSAID_SHAPE
+        """The shape of its trees unless another one is requested."""
+        return self.identity.shape or DEFAULT_SHAPE
 
     @property
     def load(self) -> tuple[float, int]:
-        """Orders drafts by how long they would keep one sequence more waiting."""
+        """Sort key of drafts: how long one more sequence would wait for its trees."""
         size = len(self.sequence_ids) + 1
         return size * max(self.timeout.response_s or 0.0, SHORTEST_RESPONSE_S), size
 
     def abandon(self) -> None:
-        """Its stream has ended: no round on the device waits for its trees any more. From any
+        """Ends the wait of rounds on the device for its trees, once its stream has ended. From any
         thread."""
         if self.mapped is not None:
             self.mapped.head.abandon()
 
-    def is_silent(self, now_s: float) -> bool:
-        """Whether it does not answer, and is not tried again yet."""
-        return self.timeout.has_no_chance(now_s)
-
     def is_avoided(self, now_s: float) -> bool:
-        """Whether other drafts come first for a sequence: it is silent, or one that it has already
-        is to show whether it answers again."""
-        return self.timeout.is_cold and (bool(self.sequence_ids) or self.is_silent(now_s))
-
-    @property
-    def has_room(self) -> bool:
-        return len(self.sequence_ids) < self.identity.max_sequences
+        """Whether other drafts come first for a sequence: this one is silent, and either has a
+        sequence to probe it with already, or its next probe is not due."""
+        timeout = self.timeout
+        return timeout.is_cold and (bool(self.sequence_ids) or timeout.awaits_probe(now_s))
 
     def takes(self, sequence: Sequence) -> bool:
-        """Whether a sequence may be handed to it: there is room, both sides want it."""
-        wanted = sequence.request.draft_algorithm
+        """Whether a sequence may be assigned to it: it has room, has not released the sequence, and
+        is of the requested algorithm."""
         return (
-            self.has_room
+            len(self.sequence_ids) < self.identity.max_sequences
             and sequence.sequence_id not in self.released
-            and wanted in (None, self.identity.algorithm)
+            and sequence.request.draft_algorithm in (None, self.identity.algorithm)
         )
 
     def close(self, sequence_id: int) -> None:
-        """A sequence has ended or goes elsewhere. What the draft was not told of yet it never hears
-        of: closed sequences come first in a message, those opened after them."""
-        opened = [each for each in self.outbox_opened if each.sequence_id != sequence_id]
+        """Takes a sequence that has ended or moves from the draft.
+
+        In a message, closed sequences come before opened ones. So if the draft has not been told of
+        the sequence yet, everything about it leaves the outbox instead.
+        """
+        opened = [s for s in self.outbox_opened if s.sequence_id != sequence_id]
         if len(opened) == len(self.outbox_opened):
             self.outbox_closed.append(sequence_id)
             return
         self.outbox_opened = opened
-        self.outbox_verdicts = [e for e in self.outbox_verdicts if e.sequence_id != sequence_id]
-        self.outbox_features = [e for e in self.outbox_features if e.sequence_id != sequence_id]
-
-    @property
-    def is_due(self) -> bool:
-        """Whether there is anything to tell."""
-        outboxes = self.outbox_opened, self.outbox_closed, self.outbox_features
-        has_verdicts = bool(self.outbox_verdicts)
-        return has_verdicts or any(outboxes) or self.outbox_weights is not None
+        self.outbox_verdicts = [v for v in self.outbox_verdicts if v.sequence_id != sequence_id]
+        self.outbox_features = [f for f in self.outbox_features if f.sequence_id != sequence_id]
 
     def take_message(self) -> DraftMessage | None:
-        """Empties the outbox; None while there is nothing in it."""
-        if not self.is_due:
-            return None
+        """Empties the outbox; returns None when there is nothing in it."""
         outboxes: tuple[list[Any], ...] = (
             self.outbox_opened,
             self.outbox_verdicts,
             self.outbox_closed,
             self.outbox_features,
         )
+        if self.outbox_weights is None and not any(outboxes):
+            return None
         opened, verdicts, closed, features = (tuple(outbox) for outbox in outboxes)
         message = DraftMessage(opened, verdicts, closed, features, self.outbox_weights)
         self.outbox_weights = None
@@ -535,15 +514,12 @@ class Attachment:
         return message
 
 
-# Messages on their way from the engine thread to one attached draft.
-
-
 class DraftStream:
-    """A `DraftPort` that the draft's RPC reads message by message.
+    """The queue of messages to one draft: a `DraftPort` whose messages the draft's RPC takes.
 
-    The queue is bounded: a draft that lets it fill does not keep up and is detached, since
-    dropping one message would leave it with a wrong picture of its sequences. It needs no lock: the
-    engine thread alone adds, the event loop alone takes.
+    The queue is bounded. A draft that lets it fill up does not keep up and is detached, because a
+    dropped message would leave it with a wrong view of its sequences. It needs no lock: only the
+    engine thread adds messages, and only the event loop takes them.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, capacity: int) -> None:
@@ -568,8 +544,8 @@ class DraftStream:
         self._notify()
 
     def drain(self, grace_s: float) -> None:
-        """Has the draft asked to detach within the grace, before it gets what is queued. On the
-        event loop, as all that follows."""
+        """Asks the draft to detach within the grace period, ahead of the queued messages. Called
+        on the event loop, like all methods below."""
         self._graces_s.append(grace_s)
         self.wake()
 
@@ -579,9 +555,9 @@ class DraftStream:
 
     async def news(self) -> None:
         """Waits until there is something to take, the stream is over, or `wake` was called. For one
-        reader, which looks at everything before it waits again."""
-        # Whoever adds something sets the event behind it, so what is overlooked here is told once
-        # more; an event that is left over costs one look in vain.
+        reader, which takes everything before it waits again."""
+        # The event is set after each addition, so none is missed. An event that is left set costs
+        # one check that finds nothing.
         if not (self._messages or self._is_closed):
             await self._has_news.wait()
             self._has_news.clear()
@@ -597,7 +573,7 @@ class DraftStream:
     @property
     def is_over(self) -> bool:
         """Whether the stream was closed and nothing is left to take."""
-        # In this order: once it is closed, nothing is queued any more.
+        # In this order: nothing is queued after the stream is closed.
         return self._is_closed and not self._messages
 
     def _notify(self) -> None:
@@ -609,21 +585,19 @@ class DraftStream:
                 raise
 
 
-# The drafts that are attached now, and the algorithms of all that ever were.
-
-
 class DraftRegistry:
     """Attached drafts by their attachment id. Owned by the engine thread.
 
     Args:
-        config: trees to choose from; None leaves a draft its own.
-        always_up_to: sequences that want trees of every draft, whatever they bring.
+        config: trees to choose from; None leaves each draft its own shape.
+        always_up_to: number of sequences up to which trees are always requested, even where
+            plain steps are faster.
 
     Attributes:
-        algorithms: of the live drafts, sorted, each once. Replaced, never changed, so that other
-            threads may read it.
-        known_algorithms: of every draft that ever attached.
-        costs: plain steps as they were measured at start; empty until they are.
+        algorithms: algorithms of the live drafts, sorted, without duplicates. The tuple is
+            replaced, never changed, so that other threads may read it.
+        known_algorithms: algorithms of all drafts that ever attached.
+        costs: times of plain steps measured at start-up; empty before.
     """
 
     def __init__(self, config: AdaptiveConfig | None = None, *, always_up_to: int = ALWAYS) -> None:
@@ -640,18 +614,12 @@ class DraftRegistry:
         return tuple(self._attachments.values())
 
     @property
-    def are_some_silent(self) -> bool:
-        """Whether there are several, and some of them have not answered lately."""
-        drafts = self._attachments.values()
-        return len(drafts) > 1 and any(each.timeout.is_cold for each in drafts)
-
-    @property
     def policies(self) -> tuple[DraftPolicy, ...]:
-        """The policies of the kinds of drafts that are attached."""
-        return tuple({each.kind: each.policy for each in self._attachments.values()}.values())
+        """The policies of the attached drafts, one for each kind."""
+        return tuple({draft.kind: draft.policy for draft in self._attachments.values()}.values())
 
     def candidate_shapes(self, base: TreeShape) -> tuple[TreeShape, ...]:
-        """Returns the shapes that trees of a draft may be asked for, beside its own. From any
+        """Returns the tree shapes that may be requested of a draft, beside its own. From any
         thread."""
         return () if self._config is None else self._config.shapes(base)
 
@@ -660,9 +628,9 @@ class DraftRegistry:
         return self._attachments.get(attachment_id)
 
     def add(self, attachment: Attachment) -> None:
-        """A draft attached."""
-        known = next((each for each in self.live if each.kind == attachment.kind), None)
-        if known is None:
+        """Adds a draft that attached. Drafts of one kind share a policy."""
+        same = next((draft for draft in self.live if draft.kind == attachment.kind), None)
+        if same is None:
             attachment.policy = DraftPolicy(
                 attachment.base_shape,
                 self._config,
@@ -670,20 +638,21 @@ class DraftRegistry:
                 costs=self.costs,
             )
         else:
-            attachment.policy = known.policy
+            attachment.policy = same.policy
             attachment.policy.drafts_changed()
         self._attachments[attachment.identity.attachment_id] = attachment
         self.known_algorithms.add(attachment.identity.algorithm)
         self._publish_algorithms()
 
     def remove(self, attachment_id: str) -> Attachment | None:
-        """Takes a draft out and returns it; None when it had left before."""
+        """Removes a draft and returns it; None when it had left before."""
         attachment = self._attachments.pop(attachment_id, None)
         self._publish_algorithms()
         return attachment
 
     def check_algorithm(self, algorithm: str | None) -> None:
-        """A draft that left may come back, so its algorithm stays good.
+        """Checks the algorithm that a request names. A draft that left may come back, so its
+        algorithm remains valid.
 
         Raises:
             InvalidArgument: no draft of the algorithm ever attached.
@@ -695,15 +664,10 @@ class DraftRegistry:
         raise InvalidArgument.of("ALGORITHM_UNKNOWN", "speculation.algorithm", message)
 
     def take_messages(self) -> list[tuple[Attachment, DraftMessage]]:
-        """Empties every outbox: one message a draft."""
-        messages: list[tuple[Attachment, DraftMessage]] = []
-        for attachment in self._attachments.values():
-            message = attachment.take_message()
-            if message is not None:
-                messages.append((attachment, message))
-        return messages
+        """Empties every outbox, and returns one message for each draft that has any."""
+        taken = [(draft, draft.take_message()) for draft in self._attachments.values()]
+        return [(draft, message) for draft, message in taken if message is not None]
 
     def _publish_algorithms(self) -> None:
-        self.algorithms = tuple(
-            sorted({each.identity.algorithm for each in self._attachments.values()})
-        )
+        algorithms = {draft.identity.algorithm for draft in self._attachments.values()}
+        self.algorithms = tuple(sorted(algorithms))

@@ -1,7 +1,7 @@
 """The attached drafts, their assignments and their candidates. No torch.
 
-A draft is an accelerator: everything here may be late, stale, duplicated or gone, and the target
-steps all the same.
+A draft is an accelerator: its messages may be late, stale, duplicated or lost, and the target steps
+all the same.
 """
 
 from __future__ import annotations
@@ -19,140 +19,132 @@ from services.target.drafts.verdicts import Verdicts
 from services.target.sequence import Sequence
 from services.target.step_report import RecentOutcomes
 from shared.candidate_columns import CandidateColumns, Run
-from shared.tokens import TreeShape
-
-# Chooses the sequences that step now. No torch.
-#
-# A sequence steps when its candidate is here, or when it is not worth waiting for any longer. Trees
-# that are here may be held back for a moment, so that one step verifies them with those to come.
+from shared.tokens import TreeRequest, TreeShape
 
 GATHERING_RESPONSES = 1.5
-"""How long trees wait for others, in response times of a draft."""
+"""Longest time that a tree is held back for others, in response times of a draft."""
 
 
 class Readiness:
-    """Tracks the sequences that wait for trees, from one step to the next. Owned by the engine
-    thread."""
+    """Decides which sequences step now and which wait for trees. Owned by the engine thread.
+
+    A sequence steps when its tree has arrived, or when the wait for it has timed out. Trees that
+    have arrived may be held back for a moment, so that one step verifies them with the next ones.
+    """
 
     def __init__(self, drafts: DraftRegistry, assignments: Assignments) -> None:
         self._drafts = drafts
         self._assignments = assignments
         self._hold_until_s = -math.inf
 
-    def judge(self, running: SequenceOf[Sequence], now_s: float) -> None:
-        """A turn of the loop begins: decides what drafts are asked for, and moves sequences
-        accordingly.
+    def begin_turn(self, running: SequenceOf[Sequence], now_s: float) -> None:
+        """Begins a turn of the loop: updates the tree requests and moves sequences between drafts.
 
         Args:
-            running: sequences that drafts may have.
+            running: sequences that may be assigned to drafts.
         """
         if self._drafts.live:
-            self.weigh(running, now_s)
-            self._assignments.leave_silent(now_s)
-            self._assignments.follow(running, now_s)
-            self._assignments.move_one(self._waiting(running), now_s)
+            self.update_policies(running, now_s)
+            self._assignments.leave_silent_drafts(now_s)
+            self._assignments.reassign(running, now_s)
+            places = [self._assignments.get(sequence.sequence_id) for sequence in running]
+            waiting = [place for place in places if place is not None and place.candidate is None]
+            self._assignments.move_one(waiting, now_s)
 
-    def weigh(self, running: SequenceOf[Sequence], now_s: float) -> None:
-        """Decides what drafts are asked for; a round on the device may be under way."""
-        drafted = [each for each in running if not each.request.speculation_disabled]
-        num_decoding = sum(each.num_uncomputed == 1 for each in drafted)
+    def update_policies(self, running: SequenceOf[Sequence], now_s: float) -> None:
+        """Decides which trees drafts are asked for. A round on the device may be in flight."""
+        drafted = [sequence for sequence in running if not sequence.request.speculation_disabled]
+        num_decoding = sum(sequence.num_uncomputed == 1 for sequence in drafted)
         for policy in self._drafts.policies:
             policy.turn(num_decoding, now_s, len(drafted) - num_decoding)
 
     def disregard(self) -> None:
-        """The step under way captures graphs, so that its time says nothing."""
+        """Excludes the current step from the measurements, because it captures graphs."""
         for policy in self._drafts.policies:
             policy.disregard()
 
-    def gather(self, sequences: Iterable[Sequence], now_s: float) -> bool:
-        """Whether the trees that are here wait for others: most of the sequences cannot step yet,
-        but soon. Half of them verify while the drafts work for the other half; smaller rounds read
-        the weights more often. Sequences without a draft never wait."""
+    def hold_trees(self, sequences: Iterable[Sequence], now_s: float) -> bool:
+        """Holds back the trees that have arrived if more than half of the sequences still wait for
+        theirs, and returns whether it did.
+
+        Half of the sequences are verified while the drafts work for the other half; smaller rounds
+        would read the weights more often. Sequences without a draft never wait.
+        """
         self._hold_until_s = -math.inf
-        late, number = list[Assignment](), 0
+        waiting, num_sequences = list[Assignment](), 0
         for sequence in sequences:
             assignment = self._assignments.get(sequence.sequence_id)
             if assignment is None:
                 return False
-            number += 1
+            num_sequences += 1
             if assignment.candidate is None and now_s < assignment.deadline_s:
-                late.append(assignment)
-        if 2 * len(late) <= number:
+                waiting.append(assignment)
+        if 2 * len(waiting) <= num_sequences:
             return False
-        self._hold_until_s = max(map(_usual_s, late))
+        self._hold_until_s = max(map(_expected_s, waiting))
         return now_s < self._hold_until_s
 
     def is_ready(self, sequence: Sequence, now_s: float) -> bool:
-        """Whether a sequence can step: it has its candidate and none is gathered with it, or none
-        is waited for any more."""
+        """Whether a sequence can step: its tree has arrived and is not held back, or the sequence
+        does not wait for one."""
         return now_s >= self.deadline_s(sequence)
 
     def deadline_s(self, sequence: Sequence) -> float:
-        """Until when the sequence waits; long past when it waits for nothing."""
+        """Time until which the sequence waits; minus infinity if it has no draft or holds a tree
+        that is not held back."""
         assignment = self._assignments.get(sequence.sequence_id)
         if assignment is None:
             return -math.inf
         return assignment.deadline_s if assignment.candidate is None else self._hold_until_s
 
     def begin_rounds(self, sequences: Iterable[Sequence]) -> None:
-        """A step begins that draws tokens of these sequences; their trees are chosen. Until the
-        verdict, only what is pushed ahead is taken for them."""
+        """Marks sequences whose round a step computes from now on. Their trees are fixed: until
+        the verdict, only candidates for the next round are accepted."""
         for sequence in sequences:
             assignment = self._assignments.get(sequence.sequence_id)
             if assignment is not None:
                 assignment.is_stepping = True
 
-    def _waiting(self, running: SequenceOf[Sequence]) -> list[Assignment]:
-        """Returns the places of the sequences that have a draft and no tree yet."""
-        found = [self._assignments.get(sequence.sequence_id) for sequence in running]
-        return [each for each in found if each is not None and each.candidate is None]
 
-
-def _usual_s(late: Assignment) -> float:
-    """Returns when a tree is here at the latest, as a rule."""
-    if late.asked_s is None:
+def _expected_s(waiting: Assignment) -> float:
+    """Returns the time by which a tree has usually arrived."""
+    if waiting.verdict_s is None:
         return -math.inf
-    return late.asked_s + GATHERING_RESPONSES * (late.attachment.timeout.response_s or 0.0)
+    return waiting.verdict_s + GATHERING_RESPONSES * (waiting.attachment.timeout.response_s or 0.0)
 
 
 def _take(
     assignment: Assignment, columns: CandidateColumns, run: Run, place: int, now_s: float
 ) -> None:
-    """Takes a candidate for the current round, whatever the last verdict was."""
-    timeout = assignment.attachment.timeout
+    """Takes an unconditional candidate."""
     is_current = assignment.fences(run)
-    assignment.num_heard += 1
+    assignment.num_received += 1
+    # A first tree waits for the prompt as well, so that its time says nothing of a response.
+    response_s = None if assignment.num_received == 1 else assignment.response_s(now_s)
     if not is_current or assignment.is_stepping:
         assignment.attachment.counters.num_stale_candidates += 1
         assignment.stale_in_round = True
         if is_current:
-            # The round went without it, but it came before the round's end: such a draft is worth
-            # waiting for, and what follows the round's tokens there is of use.
-            assignment.late = columns.candidate(place)
-            timeout.heard(_response_s(assignment, now_s))
+            # The step began without this tree, but the tree came before the step's end. Such a
+            # draft is worth waiting for, and the subtree below the round's tokens can be used.
+            assignment.late_candidate = columns.candidate(place)
+            assignment.attachment.timeout.responded(response_s)
         return
     assignment.receive(columns.candidate(place), now_s)
-    timeout.heard(_response_s(assignment, now_s))
-
-
-def _response_s(assignment: Assignment, now_s: float) -> float | None:
-    """Time since the verdict; None for a first tree, which waits for the prompt as well."""
-    return None if assignment.num_heard == 1 else assignment.response_s(now_s)
+    assignment.attachment.timeout.responded(response_s)
 
 
 class Attachments:
-    """All that the engine does with drafts. Owned by the engine thread.
+    """The drafts of one engine and their sequences. Owned by the engine thread.
 
-    Args:
-        config: trees to choose from; None leaves a draft its own.
-        always_up_to: sequences that want trees of every draft, whatever they bring.
+    Args: see `DraftRegistry`.
 
     Attributes:
-        drafts: who is attached.
-        assignments: which sequence is at which draft, with which tree.
-        readiness: says which sequences step now.
+        drafts: the attached drafts.
+        assignments: the draft and the tree of each sequence.
+        readiness: decides which sequences step now.
         verdicts: sends drafts the committed tokens.
-        outcomes: how verdicts were foreseen.
+        outcomes: counts the verdicts for which drafts had prepared a tree.
     """
 
     def __init__(self, config: AdaptiveConfig | None = None, *, always_up_to: int = ALWAYS) -> None:
@@ -165,16 +157,16 @@ class Attachments:
     @property
     def pays(self) -> bool | None:
         """Whether trees of any kind of draft are faster than plain steps; None while unknown."""
-        known = [each.pays for each in self.drafts.policies if each.pays is not None]
-        return any(known) if known else None
+        policies = [policy for policy in self.drafts.policies if policy.pays is not None]
+        return any(policy.pays for policy in policies) if policies else None
 
     def comparison(self) -> str:
         """Returns the figures behind `pays`."""
-        known = [each for each in self.drafts.policies if each.pays is not None]
-        return "; ".join(each.comparison() for each in known)
+        policies = [policy for policy in self.drafts.policies if policy.pays is not None]
+        return "; ".join(policy.comparison() for policy in policies)
 
     def offer(self, offer: Offer) -> None:
-        """Takes what a draft pushed; what is for another state than the current is dropped.
+        """Takes the candidates that a draft pushed, and drops those for an outdated state.
 
         A candidate is fenced by (sequence, round, committed tokens) and by belonging to a live
         attachment; only one that matches is ever verified.
@@ -186,9 +178,12 @@ class Attachments:
         attachment.policy.is_pinned = offer.report.pinned_shape is not None
         attachment.warm_up.report(offer.arrived_s, is_warming=offer.report.is_warming)
         if attachment.warm_up.is_on(offer.arrived_s):
-            self._wait_no_more(attachment, offer.arrived_s)
+            # The draft says that its trees will be late.
+            for own in self.assignments:
+                if own.attachment is attachment and own.candidate is None:
+                    own.stop_waiting(offer.arrived_s)
         if len(offer.candidates):
-            attachment.timeout.stirred()
+            attachment.timeout.candidates_arrived()
         for run in offer.candidates.runs():
             assignment = self.assignments.get(run.sequence_id)
             if assignment is None or assignment.attachment is not attachment:
@@ -199,34 +194,30 @@ class Attachments:
                 for place in run.places:
                     _take(assignment, offer.candidates, run, place, offer.arrived_s)
 
-    def _wait_no_more(self, attachment: Attachment, now_s: float) -> None:
-        """A draft says that its trees will be late."""
-        for assignment in self.assignments:
-            if assignment.attachment is attachment and assignment.candidate is None:
-                assignment.go_without(now_s)
-
     def _take_conditional(self, assignment: Assignment, offer: Offer, run: Run) -> None:
-        """Keeps candidates for the verdicts that they name, unless one has fallen: then they are
-        the current round's or nobody's."""
+        """Keeps candidates for possible verdicts of the current round. Of candidates for the
+        previous round, takes the one that names its verdict, and drops the others."""
         attachment, columns = assignment.attachment, offer.candidates
         if assignment.fences(run):
             assignment.push(columns, run.places)
             return
-        awaited = assignment.awaited(columns, run) if assignment.candidate is None else None
-        attachment.counters.num_stale_candidates += len(run.places) - (awaited is not None)
-        if awaited is not None:
-            assignment.receive(columns.candidate(awaited), offer.arrived_s)
-            attachment.timeout.heard(assignment.response_s(offer.arrived_s))
+        place = None
+        if assignment.candidate is None:
+            place = assignment.match_last_verdict(columns, run)
+        attachment.counters.num_stale_candidates += len(run.places) - (place is not None)
+        if place is not None:
+            assignment.receive(columns.candidate(place), offer.arrived_s)
+            attachment.timeout.responded(assignment.response_s(offer.arrived_s))
             self.outcomes.count_late_hit(attachment.outcomes)
 
     def attach(self, attachment: Attachment, sequences: Iterable[Sequence], now_s: float) -> None:
-        """Adds a draft and hands it the running sequences that have none."""
+        """Adds a draft, and assigns to drafts the running sequences that have none."""
         self.drafts.add(attachment)
         for sequence in sequences:
             self.assignments.assign(sequence, now_s)
 
     def detach(self, attachment_id: str, now_s: float) -> Attachment | None:
-        """Removes a draft; its sequences move to others that have room, or go on alone."""
+        """Removes a draft. Its sequences move to other drafts with room, or go on without one."""
         attachment = self.drafts.remove(attachment_id)
         if attachment is not None:
             self.assignments.hand_over(attachment, now_s)
@@ -237,23 +228,24 @@ class Attachments:
         return tuple(map(self._status, self.drafts.live))
 
     def _status(self, attachment: Attachment) -> AttachmentStatus:
-        own = [each for each in self.assignments if each.attachment is attachment]
-        counts = [count for each in own if (count := each.asked.num_outcomes) is not None]
+        own = filter(lambda assignment: assignment.attachment is attachment, self.assignments)
+        requests = [assignment.requested for assignment in own]
+        counts = [count for request in requests if (count := request.num_outcomes) is not None]
         return AttachmentStatus(
             attachment,
-            _wanted_shape(attachment, own),
-            sum(each.asked.is_paused for each in own),
+            _requested_shape(attachment, requests),
+            sum(request.is_paused for request in requests),
             tuple(attachment.policy.level_rates()),
             num_outcomes=max(counts, default=None),
         )
 
 
-def _wanted_shape(attachment: Attachment, own: SequenceOf[Assignment]) -> TreeShape | None:
-    """Returns the shape that most sequences ask for, or would; None while no tree is wanted."""
+def _requested_shape(attachment: Attachment, requests: SequenceOf[TreeRequest]) -> TreeShape | None:
+    """Returns the shape requested for most sequences of a draft, or the one that would be requested
+    for a first sequence; None while no tree is wanted."""
     pinned = attachment.report.pinned_shape
-    if own:
+    if requests:
         base = pinned or attachment.base_shape
-        asked = [each.asked for each in own if not each.asked.is_paused]
-        shapes = Counter(tree_request.shape or base for tree_request in asked)
+        shapes = Counter(request.shape or base for request in requests if not request.is_paused)
         return shapes.most_common(1)[0][0] if shapes else None
     return pinned or attachment.policy.choice

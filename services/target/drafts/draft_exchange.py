@@ -29,27 +29,29 @@ from shared.runtime.memory import CacheSize, Shortage
 
 logger = logging.getLogger(__name__)
 
-# Learners: they read sequences that have ended, and no sequence waits for them.
+# Learners train on sequences that have ended. No sequence waits for them.
 
 MAX_UNSENT = 8
-"""Sequences on their way to one learner; it misses those that end meanwhile."""
+"""Most sequences that are being copied for one learner; it misses those that end meanwhile."""
 FEWEST_TOKENS = 8
 """Shorter sequences are not worth a message."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Lesson:
+    """An ended sequence for one learner, whose feature rows are being copied to the host."""
+
     attachment: Attachment
     opened: OpenedSequence
     rows: HostCopy
 
 
 class Learners:
-    """Hands the last tokens of sequences that end, with their features, to whoever learns from
-    them. Owned by the engine thread, which never waits for a copy.
+    """Sends learners the last tokens of ended sequences, with their features. Owned by the engine
+    thread, which never waits for a copy.
 
     Attributes:
-        num_missed: sequences that a learner was too slow for.
+        num_missed: sequences for which a learner was too slow.
     """
 
     def __init__(self, features: FeatureFeed) -> None:
@@ -59,11 +61,11 @@ class Learners:
         self._lessons: deque[_Lesson] = deque()
 
     def attach(self, learner: Attachment) -> None:
-        """Adds a learner whose features are kept."""
+        """Adds a learner. The features that it reads are stored already."""
         self._attached[learner.identity.attachment_id] = learner
 
     def detach(self, attachment_id: str) -> Attachment | None:
-        """Forgets a learner; None where there is no such."""
+        """Removes a learner and returns it; None if there is none of that id."""
         return self._attached.pop(attachment_id, None)
 
     @property
@@ -72,22 +74,22 @@ class Learners:
         return tuple(self._attached.values())
 
     def drop_unsent(self) -> None:
-        """Forgets what is on its way: other weights computed it."""
+        """Drops unsent sequences, because previous weights computed their features."""
         self._lessons.clear()
 
     def ended(self, sequence: Sequence) -> None:
-        """A sequence has ended; its pages are still its own."""
-        is_known = sequence.lease is not None and not sequence.request.never_learnt
-        if not (self._attached and is_known) or len(sequence.token_ids) < FEWEST_TOKENS:
+        """Takes a sequence that has ended. It still holds its pages."""
+        may_learn = sequence.lease is not None and not sequence.request.never_learnt
+        if not (self._attached and may_learn) or len(sequence.token_ids) < FEWEST_TOKENS:
             return
         for learner in self._attached.values():
-            if sum(each.attachment is learner for each in self._lessons) >= MAX_UNSENT:
+            if sum(lesson.attachment is learner for lesson in self._lessons) >= MAX_UNSENT:
                 self.num_missed += 1
             elif (lesson := self._lesson(learner, sequence)) is not None:
                 self._lessons.append(lesson)
 
-    def tell(self) -> None:
-        """Sends what has arrived in the host's memory."""
+    def send_messages(self) -> None:
+        """Sends queued messages, and the sequences whose rows have been copied to the host."""
         for learner in self.attached:
             message = learner.take_message()
             if message is not None and not learner.port.send(message):
@@ -112,9 +114,9 @@ class Learners:
     def _lesson(self, learner: Attachment, sequence: Sequence) -> _Lesson | None:
         assert learner.feature_spec is not None
         end = min(sequence.num_computed, len(sequence.token_ids) - 1)
-        longest = (learner.max_context_tokens or end + 1) - 1
-        start, rows = self._features.known_rows(
-            learner.feature_spec, sequence.open_lease, max(end - longest, 0), end
+        max_rows = (learner.max_context_tokens or end + 1) - 1
+        start, rows = self._features.stored_rows(
+            learner.feature_spec, sequence.open_lease, max(end - max_rows, 0), end
         )
         token_ids = tuple(sequence.token_ids[start : end + 1])
         if len(token_ids) < FEWEST_TOKENS:
@@ -131,11 +133,11 @@ class Learners:
 
 
 class DraftExchange:
-    """Takes requests and candidates of drafts, and sends their messages. Owned by the engine
-    thread.
+    """Attaches and detaches drafts, takes their candidates, and sends them messages. Owned by the
+    engine thread.
 
     Attributes:
-        offers: what drafts pushed and nobody took yet. Other threads append to it.
+        offers: queue of the candidates that drafts pushed. Other threads append to it.
         learners: attachments that train on ended sequences.
     """
 
@@ -162,8 +164,12 @@ class DraftExchange:
         self._factory = factory
 
     def attach(self, attachment: Attachment, started: Iterable[Sequence]) -> None:
-        """Adds a draft and hands it the sequences that have left the queue and have none; one whose
-        features there is no memory for is refused."""
+        """Adds a draft or learner; refuses it where its features cannot be stored.
+
+        Args:
+            started: sequences that have left the waiting queue. Those without a draft may be
+                assigned to the new one.
+        """
         try:
             if attachment.feature_spec is not None:
                 self._features.open(attachment.feature_spec)
@@ -183,7 +189,7 @@ class DraftExchange:
         self.attachments.attach(attachment, started, self._clock())
         try:
             self._rounds.open(attachment)
-            if attachment.rounds is None and not self._is_taken:
+            if attachment.rounds is None and not self._has_head:
                 self._factory.map_head(attachment)
             if attachment.rounds is None and attachment.mapped is None:
                 self._pushed.open(attachment)
@@ -191,13 +197,15 @@ class DraftExchange:
             self._warn_of(error)
 
     def map_head(self, attachment_id: str, pages: SequenceOf[int]) -> None:
-        """A draft's head is ready for rounds: its sequences get lanes there from now on.
+        """Opens rounds with the head of a draft that has prepared for them; sequences get lanes
+        there from now on.
 
         Args:
-            pages: of its KV cache, for the rounds alone; none where it could not prepare.
+            pages: pages of the draft's KV cache for the rounds alone; empty if it could not
+                prepare.
         """
         attachment = self.attachments.drafts.get(attachment_id)
-        if attachment is None or attachment.mapped is None or not attachment.is_mapping:
+        if attachment is None or attachment.mapped is None or attachment.rounds is not None:
             return
         if not pages:
             attachment.mapped.head.close()
@@ -215,16 +223,10 @@ class DraftExchange:
         logger.info("the head of %s takes part in rounds through mapped memory", name)
 
     @property
-    def _is_taken(self) -> bool:
-        """Whether the model of a draft takes part in rounds, or is preparing to; one can."""
+    def _has_head(self) -> bool:
+        """Whether the head of a draft takes part in rounds or prepares to; only one can."""
         live = self.attachments.drafts.live
-        return self._rounds.is_open or any(each.mapped is not None for each in live)
-
-    def _map_next(self) -> None:
-        """The draft has left whose model took part: another one may take its place."""
-        for each in self.attachments.drafts.live:
-            if not self._is_taken:
-                self._factory.map_head(each)
+        return self._rounds.is_open or any(draft.mapped is not None for draft in live)
 
     def _warn_of(self, error: RuntimeError) -> None:
         logger.warning(
@@ -238,31 +240,33 @@ class DraftExchange:
         attachment.port.close()
 
     def detach(self, attachment_id: str) -> None:
-        """Forgets a draft or a learner."""
+        """Removes a draft or a learner."""
         learner = self.learners.detach(attachment_id)
         if learner is not None and learner.feature_spec is not None:
             self._features.close(learner.feature_spec)
             return
-        # The trees under way belong to the drafts that have the sequences now.
+        # Trees in flight count for the drafts that have their sequences now.
         self._pushed.settle()
         attachment = self.attachments.detach(attachment_id, self._clock())
         self._rounds.close(attachment)
         if attachment is not None and attachment.mapped is not None:
             attachment.mapped.head.close()
-            self._map_next()
+            for draft in self.attachments.drafts.live:  # another head may take its place
+                if not self._has_head:
+                    self._factory.map_head(draft)
         if attachment is not None and attachment.feature_spec is not None:
             self._features.close(attachment.feature_spec)
 
     def weights_updated(self) -> None:
-        """The target has other weights: the tensors that drafts copied, and states computed from
-        its features, are stale."""
+        """Tells drafts that the target's weights have changed: tensors that they copied and states
+        that they computed from its features are stale."""
         self.learners.drop_unsent()
         for attachment in (*self.attachments.drafts.live, *self.learners.attached):
             attachment.outbox_weights = replace(self._version)
 
     def take_offers(self) -> None:
         """Takes candidates that drafts pushed. Called before a step, and once more before its
-        verdicts, so that what arrived during the forward is selected from."""
+        verdicts, which then select from those that arrived during the forward, too."""
         while self.offers:
             self.attachments.offer(self.offers.popleft())
 
@@ -271,21 +275,21 @@ class DraftExchange:
         self._pushed.settle()
         self.attachments.assignments.release(attachment_id, sequence_ids, self._clock())
 
-    def tell(self) -> None:
-        """Sends each draft what it does not know yet, in one message."""
-        unmet = self._features.unmet()
-        if unmet:
+    def send_messages(self) -> None:
+        """Sends each draft one message with all that is new to it."""
+        lacking = self._features.lacking()
+        if lacking:
             with self._pushed.aside():
-                self._features.send(unmet)
+                self._features.send(lacking)
         for attachment, message in self.attachments.drafts.take_messages():
             if not attachment.port.send(message):
-                self._give_up(attachment)
+                self._drop(attachment)
         for attachment in self.attachments.drafts.live:
             if attachment.mapped is not None and attachment.mapped.head.is_broken:
-                self._give_up(attachment)
-        self.learners.tell()
+                self._drop(attachment)
+        self.learners.send_messages()
 
-    def _give_up(self, attachment: Attachment) -> None:
+    def _drop(self, attachment: Attachment) -> None:
         logger.warning("draft %s does not keep up", attachment.identity.worker_id)
         attachment.port.close()
         self.detach(attachment.identity.attachment_id)

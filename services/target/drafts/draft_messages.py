@@ -17,11 +17,11 @@ from shared.runtime.tensor_codec import dtype_from_number, tensor_from_message, 
 from shared.tokens import Verdict
 
 MAX_CHUNK_BYTES = 1024 * 1024
-"""Largest payload of a feature chunk: above it a message costs milliseconds."""
+"""Largest payload of a feature chunk. Larger messages take milliseconds each."""
 
 
 def feature_spec(message: pb.FeatureSpec) -> FeatureSpec:
-    """Returns the spec a draft asks for.
+    """Returns the features that a draft asks for.
 
     Raises:
         InvalidArgument: the data type is unknown or the projection malformed.
@@ -35,10 +35,11 @@ def feature_spec(message: pb.FeatureSpec) -> FeatureSpec:
 
 
 def draft_messages(message: DraftMessage) -> list[pb.SpeculateResponse]:
-    """Returns what one step has to say to a draft.
+    """Returns the protobuf messages for one message to a draft.
 
-    Closed comes first, so that the draft has room for opened. The features of the last verdict's
-    own positions travel with it, so that a plain round is one message; others are chunks before.
+    Closed sequences come first, so that the draft has room for opened ones. The features of the
+    last verdict's own positions are in its message, so that a plain round is one message. All other
+    features are sent before it, as chunks.
     """
     responses: list[pb.SpeculateResponse] = []
     if message.closed:
@@ -53,23 +54,23 @@ def draft_messages(message: DraftMessage) -> list[pb.SpeculateResponse]:
         opened = pb.SequenceOpenedBatch(sequences=map(_opened, message.opened))
         responses.append(pb.SpeculateResponse(opened=opened))
     responses += [
-        pb.SpeculateResponse(mapped_head=command_message(each)) for each in message.commands
+        pb.SpeculateResponse(mapped_head=command_message(command)) for command in message.commands
     ]
-    # Filled in where it is, as copies of messages cost more than their fields.
+    # The batch is filled in place, because copying messages costs more than setting their fields.
     decided = pb.SpeculateResponse()
     add_verdicts(decided.verdicts, message.verdicts)
     if message.features:
-        own, before = _with_verdicts(message)
+        own, before = _rows_by_verdict(message)
         _add_rows(decided.verdicts, own)
-        for each in before:
-            responses += _chunks(each)
+        for rows in before:
+            responses += _chunks(rows)
     if message.verdicts:
         responses.append(decided)
     return responses
 
 
 def ring_message(ring: FeatureRingWriter) -> pb.FeatureRing:
-    """Returns where a draft finds its ring."""
+    """Returns the address and the size of a draft's ring."""
     address = ring.address
     if address.cuda_ipc_handle:
         return pb.FeatureRing(cuda_ipc_handle=address.cuda_ipc_handle, row_count=ring.num_rows)
@@ -77,9 +78,10 @@ def ring_message(ring: FeatureRingWriter) -> pb.FeatureRing:
 
 
 def _has_own(rows: FeatureRows, verdict: Verdict) -> bool:
-    """Whether rows end with all those of a verdict, as where they are follows from it. They do not
-    where a sequence was preempted and is read anew, or where the first ones are not known."""
-    # A round computes the root and the accepted path: as many as it commits.
+    """Whether rows end with all rows of a verdict. Only then their positions follow from it. They
+    do not where a sequence was preempted and is prefilled again, or where its first rows were not
+    stored."""
+    # A round computes the root and the accepted path: as many rows as it commits tokens.
     num_own = len(verdict.committed_token_ids)
     return rows.end == verdict.committed_token_count - 1 and rows.num_rows >= num_own
 
@@ -88,56 +90,55 @@ def _chunks(rows: FeatureRows) -> Iterator[pb.SpeculateResponse]:
     row_bytes = rows.rows.shape[1] * rows.rows.element_size()
     is_inline = rows.ring_start is None
     max_rows = max(MAX_CHUNK_BYTES // row_bytes, 1) if is_inline else len(rows.rows)
+    # The last prompt row comes with its verdict.
+    num_prompt_rows = rows.num_prompt_tokens - 1
     while len(rows.rows):
         part, rows = rows.split(max(len(rows.rows) - max_rows, 0))
         chunk = pb.FeatureChunk(
             sequence_id=part.sequence_id,
             position_offset=part.position_offset,
             rows=tensor_message(part.rows) if is_inline else None,
-            ring_rows=None if is_inline else _ring_rows(part),
-            last=part.completes_prompt,
+            ring_rows=pb.RingRows(start=part.ring_start, row_count=len(part.rows))
+            if part.ring_start is not None
+            else None,
+            last=part.end >= num_prompt_rows,
         )
         yield pb.SpeculateResponse(feature_chunk=chunk)
 
 
-def _with_verdicts(
+def _rows_by_verdict(
     message: DraftMessage,
 ) -> tuple[list[FeatureRows | None], list[FeatureRows]]:
-    """Returns the rows that belong to each verdict, and those that come before."""
-    rows = {each.sequence_id: each for each in message.features}
+    """Returns the rows that belong to each verdict, and the rows to send before them."""
+    by_id = {rows.sequence_id: rows for rows in message.features}
     own: list[FeatureRows | None] = [None] * len(message.verdicts)
     before: list[FeatureRows] = []
-    # Of a sequence that was paused there may be several: the rows end where the last one does.
+    # A sequence that was paused may have several verdicts: its rows end with those of the last one.
     for place in range(len(own) - 1, -1, -1):
         verdict = message.verdicts[place]
-        found = rows.get(verdict.sequence_id)
-        if found is not None and _has_own(found, verdict):
-            del rows[verdict.sequence_id]
+        rows = by_id.get(verdict.sequence_id)
+        if rows is not None and _has_own(rows, verdict):
+            del by_id[verdict.sequence_id]
             num_own = len(verdict.committed_token_ids)
-            if found.num_rows > num_own:  # splitting costs more than the rest of a message
-                earlier, found = found.split(num_own)
+            if rows.num_rows > num_own:  # splitting costs more than the rest of a message
+                earlier, rows = rows.split(num_own)
                 before.append(earlier)
-            own[place] = found
-    return own, [*before, *rows.values()]
+            own[place] = rows
+    return own, [*before, *by_id.values()]
 
 
 def _add_rows(batch: pb.VerdictBatch, own: Sequence[FeatureRows | None]) -> None:
-    """Puts the rows of each verdict into a message: all that are not in the ring as one tensor."""
-    placed = [each for each in own if each is not None]
-    if not placed:
+    """Adds the rows of each verdict to a message, those outside the ring as one tensor."""
+    present = [rows for rows in own if rows is not None]
+    if not present:
         return
-    batch.feature_row_counts.extend([0 if each is None else each.num_rows for each in own])
-    inline = [each.rows for each in placed if each.ring_start is None]
-    if len(inline) < len(placed):
-        starts = [None if each is None else each.ring_start for each in own]
-        batch.feature_ring_starts.extend([-1 if each is None else each for each in starts])
+    batch.feature_row_counts.extend([0 if rows is None else rows.num_rows for rows in own])
+    inline = [rows.rows for rows in present if rows.ring_start is None]
+    if len(inline) < len(present):
+        starts = [None if rows is None else rows.ring_start for rows in own]
+        batch.feature_ring_starts.extend([-1 if start is None else start for start in starts])
     if inline:
         batch.features.CopyFrom(tensor_message(torch.cat(inline)))
-
-
-def _ring_rows(rows: FeatureRows) -> pb.RingRows:
-    assert rows.ring_start is not None
-    return pb.RingRows(start=rows.ring_start, row_count=len(rows.rows))
 
 
 def _opened(sequence: OpenedSequence) -> pb.SequenceOpened:

@@ -1,9 +1,9 @@
 """Hidden states of every computed token, kept beside the KV, for drafts that read them.
 
-A row is stored in the slot of its token's key and value. So it lives and dies with the KV page: a
-prompt found in the prefix cache brings its features along, a draft that attaches in the middle of
-a sequence gets all of them, and a preempted sequence loses nothing it has sent. The price is one
-row of W beside the K and V of all layers, a few per cent.
+A row is stored in the slot of its token's key and value, so it has the lifetime of the KV page. A
+prompt in the prefix cache brings its features along, a draft that attaches in the middle of a
+sequence gets all of them, and a preempted sequence loses nothing that it has sent. The cost is one
+row of width W beside the K and V of all layers, a few per cent of the memory.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from shared.runtime.runner import RunnerOutput
 MAX_LAYERS = 8
 """Layers that a draft may read. Published heads read one to six."""
 MAX_HIDDEN_STATES = 4
-"""Widest row, in hidden states: memory is taken for every token of the KV cache."""
+"""Widest row, in hidden states: rows take memory for every token of the KV cache."""
 MAX_STORES = 4
-"""Different features that drafts may read at the same time, and whose memory is taken."""
+"""Different features that drafts may read at the same time. Each takes memory of its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,11 +44,12 @@ class FeatureSpec:
 
     Attributes:
         key: identity; drafts with equal keys share a store.
-        layer_indices: layer i < n is the residual stream entering it, n the last layer's output,
-            n + 1 that output after the final norm. Concatenated on the last axis.
-        dtype: of the rows.
-        projection: `[W, K * H]`, applied to the concatenation of K layers; None keeps it.
-        num_routes: width of rows that are experts, see `of_routes`; 0 for all others.
+        layer_indices: index i < n stands for the residual stream that enters layer i, n for the
+            last layer's output, n + 1 for that output after the final norm. Concatenated on the
+            last axis.
+        dtype: dtype of the rows.
+        projection: `[W, K * H]`, applied to the concatenation of K layers; None applies none.
+        num_routes: width of rows that hold experts, see `of_routes`; 0 for all others.
     """
 
     key: str
@@ -59,14 +60,14 @@ class FeatureSpec:
 
     @classmethod
     def of_routes(cls, num_routes: int) -> FeatureSpec:
-        """Returns the spec of the experts that each token took."""
+        """Returns the spec of rows that hold the experts of each token."""
         return cls("routes", (ROUTES,), torch.int32, None, num_routes)
 
     @classmethod
     def of(
         cls, layer_indices: tuple[int, ...], dtype: torch.dtype, projection: Tensor | None
     ) -> FeatureSpec:
-        """Returns the spec under a key of its content, whoever asks for it."""
+        """Returns the spec, with a digest of its content as its key."""
         digest = hashlib.sha256(repr((layer_indices, dtype)).encode())
         if projection is not None:
             digest.update(
@@ -84,18 +85,13 @@ class FeatureSpec:
         for index in self.layer_indices:
             if not 0 <= index <= num_layers + 1:
                 raise _unsupported(f"layer {index}; the target has [0, {num_layers + 1}]")
-        if self.projection is None:
-            self._check_width(hidden_size)
-            return
-        expected = len(self.layer_indices) * hidden_size
-        if self.projection.ndim != 2 or self.projection.shape[1] != expected:
-            raise _unsupported(
-                f"the projection is {list(self.projection.shape)}; "
-                f"{len(self.layer_indices)} layers of {hidden_size} need [W, {expected}]"
-            )
-        self._check_width(hidden_size)
-
-    def _check_width(self, hidden_size: int) -> None:
+        if self.projection is not None:
+            shape, columns = list(self.projection.shape), num_indices * hidden_size
+            if len(shape) != 2 or shape[1] != columns:
+                raise _unsupported(
+                    f"the projection is {shape}; "
+                    f"{num_indices} layers of {hidden_size} need [W, {columns}]"
+                )
         width, widest = self.width(hidden_size), MAX_HIDDEN_STATES * hidden_size
         if width > widest:
             raise _unsupported(
@@ -113,8 +109,8 @@ class FeatureSpec:
 
 
 def captured_layers(layer_indices: Iterable[int], num_layers: int) -> tuple[int, ...]:
-    """Returns the layers a forward captures for features of `layer_indices`, ascending; the final
-    norm's output it returns anyway."""
+    """Returns the layers that a forward captures for features of `layer_indices`, ascending. The
+    final norm's output needs no capture: every forward returns it."""
     return tuple(sorted({index for index in layer_indices if index <= num_layers}))
 
 
@@ -126,7 +122,7 @@ class FeatureStore:
         device: torch.device, is_file: bool = False,
     ) -> None:  # fmt: skip
         """Args:
-        is_file: the rows are in a file in memory, which other processes can map.
+        is_file: keep the rows in an in-memory file, which other processes can map.
         """
         self.spec = spec
         self._num_layers = num_layers
@@ -137,9 +133,9 @@ class FeatureStore:
             self._rows = torch.zeros((num_slots, width), dtype=spec.dtype, device=device)
         else:
             self._rows = self._file.elements.view(spec.dtype).view(num_slots, width)
-        # Slots computed before the store was there hold nothing. Host memory: it decides what is
-        # sent, and the device must not be waited for.
-        self._is_known = np.zeros(num_slots, np.bool_)
+        # Whether each slot's row is stored. Rows of tokens computed before this store was opened
+        # are not. In host memory, as it decides what is sent without a wait for the device.
+        self._is_stored = np.zeros(num_slots, np.bool_)
         self._projection = None if spec.projection is None else spec.projection.to(device)
 
     @property
@@ -149,17 +145,17 @@ class FeatureStore:
 
     @property
     def address(self) -> FeatureAddress:
-        """Where another process of this host finds the rows.
+        """The address of the rows for another process on this host.
 
         Raises:
-            RingUnavailable: it cannot.
+            RingUnavailable: the memory cannot be shared.
         """
         address, start = (self._file.address, 0) if self._file else shared_part(self._rows)
         return FeatureAddress(address, start, len(self._rows))
 
     @property
     def computed(self) -> ComputedFeatures:
-        """The features that rounds on the device compute for the rows."""
+        """The features that rounds on the device compute for these rows."""
         spec = self.spec
         width = self._rows.shape[1]
         return ComputedFeatures(spec.layer_indices, spec.dtype, width, self._projection)
@@ -169,7 +165,7 @@ class FeatureStore:
 
         Args:
             slots: `[T]` int64, on the device.
-            captured: the layers `output.features` holds, in order.
+            captured: the layers that `output.features` holds, in order.
         """
         parts = [
             output.hidden
@@ -182,28 +178,29 @@ class FeatureStore:
             rows = F.linear(rows, self._projection.to(rows.dtype))
         self._rows.index_copy_(0, slots, rows.to(self._rows.dtype))
 
-    def know(self, slots: Sequence[int]) -> None:
-        """Marks host-side which slots hold rows now."""
-        self._is_known[np.array(slots, np.int64)] = True
+    def mark_stored(self, slots: Sequence[int]) -> None:
+        """Marks, on the host, slots whose rows are stored now."""
+        self._is_stored[np.array(slots, np.int64)] = True
 
-    def forget(self, slots: Sequence[int]) -> None:
-        """Marks host-side that slots hold keys and values whose rows nobody stored."""
-        self._is_known[np.array(slots, np.int64)] = False
+    def mark_missing(self, slots: Sequence[int]) -> None:
+        """Marks, on the host, slots that hold keys and values without rows."""
+        self._is_stored[np.array(slots, np.int64)] = False
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Follows an accepted path that the KV pool moves."""
+        """Moves the rows of an accepted path, as the KV pool moves its keys and values."""
         self._rows.index_copy_(0, target, self._rows.index_select(0, source))
 
-    def first_known(self, slots: Sequence[int]) -> int:
-        """Returns from which index on all of `slots` hold rows."""
-        [unknown] = (~self._is_known[np.array(slots, np.int64)]).nonzero()
-        return int(unknown[-1]) + 1 if len(unknown) else 0
+    def first_stored(self, slots: Sequence[int]) -> int:
+        """Returns the index into `slots` from which on all rows are stored."""
+        [missing] = (~self._is_stored[np.array(slots, np.int64)]).nonzero()
+        return int(missing[-1]) + 1 if len(missing) else 0
 
     def read(self, slots: Sequence[int]) -> Tensor:
         """Returns `[len(slots), W]`, a copy on the store's device."""
         first = slots[0] if slots else 0
         end = first + len(slots)
-        if list(slots) == list(range(first, end)):  # a verdict's mostly are: no upload is needed
+        # Those of a verdict are mostly consecutive, so that no indices need be uploaded.
+        if list(slots) == list(range(first, end)):
             return self._rows[first:end].clone()
         return self._rows.index_select(0, uploaded_numbers(slots, self._rows.device))
 
@@ -213,12 +210,13 @@ def _unsupported(message: str) -> FailedPrecondition:
 
 
 class FeatureFeed:
-    """The features of one engine: keeps those of computed tokens, a store for each spec, and hands
-    every draft the rows it lacks. Owned by the engine thread; idle without such drafts.
+    """The features of one engine: stores those of computed tokens, one store a spec, and sends each
+    draft the rows that it lacks. Owned by the engine thread; does nothing if no draft reads
+    features.
 
     Args:
         assignments: sequences at drafts, some of which read features.
-        num_slots: of the KV pool.
+        num_slots: slots of the KV pool.
         are_files: see `FeatureStore`.
     """
 
@@ -239,21 +237,21 @@ class FeatureFeed:
 
     @property
     def stores(self) -> tuple[FeatureStore, ...]:
-        """The stores that there are."""
+        """All stores."""
         return tuple(self._stores.values())
 
     @property
     def captured_layers(self) -> tuple[int, ...]:
         """Layers to capture in every forward, for all stores."""
-        wanted = [i for store in self._stores.values() for i in store.spec.layer_indices]
-        return captured_layers(wanted, self._num_layers)
+        indices = [i for store in self._stores.values() for i in store.spec.layer_indices]
+        return captured_layers(indices, self._num_layers)
 
     def open(self, spec: FeatureSpec) -> None:
-        """A draft that wants these features attached. Where none were kept so far, the prefix cache
-        starts anew: its tokens have none, so that no head could draft behind them.
+        """Adds a reader of these features. If they were not stored before, the prefix cache is
+        cleared: its tokens have no rows, so that no head could draft behind them.
 
         Raises:
-            FailedPrecondition: other drafts read as many different features as are kept.
+            FailedPrecondition: other drafts read `MAX_STORES` different features already.
         """
         if self._unread_key != spec.key:
             self._drop_unread()
@@ -276,8 +274,8 @@ class FeatureFeed:
         self._num_readers[spec.key] += 1
 
     def close(self, spec: FeatureSpec) -> None:
-        """A reader has left. The last store without one stays, for a reader that comes back, until
-        somebody else comes."""
+        """Removes a reader. The store that was last to lose all its readers stays, in case one
+        comes back, until a reader of other features comes."""
         self._num_readers[spec.key] -= 1
         if not self._num_readers[spec.key]:
             del self._num_readers[spec.key]
@@ -290,19 +288,19 @@ class FeatureFeed:
             self._unread_key = None
 
     def kept(self, spec: FeatureSpec) -> FeatureStore | None:
-        """Returns where the features of a spec are; None when nobody wants them."""
+        """Returns the store of a spec; None when its features are not stored."""
         return self._stores.get(spec.key)
 
-    def known_rows(
+    def stored_rows(
         self, spec: FeatureSpec, lease: KvLease, start: int, end: int
     ) -> tuple[int, Tensor]:
-        """Returns the rows of a spec up to position `end`, from `start` on or from behind the last
-        one that nobody stored, and the position of the first."""
+        """Returns the rows of positions `[first, end)` and `first`, which is `start`, or the
+        position after the last one whose row is missing."""
         store = self._stores.get(spec.key)
-        assert store is not None, "nobody keeps these features"
+        assert store is not None, "these features are not stored"
         slots = lease.slots(start, end, self._leases.page_size)
-        num_unknown = store.first_known(slots)
-        return start + num_unknown, store.read(slots[num_unknown:])
+        num_skipped = store.first_stored(slots)
+        return start + num_skipped, store.read(slots[num_skipped:])
 
     def store(self, plan: StepPlan, slots: Tensor, output: RunnerOutput) -> None:
         """Stores the rows of a step's forward, tree nodes included; see `FeatureStore.write`."""
@@ -312,22 +310,22 @@ class FeatureFeed:
         host_slots = [slot for entry in plan.scheduled for slot in entry.slots(page_size)]
         for store in self._stores.values():
             store.write(slots, output, captured)
-            store.know(host_slots)
+            store.mark_stored(host_slots)
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Follows an accepted path that the KV pool moves."""
+        """See `FeatureStore.move`."""
         for store in self._stores.values():
             store.move(source, target)
 
-    def unmet(self) -> list[Assignment]:
-        """Returns the sequences whose drafts lack features of computed positions."""
-        return [each for each in self._assignments if each.lacks_features]
+    def lacking(self) -> list[Assignment]:
+        """Returns the assignments whose drafts lack features of computed positions."""
+        return [assignment for assignment in self._assignments if assignment.lacks_features]
 
-    def send(self, unmet: Iterable[Assignment]) -> None:
+    def send(self, lacking: Iterable[Assignment]) -> None:
         """Puts the rows that drafts lack into their messages."""
         groups: dict[Attachment, list[Assignment]] = defaultdict(list)
-        for each in unmet:
-            groups[each.attachment].append(each)
+        for assignment in lacking:
+            groups[assignment.attachment].append(assignment)
         for attachment, group in groups.items():
             assert attachment.feature_spec is not None
             store = self._stores.get(attachment.feature_spec.key)
@@ -337,22 +335,23 @@ class FeatureFeed:
     def _send_rows(
         self, attachment: Attachment, store: FeatureStore, group: Sequence[Assignment]
     ) -> None:
-        """One gather, and one copy on their way, for all sequences of a draft."""
+        """Gathers and copies the rows of all sequences of a draft at once."""
         starts: list[int] = []
+        counts: list[int] = []
         slots: list[int] = []
-        for each in group:
-            start, own = self._unsent(store, each)
+        for assignment in group:
+            start, unsent = self._unsent(store, assignment)
             starts.append(start)
-            slots += own
-        placed, first_in_ring = attachment.placed(store.read(slots))
-        # Of a single sequence no part has to be taken, which costs as much as the rest here.
-        counts = [each.num_features - start for each, start in zip(group, starts, strict=True)]
-        parts = [placed] if len(group) == 1 else torch.split(placed, counts)
+            counts.append(assignment.num_features - start)
+            slots += unsent
+        rows, first_in_ring = attachment.placed(store.read(slots))
+        # A split costs as much as all else here, and a single sequence needs none.
+        parts = [rows] if len(group) == 1 else torch.split(rows, counts)
         first = 0
-        for each, start, part, count in zip(group, starts, parts, counts, strict=True):
-            sequence = each.sequence
+        for assignment, start, part, count in zip(group, starts, parts, counts, strict=True):
+            sequence = assignment.sequence
             ring_start = None if first_in_ring is None else first_in_ring + first
-            each.num_features_sent = start + count
+            assignment.num_features_sent = start + count
             if count:
                 attachment.outbox_features.append(
                     FeatureRows(
@@ -361,11 +360,12 @@ class FeatureFeed:
                 )
             first += count
 
-    def _unsent(self, store: FeatureStore, unmet: Assignment) -> tuple[int, list[int]]:
-        """Returns the first position to send and the slots from there on."""
-        start, is_first = unmet.num_features_sent or 0, unmet.num_features_sent is None
-        lease = unmet.sequence.open_lease
-        slots = lease.slots(start, unmet.num_features, self._leases.page_size)
-        # The first time, rows from before the store's time are missing at the front.
-        num_unknown = store.first_known(slots) if is_first else 0
-        return start + num_unknown, slots[num_unknown:]
+    def _unsent(self, store: FeatureStore, assignment: Assignment) -> tuple[int, list[int]]:
+        """Returns the first position to send, and the slots from there on."""
+        num_sent, lease = assignment.num_features_sent, assignment.sequence.open_lease
+        slots = lease.slots(num_sent or 0, assignment.num_features, self._leases.page_size)
+        if num_sent is not None:
+            return num_sent, slots
+        # The rows of tokens that were computed before the store was opened are missing.
+        num_skipped = store.first_stored(slots)
+        return num_skipped, slots[num_skipped:]

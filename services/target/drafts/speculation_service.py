@@ -1,4 +1,4 @@
-"""`SpeculationService`: drafts dial in. Their handshake, and the adapter between their streams and
+"""`SpeculationService`, which drafts dial: the handshake, and the adapter between their streams and
 the engine."""
 
 from __future__ import annotations
@@ -54,12 +54,10 @@ from shared.runtime.ring_memory import FeatureRings, FeatureRingWriter, RingUnav
 from shared.runtime.tensor_codec import dtype_from_number, tensor_message
 from shared.telemetry.wire_meter import StreamMeter, WireMeter
 
-# The handshake with a draft: checks `Attach`, opens shared memory, answers with the terms.
-
 logger = logging.getLogger(__name__)
 _LONGEST_NAME = 256
 _MAX_QUEUED = 256
-"""Messages on their way to one draft; where more pile up it is detached."""
+"""Most messages queued for one draft. A draft with more is detached."""
 _MODES = {
     VerificationMode.COUPLED: pb.VERIFICATION_MODE_COUPLED,
     VerificationMode.POINT_MASS: pb.VERIFICATION_MODE_POINT_MASS,
@@ -75,7 +73,7 @@ class AcceptedDraft:
 
     Attributes:
         stream: queue of messages to it.
-        attached: the answer to its `Attach`.
+        attached: the response to its `Attach`.
     """
 
     attachment: Attachment
@@ -84,7 +82,8 @@ class AcceptedDraft:
 
 
 class Handshake:
-    """Accepts the drafts of one engine. Runs on the event loop."""
+    """Accepts drafts: checks `Attach`, opens shared memory and responds with the terms. Runs on the
+    event loop."""
 
     def __init__(
         self, engine: Engine, model: ServedModel, terms: AttachmentTerms, lifecycle: Lifecycle
@@ -97,10 +96,11 @@ class Handshake:
         self._rings = FeatureRings(engine.device)
 
     def accept(self, attach: pb.Attach) -> AcceptedDraft:
-        """Returns the draft, which is not attached to the engine yet; `release` it at the end.
+        """Returns the draft, which is not attached to the engine yet. The caller has to `release`
+        it at the end.
 
         Raises:
-            OutriderError: it cannot draft for this target, or the target is draining.
+            OutriderError: the draft cannot draft for this target, or the target is draining.
         """
         self._lifecycle.check_open()
         self._check(attach)
@@ -139,15 +139,16 @@ class Handshake:
         return attachment, stream
 
     def _mapped_offer(self, attach: pb.Attach) -> MappedOffer | None:
-        """Returns the offer of a draft that can map the target's memory, and has another device."""
+        """Returns the offer of a draft that can map the target's memory: it is on this host, on
+        another device of the same kind."""
         offer, engine = attach.mapped_head, self._engine
         if not attach.HasField("mapped_head"):
             return None
         own_id = device_id(engine.device)
-        is_near = bool(offer.host_id) and offer.host_id == host_id()
+        is_mappable = bool(offer.host_id) and offer.host_id == host_id()
         if bool(offer.device_id) != bool(own_id):
-            is_near = False
-        if not is_near or (own_id and offer.device_id == own_id):
+            is_mappable = False
+        if not is_mappable or (own_id and offer.device_id == own_id):
             return None
         if offer.page_size != engine.page_size:
             logger.warning(
@@ -163,9 +164,9 @@ class Handshake:
         )
 
     def _check(self, attach: pb.Attach) -> None:
-        known = self._model.tokenizer_sha256
-        if attach.tokenizer_sha256 and attach.tokenizer_sha256 != known:
-            raise FailedPrecondition.tokenizer_mismatch(attach.tokenizer_sha256, known)
+        own_sha256 = self._model.tokenizer_sha256
+        if attach.tokenizer_sha256 and attach.tokenizer_sha256 != own_sha256:
+            raise FailedPrecondition.tokenizer_mismatch(attach.tokenizer_sha256, own_sha256)
         for name in ("worker_id", "model_id", "algorithm"):
             length = len(getattr(attach, name))
             if length > _LONGEST_NAME:
@@ -183,7 +184,8 @@ class Handshake:
             _check_least("mapped_head.outcome_count", offer.outcome_count, 0)
 
     def _open_ring(self, attach: pb.Attach, attachment: Attachment) -> FeatureRingWriter | None:
-        """Shares memory with a draft of this host that can read it; None leaves bytes."""
+        """Opens shared memory with a draft on this host that can read it; returns None where the
+        features have to be sent as bytes."""
         spec, offer = attachment.feature_spec, attach.feature_ring
         is_readable = offer.host_id and offer.host_id == host_id()
         if self._rings.is_on_cuda and not offer.reads_cuda:
@@ -246,11 +248,11 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
         self._handshake = Handshake(engine, model, terms, lifecycle)
         self._wire = wire or WireMeter()
         self._streams: dict[str, DraftStream] = {}
-        windows = [each for each in engine.decoder.config.sliding_windows if each is not None]
+        windows = [size for size in engine.decoder.config.sliding_windows if size is not None]
         self._limits = TreeLimits(
             max_nodes=terms.max_nodes,
             vocab_size=engine.limits.vocab_size,
-            # No window may cut a node off from those before it in its tree.
+            # Every node has to see all its ancestors within the sliding window.
             max_depth=min(windows) - 1 if windows else terms.max_nodes,
         )
 
@@ -262,7 +264,7 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
         attachment_id = draft.attached.attachment_id
         cause = "its connection broke or was closed"
         try:
-            # All of it before the draft hears that it is attached: from then on it may rely on it.
+            # Attached before the draft is told so, as it may rely on that from then on.
             self._streams[attachment_id] = draft.stream
             self._engine.attach(draft.attachment)
             logger.info("draft %s attached as %s", attach.worker_id, attachment_id)
@@ -281,7 +283,7 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
             raise
         finally:
             self._streams.pop(attachment_id, None)
-            # Before the engine hears of it: its thread may wait for a round of that draft.
+            # Before `detach`: the engine thread may be waiting for a round of this draft.
             draft.attachment.abandon()
             self._engine.detach(attachment_id)
             self._handshake.release(draft)
@@ -321,12 +323,14 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
     ) -> AsyncIterator[pb.SpeculateResponse]:
         """Yields messages for the draft until it half-closes, errs, or is detached."""
         stream = draft.stream
-        # One wait for all that may come: several tasks cost turns of the loop on a verdict's way.
+        # One wait for all events: with several tasks a verdict would take more turns of the loop.
         reader.add_done_callback(lambda _: stream.wake())
         while True:
             await stream.news()
             while (grace_s := stream.take_grace_s()) is not None:
-                yield _drain(grace_s)
+                drain = pb.Drain()
+                drain.grace_duration.FromNanoseconds(round(grace_s * 1e9))
+                yield pb.SpeculateResponse(drain=drain)
             if (message := stream.take()) is not None:
                 for response in draft_messages(message):
                     yield response
@@ -360,8 +364,8 @@ class SpeculationServicer(pb_grpc.SpeculationServiceServicer):
         """Takes messages until the draft half-closes.
 
         Raises:
-            InvalidArgument: a message or a tree breaks the protocol. The stream ends, loudly;
-                sequences go on without the draft.
+            InvalidArgument: a message or a tree violates the protocol. The stream ends with this
+                error, and its sequences go on without the draft.
         """
         identity, ring = draft.attachment.identity, draft.attachment.ring
         attachment_id = identity.attachment_id
@@ -394,12 +398,6 @@ def _free(ring: FeatureRingWriter | None, end: int) -> None:
         ring.free(end)
     except ValueError as error:
         raise InvalidArgument.of("RING_MALFORMED", "feature_ring_taken.end", str(error)) from error
-
-
-def _drain(grace_s: float) -> pb.SpeculateResponse:
-    message = pb.Drain()
-    message.grace_duration.FromNanoseconds(round(grace_s * 1e9))
-    return pb.SpeculateResponse(drain=message)
 
 
 def _attach_required(message: str) -> InvalidArgument:

@@ -1,4 +1,4 @@
-"""The verdict on a committed round: counted, learnt from, sent, and answered. No torch."""
+"""The verdict on a committed round: counts it, updates the policy, and sends it. No torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from shared.generation import DraftAnswer
 
 
 class Verdicts:
-    """Hands out verdicts to the drafts whose sequences have stepped. Owned by the engine thread.
+    """Sends verdicts to the drafts whose sequences have stepped. Owned by the engine thread.
 
-    For each round: `answer` and `count_round`, then `decided` or, at the sequence's end, its close.
+    For each round, `answer` and `count_round` are called, then `decided` unless the sequence ended.
 
     Attributes:
-        counts: rounds without a tree, and of trials, since they were last taken.
+        counts: paused rounds and trial rounds since the last `take_counts`.
     """
 
     def __init__(
@@ -32,19 +32,19 @@ class Verdicts:
         return counts
 
     def answer(self, sequence: Sequence) -> DraftAnswer | None:
-        """The draft that answered the sequence's current round, and its response time."""
+        """Returns the sequence's draft and its response time in the current round, if any."""
         assignment = self._assignments.get(sequence.sequence_id)
         if assignment is None:
             return None
         response_s = None
-        if assignment.heard_s is not None and assignment.asked_s is not None:
-            response_s = assignment.heard_s - assignment.asked_s
+        if assignment.received_s is not None and assignment.verdict_s is not None:
+            response_s = assignment.received_s - assignment.verdict_s
         return DraftAnswer(assignment.attachment.identity.algorithm, response_s)
 
     def count_round(
         self, sequence: Sequence, num_accepted: int, *, was_verified: bool, now_s: float
     ) -> None:
-        """Counts a round of a sequence, its last one included."""
+        """Counts a round of a sequence, also its last one."""
         assignment = self._assignments.get(sequence.sequence_id)
         if assignment is None:
             return
@@ -72,25 +72,20 @@ class Verdicts:
         `sequence.round` is the next round already.
 
         Args:
-            accepted_node_indices: into `Assignments.candidate_tree`.
-            since_s: when the round before was decided; None for the first one.
+            accepted_node_indices: indices into `Assignments.candidate_tree`.
+            since_s: time of the verdict on the previous round; None for the first one.
         """
         round_s = None if since_s is None else now_s - since_s
         assignment = self._assignments.get(sequence.sequence_id)
         if assignment is None:
-            self._learn_without(sequence, len(committed_token_ids), round_s)
+            self._observe_undrafted(sequence, len(committed_token_ids), round_s)
             return
         attachment, was_prepared = assignment.attachment, assignment.has_pushed
-        drafted = assignment.as_drafted(accepted_node_indices) if was_verified else ()
-        self._learn(
-            assignment,
-            len(committed_token_ids),
-            len(drafted) if was_verified else None,
-            round_s,
-            now_s,
-        )
+        accepted = assignment.as_drafted(accepted_node_indices) if was_verified else ()
+        num_accepted = len(accepted) if was_verified else None
+        self._observe(assignment, len(committed_token_ids), num_accepted, round_s, now_s)
         verdict, foreseen = assignment.decide(
-            committed_token_ids, drafted, was_verified=was_verified
+            committed_token_ids, accepted, was_verified=was_verified
         )
         attachment.outbox_verdicts.append(verdict)
         if was_verified:
@@ -98,8 +93,10 @@ class Verdicts:
             self._outcomes.count(attachment.outcomes, position, foreseen, was_prepared=was_prepared)
         _begin_wait(assignment, now_s)
 
-    def _learn_without(self, sequence: Sequence, num_committed: int, round_s: float | None) -> None:
-        """Learns from a round of a sequence that no draft has."""
+    def _observe_undrafted(
+        self, sequence: Sequence, num_committed: int, round_s: float | None
+    ) -> None:
+        """Updates the policies with a round of a sequence that has no draft."""
         policies = self._drafts.policies
         if round_s is None or sequence.request.speculation_disabled or not policies:
             return
@@ -107,7 +104,7 @@ class Verdicts:
         for policy in policies:
             policy.saw_round(None, num_committed, round_s, has_tree=False)
 
-    def _learn(
+    def _observe(
         self,
         assignment: Assignment,
         num_committed: int,
@@ -115,22 +112,22 @@ class Verdicts:
         round_s: float | None,
         now_s: float,
     ) -> None:
-        """Learns from a round of a sequence that a draft has.
+        """Updates the policy with a round of a sequence that has a draft.
 
         Args:
-            num_accepted: None where no tree of the draft was verified.
+            num_accepted: accepted nodes; None where no tree of the draft was verified.
         """
-        policy = assignment.attachment.policy
-        self.counts.num_paused_rounds += assignment.asked.is_paused
+        policy, is_paused = assignment.attachment.policy, assignment.requested.is_paused
+        self.counts.num_paused_rounds += is_paused
         self.counts.num_probe_rounds += policy.is_trying
         is_whole = assignment.sequence.request.num_draft_tokens is None
         if num_accepted is not None and is_whole:
             policy.saw_accepted(assignment.shape, num_accepted)
-        if assignment.is_bound:
+        if assignment.has_fixed_depth:
             return
-        has_tree, is_paused = num_accepted is not None, assignment.asked.is_paused
+        has_tree = num_accepted is not None
         if is_paused:
-            is_excused = has_tree  # pushed before it was known that none is wanted
+            is_excused = has_tree  # the draft pushed it before it knew that no tree is wanted
         else:
             is_excused = assignment.is_excused and not has_tree and assignment.is_moved
         if is_excused or round_s is None or assignment.was_warming(now_s):
@@ -140,18 +137,18 @@ class Verdicts:
 
 
 def _begin_wait(assignment: Assignment, now_s: float) -> None:
-    """The draft is asked for the next round's tree, unless that is here already."""
+    """Sets how long the next round waits for its tree, unless that has arrived already."""
     timeout, has_tree = assignment.attachment.timeout, assignment.candidate is not None
-    assignment.asked_s = now_s
-    assignment.heard_s = now_s if has_tree else None
+    assignment.verdict_s = now_s
+    assignment.received_s = now_s if has_tree else None
     if has_tree:
         timeout.in_time()
-    is_reading = assignment.num_asked <= 1 or not (
-        assignment.num_heard or assignment.attachment.policy.is_always_on
+    is_reading = assignment.num_requested <= 1 or not (
+        assignment.num_received or assignment.attachment.policy.is_always_on
     )
     is_late = is_reading or assignment.attachment.warm_up.is_on(now_s)
     assignment.is_excused = not has_tree and is_late
-    if assignment.is_excused or assignment.asked.is_paused:
+    if assignment.is_excused or assignment.requested.is_paused:
         assignment.deadline_s = now_s
     else:
         assignment.deadline_s = timeout.deadline_s(now_s)

@@ -1,6 +1,7 @@
-"""Rounds with the head of a draft that the host leaves to the device: draft, verify, commit, again.
+"""Rounds with a draft's head that the device repeats without the host: draft, verify, commit.
 
-A draft in the target's process may share its head, or one on this host map it, see `RoundSource`.
+The head is shared by a draft in the target's process, or mapped by a draft on this host; see
+`RoundSource`.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ class HeadLanes(RoundLanes):
 
     Args:
         source: the head.
-        store: the features that it reads, one row a slot of the target's pool; None where it reads
-            none.
-        algorithm: the name of what it does.
-        reads_prompts: whether rounds may read the ends of prompts.
+        store: the features that it reads, one row for each slot of the target's pool; None where it
+            reads none.
+        algorithm: the name of its algorithm.
+        reads_prompts: whether rounds may prefill the ends of prompts.
 
     Attributes:
         shapes: the shapes that rounds may have, and their graphs.
@@ -69,32 +70,31 @@ class HeadLanes(RoundLanes):
         self._algorithm = algorithm
         self._head_pages = PagePool(source.pages)
         self._reads_prompts = reads_prompts
-        # Since the last launch.
+        # Sequences that got their lanes since the last launch.
         self._joined: list[Sequence] = []
         # Whether rounds can serve a request at all, by sequence.
         self._can_serve: dict[int, bool] = {}
-        # At which of the leases' returns there was no room for a sequence.
+        # The value of `KvLeases.num_returns` when there was no room for a sequence.
         self._refused: dict[int, int] = {}
 
     @property
     def runner(self) -> RoundRunner:
-        """See `RoundLanes.runner`."""
         return self.shapes.runner
 
     @property
     def capacity(self) -> int:
-        """See `RoundLanes.capacity`."""
         return self.shapes.capacity
 
     def turn_to(self, shape: TreeShape) -> None:
-        """Gives the rounds from now on trees of another shape; every round has been read, unless
-        sequences keep their lanes."""
+        """Sets the tree shape of the next rounds. All rounds have been read, unless sequences keep
+        their lanes."""
         if not self.shapes.keeps_lanes(shape):
             self.leave()
         self.shapes.turn_to(shape)
 
     def suits(self, sequence: Sequence) -> bool:
-        """Whether rounds can do all that the request asks for, and its context is not too long."""
+        """Whether rounds support everything that the request asks for, and the sequence is not too
+        long."""
         sequence_id = sequence.sequence_id
         can_serve = self._can_serve.get(sequence_id)
         if can_serve is None:
@@ -103,31 +103,31 @@ class HeadLanes(RoundLanes):
             self._can_serve[sequence_id] = can_serve
         if not can_serve or sequence.prediction is not None or not self.fits(sequence):
             return False
-        # Where there was no room, there may be some once pages have come free.
+        # A sequence for which there was no room is tried again once pages have been freed.
         return self._refused.get(sequence_id) != self._leases.num_returns
 
     def num_slots_to_read(self, sequence: Sequence) -> int:
-        """Returns how many slots of a round compute what is left of a sequence's prompt, up to its
-        last token; 0 where steps have to."""
+        """Returns how many slots of a round compute the rest of a sequence's prompt, its last token
+        included; 0 where planned steps have to compute it."""
         count = sequence.num_uncomputed
-        is_read = count > 1 and sequence.num_computed > 0 and sequence.num_pending == 0
-        if not self._reads_prompts or not is_read or sequence.is_scoring:
+        is_prompt_end = count > 1 and sequence.num_computed > 0 and sequence.num_pending == 0
+        if not self._reads_prompts or not is_prompt_end or sequence.is_scoring:
             return 0
-        # Their penalties would count the prompt as output, their masks are those of trees.
+        # Penalties would count the prompt as output, and masks are made for trees only.
         if sequence.is_masked or Lane(sequence).new_lane.is_shaped:
             return 0
         return -(-count // self.runner.shape.max_committed)
 
     def join(self, joining: SequenceOf[Sequence]) -> None:
-        """Gives lanes to sequences whose last tokens are read; those before are computed, or can be
-        read by the next round. Who has no room is refused."""
-        new = [each for each in joining if self._has_room(each)]
+        """Gives lanes to sequences whose last tokens are known, and whose other tokens are computed
+        or can be computed by the next round. Refuses sequences for which there is no room."""
+        new = [sequence for sequence in joining if self._has_room(sequence)]
         self._joined += new
         try:
             self._place(new)
         except RuntimeError as error:
-            # What the head has to catch up with does not fit beside weights and cache; fewer
-            # sequences may.
+            # The head's catch-up does not fit beside weights and cache; that of fewer sequences
+            # may.
             self._give_up(error)
 
     @property
@@ -136,23 +136,23 @@ class HeadLanes(RoundLanes):
         return any(map(self.holds, self._joined))
 
     def launch(self) -> bool:
-        """See `RoundLanes.launch`. A sequence that outgrows its lane or its pages leaves; every
-        round has to be read before."""
-        lacking = [each for each in self.sequences if not self._may_go_on(each)]
-        if lacking and self.num_pending:
+        """See `RoundLanes.launch`. Evicts sequences that outgrow their lanes or pages, for which
+        all rounds have to be read first."""
+        outgrown = [s for s in self.sequences if not (self.fits(s) and self._has_room(s))]
+        if outgrown and self.num_pending:
             return False
-        for each in lacking:
-            self.evict(each)
+        for sequence in outgrown:
+            self.evict(sequence)
         placed = self.sequences
         if not placed:
             return True
-        for each in placed:
-            head_pages = self._lanes[each.sequence_id].head_pages
-            self.runner.set_pages(each.sequence_id, each.open_lease.pages, head_pages)
+        for sequence in placed:
+            head_pages = self._lanes[sequence.sequence_id].head_pages
+            self.runner.set_pages(sequence.sequence_id, sequence.open_lease.pages, head_pages)
         try:
             self._queue(placed)
         except RuntimeError as error:
-            # Graphs of this size do not fit beside weights and cache; those of fewer may.
+            # Graphs of this size do not fit beside weights and cache; those of fewer sequences may.
             may_wait = not self.runner.is_waited_for and not self.has_joined
             if may_wait and self.num_pending:
                 return False
@@ -170,22 +170,19 @@ class HeadLanes(RoundLanes):
             self._head_pages.release(lane.head_pages)
 
     def _give_up(self, error: RuntimeError) -> None:
-        """No memory for so many lanes, or for sequences to join them: those who came since the last
-        launch leave, or all where nobody came."""
+        """Takes lanes away after a lack of memory: from the sequences that joined since the last
+        launch, or from all if none did."""
         if self.runner.is_waited_for:
             raise error
-        self.shapes.confine(max(self.runner.num_placed, 1), Shortage.of(error))
-        leaving = [each for each in self._joined if self.holds(each)] or self.sequences
-        for each in leaving:
-            self._refuse(each)
-        self.runner.remove(each.sequence_id for each in leaving)
-
-    def _may_go_on(self, sequence: Sequence) -> bool:
-        return self.fits(sequence) and self._has_room(sequence)
+        self.shapes.limit(max(self.runner.num_placed, 1), Shortage.of(error))
+        leaving = list(filter(self.holds, self._joined)) or self.sequences
+        for sequence in leaving:
+            self._refuse(sequence)
+        self.runner.remove(sequence.sequence_id for sequence in leaving)
 
     def _has_room(self, sequence: Sequence) -> bool:
-        """Makes the pages of target and head cover a sequence's part of the next round; False when
-        that cannot be. Nobody is preempted for it."""
+        """Grows the pages of target and head for a sequence's part of the next round; False, and
+        the sequence is refused, where that fails. No sequence is preempted for it."""
         lane, shape, length = self._lane(sequence), self.runner.shape, self._length(sequence)
         try:
             if self.holds(sequence) or self._has_features(lane):
@@ -201,34 +198,35 @@ class HeadLanes(RoundLanes):
         return False
 
     def _has_features(self, lane: Lane) -> bool:
-        """Whether the features are there that the head has not read; the sequence takes no part."""
+        """Whether all features that the head has yet to read are stored. The sequence takes no part
+        in rounds."""
         if self.store is None:
             return True
         end = lane.sequence.num_computed
         start = max(min(lane.num_head_rows, end - 1), 0)
         slots = lane.sequence.open_lease.slots(start, end, self._leases.page_size)
-        return self.store.first_known(slots) == 0
+        return self.store.first_stored(slots) == 0
 
     def _refuse(self, sequence: Sequence) -> None:
         self._refused[sequence.sequence_id] = self._leases.num_returns
 
 
 FIRST_LATE_PAUSE_S, LAST_LATE_PAUSE_S = 0.1, 1.0
-"""Time without trees after some that did not come; doubles while none come between."""
+"""Time of plain steps after trees that did not come in time; doubles if that happens again soon."""
 MAX_READING_SLOTS = 16
-"""Slots of a round that read the ends of prompts; above, a step of their own is faster."""
+"""Most slots of a round that prefill the ends of prompts; beyond, a planned step is faster."""
 
 
 class HeadSteps(RoundSteps[HeadLanes]):
     """Rounds with a head, each behind the planned step of the same turn. See `RoundSteps`.
 
     Args:
-        make_lanes: returns lanes of an embedded draft's head; None where it shares none.
-        launches_late: whether a launch is put off until the last one is about to end.
-        config: what may be chosen where no shape is pinned.
+        make_lanes: returns the lanes of a draft's head; None where the draft shares none.
+        launches_late: whether a launch is put off until the round or step before is about to end.
+        config: the shapes to choose from where none is pinned.
 
     Attributes:
-        policy: chooses; None where nothing is chosen.
+        policy: chooses the shapes; None where there is no choice.
     """
 
     def __init__(
@@ -246,12 +244,12 @@ class HeadSteps(RoundSteps[HeadLanes]):
         self._attachment: Attachment | None = None
         self.policy: LanePolicy | None = None
         self._last_shape: Choice = None
-        # Trees were late, and sequences step plainly.
+        # Whether trees were late, so that sequences take plain steps for a while.
         self._is_late = False
         self._resumes_s, self._pause_s = -math.inf, FIRST_LATE_PAUSE_S
 
     def open(self, attachment: Attachment) -> None:
-        """A draft attached; if it shares its head, sequences get lanes from now on."""
+        """Makes lanes with the head of a draft, if the draft shares it."""
         lanes = self._make_lanes(attachment)
         if lanes is None:
             return
@@ -259,16 +257,16 @@ class HeadSteps(RoundSteps[HeadLanes]):
         shapes = lanes.shapes
         if not shapes.is_pinned or len(shapes.shapes) > 1:
             config = ALWAYS_TREES if shapes.is_pinned else self._config
-            self.policy = LanePolicy(shapes.shapes, shapes.measured(), config)
+            self.policy = LanePolicy(shapes.shapes, shapes.costs(), config)
         shapes.head.warmed_up(None if self.policy is None else self.policy.costs.seconds)
 
     @property
     def is_open(self) -> bool:
-        """Whether there are lanes: a draft's model takes part in rounds."""
+        """Whether there are lanes, because a draft shares its head."""
         return self._lanes is not None
 
     def close(self, attachment: Attachment | None) -> None:
-        """A draft has left, perhaps the one whose head the rounds have."""
+        """Ends the rounds, if the draft that has left is the one that shares its head."""
         if self._lanes is not None and attachment is self._attachment:
             self.settle()
             self._lanes.shapes.head.close()
@@ -277,7 +275,7 @@ class HeadSteps(RoundSteps[HeadLanes]):
             self._draws = True
 
     def choose(self, settle: Callable[[], None]) -> None:
-        """A turn of the loop begins: decides whether lanes draw in it, and trees of which shape.
+        """Begins a turn of the loop: decides whether lanes draw in it, and the shape of the trees.
 
         Args:
             settle: reads and commits the planned step in flight.
@@ -286,7 +284,7 @@ class HeadSteps(RoundSteps[HeadLanes]):
         if lanes is None:
             return
         running, is_late = self._scheduler.running, self._is_head_late(lanes)
-        suited = [each for each in running if lanes.holds(each) or lanes.suits(each)]
+        suited = [sequence for sequence in running if self.takes(sequence)]
         if not suited:
             self._draws = not is_late  # for sequences that are admitted in this turn
             return
@@ -294,7 +292,8 @@ class HeadSteps(RoundSteps[HeadLanes]):
         if shape is None:
             self._draws = False
             self.settle()
-            self._close_assignments(suited)
+            for sequence in suited:
+                self._attachments.assignments.close(sequence)
             return
         if lanes.is_sparse or not lanes.shapes.keeps_lanes(shape):
             settle()
@@ -302,26 +301,25 @@ class HeadSteps(RoundSteps[HeadLanes]):
         lanes.turn_to(shape)
 
     def _is_head_late(self, lanes: HeadLanes) -> bool:
-        """Whether sequences step plainly because trees did not come in time; they join rounds again
-        after a while."""
+        """Whether sequences take plain steps for a while, because trees did not come in time."""
         if lanes.runner.is_late:
             now_s = self._clock()
-            is_again = now_s < self._resumes_s + LAST_LATE_PAUSE_S
-            pause_s = 2.0 * self._pause_s if is_again else FIRST_LATE_PAUSE_S
+            is_repeated = now_s < self._resumes_s + LAST_LATE_PAUSE_S
+            pause_s = 2.0 * self._pause_s if is_repeated else FIRST_LATE_PAUSE_S
             self._pause_s = min(pause_s, LAST_LATE_PAUSE_S)
             self._resumes_s = now_s + self._pause_s
             logger.info("trees did not come in time: plain steps for %g s", self._pause_s)
             self.settle()
             lanes.shapes.head.forgive()
             self._is_late = True
-        if self._is_late:  # a frozen head is not asked again
+        if self._is_late:  # a head that has not caught up may be frozen, and gets no requests
             is_over = self._clock() >= self._resumes_s and lanes.shapes.head.has_caught_up
             self._is_late = not is_over
         return self._is_late
 
     def until_launch_s(self) -> float:
-        """Returns the seconds until the next round has to be queued behind the one under way; 0
-        where that is now. A sequence that arrives until then has its prompt read before it."""
+        """Returns the seconds until the next round has to be queued behind the one in flight; 0 for
+        now. The prompt of a sequence that arrives before is prefilled before that round."""
         lanes, running = self._lanes, self._scheduler.running
         if lanes is None or not (self._launches_late and self._launched):
             return 0.0
@@ -331,19 +329,20 @@ class HeadSteps(RoundSteps[HeadLanes]):
         return self._wait.until_launch_s(self._clock() - began_s)
 
     def covers_launch(self, step: LaunchedStep) -> bool:
-        """Whether a planned step takes the device longer than a round behind it the host."""
+        """Whether the device takes longer for a planned step than the host for the launch of a
+        round behind it."""
         if self._drawing is None or not self._launches_late:
             return False
         return self._wait.until_launch_s(0.0, step.num_rows) > 0.0
 
     def until_launch_behind_s(self, step: LaunchedStep) -> float:
-        """Returns the seconds until the next round has to be queued behind a planned step, before
-        which everything is read; 0 where that is now."""
+        """Returns the seconds until the next round has to be queued behind a planned step; 0 for
+        now. All work before that step has been read."""
         elapsed_s = self._clock() - self._times.began_s(step.start_s)
         return self._wait.until_launch_s(elapsed_s, step.num_rows)
 
     def planned_read(self, step: LaunchedStep, *, is_awaited: bool) -> None:
-        """The device has computed a planned step.
+        """Notes that a planned step was read, and how long it took.
 
         Args:
             is_awaited: see `DeviceTimes.read`.
@@ -355,19 +354,19 @@ class HeadSteps(RoundSteps[HeadLanes]):
             self.policy.observe_time(None, step.num_rows, seconds)
         took_s = self._times.read(step.start_s, now_s, is_awaited=is_awaited)
         if took_s is not None:
-            self._wait.planned_timed(step.num_rows, took_s)
+            self._wait.observe_planned(step.num_rows, took_s)
 
     def _is_plain_decode(self, step: LaunchedStep) -> bool:
-        """Whether a planned step, which is about to be read, is what the policy calls a plain step:
-        a token for everybody, and nothing else."""
+        """Whether a planned step that was just read is a plain step for the policy: one token for
+        every running sequence, and nothing else."""
         lanes, is_behind = self._lanes, self._times.is_behind(step.start_s)
         if self.policy is None or lanes is None or lanes.runner.num_placed or not is_behind:
             return False
         return step.num_rows == len(step.drawn) == self._scheduler.num_running
 
     def join(self) -> None:
-        """Gives lanes to sequences whose prompts are read, while the device computes something:
-        their heads catch up, which takes the host longer than to launch a round."""
+        """Gives lanes to sequences whose prompts are computed. Called while the device is busy,
+        because the head's catch-up takes the host longer than the launch of a round."""
         lanes = self._drawing
         if lanes is not None:
             self._join(lanes)
@@ -378,8 +377,8 @@ class HeadSteps(RoundSteps[HeadLanes]):
         return lanes is not None and (lanes.holds(sequence) or lanes.suits(sequence))
 
     def num_taken(self, sequence: Sequence) -> int:
-        """See `Lanes`. A round reads the end of a prompt while there are slots for it. Otherwise
-        the planned step that reads it draws the first token, too, a round earlier."""
+        """See `Lanes`. A round prefills the end of a prompt if there are slots for it. Otherwise
+        the planned step that prefills it also draws the first token, a round earlier."""
         lanes = self._drawing
         if lanes is None or len(sequence.token_ids) < MIN_LANE_TOKENS:
             return 0
@@ -388,25 +387,25 @@ class HeadSteps(RoundSteps[HeadLanes]):
         num_slots = self._reading.get(sequence.sequence_id)
         if num_slots is None:
             num_slots = lanes.num_slots_to_read(sequence)
-            most = min(MAX_READING_SLOTS, lanes.num_free)
-            if not num_slots or sum(self._reading.values()) + num_slots > most:
+            max_slots = min(MAX_READING_SLOTS, lanes.num_free)
+            if not num_slots or sum(self._reading.values()) + num_slots > max_slots:
                 return int(sequence.num_uncomputed == 1)
             self._reading[sequence.sequence_id] = num_slots
         return sequence.num_uncomputed
 
     def launch(self, *, is_alone: bool) -> bool:
-        """Launches a round of all lanes, those included that sequences get now; returns whether
-        anything was done.
+        """Gives lanes to sequences, then launches a round of all lanes; returns whether it did
+        either.
 
         Args:
-            is_alone: no planned step is under way.
+            is_alone: no planned step is in flight.
         """
         lanes = self._drawing
         if lanes is None:
             return False
-        is_any = self._join(lanes)
+        has_joining = self._join(lanes)
         if not lanes.runner.num_placed or self._all_end(lanes):
-            return is_any  # who was refused steps plainly from the next turn on
+            return has_joining  # refused sequences take plain steps from the next turn on
         is_alone = is_alone and not lanes.has_joined
         if not self._launch(lanes, self._round(lanes, is_alone=is_alone)):
             self._drain(lanes)
@@ -416,10 +415,10 @@ class HeadSteps(RoundSteps[HeadLanes]):
         return True
 
     def commit(self, *, drains: bool = False) -> bool:
-        """Reads and commits the rounds that are due; returns whether there were any.
+        """Reads and commits rounds; returns whether there were any to read.
 
         Args:
-            drains: all are.
+            drains: read all rounds, also the one that may run ahead.
         """
         lanes = self._lanes
         if lanes is None or not lanes.num_pending:
@@ -432,40 +431,36 @@ class HeadSteps(RoundSteps[HeadLanes]):
         return lanes.num_pending < num_before
 
     def _join(self, lanes: HeadLanes) -> bool:
-        """Gives lanes to who can have one; returns whether anybody can."""
+        """Gives lanes to the sequences that can have one; returns whether there are any."""
         joining = self._joining(lanes)
-        self._close_assignments(joining)
+        for sequence in joining:
+            self._attachments.assignments.close(sequence)
         lanes.join(joining)
         return bool(joining)
 
     def _round(self, lanes: HeadLanes, *, is_alone: bool) -> LaunchedRound:
-        """Returns the round that is launched now."""
+        """Returns the record of a round that is launched now."""
         shape = lanes.shapes.shape
-        if shape != self._last_shape:  # nothing was prepared for it
+        if shape != self._last_shape:  # the first round of a shape has no trees grown ahead
             shape = replace(shape, is_ahead=False)
         num_rows = lanes.runner.shape.num_tree_rows
         return LaunchedRound(self._clock(), shape, num_rows, is_alone)
 
     def _choose(self, lanes: HeadLanes, suited: SequenceOf[Sequence]) -> TreeShape | None:
-        """Returns the shape of the next round; None to step plainly instead."""
+        """Returns the shape of the next round; None for plain steps instead."""
         shapes, policy = lanes.shapes.shapes_for(len(suited)), self.policy
         if policy is None:
             return shapes[0] if shapes else lanes.shapes.shape
-        num_greedy = sum(each.sampling.is_greedy for each in suited)
+        num_greedy = sum(sequence.sampling.is_greedy for sequence in suited)
         shape = policy.choose(num_greedy, len(suited) - num_greedy, shapes, self._clock())
         counts = self._attachments.verdicts.counts
         counts.num_paused_rounds += 0 if shape else len(suited)
         counts.num_probe_rounds += len(suited) if shape and policy.is_probing else 0
         return shape
 
-    def _close_assignments(self, sequences: Iterable[Sequence]) -> None:
-        """Takes sequences from their drafts."""
-        for sequence in sequences:
-            self._attachments.assignments.close(sequence)
-
     @property
     def shape(self) -> TreeShape | None:
-        """Shape of the trees of rounds now; None while nobody takes part."""
+        """Shape of the trees in rounds now; None while no sequence takes part."""
         lanes = self._lanes
         return lanes.shapes.shape if lanes is not None and lanes.is_running else None
 
@@ -476,63 +471,65 @@ class HeadSteps(RoundSteps[HeadLanes]):
 
     @property
     def num_paused(self) -> int:
-        """Sequences that step plainly because that pays more."""
+        """Sequences that take plain steps, because these are faster or trees are late."""
         return 0 if self._draws else self._scheduler.num_running
 
     @property
     def pays(self) -> bool | None:
-        """Whether rounds with trees are faster than plain steps; None while nothing is chosen."""
+        """Whether rounds with trees are faster than plain steps; None where there is no choice, or
+        before that is known."""
         return None if self.policy is None else self.policy.pays
 
     def comparison(self) -> str:
         """Returns the figures behind `pays`."""
         return "" if self.policy is None else self.policy.comparison()
 
-    def told(self, status: AttachmentStatus) -> AttachmentStatus:
-        """Returns what is told of a draft, with what rounds do in its place."""
+    def with_rounds(self, status: AttachmentStatus) -> AttachmentStatus:
+        """Returns the status of a draft; of the draft that shares its head, with the shape of the
+        rounds and the sequences that pause."""
         is_idle = not self.num_lanes + self.num_paused
         if status.attachment is not self._attachment or is_idle:
             return status
         return replace(status, shape=self.shape, num_paused=self.num_paused)
 
     def assign(self, admitted: Iterable[Sequence], now_s: float) -> None:
-        """Hands new sequences to drafts; where there are lanes, all those that no lane can have."""
+        """Assigns admitted sequences to drafts; where there are lanes, all running sequences that
+        can have none."""
         running = self.not_taken(self._scheduler.running)
         for sequence in admitted if self._lanes is None else running:
             self._attachments.assignments.assign(sequence, now_s)
 
     def not_taken(self, running: SequenceOf[Sequence]) -> SequenceOf[Sequence]:
-        """Returns the sequences that no lane can have."""
+        """Returns the sequences that can have no lane here."""
         if self._lanes is None:
             return running
-        return [each for each in running if not self.takes(each)]
+        return [sequence for sequence in running if not self.takes(sequence)]
 
     def _all_end(self, lanes: HeadLanes) -> bool:
-        """Whether every sequence may end with the rounds under way: another one would be for
-        nobody, and the next prompt would wait for it."""
+        """Whether every sequence may end with the rounds in flight. Another round might then serve
+        no sequence, and the next prompt would wait for it."""
         if lanes.has_joined:
             return False
         num_unread = lanes.runner.num_unread
-        return all(each.num_remaining <= num_unread(each.sequence_id) for each in lanes.sequences)
+        return all(s.num_remaining <= num_unread(s.sequence_id) for s in lanes.sequences)
 
     def _observe(
         self, round_: LaunchedRound, results: SequenceOf[RoundResult], took_s: float | None
     ) -> None:
-        """See `RoundSteps._observe`."""
-        assert all(each.token_ids for _, each in results), "a lane was left out"
+        assert all(result.token_ids for _, result in results), "a lane was left out"
         if took_s is not None:
-            self._wait.timed(took_s)
+            self._wait.observe_round(took_s)
         policy, lanes = self.policy, self._lanes
         if policy is None or lanes is None:
             return
-        # What trees that came too late cost says nothing of the shape. Where all have ended before
-        # its draws, nobody took part.
+        # A round with late trees says nothing about the cost of its shape. `results` is empty if
+        # all sequences ended before its draws.
         if round_.is_alone and not lanes.runner.is_late and results:
             policy.observe_time(round_.shape, len(results), round_.duration_s)
         for is_greedy in (False, True):
             accepted = [
-                len(each.token_ids) - 1
-                for sequence, each in results
+                len(result.token_ids) - 1
+                for sequence, result in results
                 if sequence is not None
                 and sequence.sampling.is_greedy is is_greedy
                 and not num_read(sequence)
@@ -542,7 +539,6 @@ class HeadSteps(RoundSteps[HeadLanes]):
     def _commit_part(
         self, round_: LaunchedRound, sequence: Sequence, result: SequenceRound
     ) -> Committed:
-        """See `RoundSteps._commit_part`."""
         assert self._attachment is not None
         part = self._committer.commit_round(sequence, result, round_.end_s)
         self._attachment.counters.num_verified_rounds += 1

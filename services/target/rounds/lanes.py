@@ -1,7 +1,7 @@
-"""Lanes: sequences whose rounds run on the device, one behind another, whoever grows their trees.
+"""Lanes: sequences whose rounds run on the device back to back, with trees of any source.
 
 A sequence whose request rounds can serve gets a lane when its prompt is computed, and keeps it
-until it ends. All others, and prompts, step beside the lanes.
+until it ends. All other sequences, and prompts, take planned steps beside the rounds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shared.runtime.round_state import NewLane, SequenceRound
 from shared.speculation.row_masks import MaskedRows
 
 MIN_SPARSE = 16
-"""Slots below which empty ones cost next to nothing."""
+"""With fewer slots than this, empty slots cost next to nothing."""
 
 
 @dataclass(slots=True)
@@ -29,8 +29,8 @@ class Lane:
     """The state that rounds keep of a running sequence.
 
     Attributes:
-        head_pages: of a head, in logical order.
-        num_head_rows: rows of a head that are computed.
+        head_pages: KV pages of the head, in logical order.
+        num_head_rows: computed rows of the head.
     """
 
     sequence: Sequence
@@ -39,7 +39,8 @@ class Lane:
 
     @property
     def new_lane(self) -> NewLane:
-        """What places it; a head lacks one row at least, from which a tree starts."""
+        """The description with which the runner places it. The head lacks at least one row, from
+        which a tree starts."""
         sequence = self.sequence
         return NewLane(
             sequence.sequence_id,
@@ -62,10 +63,10 @@ def can_be_round(
 ) -> bool:
     """Whether a draft of this algorithm can draft for the request in rounds, at any depth.
 
-    They compute no trace, and verify whole trees of one shape.
+    Rounds compute no trace, and verify whole trees of one shape.
 
     Args:
-        num_tree_rows: that their trees have at most, the root included.
+        num_tree_rows: most rows of a tree, the root included.
     """
     return (
         not request.speculation_disabled
@@ -83,10 +84,10 @@ class RoundLanes(ABC):
     """The sequences of one `RoundRunner`. Owned by the engine thread.
 
     Args:
-        features: marks those that rounds keep.
-        masks: computes those of lanes with a grammar or rules.
+        features: stores of features, in which the rows that rounds store or overwrite are marked.
+        masks: computes the masks of lanes with a grammar or rules.
         max_context_tokens: longest sequence that a round may start from.
-        store: where rounds keep the features of what they commit; None where they keep none.
+        store: where rounds store the features of committed tokens; None if they store none.
     """
 
     def __init__(
@@ -99,13 +100,13 @@ class RoundLanes(ABC):
     ) -> None:
         self._leases, self._features, self._masks, self.store = leases, features, masks, store
         self._max_context_tokens = max_context_tokens
-        # Of all that have been placed and not ended.
+        # All sequences that have had a lane and have not ended, by id.
         self._lanes: dict[int, Lane] = {}
 
     @property
     @abstractmethod
     def runner(self) -> RoundRunner:
-        """Runs the rounds."""
+        """The runner of the rounds."""
 
     @property
     @abstractmethod
@@ -114,7 +115,8 @@ class RoundLanes(ABC):
 
     @abstractmethod
     def _give_up(self, error: RuntimeError) -> None:
-        """A round that was queued in part does not fit the memory: who has to leaves."""
+        """Takes lanes away from sequences, after a round that was queued in part ran out of
+        memory."""
 
     @property
     def is_running(self) -> bool:
@@ -123,20 +125,20 @@ class RoundLanes(ABC):
 
     @property
     def is_sparse(self) -> bool:
-        """Whether so many have left that it pays to place those that are there anew."""
+        """Whether so many slots are empty that it pays to place the remaining sequences anew."""
         used = self.runner.num_computed(self.runner.num_slots)
         needed = self.runner.num_computed(self.runner.num_placed)
         return used >= MIN_SPARSE and used >= 2 * needed
 
     @property
     def num_pending(self) -> int:
-        """Rounds that are launched and not read."""
+        """Rounds in flight: launched and not read."""
         return self.runner.num_pending
 
     @property
     def sequences(self) -> list[Sequence]:
         """The sequences that have a lane."""
-        return [self._lanes[each].sequence for each in self.runner.sequence_ids]
+        return [self._lanes[sequence_id].sequence for sequence_id in self.runner.sequence_ids]
 
     def holds(self, sequence: Sequence) -> bool:
         """Whether a sequence has a lane."""
@@ -144,19 +146,20 @@ class RoundLanes(ABC):
 
     @property
     def num_free(self) -> int:
-        """Lanes that nobody has, and in which the next round reads no prompt."""
+        """Lanes that no sequence has, and in which the next round computes no prompt."""
         return self.capacity - self.runner.num_taken
 
     def fits(self, sequence: Sequence) -> bool:
-        """Whether a sequence is not too long."""
+        """Whether a sequence is short enough."""
         return len(sequence.token_ids) <= self._max_context_tokens
 
     def launch(self) -> bool:
         """Launches a round of all lanes.
 
-        Where the host masks lanes, `finish` is to be called once the rounds before are read.
+        If any lane is masked, `finish` has to be called once the earlier rounds are read.
 
-        False, with nothing launched, where rounds that are unread have to be read first.
+        Returns:
+            False, with nothing launched, where unread rounds have to be read first.
         """
         try:
             self._queue(self.sequences)
@@ -167,12 +170,12 @@ class RoundLanes(ABC):
         return True
 
     def _queue(self, sequences: SequenceOf[Sequence]) -> None:
-        """Queues a round of all lanes, up to its draws where any are masked."""
-        self.runner.launch(each.sequence_id for each in sequences if each.is_masked)
+        """Queues a round of all lanes; if any lane is masked, only up to its draws."""
+        self.runner.launch(s.sequence_id for s in sequences if s.is_masked)
 
     def finish(self) -> None:
-        """Computes the masks for the trees of a round, beside the forward, and queues its draws.
-        All rounds before are read: a grammar is followed up to the last token."""
+        """Computes the masks for the trees of a round, during the forward, and queues its draws.
+        All earlier rounds have been read, because a grammar has to follow every token."""
         assert not self.num_pending, "the last tokens are not known"
         try:
             self.runner.finish(self._tree_masks())
@@ -180,50 +183,53 @@ class RoundLanes(ABC):
             self._give_up(error)
 
     def read(self) -> list[tuple[Sequence | None, SequenceRound]]:
-        """Waits for the oldest unread round; returns what it did, with None in place of sequences
-        that have ended since. Features that it did not keep have holes from now on."""
-        found: list[tuple[Sequence | None, SequenceRound]] = []
+        """Waits for the oldest unread round and returns its results, with None in place of
+        sequences that have ended since. Marks its rows as missing in stores that it did not fill.
+        """
+        read: list[tuple[Sequence | None, SequenceRound]] = []
         slots: list[int] = []
         results, is_late = self.runner.result(), self.runner.is_late
-        for each in results:
-            lane = self._lanes.get(each.sequence_id)
-            found.append((None if lane is None else lane.sequence, each))
+        for result in results:
+            lane = self._lanes.get(result.sequence_id)
+            read.append((None if lane is None else lane.sequence, result))
             if lane is None:
                 continue
             start, num_tokens = lane.sequence.num_computed, len(lane.sequence.token_ids)
             if start == num_tokens - 1 and not is_late:
-                # The round began with computing every row that was open.
+                # The round began by computing all rows that the head lacked.
                 lane.num_head_rows = start
-            end = num_tokens - 1 + len(each.token_ids)
+            end = num_tokens - 1 + len(result.token_ids)
             slots += lane.sequence.open_lease.slots(start, end, self._leases.page_size)
         for store in self._features.stores:
-            (store.know if store is self.store else store.forget)(slots)
-        return found
+            (store.mark_stored if store is self.store else store.mark_missing)(slots)
+        return read
 
     def leave(self) -> None:
-        """Takes all lanes; every round has been read. Sequences may come back."""
+        """Takes their lanes from all sequences. All rounds have been read. Sequences may come
+        back."""
         assert not self.num_pending, "a round would be lost"
         self.runner.remove(self.runner.sequence_ids)
 
     def evict(self, sequence: Sequence) -> None:
-        """Takes a lane from a sequence; every round has been read."""
+        """Takes the lane of a sequence. All rounds have been read."""
         assert not self.num_pending, "a round would be lost"
         self.runner.remove([sequence.sequence_id])
 
     def forget(self, sequence: Sequence) -> None:
-        """Lets go of a sequence that has ended. Whoever takes its pages next queues its work behind
-        the rounds under way."""
+        """Releases a sequence that has ended. Work that uses its pages next is queued behind the
+        rounds in flight."""
         if self._lanes.pop(sequence.sequence_id, None) is not None and self.holds(sequence):
             self.runner.remove([sequence.sequence_id])
 
     def _place(self, sequences: SequenceOf[Sequence]) -> None:
-        """Gives sequences that have room their lanes."""
-        for each in sequences:
-            # Equal prompts need not wait for this one to end. A lane's pages are not replaced, as
-            # sharing may do.
-            self._leases.publish(each.open_lease, each.token_ids[: each.num_computed])
+        """Gives lanes to sequences for which there is room."""
+        for sequence in sequences:
+            # Published now, so that equal prompts can share the pages before the sequence ends, and
+            # because publishing may replace pages, which must not happen to those of a lane.
+            computed = sequence.token_ids[: sequence.num_computed]
+            self._leases.publish(sequence.open_lease, computed)
         if sequences:
-            self.runner.place([self._lane(each).new_lane for each in sequences])
+            self.runner.place([self._lane(sequence).new_lane for sequence in sequences])
 
     def _lane(self, sequence: Sequence) -> Lane:
         lane = self._lanes.get(sequence.sequence_id)
@@ -240,15 +246,16 @@ class RoundLanes(ABC):
     def _tree_masks(self) -> dict[int, MaskedRows]:
         """Returns the masks by sequence for the trees of the round whose draws wait for them."""
         masked = [
-            (self._lanes[sequence_id].sequence, each)
-            for sequence_id, each in self.runner.masked_trees().items()
+            (lane.sequence, lane_tree)
+            for sequence_id, lane_tree in self.runner.masked_trees().items()
             if self.runner.holds(sequence_id)
+            and (lane := self._lanes[sequence_id]).sequence.is_masked
         ]
-        masked = [(sequence, each) for sequence, each in masked if sequence.is_masked]
-        words = self._masks.of_lanes(
-            [(sequence, each.tree) for sequence, each in masked], self.runner.target_vocab_size
+        masks = self._masks.of_lanes(
+            [(sequence, lane_tree.tree) for sequence, lane_tree in masked],
+            self.runner.target_vocab_size,
         )
         return {
-            sequence.sequence_id: MaskedRows(each.rows, own)
-            for (sequence, each), own in zip(masked, words, strict=True)
+            sequence.sequence_id: MaskedRows(lane_tree.rows, words)
+            for (sequence, lane_tree), words in zip(masked, masks, strict=True)
         }

@@ -1,4 +1,4 @@
-"""The trees that the next round on the device may verify, of those that drafts pushed."""
+"""The trees for the next round on the device, chosen from those that drafts pushed."""
 
 from __future__ import annotations
 
@@ -21,31 +21,34 @@ from shared.tokens import EMPTY_TREE, Candidate, TokenTree
 def conditional_trees(
     sequence: Sequence, verified: TokenTree, candidates: SequenceOf[Candidate]
 ) -> tuple[tuple[Candidate, PreparedTree], ...]:
-    """Returns candidates for verdicts on a tree that is being verified, as the device takes them;
-    not those for nodes that it does not have, or for verdicts that end the sequence, nor any behind
-    an empty tree: its verdict names no candidate."""
+    """Returns the candidates for possible verdicts on a tree that is being verified, with their
+    trees as the device takes them.
+
+    Leaves out candidates for nodes that the tree does not have, and for verdicts that end the
+    sequence. After an empty tree there are none, because its verdict names no candidate.
+    """
     if not verified.token_ids:
         return ()
     depths = (0, *verified.depths)
-    found: list[tuple[Candidate, PreparedTree]] = []
-    for each in candidates:
-        assert each.condition is not None
-        node, bonus = each.condition.node_index, each.condition.bonus_token_id
+    trees: list[tuple[Candidate, PreparedTree]] = []
+    for candidate in candidates:
+        assert candidate.condition is not None
+        node, bonus = candidate.condition.node_index, candidate.condition.bonus_token_id
         row = 0 if node is None else node + 1
         if row >= len(depths) or bonus in sequence.stop_token_ids:
             continue
         num_committed = depths[row] + 1
         if num_committed < sequence.num_remaining:
             num_tokens = len(sequence.token_ids) + num_committed
-            found.append((each, PreparedTree(num_tokens, each.tree, Ending(row, bonus))))
-    return tuple(found)
+            trees.append((candidate, PreparedTree(num_tokens, candidate.tree, Ending(row, bonus))))
+    return tuple(trees)
 
 
 def as_step(
     sequence: Sequence, tree: TokenTree, result: SequenceRound
 ) -> tuple[ScheduledSequence, Decision]:
-    """Returns a sequence's part of a round as if a step of the general path had done it, which
-    leaves out what is beyond the end of the output."""
+    """Returns the result of a round for a sequence in the form of a planned step, without the nodes
+    and tokens beyond the end of the output."""
     tree, nodes = pruned(tree, sequence.num_remaining - 1)
     token_ids = result.token_ids[: sequence.num_remaining]
     entry = ScheduledSequence(sequence, sequence.num_computed, 1, tree, nodes, is_complete=True)
@@ -54,18 +57,19 @@ def as_step(
 
 
 def _accepted_nodes(tree: TokenTree, token_ids: SequenceOf[int]) -> tuple[int, ...]:
-    """Returns the nodes that spell out tokens, the first one among siblings with one token."""
+    """Returns the path of nodes with these tokens; among siblings with equal tokens the first."""
     path: list[int] = []
     nodes = enumerate(zip(tree.parent_indices, tree.token_ids, strict=True))
     for token_id in token_ids:
-        # Children come behind their parents, so no node is looked at twice.
+        # Children come after their parents, so one pass over the nodes is enough.
         wanted = (path[-1] if path else None, token_id)
-        path.append(next(node for node, found in nodes if found == wanted))
+        path.append(next(index for index, node in nodes if node == wanted))
     return tuple(path)
 
 
 MIN_ALTERNATING = 16
-"""Sequences from which on two rounds alternate; few rows take as long as half of them."""
+"""With this many sequences or more, two rounds alternate. With fewer, a round of half of them takes
+as long as one of all."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,8 +77,9 @@ class NextTrees:
     """The trees prepared for the next round.
 
     Attributes:
-        trees, offered: as of `LaunchedRound`.
-        hit_rates: how likely each sequence takes part.
+        prepared: the trees of each sequence, from which the device chooses one.
+        trees, offered: see `LaunchedRound`.
+        hit_rates: for each sequence, the probability that it takes part.
     """
 
     prepared: dict[Sequence, tuple[PreparedTree, ...]] = field(default_factory=dict)
@@ -83,7 +88,7 @@ class NextTrees:
     hit_rates: list[float] = field(default_factory=list)
 
     def add(self, sequence: Sequence, tree: TokenTree, *, num_tokens: int) -> None:
-        """Prepares a tree that is verified whatever the round under way ends in."""
+        """Prepares a tree that is verified after any result of the round in flight."""
         self.prepared[sequence] = (PreparedTree(num_tokens, tree),)
         self.trees[sequence.sequence_id] = tree
         self.hit_rates.append(1.0)
@@ -91,100 +96,95 @@ class NextTrees:
     @property
     def sure(self) -> tuple[Sequence, ...]:
         """The sequences that certainly take part."""
-        return tuple(each for each in self.prepared if each.sequence_id in self.trees)
+        return tuple(s for s in self.prepared if s.sequence_id in self.trees)
 
 
 class TreeForecast:
-    """Looks at what drafts have pushed. Owned by the engine thread."""
+    """Collects the trees for the next round. Owned by the engine thread."""
 
     def __init__(self, attachments: Attachments, clock: Clock) -> None:
         self._assignments = attachments.assignments
         self._readiness = attachments.readiness
         self._clock = clock
 
-    def is_any_here(self, lanes: Iterable[Sequence]) -> bool:
-        """Whether a sequence has its tree, or no draft, unless it is under way."""
-        found = map(self._assignment, lanes)
-        return any(each is None or each.candidate is not None for each in found)
+    def is_any_ready(self, lanes: Iterable[Sequence]) -> bool:
+        """Whether any sequence has its tree or no draft. Called with no round in flight."""
+        assignments = map(self._assignment, lanes)
+        return any(place is None or place.candidate is not None for place in assignments)
 
-    def of_ready(self, lanes: SequenceOf[Sequence]) -> NextTrees:
-        """Returns the trees, perhaps empty, of the sequences that wait for nothing, and none while
-        they had better wait for others. None of them is under way.
+    def ready_trees(self, lanes: SequenceOf[Sequence]) -> NextTrees:
+        """Returns the trees, perhaps empty, of the sequences that are ready, or no trees while
+        these are held back. Called with no round in flight.
 
-        Of many only half are returned: the other half follows in a round behind theirs, and from
-        then on drafts work for one half while the other is verified.
+        Of many sequences only half take part. The other half follows in a round behind this one,
+        and from then on drafts work for one half while the other half is verified.
         """
-        trees, now_s = NextTrees(), self._clock()
-        if self._readiness.gather(lanes, now_s):
-            return trees
-        for sequence in self._half_of(lanes, lanes, now_s):
-            self._join(sequence, trees, now_s)
+        trees = NextTrees()
+        self._add_ready(trees, lanes, lanes)
         return trees
 
-    def _half_of(
-        self, lanes: SequenceOf[Sequence], free: Iterable[Sequence], now_s: float
-    ) -> SequenceOf[Sequence]:
-        """Returns those of `free` that wait for nothing; of those with trees that drafts grew for
-        a verdict that had fallen, half of all lanes at most."""
-        ready = [each for each in free if self._readiness.is_ready(each, now_s)]
-        if len(lanes) < MIN_ALTERNATING:
-            return ready
-        left = {id(each) for each in list(filter(self._is_answered, ready))[-(-len(lanes) // 2) :]}
-        return [each for each in ready if id(each) not in left]
-
-    def _is_answered(self, sequence: Sequence) -> bool:
-        """Whether a tree is here that its draft grew for the verdict before."""
-        assignment = self._assignment(sequence)
-        return bool(assignment and assignment.candidate and not assignment.is_announced)
-
-    def is_complete(self, lanes: Iterable[Sequence], under_way: LaunchedRound) -> bool:
-        """Whether nothing is to come any more that decides on the round after this one, but its
-        end."""
-        return all(self._is_foreseen(each, under_way) for each in lanes)
-
-    def after(self, lanes: SequenceOf[Sequence], under_way: LaunchedRound) -> NextTrees:
-        """Returns what is prepared for the end of a round, and hands it to the device: it stays as
-        it is until the verdict. Sequences that are not in that round join as in `of_ready`."""
-        trees, now_s = NextTrees(), self._clock()
-        others = [each for each in lanes if each.sequence_id not in under_way.trees]
-        if not self._readiness.gather(others, now_s):
-            for sequence in self._half_of(lanes, others, now_s):
-                self._join(sequence, trees, now_s)
-        for sequence in lanes:
-            verified = under_way.trees.get(sequence.sequence_id)
-            if verified is not None and sequence.num_remaining > 1:
-                self._foresee(sequence, verified, trees)
-        return trees
-
-    def _join(self, sequence: Sequence, trees: NextTrees, now_s: float) -> None:
-        """A sequence that sits out takes part in the next round if it waits for nothing."""
-        if self._readiness.is_ready(sequence, now_s):
+    def _add_ready(
+        self, trees: NextTrees, lanes: SequenceOf[Sequence], free: SequenceOf[Sequence]
+    ) -> None:
+        """Adds the sequences of `free` that are ready, unless their trees are held back. Of those
+        whose drafts responded to a verdict, adds at most half of all lanes."""
+        now_s = self._clock()
+        if self._readiness.hold_trees(free, now_s):
+            return
+        ready = [sequence for sequence in free if self._readiness.is_ready(sequence, now_s)]
+        if len(lanes) >= MIN_ALTERNATING:
+            responded = list(filter(self._has_response, ready))
+            left_out = set(responded[-(-len(lanes) // 2) :])
+            ready = [sequence for sequence in ready if sequence not in left_out]
+        for sequence in ready:
             tree = self._assignments.tree(sequence)
             trees.add(sequence, tree, num_tokens=len(sequence.token_ids))
 
-    def _foresee(self, sequence: Sequence, verified: TokenTree, trees: NextTrees) -> None:
-        """Prepares for the ends of a sequence's part of the round under way."""
+    def _has_response(self, sequence: Sequence) -> bool:
+        """Whether the sequence has a tree that its draft grew in response to the last verdict."""
+        assignment = self._assignment(sequence)
+        return bool(assignment and assignment.candidate and not assignment.pushes_ahead)
+
+    def is_complete(self, lanes: Iterable[Sequence], in_flight: LaunchedRound) -> bool:
+        """Whether the next round depends on nothing that has yet to arrive but the results of the
+        round in flight."""
+        return all(self._is_complete_for(sequence, in_flight) for sequence in lanes)
+
+    def trees_behind(self, lanes: SequenceOf[Sequence], in_flight: LaunchedRound) -> NextTrees:
+        """Returns the trees for the round behind the one in flight, for the device to choose from.
+        Their candidates are sealed until the verdict. Sequences that are not in the round in flight
+        join as in `ready_trees`."""
+        trees = NextTrees()
+        self._add_ready(trees, lanes, [s for s in lanes if s.sequence_id not in in_flight.trees])
+        for sequence in lanes:
+            verified = in_flight.trees.get(sequence.sequence_id)
+            if verified is not None and sequence.num_remaining > 1:
+                self._add_conditional(sequence, verified, trees)
+        return trees
+
+    def _add_conditional(self, sequence: Sequence, verified: TokenTree, trees: NextTrees) -> None:
+        """Adds the trees for possible verdicts on a sequence's tree in the round in flight."""
         assignment = self._assignment(sequence)
         if assignment is None or (assignment.is_idle and not verified.token_ids):
-            # Without a tree the round brings it one token, whichever.
+            # Without a tree the round commits exactly one token.
             trees.add(sequence, EMPTY_TREE, num_tokens=len(sequence.token_ids) + 1)
-        elif assignment.is_announced:
-            found = conditional_trees(sequence, verified, assignment.seal())
-            if found:
-                trees.prepared[sequence] = tuple(tree for _, tree in found)
-                trees.offered[sequence.sequence_id] = tuple(each for each, _ in found)
+        elif assignment.pushes_ahead:
+            pairs = conditional_trees(sequence, verified, assignment.seal())
+            if pairs:
+                trees.prepared[sequence] = tuple(tree for _, tree in pairs)
+                trees.offered[sequence.sequence_id] = tuple(candidate for candidate, _ in pairs)
                 trees.hit_rates.append(assignment.attachment.outcomes.hit_rate)
 
-    def _is_foreseen(self, sequence: Sequence, under_way: LaunchedRound) -> bool:
-        verified = under_way.trees.get(sequence.sequence_id)
+    def _is_complete_for(self, sequence: Sequence, in_flight: LaunchedRound) -> bool:
+        verified = in_flight.trees.get(sequence.sequence_id)
         if verified is None or sequence.num_remaining == 1:
             return True
         assignment = self._assignment(sequence)
         if assignment is None or assignment.is_idle:
             return not verified.token_ids
-        if not assignment.is_announced:
-            # Its draft answers verdicts only, which is waited for unless the draft is silent, or
-            # has to read a prompt first.
+        if not assignment.pushes_ahead:
+            # The draft only responds to verdicts. Its response is waited for after the round,
+            # unless the draft is silent or has to read a prompt first.
             return not (assignment.attachment.timeout.is_cold or assignment.is_excused)
         return assignment.has_pushed
 

@@ -1,5 +1,4 @@
-"""Makes lanes: with a draft's head, in this process or mapped from another one, or with pushed
-trees."""
+"""Makes lanes: with pushed trees, or with a draft's head, in this process or mapped by another."""
 
 from __future__ import annotations
 
@@ -13,10 +12,10 @@ from services.target.drafts.feature_store import FeatureFeed, FeatureStore
 from services.target.rounds.head_rounds import HeadLanes
 from services.target.rounds.pushed_rounds import PushedLanes
 from services.target.rounds.round_shapes import (
+    CAPTURED_KINDS,
     RoundShapes,
     RoundSource,
     capacities,
-    prepared_kinds,
     round_sizes,
 )
 from services.target.verifier import VerificationMode, Verifier
@@ -36,24 +35,20 @@ from shared.tokens import TreeShape
 
 logger = logging.getLogger(__name__)
 
-# Rounds whose head is in the process of a draft on this host, on a GPU of its own.
-
-# Their memory and graphs stay: a draft that was cut off may still write.
-_MOST_KINDS = 2
-
-
-def _is_small(tree: TreeShape) -> bool:
-    return tree.num_draft_tokens <= MAX_TREE_ROWS and tree.num_steps <= MAX_TREE_DEPTH
+_MAX_MAPPED = 2
+"""Most kinds of mapped heads. Memory and graphs of each stay allocated, because a draft that was
+cut off may still write to them."""
 
 
 @dataclass(slots=True)
 class MappedRounds:
-    """Rounds with a kind of head. Memory, graphs and times stay for the next draft of the kind.
+    """Rounds with one kind of mapped head, which is in a draft's process on this host, on a GPU of
+    its own. Memory, graphs and measured times are kept for the next draft of the kind.
 
     Attributes:
         store: the features that the head reads; None where it reads none.
-        source: without the pages of a draft that is ready.
-        shapes: made, and measured, when a draft was ready for the first time.
+        source: the head and its shapes, without pages, which a draft names once it is ready.
+        shapes: set and measured when a draft is ready for the first time.
     """
 
     head: MappedHead
@@ -62,18 +57,18 @@ class MappedRounds:
     shapes: RoundShapes | None = None
 
     def open(self, attachment: Attachment) -> None:
-        """Has a draft map the memory and prepare for all sizes of rounds."""
+        """Has a draft map the memory and prepare for rounds of all sizes."""
 
         def send(commands: SequenceOf[MappedCommand]) -> bool:
             return attachment.port.send(DraftMessage((), (), (), commands=tuple(commands)))
 
         sizes = [
             (number, count, kind)
-            for number, most in enumerate(self.source.trees.values())
-            for count in reversed(round_sizes(most))
-            for kind in prepared_kinds()
+            for number, max_sequences in enumerate(self.source.trees.values())
+            for count in reversed(round_sizes(max_sequences))
+            for kind in CAPTURED_KINDS
         ]
-        self.head.open(send, [PrepareMapped(*each, each is sizes[-1]) for each in sizes])
+        self.head.open(send, [PrepareMapped(*size, size is sizes[-1]) for size in sizes])
 
 
 @dataclass(slots=True)
@@ -81,7 +76,8 @@ class RoundFactory:
     """Builds rounds on the device from the target's parts. Owned by the engine thread.
 
     Attributes:
-        limits: None where no round but those of a head in this process stays on the device.
+        limits: limits of rounds with mapped heads or pushed trees; None where only rounds with a
+            head in this process are possible.
         config: the shapes that rounds with a mapped head may have.
     """
 
@@ -94,10 +90,12 @@ class RoundFactory:
     _mapped: list[MappedRounds] = field(default_factory=list)
 
     def map_head(self, attachment: Attachment) -> None:
-        """Begins to open rounds with the head of a draft on this host; they are there once it is
+        """Begins to open rounds with the head of a draft on this host. The draft reports when it is
         ready, see `DraftExchange.map_head`."""
         offer, limits, base = attachment.mapped_offer, self.limits, attachment.base_shape
-        if offer is None or limits is None or not self._is_coupled or not _is_small(base):
+        if offer is None or limits is None or not self._is_coupled:
+            return
+        if base.num_draft_tokens > MAX_TREE_ROWS or base.num_steps > MAX_TREE_DEPTH:
             return
         context = min(offer.max_context_tokens, limits.max_context_tokens)
         shapes: tuple[TreeShape, ...] = (base,)
@@ -112,15 +110,16 @@ class RoundFactory:
                     max_context_tokens=context,
                     num_outcomes=offer.num_outcomes,
                 ),
-                most,
+                max_sequences,
             )
-            for tree, most in trees.items()
+            for tree, max_sequences in trees.items()
         )
         kind, store = MappedSource(offer.vocab_size, sized), self._store(attachment)
         try:
             rounds = self._kept(kind, store)
-            if rounds is None and len(self._mapped) < _MOST_KINDS:
-                head, place = self._head(kind, store), 1 + len(self._mapped)  # an own one's is 0
+            if rounds is None and len(self._mapped) < _MAX_MAPPED:
+                # Place 0 is that of a head in this process.
+                head, place = self._head(kind, store), 1 + len(self._mapped)
                 source = RoundSource(head, (), trees, context, offer.is_pinned, place)
                 rounds = MappedRounds(head, store, source)
                 self._mapped.append(rounds)
@@ -132,8 +131,8 @@ class RoundFactory:
         attachment.mapped = rounds
 
     def head_lanes(self, attachment: Attachment) -> HeadLanes | None:
-        """Returns lanes of the head of a draft; None where it shares none, or where they cannot
-        be: they draw by the coupled rule."""
+        """Returns lanes of a draft's head; None where it shares none, or where verification is not
+        coupled, as it is in rounds."""
         source, store = attachment.rounds, self._store(attachment)
         if source is None or not self._is_coupled:
             return None
@@ -152,13 +151,13 @@ class RoundFactory:
             store,
             self.verifier.masks,
             algorithm=attachment.identity.algorithm,
-            # Chunks in several slots would be lanes without a state of their own.
+            # With recurrent layers, slots that read chunks of a prompt would lack a state each.
             reads_prompts=self.runner.pool.states is None,
         )
 
     def pushed_lanes(self) -> PushedLanes | None:
-        """Returns lanes whose trees remote drafts push; None where they cannot be: as above, and
-        the model has to be whole on one device."""
+        """Returns lanes whose trees remote drafts push; None where verification is not coupled, or
+        the model is split over several devices."""
         is_whole = self.runner.decoder.group is None
         if self.limits is None or not (self._is_coupled and is_whole):
             return None
@@ -166,9 +165,10 @@ class RoundFactory:
         return PushedLanes(self.runner, self.limits, self.leases, self.features, masks)
 
     def _kept(self, kind: MappedSource, store: FeatureStore | None) -> MappedRounds | None:
-        for each in self._mapped:
-            if each.head.source == kind and each.store is store and not each.head.is_open:
-                return each
+        """Returns rounds of a kind that no draft uses now; None if there are none."""
+        for rounds in self._mapped:
+            if rounds.head.source == kind and rounds.store is store and not rounds.head.is_open:
+                return rounds
         return None
 
     def _head(self, kind: MappedSource, store: FeatureStore | None) -> MappedHead:

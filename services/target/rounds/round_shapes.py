@@ -1,4 +1,4 @@
-"""Rounds with one head: how many sequences those of each shape take, and what they cost."""
+"""Rounds with one head: the most sequences for each tree shape, and the measured costs."""
 
 from __future__ import annotations
 
@@ -24,23 +24,21 @@ from shared.tokens import TreeShape
 
 logger = logging.getLogger(__name__)
 
-# What rounds on the device use of a draft.
-
 MAX_ROWS = 2048
-"""Rows that a round verifies at most: 256 trees of 8."""
+"""Most rows that a round verifies: 256 trees of 8."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundSource:
-    """A head with its pages, and the shapes of its trees.
+    """A draft's head for rounds on the device, with its pages and the shapes of its trees.
 
     Attributes:
-        pages: those of its KV pages that are the rounds' alone.
-        trees: shapes that may be chosen, each with the most sequences of a round; the draft's own
-            first.
-        max_context_tokens: longest sequence that the head can look back on.
-        is_pinned: an operator fixed the shape: at most it is chosen whether trees grow ahead.
-        place: of the head among those that the target keeps rounds for.
+        pages: the head's KV pages that only rounds use.
+        trees: shapes to choose from, with the most sequences of a round for each; the draft's own
+            shape first.
+        max_context_tokens: longest context of the head.
+        is_pinned: an operator fixed the shape, so that the only choice is whether trees grow ahead.
+        place: number of the head among those that the target has rounds for.
     """
 
     head: HeadPlace
@@ -52,37 +50,39 @@ class RoundSource:
 
 
 def capacities(shapes: Iterable[TreeShape], max_sequences: int) -> dict[TreeShape, int]:
-    """Returns the most sequences of a round with trees of each shape."""
+    """Returns, for each shape, the most sequences of a round with such trees."""
     return {
         shape: min(max_sequences, max(MAX_ROWS // shape.num_draft_tokens, 1)) for shape in shapes
     }
 
 
 _NUM_TIMED = 3
-# Without graphs to measure one after another at start, a few sizes tell enough.
+# On a CPU there are no graphs, one a size, to measure, and a few sizes are enough.
 _TIMED_SIZES = (1, 4, 16)
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimer:
-    """Measures steps at start. For the engine thread."""
+    """Measures step times at start-up. For the engine thread."""
 
     runner: ModelRunner
 
-    def sizes(self, most: int) -> list[int]:
-        """Returns the numbers of sequences, up to `most`, that are measured."""
+    def sizes(self, max_sequences: int) -> list[int]:
+        """Returns the numbers of sequences for which steps are measured."""
         sizes = ROUND_SIZES if self._is_cuda else _TIMED_SIZES
-        return sorted({min(size, most) for size in sizes}) if most else []
+        return sorted({min(size, max_sequences) for size in sizes}) if max_sequences else []
 
-    def plain(self, most: int) -> dict[int, float]:
-        """Returns the seconds of a plain step by number of sequences, up to `most`."""
+    def plain(self, max_sequences: int) -> dict[int, float]:
+        """Returns the seconds of a plain step by number of sequences."""
         routing = RoutingCosts(self.runner, self.seconds)
         return {
-            count: self._plain_s(count) + routing.extra_s(count, 1) for count in self.sizes(most)
+            count: self._plain_s(count) + routing.extra_s(count, 1)
+            for count in self.sizes(max_sequences)
         }
 
     def seconds(self, step: Callable[[], object]) -> float:
-        """Returns the seconds of a step that the device does, the shortest of a few."""
+        """Returns the shortest time of a few runs of a step on the device, after a first one that
+        is not timed."""
         shortest_s = math.inf
         step()
         for _ in range(_NUM_TIMED):
@@ -107,16 +107,17 @@ class StepTimer:
         return self.runner.device.type == "cuda"
 
 
-# Spreads neighbouring numbers over a vocabulary; a prime.
+# A prime, by which consecutive numbers are spread over a vocabulary.
 _SPREAD = 7919
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingCosts:
-    """Owned by the engine thread.
+    """Measures what routing adds to steps of a mixture-of-experts model. Owned by the engine
+    thread.
 
-    Steps are measured at start with nobody in them: all sequences are alike, and hit the experts of
-    one. Those of requests differ, hit more experts, and read more weights.
+    Steps are measured at start-up with empty sequences. These are all alike and hit the experts of
+    a single sequence. The sequences of requests differ, hit more experts, and read more weights.
 
     Attributes:
         timed: returns the seconds of a step.
@@ -126,10 +127,11 @@ class RoutingCosts:
     timed: Callable[[Callable[[], object]], float]
 
     def extra_s(self, num_sequences: int, rows_each: int) -> float:
-        """Returns the seconds by which sequences that differ take longer; 0 of a dense model.
+        """Returns the seconds by which a step of different sequences takes longer than one of
+        equal sequences; 0 for a dense model.
 
         Args:
-            rows_each: rows of a sequence, which differ anyway.
+            rows_each: rows of a sequence. Their tokens differ in both measurements.
         """
         if self.runner.decoder.config.experts is None or num_sequences == 1:
             return 0.0
@@ -139,7 +141,8 @@ class RoutingCosts:
         return max(0.0, different_s - alike_s)
 
     def _step_s(self, numbers: torch.Tensor) -> float:
-        """Returns the seconds of a plain step whose tokens follow from numbers."""
+        """Returns the seconds of a plain step with tokens derived from numbers; equal numbers give
+        equal tokens."""
         runner = self.runner
         batch = empty_decode_batch(len(numbers), runner.page_size, runner.device)
         tokens = numbers * _SPREAD % runner.decoder.config.vocab_size
@@ -147,35 +150,32 @@ class RoutingCosts:
         return self.timed(lambda: runner.run(varied))
 
 
-_CAPTURED_KINDS = (RoundSampling.GREEDY, RoundSampling.DRAWN)
+CAPTURED_KINDS = (RoundSampling.GREEDY, RoundSampling.DRAWN)
+"""Kinds of sampling for which rounds are prepared at start-up."""
 
 
-def prepared_kinds() -> tuple[RoundSampling, ...]:
-    """Returns the kinds of noise that rounds are prepared for at start."""
-    return _CAPTURED_KINDS
+def round_sizes(max_sequences: int) -> list[int]:
+    """Returns the numbers of sequences for which rounds are prepared, ascending."""
+    return sorted({min(size, max_sequences) for size in ROUND_SIZES})
 
 
-def round_sizes(most: int) -> list[int]:
-    """Returns the numbers of sequences that rounds of up to `most` are prepared for, ascending."""
-    return sorted({min(size, most) for size in ROUND_SIZES})
-
-
-# Rounds one after the other, because the draft is at work behind each.
 _NUM_ROUNDS_AHEAD = 4
+"""Rounds timed back to back where trees grow ahead, because the draft works on behind each."""
 
 
 class RoundShapes:
-    """Owned by the engine thread.
+    """The tree shapes of rounds with one head: graphs, capacities and costs of each. Owned by the
+    engine thread.
 
     Args:
         feature_rows: `[num_slots, W]`, a row for each slot of the target's pool; None for a draft
-            that reads none.
+            that reads no features.
 
     Attributes:
-        head: whose they are.
+        head: the draft's head.
         is_pinned: an operator fixed the shape.
-        runner: runs them.
-        shape: of the trees now, as it was asked for.
+        runner: the runner of the rounds.
+        shape: the requested shape of the trees now.
     """
 
     def __init__(
@@ -224,22 +224,24 @@ class RoundShapes:
         return tuple(self._capacities)
 
     def shapes_for(self, num_sequences: int) -> tuple[TreeShape, ...]:
-        """Returns the shapes that take so many sequences, the draft's own first."""
-        return tuple(shape for shape, most in self._capacities.items() if most >= num_sequences)
+        """Returns the shapes with room for so many sequences, the draft's own first."""
+        return tuple(
+            shape for shape, capacity in self._capacities.items() if capacity >= num_sequences
+        )
 
     def turn_to(self, shape: TreeShape) -> None:
-        """Takes rounds of another shape from now on, which `keeps_lanes` of all sequences."""
+        """Sets the shape of the next rounds. Requires `keeps_lanes` if sequences have lanes."""
         self.shape, self.runner.is_ahead = shape, shape.is_ahead
         self.runner.turn_to(replace(shape, is_ahead=False))
 
     def keeps_lanes(self, shape: TreeShape) -> bool:
-        """Whether all sequences stay where they are when rounds turn to a shape."""
+        """Whether all sequences keep their slots when rounds turn to a shape."""
         is_within = self.runner.num_slots <= self._capacities[shape]
         return is_within and self.runner.takes(replace(shape, is_ahead=False))
 
-    def confine(self, num_sequences: int, shortage: Shortage) -> None:
-        """The current shape does not fit the memory for so many sequences; it goes on for fewer,
-        if there are."""
+    def limit(self, num_sequences: int, shortage: Shortage) -> None:
+        """Lowers the capacity of the current shape to fewer than `num_sequences`, for which there
+        is no memory."""
         self._capacities[self.shape] = num_sequences - 1
         logger.warning(
             "no memory for rounds of %d sequences with trees of %s; from now on such rounds have "
@@ -247,20 +249,20 @@ class RoundShapes:
             *(num_sequences, _name(self.shape), num_sequences - 1, self._cache.advice(shortage)),
         )
 
-    def measured(self) -> CostTable:
-        """Returns what rounds take on this device, of each shape and size, with nobody in them;
-        the target's plain steps as well."""
+    def costs(self) -> CostTable:
+        """Returns the measured times on this device of empty rounds, by shape and size, and of the
+        target's plain steps."""
         if self._costs is None:
-            self._costs = self._measured()
-            if self.runner.is_late:  # something was compiled, say
+            self._costs = self._measure()
+            if self.runner.is_late:  # for example, because a kernel was compiled
                 self.head.forgive()
-                self._costs = self._measured()
+                self._costs = self._measure()
         return self._costs
 
-    def _measured(self) -> CostTable:
+    def _measure(self) -> CostTable:
         timer = StepTimer(self._target)
         routing = RoutingCosts(self._target, timer.seconds)
-        table = CostTable(timer.plain(max(self._capacities.values())))
+        table = CostTable(timer.plain(self.max_sequences))
         for shape in self._turning():
             table.rounds[shape] = {
                 count: self._round_s(timer, shape, count)
@@ -270,12 +272,12 @@ class RoundShapes:
         return table
 
     def _turning(self) -> Iterator[TreeShape]:
-        """Turns to each shape, and back to the one now."""
-        own = self.shape
+        """Turns to one shape after the other, and then back to the current one."""
+        current = self.shape
         for shape in tuple(self._capacities):
             self.turn_to(shape)
             yield shape
-        self.turn_to(own)
+        self.turn_to(current)
 
     def _round_s(self, timer: StepTimer, shape: TreeShape, count: int) -> float:
         num_rounds = _NUM_ROUNDS_AHEAD if shape.is_ahead else 1
@@ -287,11 +289,11 @@ class RoundShapes:
         return timer.seconds(run) / num_rounds
 
     def _capture_all(self) -> None:
-        """Makes every graph that a round may need, so that none is made under traffic. The
-        largest comes first: the others share its memory."""
+        """Captures all graphs that rounds may need, so that none is captured under traffic. The
+        largest graph comes first, because the others share its memory."""
         for shape in self._turning():
             advice = None
-            for count in reversed(self._sizes(shape)):
+            for count in reversed(round_sizes(self._capacities[shape])):
                 if count <= self._capacities[shape]:
                     advice = self._capture(shape, count) or advice
             if advice is not None:
@@ -301,24 +303,21 @@ class RoundShapes:
                     *(_name(shape), self._capacities[shape], advice),
                 )
 
-    def _sizes(self, shape: TreeShape) -> list[int]:
-        return round_sizes(self._capacities[shape])
-
     def _capture(self, shape: TreeShape, num_sequences: int) -> str | None:
-        """Makes the graphs of one size of the current shape; returns advice where they do not fit
-        the memory, and leaves the shape out for that size and for more."""
+        """Captures the graphs of one size of the current shape. Where these do not fit the memory,
+        lowers the shape's capacity to the next smaller size, and returns advice."""
         before = self._num_reserved_bytes()
         try:
             self._check_room()
-            for kind in _CAPTURED_KINDS:
+            for kind in CAPTURED_KINDS:
                 self.runner.capture(num_sequences, kind)
         except RuntimeError as error:
             advice = self._cache.advice(Shortage.of(error))
             if self.runner.is_waited_for:
                 logger.critical("no memory for rounds of the group: %s", advice)
                 raise
-            sizes = [0, *(size for size in self._sizes(shape) if size < num_sequences)]
-            self._capacities[shape] = sizes[-1]
+            sizes = round_sizes(self._capacities[shape])
+            self._capacities[shape] = max((s for s in sizes if s < num_sequences), default=0)
             torch.cuda.empty_cache()
             return advice
         taken = (self._num_reserved_bytes() - before) / 2**30
@@ -326,17 +325,19 @@ class RoundShapes:
         return None
 
     def _check_room(self) -> None:
-        """Graphs leave room for what steps compute beside them.
+        """Checks that planned steps have enough memory beside the graphs.
 
         Raises:
-            OutOfMemoryError: there is not as much.
+            OutOfMemoryError: they have not.
         """
         if self._device.type != "cuda":
             return
-        free = free_memory_bytes(self._device)
-        wanted = step_memory_bytes(self._target.decoder)
-        if free < wanted:
-            message = f"Tried to allocate {wanted} bytes. of which {free} bytes is free"
+        free_bytes = free_memory_bytes(self._device)
+        required_bytes = step_memory_bytes(self._target.decoder)
+        if free_bytes < required_bytes:
+            message = (
+                f"Tried to allocate {required_bytes} bytes. of which {free_bytes} bytes is free"
+            )
             raise torch.OutOfMemoryError(message)
 
     def _num_reserved_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Rounds beside the planned steps: who gets a lane, when each round is launched, and its commit."""
+"""Rounds beside the planned steps: which sequences get lanes, when rounds are launched and read."""
 
 from __future__ import annotations
 
@@ -18,71 +18,71 @@ from services.target.step_report import Clock
 from shared.runtime.round_state import SequenceRound
 from shared.tokens import Candidate, TokenTree, TreeShape
 
-# How long the host may put off a launch, and sleep while a round is under way.
+# How long the host may put off a launch, and sleep while a round is in flight.
 
 POLL_S = 1e-4
-"""How often the host looks whether a round is done, once it is about to end."""
+"""Interval of the host's polls for the end of a round, once that is near."""
 _SURE_SHARE = 0.9
 _MARGIN_S = 1e-3
 _HOST_SHARE = 1.5
 _DRIFT = 0.02
-"""What rounds may slow down by, one after the other, until the quickest is no measure any more."""
+"""Share by which a remembered shortest time may rise, or a longest one fall, with each new time."""
 
 
 class RoundWait:
-    """Remembers how quick rounds and planned steps have been lately, and how long the host takes to
-    launch a round."""
+    """Remembers the shortest times of recent rounds and planned steps, and the longest time that
+    the host took to launch a round."""
 
     def __init__(self) -> None:
-        self._quick_s = 0.0
-        # By how many bits the number of rows has.
+        self._round_s = 0.0
+        # By the bit length of the number of rows.
         self._planned_s: dict[int, float] = {}
         self._host_s = 0.0
 
-    def timed(self, round_s: float) -> None:
-        """A round took so long."""
-        self._quick_s = _quick(round_s, self._quick_s)
+    def observe_round(self, round_s: float) -> None:
+        """Takes the time of a round."""
+        self._round_s = _shortest_s(round_s, self._round_s)
 
-    def planned_timed(self, num_rows: int, step_s: float) -> None:
-        """A planned step took so long."""
+    def observe_planned(self, num_rows: int, step_s: float) -> None:
+        """Takes the time of a planned step."""
         size = num_rows.bit_length()
-        self._planned_s[size] = _quick(step_s, self._planned_s.get(size, 0.0))
+        self._planned_s[size] = _shortest_s(step_s, self._planned_s.get(size, 0.0))
 
-    def launched(self, host_s: float) -> None:
-        """The host took so long for a launch."""
+    def observe_launch(self, host_s: float) -> None:
+        """Takes the time that the host needed for a launch."""
         self._host_s = max(host_s, self._host_s * (1.0 - _DRIFT))
 
     def until_launch_s(self, elapsed_s: float, num_rows: int | None = None) -> float:
-        """Returns how long the next round need not be launched yet; 0 for at once.
+        """Returns for how long the launch of the next round can be put off; 0 for not at all.
 
         Args:
-            elapsed_s: since that began behind which it is launched, or a little less.
-            num_rows: of a planned step; None behind a round.
+            elapsed_s: time since the start of the round or step in front of it, or a little less.
+            num_rows: rows of the planned step in front of it; None behind a round.
         """
-        quick_s = self._quick_s
+        shortest_s = self._round_s
         if num_rows is not None:
-            quick_s = self._planned_s.get(num_rows.bit_length(), 0.0)
-        last_s = _SURE_SHARE * quick_s - _MARGIN_S - _HOST_SHARE * self._host_s
+            shortest_s = self._planned_s.get(num_rows.bit_length(), 0.0)
+        last_s = _SURE_SHARE * shortest_s - _MARGIN_S - _HOST_SHARE * self._host_s
         return max(last_s - elapsed_s, 0.0)
 
-    def patience_s(self, elapsed_s: float) -> float:
-        """Returns how long to sleep, unless something arrives.
+    def sleep_s(self, elapsed_s: float) -> float:
+        """Returns how long to sleep until the next poll for the end of a round.
 
         Args:
-            elapsed_s: since the round under way began, or a little less.
+            elapsed_s: time since the start of the round in flight, or a little less.
         """
-        return max(_SURE_SHARE * self._quick_s - elapsed_s, POLL_S)
+        return max(_SURE_SHARE * self._round_s - elapsed_s, POLL_S)
 
 
-def _quick(time_s: float, known_s: float) -> float:
-    return min(time_s, (known_s or time_s) * (1.0 + _DRIFT))
+def _shortest_s(time_s: float, previous_s: float) -> float:
+    return min(time_s, (previous_s or time_s) * (1.0 + _DRIFT))
 
 
 class DeviceTimes:
-    """Remembers when the device has done its work, piece by piece, as far as the host knows.
+    """Estimates when the device began and ended each round and planned step, in launch order.
 
     Attributes:
-        end_s: when the host read the last piece.
+        end_s: when the host read the last one.
     """
 
     def __init__(self) -> None:
@@ -90,44 +90,44 @@ class DeviceTimes:
         self._was_awaited = False
 
     def began_s(self, launch_s: float) -> float:
-        """Returns when the device began with the oldest piece that is not read, or a little later.
+        """Returns when the device began with the oldest unread work, or a little later.
 
         Args:
-            launch_s: when that was launched.
+            launch_s: when that work was launched.
         """
         return max(launch_s, self.end_s)
 
     def is_behind(self, launch_s: float) -> bool:
-        """Whether the oldest piece that is not read was launched while another one was under way:
-        it has taken the time between their reads, that of a slow host included."""
+        """Whether the oldest unread work was launched while other work was in flight. Its duration
+        is then the time between the two reads, with the delays of a slow host."""
         return launch_s < self.end_s
 
     def read(self, launch_s: float, now_s: float, *, is_awaited: bool) -> float | None:
-        """Returns how long the device took for a piece; None where the host came too late to know.
+        """Notes that work was read, and returns how long the device took for it; None where the
+        host read too late to tell.
 
         Args:
-            is_awaited: it was not done when the host came.
+            is_awaited: the work was not done when the host began to read it.
         """
-        is_known = is_awaited and (self._was_awaited or launch_s >= self.end_s)
+        is_measured = is_awaited and (self._was_awaited or launch_s >= self.end_s)
         began_s = self.began_s(launch_s)
         self.end_s, self._was_awaited = now_s, is_awaited
-        return now_s - began_s if is_known else None
+        return now_s - began_s if is_measured else None
 
 
 @dataclass(slots=True, eq=False)
 class LaunchedRound:
-    """A round that nobody has read.
+    """A round in flight: launched, and not read yet.
 
     Attributes:
         start_s: when it was launched; once it is read, when the device could begin with it.
-        num_tree_rows: that the target computes for a sequence.
-        is_alone: nothing was planned beside it, and nobody joined.
+        num_tree_rows: rows that the target computes for each sequence.
+        is_alone: no step was planned beside it, and no sequence joined.
         end_s: when it was read.
-        host_gap_s: how long the device had nothing to do before, because of the host.
-        trees: of rounds with pushed trees, what is verified of each sequence that takes part, as
-            far as that is known: of those that wait for the end of the round before, once that was
-            read.
-        offered: what was prepared for those.
+        host_gap_s: how long the device was idle before it, because of the host.
+        trees: in rounds with pushed trees, the tree verified for each sequence that takes part. For
+            sequences that are in the previous round too, it may be known only once that is read.
+        offered: the candidates prepared for such sequences.
     """
 
     start_s: float
@@ -141,17 +141,17 @@ class LaunchedRound:
 
     @property
     def duration_s(self) -> float:
-        """Time since the device could begin with it, once it is read."""
+        """Time from when the device could begin with it to its read, once it is read."""
         return self.end_s - self.start_s
 
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """What rounds share with planned steps.
+    """The parts of the engine that rounds share with planned steps.
 
     Attributes:
-        forget: lets go of a sequence that has ended.
-        runs_ahead: whether a round is launched before the last one is read.
+        forget: releases a sequence that has ended.
+        runs_ahead: whether a round is launched before the previous one is read.
     """
 
     scheduler: Scheduler
@@ -163,17 +163,17 @@ class StepParts:
 
 
 RoundResult = tuple[Sequence | None, SequenceRound]
-"""What a round did to a sequence; None stands for one that has ended since the launch."""
+"""The result of a round for a sequence; None stands for one that has ended since the launch."""
 MIN_LANE_TOKENS = 2
-"""A round starts from a computed token and one that is not."""
+"""A round starts from one computed and one uncomputed token."""
 L = TypeVar("L", bound=RoundLanes)
 
 
 class RoundSteps(ABC, Generic[L]):
-    """See `Lanes`. Owned by the engine thread.
+    """Rounds of one kind of lanes; implements `Lanes`. Owned by the engine thread.
 
     Args:
-        lanes: None while there are none.
+        lanes: None while there are no lanes.
     """
 
     def __init__(self, lanes: L | None, parts: StepParts) -> None:
@@ -188,7 +188,7 @@ class RoundSteps(ABC, Generic[L]):
         self._launched: deque[LaunchedRound] = deque()
         # Whether lanes draw in this turn of the loop.
         self._draws = True
-        # Slots of this turn's round that read the end of a prompt, by sequence.
+        # How many slots of this turn's round read the end of a prompt, by sequence.
         self._reading: dict[int, int] = {}
 
     @abstractmethod
@@ -199,10 +199,10 @@ class RoundSteps(ABC, Generic[L]):
     def _observe(
         self, round_: LaunchedRound, results: SequenceOf[RoundResult], took_s: float | None
     ) -> None:
-        """A round was read, and is committed next.
+        """Takes the results of a round that was read, before they are committed.
 
         Args:
-            took_s: that the device needed; None where the host came too late to know.
+            took_s: time that the device needed; None where the host read too late to tell.
         """
 
     @abstractmethod
@@ -213,12 +213,12 @@ class RoundSteps(ABC, Generic[L]):
 
     @property
     def _drawing(self) -> L | None:
-        """The lanes where they draw in this turn; None where everybody steps beside them."""
+        """The lanes if they draw in this turn; None if all sequences take part in planned steps."""
         return self._lanes if self._draws else None
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a round is launched that nobody has read."""
+        """Whether a round is in flight."""
         return bool(self._launched)
 
     def holds(self, sequence: Sequence) -> bool:
@@ -234,44 +234,46 @@ class RoundSteps(ABC, Generic[L]):
             lanes.evict(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        """Lets go of a sequence that has ended; its pages are freed after this."""
+        """Releases a sequence that has ended. Its pages are freed after this."""
         if self._lanes is not None:
             self._lanes.forget(sequence)
 
     def settle(self) -> None:
-        """Reads and commits every round under way, and takes all lanes from those who have them."""
+        """Reads and commits all rounds in flight, and takes their lanes from all sequences."""
         lanes = self._lanes
         if lanes is not None and lanes.is_running:
             self._drain(lanes)
             lanes.leave()
 
     def _joining(self, lanes: L) -> list[Sequence]:
-        """Returns who gets a lane now: the last token is read, and what is not computed of those
-        before it a round can compute."""
+        """Returns the sequences that get a lane now: their last token is known, and a round can
+        compute the tokens before it that are not computed."""
         joining: list[Sequence] = []
-        num_others = 0  # with one slot each
-        for each in self._scheduler.running:
-            if lanes.holds(each) or each.num_pending or not each.num_computed:
+        num_decoding = 0  # with one slot each
+        for sequence in self._scheduler.running:
+            if lanes.holds(sequence) or self._scheduler.lanes.holds(sequence):
                 continue
-            if self._scheduler.lanes.holds(each) or each.num_uncomputed > self.num_taken(each):
+            if sequence.num_pending or not sequence.num_computed:
                 continue
-            is_reading = each.sequence_id in self._reading
-            # One that the plan did not ask for is in `_reading` only since the line above.
-            if num_others + (not is_reading) + sum(self._reading.values()) > lanes.num_free:
-                self._reading.pop(each.sequence_id, None)
+            if sequence.num_uncomputed > self.num_taken(sequence):
                 continue
-            num_others += not is_reading
-            joining.append(each)
+            # `num_taken` has just added it to `_reading`, if the plan had not asked before.
+            is_reading = sequence.sequence_id in self._reading
+            if num_decoding + (not is_reading) + sum(self._reading.values()) > lanes.num_free:
+                self._reading.pop(sequence.sequence_id, None)
+                continue
+            num_decoding += not is_reading
+            joining.append(sequence)
         return joining
 
     def _launch(self, lanes: L, round_: LaunchedRound) -> bool:
-        """Launches a round of all lanes, and reads those before it where its draws wait for masks.
+        """Launches a round of all lanes. If its draws wait for masks, reads the rounds before it.
 
         Returns:
-            False where rounds that are unread have to be read first.
+            False where unread rounds have to be read first.
         """
         num_before = lanes.num_pending
-        was_taken = lanes.launch()
+        was_possible = lanes.launch()
         self._was_launched(round_)
         self._launched.append(round_)
         if lanes.runner.awaits_masks:
@@ -280,11 +282,11 @@ class RoundSteps(ABC, Generic[L]):
             lanes.finish()
         if lanes.num_pending == num_before:
             self._launched.pop()  # there was no memory, or no room
-        return was_taken
+        return was_possible
 
     def _was_launched(self, round_: LaunchedRound) -> None:
-        """A round is queued up to its draws."""
-        self._wait.launched(self._clock() - round_.start_s)
+        """Notes that a round is queued, at least up to its draws."""
+        self._wait.observe_launch(self._clock() - round_.start_s)
 
     def _drain(self, lanes: L) -> None:
         while lanes.num_pending:
@@ -300,13 +302,13 @@ class RoundSteps(ABC, Generic[L]):
         took_s = self._times.read(launch_s, round_.end_s, is_awaited=is_awaited)
         self._observe(round_, results, took_s)
         parts: list[Committed] = []
-        num_prompt_rows = num_gone = 0
-        for sequence, each in results:
+        num_prompt_rows = num_discarded = 0
+        for sequence, result in results:
             if sequence is None:
-                num_gone += bool(each.token_ids)
-            elif each.token_ids:
+                num_discarded += bool(result.token_ids)
+            elif result.token_ids:
                 num_prompt_rows += num_read(sequence)
-                parts.append(self._commit_part(round_, sequence, each))
+                parts.append(self._commit_part(round_, sequence, result))
                 if sequence.finish_reason is not None:
                     self._forget(sequence)
         self._committer.report(
@@ -315,13 +317,13 @@ class RoundSteps(ABC, Generic[L]):
             round_.end_s,
             num_rows=round_.num_tree_rows * len(results),
             num_prompt_rows=num_prompt_rows,
-            num_discarded=num_gone,
+            num_discarded=num_discarded,
             host_gap_s=round_.host_gap_s,
             round_shape=round_.shape,
         )
 
 
 def num_read(sequence: Sequence) -> int:
-    """Returns how many prompt tokens a round computed, before it is committed, beside the last
-    one."""
+    """Returns how many prompt tokens an uncommitted round computed for a sequence, without the last
+    token."""
     return len(sequence.token_ids) - 1 - sequence.num_computed

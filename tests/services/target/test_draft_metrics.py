@@ -44,9 +44,9 @@ def test_it_is_what_the_sequences_were_asked_for_last() -> None:
     attachments, _, sequence = with_one_draft()
     assignment = attachments.assignments.get(sequence.sequence_id)
     assert assignment is not None
-    assignment.asked = TreeRequest(TreeShape(7, 1, 8), num_outcomes=4)
+    assignment.requested = TreeRequest(TreeShape(7, 1, 8), num_outcomes=4)
     assert _figures(attachments) == (7, 1, 8, 4)
-    assignment.asked = NO_TREE
+    assignment.requested = NO_TREE
     assert _figures(attachments) == (0, 0, 0, None)
 
 

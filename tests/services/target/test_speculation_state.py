@@ -107,7 +107,7 @@ def test_a_silent_draft_is_logged_until_it_answers(caplog: pytest.LogCaptureFixt
     state.update(4.0)
     [line] = _lines(caplog)
     assert line.startswith("draft worker-a: it does not answer")
-    attachment.timeout.heard(0.01)
+    attachment.timeout.responded(0.01)
     state.update(4.0 + FIRST_LOG_PAUSE_S)
     assert _lines(caplog) == ["draft worker-a: its trees arrive in time again"]
 

@@ -61,11 +61,11 @@ def test_answer_that_comes_before_the_end_of_its_round_says_how_fast_the_draft_i
     attachments.readiness.begin_rounds([sequence])
     assignment = attachments.assignments.get(sequence.sequence_id)
     assert assignment is not None
-    assert assignment.asked_s is not None
+    assert assignment.verdict_s is not None
     assert attachment.timeout.is_cold
-    offer(attachments, [make_candidate(sequence, round=0)], assignment.asked_s + 0.004)
+    offer(attachments, [make_candidate(sequence, round=0)], assignment.verdict_s + 0.004)
     assert attachment.timeout.is_cold, "it is for the round before"
-    offer(attachments, [make_candidate(sequence)], assignment.asked_s + 0.004)
+    offer(attachments, [make_candidate(sequence)], assignment.verdict_s + 0.004)
     assert not attachment.timeout.is_cold
     assert attachment.timeout.response_s == pytest.approx(0.004)
     assert assignment.candidate is None, "the round is under way without it"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.target.drafts.attachment import LONGEST_S, DraftWarmUp
+from services.target.drafts.attachment import MAX_WARM_UP_S, DraftWarmUp
 from services.target.drafts.attachments import Attachments
 from shared.tokens import DraftReport
 from tests.helpers.one_draft import commit, make_attachment, make_candidate, make_sequence, offer
@@ -96,7 +96,7 @@ def test_a_tree_that_is_here_is_verified_all_the_same() -> None:
 def test_nobody_warms_for_ever() -> None:
     rounds = _Rounds()
     rounds.report(BUSY)
-    rounds.now_s += LONGEST_S
+    rounds.now_s += MAX_WARM_UP_S
     rounds.plain()
     assert rounds.waits_until_s > rounds.now_s
     rounds.report(BUSY)
@@ -141,6 +141,6 @@ def test_its_rounds_say_nothing_about_what_trees_bring() -> None:
 def test_what_overlaps_with_it_is_known_when_it_takes_too_long() -> None:
     warm_up = DraftWarmUp()
     warm_up.report(1.0, is_warming=True)
-    assert warm_up.was_on(LONGEST_S, LONGEST_S + 2.0)
-    assert not warm_up.is_on(LONGEST_S + 2.0)
-    assert not warm_up.was_on(LONGEST_S + 1.0, LONGEST_S + 2.0)
+    assert warm_up.was_on(MAX_WARM_UP_S, MAX_WARM_UP_S + 2.0)
+    assert not warm_up.is_on(MAX_WARM_UP_S + 2.0)
+    assert not warm_up.was_on(MAX_WARM_UP_S + 1.0, MAX_WARM_UP_S + 2.0)

@@ -38,15 +38,15 @@ def test_trees_wait_for_those_that_most_lanes_wait_for() -> None:
     attachments.attach(attachment, lanes, 0.0)
     for sequence in lanes:
         commit(attachments, sequence, (4,), now_s=10.0)
-    attachment.timeout.heard(0.1)
+    attachment.timeout.responded(0.1)
     readiness = attachments.readiness
     offer(attachments, [make_candidate(lanes[0])], 10.05)
-    assert readiness.gather(lanes, 10.05)
+    assert readiness.hold_trees(lanes, 10.05)
     assert not readiness.is_ready(lanes[0], 10.05)
-    assert not readiness.gather(lanes, 10.0 + GATHERING_RESPONSES * 0.1), "they are late"
-    assert readiness.gather(lanes, 10.06)
+    assert not readiness.hold_trees(lanes, 10.0 + GATHERING_RESPONSES * 0.1), "they are late"
+    assert readiness.hold_trees(lanes, 10.06)
     offer(attachments, [make_candidate(lanes[1])], 10.07)
-    assert not readiness.gather(lanes, 10.07), "half of them are here"
+    assert not readiness.hold_trees(lanes, 10.07), "half of them are here"
     assert readiness.is_ready(lanes[0], 10.07)
     assert not readiness.is_ready(lanes[2], 10.07)
 
@@ -55,4 +55,4 @@ def test_lane_without_a_draft_waits_for_nobody() -> None:
     attachments, _, sequence = with_one_draft(wait_s=1.0)
     commit(attachments, sequence, (4,), now_s=10.0)
     other = make_sequence(7, disabled=True)
-    assert not attachments.readiness.gather([sequence, other], 10.0)
+    assert not attachments.readiness.hold_trees([sequence, other], 10.0)

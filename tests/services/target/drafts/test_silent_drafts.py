@@ -36,7 +36,7 @@ class _Pool:
 
     def step(self) -> None:
         """Ends a round of every sequence."""
-        self.attachments.readiness.judge(self.sequences, self.now_s)
+        self.attachments.readiness.begin_turn(self.sequences, self.now_s)
         answered = [each for each in self.sequences if self._answers(each)]
         waits_s = map(self.attachments.readiness.deadline_s, self.sequences)
         self.now_s = max(self.now_s + STEP_S, *waits_s)
@@ -69,7 +69,7 @@ class _Pool:
         assignment = self.attachments.assignments.get(sequence.sequence_id)
         assert assignment is not None
         name = assignment.attachment.identity.attachment_id
-        if name not in self.awake or assignment.asked.is_paused:
+        if name not in self.awake or assignment.requested.is_paused:
             return False
         candidate = make_candidate(sequence)
         self.attachments.offer(Offer(name, CandidateColumns.of([candidate]), NO_REPORT, self.now_s))

@@ -302,7 +302,7 @@ def always_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(rounds: RoundShapes) -> CostTable:
         return CostTable({1: 1.0}, {each: {1: 0.5 - 0.4 * each.is_ahead} for each in rounds.shapes})
 
-    monkeypatch.setattr(RoundShapes, "measured", measured)
+    monkeypatch.setattr(RoundShapes, "costs", measured)
 
 
 def _model(folder: Path, seed: int) -> Decoder:

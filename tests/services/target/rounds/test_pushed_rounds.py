@@ -781,7 +781,7 @@ def test_where_the_host_decides_rounds_step_aside(
 def test_launching_early_is_weighed_against_a_round_for_nobody() -> None:
     early = EarlyLaunch()
     assert early.pays([0.1], 0.0)  # nothing is known of the time of rounds
-    early.timed(0.008)
+    early.observe(0.008)
     assert early.pays([1.0], 0.0)
     assert not early.pays([0.8], 0.004)
     assert early.pays([0.8], 0.009)  # the tree for the verdict takes longer than a round

@@ -99,7 +99,7 @@ def _setup(
         return CostTable(dict.fromkeys(sizes, PLAIN_S), each)
 
     monkeypatch.setattr(RoundRunner, "launch", timed_launch)
-    monkeypatch.setattr(RoundShapes, "measured", measured)
+    monkeypatch.setattr(RoundShapes, "costs", measured)
     engine = build_engine(
         pair.decoder,
         num_pages=800,

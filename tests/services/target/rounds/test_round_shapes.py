@@ -55,7 +55,7 @@ def test_what_does_not_fit_at_some_size_goes_on_below_it(
 ) -> None:
     shapes = _shapes(pair)
     shapes.turn_to(CHAIN)
-    shapes.confine(3, Shortage())
+    shapes.limit(3, Shortage())
     assert shapes.shapes_for(2) == (TREE, CHAIN, SHORT)
     assert shapes.shapes_for(3) == (TREE, SHORT)
     assert "no memory for rounds of 3 sequences with trees of 3 steps, 1 wide" in caplog.text
@@ -101,7 +101,7 @@ def test_every_graph_is_there_at_the_start(pair: Pair, monkeypatch: pytest.Monke
 
 
 def test_times_are_measured_for_each_shape(pair: Pair) -> None:
-    costs = _shapes(pair).measured()
+    costs = _shapes(pair).costs()
     assert set(costs.rounds) == {TREE, *OTHERS}
     assert set(costs.rounds[TREE]) == {1, 4, 5}
     assert all(seconds > 0 for times in costs.rounds.values() for seconds in times.values())
