@@ -158,7 +158,7 @@ def leases_over(pool: KvPool, num_pages: Sequence[int] | None = None) -> KvLease
     leases = KvLeases(pool.num_leased_pages, pool.page_size, num_groups=pool.num_ranks)
     if num_pages is not None:
         leases._groups = tuple(
-            PageGroup(group.numbers[: count - 1])
+            PageGroup(group.page_range[: count - 1])
             for group, count in zip(leases._groups, num_pages, strict=True)
         )
     return leases
