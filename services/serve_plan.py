@@ -51,6 +51,8 @@ _DEMO_SHAPE = MappingProxyType(
 # of a cache's tokens relative to that cache. The first GPU holds the features of all DP ranks.
 _CACHE_AND_FEATURES_FRACTION, _FEATURES_PER_CACHE = 0.93, 0.19
 _SHARED_GPU_FRACTION = 0.1  # of free memory, for the KV cache of a draft on the target's GPU
+_CPU_OUTCOME_BUDGET = 2
+"""Of a language model on a CPU: another core drafts ahead while the target verifies."""
 _OWN_DEVICE_FLAGS = ("--device", "--speculative-outcome-budget")
 """Flags of a draft with its own device."""
 _REVISIONS = ("--revision", "--speculative-draft-model-revision")
@@ -371,6 +373,8 @@ class _PlanBuilder:
             words.append(f"--device=cuda:{free_gpu}")
         elif kind.has_model and self.num_gpus and target.device != "cpu":
             words.append(f"--mem-fraction-static={_SHARED_GPU_FRACTION}")
+        elif kind is Algorithm.STANDALONE:
+            words.append(f"--speculative-outcome-budget={_CPU_OUTCOME_BUDGET}")
         return words
 
     def _target_words(self, drafts: Sequence[PlannedDraft]) -> tuple[str, ...]:

@@ -58,6 +58,7 @@ class DraftEngine:
         max_sequences: int,
         is_pinned: bool = False,
         outcome_budget: int = 0,
+        are_rows_cheap: bool = True,
         recorder: DraftRecorder | None = None,
         max_waiting_events: int = MAX_WAITING_EVENTS,
         enter_thread: Callable[[], None] | None = None,
@@ -80,6 +81,7 @@ class DraftEngine:
             chunk_tokens=chunk_tokens,
             is_pinned=is_pinned,
             outcome_budget=outcome_budget,
+            are_rows_cheap=are_rows_cheap,
             deliver=self._deliver,
         )
         if outcome_budget and drafter.lookahead is None:

@@ -18,8 +18,15 @@ MAX_TOTAL_OUTCOMES = 256
 hundred rows add little to the time of a draft's forward; more rows add more."""
 
 
-def shared_budget(budget: int, num_sequences: int) -> int:
-    """Returns how many verdicts to prepare for on each of the sequences, at most `budget`."""
+def shared_budget(budget: int, num_sequences: int, *, are_rows_cheap: bool = True) -> int:
+    """Returns how many verdicts to prepare for on each of the sequences, at most `budget`.
+
+    Args:
+        are_rows_cheap: whether rows add little to a forward. If not, as on a CPU, the sequences
+            share the budget of one.
+    """
+    if not are_rows_cheap:
+        return budget // num_sequences
     return min(budget, max(MAX_TOTAL_OUTCOMES // num_sequences, 1))
 
 

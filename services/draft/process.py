@@ -97,6 +97,7 @@ class DraftProcess:
             max_sequences=self._settings.max_running_requests,
             is_pinned=self._settings.is_shape_pinned,
             outcome_budget=self._settings.speculative_outcome_budget,
+            are_rows_cheap=is_on_gpu or not self._settings.algorithm.has_model,
             recorder=self._recorder,
             enter_thread=functools.partial(use_device, self._settings),
             # On a CPU the engine thread waits for a target in its rounds, so for one target only.

@@ -216,6 +216,7 @@ class Rounds:
         shape: bounds of every tree whose sequence has no shape of its own; may be replaced
             between steps.
         is_pinned: trees keep to `shape` whatever tree their targets request.
+        are_rows_cheap: see `shared_budget`.
     """
 
     def __init__(
@@ -228,10 +229,12 @@ class Rounds:
         is_pinned: bool = False,
         deliver: Callable[[Output], None],
         outcome_budget: int = 0,
+        are_rows_cheap: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.shape = shape
         self.is_pinned = is_pinned
+        self.are_rows_cheap = are_rows_cheap
         self._table = table
         self._drafter = drafter
         self._num_ready_tokens = drafter.limits.num_ready_tokens
@@ -394,7 +397,8 @@ class Rounds:
         budget = self._budget(sequence)
         if not budget or sequence.in_flight is None:
             return
-        budget = min(shared_budget(budget, len(self._table)), sequence.max_conditional)
+        budget = shared_budget(budget, len(self._table), are_rows_cheap=self.are_rows_cheap)
+        budget = min(budget, sequence.max_conditional)
         if budget:
             tree, shape = sequence.in_flight.tree, self._shape_for(sequence)
             lookahead.begin(VerifiedTree(sequence, tree, shape, budget))

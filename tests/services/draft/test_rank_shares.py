@@ -14,6 +14,13 @@ def test_budget_is_shared_by_a_large_batch(num_sequences: int, expected: int) ->
     assert shared_budget(0, num_sequences) == 0
 
 
+@pytest.mark.parametrize(("num_sequences", "expected"), [(1, 8), (3, 2), (9, 0)])
+def test_where_rows_cost_time_a_batch_shares_the_budget_of_one(
+    num_sequences: int, expected: int
+) -> None:
+    assert shared_budget(8, num_sequences, are_rows_cheap=False) == expected
+
+
 def test_shares_begin_geometric_and_follow_what_is_observed() -> None:
     shares = RankShares()
     assert shares.share(0) > 1.9 * shares.share(1) > 3.6 * shares.share(2) > 0
