@@ -298,7 +298,9 @@ class DraftPolicy:
         """Returns the acceptance rate of each tree level."""
         return self._acceptance.rates(self.choice or self.base, is_greedy=True)
 
-    def saw_round(self, choice: Choice, num_tokens: int, seconds: float, *, has_tree: bool) -> None:
+    def observe_round(
+        self, choice: Choice, num_tokens: int, seconds: float, *, has_tree: bool
+    ) -> None:
         """Adds a round, with or without a verified tree.
 
         Args:
@@ -314,12 +316,12 @@ class DraftPolicy:
         step.num_trees += has_tree
         self._num_step_tokens += num_tokens
 
-    def saw_excused(self, num_tokens: int) -> None:
+    def observe_excused(self, num_tokens: int) -> None:
         """Adds a round without a tree whose draft reads a prompt or warms up. Its time says nothing
         about the choice; its tokens count for the cost of a trial."""
         self._num_step_tokens += num_tokens
 
-    def saw_accepted(self, shape: TreeShape, num_accepted: int) -> None:
+    def observe_accepted(self, shape: TreeShape, num_accepted: int) -> None:
         """Adds the accepted length of a verified tree."""
         self._acceptance.observe(shape, is_greedy=True, accepted=(num_accepted,))
 

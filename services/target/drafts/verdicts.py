@@ -102,7 +102,7 @@ class Verdicts:
             return
         self.counts.num_paused_rounds += 1
         for policy in policies:
-            policy.saw_round(None, num_committed, round_s, has_tree=False)
+            policy.observe_round(None, num_committed, round_s, has_tree=False)
 
     def _observe(
         self,
@@ -122,7 +122,7 @@ class Verdicts:
         self.counts.num_probe_rounds += policy.is_trying
         is_whole = assignment.sequence.request.num_draft_tokens is None
         if num_accepted is not None and is_whole:
-            policy.saw_accepted(assignment.shape, num_accepted)
+            policy.observe_accepted(assignment.shape, num_accepted)
         if assignment.has_fixed_depth:
             return
         has_tree = num_accepted is not None
@@ -131,9 +131,9 @@ class Verdicts:
         else:
             is_excused = assignment.is_excused and not has_tree and assignment.is_moved
         if is_excused or round_s is None or assignment.was_warming(now_s):
-            policy.saw_excused(num_committed)
+            policy.observe_excused(num_committed)
         else:
-            policy.saw_round(assignment.choice, num_committed, round_s, has_tree=has_tree)
+            policy.observe_round(assignment.choice, num_committed, round_s, has_tree=has_tree)
 
 
 def _begin_wait(assignment: Assignment, now_s: float) -> None:

@@ -33,7 +33,7 @@ PLAIN_S = 0.01
 def _step(rounds: Rounds, seconds: float, num_rounds: int = 1) -> None:
     policy = DraftPolicy(BASE)
     for _ in range(num_rounds):
-        policy.saw_round(None, 1, seconds, has_tree=False)
+        policy.observe_round(None, 1, seconds, has_tree=False)
     rounds.add(policy._step[None])
 
 
@@ -74,9 +74,9 @@ class World:
         round_s = PLAIN_S + (self.tree_s(depth) if depth else 0.0)
         self.now_s += round_s
         for count in accepted:
-            self.policy.saw_round(choice, 1 + count, round_s, has_tree=choice is not None)
+            self.policy.observe_round(choice, 1 + count, round_s, has_tree=choice is not None)
             if choice is not None:
-                self.policy.saw_accepted(choice, count)
+                self.policy.observe_accepted(choice, count)
         self.num_tokens += 1 + sum(accepted) / len(accepted)
         self.policy.turn(self.num_sequences, self.now_s, self.num_reading)
 
@@ -265,9 +265,9 @@ def test_a_trial_ends_though_no_draft_answers_in_it() -> None:
     while now_s < 30.0:
         now_s += PLAIN_S
         if policy.is_trying:
-            policy.saw_excused(1)
+            policy.observe_excused(1)
         else:
-            policy.saw_round(None, 1, PLAIN_S, has_tree=False)
+            policy.observe_round(None, 1, PLAIN_S, has_tree=False)
         policy.turn(1, now_s)
         if policy.is_trying and not was_trying:
             tries.append(now_s)
@@ -286,12 +286,12 @@ def test_a_trial_that_costs_too_much_ends_at_once() -> None:
     assert policy.choice is None
     while not policy.is_trying:
         now_s += PLAIN_S
-        policy.saw_round(None, 1, PLAIN_S, has_tree=False)
+        policy.observe_round(None, 1, PLAIN_S, has_tree=False)
         policy.turn(4, now_s)
     began_s = now_s
     while policy.is_trying:
         now_s += 0.08
-        policy.saw_excused(4)
+        policy.observe_excused(4)
         policy.turn(4, now_s)
     assert now_s - began_s < MOST_COST_S + 2 * 0.08
     assert policy.choice is None
@@ -302,7 +302,7 @@ def test_a_step_that_captured_graphs_is_disregarded() -> None:
     for is_void in (True, False):
         if is_void:
             policy.disregard()
-        policy.saw_round(BASE, 3, 9.0, has_tree=True)
+        policy.observe_round(BASE, 3, 9.0, has_tree=True)
         policy.turn(1, 1.0)
         assert bool(policy.times.measured()) is not is_void
 
