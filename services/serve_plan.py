@@ -52,7 +52,7 @@ _DEMO_SHAPE = MappingProxyType(
 _CACHE_AND_FEATURES_FRACTION, _FEATURES_PER_CACHE = 0.93, 0.19
 _SHARED_GPU_FRACTION = 0.1  # of free memory, for the KV cache of a draft on the target's GPU
 _CPU_OUTCOME_BUDGET = 2
-"""Of a language model on a CPU: another core drafts ahead while the target verifies."""
+"""For a draft model on a CPU: a second core drafts ahead while the target verifies."""
 _OWN_DEVICE_FLAGS = ("--device", "--speculative-outcome-budget")
 """Flags of a draft with its own device."""
 _REVISIONS = ("--revision", "--speculative-draft-model-revision")

@@ -10,11 +10,12 @@ rounded results differ with a probability of about 1e-9 for each value, where fl
 differ every few values. Float32 could not hold the words either: the highest would round to u = 1,
 whose noise is infinite.
 
-All operations have fixed shapes and none waits for the device, so CUDA graphs can capture them.
+On a GPU all operations have fixed shapes and none waits for it, so CUDA graphs can capture them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -70,19 +71,18 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int, *, stream: i
     Returns:
         `[R, V]` float32, finite, in about [-3.2, 22.9].
     """
-    num_blocks = -(-vocab_size // _WORDS_PER_BLOCK)
+    blocks = torch.arange(-(-vocab_size // _WORDS_PER_BLOCK), device=seeds.device).unsqueeze(0)
+    words: Sequence[Tensor]
     if not seeds.is_cpu:
-        blocks = torch.arange(num_blocks, device=seeds.device).unsqueeze(0)
         words = _words(seeds.unsqueeze(1), positions.unsqueeze(1), blocks, stream)
         return _gumbel(torch.stack(words, dim=-1).flatten(1)[:, :vocab_size])
-    # Nodes of one tree level share their noise, which is computed once for all of them.
+    # Nodes of one tree level share their noise, so each pair of seed and position is computed once.
     pairs = torch.stack((seeds, positions))
-    keys, row_keys = pairs.unique(dim=1, return_inverse=True)  # type: ignore[no-untyped-call]
-    columns = keys.unsqueeze(2).numpy()
-    host_words = _words(columns[0], columns[1], np.arange(num_blocks)[None], stream)
-    stacked = np.stack(host_words, axis=-1).reshape(keys.shape[1], _WORDS_PER_BLOCK * num_blocks)
-    noise = _gumbel(torch.from_numpy(stacked[:, :vocab_size]))
-    return noise if len(noise) == len(seeds) == 1 else noise.index_select(0, row_keys)
+    pairs, rows = pairs.unique(dim=1, return_inverse=True)  # type: ignore[no-untyped-call]
+    columns = pairs.unsqueeze(2).numpy()
+    host_words = _words(columns[0], columns[1], blocks.numpy(), stream)
+    words = [torch.from_numpy(word) for word in host_words]
+    return _gumbel(torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]).index_select(0, rows)
 
 
 def fresh_generator() -> torch.Generator:

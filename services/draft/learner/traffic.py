@@ -163,8 +163,8 @@ class Traffic:
         """Drops all examples, because the target's hidden states have changed their meaning."""
         with self._lock:
             self.num_forgotten += 1
-            for queue in (self._recent, self._replay, self._held_out):
-                queue.clear()
+            for kept in (self._recent, self._replay, self._held_out):
+                kept.clear()
             self._open.clear()
 
     @property
@@ -175,13 +175,13 @@ class Traffic:
     @property
     def num_kept_tokens(self) -> int:
         """Number of tokens in memory."""
-        return sum(queue.num_tokens for queue in (self._recent, self._replay, self._held_out))
+        return sum(kept.num_tokens for kept in (self._recent, self._replay, self._held_out))
 
-    def _read(self, queue: _Examples) -> list[Example]:
+    def _read(self, kept: _Examples) -> list[Example]:
         with self._lock:
             if self._max_age_s is not None:
-                queue.drop_before(self._clock() - self._max_age_s)
-            return queue.all()
+                kept.drop_before(self._clock() - self._max_age_s)
+            return kept.all()
 
     def _keep(self, example: Example) -> None:
         if example.num_drafted < 1:
