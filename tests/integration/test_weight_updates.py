@@ -19,7 +19,8 @@ from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.types.v1 import sampling_pb2
 from tests.helpers.checkpoints import TinyShape, write_byte_tokenizer, write_checkpoint
 from tests.helpers.draft_heads import TinyHead, write_head
-from tests.helpers.served import running_target
+from tests.helpers.served import Target, running_target
+from tests.helpers.step_hold import hold_outputs
 
 # Tables of up to 16,384 elements would be the memory of the target: nothing to follow.
 VOCAB_SIZE = 520
@@ -49,7 +50,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def _serving(target: Path, head: Path | None, *flags: str) -> AsyncIterator[tuple[Any, Any]]:
+async def _serving(target: Path, head: Path | None, *flags: str) -> AsyncIterator[Target]:
     arguments = [
         *("--model-path", str(target), "--port", "0", "--device", "cpu", "--context-length", "512"),
         *("--max-total-tokens", "2048", "--candidate-wait-ms", "10000"),
@@ -63,7 +64,7 @@ async def _serving(target: Path, head: Path | None, *flags: str) -> AsyncIterato
             *("--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "6"),
         ]
     async with running_target(arguments) as running:
-        yield running.stub, running.admin
+        yield running
 
 
 async def _ask(stub: Any, prompt: list[int], count: int = 20) -> tuple[list[int], list[int]]:
@@ -107,12 +108,15 @@ async def test_a_head_follows_and_every_token_is_that_of_its_weights(
 ) -> None:
     borrowers = _followed(monkeypatch)
     old, new = folders
-    async with _serving(old, None) as (stub, _):
-        of_old = await _answers(stub)
-    async with _serving(new, None) as (stub, _):
+    async with _serving(old, None) as target:
+        of_old = await _answers(target.stub)
+    async with _serving(new, None) as target:
+        stub = target.stub
         of_new = await _answers(stub)
-        async with _serving(old, head, "--device-rounds", rounds) as (drafted, admin):
+        async with _serving(old, head, "--device-rounds", rounds) as updated:
+            drafted, admin = updated.stub, updated.admin
             assert await _answers(drafted) == of_old
+            hold_outputs(updated.process)
             asking = [asyncio.create_task(_ask(drafted, each, 120)) for each in PROMPTS]
             while not (
                 status := await admin.GetWeightStatus(admin_pb.GetWeightStatusRequest())
@@ -153,7 +157,8 @@ async def test_many_updates_lose_no_request(folders: tuple[Path, Path], head: Pa
             answers.append(await _ask(stub, prompt, 60))
         return answers
 
-    async with _serving(folders[0], head) as (stub, admin):
+    async with _serving(folders[0], head) as target:
+        stub, admin = target.stub, target.admin
         asking = [asyncio.create_task(asked(stub, prompt)) for prompt in PROMPTS]
         for number in range(12):
             answer = await admin.UpdateWeights(_disk(folders[(number + 1) % 2]))
@@ -205,10 +210,10 @@ async def test_without_its_copies_a_head_is_found_out(
     told: list[BorrowedTensors] = []
     monkeypatch.setattr(BorrowedTensors, "follow", lambda self, _: told.append(self))
     old, new = folders
-    async with _serving(new, None) as (stub, _):
-        of_new = await _answers(stub)
-    async with _serving(old, head) as (drafted, admin):
-        await admin.UpdateWeights(_disk(new))
-        assert await _answers(drafted) == of_new
+    async with _serving(new, None) as target:
+        of_new = await _answers(target.stub)
+    async with _serving(old, head) as drafted:
+        await drafted.admin.UpdateWeights(_disk(new))
+        assert await _answers(drafted.stub) == of_new
         [borrowed] = told
         assert not _has_tables_of(new, borrowed)

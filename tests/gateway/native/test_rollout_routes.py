@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save
 from gateway.api_keys import KeyLimits, Quotas, Scope, keys_from_texts
 from tests.gateway.driving import eventually
 from tests.helpers.rollout_server import ASK, client_from, rollout_server
+from tests.helpers.step_hold import hold_outputs
 
 
 async def test_a_step_of_training_in_slimes_order_of_calls(old: Path, new: Path) -> None:
@@ -115,6 +116,7 @@ async def test_the_history_tells_when_weights_were_replaced(old: Path, new: Path
 
 async def test_an_abort_answers_with_what_was_drawn(old: Path) -> None:
     async with rollout_server(old) as server:
+        hold_outputs(server.targets[0])
         long = {**ASK["sampling_params"], "max_new_tokens": 100}
         asking = asyncio.create_task(server.ask(sampling_params=long))
         await eventually(lambda: server.gateway.pool.links[0].num_tokens > 0)
@@ -141,6 +143,7 @@ async def test_a_request_goes_on_across_an_update_and_tells_its_spans(
     mode: str, old: Path, new: Path
 ) -> None:
     async with rollout_server(old) as server:
+        hold_outputs(server.targets[0])
         long = {**ASK["sampling_params"], "max_new_tokens": 100}
         asking = asyncio.create_task(server.ask(sampling_params=long))
         await eventually(lambda: server.gateway.pool.links[0].num_tokens > 0)
