@@ -35,7 +35,6 @@ class Committer:
     """Commits what sequences drew. Owned by the engine thread.
 
     Args:
-        has_fallback: whether the target has n-gram trees of its own.
         version: version of the weights.
         routes: spec of the recorded experts of each token; None where they are not recorded.
         forget: removes a sequence that has ended.
@@ -51,7 +50,6 @@ class Committer:
         leases: KvLeases,
         subscriptions: Subscriptions,
         attachments: Attachments,
-        has_fallback: bool,
         version: WeightVersion,
         features: FeatureFeed,
         routes: FeatureSpec | None,
@@ -64,13 +62,10 @@ class Committer:
         self._leases = leases
         self._subscriptions = subscriptions
         self._attachments = attachments
-        self._has_fallback = has_fallback
         self._clock = clock
         self._forget = forget
         self._release = release
         self._committed_s = 0.0
-        # Tokens of each round with a fallback tree since the last report.
-        self._fallback_counts: list[int] = []
         self.reports: list[StepReport] = []
 
     def commit_step(
@@ -119,7 +114,6 @@ class Committer:
         Args:
             parts: counts of the sequences that drew tokens.
         """
-        fallback_counts, self._fallback_counts = self._fallback_counts, []
         self.reports.append(
             StepReport(
                 duration_s=end_s - start_s,
@@ -136,8 +130,6 @@ class Committer:
                 speculation=self._attachments.verdicts.take_counts(),
                 num_discarded=num_discarded,
                 round_shape=round_shape,
-                num_fallback_rounds=len(fallback_counts),
-                num_fallback_committed=sum(fallback_counts),
             )
         )
 
@@ -172,8 +164,6 @@ class Committer:
         sequence.num_computed += min(len(accepted), len(committed) - 1)
         sequence.stats.num_rounds += 1
         if has_tree:
-            if self._has_fallback and not (was_predicted or was_verified):
-                self._fallback_counts.append(len(committed))
             sequence.stats.add_verified(len(entry.tree), len(accepted))
         self._attachments.verdicts.count_round(
             sequence, len(accepted), was_verified=was_verified, now_s=now_s

@@ -10,7 +10,6 @@ import torch
 
 from services.followers import Followers
 from services.target.engine import Engine
-from services.target.fallback import Fallback, NgramFallback
 from services.target.requests.request import ModelLimits
 from services.target.runner_factory import build_runner, num_routes
 from services.target.scheduler import Scheduler, SchedulerLimits
@@ -90,7 +89,6 @@ def build_engine(
         clock=time.monotonic,
         on_step=on_step,
         overlaps=not settings.disable_overlap_schedule,
-        fallback=NgramFallback() if settings.speculative_fallback is Fallback.NGRAM else None,
         always_up_to=settings.candidate_wait_sequences,
         adaptive=settings.adaptive,
         selection=selection,

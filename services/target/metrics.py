@@ -104,8 +104,6 @@ _COUNTERS = (
     ("busy_seconds", "Time of steps; its rate is their share of the time.", "duration_s"),
     ("paused_rounds", "Rounds without a tree; plain is faster.", "speculation.num_paused_rounds"),
     ("probe_rounds", "Rounds that measure what trees gain.", "speculation.num_probe_rounds"),
-    ("fallback_rounds", "Rounds that verified an n-gram tree.", "num_fallback_rounds"),
-    ("fallback_tokens", "Tokens committed by these rounds.", "num_fallback_committed"),
 )
 """Name, meaning, and the attribute of a `StepReport` that is added. Rows per step, tokens per round
 and the acceptance rate are ratios of two counters."""

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from services.ranks import Ranks
 from services.target.adaptive_config import DEFAULT_CONFIG, AdaptiveConfig, read_adaptive_config
-from services.target.fallback import Fallback
 from shared.errors import SettingsError
 from shared.hub import local_path, shown_name
 from shared.model_options import (
@@ -224,9 +223,6 @@ class TargetSettings(ServiceSettings):
         256, "largest tree accepted from a draft, in nodes", minimum=1, maximum=256
     )
     max_draft_sequences: int = setting(256, "most sequences assigned to one draft", minimum=1)
-    speculative_fallback: Fallback = setting(
-        Fallback.NONE, "ngram: if no draft has a tree, verify one from the sequence's own n-grams"
-    )
     speculative_adaptive: bool = setting(
         False,
         "choose the depth of remote drafts' trees by measured speed; otherwise it is their own",
@@ -357,12 +353,6 @@ def _round_problems(settings: TargetSettings) -> Iterator[str]:
     if settings.device_rounds is not DeviceRoundsChoice.ON:
         return
     flag, rule = "--device-rounds on", settings.verification
-    fallback = settings.speculative_fallback
-    if settings.draft is DraftPlacement.REMOTE and fallback is not Fallback.NONE:
-        yield (
-            f"{flag} with --draft remote needs --speculative-fallback none; it is "
-            f"{fallback.value}, whose trees are made on the host"
-        )
     if settings.disable_cuda_graph:
         yield f"{flag}: rounds on a GPU are CUDA graphs; leave --disable-cuda-graph out"
     if rule is VerificationMode.POINT_MASS:

@@ -20,7 +20,6 @@ from services.target.drafts.draft_exchange import DraftExchange
 from services.target.drafts.draft_policy import ALWAYS
 from services.target.drafts.feature_store import FeatureFeed, FeatureSpec
 from services.target.engine_gauges import EngineGauges
-from services.target.fallback import NgramFallback, own_tree
 from services.target.launcher import LaunchedStep, Launcher
 from services.target.requests.event_stream import Subscriptions
 from services.target.requests.request import EventSink, ModelLimits
@@ -31,6 +30,7 @@ from services.target.rounds.round_steps import StepParts
 from services.target.scheduler import AllLanes, Scheduler
 from services.target.sequence import Sequence as TargetSequence
 from services.target.speculation_state import SpeculationState
+from services.target.step_plan import narrowed
 from services.target.step_report import Clock, HostGap, StepReport
 from services.target.verifier import Verifier
 from services.target.weight_control import MemoryTag, MovableMemory, WeightControl, WeightVersion
@@ -52,7 +52,6 @@ class StepLoop:
         clock: seconds, monotonic.
         on_step: called after each step on the engine thread.
         overlaps: whether a step may be launched before the step before it is read.
-        fallback: n-gram trees for sequences without a draft's tree; None disables them.
         always_up_to: up to this many sequences, trees are requested even if plain steps are faster.
         adaptive: tree shapes to choose from, if none is pinned; None: remote drafts' own shapes.
         selection: limits of device rounds with trees that remote drafts push; None: no such rounds.
@@ -69,7 +68,6 @@ class StepLoop:
         clock: Clock,
         on_step: Callable[[StepReport], None] = lambda report: None,
         overlaps: bool = True,
-        fallback: NgramFallback | None = None,
         always_up_to: int = ALWAYS,
         adaptive: AdaptiveConfig | None = None,
         selection: RoundLimits | None = None,
@@ -79,7 +77,6 @@ class StepLoop:
         self._on_step = on_step
         self._overlaps = overlaps
         config = runner.decoder.config
-        self._fallback = fallback
         self.attachments = Attachments(adaptive, always_up_to=always_up_to)
         self._features = FeatureFeed(
             self.attachments.assignments,
@@ -101,7 +98,6 @@ class StepLoop:
             leases=leases,
             subscriptions=self._subscriptions,
             attachments=self.attachments,
-            has_fallback=fallback is not None,
             version=version,
             features=self._features,
             routes=routes,
@@ -120,9 +116,8 @@ class StepLoop:
         )
         self.speculation = SpeculationState(self.attachments, self._rounds)
         self._host_gap = HostGap()
-        # With a fallback, the host decides between two steps which tree to verify.
         self._pushed = PushedSteps(
-            None if fallback else factory.pushed_lanes(),
+            factory.pushed_lanes(),
             parts,
             has_other_lane=self._rounds.takes,
             features=self._features,
@@ -253,11 +248,12 @@ class StepLoop:
         return was_busy
 
     def _tree(self, sequence: TargetSequence) -> TokenTree:
-        """Returns the tree for a sequence's current round: its draft's, else the target's own."""
-        tree = self.attachments.assignments.tree(sequence)
-        if tree.token_ids or (self._fallback is None and sequence.prediction is None):
-            return tree
-        return own_tree(sequence, self._fallback)
+        """Returns the tree for a sequence's current round, perhaps empty: of predicted text while
+        the output follows that, else its draft's."""
+        if sequence.prediction is None:
+            return self.attachments.assignments.tree(sequence)
+        tree = sequence.prediction.tree()
+        return narrowed(tree, sequence.request.num_draft_tokens)[0]
 
     def _report(self) -> None:
         """Passes the reports of committed steps to `on_step`."""
@@ -375,7 +371,7 @@ class StepLoop:
         """Whether the step in flight may be left unread while the next one is launched."""
         if self._in_flight is None:
             return True
-        if not self._overlaps or self._fallback is not None:
+        if not self._overlaps:
             return False
         if self.attachments.assignments.needs_every_step:
             return False
@@ -432,8 +428,6 @@ class StepLoop:
         self._pushed.forget(sequence)
         self._scheduler.finish(sequence)
         self.attachments.assignments.close(sequence)
-        if self._fallback is not None:
-            self._fallback.forget(sequence)
         if self._in_flight is not None and self._in_flight.computes(sequence):
             self._in_flight.retired.append(sequence)
         else:

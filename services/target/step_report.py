@@ -169,8 +169,6 @@ class StepReport:
         num_discarded: sequences that had ended when the step was read; their rows were discarded.
         speculation: rounds since the last report.
         round_shape: tree shape of a round on the device; None for a planned step.
-        num_fallback_rounds: rounds among `num_rounds` with an n-gram tree of the target's own.
-        num_fallback_committed: tokens that these rounds committed, bonus tokens included.
     """
 
     duration_s: float
@@ -187,8 +185,6 @@ class StepReport:
     num_discarded: int
     speculation: SpeculationCounts
     round_shape: TreeShape | None = None
-    num_fallback_rounds: int = 0
-    num_fallback_committed: int = 0
 
 
 def shape_name(shape: Choice) -> str:

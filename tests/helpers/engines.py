@@ -21,7 +21,6 @@ from services.target.drafts.attachment import (
 from services.target.drafts.draft_policy import ALWAYS
 from services.target.drafts.feature_store import FeatureSpec
 from services.target.engine import Engine
-from services.target.fallback import NgramFallback
 from services.target.grammars.matcher import CompiledGrammar
 from services.target.requests.request import Event, Finished, GenerationRequest, ModelLimits
 from services.target.scheduler import Scheduler, SchedulerLimits
@@ -108,7 +107,6 @@ def build_engine(
     graph_limits: GraphLimits | None = None,
     kv_dtype: torch.dtype | None = None,
     overlaps: bool = True,
-    fallback: NgramFallback | None = None,
     poisons_free_pages: bool = False,
     clock: Callable[[], float] | None = None,
     adaptive: AdaptiveConfig | None = None,
@@ -142,7 +140,6 @@ def build_engine(
         on_step=on_step,
         clock=clock,
         overlaps=overlaps,
-        fallback=fallback,
         adaptive=adaptive,
         selects=selects,
         always_up_to=always_up_to,
@@ -177,7 +174,6 @@ def engine_over(
     on_step: Callable[[StepReport], None] = lambda report: None,
     clock: Callable[[], float] | None = None,
     overlaps: bool = True,
-    fallback: NgramFallback | None = None,
     adaptive: AdaptiveConfig | None = None,
     selects: bool = False,
     always_up_to: int = ALWAYS,
@@ -195,7 +191,6 @@ def engine_over(
         clock=clock or Clock(),
         on_step=on_step,
         overlaps=overlaps,
-        fallback=fallback,
         adaptive=adaptive,
         selection=RoundLimits(max_running, max_context_tokens) if selects else None,
         always_up_to=always_up_to,

@@ -8,12 +8,11 @@ from dataclasses import replace
 import pytest
 
 from services.target.adaptive_config import AdaptiveConfig, Candidates
-from services.target.fallback import NgramFallback
 from services.target.requests.request import GenerationRequest
 from services.target.step_report import StepReport
 from shared.generation import Delta
 from shared.models.decoder import Decoder
-from shared.tokens import SamplingParams, TreeShape
+from shared.tokens import TreeShape
 from tests.helpers.ahead_cases import (
     CHAIN,
     SAMPLINGS,
@@ -133,23 +132,3 @@ def test_any_size_beside_others_behind_a_bad_network_changes_nothing(
     assert largest[1] <= 2
     if not seed // 2:  # else the policy decides on the others
         assert largest[2] > 2
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_trees_of_the_targets_own_are_cut_as_well(
-    decoder: Decoder, sampling: SamplingParams
-) -> None:
-    asked = requests(sampling, 36)
-    expected = outputs(run_plain(decoder, asked))
-    largest: list[int] = []
-    for num_draft_tokens in (None, 3, 1):
-        reports: list[StepReport] = []
-        engine = build_engine(decoder, fallback=NgramFallback(), on_step=reports.append)
-        for _ in range(2):  # the second time each answer has been seen
-            reports.clear()
-            collector = run(engine, _narrow(asked, num_draft_tokens))
-            assert outputs(collector) == expected
-        largest.append(_largest_tree(collector))
-        assert (sum(each.num_fallback_rounds for each in reports) > 0) == (num_draft_tokens != 1)
-    assert largest[0] > 2
-    assert largest[1:] == [2, 0]

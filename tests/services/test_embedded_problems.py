@@ -78,7 +78,6 @@ def test_what_would_not_be_exact_is_refused(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--speculative-fallback", "ngram"), "needs --speculative-fallback none; it is ngram"),
         ((*EMBEDDED, "--verification-mode", "point-mass"), "--verification-mode is point-mass"),
         ((*EMBEDDED, "--speculative-algorithm", "NGRAM"), "--speculative-algorithm is NGRAM"),
         ((*EMBEDDED, "--disable-cuda-graph"), "CUDA graphs; leave --disable-cuda-graph out"),

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 
 from services.target.adaptive_config import ALWAYS_TREES, DEFAULT_CONFIG, AdaptiveConfig
 from services.target.engine import Engine
-from services.target.fallback import NgramFallback
 from services.target.requests.request import GenerationRequest
 from services.target.step_report import StepReport
 from shared.kv.leases import KvLeases
@@ -191,7 +190,6 @@ class Soak:
             eos_token_ids=EOS,
             on_step=self.figures.add,
             overlaps=overlaps,
-            fallback=None if selects or choices else NgramFallback(),
             adaptive=choices,
             selects=selects,
         )

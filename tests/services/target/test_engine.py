@@ -351,3 +351,24 @@ def test_full_queue_fails_that_request_alone(decoder: Decoder) -> None:
     collector = _crowd(build_engine(decoder), num_requests=70)
     assert collector.failure(69).error.reason == "QUEUE_FULL"
     assert collector.finished(0).num_output_tokens == 24
+
+
+def test_a_miss_delays_no_other_sequence(decoder: Decoder) -> None:
+    """Of two sequences one never gets a tree; its draft is waited for, the other goes on."""
+    steps: list[int] = []
+    engine = build_engine(decoder, on_step=lambda report: steps.append(report.num_rounds))
+    requests = [request(prompt, stop=StopParams(30)) for prompt in PROMPTS[:2]]
+    plain = run(build_engine(decoder), requests)
+    whole = [*PROMPTS[0], *plain.token_ids(0)]
+
+    def tree(tokens: list[int]) -> TokenTree:
+        return TokenTree.chain(whole[len(tokens) : len(tokens) + 3])
+
+    draft = ScriptedDraft(engine, tree, wait_s=30.0)
+    draft.disturb = lambda batch: [each for each in batch if each.sequence_id == 1]
+    draft.attach()
+    answers = run(engine, requests)
+    assert [answers.token_ids(i) for i in range(2)] == [plain.token_ids(i) for i in range(2)]
+    # The first ends in the rounds its trees need: the prompt's token, then 4 a round.
+    assert len(answers.events[0]) <= 2 + 1 + 8
+    assert 1 in steps, "the two never stepped apart"

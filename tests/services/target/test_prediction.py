@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from services.target.fallback import NgramFallback
 from services.target.prediction import Prediction
 from services.target.verifier import VerificationMode
 from shared.errors import InvalidArgument
@@ -101,17 +100,14 @@ def _serve(
     return run(engine, [asked, other])
 
 
-@pytest.mark.parametrize(("temperature", "has_fallback"), [(0.0, True), (1.0, False)])
-def test_the_output_is_that_without_a_prediction(
-    decoder: Decoder, temperature: float, has_fallback: bool
-) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_output_is_that_without_a_prediction(decoder: Decoder, temperature: float) -> None:
     sampling = SamplingParams(temperature=temperature, seed=4)
     plain = _serve(decoder, (), sampling)
     right = plain.token_ids(0)
     wrong = [*right[:30], 3, *right[31:50], 5, 6, *right[50:]]
     for predicted in (right, wrong, [5] * 40):
-        options = {"fallback": NgramFallback()} if has_fallback else {}
-        found = _serve(decoder, predicted, sampling, **options)
+        found = _serve(decoder, predicted, sampling)
         assert found.token_ids(0) == right
         assert found.token_ids(1) == plain.token_ids(1)
         stats = found.finished(0).stats

@@ -13,8 +13,6 @@ import torch
 
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftTimeout
 from services.target.drafts.feature_store import FeatureSpec
-from services.target.engine import Engine
-from services.target.fallback import NgramFallback
 from services.target.launcher import LaunchedStep, Launcher
 from services.target.requests.request import GenerationRequest
 from services.target.rounds import pushed_rounds
@@ -760,19 +758,12 @@ def test_features_of_others_have_holes_where_rounds_kept_none(decoder: Decoder) 
     assert others
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda decoder: build_engine(decoder, selects=True, fallback=NgramFallback()),
-        lambda decoder: build_engine(decoder, selects=True, mode=VerificationMode.POINT_MASS),
-    ],
-    ids=["fallback", "point-mass"],
-)
 def test_where_the_host_decides_rounds_step_aside(
-    decoder: Decoder, build: Callable[[Decoder], Engine], monkeypatch: pytest.MonkeyPatch
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PushedSteps, "_launch_ready", None)
-    engine, answers = build(decoder), _answers(decoder, GREEDY)
+    engine = build_engine(decoder, selects=True, mode=VerificationMode.POINT_MASS)
+    answers = _answers(decoder, GREEDY)
     AheadDraft(engine, answers, recovers=True).attach()
     collector = run(engine, [request(PROMPTS[0], GREEDY)])
     assert collector.token_ids(0) == answers[0][len(PROMPTS[0]) :][:24]

@@ -17,8 +17,10 @@ import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from services.embedded import build_embedded_draft
+from services.embedded_settings import embedded_settings
+from services.target.drafts.draft_policy import ALWAYS
 from services.target.engine_factory import build_engine
-from services.target.fallback import Fallback
 from services.target.process import TargetProcess
 from services.target.settings import TargetSettings
 from services.target.step_report import StepReport
@@ -98,7 +100,10 @@ class Served:
 
 
 @asynccontextmanager
-async def _serve(folder: Path, **changes: object) -> AsyncIterator[Served]:
+async def _serve(
+    folder: Path, *, has_draft: bool = False, **changes: object
+) -> AsyncIterator[Served]:
+    """Runs a target, with an embedded n-gram draft or without any."""
     settings = TargetSettings(
         model_path=folder,
         port=0,
@@ -107,10 +112,18 @@ async def _serve(folder: Path, **changes: object) -> AsyncIterator[Served]:
         device="cpu",
         grpc_vllm_engine=True,
         disable_radix_cache=True,
+        # With a draft, always wants trees, and waits for them.
+        candidate_wait_ms=10_000.0,
+        candidate_wait_sequences=ALWAYS,
     )
     settings = replace(settings, **changes)  # type: ignore[arg-type]
     gate = Gate()
-    process = TargetProcess(build_engine(settings, gate.pass_through), settings, "ab" * 32)
+    engine = build_engine(settings, gate.pass_through)
+    process = TargetProcess(engine, settings, "ab" * 32)
+    if has_draft:
+        draft = embedded_settings(settings, ["--speculative-algorithm", "NGRAM"], {})
+        embedded = build_embedded_draft(engine, settings, draft)
+        process.embed(embedded.port, embedded.settings)
     await process.start()
     async with (
         open_channel(f"127.0.0.1:{process.port}") as channel,
@@ -188,8 +201,8 @@ SHAPED: dict[str, object] = {
 }
 
 
-@pytest.mark.parametrize("fallback", [Fallback.NONE, Fallback.NGRAM])
-async def test_tokens_are_those_of_target_service(folder: Path, fallback: Fallback) -> None:
+@pytest.mark.parametrize("has_draft", [False, True])
+async def test_tokens_are_those_of_target_service(folder: Path, has_draft: bool) -> None:
     """With and without drafted trees; greedy, seeded, and with everything that shapes logits."""
     cases: list[dict[str, object]] = [
         {"temperature": 0.0},
@@ -198,7 +211,7 @@ async def test_tokens_are_those_of_target_service(folder: Path, fallback: Fallba
         {"temperature": 1.0, "seed": -5},
         SHAPED,
     ]
-    async with _serve(folder, speculative_fallback=fallback) as served:
+    async with _serve(folder, has_draft=has_draft) as served:
         for case in cases:
             complete = await _one(served, _params(**case))
             own = await _own_tokens(
@@ -211,18 +224,18 @@ async def test_tokens_are_those_of_target_service(folder: Path, fallback: Fallba
 
 
 async def test_speculation_is_on_and_told(folder: Path) -> None:
-    async with _serve(folder, speculative_fallback=Fallback.NGRAM) as served:
+    async with _serve(folder, has_draft=True) as served:
         params = _params(logit_bias=LETTERS)
         complete = await _one(served, params)
         own = await _own(served, sampling_pb2.SamplingParams(temperature=0.0, logit_bias=LETTERS))
         stats = own[-1].finished.speculation
         assert stats.accepted_token_count > 0
-        # The target's own drafts learn from every answer, so the counts may differ.
+        # The draft learns from every answer, so the counts may differ.
         assert 0 < complete.spec_accepted_tokens <= complete.spec_draft_tokens
 
 
 async def test_chunks_join_to_the_whole(folder: Path) -> None:
-    async with _serve(folder, speculative_fallback=Fallback.NGRAM) as served:
+    async with _serve(folder, has_draft=True) as served:
         params = _params(logit_bias=LETTERS, logprobs=2, prompt_logprobs=1)
         [whole] = await _whole(served, _request(params))
         responses = [
@@ -301,8 +314,8 @@ async def test_choices_have_seeds_of_their_own(folder: Path, stream: bool) -> No
 
 async def test_stop_strings_end_where_the_text_ends_with_and_without_trees(folder: Path) -> None:
     found = []
-    for fallback in (Fallback.NONE, Fallback.NGRAM):
-        async with _serve(folder, speculative_fallback=fallback) as served:
+    for has_draft in (False, True):
+        async with _serve(folder, has_draft=has_draft) as served:
             plain = await _one(served, _params(logit_bias=LETTERS))
             text = bytes(plain.output_ids).decode()
             string = text[5:8]
