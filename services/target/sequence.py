@@ -123,6 +123,7 @@ class Sequence:
         rules: the request's bad phrases and thinking budget, while any applies.
         prediction: the predicted output, while trees are made from it; then drafts take over.
         decided_s: engine clock at the last commit, or when the sequence left the queue.
+        left_draft_in: the round in which it last left a draft; None before.
         num_prompt_tokens: how many of `token_ids` are the prompt.
         max_output_tokens: the request's bound, clamped to the context.
         stop_token_ids: tokens that end this sequence.
@@ -141,6 +142,7 @@ class Sequence:
     num_cached_tokens: int = 0
     started: bool = False
     decided_s: float = 0.0
+    left_draft_in: int | None = None
     weight_version: str | None = None
     matcher: GrammarMatcher | None = field(init=False)
     rules: TokenRules | None = field(init=False)

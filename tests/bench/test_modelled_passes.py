@@ -43,6 +43,6 @@ def test_a_draft_that_does_not_is_left_alone(tmp_path: Path, size: int) -> None:
     passes = _over_plain(_pair(tmp_path, size, DEAR_S), size, 6)
     chosen = [each["as chosen"] for each in passes]
     assert min(chosen) > 0.6, "each depth has to be tried"
-    assert sum(chosen) / len(chosen) > 0.9
+    assert sum(chosen) / len(chosen) > 0.88, "a trial takes a tenth of a short pass"
     # A shape that an operator pinned is left alone as well.
     assert sum(each["ahead"] for each in passes) / len(passes) > 0.9

@@ -13,6 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -58,6 +59,10 @@ def _unchanged(now_s: float) -> float:
     return 1.0
 
 
+def _in_time(now_s: float) -> float:
+    return 0.0
+
+
 def _in_no_time(steps: int, num_outcomes: int) -> float:
     return 0.0
 
@@ -83,6 +88,7 @@ class Kind:
         hit_rate: share of verdicts that are among the prepared outcomes.
         capture_s: seconds to capture the graphs for trees of one shape and roughly one batch
             size, for drafting after a verdict or ahead of one.
+        late_s: seconds that candidates are late, by time; infinite while the draft is silent.
     """
 
     tree_s: Callable[[int, int], float]
@@ -98,6 +104,7 @@ class Kind:
     ahead_s: Callable[[int, int], float] = _in_no_time
     hit_rate: float = 0.0
     capture_s: float = 0.0
+    late_s: Callable[[float], float] = _in_time
 
 
 @dataclass(frozen=True)
@@ -338,8 +345,7 @@ class ModelledDraft:
         self._in_flight += batch
         self.sequence_ids += [sequence_id for sequence_id, _ in rounds]
         report = self._report(duration_s)
-        name = self.kind.name
-        self._at(self.free_s + self.kind.hop_s, lambda: self.engine.offer(name, batch, report))
+        self._at(self.free_s + self.kind.hop_s, lambda: self._offer(batch, report))
 
     def _prepare(self) -> None:
         """Prepares trees for the verdicts on the trees that the target verifies now."""
@@ -359,9 +365,8 @@ class ModelledDraft:
         if batch:
             for shape, num_outcomes in by_shape.items():
                 self.free_s += self.kind.ahead_s(shape.num_steps, num_outcomes)
-            name, at_s = self.kind.name, self.free_s + self.kind.hop_s
             report = self._report(None)
-            self._at(at_s, lambda: self.engine.offer(name, batch, report))
+            self._at(self.free_s + self.kind.hop_s, lambda: self._offer(batch, report))
 
     def _foreseen(self, candidate: Candidate, length: int) -> Candidate:
         """Returns the tree for the verdict to come, or for a wrong one if it is not foreseen."""
@@ -415,9 +420,13 @@ class ModelledDraft:
     def announce(self) -> None:
         """Sends a report of the draft's present state."""
         report = self._report(None)
-        self.clock.at(
-            self.free_s + self.kind.hop_s, lambda: self.engine.offer(self.kind.name, [], report)
-        )
+        self.clock.at(self.free_s + self.kind.hop_s, lambda: self._offer([], report))
+
+    def _offer(self, batch: Sequence[Candidate], report: DraftReport) -> None:
+        late_s = self.kind.late_s(self.clock.now_s)
+        if not math.isinf(late_s):
+            offer = partial(self.engine.offer, self.kind.name, batch, report)
+            self.clock.at(self.clock.now_s + late_s, offer) if late_s else offer()
 
     def _report(self, draft_s: float | None) -> DraftReport:
         pinned_shape = self.kind.shape if self.is_pinned else None

@@ -104,6 +104,11 @@ class Assignment:
         return self.sequence.request.num_draft_steps is not None
 
     @property
+    def longest_wait_s(self) -> float:
+        """Longest time for which waiting for a tree can pay."""
+        return math.inf if self.has_fixed_depth else self.attachment.policy.longest_wait_s
+
+    @property
     def tree_request(self) -> TreeRequest:
         """The tree request for the next round."""
         request, base = self.sequence.request, self.attachment.base_shape
@@ -422,8 +427,9 @@ class Assignments:
     def hand_over(self, attachment: Attachment, now_s: float) -> None:
         """Assigns the sequences of a draft that has left to other drafts with room."""
         for sequence_id in tuple(attachment.sequence_ids):
-            sequence = self._by_sequence_id.pop(sequence_id).sequence
-            self.assign(sequence, now_s)
+            assignment = self._by_sequence_id[sequence_id]
+            self._take_out(assignment)
+            self.assign(assignment.sequence, now_s)
 
     def release(self, attachment_id: str, sequence_ids: Iterable[int], now_s: float) -> None:
         """Takes back sequences that a draft releases, and assigns them to others with room."""
@@ -495,9 +501,10 @@ class Assignments:
         assignment.attachment.close(assignment.sequence.sequence_id)
 
     def _take_out(self, assignment: Assignment) -> None:
-        sequence_id = assignment.sequence.sequence_id
-        del self._by_sequence_id[sequence_id]
-        assignment.attachment.sequence_ids.remove(sequence_id)
+        sequence = assignment.sequence
+        sequence.left_draft_in = sequence.round
+        del self._by_sequence_id[sequence.sequence_id]
+        assignment.attachment.sequence_ids.remove(sequence.sequence_id)
 
 
 def _is_wanted(attachment: Attachment, sequence: Sequence) -> bool:

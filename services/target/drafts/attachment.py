@@ -61,9 +61,9 @@ class AttachmentTerms:
 # The time that the target waits for the trees of one draft.
 #
 # The timeout is a few times the usual response time of the draft. After three misses in a row the
-# draft counts as silent: the target waits for it only in probes, whose gaps double. A probe is
-# longer if candidates of the draft have arrived since the last one. So a frozen process costs
-# almost nothing, and a draft that recovers or has become slow is found again.
+# draft counts as silent: the target waits for it only in probes, within a small share of the time.
+# A probe is longer if candidates of the draft have arrived since the last one. So a frozen process
+# costs almost nothing, and a draft that recovers or has become slow is found again.
 
 MAX_WARM_UP_S = 5.0
 """A warm-up counts for this long at most. Compiling kernels for the first time takes seconds."""
@@ -97,13 +97,13 @@ class DraftWarmUp:
 
 
 MISSES_UNTIL_COLD = 3
-FIRST_PROBE_S = 0.25
-LAST_PROBE_S = 1.0
 WAIT_PER_RESPONSE = 4.0
 SMOOTHING = 0.2
 SHORTEST_WAIT_S = 0.02
 ACTIVE_PROBE_FACTOR = 4.0
 """A probe is this many times longer if candidates have arrived since the last one."""
+PROBE_SHARE, SHORTEST_GAP_S, LONGEST_GAP_S = 0.02, 0.25, 4.0
+"""Share of the time that probes may take, and bounds of the time from one probe to the next."""
 
 
 @dataclass(slots=True)
@@ -121,7 +121,6 @@ class DraftTimeout:
     _last_miss_s: float | None = None
     _is_active: bool = False
     _probe_s: float = 0.0
-    _probe_gap_s: float = field(default=FIRST_PROBE_S)
 
     @property
     def is_cold(self) -> bool:
@@ -140,17 +139,21 @@ class DraftTimeout:
         wait_s = max(WAIT_PER_RESPONSE * self.response_s, SHORTEST_WAIT_S)
         return min(wait_s, self.longest_wait_s)
 
-    def deadline_s(self, now_s: float) -> float:
-        """Returns until when a sequence waits for its next tree. Called at its verdict."""
+    def deadline_s(self, now_s: float, most_s: float = math.inf) -> float:
+        """Returns until when a sequence waits for its next tree. Called at its verdict.
+
+        Args:
+            most_s: the longest wait that can pay.
+        """
+        most_s = min(most_s, self.longest_wait_s)
         if not self.is_cold:
-            return now_s + self.wait_s
+            return now_s + min(self.wait_s, most_s)
         if now_s < self._probe_s:
             return now_s
-        self._probe_s = now_s + self._probe_gap_s
-        self._probe_gap_s = min(2.0 * self._probe_gap_s, LAST_PROBE_S)
         is_active, self._is_active = self._is_active, False
-        wait_s = ACTIVE_PROBE_FACTOR * self.wait_s if is_active else self.wait_s
-        return now_s + min(wait_s, self.longest_wait_s)
+        wait_s = min(ACTIVE_PROBE_FACTOR * self.wait_s if is_active else self.wait_s, most_s)
+        self._probe_s = now_s + min(max(wait_s / PROBE_SHARE, SHORTEST_GAP_S), LONGEST_GAP_S)
+        return now_s + wait_s
 
     def candidates_arrived(self) -> None:
         """Notes that candidates arrived, for any round."""
@@ -169,7 +172,6 @@ class DraftTimeout:
                 response_s if mean_s is None else mean_s + SMOOTHING * (response_s - mean_s)
             )
         self._num_misses = 0
-        self._probe_gap_s = FIRST_PROBE_S
 
     def in_time(self) -> None:
         """Notes that the tree of a new round was pushed ahead, so that the round need not wait."""

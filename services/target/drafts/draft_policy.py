@@ -23,8 +23,9 @@ MIN_GAIN, MARGIN = 1.03, 0.1
 as high, after so many measured steps: few steps are poor evidence."""
 FEWEST_ROUNDS = 4
 """Rounds of each sequence that a choice, or a trial, needs before it is judged."""
-SKIPPED_ROUNDS = 2
-"""Rounds at the beginning of a trial that are not measured: steps start or stop running ahead."""
+SKIPPED_ROUNDS, COLD_STEPS = 2, 4
+"""Rounds at the beginning of a trial, and steps at the beginning of the first choice, that are not
+measured: steps start or stop running ahead, and kernels are compiled."""
 TRIAL_SHARE, ALLOWANCE_S = 0.015, 0.2
 """Share of the time that trials may cost, and the largest unused budget, which is also the first
 one."""
@@ -174,6 +175,8 @@ class RoundTimes:
         if nearest == size or here is None or there is None:
             return means[nearest]
         scale = here.seconds / there.seconds
+        if choice is not None and like is not None:
+            scale *= there.tokens / here.tokens  # the share of rounds with a tree changes alike
         return replace(means[nearest], seconds=scale * means[nearest].seconds)
 
     def measured(self) -> dict[tuple[Choice, int], float]:
@@ -233,6 +236,7 @@ class DraftPolicy:
     _trial: _Trial | None = None
     _step: dict[Choice, _Step] = field(default_factory=dict)
     _num_step_tokens: int = 0
+    _num_cold: int = COLD_STEPS
     _num_sequences: int = 0
     _held_until_s: float = -math.inf
     _is_void: bool = False
@@ -273,6 +277,16 @@ class DraftPolicy:
         if self.current is None:
             return NO_TREE
         return ANY_TREE if self.current == self.base else TreeRequest(self.current)
+
+    @property
+    def longest_wait_s(self) -> float:
+        """Longest time for which waiting for a tree can pay: that of the plain steps which bring as
+        many tokens as a whole path of the tree. Infinite where plain steps are no alternative, or
+        were never measured."""
+        plain = None if self.is_always_on else self._round(None, self._num_sequences, self.choice)
+        shape = self.current or self.base
+        depth = min(shape.num_steps, shape.max_node_count)
+        return math.inf if plain is None else depth * plain.seconds / plain.tokens
 
     @property
     def pays(self) -> bool | None:
@@ -392,6 +406,9 @@ class DraftPolicy:
         if is_void:
             return False
         for choice, step in by_choice.items():
+            if trial is None and self._num_cold and choice == self.base:
+                self._num_cold -= 1
+                continue
             if trial is not None and choice == trial.choice:
                 is_skipped = trial.num_rounds < SKIPPED_ROUNDS
                 trial.num_rounds += step.num_rounds / num_decoding
@@ -428,7 +445,8 @@ class DraftPolicy:
         Args:
             current: throughput of one sequence with the current choice; None while unknown.
         """
-        if current is None or not len(self.times.at(trial.choice, num_sequences)):
+        num_steps = len(self.times.at(trial.choice, num_sequences))
+        if current is None or num_steps < 2:  # one may have stalled
             return False
         rate = self._rate(trial.choice, num_sequences)
         return rate is not None and rate < LOST_SHARE * current
@@ -479,15 +497,17 @@ class DraftPolicy:
 
     def _try_promising(self, num_sequences: int, now_s: float) -> None:
         """After a change of the batch size: begins a trial of the choice that was fastest at other
-        sizes, if it was much faster there than the current choice is here. Once for each size."""
+        sizes, if it was much faster there than the current choice is here. Once for each size. What
+        this size did to a tree in use, it is expected to do to other trees."""
         size, current = _size(num_sequences), self._rate(self.choice, num_sequences)
-        promises = {
-            choice: rate
-            for choice in self._options(num_sequences)
-            if (choice, size) not in self._promised
-            and not len(self.times.at(choice, num_sequences))
-            and (rate := self._rate(choice, num_sequences, is_scaled=False)) is not None
-        }
+        promises = dict[Choice, float]()
+        for choice in self._options(num_sequences):
+            if (choice, size) in self._promised or len(self.times.at(choice, num_sequences)):
+                continue
+            is_scaled = None not in (choice, self.choice)
+            rate = self._rate(choice, num_sequences, is_scaled=is_scaled)
+            if rate is not None:
+                promises[choice] = rate
         best = max(promises, key=lambda choice: promises[choice], default=self.choice)
         if best == self.choice or current is None:
             return

@@ -101,8 +101,12 @@ class Verdicts:
         if round_s is None or sequence.request.speculation_disabled or not policies:
             return
         self.counts.num_paused_rounds += 1
+        has_waited = sequence.left_draft_in == sequence.round - 1
         for policy in policies:
-            policy.observe_round(None, num_committed, round_s, has_tree=False)
+            if has_waited:  # for a tree, until trees were no longer wanted
+                policy.observe_excused(num_committed)
+            else:
+                policy.observe_round(None, num_committed, round_s, has_tree=False)
 
     def _observe(
         self,
@@ -133,7 +137,9 @@ class Verdicts:
         if is_excused or round_s is None or assignment.was_warming(now_s):
             policy.observe_excused(num_committed)
         else:
-            policy.observe_round(assignment.choice, num_committed, round_s, has_tree=has_tree)
+            # A draft that prepares for the requested shape sends trees of another one.
+            choice = assignment.shape if has_tree else assignment.choice
+            policy.observe_round(choice, num_committed, round_s, has_tree=has_tree)
 
 
 def _begin_wait(assignment: Assignment, now_s: float) -> None:
@@ -151,4 +157,4 @@ def _begin_wait(assignment: Assignment, now_s: float) -> None:
     if assignment.is_excused or assignment.requested.is_paused:
         assignment.deadline_s = now_s
     else:
-        assignment.deadline_s = timeout.deadline_s(now_s)
+        assignment.deadline_s = timeout.deadline_s(now_s, assignment.longest_wait_s)

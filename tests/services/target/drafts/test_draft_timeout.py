@@ -6,8 +6,9 @@ import pytest
 
 from services.target.drafts.attachment import (
     ACTIVE_PROBE_FACTOR,
-    FIRST_PROBE_S,
     MISSES_UNTIL_COLD,
+    PROBE_SHARE,
+    SHORTEST_GAP_S,
     SHORTEST_WAIT_S,
     DraftTimeout,
 )
@@ -24,19 +25,36 @@ def _cold() -> DraftTimeout:
 
 
 def test_silent_draft_is_waited_for_only_now_and_then() -> None:
-    timeout, now_s = _cold(), 100.0
+    timeout, now_s, waited_s = _cold(), 100.0, 0.0
+    while now_s < 160.0:
+        deadline_s = timeout.deadline_s(now_s)
+        waited_s += deadline_s - now_s
+        now_s = deadline_s + 0.01
+    # Something of it had arrived before it fell silent, so that the first probe is long.
+    first_s = ACTIVE_PROBE_FACTOR * SHORTEST_WAIT_S
+    assert waited_s - first_s == pytest.approx(PROBE_SHARE * 60.0, rel=0.1)
+
+
+def test_a_short_probe_is_not_repeated_at_once() -> None:
+    timeout = _cold()
+    timeout.deadline_s(100.0, most_s=0.001)
+    assert timeout.deadline_s(100.0 + 0.9 * SHORTEST_GAP_S) == 100.0 + 0.9 * SHORTEST_GAP_S
+    now_s = 100.0 + 1.1 * SHORTEST_GAP_S
     assert timeout.deadline_s(now_s) > now_s
-    for after_s, is_waited_for in (
-        (0.01, False), (FIRST_PROBE_S, True), (2 * FIRST_PROBE_S, False), (3 * FIRST_PROBE_S, True)
-    ):  # fmt: skip
-        assert (timeout.deadline_s(now_s + after_s) > now_s + after_s) is is_waited_for
+
+
+def test_nobody_waits_longer_than_can_pay() -> None:
+    timeout = DraftTimeout(10.0)
+    assert timeout.deadline_s(1.0, most_s=0.03) == pytest.approx(1.03)
+    timeout.responded(1.0)
+    assert timeout.deadline_s(1.0, most_s=0.03) == pytest.approx(1.03)
 
 
 def test_chance_of_a_silent_draft_is_long_once_something_arrives() -> None:
     timeout = _cold()
     # Something of it arrived before it fell silent.
     assert timeout.deadline_s(100.0) == pytest.approx(100.0 + ACTIVE_PROBE_FACTOR * SHORTEST_WAIT_S)
-    assert timeout.deadline_s(101.0) == pytest.approx(101.0 + SHORTEST_WAIT_S)
+    assert timeout.deadline_s(105.0) == pytest.approx(105.0 + SHORTEST_WAIT_S)
     timeout.candidates_arrived()
     assert timeout.deadline_s(110.0) == pytest.approx(110.0 + ACTIVE_PROBE_FACTOR * SHORTEST_WAIT_S)
 

@@ -122,6 +122,7 @@ def test_what_overlaps_with_it_is_known_afterwards(
 def test_its_rounds_say_nothing_about_what_trees_bring() -> None:
     rounds = _Rounds()
     policy = rounds.draft.policy
+    policy._num_cold = 0
     policy.turn(1, rounds.now_s)
     before = policy.times.measured()
     rounds.report(BUSY)

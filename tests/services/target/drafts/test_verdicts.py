@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from shared.tokens import EMPTY_TREE, Candidate, Condition, Outcome, TokenTree
+from dataclasses import replace
+
+from shared.tokens import EMPTY_TREE, Candidate, Condition, Outcome, TokenTree, TreeShape
 from tests.helpers.one_draft import (
     TREE,
     commit,
@@ -98,3 +100,31 @@ def test_condition_on_another_tree_is_not_selected() -> None:
     commit(attachments, sequence, (5, 9), accepted=(0,), was_verified=True)
     assert attachments.assignments.candidate_tree(sequence) == EMPTY_TREE
     assert attachment.outcomes.misses == {1: 1}
+
+
+def test_a_round_counts_for_the_shape_that_was_verified() -> None:
+    """While a draft prepares for the requested shape it sends trees of another one."""
+    attachments, attachment, sequence = with_one_draft()
+    policy, sent = attachment.policy, TreeShape(2, 1, 3)
+    policy._num_cold = 0
+    commit(attachments, sequence, (9,), now_s=1.0)  # it follows the prompt
+    policy.turn(1, 1.0)
+    for now_s, has_tree in ((2.0, True), (3.0, False)):
+        if has_tree:
+            candidate = make_candidate(sequence)
+            offer(attachments, [replace(candidate, shape=sent)], now_s)
+        accepted = (0,) if has_tree else ()
+        commit(attachments, sequence, (5, 9), accepted=accepted, was_verified=has_tree, now_s=now_s)
+        policy.turn(1, now_s)
+    assert policy.times.measured() == {(sent, 1): 1.0, (policy.base, 1): 1.0}
+
+
+def test_a_round_that_began_with_a_draft_is_no_plain_step() -> None:
+    attachments, attachment, sequence = with_one_draft()
+    policy = attachment.policy
+    commit(attachments, sequence, (9,), now_s=1.0)
+    attachments.assignments.release("a", [1], 1.5)
+    for now_s, measured in ((9.0, {}), (9.25, {(None, 1): 0.25})):
+        commit(attachments, sequence, (9,), now_s=now_s)
+        policy.turn(1, now_s)
+        assert policy.times.measured() == measured

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -676,7 +677,7 @@ def test_sequences_of_a_silent_draft_leave_it_between_rounds(decoder: Decoder) -
     setup = Setup(decoder)
     silent = AheadDraft(setup.engine, setup.answers, name="silent", is_held=True)
     identity = DraftIdentity(silent.name, silent.name, "m", "SCRIPTED", 64, 0.0)
-    setup.engine.attach(Attachment(identity, silent, DraftTimeout(2.0, _probe_gap_s=1000.0)))
+    setup.engine.attach(Attachment(identity, silent, DraftTimeout(2.0, _probe_s=math.inf)))
     setup.check(run(setup.engine, setup.requests(60)), 60)
     assert 0 < len(silent.verdicts) < 8, "one of the sequences was there first"
     rounds = [each for each in setup.reports if each.round_shape is not None]
