@@ -38,6 +38,7 @@ from shared.rpc.channel import open_channel
 from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.status import error_from_rpc
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.step_hold import hold_outputs
 
 HASH = "ab" * 32
 VOCAB = 24
@@ -213,7 +214,8 @@ async def test_request_without_time_is_refused_alone(folder: Path, timeout_ns: i
 
 
 async def test_duplicate_request_id_ends_the_session(folder: Path) -> None:
-    async with _serve(folder) as (_, channel, _admin):
+    async with _serve(folder) as (process, channel, _admin):
+        hold_outputs(process)
         call = pb_grpc.TargetServiceStub(channel).Session()
         submit = pb.SessionRequest(submit=pb.Submit(request_id=1, request=_generate([1], 50)))
         await call.write(submit)
