@@ -44,12 +44,16 @@ class Hold:
         running = self._loop._scheduler.running
         return {each.sequence_id: each.num_output_tokens for each in running}
 
+    def release(self) -> None:
+        """Lets steps run on."""
+        self._counts_before = self._counts()
+        self._num_left -= 1
+        self.is_held = False
+
     def _releasing(self, call: Callable[P, T]) -> Callable[P, T]:
         def call_and_release(*args: P.args, **kwargs: P.kwargs) -> T:
             result = call(*args, **kwargs)
-            self._num_left -= 1
-            self.is_held = False
-            self._counts_before = self._counts()
+            self.release()
             return result
 
         return call_and_release

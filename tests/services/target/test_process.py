@@ -227,7 +227,8 @@ async def test_duplicate_request_id_ends_the_session(folder: Path) -> None:
 
 
 async def test_session_cancel_and_hang_up_free_pages(folder: Path) -> None:
-    async with _serve(folder, disable_radix_cache=True) as (_, channel, admin):
+    async with _serve(folder, disable_radix_cache=True) as (process, channel, admin):
+        hold_outputs(process, times=2)
 
         async def is_idle() -> bool:
             return (await _gauges(admin))["held_page_count"] == 0
@@ -246,7 +247,8 @@ async def test_session_cancel_and_hang_up_free_pages(folder: Path) -> None:
 
 
 async def test_rpc_cancel_frees_pages(folder: Path) -> None:
-    async with _serve(folder, disable_radix_cache=True) as (_, channel, admin):
+    async with _serve(folder, disable_radix_cache=True) as (process, channel, admin):
+        hold_outputs(process)
         call = pb_grpc.TargetServiceStub(channel).Generate(_generate([1], 60))
         await call.read()
         call.cancel()
