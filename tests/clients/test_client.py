@@ -24,8 +24,8 @@ async def test_what_a_client_has_started_ends_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clients, "_TIMEOUT_S", 0.5)
-    sleeps = "import subprocess; subprocess.run(['sleep', '20'])"
+    sleeps = "import subprocess; subprocess.run(['sleep', '600'])"
     client = Client("sleeps", None, (sys.executable, "-c", sleeps))
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(60.0):
         outcome = await run_client(client, client.program, {"HOME": str(tmp_path)})
     assert outcome.is_well is False

@@ -69,12 +69,12 @@ async def test_a_half_open_connection_is_found_by_pings_and_dialled_again(
         async with proxy as address, _pool(address, sha256) as pool:
             [link] = pool.links
             await eventually(lambda: pool.is_serving)
-            proxy.is_frozen = True
+            epoch, proxy.is_frozen = link.epoch, True
             await eventually(lambda: not pool.is_serving)
             assert "UNAVAILABLE" in link.detail
             proxy.is_frozen = False
-            await eventually(lambda: pool.is_serving)
-            assert link.epoch == 2
+            # Where this process is held up, pings are late now and then, frozen or not.
+            await eventually(lambda: pool.is_serving and link.epoch > epoch)
         assert proxy.num_connections >= 2
 
 

@@ -32,7 +32,10 @@ async def _ticks_while(work: Any) -> int:
 
 
 async def test_tokenizing_lets_the_event_loop_run(tokenizer: Tokenizer) -> None:
-    assert await _ticks_while(tokenizer.encode("a" * 300_000, add_special_tokens=False)) > 10
+    for length in (300_000, 900_000, 2_700_000):  # a quick machine has few ticks, or a busy one
+        if await _ticks_while(tokenizer.encode("a" * length, add_special_tokens=False)) > 10:
+            return
+    pytest.fail("it stood still")
 
 
 async def test_a_prompt_above_the_context_is_not_tokenized(

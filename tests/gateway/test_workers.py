@@ -106,7 +106,7 @@ async def test_workers_answer_as_one_gateway(workers: Running, target: FakeTarge
     await eventually(lambda: target.num_open == len(clients))
     async with open_channel(maintenance) as channel:
         stub = pb_grpc.AdminServiceStub(channel)
-        info = await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=10.0)
+        info = await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=60.0)
     assert info.gauges["worker_count"] == 2
     assert info.gauges["open_request_count"] == len(clients)
     async with httpx.AsyncClient(base_url=url, timeout=60.0) as operator:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import os
@@ -43,7 +44,9 @@ def _own_block() -> socket.socket:
     """Reserves a block for this process: listens on its first port until the process ends."""
     for port in range(20_000, 32_000, _BLOCK_SIZE):
         with contextlib.suppress(OSError):
-            return socket.create_server(("127.0.0.1", port))
+            block = socket.create_server(("127.0.0.1", port))
+            atexit.register(block.close)
+            return block
     raise AssertionError("every block of ports is taken")
 
 

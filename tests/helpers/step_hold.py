@@ -10,30 +10,57 @@ from services.target.process import TargetProcess
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_NUM_TOKENS = 3
 
-def hold_outputs(target: TargetProcess, num_tokens: int = 3) -> None:
-    """Stops all steps once an output has `num_tokens` tokens, so that no request can end before
-    generation is paused or new weights are in force. Then steps run as before."""
-    loop = target._engine._loop
-    step, weights = loop.step, loop.weights
-    is_held = True
 
-    def held_step() -> bool:
-        running = loop._scheduler.running
-        if is_held and any(sequence.num_output_tokens >= num_tokens for sequence in running):
-            loop._send_results()
-            return False
-        return step()
+class Hold:
+    """Attributes:
+    is_held: whether steps wait now.
+    """
 
-    def releasing(call: Callable[P, T]) -> Callable[P, T]:
+    def __init__(self, target: TargetProcess, times: int) -> None:
+        self.is_held = False
+        self._loop = loop = target._engine._loop
+        self._num_left = times
+        self._counts_before: dict[int, int] = {}  # when steps went on
+        self._step, weights = loop.step, loop.weights
+        loop.step = self._held_step  # type: ignore[method-assign]
+        loop.cancel = self._releasing(loop.cancel)  # type: ignore[method-assign]
+        weights.pause = self._releasing(weights.pause)  # type: ignore[method-assign]
+        weights.apply = self._releasing(weights.apply)  # type: ignore[method-assign]
+
+    def _held_step(self) -> bool:
+        self.is_held = self._num_left > 0 and any(
+            count >= self._counts_before.get(sequence_id, 0) + _NUM_TOKENS
+            for sequence_id, count in self._counts().items()
+        )
+        if not self.is_held:
+            return self._step()
+        self._loop._send_results()
+        return False
+
+    def _counts(self) -> dict[int, int]:
+        """Returns the output tokens of each sequence that runs."""
+        running = self._loop._scheduler.running
+        return {each.sequence_id: each.num_output_tokens for each in running}
+
+    def release(self) -> None:
+        """Lets steps run on."""
+        self._counts_before = self._counts()
+        self._num_left -= 1
+        self.is_held = False
+
+    def _releasing(self, call: Callable[P, T]) -> Callable[P, T]:
         def call_and_release(*args: P.args, **kwargs: P.kwargs) -> T:
-            nonlocal is_held
             result = call(*args, **kwargs)
-            is_held = False
+            self.release()
             return result
 
         return call_and_release
 
-    loop.step = held_step  # type: ignore[method-assign]
-    weights.pause = releasing(weights.pause)  # type: ignore[method-assign]
-    weights.apply = releasing(weights.apply)  # type: ignore[method-assign]
+
+def hold_outputs(target: TargetProcess, *, times: int = 1) -> Hold:
+    """Stops all steps once an output has some tokens, so that no request can end before generation
+    is paused, new weights are in force or a request is cancelled. Then steps run on: as before, or
+    until an output has as many tokens more, if they are to stop several times."""
+    return Hold(target, times)

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.gateway.driving import eventually
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.followers import follower_of
 from tests.helpers.served import MAX_TOKENS, PROMPTS, ROOT, draft_process, serving_target
+from tests.helpers.step_hold import hold_outputs
 
 AHEAD = ("--speculative-outcome-budget", "3")
 
@@ -46,8 +48,11 @@ async def test_a_draft_of_two_processes_speeds_up_and_may_lose_one(folder: Path)
             assert tokens == expected[0]
             # The draft is the target: what it proposes is what the target draws.
             assert stats.accepted_token_count > MAX_TOKENS // 2
+            hold = hold_outputs(target.process)
             running = asyncio.create_task(target.outputs(1.0))
+            await eventually(lambda: hold.is_held)
             os.kill(follower_of(draft.pid), signal.SIGKILL)
+            hold.release()
             assert await running == expected
             assert draft.stderr is not None
             messages = (await draft.stderr.read()).decode()

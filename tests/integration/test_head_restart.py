@@ -71,15 +71,19 @@ class _Answer:
 
 
 class _Pace:
-    """Makes a target's steps long while it is without its head, so that the answer lasts until
-    another draft has loaded the head again, however busy the machine is."""
+    """Stops a target that has verified enough trees until its head is killed, and makes its steps
+    long while it is without it, so that the answer lasts until another draft has loaded the head
+    again, however busy the machine is."""
 
     def __init__(self) -> None:
-        self.has_head = threading.Event()
-        self.has_head.set()
+        self.is_killed, self.is_back = threading.Event(), threading.Event()
+        self._num_trees = 0
 
     def after_step(self, report: StepReport) -> None:
-        self.has_head.wait(0.1)
+        self._num_trees += report.num_drafted > 0
+        if self._num_trees > NUM_ROUNDS:
+            self.is_killed.wait()
+            self.is_back.wait(0.3)
 
 
 @pytest.mark.timeout(300)  # a process loads torch, on cores that other tests use
@@ -91,13 +95,13 @@ async def test_acceptance_recovers_when_a_killed_head_is_back() -> None:
         async with _head(target) as process:
             answer = _Answer(target)
             before = await answer.accepted()
-            pace.has_head.clear()
             process.kill()
             await process.wait()
+            pace.is_killed.set()
         await target.until_attached(0)
         num_alone = len(answer.token_ids)
         async with demo_head(target, "EAGLE3", *CHAIN):
-            pace.has_head.set()
+            pace.is_back.set()
             after = await answer.accepted()
         answer.cancel()
         # What came before the head was back had no head to come from.

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
+from tests.gateway.driving import eventually
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.served import (
     MAX_TOKENS,
@@ -17,6 +18,7 @@ from tests.helpers.served import (
     serving_draft,
     serving_target,
 )
+from tests.helpers.step_hold import hold_outputs
 
 ROOT = Path(__file__).parents[2]
 
@@ -88,7 +90,10 @@ async def test_draft_stopped_and_started_mid_stream_changes_nothing(
         expected = await target.outputs(1.0)
         async with serving_draft([target.address], folders[1]):
             await target.until_attached(1)
+            hold = hold_outputs(target.process)
             running = asyncio.create_task(target.outputs(1.0))
+            await eventually(lambda: hold.is_held)
+        hold.release()
         async with serving_draft([target.address], folders[1]):
             assert await running == expected
             assert await target.outputs(1.0) == expected
@@ -116,6 +121,9 @@ async def test_ngram_process_killed_or_frozen_mid_stream_changes_nothing(
         async with draft_process(target, *NGRAM) as process:
             await target.until_attached(1)
             assert await target.outputs(0.0) == expected
+            hold = hold_outputs(target.process)
             running = asyncio.create_task(target.outputs(0.0))
+            await eventually(lambda: hold.is_held)
             process.send_signal(fate)
+            hold.release()
             assert await running == expected

@@ -17,6 +17,7 @@ from shared.models.heads.target_tensors import BorrowedTensors, TargetTensors
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as admin_pb
 from shared.pb.outrider.target.v1 import target_service_pb2 as pb
 from shared.pb.outrider.types.v1 import sampling_pb2
+from tests.gateway.driving import eventually
 from tests.helpers.checkpoints import TinyShape, write_byte_tokenizer, write_checkpoint
 from tests.helpers.draft_heads import TinyHead, write_head
 from tests.helpers.served import Target, running_target
@@ -159,8 +160,10 @@ async def test_many_updates_lose_no_request(folders: tuple[Path, Path], head: Pa
 
     async with _serving(folders[0], head) as target:
         stub, admin = target.stub, target.admin
+        hold = hold_outputs(target.process, times=12)
         asking = [asyncio.create_task(asked(stub, prompt)) for prompt in PROMPTS]
         for number in range(12):
+            await eventually(lambda: hold.is_held)  # each comes in the middle of an output
             answer = await admin.UpdateWeights(_disk(folders[(number + 1) % 2]))
             assert answer.update.weight_version == str(number + 1)
         done.set()

@@ -123,9 +123,9 @@ class StreamClient:
         self._counts.num_streams += 1
 
     def _look(self, data: bytes) -> None:
+        settings, number = self._settings, self._num_reads
         self._num_reads += 1
-        settings = self._settings
-        if not settings.vocab_size or self._num_reads % settings.sample:
+        if not settings.vocab_size or number % settings.sample:
             return
         found = _TOKEN_IDS.findall(data)
         if found:

@@ -61,7 +61,7 @@ async def test_load_draft_measures_trees_in_an_open_loop(tmp_path: Path) -> None
                 *("--prompt-tokens", "4", "--vocab-size", "50"),
             ]
         )
-        text = await asyncio.wait_for(load_draft.run(flags), 30.0)
+        text = await asyncio.wait_for(load_draft.run(flags), 120.0)
     assert "requests a second (burst)" in text
     [summary] = _check_files(tmp_path, "draft", 6)
     assert summary["requests"] == 6

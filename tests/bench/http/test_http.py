@@ -210,14 +210,18 @@ async def test_the_client_says_why_a_request_failed(response: bytes, words: str)
 
 async def test_processes_of_clients_carry_every_load() -> None:
     async with _server(lambda number: _response(_EVENTS)) as server, clients(2) as processes:
-        load = Load(processes, server, Traffic(prompt_tokens=16, num_tokens=6, timeout_s=30.0))
+        load = Load(processes, server, Traffic(prompt_tokens=16, num_tokens=6))
         burst = await load.burst(5)
-        closed = await load.closed(3, num_windows=2, window_s=0.05)
+        for window_s in (0.05, 0.5, 5.0):  # in which a busy machine may bring no answer
+            closed = await load.closed(3, num_windows=2, window_s=window_s)
+            assert [round(each.length_s, 6) for each in closed.windows] == [window_s] * 2
+            if all(figures_of(closed.answers, each).tokens_per_s > 0 for each in closed.windows):
+                break
+        else:
+            pytest.fail("windows without an answer")
         arrivals = await load.open(200.0, warm_s=0.05, window_s=0.1)
     assert len(burst.answers) == 5
     assert figures_of(burst.answers, burst.windows[0]).tokens_per_s > 0
-    assert [round(each.length_s, 6) for each in closed.windows] == [0.05, 0.05]
-    assert all(figures_of(closed.answers, each).tokens_per_s > 0 for each in closed.windows)
     assert 5 <= len(arrivals.answers) <= 80  # 30 on average
     assert not [each for each in (*burst.answers, *closed.answers, *arrivals.answers) if each.error]
 

@@ -15,6 +15,7 @@ import pytest
 
 from tests.gateway.driving import eventually
 from tests.helpers.rollout_server import Server, rollout_server
+from tests.helpers.step_hold import hold_outputs
 
 SAMPLING: dict[str, Any] = {
     "temperature": 0.7, "top_p": 1.0, "top_k": -1, "max_new_tokens": 24, "stop": None,
@@ -63,6 +64,7 @@ async def test_a_step_of_training(folders: tuple[Path, Path]) -> None:
         assert len(whole) == 100
         [link] = server.gateway.pool.links
         num_before = link.num_tokens
+        hold_outputs(server.targets[0])
         asking = asyncio.create_task(_rollout(server, PROMPT, max_new_tokens=100))
         await eventually(lambda: link.num_tokens > num_before)
         while not await _is_idle(server):

@@ -43,7 +43,7 @@ async def test_making_the_document_holds_up_no_other_request(
     documents: list[bool] = []
 
     def make(_app: DocumentedApp) -> dict[str, Any]:
-        documents.append(others_are_answered.wait(2.0))
+        documents.append(others_are_answered.wait(30.0))
         return document
 
     monkeypatch.setattr(DocumentedApp, "openapi", make)

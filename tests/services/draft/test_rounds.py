@@ -496,7 +496,7 @@ def test_a_pin_is_announced_to_every_target_at_once() -> None:
         heard.set()
 
     engine.open_link(LinkTerms(1_000, 64, 100, mirrors_noise=True), deliver)
-    engine.set_shape(TreeShape(4, 1, 5), is_pinned=True).result(10)
+    engine.set_shape(TreeShape(4, 1, 5), is_pinned=True).result(60)
     assert heard.wait(60)
     engine.stop()
     (output,) = outputs

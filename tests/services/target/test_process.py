@@ -38,6 +38,7 @@ from shared.rpc.channel import open_channel
 from shared.rpc.lifecycle import Lifecycle
 from shared.rpc.status import error_from_rpc
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
+from tests.helpers.step_hold import hold_outputs
 
 HASH = "ab" * 32
 VOCAB = 24
@@ -213,7 +214,8 @@ async def test_request_without_time_is_refused_alone(folder: Path, timeout_ns: i
 
 
 async def test_duplicate_request_id_ends_the_session(folder: Path) -> None:
-    async with _serve(folder) as (_, channel, _admin):
+    async with _serve(folder) as (process, channel, _admin):
+        hold_outputs(process)
         call = pb_grpc.TargetServiceStub(channel).Session()
         submit = pb.SessionRequest(submit=pb.Submit(request_id=1, request=_generate([1], 50)))
         await call.write(submit)
@@ -225,7 +227,8 @@ async def test_duplicate_request_id_ends_the_session(folder: Path) -> None:
 
 
 async def test_session_cancel_and_hang_up_free_pages(folder: Path) -> None:
-    async with _serve(folder, disable_radix_cache=True) as (_, channel, admin):
+    async with _serve(folder, disable_radix_cache=True) as (process, channel, admin):
+        hold_outputs(process, times=2)
 
         async def is_idle() -> bool:
             return (await _gauges(admin))["held_page_count"] == 0
@@ -244,7 +247,8 @@ async def test_session_cancel_and_hang_up_free_pages(folder: Path) -> None:
 
 
 async def test_rpc_cancel_frees_pages(folder: Path) -> None:
-    async with _serve(folder, disable_radix_cache=True) as (_, channel, admin):
+    async with _serve(folder, disable_radix_cache=True) as (process, channel, admin):
+        hold_outputs(process)
         call = pb_grpc.TargetServiceStub(channel).Generate(_generate([1], 60))
         await call.read()
         call.cancel()

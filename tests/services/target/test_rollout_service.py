@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import multiprocessing
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from safetensors.torch import load_file, save
 from services.target.engine_factory import build_engine
 from services.target.process import TargetProcess
 from services.target.settings import TargetSettings
+from services.target.weight_stager import WeightStager
 from shared.pb.outrider.admin.v1 import admin_service_pb2 as pb
 from shared.pb.outrider.admin.v1 import admin_service_pb2_grpc as pb_grpc
 from shared.pb.outrider.target.v1 import target_service_pb2 as target_pb
@@ -30,6 +32,7 @@ from shared.rpc.channel import open_channel
 from shared.rpc.status import error_from_rpc
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.serving import free_ports
+from tests.helpers.step_hold import hold_outputs
 
 VOCAB = 24
 SHAPE = TinyShape(vocab_size=VOCAB)
@@ -207,11 +210,23 @@ async def test_half_an_update_is_dropped_when_generation_goes_on(old: Path, new:
         assert await served.answer() != before
 
 
-async def test_of_two_updates_at_once_one_is_refused(old: Path, new: Path) -> None:
+async def test_of_two_updates_at_once_one_is_refused(
+    old: Path, new: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, reads, may_read = WeightStager.read, threading.Event(), threading.Event()
+
+    def slow(stager: WeightStager, *arguments: Any) -> None:
+        reads.set()
+        assert may_read.wait(60.0)
+        read(stager, *arguments)
+
+    monkeypatch.setattr(WeightStager, "read", slow)
     async with _serve(old) as served:
-        results = await asyncio.gather(served.read(new), served.read(new), return_exceptions=True)
-        [refused] = [each for each in results if isinstance(each, aio.AioRpcError)]
-        assert error_from_rpc(refused).reason == "WEIGHT_UPDATE_BUSY"
+        first = asyncio.create_task(served.read(new))
+        assert await asyncio.to_thread(reads.wait, 60.0)
+        await _refused(served.read(new), "WEIGHT_UPDATE_BUSY")
+        may_read.set()
+        await first
         assert (await served.status()).update_count == 1
 
 
@@ -245,6 +260,7 @@ async def test_a_pause_holds_requests_and_continuing_answers_them(old: Path) -> 
         assert (await admin.FlushPrefixCache(flush)).freed_page_count > 0
         await admin.ContinueGeneration(pb.ContinueGenerationRequest())
         assert await waiting == expected
+        hold_outputs(served.process)
         running = asyncio.create_task(served.answer(count=50))
         while not (await served.status()).running_request_count:
             assert not running.done()
