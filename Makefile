@@ -112,7 +112,7 @@ triton: $(STAMP) # comes with torch's CUDA builds alone
 	@$(PY) -c 'import triton' 2>/dev/null || $(PY) $(INSTALL) --quiet triton
 
 test-kernels: triton ## Triton's kernels on the CPU, in Triton's interpreter
-	TRITON_INTERPRET=1 $(PY) -m pytest -n 2 --dist worksteal -m interpreter tests/shared/kernels tests/shared/runtime tests/shared/speculation $(ARGS)
+	TRITON_INTERPRET=1 $(PY) -m pytest -n 2 --dist worksteal -m interpreter tests/shared/kernels tests/shared/runtime tests/shared/speculation tests/bench $(ARGS)
 
 test-gpu: $(STAMP) ## the tests that need a CUDA device
 	$(PY) -m pytest -m gpu $$(find tests -name 'test_*_gpu.py') $(ARGS)

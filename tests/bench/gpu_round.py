@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,6 @@ from shared.models.heads.config import HeadConfig, HeadKind
 from shared.models.heads.feature_spec import FeatureSpec
 from shared.models.heads.head import DraftHead, DraftVocabulary, Eagle3Layer
 from shared.runtime.round_fused import FusedRoundVerification
-from shared.runtime.round_graphs import CapturedRound
 from shared.runtime.round_head import OwnHead
 from shared.runtime.round_runner import RoundRunner
 from shared.runtime.round_state import NewLane, RoundSampling, RoundState
@@ -48,12 +48,12 @@ MAX_CONTEXT = 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulatedVerification(FusedRoundVerification):
-    """Decides as ever, then has the first children accepted down to a fixed depth."""
+    """Draws as ever, then has the first children accepted down to a fixed depth."""
 
-    def _drawn(
-        self, hidden: Tensor, state: RoundState, tree: TreeRows, sampling: RoundSampling
+    def draw(
+        self, logits: Tensor, state: RoundState, tree: TreeRows, sampling: RoundSampling
     ) -> Tensor:
-        drawn = FusedRoundVerification._drawn(self, hidden, state, tree, sampling)
+        drawn = FusedRoundVerification.draw(self, logits, state, tree, sampling).contiguous()
         force_path(drawn, tree.token_ids, tree.parents, NUM_ACCEPTED)
         return drawn
 
@@ -147,7 +147,7 @@ class RoundBench:
         runner = RoundRunner(
             decoder=self._decoder,
             pool=self._pool,
-            head=OwnHead(HeadModel(self.head, self._head_pool), SimulatedVerification),
+            head=OwnHead(HeadModel(self.head, self._head_pool), self._make_verification),
             feature_rows=self._features,
             shapes={tree: batch},
             max_context_tokens=MAX_CONTEXT,
@@ -156,17 +156,28 @@ class RoundBench:
         runner.capture(batch, RoundSampling.of([sampling]))
         return runner
 
+    def _make_verification(self, *parts: Any) -> SimulatedVerification:
+        self._verification = SimulatedVerification(*parts)
+        return self._verification
+
     def line(self, tree: TreeShape, batch: int, sampling: SamplingParams) -> RoundLine:
         """Measures one kind of round and returns its row of the table."""
-        runner = self.runner(tree, batch, sampling)
-        captured = runner.captured(batch, RoundSampling.of([sampling]))
+        runner, kind = self.runner(tree, batch, sampling), RoundSampling.of([sampling])
+        captured, draw = runner.captured(batch, kind), self._verification.draw
+
+        @torch.inference_mode()
+        def verify() -> None:
+            captured.forward.replay()
+            rows = captured.tree.rows
+            captured.drawn.copy_(draw(captured.logits, captured.state, rows, kind))
+            captured.commit.replay()
+
         round_ms, tokens = _round_ms(runner)
         place_all(runner, batch, sampling)
         # Replayed alone, the draft leaves the state as it is; the verification moves on.
-        draft_ms = _replay_ms(captured.draft.replay)
-        verification_ms = _replay_ms(lambda: (captured.forward.replay(), captured.commit.replay()))
+        draft_ms, verification_ms = _replay_ms(captured.draft.replay), _replay_ms(verify)
         place_all(runner, batch, sampling)
-        gap_us = 1e3 * (round_ms - _replayed_rounds_ms(captured))
+        gap_us = 1e3 * (round_ms - _replayed_rounds_ms(captured.draft.replay, verify))
         draft_floor_ms, verification_floor_ms = self._floors_ms(runner, batch)
         return RoundLine(
             tree=tree,
@@ -225,15 +236,14 @@ def place_all(runner: RoundRunner, batch: int, sampling: SamplingParams) -> None
         runner.place([NewLane(number, tokens, sampling, pages, pages, CONTEXT - 2)])
 
 
-def _replayed_rounds_ms(captured: CapturedRound) -> float:
+def _replayed_rounds_ms(draft: Callable[[], None], verify: Callable[[], None]) -> float:
     """Returns the time of a round when the device is handed rounds and nothing else."""
     num_rounds = NUM_ROUNDS // 4
 
     def rounds() -> None:
         for _ in range(num_rounds):
-            captured.draft.replay()
-            captured.forward.replay()
-            captured.commit.replay()
+            draft()
+            verify()
 
     return _replay_ms(rounds, repeats=3) / num_rounds
 
