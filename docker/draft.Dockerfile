@@ -17,6 +17,13 @@ RUN /opt/outrider/bin/pip install --no-cache-dir --no-deps . ./packaging/demo
 FROM ${BASE_IMAGE}
 RUN useradd --system --uid 10001 --no-create-home outrider
 COPY --from=build /opt/outrider /opt/outrider
+# Triton comes with torch's CUDA builds alone. When a service starts it compiles its launcher, and
+# loads it from its cache: a volume of compose.gpu.yaml, since nothing in /tmp may be executed.
+RUN if ls -d /opt/outrider/lib/python3*/site-packages/triton; then \
+      apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev \
+      && rm -rf /var/lib/apt/lists/*; \
+    fi \
+ && install --directory --mode 1777 /var/cache/triton
 ENV PATH=/opt/outrider/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp
 USER 10001
 WORKDIR /tmp

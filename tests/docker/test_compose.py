@@ -85,3 +85,15 @@ def test_the_commands_of_an_overlay_have_flags_that_exist(path: Path) -> None:
     for name in SETTINGS:
         words = services.get(name, {}).get("command", ())
         load_settings(SETTINGS[name], service=name, arguments=words, env={})
+
+
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_compiled_kernels_are_kept_on_a_volume_that_any_user_may_write(name: str) -> None:
+    overlay = yaml.safe_load((ROOT / "docker" / "compose.gpu.yaml").read_text())
+    service = overlay["services"][name]
+    [(source, folder)] = [volume.split(":") for volume in service["volumes"]]
+    assert source in overlay["volumes"]
+    assert service["environment"]["TRITON_CACHE_DIR"] == folder
+    # A new volume has the mode of the image's folder.
+    dockerfile = (ROOT / "docker" / f"{name}.Dockerfile").read_text()
+    assert f"install --directory --mode 1777 {folder}\n" in dockerfile
