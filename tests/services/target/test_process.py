@@ -348,14 +348,14 @@ async def test_features_come_with_verdicts_and_prompt_rows_before(folder: Path) 
 async def test_attached_draft_is_verified_and_listed(folder: Path) -> None:
     waits = {"candidate_wait_ms": 5000.0, "candidate_wait_sequences": 99}
     async with _serve(folder, speculative_adaptive=True, **waits) as (_, channel, admin):
-        expected = await _tokens(channel, _generate([1, 2, 3], 20))
+        expected = await _tokens(channel, _generate([1, 2, 3], 40))
         draft = _Draft(channel)
         attached = await draft.attach()
         assert attached.verification_mode == speculation_pb.VERIFICATION_MODE_COUPLED
         assert [each.step_count for each in attached.candidate_shapes] == [1, 2, 5, 7]
         serving = asyncio.create_task(draft.serve([1, 2, 3, *expected]))
         stub = pb_grpc.TargetServiceStub(channel)
-        events = [response async for response in stub.Generate(_generate([1, 2, 3], 20))]
+        events = [response async for response in stub.Generate(_generate([1, 2, 3], 40))]
         tokens = [token for event in events for token in event.delta.token_ids]
         assert tokens == expected
         stats = events[-1].finished.speculation
