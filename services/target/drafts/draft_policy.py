@@ -237,6 +237,7 @@ class DraftPolicy:
     _step: dict[Choice, _Step] = field(default_factory=dict)
     _num_step_tokens: int = 0
     _num_cold: int = COLD_STEPS
+    _longest_wait_s: float | None = None
     _num_sequences: int = 0
     _held_until_s: float = -math.inf
     _is_void: bool = False
@@ -282,11 +283,10 @@ class DraftPolicy:
     def longest_wait_s(self) -> float:
         """Longest time for which waiting for a tree can pay: that of the plain steps which bring as
         many tokens as a whole path of the tree. Infinite where plain steps are no alternative, or
-        were never measured."""
-        plain = None if self.is_always_on else self._round(None, self._num_sequences, self.choice)
-        shape = self.current or self.base
-        depth = min(shape.num_steps, shape.max_node_count)
-        return math.inf if plain is None else depth * plain.seconds / plain.tokens
+        were never measured. The same for all verdicts between two turns."""
+        if self._longest_wait_s is None:
+            self._longest_wait_s = self._worth_waiting_s()
+        return self._longest_wait_s
 
     @property
     def pays(self) -> bool | None:
@@ -364,7 +364,7 @@ class DraftPolicy:
             self._trial.began_s += (
                 gap_s  # nothing was decoding, so this time costs the trial nothing
             )
-        self._turned_s = now_s
+        self._turned_s, self._longest_wait_s = now_s, None
         has_news = self._add_step(num_sequences, batch)
         if not batch:
             self._num_sequences = 0
@@ -381,6 +381,12 @@ class DraftPolicy:
             self._continue(self._trial, batch, now_s)
         elif has_news or is_new_size:
             self._decide(batch, now_s, may_try=has_news)
+
+    def _worth_waiting_s(self) -> float:
+        plain = None if self.is_always_on else self._round(None, self._num_sequences, self.choice)
+        shape = self.current or self.base
+        depth = min(shape.num_steps, shape.max_node_count)
+        return math.inf if plain is None else depth * plain.seconds / plain.tokens
 
     def _held(self, num_sequences: int, now_s: float) -> int:
         """Returns the largest batch size within `HOLD_S`, or the present one if such small batches
