@@ -56,6 +56,8 @@ steps are dropped."""
 OUTLIER = 3.0
 """A round counts as at most this many times the median: first rounds compile kernels, others
 stall."""
+TREES_A_WAIT = 2.0
+"""Trees that one wait is worth: a draft that drafts ahead can then push the next ones in time."""
 SHORTEST_ROUND_S = 1e-6
 ALWAYS = 1 << 30
 """A batch size above any possible one."""
@@ -282,8 +284,8 @@ class DraftPolicy:
     @property
     def longest_wait_s(self) -> float:
         """Longest time for which waiting for a tree can pay: that of the plain steps which bring as
-        many tokens as a whole path of the tree. Infinite where plain steps are no alternative, or
-        were never measured. The same for all verdicts between two turns."""
+        many tokens as a whole path of `TREES_A_WAIT` trees. Infinite where plain steps are no
+        alternative, or were never measured. The same for all verdicts between two turns."""
         if self._longest_wait_s is None:
             self._longest_wait_s = self._worth_waiting_s()
         return self._longest_wait_s
@@ -386,7 +388,8 @@ class DraftPolicy:
         plain = None if self.is_always_on else self._round(None, self._num_sequences, self.choice)
         shape = self.current or self.base
         depth = min(shape.num_steps, shape.max_node_count)
-        return math.inf if plain is None else depth * plain.seconds / plain.tokens
+        num_tokens = TREES_A_WAIT * depth
+        return math.inf if plain is None else num_tokens * plain.seconds / plain.tokens
 
     def _held(self, num_sequences: int, now_s: float) -> int:
         """Returns the largest batch size within `HOLD_S`, or the present one if such small batches

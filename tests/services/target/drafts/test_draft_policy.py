@@ -21,6 +21,7 @@ from services.target.drafts.draft_policy import (
     IDLE_S,
     LAST_PAUSE_S,
     MOST_COST_S,
+    TREES_A_WAIT,
     TRIAL_SHARE,
     DraftPolicy,
     Rounds,
@@ -323,7 +324,7 @@ def test_waiting_for_a_tree_pays_as_long_as_the_plain_steps_that_it_replaces() -
     assert policy.longest_wait_s == math.inf, "plain steps were never measured"
     policy.costs.plain[4] = PLAIN_S
     policy.turn(4, 1.1)
-    assert policy.longest_wait_s == pytest.approx(3 * PLAIN_S)
+    assert policy.longest_wait_s == pytest.approx(TREES_A_WAIT * 3 * PLAIN_S)
     policy.always_up_to = 4
     policy.turn(4, 1.2)
     assert policy.longest_wait_s == math.inf, "trees are wanted at any price"
