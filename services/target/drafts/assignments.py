@@ -104,9 +104,9 @@ class Assignment:
         return self.sequence.request.num_draft_steps is not None
 
     @property
-    def longest_wait_s(self) -> float:
+    def worthwhile_wait_s(self) -> float:
         """Longest time for which waiting for a tree can pay."""
-        return math.inf if self.has_fixed_depth else self.attachment.policy.longest_wait_s
+        return math.inf if self.has_fixed_depth else self.attachment.policy.worthwhile_wait_s
 
     @property
     def tree_request(self) -> TreeRequest:

@@ -139,13 +139,13 @@ class DraftTimeout:
         wait_s = max(WAIT_PER_RESPONSE * self.response_s, SHORTEST_WAIT_S)
         return min(wait_s, self.longest_wait_s)
 
-    def deadline_s(self, now_s: float, most_s: float = math.inf) -> float:
+    def deadline_s(self, now_s: float, worthwhile_s: float = math.inf) -> float:
         """Returns until when a sequence waits for its next tree. Called at its verdict.
 
         Args:
-            most_s: the longest wait that can pay.
+            worthwhile_s: the longest wait that can pay.
         """
-        most_s = min(most_s, self.longest_wait_s)
+        most_s = min(worthwhile_s, self.longest_wait_s)
         if not self.is_cold:
             return now_s + min(self.wait_s, most_s)
         if now_s < self._probe_s:

@@ -163,7 +163,8 @@ class RoundTimes:
         was never measured.
 
         Args:
-            like: seconds of another batch size are scaled by the ratio that this choice's have.
+            like: seconds of another batch size are scaled by the ratio that this choice's have; of
+                two trees, by the ratio of the seconds for a token.
         """
         by_size, size = self._rounds.get(choice, {}), _size(num_sequences)
         means = {key: mean for key, rounds in by_size.items() if (mean := rounds.mean) is not None}
@@ -178,7 +179,7 @@ class RoundTimes:
             return means[nearest]
         scale = here.seconds / there.seconds
         if choice is not None and like is not None:
-            scale *= there.tokens / here.tokens  # the share of rounds with a tree changes alike
+            scale *= there.tokens / here.tokens
         return replace(means[nearest], seconds=scale * means[nearest].seconds)
 
     def measured(self) -> dict[tuple[Choice, int], float]:
@@ -239,7 +240,7 @@ class DraftPolicy:
     _step: dict[Choice, _Step] = field(default_factory=dict)
     _num_step_tokens: int = 0
     _num_cold: int = COLD_STEPS
-    _longest_wait_s: float | None = None
+    _worthwhile_wait_s: float | None = None
     _num_sequences: int = 0
     _held_until_s: float = -math.inf
     _is_void: bool = False
@@ -282,13 +283,19 @@ class DraftPolicy:
         return ANY_TREE if self.current == self.base else TreeRequest(self.current)
 
     @property
-    def longest_wait_s(self) -> float:
+    def worthwhile_wait_s(self) -> float:
         """Longest time for which waiting for a tree can pay: that of the plain steps which bring as
         many tokens as a whole path of `TREES_A_WAIT` trees. Infinite where plain steps are no
         alternative, or were never measured. The same for all verdicts between two turns."""
-        if self._longest_wait_s is None:
-            self._longest_wait_s = self._worth_waiting_s()
-        return self._longest_wait_s
+        if self._worthwhile_wait_s is None:
+            plain = (
+                None if self.is_always_on else self._round(None, self._num_sequences, self.choice)
+            )
+            shape = self.current or self.base
+            num_tokens = TREES_A_WAIT * min(shape.num_steps, shape.max_node_count)
+            wait_s = math.inf if plain is None else num_tokens * plain.seconds / plain.tokens
+            self._worthwhile_wait_s = wait_s
+        return self._worthwhile_wait_s
 
     @property
     def pays(self) -> bool | None:
@@ -366,7 +373,7 @@ class DraftPolicy:
             self._trial.began_s += (
                 gap_s  # nothing was decoding, so this time costs the trial nothing
             )
-        self._turned_s, self._longest_wait_s = now_s, None
+        self._turned_s, self._worthwhile_wait_s = now_s, None
         has_news = self._add_step(num_sequences, batch)
         if not batch:
             self._num_sequences = 0
@@ -383,13 +390,6 @@ class DraftPolicy:
             self._continue(self._trial, batch, now_s)
         elif has_news or is_new_size:
             self._decide(batch, now_s, may_try=has_news)
-
-    def _worth_waiting_s(self) -> float:
-        plain = None if self.is_always_on else self._round(None, self._num_sequences, self.choice)
-        shape = self.current or self.base
-        depth = min(shape.num_steps, shape.max_node_count)
-        num_tokens = TREES_A_WAIT * depth
-        return math.inf if plain is None else num_tokens * plain.seconds / plain.tokens
 
     def _held(self, num_sequences: int, now_s: float) -> int:
         """Returns the largest batch size within `HOLD_S`, or the present one if such small batches
@@ -506,8 +506,8 @@ class DraftPolicy:
 
     def _try_promising(self, num_sequences: int, now_s: float) -> None:
         """After a change of the batch size: begins a trial of the choice that was fastest at other
-        sizes, if it was much faster there than the current choice is here. Once for each size. What
-        this size did to a tree in use, it is expected to do to other trees."""
+        sizes, if it was much faster there than the current choice is here. Once for each size. If
+        the current choice is a tree, others are expected to have changed by the same factor."""
         size, current = _size(num_sequences), self._rate(self.choice, num_sequences)
         promises = dict[Choice, float]()
         for choice in self._options(num_sequences):

@@ -101,9 +101,9 @@ class Verdicts:
         if round_s is None or sequence.request.speculation_disabled or not policies:
             return
         self.counts.num_paused_rounds += 1
-        has_waited = sequence.left_draft_in == sequence.round - 1
+        began_with_draft = sequence.left_draft_in == sequence.round - 1
         for policy in policies:
-            if has_waited:  # for a tree, until trees were no longer wanted
+            if began_with_draft:  # it may have waited for a tree
                 policy.observe_excused(num_committed)
             else:
                 policy.observe_round(None, num_committed, round_s, has_tree=False)
@@ -157,4 +157,4 @@ def _begin_wait(assignment: Assignment, now_s: float) -> None:
     if assignment.is_excused or assignment.requested.is_paused:
         assignment.deadline_s = now_s
     else:
-        assignment.deadline_s = timeout.deadline_s(now_s, assignment.longest_wait_s)
+        assignment.deadline_s = timeout.deadline_s(now_s, assignment.worthwhile_wait_s)

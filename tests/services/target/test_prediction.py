@@ -10,6 +10,7 @@ import pytest
 from services.target.prediction import Prediction
 from services.target.verifier import VerificationMode
 from shared.errors import InvalidArgument
+from shared.generation import Delta
 from shared.models.decoder import Decoder
 from shared.tokens import SamplingParams, StopParams
 from tests.helpers.engines import (
@@ -116,6 +117,19 @@ def test_the_output_is_that_without_a_prediction(decoder: Decoder, temperature: 
             assert stats.num_accepted >= 80
         if predicted is wrong:
             assert stats.num_accepted / stats.num_rounds > 4
+
+
+@pytest.mark.parametrize(("num_draft_tokens", "largest"), [(None, 32), (3, 2), (1, 0)])
+def test_trees_of_predicted_text_have_no_more_rows_than_requested(
+    decoder: Decoder, num_draft_tokens: int | None, largest: int
+) -> None:
+    asked = request(PROMPT, SamplingParams(seed=4), StopParams(90))
+    right = run(build_engine(decoder), [asked]).token_ids(0)
+    asked = replace(asked, predicted_token_ids=tuple(right), num_draft_tokens=num_draft_tokens)
+    found = run(build_engine(decoder), [asked])
+    assert found.token_ids(0) == right
+    drafted = [event.num_drafted for event in found.events[0] if isinstance(event, Delta)]
+    assert max(drafted) == largest
 
 
 def test_fresh_randomness_takes_predicted_text_too(decoder: Decoder) -> None:

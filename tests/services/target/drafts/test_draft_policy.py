@@ -321,13 +321,13 @@ def test_the_first_steps_are_not_measured() -> None:
 def test_waiting_for_a_tree_pays_as_long_as_the_plain_steps_that_it_replaces() -> None:
     policy = DraftPolicy(BASE)
     policy.turn(4, 1.0)
-    assert policy.longest_wait_s == math.inf, "plain steps were never measured"
+    assert policy.worthwhile_wait_s == math.inf, "plain steps were never measured"
     policy.costs.plain[4] = PLAIN_S
     policy.turn(4, 1.1)
-    assert policy.longest_wait_s == pytest.approx(TREES_A_WAIT * 3 * PLAIN_S)
+    assert policy.worthwhile_wait_s == pytest.approx(TREES_A_WAIT * 3 * PLAIN_S)
     policy.always_up_to = 4
     policy.turn(4, 1.2)
-    assert policy.longest_wait_s == math.inf, "trees are wanted at any price"
+    assert policy.worthwhile_wait_s == math.inf, "trees are wanted at any price"
 
 
 def test_figures_are_in_the_comparison() -> None:

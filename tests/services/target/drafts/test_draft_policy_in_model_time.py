@@ -130,7 +130,7 @@ def test_without_a_bound_waiting_for_a_late_draft_can_be_dear(
     split, seed = _late_from(3.0, 0.05, 1), 2
     plain = serve(decoder, split, 3.0, None, is_plain=True, seed=seed).rate(1.0, 3.0)
     bounded = serve(decoder, split, 5.0, DEFAULT_CONFIG, seed=seed)
-    monkeypatch.setattr(DraftPolicy, "longest_wait_s", math.inf)
+    monkeypatch.setattr(DraftPolicy, "worthwhile_wait_s", math.inf)
     monkeypatch.setattr(attachment, "PROBE_SHARE", 1.0)
     unbounded = serve(decoder, split, 5.0, DEFAULT_CONFIG, seed=seed)
     assert _gain(plain, bounded, 3.0, 5.0) > 0.92

@@ -37,7 +37,7 @@ def test_silent_draft_is_waited_for_only_now_and_then() -> None:
 
 def test_a_short_probe_is_not_repeated_at_once() -> None:
     timeout = _cold()
-    timeout.deadline_s(100.0, most_s=0.001)
+    timeout.deadline_s(100.0, worthwhile_s=0.001)
     assert timeout.deadline_s(100.0 + 0.9 * SHORTEST_GAP_S) == 100.0 + 0.9 * SHORTEST_GAP_S
     now_s = 100.0 + 1.1 * SHORTEST_GAP_S
     assert timeout.deadline_s(now_s) > now_s
@@ -45,9 +45,9 @@ def test_a_short_probe_is_not_repeated_at_once() -> None:
 
 def test_nobody_waits_longer_than_can_pay() -> None:
     timeout = DraftTimeout(10.0)
-    assert timeout.deadline_s(1.0, most_s=0.03) == pytest.approx(1.03)
+    assert timeout.deadline_s(1.0, worthwhile_s=0.03) == pytest.approx(1.03)
     timeout.responded(1.0)
-    assert timeout.deadline_s(1.0, most_s=0.03) == pytest.approx(1.03)
+    assert timeout.deadline_s(1.0, worthwhile_s=0.03) == pytest.approx(1.03)
 
 
 def test_chance_of_a_silent_draft_is_long_once_something_arrives() -> None:
