@@ -22,6 +22,7 @@ from services.target.rounds.policy import LanePolicy
 from services.target.rounds.round_shapes import RoundShapes, RoundSource
 from services.target.rounds.round_steps import (
     MIN_LANE_TOKENS,
+    DeviceTime,
     LaunchedRound,
     RoundResult,
     RoundSteps,
@@ -352,9 +353,8 @@ class HeadSteps(RoundSteps[HeadLanes]):
             seconds = now_s - self._times.began_s(step.start_s)
             assert self.policy is not None
             self.policy.observe_time(None, step.num_rows, seconds)
-        took_s = self._times.read(step.start_s, now_s, is_awaited=is_awaited)
-        if took_s is not None:
-            self._wait.observe_planned(step.num_rows, took_s)
+        took = self._times.read(step.start_s, now_s, is_awaited=is_awaited)
+        self._wait.observe_planned(step.num_rows, took)
 
     def _is_plain_decode(self, step: LaunchedStep) -> bool:
         """Whether a planned step that was just read is a plain step for the policy: one token for
@@ -514,11 +514,10 @@ class HeadSteps(RoundSteps[HeadLanes]):
         return all(s.num_remaining <= num_unread(s.sequence_id) for s in lanes.sequences)
 
     def _observe(
-        self, round_: LaunchedRound, results: SequenceOf[RoundResult], took_s: float | None
+        self, round_: LaunchedRound, results: SequenceOf[RoundResult], took: DeviceTime
     ) -> None:
         assert all(result.token_ids for _, result in results), "a lane was left out"
-        if took_s is not None:
-            self._wait.observe_round(took_s)
+        self._wait.observe_round(took)
         policy, lanes = self.policy, self._lanes
         if policy is None or lanes is None:
             return

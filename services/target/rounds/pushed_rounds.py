@@ -26,6 +26,7 @@ from services.target.rounds.pushed_trees import NextTrees, TreeForecast, as_step
 from services.target.rounds.round_shapes import MAX_ROWS, StepTimer
 from services.target.rounds.round_steps import (
     MIN_LANE_TOKENS,
+    DeviceTime,
     LaunchedRound,
     RoundResult,
     RoundSteps,
@@ -401,7 +402,7 @@ class PushedSteps(RoundSteps[PushedLanes]):
         round_.host_gap_s = self._host_gap.launched(round_.start_s)
 
     def _observe(
-        self, round_: LaunchedRound, results: SequenceOf[RoundResult], took_s: float | None
+        self, round_: LaunchedRound, results: SequenceOf[RoundResult], took: DeviceTime
     ) -> None:
         for sequence, result in results:
             has_tree = sequence is None or sequence.sequence_id in round_.trees
@@ -410,7 +411,7 @@ class PushedSteps(RoundSteps[PushedLanes]):
         if not self._launched:
             self._host_gap.read(round_.end_s)
         self._early.observe(round_.duration_s)
-        self._wait.observe_round(round_.duration_s)
+        self._wait.observe_round(DeviceTime(round_.duration_s))
         self._take_offers()
 
     def _commit_part(

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from services.target.committer import Committed, Committer
 from services.target.drafts.attachments import Attachments
@@ -29,6 +29,13 @@ _DRIFT = 0.02
 """Share by which a remembered shortest time may rise, or a longest one fall, with each new time."""
 
 
+class DeviceTime(NamedTuple):
+    """How long the device took for a round or a planned step; at most so long if not exact."""
+
+    seconds: float
+    is_exact: bool = True
+
+
 class RoundWait:
     """Remembers the shortest times of recent rounds and planned steps, and the longest time that
     the host took to launch a round."""
@@ -39,14 +46,14 @@ class RoundWait:
         self._planned_s: dict[int, float] = {}
         self._host_s = 0.0
 
-    def observe_round(self, round_s: float) -> None:
+    def observe_round(self, took: DeviceTime) -> None:
         """Takes the time of a round."""
-        self._round_s = _shortest_s(round_s, self._round_s)
+        self._round_s = _shortest_s(took, self._round_s)
 
-    def observe_planned(self, num_rows: int, step_s: float) -> None:
+    def observe_planned(self, num_rows: int, took: DeviceTime) -> None:
         """Takes the time of a planned step."""
         size = num_rows.bit_length()
-        self._planned_s[size] = _shortest_s(step_s, self._planned_s.get(size, 0.0))
+        self._planned_s[size] = _shortest_s(took, self._planned_s.get(size, 0.0))
 
     def observe_launch(self, host_s: float) -> None:
         """Takes the time that the host needed for a launch."""
@@ -74,8 +81,10 @@ class RoundWait:
         return max(_SURE_SHARE * self._round_s - elapsed_s, POLL_S)
 
 
-def _shortest_s(time_s: float, previous_s: float) -> float:
-    return min(time_s, (previous_s or time_s) * (1.0 + _DRIFT))
+def _shortest_s(took: DeviceTime, previous_s: float) -> float:
+    if not took.is_exact:
+        return min(took.seconds, previous_s)
+    return min(took.seconds, (previous_s or took.seconds) * (1.0 + _DRIFT))
 
 
 class DeviceTimes:
@@ -102,17 +111,16 @@ class DeviceTimes:
         is then the time between the two reads, with the delays of a slow host."""
         return launch_s < self.end_s
 
-    def read(self, launch_s: float, now_s: float, *, is_awaited: bool) -> float | None:
-        """Notes that work was read, and returns how long the device took for it; None where the
-        host read too late to tell.
+    def read(self, launch_s: float, now_s: float, *, is_awaited: bool) -> DeviceTime:
+        """Notes that work was read, and returns how long the device took for it.
 
         Args:
             is_awaited: the work was not done when the host began to read it.
         """
-        is_measured = is_awaited and (self._was_awaited or launch_s >= self.end_s)
-        began_s = self.began_s(launch_s)
+        is_exact = is_awaited and (self._was_awaited or launch_s >= self.end_s)
+        began_s = self.began_s(launch_s) if is_exact else launch_s
         self.end_s, self._was_awaited = now_s, is_awaited
-        return now_s - began_s if is_measured else None
+        return DeviceTime(now_s - began_s, is_exact)
 
 
 @dataclass(slots=True, eq=False)
@@ -197,12 +205,12 @@ class RoundSteps(ABC, Generic[L]):
 
     @abstractmethod
     def _observe(
-        self, round_: LaunchedRound, results: SequenceOf[RoundResult], took_s: float | None
+        self, round_: LaunchedRound, results: SequenceOf[RoundResult], took: DeviceTime
     ) -> None:
         """Takes the results of a round that was read, before they are committed.
 
         Args:
-            took_s: time that the device needed; None where the host read too late to tell.
+            took: time that the device needed.
         """
 
     @abstractmethod
@@ -299,8 +307,8 @@ class RoundSteps(ABC, Generic[L]):
         launch_s, round_.end_s = round_.start_s, self._clock()
         round_.is_alone = round_.is_alone and self._times.is_behind(launch_s)
         round_.start_s = self._times.began_s(launch_s)
-        took_s = self._times.read(launch_s, round_.end_s, is_awaited=is_awaited)
-        self._observe(round_, results, took_s)
+        took = self._times.read(launch_s, round_.end_s, is_awaited=is_awaited)
+        self._observe(round_, results, took)
         parts: list[Committed] = []
         num_prompt_rows = num_discarded = 0
         for sequence, result in results:
