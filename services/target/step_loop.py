@@ -108,20 +108,25 @@ class StepLoop:
         factory = RoundFactory(
             runner, verifier, leases, self._features, selection, adaptive or DEFAULT_CONFIG
         )
+        self._host_gap = HostGap()
         parts = StepParts(
-            scheduler, self.attachments, self._committer, clock, self._forget, overlaps
+            scheduler,
+            self.attachments,
+            self._committer,
+            clock,
+            self._host_gap,
+            self._forget,
+            overlaps,
         )
         self._rounds = HeadSteps(
             parts, factory.head_lanes, factory.config, launches_late=runner.computes_aside
         )
         self.speculation = SpeculationState(self.attachments, self._rounds)
-        self._host_gap = HostGap()
         self._pushed = PushedSteps(
             factory.pushed_lanes(),
             parts,
             has_other_lane=self._rounds.takes,
             features=self._features,
-            host_gap=self._host_gap,
             take_offers=lambda: self.drafts.take_offers(),
         )
         self.drafts = DraftExchange(
@@ -235,17 +240,23 @@ class StepLoop:
             self._rounds.join()
         if not self._runs_ahead():
             self._settle()
-        has_round |= self._rounds.commit(drains=bool(self._num_postponed_rows))
+        has_round |= self._commit_rounds()
         self.drafts.send_messages()
         idle_s = 0.0 if beside_pushed else self._idle_s()
-        is_computing = self._in_flight is not None or self._rounds.is_under_way
-        if is_computing or not self.runner.computes_aside or idle_s > 0.0:
+        if self._is_computing or not self.runner.computes_aside or idle_s > 0.0:
             self._subscriptions.deliver()  # no launch comes first that these events should wait for
         self._report()
         was_busy = bool(plan.scheduled or plan.preempted or last is not None or has_round)
         if not was_busy and not beside_pushed:
             self._host_gap.wait()
         return was_busy
+
+    def _commit_rounds(self) -> bool:
+        """Commits rounds of the lanes with a head; returns whether there were any to read."""
+        has_read = self._rounds.commit(drains=bool(self._num_postponed_rows))
+        if has_read:
+            self._was_read()
+        return has_read
 
     def _tree(self, sequence: TargetSequence) -> TokenTree:
         """Returns the tree for a sequence's current round, perhaps empty: of predicted text while
@@ -263,9 +274,7 @@ class StepLoop:
 
     def _idle_s(self) -> float:
         """Returns how long every sequence still waits for its draft; 0 if there is any work."""
-        is_computing = (
-            self._in_flight is not None or self._pushed.is_under_way or self._rounds.is_under_way
-        )
+        is_computing = self._is_computing or self._pushed.is_under_way
         has_input = self._scheduler.may_admit or bool(self.drafts.offers)
         if is_computing or has_input or not self._scheduler.num_running:
             return 0.0
@@ -377,6 +386,16 @@ class StepLoop:
             return False
         return self._in_flight.allows_run_ahead
 
+    @property
+    def _is_computing(self) -> bool:
+        """Whether a planned step, or a round of a head, is in flight."""
+        return self._in_flight is not None or self._rounds.is_under_way
+
+    def _was_read(self) -> None:
+        """Notes the idle time of the device if nothing is in flight behind what was read."""
+        if not self._is_computing:
+            self._host_gap.read(self.clock())
+
     def _quiesce(self) -> None:
         """Reads and commits every launched step and round, and sends the results."""
         self._settle()
@@ -408,8 +427,7 @@ class StepLoop:
             for sequence, event in step.scores.read():
                 if sequence.finish_reason is None:
                     self._subscriptions.emit(sequence, event)
-        if self._in_flight is None:
-            self._host_gap.read(self.clock())
+        self._was_read()
         live = [part for part in decided if part[0].sequence.finish_reason is None]
         self._launcher.keep_accepted(live)
         self.drafts.take_offers()

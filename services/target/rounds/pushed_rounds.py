@@ -33,7 +33,6 @@ from services.target.rounds.round_steps import (
     StepParts,
 )
 from services.target.sequence import Sequence
-from services.target.step_report import HostGap
 from services.target.token_masks import TokenMasks
 from shared.kv.leases import KvLeases
 from shared.runtime.memory import Shortage
@@ -217,7 +216,6 @@ class PushedSteps(RoundSteps[PushedLanes]):
     Args:
         lanes: None where such rounds are not possible.
         has_other_lane: whether a sequence has, or may get, a lane of another kind.
-        host_gap: measures the idle time of the device between steps.
         take_offers: takes the candidates that drafts have pushed meanwhile.
     """
 
@@ -228,13 +226,11 @@ class PushedSteps(RoundSteps[PushedLanes]):
         *,
         has_other_lane: Callable[[Sequence], bool],
         features: FeatureFeed,
-        host_gap: HostGap,
         take_offers: Callable[[], None],
     ) -> None:
         super().__init__(lanes, parts)
         self._has_other_lane = has_other_lane
         self._features = features
-        self._host_gap = host_gap
         self._take_offers = take_offers
         self._forecast = TreeForecast(parts.attachments, parts.clock)
         self._draws = False  # before the first turn

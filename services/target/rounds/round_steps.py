@@ -14,7 +14,7 @@ from services.target.drafts.attachments import Attachments
 from services.target.rounds.lanes import RoundLanes
 from services.target.scheduler import Scheduler
 from services.target.sequence import Sequence
-from services.target.step_report import Clock
+from services.target.step_report import Clock, HostGap
 from shared.runtime.round_state import SequenceRound
 from shared.tokens import Candidate, TokenTree, TreeShape
 
@@ -158,6 +158,7 @@ class StepParts:
     """The parts of the engine that rounds share with planned steps.
 
     Attributes:
+        host_gap: measures the idle time of the device between steps and rounds.
         forget: releases a sequence that has ended.
         runs_ahead: whether a round is launched before the previous one is read.
     """
@@ -166,6 +167,7 @@ class StepParts:
     attachments: Attachments
     committer: Committer
     clock: Clock
+    host_gap: HostGap
     forget: Callable[[Sequence], None]
     runs_ahead: bool
 
@@ -189,7 +191,7 @@ class RoundSteps(ABC, Generic[L]):
         self._scheduler = parts.scheduler
         self._attachments = parts.attachments
         self._committer = parts.committer
-        self._clock = parts.clock
+        self._clock, self._host_gap = parts.clock, parts.host_gap
         self._forget = parts.forget
         self._runs_ahead = parts.runs_ahead
         self._wait, self._times = RoundWait(), DeviceTimes()
@@ -294,7 +296,9 @@ class RoundSteps(ABC, Generic[L]):
 
     def _was_launched(self, round_: LaunchedRound) -> None:
         """Notes that a round is queued, at least up to its draws."""
-        self._wait.observe_launch(self._clock() - round_.start_s)
+        now_s = self._clock()
+        self._wait.observe_launch(now_s - round_.start_s)
+        round_.host_gap_s = self._host_gap.launched(now_s)
 
     def _drain(self, lanes: L) -> None:
         while lanes.num_pending:

@@ -411,6 +411,21 @@ def test_time_between_two_results_is_that_of_a_round(pair: Pair) -> None:
     assert set(gaps_s) <= {0.0, 1.0}
 
 
+def test_device_waits_for_no_host_while_rounds_and_prompts_follow_each_other(pair: Pair) -> None:
+    setup, collector = _setup(pair), Collector()
+    setup.engine.submit(request(PROMPTS[0], stop=StopParams(40)), collector, 0)
+    while not any(report.round_shape for report in setup.reports):
+        setup.engine.step()
+    setup.reports.clear()
+    for key in (1, 2):
+        setup.engine.submit(request(PROMPTS[key], stop=StopParams(40)), collector, key)
+        while not (key in collector.events and collector.token_ids(key)):
+            setup.engine.step()
+    assert {report.round_shape is None for report in setup.reports} == {True, False}
+    assert sum(report.host_gap_s for report in setup.reports) == 0.0
+    settle(setup.engine)
+
+
 def test_a_round_is_launched_when_the_last_one_is_about_to_end(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

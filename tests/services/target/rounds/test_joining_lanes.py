@@ -56,6 +56,7 @@ def _steps(
         attachments=unused,
         committer=unused,
         clock=unused,
+        host_gap=unused,
         forget=unused,
         runs_ahead=True,
     )
