@@ -107,20 +107,25 @@ class HurtPass:
 
     Attributes:
         since_s: when it was.
+        concurrency: answers at a time.
     """
 
     name: str
     whole: Pass
     since_s: float
+    concurrency: int
 
     @property
     def tokens_per_s(self) -> float:
-        """From the hurt to the last token."""
-        times = [each for answer in self.whole.answers for each in answer.arrivals]
-        after = [(at_s, count) for at_s, count in times if at_s > self.since_s]
-        if not after:
+        """From the hurt until fewer answers are left than run at a time: a smaller batch makes
+        fewer tokens a step."""
+        ends_s = sorted(answer.arrivals[-1][0] for answer in self.whole.answers)
+        until_s = ends_s[-self.concurrency]
+        if until_s <= self.since_s:
             return 0.0
-        return sum(count for _, count in after) / (max(at_s for at_s, _ in after) - self.since_s)
+        times = (each for answer in self.whole.answers for each in answer.arrivals)
+        num_tokens = sum(count for at_s, count in times if self.since_s < at_s <= until_s)
+        return num_tokens / (until_s - self.since_s)
 
     @property
     def longest_pause_s(self) -> float:
@@ -143,8 +148,8 @@ def unhurt(name: str, whole: Pass, case: Case) -> HurtPass:
     for at_s, count in sorted(times):
         num_left -= count
         if num_left <= 0:
-            return HurtPass(name, whole, at_s)
-    return HurtPass(name, whole, math.inf)
+            return HurtPass(name, whole, at_s, case.concurrency)
+    return HurtPass(name, whole, math.inf, case.concurrency)
 
 
 def _num_before(case: Case) -> int:
@@ -177,7 +182,7 @@ class HurtBench:
         await trigger.done()
         if hurt.end is not None:
             await hurt.end(scene)
-        return HurtPass(hurt.name, whole, trigger.at_s)
+        return HurtPass(hurt.name, whole, trigger.at_s, self.case.concurrency)
 
 
 def report(case: Case, passes: Sequence[HurtPass], plain: Pass) -> str:

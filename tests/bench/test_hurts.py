@@ -33,19 +33,27 @@ def _pass(*arrivals: tuple[float, int], last_token: int = 1) -> Pass:
 
 def test_speed_and_pauses_are_those_since_the_hurt() -> None:
     whole = _pass((1.0, 4), (9.0, 4), (10.5, 4), (11.0, 2), (13.0, 4))
-    hurt = HurtPass("killed", whole, since_s=10.0)
+    hurt = HurtPass("killed", whole, since_s=10.0, concurrency=1)
     assert hurt.tokens_per_s == pytest.approx(10 / 3)
     assert hurt.longest_pause_s == 2.0
 
 
 def test_a_draft_that_was_never_hurt_has_no_speed() -> None:
-    assert HurtPass("killed", _pass((1.0, 4)), float("inf")).tokens_per_s == 0.0
+    assert HurtPass("killed", _pass((1.0, 4)), float("inf"), 1).tokens_per_s == 0.0
+
+
+def test_speed_is_that_of_a_whole_batch() -> None:
+    """The third answer begins when the first one ends; the second one is the last of a batch."""
+    ends = ((2.0, 8), (3.0, 8)), ((2.0, 4), (5.0, 4)), ((4.0, 2), (9.0, 2))
+    whole = Pass(tuple(Answer((1,), 1, arrivals) for arrivals in ends), 9.0, {})
+    assert HurtPass("killed", whole, since_s=1.0, concurrency=2).tokens_per_s == 26 / 4
+    assert HurtPass("killed", whole, since_s=1.0, concurrency=1).tokens_per_s == 28 / 8
 
 
 def test_answers_are_held_against_plain_ones() -> None:
     # Plain decoding counts from its 16th token on: 4 tokens in 2 s.
     plain = _pass((1.0, 10), (2.0, 6), (4.0, 4))
-    other = HurtPass("frozen", _pass((1.0, 1), (1.5, 4), last_token=2), 1.0)
+    other = HurtPass("frozen", _pass((1.0, 1), (1.5, 4), last_token=2), 1.0, 1)
     title, *rows = report(Case(0.0, 1), [other], plain).splitlines()
     assert title == "temperature 0, 1 at a time"
     assert rows[1].split()[-4:] == ["2.0", "1.00", "2000", "1/1"]
