@@ -124,7 +124,8 @@ def _take(
     if not is_current or assignment.is_stepping:
         assignment.attachment.counters.num_stale_candidates += 1
         assignment.stale_in_round = True
-        if is_current:
+        # A step that began with a tree needs no other: this one came twice.
+        if is_current and assignment.candidate is None:
             # The step began without this tree, but the tree came before the step's end. Such a
             # draft is worth waiting for, and the subtree below the round's tokens can be used.
             assignment.late_candidate = columns.candidate(place)

@@ -71,6 +71,21 @@ def test_answer_that_comes_before_the_end_of_its_round_says_how_fast_the_draft_i
     assert assignment.candidate is None, "the round is under way without it"
 
 
+def test_candidate_that_comes_twice_says_once_how_fast_the_draft_is() -> None:
+    attachments, attachment, sequence = with_one_draft()
+    offer(attachments, [make_candidate(sequence)], 0.0)
+    commit(attachments, sequence, (5,), was_verified=True)
+    assignment = attachments.assignments.get(sequence.sequence_id)
+    assert assignment is not None
+    assert assignment.verdict_s is not None
+    offer(attachments, [make_candidate(sequence)], assignment.verdict_s + 0.004)
+    attachments.readiness.begin_rounds([sequence])
+    offer(attachments, [make_candidate(sequence)], assignment.verdict_s + 5.0)
+    assert attachment.timeout.response_s == pytest.approx(0.004)
+    assert assignment.late_candidate is None
+    assert attachment.counters.num_stale_candidates == 1
+
+
 def test_candidate_pushed_ahead_that_comes_after_its_verdict_is_taken() -> None:
     attachments, attachment, sequence = with_one_draft()
     offer(attachments, [Candidate(1, 0, 2, TREE, candidate_id=1)], 0.0)
