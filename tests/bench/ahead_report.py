@@ -101,7 +101,7 @@ SPEED_NOTES = (
 def _speed_row(compared: Compared, mode: Mode) -> tuple[str, ...]:
     passes, middle = compared.passes(mode), compared.middle(mode)
     found = sorted(each.tokens_per_s for each in passes)
-    num_same = min(each.num_same(compared.plain) for each in passes)
+    worst = min(passes, key=lambda each: each.num_same(compared.plain))
     return (
         mode.name,
         f"{compared.speed(mode):.1f}",
@@ -112,7 +112,7 @@ def _speed_row(compared: Compared, mode: Mode) -> tuple[str, ...]:
         *hit_cells(mode, middle),
         _gap(middle),
         *("-" if mode.is_plain else f"{_bytes(middle, way):.0f}" for way in ("sent", "received")),
-        f"{num_same}/{len(middle.answers)}",
+        worst.same_answers(compared.plain),
     )
 
 

@@ -87,5 +87,5 @@ def _row(
         f"{middle.round_tokens:.2f}",
         f"{left_alone(middle):.0%}",
         *hit_cells(mode, middle),
-        f"{middle.num_same(direct.plain)}/{len(middle.answers)}",
+        middle.same_answers(direct.plain),
     )

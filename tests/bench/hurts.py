@@ -195,7 +195,7 @@ def report(case: Case, passes: Sequence[HurtPass], plain: Pass) -> str:
             f"{each.tokens_per_s:.1f}",
             f"{each.tokens_per_s / base.tokens_per_s:.2f}",
             f"{1e3 * each.longest_pause_s:.0f}",
-            f"{each.whole.num_same(plain)}/{len(each.whole.answers)}",
+            each.whole.same_answers(plain),
         )
         for each in (base, *passes)
     ]

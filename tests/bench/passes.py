@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from shared.tokens import TreeShape
 from tests.bench.pair import Pair
@@ -124,8 +125,22 @@ class Pass:
 
     def num_same(self, other: Pass) -> int:
         """Counts the answers that are the other's, token for token."""
-        pairs = zip(self.answers, other.answers, strict=True)
-        return sum(mine.token_ids == theirs.token_ids for mine, theirs in pairs)
+        return len(self.answers) - len(self._differences(other))
+
+    def same_answers(self, other: Pass) -> str:
+        """Returns how many answers are the other's, and for the rest the first token that is not:
+        number of the answer, number of the token, this token and the other's."""
+        same = f"{self.num_same(other)}/{len(self.answers)}"
+        return "; ".join((same, *self._differences(other)))
+
+    def _differences(self, other: Pass) -> list[str]:
+        differences: list[str] = []
+        for number, (mine, theirs) in enumerate(zip(self.answers, other.answers, strict=True)):
+            if mine.token_ids != theirs.token_ids:
+                pairs = list(zip_longest(mine.token_ids, theirs.token_ids))
+                place = next(k for k, (own, their) in enumerate(pairs) if own != their)
+                differences.append(f"{number}, token {place}: {pairs[place][0]}/{pairs[place][1]}")
+        return differences
 
 
 async def answer_all(

@@ -100,7 +100,7 @@ def test_a_row_says_speed_hits_gap_bytes_and_equal_answers() -> None:
     ]
     assert _cells(text, 4) == [
         *("3,1,4,", "8", "ahead", "300.0", "3.33", "200.0", "400.0", "2.00"),
-        *("75%", "0%", "25%", "300", "10", "20", "0/1"),
+        *("75%", "0%", "25%", "300", "10", "20", "0/1;", "0,", "token", "7:", "9/8"),
     ]
     assert text.endswith(
         "best synchronous split: 1.78 times plain; best ahead: 3.33 times plain, "
