@@ -48,7 +48,7 @@ ROOM_TOKENS = (NUM_ROUNDS + 4) * CHAIN.num_draft_tokens
 """Tokens of a sequence behind its context: those of a timed run, and of rounds under way."""
 COURSE_S = 20.0
 """Time for which the policy chooses steps."""
-_NUM_RUNS = 3
+NUM_RUNS = 3
 _GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -314,7 +314,7 @@ class ExpertRounds:
         """See `round_ms`; contexts are those of the plain steps, and a few tokens longer."""
         self._turn_to(shape, batch)
         self._rounds.capture(batch, RoundSampling.GREEDY)
-        return round_ms(self._rounds, lambda: self._place(batch), _NUM_RUNS)
+        return round_ms(self._rounds, lambda: self._place(batch), NUM_RUNS)
 
     def _turn_to(self, shape: TreeShape, batch: int) -> None:
         self._rounds.remove(self._rounds.sequence_ids)

@@ -30,6 +30,11 @@ PLAIN_MS = 10.0
 VOCAB_SIZE = 4096
 
 
+@pytest.fixture(autouse=True)
+def _few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_rounds, "NUM_RUNS", 1)
+
+
 @dataclass
 class World:
     """Time that passes with steps alone.

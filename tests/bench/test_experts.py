@@ -15,6 +15,7 @@ from shared.kernels.exchange import PeerSlots
 from shared.layers.experts import Experts
 from shared.layers.tensor_group import TensorGroup
 from shared.models.shard import Shard
+from tests.bench import expert_rounds
 from tests.bench import experts as program
 from tests.bench.expert_floors import expected_hits, tensors_of, weight_bytes, weights_a_row
 from tests.bench.expert_rounds import BATCHES
@@ -155,6 +156,7 @@ def test_a_shape_is_measured_from_its_command_on(
 
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (80 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(expert_rounds, "NUM_RUNS", 1)
     monkeypatch.setattr(program, "ShapeBench", on_cpu)
     monkeypatch.setattr(program, "_kernel_times", lambda work: "failed" if work() is None else "")
     shape = tiny(SHAPES[name])
