@@ -19,10 +19,16 @@ from shared.models.heads.mtp_loader import MtpLayer
 
 @dataclass(frozen=True, slots=True)
 class StepFloor:
-    """What a step of the target costs at least, and how many experts of a layer it hits."""
+    """What a step of the target costs at least.
+
+    Attributes:
+        hits: experts of a layer that its rows choose, on average.
+        expected_hits: that rows choose which know nothing of each other.
+    """
 
     ms: float
     hits: float
+    expected_hits: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,10 +175,10 @@ class RoundsLine:
         cells = (
             f"{self.batch}",
             f"{self.plain_ms:.2f}",
-            f"{self.plain.hits:.1f}",
+            f"{self.plain.hits:.1f} of {self.plain.expected_hits:.1f}",
             f"{self.round_ms:.2f}",
             f"{self.forward_ms:.2f}",
-            f"{self.forward.hits:.1f}",
+            f"{self.forward.hits:.1f} of {self.forward.expected_hits:.1f}",
             f"{self.num_tokens / self.batch:.2f}",
             f"{self.plain_rate:,.0f}",
             f"{self.rate:,.0f}",
@@ -194,10 +194,10 @@ class RoundsLine:
 HEADER = (
     "batch",
     "plain ms",
-    "experts hit",
+    "experts hit, of expected",
     "round ms",
     "target's forward ms",
-    "experts hit",
+    "experts hit, of expected",
     "tokens a round",
     "plain tokens/s",
     "rounds tokens/s",
@@ -233,7 +233,8 @@ class ExpertRounds:
         self._counts = spread_counts(TOKENS_A_ROUND - 1.0, CHAIN.num_steps, max(BATCHES))
         pool, device = runner.pool, runner.device
         self._num_pages = pages_each(shape.context, pool.page_size)
-        self._acceptance = SimulatedAcceptance(self._counts, device)
+        vocab_size = runner.decoder.config.vocab_size
+        self._acceptance = SimulatedAcceptance(self._counts, vocab_size, device)
         self._head_pool = KvPool(head.kv_layout(pool.page_size), pool.num_pages, device)
         self._head_pool.storage.normal_()
         size = (pool.num_leased_pages * pool.page_size, head.feature_spec.width)

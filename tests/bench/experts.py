@@ -285,10 +285,9 @@ class ShapeBench:
             return None
 
     def _step(self, name: str, batch: ForwardBatch, sequences: Sequence[SequenceRows]) -> Line:
-        count, expected = len(self.decoder.layers), self._expected_hits(batch)
-        floor = self._floor(batch, sequences)
+        count, floor = len(self.decoder.layers), self._floor(batch, sequences)
         time_ms = self._clock(self._repeated(batch, sequences))
-        note = f"experts hit {floor.hits:.1f}, {expected:.1f} expected; "
+        note = f"experts hit {floor.hits:.1f}, {floor.expected_hits:.1f} expected; "
         head = sum(tensor.nbytes for tensor in tensors_of(self.decoder.lm_head))
         head_ms = head / self.rates.bandwidth
         own_ms, own_floor_ms = (time_ms - head_ms) / count, (floor.ms - head_ms) / count
@@ -296,22 +295,19 @@ class ShapeBench:
         return Line(name, time_ms, floor.ms, f"{note}{own_ms / own_floor_ms:.2f} ×")
 
     def _floor(self, batch: ForwardBatch, sequences: Sequence[SequenceRows]) -> StepFloor:
+        routing, num_rows = self._routing(), len(batch.token_ids)
+        expected = expected_hits(routing.num_experts, routing.num_chosen, num_rows)
         if self.decoder.group is None:
             hits: list[float] = [*experts_hit(self.decoder, self.runner.pool, batch)]
         else:
-            expected = self._expected_hits(batch) / self._routing().num_experts
             hits = [
-                expected * layer.mlp.gate_up.num_experts
+                expected * layer.mlp.gate_up.num_experts / routing.num_experts
                 for layer in self.decoder.layers
                 if isinstance(layer.mlp, Experts)
             ]
         floor_ms = weight_bytes(self.decoder, hits) / self.rates.bandwidth
         floor_ms += self._attention_ms(sequences) + self._states_ms(sequences)
-        return StepFloor(floor_ms, sum(hits) / len(hits))
-
-    def _expected_hits(self, batch: ForwardBatch) -> float:
-        routing = self._routing()
-        return expected_hits(routing.num_experts, routing.num_chosen, len(batch.token_ids))
+        return StepFloor(floor_ms, sum(hits) / len(hits), expected)
 
     def _prefill(self, name: str, batch: ForwardBatch, sequences: Sequence[SequenceRows]) -> Line:
         config, rate = self.decoder.config, self.rates.operations

@@ -148,7 +148,9 @@ class RoundBench:
         return runner
 
     def _make_verification(self, *parts: Any) -> SimulatedVerification:
-        acceptance = SimulatedAcceptance([[NUM_ACCEPTED] * MAX_BATCH], CUDA)
+        counts = [[NUM_ACCEPTED] * MAX_BATCH] * NUM_ROUNDS
+        vocab_size = self._decoder.config.vocab_size
+        acceptance = SimulatedAcceptance(counts, vocab_size, CUDA)
         self._verification = SimulatedVerification.over(acceptance)(*parts)
         return self._verification
 

@@ -29,7 +29,8 @@ _TOKENS = 1000
 
 
 class SimulatedAcceptance:
-    """How many nodes of each slot's tree are accepted: first children, down to a given depth.
+    """How many nodes of each slot's tree are accepted: first children, down to a given depth. The
+    token behind them is a random one, so that sequences stay different and no path goes on.
 
     Args:
         counts: `[R][S]`, accepted nodes in a cycle of R rounds.
@@ -38,17 +39,24 @@ class SimulatedAcceptance:
         trees: the trees of the last round; None before the first.
     """
 
-    def __init__(self, counts: Sequence[Sequence[int]], device: torch.device) -> None:
-        self.counts, self.trees = counts, None
-        rows = torch.tensor(counts, dtype=torch.int32, device=device)
-        self._rounds = itertools.cycle(rows.unbind())
-
     trees: TreeRows | None
+
+    def __init__(
+        self, counts: Sequence[Sequence[int]], vocab_size: int, device: torch.device
+    ) -> None:
+        self.counts, self.trees = counts, None
+        rows = torch.tensor(counts, dtype=torch.int32)
+        draw = torch.Generator().manual_seed(5)
+        # Of each even token and the next one.
+        bonus = torch.randint(vocab_size // 2 * 2, rows.shape, generator=draw)
+        rounds = zip(rows.to(device).unbind(), bonus.to(device).unbind(), strict=True)
+        self._rounds = itertools.cycle(rounds)
 
     def accept(self, drawn: Tensor, trees: TreeRows) -> None:
         """Overwrites what the target drew, `[S, T]`, for the next round of the cycle."""
-        self.trees = trees
-        force_path(drawn, trees.token_ids, trees.parents, next(self._rounds)[: len(drawn)])
+        self.trees, (counts, bonus) = trees, next(self._rounds)
+        size = len(drawn)
+        force_path(drawn, trees.token_ids, trees.parents, counts[:size], bonus[:size])
 
 
 def level_rate(num_accepted: float, depth: int) -> float:
@@ -72,27 +80,35 @@ def spread_counts(num_accepted: float, depth: int, num_slots: int) -> list[list[
     return [list(each) for each in zip(*slots, strict=True)]
 
 
-def force_path(drawn: Tensor, token_ids: Tensor, parents: Tensor, counts: Tensor) -> None:
-    """Overwrites `drawn` `[S, T]` so that the first `counts` `[S]` first children are accepted."""
+def force_path(
+    drawn: Tensor, token_ids: Tensor, parents: Tensor, counts: Tensor, bonus: Tensor
+) -> None:
+    """Overwrites `drawn` `[S, T]` so that the first `counts` `[S]` first children are accepted, and
+    then `bonus` `[S]` is drawn, or the token beside it where a child has that."""
     if runs_triton(drawn):
         # Triton is not installed where there is no CUDA.
         from tests.bench.force_jit import force_path_fused
 
-        force_path_fused(drawn, token_ids, parents, counts)
+        force_path_fused(drawn, token_ids, parents, counts, bonus)
     else:
-        force_path_plain(drawn, token_ids, parents, counts)
+        force_path_plain(drawn, token_ids, parents, counts, bonus)
 
 
-def force_path_plain(drawn: Tensor, token_ids: Tensor, parents: Tensor, counts: Tensor) -> None:
+def force_path_plain(
+    drawn: Tensor, token_ids: Tensor, parents: Tensor, counts: Tensor, bonus: Tensor
+) -> None:
     """See `force_path`; on the CPU."""
-    rows = torch.arange(drawn.shape[1])
-    row = torch.zeros(len(drawn), dtype=torch.int64)
+    rows, every = torch.arange(drawn.shape[1]), torch.arange(len(drawn))
+    row = torch.zeros_like(every)
     for depth in range(int(counts.max())):
         is_child = (parents == row.unsqueeze(1)) & (rows > 0)
         child = is_child.int().argmax(dim=1)
         slots = torch.nonzero(is_child.any(dim=1) & (depth < counts)).squeeze(1)
         drawn[slots, row[slots]] = token_ids[slots, child[slots]]
         row[slots] = child[slots]
+    is_child = (parents == row.unsqueeze(1)) & (rows > 0)
+    clashes = (is_child & (token_ids == bonus.unsqueeze(1))).any(dim=1)
+    drawn[every, row] = torch.where(clashes, bonus ^ 1, bonus)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

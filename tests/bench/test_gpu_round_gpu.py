@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.speculation.tree import rows_of_parents
+from shared.speculation.tree import accept_rows, rows_of_parents
 from shared.tokens import SamplingParams, TreeShape
 from tests.bench.simulated_rounds import (
     SimulatedAcceptance,
@@ -34,7 +34,10 @@ def test_rounds_accept_the_simulated_nodes_in_turn(
 ) -> None:
     device = kernel_device()
     counts = [[*own, *[0] * 6] for own in COUNTS]
-    real, acceptance = round_fused.FusedRoundVerification, SimulatedAcceptance(counts, device)
+    real, acceptance = (
+        round_fused.FusedRoundVerification,
+        SimulatedAcceptance(counts, VOCAB_SIZE, device),
+    )
     simulated = SimulatedVerification.over(acceptance, real)
     monkeypatch.setattr(round_fused, "FusedRoundVerification", simulated)
     target = write_checkpoint(tmp_path / "target", shape=TinyShape(vocab_size=VOCAB_SIZE))
@@ -57,12 +60,18 @@ def test_paths_are_those_of_plain_torch() -> None:
     parents = (torch.rand((5, 9), generator=draw) * torch.arange(9)).long()
     tree = rows_of_parents(new(0, 90), parents, 4)
     counts = torch.tensor([0, 1, 2, 3, 8], dtype=torch.int32)
-    drawn = new(100, 190)
+    drawn, bonus = new(100, 190), torch.arange(200, 205)
+    bonus[0] = tree.token_ids[0, 1]  # a child of the root, with which the path would go on
     forced, device = drawn.clone(), kernel_device()
     on_device = drawn.to(device)
-    force_path_plain(forced, tree.token_ids, tree.parents, counts)
-    given = [each.to(device) for each in (tree.token_ids, tree.parents, counts)]
+    force_path_plain(forced, tree.token_ids, tree.parents, counts, bonus)
+    given = [each.to(device) for each in (tree.token_ids, tree.parents, counts, bonus)]
     force_jit.force_path_fused(on_device, *given)
     assert torch.equal(on_device.cpu(), forced)
-    assert ((forced < 100).sum(dim=1) <= counts).all()
-    assert (forced < 100).any(dim=1).tolist() == [False, True, True, True, True]
+    assert forced[0, 0] == bonus[0] ^ 1
+    accepted = accept_rows(tree, forced, 4)
+    assert accepted.counts[:3].tolist() == [0, 1, 2]
+    # The other paths end at leaves.
+    ends = accepted.rows.gather(1, accepted.counts.unsqueeze(1))[3:]
+    assert (ends > 0).all()
+    assert not (tree.parents[3:, 1:] == ends).any()
