@@ -13,6 +13,22 @@ from shared.kv.pool import KvPool
 from shared.layers.experts import Experts, Router
 from shared.layers.tensor_group import TensorGroup
 from shared.models.decoder import Decoder
+from shared.models.heads.head import DraftHead
+from shared.models.heads.mtp_loader import MtpLayer
+
+
+@dataclass(frozen=True, slots=True)
+class StepFloor:
+    """What a step of the target costs at least.
+
+    Attributes:
+        hits: experts of a layer that its rows choose, on average.
+        expected_hits: that rows choose which know nothing of each other.
+    """
+
+    ms: float
+    hits: float
+    expected_hits: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +74,15 @@ def weight_bytes(decoder: Decoder, hits: Sequence[float]) -> float:
     return _total(decoder, hits, lambda tensor: tensor.nbytes)
 
 
+def level_bytes(head: DraftHead, hits: float) -> float:
+    """Returns the bytes of weights that a pass of a next-token layer reads, which hits so many
+    experts, the lm_head's included."""
+    layer = head.layers[0]
+    assert isinstance(layer, MtpLayer)
+    own = sum(tensor.nbytes for tensor in tensors_of((layer, head.vocabulary.lm_head)))
+    return own + _unread(layer.block.mlp, hits, lambda tensor: tensor.nbytes)
+
+
 def weights_a_row(decoder: Decoder) -> float:
     """Returns how many weights multiply one row, the lm_head's left out; where experts are spread,
     of those here on average."""
@@ -79,13 +104,17 @@ def _total(decoder: Decoder, hits: Sequence[float], size: Callable[[Tensor], int
     remaining = iter(hits)
     total = float(sum(map(size, tensors_of(decoder.lm_head))))
     for layer in decoder.layers:
-        own = sum(map(size, tensors_of(layer)))
+        total += sum(map(size, tensors_of(layer)))
         if isinstance(layer.mlp, Experts):
-            matrices = (layer.mlp.gate_up, layer.mlp.down)
-            experts = sum(map(size, tensors_of(matrices)))
-            own += experts * (next(remaining) / layer.mlp.gate_up.num_experts - 1.0)
-        total += own
+            total += _unread(layer.mlp, next(remaining), size)
     return total
+
+
+def _unread(mlp: object, hits: float, size: Callable[[Tensor], int]) -> float:
+    """Returns what the experts that are not hit take off the size of a layer, below 0."""
+    assert isinstance(mlp, Experts)
+    experts = sum(map(size, tensors_of((mlp.gate_up, mlp.down))))
+    return experts * (hits / mlp.gate_up.num_experts - 1.0)
 
 
 def tensors_of(part: object) -> Iterator[Tensor]:

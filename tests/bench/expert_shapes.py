@@ -9,6 +9,8 @@ from pathlib import Path
 from shared.model_options import Quantisation
 from shared.models.config import ModelConfig
 from shared.models.config_file import ConfigFile
+from shared.models.heads.mtp_loader import mtp_config
+from shared.models.loader import MtpLayers, MtpStyle
 from shared.models.scaled_weights import ScaleBlock
 
 
@@ -33,6 +35,8 @@ class ExpertShape:
         trees: nodes of the trees that are verified at batch 1.
         layers_most: layers that are built, as far as they fit.
         period: layers after which their kinds repeat; as many, or a multiple, are built.
+        mtp: style of its next-token layer; None if none is published. Qwen3-Next's is left out, as
+            rounds of a target with recurrent states need the states of whole contexts.
     """
 
     name: str
@@ -46,11 +50,21 @@ class ExpertShape:
     layers_most: int
     period: int = 1
     block: ScaleBlock | None = None
+    mtp: MtpStyle | None = None
 
     def config(self, num_layers: int) -> ModelConfig:
         """Returns the config of a model of so many of its layers."""
+        return ModelConfig.of(self._file(num_layers), self.architecture)
+
+    def mtp_layers(self, num_layers: int) -> tuple[ModelConfig, MtpLayers]:
+        """Returns config and keys of the next-token layer of such a model."""
+        assert self.mtp is not None
+        layers = MtpLayers(self.mtp, (f"{self.mtp.value}{num_layers}.",))
+        return mtp_config(self.config(num_layers), self._file(num_layers), layers), layers
+
+    def _file(self, num_layers: int) -> ConfigFile:
         values = {**self.values, "num_hidden_layers": num_layers, "tie_word_embeddings": False}
-        return ModelConfig.of(ConfigFile(Path(self.name), values), self.architecture)
+        return ConfigFile(Path(self.name), values)
 
 
 QWEN3_30B = ExpertShape(
@@ -103,6 +117,7 @@ GLM_45_AIR = ExpertShape(
     trees=(8, 32),
     prompt=Prompt(8, 2048),
     layers_most=46,
+    mtp=MtpStyle.DEEPSEEK,
 )
 # Its first three layers are dense; those that are measured have experts.
 DEEPSEEK_V3 = ExpertShape(
@@ -136,6 +151,7 @@ DEEPSEEK_V3 = ExpertShape(
     prompt=Prompt(1, 2048),
     layers_most=58,
     block=ScaleBlock(128, 128),
+    mtp=MtpStyle.DEEPSEEK,
 )
 QWEN3_NEXT = ExpertShape(
     name="qwen3-next-80b-a3b",

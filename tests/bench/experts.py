@@ -1,7 +1,7 @@
 """Speed of mixtures of experts, each forward beside the floor of the same run.
 
     python -m tests.bench.experts [--shapes qwen3-30b-a3b glm-4.5-air deepseek-v3
-        qwen3-next-80b-a3b] [--no-kernels] [--tp-size N [--ep] [--enable-dp-attention]]
+        qwen3-next-80b-a3b] [--no-kernels] [--rounds | --tp-size N [--ep] [--enable-dp-attention]]
 
 On one GPU, or on several that share the matrices (`--tp-size`), have experts of their own (`--ep`)
 or sequences of their own (`--enable-dp-attention`), which are dealt out in turn; floors are then
@@ -15,6 +15,9 @@ recurrent states over the bandwidth of a large copy, and beside them the larger 
 cache and the arithmetic of attention over them, at the rate of a large product. That of a prompt is
 its arithmetic. Experts are hit as random weights have it: about evenly. Where the device's time
 goes is printed below each shape, by kernel.
+
+`--rounds` adds a table of speculative rounds with the shape's own next-token layer, see
+`expert_rounds`, for shapes that have a published one.
 """
 
 from __future__ import annotations
@@ -44,13 +47,17 @@ from shared.model_options import ModelOptions
 from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder
 from shared.models.decoder_weights import decoder_parts
+from shared.models.heads.head import DraftHead
 from shared.models.shard import WHOLE, Shard
+from shared.models.weights import WeightPart
 from shared.runtime.graphs import ForwardGraphs, GraphLimits
 from shared.runtime.lockstep import Leader, follow
 from shared.runtime.runner import ModelRunner
 from shared.telemetry.logs import LogFormat
+from tests.bench.aims import shape_name
 from tests.bench.device_clock import copy_bandwidth, device_ms, product_rate
 from tests.bench.expert_floors import (
+    StepFloor,
     attention_weights,
     expected_hits,
     experts_hit,
@@ -58,13 +65,23 @@ from tests.bench.expert_floors import (
     weight_bytes,
     weights_a_row,
 )
+from tests.bench.expert_rounds import (
+    BATCHES,
+    CHAIN,
+    HEADER,
+    ROOM_TOKENS,
+    TOKENS_A_ROUND,
+    ExpertRounds,
+    RoundsLine,
+    pages_each,
+)
 from tests.bench.expert_shapes import SHAPES, ExpertShape
 from tests.bench.forward_line import Line
-from tests.bench.random_weights import random_decoder
+from tests.bench.random_weights import mtp_parts_of, random_decoder, random_mtp
 from tests.helpers.attention_batches import chunk, tree, with_pages
 
 PAGE_SIZE = 16
-LIMIT_S = 120.0
+LIMIT_S, ROUNDS_LIMIT_S = 120.0, 100.0
 # Of the device's memory; the rest is for activations, graphs and what a layer is made from.
 _WEIGHTS_SHARE = 0.7
 _KERNELS_SHOWN = 9
@@ -86,8 +103,14 @@ class Rates:
         return cls(copy_bandwidth(), product_rate()) if device.type == "cuda" else cls(1.0, 1.0)
 
 
-def num_layers(shape: ExpertShape, device: torch.device, shard: Shard = WHOLE) -> int:
-    """Returns as many layers as fit on the devices, and no more than are asked for."""
+def num_layers(
+    shape: ExpertShape, device: torch.device, shard: Shard = WHOLE, *, has_rounds: bool = False
+) -> int:
+    """Returns as many layers as fit on the devices, and no more than are asked for.
+
+    Args:
+        has_rounds: there is a next-token layer, too.
+    """
     if device.type != "cuda":
         return shape.layers_most
     # A first dense layer is none of those that are counted.
@@ -99,10 +122,15 @@ def num_layers(shape: ExpertShape, device: torch.device, shard: Shard = WHOLE) -
     outside = 2 * (sizes[0] - 2 * a_period)
     config = shape.config(period)
     batch = -(-max(shape.batches) // _num_ranks(shard))
-    cache = batch * (shape.context + PAGE_SIZE) * _cache_bytes(config, shard)
+    tokens = batch * (shape.context + (ROOM_TOKENS if has_rounds else 0) + PAGE_SIZE)
+    cache = tokens * _cache_bytes(config, shard)
     if config.delta is not None:
         cache += batch * config.delta.state_bytes
     room = torch.cuda.mem_get_info(device)[0] * _WEIGHTS_SHARE - outside
+    if has_rounds:
+        own = sum(map(_size_of, mtp_parts_of(*shape.mtp_layers(period))))
+        # The layer, its cache, and the hidden states that it reads.
+        room -= own * itemsize + cache / period + 2 * tokens * config.hidden_size
     most = int(room / (a_period * itemsize + cache)) * period
     return max(period, min(shape.layers_most, most))
 
@@ -113,8 +141,11 @@ def _num_ranks(shard: Shard) -> int:
 
 
 def _num_weights(config: ModelConfig, shard: Shard) -> int:
-    parts = decoder_parts(config, shard)
-    return sum(part.num_rows * math.prod(part.read_shape[1:]) for part in parts)
+    return sum(map(_size_of, decoder_parts(config, shard)))
+
+
+def _size_of(part: WeightPart) -> int:
+    return part.num_rows * math.prod(part.read_shape[1:])
 
 
 def _cache_bytes(config: ModelConfig, shard: Shard) -> int:
@@ -132,6 +163,10 @@ class ShapeBench:
         count: layers that are built.
         group: processes that share the model.
         leader: of rank 0.
+        has_rounds: rounds are measured, too.
+
+    Attributes:
+        head: the next-token layer; None without rounds.
     """
 
     def __init__(
@@ -142,6 +177,8 @@ class ShapeBench:
         clock: Callable[..., float],
         group: TensorGroup | None = None,
         leader: Leader | None = None,
+        *,
+        has_rounds: bool = False,
     ) -> None:
         self.shape = shape
         self._device, self._clock = device, clock
@@ -150,6 +187,9 @@ class ShapeBench:
         self.decoder = decoder = random_decoder(
             shape.config(count), device, options, group, shape.block
         )
+        self.head: DraftHead | None = None
+        if has_rounds:
+            self.head = random_mtp(*shape.mtp_layers(count), decoder, options, shape.block)
         self.runner = ModelRunner(*self._room(decoder), leader=leader)
 
     def _room(self, decoder: Decoder) -> tuple[Decoder, KvPool, ForwardGraphs | None]:
@@ -163,6 +203,9 @@ class ShapeBench:
             num_prompts * shape.prompt.num_tokens,
             shape.context + max(shape.trees),
         )
+        if self.head is not None:
+            num_tokens = PAGE_SIZE * pages_each(shape.context, PAGE_SIZE)
+            most_tokens = max(most_tokens, max(BATCHES) * num_tokens)
         pool = KvPool(
             decoder.kv_layout(PAGE_SIZE),
             most_tokens // PAGE_SIZE + batch + 2,
@@ -174,9 +217,11 @@ class ShapeBench:
         pool.storage.normal_()
         if device.type != "cuda":
             return decoder, pool, None
+        # Routing is measured with the rows of all trees as so many sequences.
+        most_rows = 64 if self.head is None else max(BATCHES) * CHAIN.num_draft_tokens
         limits = GraphLimits(
-            max_rows=64,
-            max_sequences=64,
+            max_rows=most_rows,
+            max_sequences=most_rows,
             max_tail_width=72,
             max_context_tokens=2 * shape.context,
         )
@@ -203,6 +248,14 @@ class ShapeBench:
         line = self._tried(name, [chunk(0, prompt.num_tokens)] * prompt.count, self._prefill)
         if line is not None:
             yield line
+
+    def rounds(self) -> Iterator[RoundsLine | str]:
+        """Yields the rows of the table of rounds; those that fail say why."""
+        assert self.head is not None
+        own = ExpertRounds(
+            self.shape, self.runner, self.head, self._clock, self._floor, self.rates.bandwidth
+        )
+        yield from own.lines()
 
     def kernels(self) -> Iterator[str]:
         """Yields, for forwards of each kind, the kernels that take most of the device's time."""
@@ -232,8 +285,17 @@ class ShapeBench:
             return None
 
     def _step(self, name: str, batch: ForwardBatch, sequences: Sequence[SequenceRows]) -> Line:
-        num_rows, count = len(batch.token_ids), len(self.decoder.layers)
-        routing = self._routing()
+        count, floor = len(self.decoder.layers), self._floor(batch, sequences)
+        time_ms = self._clock(self._repeated(batch, sequences))
+        note = f"experts hit {floor.hits:.1f}, {floor.expected_hits:.1f} expected; "
+        head = sum(tensor.nbytes for tensor in tensors_of(self.decoder.lm_head))
+        head_ms = head / self.rates.bandwidth
+        own_ms, own_floor_ms = (time_ms - head_ms) / count, (floor.ms - head_ms) / count
+        note += f"a layer {1e3 * own_ms:.0f} of {1e3 * own_floor_ms:.0f} us, "
+        return Line(name, time_ms, floor.ms, f"{note}{own_ms / own_floor_ms:.2f} ×")
+
+    def _floor(self, batch: ForwardBatch, sequences: Sequence[SequenceRows]) -> StepFloor:
+        routing, num_rows = self._routing(), len(batch.token_ids)
         expected = expected_hits(routing.num_experts, routing.num_chosen, num_rows)
         if self.decoder.group is None:
             hits: list[float] = [*experts_hit(self.decoder, self.runner.pool, batch)]
@@ -243,15 +305,9 @@ class ShapeBench:
                 for layer in self.decoder.layers
                 if isinstance(layer.mlp, Experts)
             ]
-        floor = weight_bytes(self.decoder, hits) / self.rates.bandwidth
-        floor += self._attention_ms(sequences) + self._states_ms(sequences)
-        time_ms = self._clock(self._repeated(batch, sequences))
-        note = f"experts hit {sum(hits) / len(hits):.1f}, {expected:.1f} expected; "
-        head = sum(tensor.nbytes for tensor in tensors_of(self.decoder.lm_head))
-        head_ms = head / self.rates.bandwidth
-        own_ms, own_floor_ms = (time_ms - head_ms) / count, (floor - head_ms) / count
-        note += f"a layer {1e3 * own_ms:.0f} of {1e3 * own_floor_ms:.0f} us, "
-        return Line(name, time_ms, floor, f"{note}{own_ms / own_floor_ms:.2f} ×")
+        floor_ms = weight_bytes(self.decoder, hits) / self.rates.bandwidth
+        floor_ms += self._attention_ms(sequences) + self._states_ms(sequences)
+        return StepFloor(floor_ms, sum(hits) / len(hits), expected)
 
     def _prefill(self, name: str, batch: ForwardBatch, sequences: Sequence[SequenceRows]) -> Line:
         config, rate = self.decoder.config, self.rates.operations
@@ -396,11 +452,14 @@ def shared_as(shard: Shard, group: TensorGroup) -> TensorGroup:
     return group.spreading(experts=shard.spreads_experts, sequences=shard.spreads_sequences)
 
 
-def measure(shape: ExpertShape, shard: Shard, *, has_kernels: bool) -> None:
+def measure(
+    shape: ExpertShape, shard: Shard, *, has_kernels: bool, has_rounds: bool = False
+) -> None:
     """Prints the table of one shape.
 
     Args:
         shard: rank 0's.
+        has_rounds: adds a table of rounds, where the shape has a next-token layer.
 
     Raises:
         SettingsError: the model cannot be cut so, or there are not as many GPUs.
@@ -408,10 +467,15 @@ def measure(shape: ExpertShape, shard: Shard, *, has_kernels: bool) -> None:
     device, start_s = torch.device("cuda"), time.perf_counter()
     torch.cuda.init()  # type: ignore[no-untyped-call]
     check_shard(shard, shape.config(shape.period))
-    count = num_layers(shape, device, shard)
+    if has_rounds and shape.mtp is None:
+        print(f"{shape.name}: no next-token layer, so no rounds", flush=True)
+        has_rounds = False
+    count = num_layers(shape, device, shard, has_rounds=has_rounds)
     if shard.size == 1:
-        bench = ShapeBench(shape, count, device, device_ms)
+        bench = ShapeBench(shape, count, device, device_ms, has_rounds=has_rounds)
         _report(bench, start_s, has_kernels=has_kernels)
+        if has_rounds:
+            report_rounds(bench, start_s)
         return
     ranks = Ranks(shard.size)
     devices = rank_devices(device.type, ranks)
@@ -446,6 +510,21 @@ def _report(bench: ShapeBench, start_s: float, *, has_kernels: bool) -> None:
     print(f"{shape.name}: {time.perf_counter() - start_s:.0f} s", flush=True)
 
 
+def report_rounds(bench: ShapeBench, start_s: float) -> None:
+    """Prints the table of rounds of one shape."""
+    shape, num_built = bench.shape, len(bench.decoder.layers)
+    print(
+        f"\n{shape.name}, rounds with its own next-token layer: {shape_name(CHAIN)}, greedy, "
+        f"{TOKENS_A_ROUND} tokens a round simulated, {num_built} of {shape.layers_most} layers, "
+        f"context {shape.context:,}, beside plain steps of the same batch; {bench.rates}\n"
+        f"| {' | '.join(HEADER)} |\n{'|---' * len(HEADER)}|",
+        flush=True,
+    )
+    for line in bench.rounds():
+        print(line, flush=True)
+    print(f"{shape.name}, with rounds: {time.perf_counter() - start_s:.0f} s", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench-experts", description=__doc__)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
@@ -455,10 +534,16 @@ def main() -> int:
     parser.add_argument(
         "--enable-dp-attention", action="store_true", help="each of them has sequences of its own"
     )
+    parser.add_argument(
+        "--rounds", action="store_true", help="measure rounds with the next-token layer, too"
+    )
     flags = parser.parse_args()
+    if flags.rounds and flags.tp_size > 1:
+        parser.error("--rounds are measured on one GPU")
     if len(flags.shapes) == 1:
         shard = Shard(0, flags.tp_size, flags.ep, flags.enable_dp_attention)
-        measure(SHAPES[flags.shapes[0]], shard, has_kernels=not flags.no_kernels)
+        has_kernels = not flags.no_kernels
+        measure(SHAPES[flags.shapes[0]], shard, has_kernels=has_kernels, has_rounds=flags.rounds)
         return 0
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     failed = 0
@@ -466,11 +551,12 @@ def main() -> int:
         words = [sys.executable, "-m", "tests.bench.experts", "--shapes", name]
         words += ["--no-kernels"] * flags.no_kernels + ["--ep"] * flags.ep
         words += ["--enable-dp-attention"] * flags.enable_dp_attention
-        words.append(f"--tp-size={flags.tp_size}")
+        words += [f"--tp-size={flags.tp_size}", *["--rounds"] * flags.rounds]
+        limit_s = LIMIT_S + ROUNDS_LIMIT_S * flags.rounds
         try:
-            failed |= subprocess.run(words, timeout=LIMIT_S, check=False).returncode
+            failed |= subprocess.run(words, timeout=limit_s, check=False).returncode
         except subprocess.TimeoutExpired:
-            print(f"{name}: not done after {LIMIT_S:.0f} s", flush=True)
+            print(f"{name}: not done after {limit_s:.0f} s", flush=True)
             failed = 1
     return failed
 

@@ -1,4 +1,4 @@
-"""Simulated acceptance: what the target drew is replaced along one path of each tree."""
+"""Simulated acceptance on a GPU; see `simulated_rounds.force_path`."""
 
 from __future__ import annotations
 
@@ -9,24 +9,31 @@ from torch import Tensor
 
 @triton.jit
 def force_kernel(
-    drawn, token_ids, parents, num_accepted, NUM_ROWS: tl.constexpr, BLOCK: tl.constexpr
+    drawn, token_ids, parents, counts, bonus, NUM_ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # type: ignore[no-untyped-def]
-    """Lets each row of the path draw its first child."""
+    """Lets each row of the path draw its first child, and the last row another token."""
     own = tl.program_id(0) * NUM_ROWS
     rows = tl.arange(0, BLOCK)
-    parent = tl.load(parents + own + rows, mask=(rows < NUM_ROWS) & (rows > 0), other=-1)
+    is_node = (rows < NUM_ROWS) & (rows > 0)
+    parent = tl.load(parents + own + rows, mask=is_node, other=-1)
+    tokens = tl.load(token_ids + own + rows, mask=is_node, other=-1)
     row = 0
-    for _ in range(num_accepted):
+    for _ in range(tl.load(counts + tl.program_id(0))):
         child = tl.min(tl.where(parent == row, rows, BLOCK), 0)
         if child < NUM_ROWS:
             tl.store(drawn + own + row, tl.load(token_ids + own + child))
             row = child
+    last = tl.load(bonus + tl.program_id(0))
+    clashes = tl.max(((parent == row) & (tokens == last)).to(tl.int32), 0)
+    tl.store(drawn + own + row, last ^ clashes)
 
 
-def force_path(drawn: Tensor, token_ids: Tensor, parents: Tensor, num_accepted: int) -> None:
-    """Overwrites `drawn` `[B, T]` so that the first `num_accepted` first children are accepted."""
+def force_path_fused(
+    drawn: Tensor, token_ids: Tensor, parents: Tensor, counts: Tensor, bonus: Tensor
+) -> None:
+    """See `simulated_rounds.force_path`, in one launch; `counts` is int32."""
     num_rows = drawn.shape[1]
     block = triton.next_power_of_2(num_rows)
     force_kernel[(len(drawn),)](
-        drawn, token_ids, parents, num_accepted, NUM_ROWS=num_rows, BLOCK=block, num_warps=1
+        drawn, token_ids, parents, counts, bonus, NUM_ROWS=num_rows, BLOCK=block, num_warps=1
     )

@@ -8,9 +8,8 @@ exactly three nodes and so commits four tokens, after all the work of a real dec
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,35 +26,27 @@ from shared.models.decoder import Decoder
 from shared.models.heads.config import HeadConfig, HeadKind
 from shared.models.heads.feature_spec import FeatureSpec
 from shared.models.heads.head import DraftHead, DraftVocabulary, Eagle3Layer
-from shared.runtime.round_fused import FusedRoundVerification
 from shared.runtime.round_head import OwnHead
 from shared.runtime.round_runner import RoundRunner
-from shared.runtime.round_state import NewLane, RoundSampling, RoundState
+from shared.runtime.round_state import RoundSampling
 from shared.runtime.tree_model import HeadModel
-from shared.speculation.tree import TreeRows
 from shared.tokens import SamplingParams, TreeShape
-from tests.bench.force_jit import force_path
 from tests.bench.round_line import RoundLine
+from tests.bench.simulated_rounds import (
+    NUM_ROUNDS,
+    SimulatedAcceptance,
+    SimulatedVerification,
+    place_all,
+    round_ms,
+)
 
 CUDA = torch.device("cuda")
 PAGE_SIZE = 16
 CONTEXT = 512
-NUM_ROUNDS = 64
 NUM_ACCEPTED = 3
+MAX_BATCH = 8
 DRAFT_VOCAB_SIZE = 32_000
 MAX_CONTEXT = 4096
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SimulatedVerification(FusedRoundVerification):
-    """Draws as ever, then has the first children accepted down to a fixed depth."""
-
-    def draw(
-        self, logits: Tensor, state: RoundState, tree: TreeRows, sampling: RoundSampling
-    ) -> Tensor:
-        drawn = FusedRoundVerification.draw(self, logits, state, tree, sampling).contiguous()
-        force_path(drawn, tree.token_ids, tree.parents, NUM_ACCEPTED)
-        return drawn
 
 
 def random_head(decoder: Decoder) -> DraftHead:
@@ -152,13 +143,20 @@ class RoundBench:
             shapes={tree: batch},
             max_context_tokens=MAX_CONTEXT,
         )
-        place_all(runner, batch, sampling)
+        self._place(runner, batch, sampling)
         runner.capture(batch, RoundSampling.of([sampling]))
         return runner
 
     def _make_verification(self, *parts: Any) -> SimulatedVerification:
-        self._verification = SimulatedVerification(*parts)
+        counts = [[NUM_ACCEPTED] * MAX_BATCH] * NUM_ROUNDS
+        vocab_size = self._decoder.config.vocab_size
+        acceptance = SimulatedAcceptance(counts, vocab_size, CUDA)
+        self._verification = SimulatedVerification.over(acceptance)(*parts)
         return self._verification
+
+    def _place(self, runner: RoundRunner, batch: int, sampling: SamplingParams) -> None:
+        num_pages = MAX_CONTEXT // PAGE_SIZE // 4
+        place_all(runner, batch, sampling, context=CONTEXT, num_pages=num_pages)
 
     def line(self, tree: TreeShape, batch: int, sampling: SamplingParams) -> RoundLine:
         """Measures one kind of round and returns its row of the table."""
@@ -172,18 +170,18 @@ class RoundBench:
             captured.drawn.copy_(draw(captured.logits, captured.state, rows, kind))
             captured.commit.replay()
 
-        round_ms, tokens = _round_ms(runner)
-        place_all(runner, batch, sampling)
+        time_ms, tokens = round_ms(runner)
+        self._place(runner, batch, sampling)
         # Replayed alone, the draft leaves the state as it is; the verification moves on.
         draft_ms, verification_ms = _replay_ms(captured.draft.replay), _replay_ms(verify)
-        place_all(runner, batch, sampling)
-        gap_us = 1e3 * (round_ms - _replayed_rounds_ms(captured.draft.replay, verify))
+        self._place(runner, batch, sampling)
+        gap_us = 1e3 * (time_ms - _replayed_rounds_ms(captured.draft.replay, verify))
         draft_floor_ms, verification_floor_ms = self._floors_ms(runner, batch)
         return RoundLine(
             tree=tree,
             batch=batch,
             temperature=sampling.temperature,
-            round_ms=round_ms,
+            round_ms=time_ms,
             draft_ms=draft_ms,
             draft_floor_ms=draft_floor_ms,
             verification_ms=verification_ms,
@@ -226,44 +224,15 @@ class RoundBench:
         F.linear(joined, projection)
 
 
-def place_all(runner: RoundRunner, batch: int, sampling: SamplingParams) -> None:
-    """Puts `batch` sequences of the first context into a runner, instead of those it has."""
-    num_pages = MAX_CONTEXT // PAGE_SIZE // 4
-    runner.remove(runner.sequence_ids)
-    for number in range(batch):
-        pages = range(1 + number * num_pages, 1 + (number + 1) * num_pages)
-        tokens = [(7 * place + number) % 1000 for place in range(CONTEXT)]
-        runner.place([NewLane(number, tokens, sampling, pages, pages, CONTEXT - 2)])
-
-
 def _replayed_rounds_ms(draft: Callable[[], None], verify: Callable[[], None]) -> float:
     """Returns the time of a round when the device is handed rounds and nothing else."""
-    num_rounds = NUM_ROUNDS // 4
 
     def rounds() -> None:
-        for _ in range(num_rounds):
+        for _ in range(NUM_ROUNDS):
             draft()
             verify()
 
-    return _replay_ms(rounds, repeats=3) / num_rounds
-
-
-def _round_ms(runner: RoundRunner) -> tuple[float, float]:
-    """Returns the wall time of a round whose result is read one round late, median of five runs,
-    and the tokens a round committed."""
-    times_ms: list[float] = []
-    num_tokens = 0
-    for _ in range(5):
-        runner.launch()
-        torch.cuda.synchronize()
-        start_s = time.perf_counter()
-        for _ in range(NUM_ROUNDS // 4):
-            runner.launch()
-            num_tokens = sum(len(each.token_ids) for each in runner.result())
-        torch.cuda.synchronize()
-        times_ms.append((time.perf_counter() - start_s) * 1e3 / (NUM_ROUNDS // 4))
-        runner.result()
-    return statistics.median(times_ms), num_tokens
+    return _replay_ms(rounds, repeats=3) / NUM_ROUNDS
 
 
 def _replay_ms(replay: Callable[[], object], repeats: int = 15) -> float:

@@ -14,7 +14,10 @@ from shared.model_options import ModelOptions
 from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder
 from shared.models.decoder_weights import decoder_parts
-from shared.models.loader import build_decoder
+from shared.models.heads.head import DraftHead
+from shared.models.heads.mtp_loader import build_mtp, mtp_parts
+from shared.models.heads.target_tensors import TargetTensors
+from shared.models.loader import MtpLayers, build_decoder
 from shared.models.scaled_weights import ScaleBlock, StoredLayout
 from shared.models.shard import shard_of
 from shared.models.weights import (
@@ -89,3 +92,28 @@ def random_decoder(
     """
     weights = RandomWeights(decoder_parts(config, shard_of(group)), torch.bfloat16, device, block)
     return build_decoder(config, weights, device, options, group)
+
+
+def mtp_parts_of(config: ModelConfig, layers: MtpLayers) -> tuple[WeightPart, ...]:
+    """Returns the tensors of next-token layers; they have experts where their model has some."""
+    keys = [f"{prefix}mlp.experts.0" for prefix in layers.prefixes if config.experts is not None]
+    return tuple(mtp_parts(config, layers, keys))
+
+
+def random_mtp(
+    config: ModelConfig,
+    layers: MtpLayers,
+    decoder: Decoder,
+    options: ModelOptions = ModelOptions(),  # noqa: B008 - frozen
+    block: ScaleBlock | None = None,
+) -> DraftHead:
+    """Returns next-token layers of normal weights, with the tables of `decoder`.
+
+    Args:
+        config: see `mtp_config`.
+        block: see `RandomWeights`.
+    """
+    dtype, device = decoder.dtype, decoder.device
+    weights = RandomWeights(mtp_parts_of(config, layers), dtype, device, block)
+    target = TargetTensors.of_decoder(decoder, dtype)
+    return build_mtp(config, layers, weights, target, device, options)

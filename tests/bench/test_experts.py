@@ -15,8 +15,10 @@ from shared.kernels.exchange import PeerSlots
 from shared.layers.experts import Experts
 from shared.layers.tensor_group import TensorGroup
 from shared.models.shard import Shard
+from tests.bench import expert_rounds
 from tests.bench import experts as program
 from tests.bench.expert_floors import expected_hits, tensors_of, weight_bytes, weights_a_row
+from tests.bench.expert_rounds import BATCHES
 from tests.bench.expert_shapes import (
     DEEPSEEK_V3,
     GLM_45_AIR,
@@ -142,22 +144,30 @@ def test_rows_hit_more_experts_the_more_they_are() -> None:
     assert expected_hits(128, 8, 64) == pytest.approx(128 * (1 - (120 / 128) ** 64))
 
 
+@pytest.mark.parametrize("has_rounds", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_shape_is_measured_from_its_command_on(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, has_rounds: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As on a GPU, with the sizes of its memory; the forwards run on the CPU."""
 
-    def on_cpu(shape: ExpertShape, count: int, *_: object) -> ShapeBench:
-        return ShapeBench(shape, count, CPU, _run_once)
+    def on_cpu(shape: ExpertShape, count: int, *_: object, has_rounds: bool) -> ShapeBench:
+        return ShapeBench(shape, count, CPU, _run_once, has_rounds=has_rounds)
 
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (80 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(expert_rounds, "NUM_RUNS", 1)
     monkeypatch.setattr(program, "ShapeBench", on_cpu)
     monkeypatch.setattr(program, "_kernel_times", lambda work: "failed" if work() is None else "")
     shape = tiny(SHAPES[name])
-    program.measure(shape, Shard(0, 1), has_kernels=True)
-    printed = capsys.readouterr().out
+    program.measure(shape, Shard(0, 1), has_kernels=True, has_rounds=has_rounds)
+    printed, _, rounds = capsys.readouterr().out.partition("rounds with its own")
+    if has_rounds and shape.mtp is None:
+        assert "no rounds" in printed
+    elif has_rounds:
+        assert f", {_count(shape)} of {_count(shape)} layers" in rounds
+        assert rounds.count("\n| ") == 1 + len(BATCHES)
+        assert "failed" not in rounds
     assert f"{_count(shape)} of {_count(shape)} layers" in printed
     assert printed.count("\n| ") == 1 + len(shape.batches) + len(shape.trees) + 1
     assert f"batch {max(shape.batches)}: " in printed

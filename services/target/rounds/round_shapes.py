@@ -57,6 +57,8 @@ def capacities(shapes: Iterable[TreeShape], max_sequences: int) -> dict[TreeShap
 
 
 _NUM_TIMED = 3
+_NUM_ROUNDS_AHEAD = 4
+"""Rounds timed back to back where trees grow ahead, because the draft works on behind each."""
 # On a CPU there are no graphs, one a size, to measure, and a few sizes are enough.
 _TIMED_SIZES = (1, 4, 16)
 
@@ -74,11 +76,29 @@ class StepTimer:
 
     def plain(self, max_sequences: int) -> dict[int, float]:
         """Returns the seconds of a plain step by number of sequences."""
-        routing = RoutingCosts(self.runner, self.seconds)
-        return {
-            count: self._plain_s(count) + routing.extra_s(count, 1)
-            for count in self.sizes(max_sequences)
-        }
+        return {count: self.plain_s(count) for count in self.sizes(max_sequences)}
+
+    def plain_s(self, count: int) -> float:
+        """Returns the seconds of a plain step of different sequences."""
+        runner = self.runner
+        batch = empty_decode_batch(count, runner.page_size, runner.device)
+        empty_s = self.seconds(lambda: runner.run(batch).logits.argmax(dim=-1))
+        return empty_s + self._routing.extra_s(count, 1)
+
+    def round_s(self, rounds: RoundRunner, shape: TreeShape, count: int) -> float:
+        """Returns the seconds of a round of different sequences.
+
+        Args:
+            rounds: without sequences, turned to `shape`.
+        """
+        num_rounds = _NUM_ROUNDS_AHEAD if shape.is_ahead else 1
+
+        def run() -> None:
+            for _ in range(num_rounds):
+                rounds.run_empty(count, RoundSampling.DRAWN, is_ahead=shape.is_ahead)
+
+        empty_s = self.seconds(run) / num_rounds
+        return empty_s + self._routing.extra_s(count, shape.num_draft_tokens)
 
     def seconds(self, step: Callable[[], object]) -> float:
         """Returns the shortest time of a few runs of a step on the device, after a first one that
@@ -93,10 +113,9 @@ class StepTimer:
             shortest_s = min(shortest_s, time.perf_counter() - began_s)
         return shortest_s
 
-    def _plain_s(self, count: int) -> float:
-        runner = self.runner
-        batch = empty_decode_batch(count, runner.page_size, runner.device)
-        return self.seconds(lambda: runner.run(batch).logits.argmax(dim=-1))
+    @property
+    def _routing(self) -> RoutingCosts:
+        return RoutingCosts(self.runner, self.seconds)
 
     def _wait(self) -> None:
         if self._is_cuda:
@@ -157,10 +176,6 @@ CAPTURED_KINDS = (RoundSampling.GREEDY, RoundSampling.DRAWN)
 def round_sizes(max_sequences: int) -> list[int]:
     """Returns the numbers of sequences for which rounds are prepared, ascending."""
     return sorted({min(size, max_sequences) for size in ROUND_SIZES})
-
-
-_NUM_ROUNDS_AHEAD = 4
-"""Rounds timed back to back where trees grow ahead, because the draft works on behind each."""
 
 
 class RoundShapes:
@@ -261,12 +276,10 @@ class RoundShapes:
 
     def _measure(self) -> CostTable:
         timer = StepTimer(self._target)
-        routing = RoutingCosts(self._target, timer.seconds)
         table = CostTable(timer.plain(self.max_sequences))
         for shape in self._turning():
             table.rounds[shape] = {
-                count: self._round_s(timer, shape, count)
-                + routing.extra_s(count, shape.num_draft_tokens)
+                count: timer.round_s(self.runner, shape, count)
                 for count in timer.sizes(self._capacities[shape])
             }
         return table
@@ -278,15 +291,6 @@ class RoundShapes:
             self.turn_to(shape)
             yield shape
         self.turn_to(current)
-
-    def _round_s(self, timer: StepTimer, shape: TreeShape, count: int) -> float:
-        num_rounds = _NUM_ROUNDS_AHEAD if shape.is_ahead else 1
-
-        def run() -> None:
-            for _ in range(num_rounds):
-                self.runner.run_empty(count, RoundSampling.DRAWN, is_ahead=shape.is_ahead)
-
-        return timer.seconds(run) / num_rounds
 
     def _capture_all(self) -> None:
         """Captures all graphs that rounds may need, so that none is captured under traffic. The

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -145,7 +145,7 @@ def load_mtp(
     )
     tensors = read_weights(
         checkpoint,
-        tuple(_parts(config, layers, checkpoint)),
+        tuple(mtp_parts(config, layers, checkpoint.files)),
         ignored_prefixes=[key for key in checkpoint.files if not key.startswith(own_prefixes)],
         ignored_suffixes=(*IGNORED_SUFFIXES, *_SHARED_SUFFIXES),
         dtype=dtype,
@@ -153,6 +153,22 @@ def load_mtp(
         stays=stays_stored(options.quantisation, dtype, device),
         pace=pace,
     )
+    return build_mtp(config, layers, tensors, target, device, options)
+
+
+def build_mtp(
+    config: ModelConfig,
+    layers: MtpLayers,
+    tensors: WeightTensors,
+    target: TargetTensors,
+    device: torch.device,
+    options: ModelOptions,
+) -> DraftHead:
+    """Returns the head of `tensors`, which are named by `mtp_parts`; removes them from the dict.
+
+    Args:
+        config: see `mtp_config`.
+    """
     embedding = target.embedding()
     lm_head, indices = Linear.of(target.lm_head()), range(len(layers.prefixes))
     norms = [norm_from(config, tensors, f"layers.{index}.state_norm") for index in indices]
@@ -160,7 +176,9 @@ def load_mtp(
     head_norms = tuple(norms) if config.family.has_raw_mtp else ()
     head = DraftHead(
         config=config,
-        feature_spec=FeatureSpec((target.config.mtp_feature_layer,), dtype, config.hidden_size),
+        feature_spec=FeatureSpec(
+            (target.config.mtp_feature_layer,), tensors.dtype, config.hidden_size
+        ),
         fusion=None,
         embedding=embedding,
         layers=tuple(
@@ -196,7 +214,7 @@ def _config(folder: Path, layers: MtpLayers, target: ModelConfig) -> ModelConfig
             f"{file.path}: mtp_use_dedicated_embeddings is true; next-token layers read the "
             f"target's embeddings"
         )
-    config = _mtp_config(ModelConfig.from_folder(folder), file, layers)
+    config = mtp_config(ModelConfig.from_folder(folder), file, layers)
     for key, value, expected in (
         ("hidden_size", config.hidden_size, target.hidden_size),
         ("vocab_size", config.vocab_size, target.vocab_size),
@@ -206,7 +224,7 @@ def _config(folder: Path, layers: MtpLayers, target: ModelConfig) -> ModelConfig
     return config
 
 
-def _mtp_config(config: ModelConfig, file: ConfigFile, layers: MtpLayers) -> ModelConfig:
+def mtp_config(config: ModelConfig, file: ConfigFile, layers: MtpLayers) -> ModelConfig:
     """Returns the config of the next-token layers alone, made from their decoder's config.
 
     Those of MiMo-V2-Flash and Step-3.5 all have a sliding window; Step-3.5's config lists them
@@ -243,10 +261,18 @@ def _mtp_config(config: ModelConfig, file: ConfigFile, layers: MtpLayers) -> Mod
     )
 
 
-def _parts(config: ModelConfig, layers: MtpLayers, checkpoint: Checkpoint) -> Iterator[WeightPart]:
+def mtp_parts(
+    config: ModelConfig, layers: MtpLayers, keys: Collection[str]
+) -> Iterator[WeightPart]:
+    """Yields every tensor of the next-token layers.
+
+    Args:
+        config: see `mtp_config`.
+        keys: keys of the checkpoint, which say whether the layers have experts.
+    """
     assert layers.style is not None
     hidden = config.hidden_size
-    has_stacks = DecoderKeys.of(checkpoint.files).has_stacks
+    has_stacks = DecoderKeys.of(keys).has_stacks
     for index, prefix in enumerate(layers.prefixes):
         target = f"layers.{index}."
         # Qwen's layers share these tensors.
@@ -256,18 +282,18 @@ def _parts(config: ModelConfig, layers: MtpLayers, checkpoint: Checkpoint) -> It
             part = WeightPart(
                 f"{source}{key}.weight", shape, f"{target}{name}", may_stay=name == "projection"
             )
-            yield _with_stored_key(part, checkpoint)
-        has_experts = any(key.startswith(f"{prefix}mlp.experts.") for key in checkpoint.files)
+            yield _with_stored_key(part, keys)
+        has_experts = any(key.startswith(f"{prefix}mlp.experts.") for key in keys)
         for part in layer_parts(
             config, prefix, target, layer=index, has_experts=has_experts, has_stacks=has_stacks
         ):
-            yield _with_stored_key(part, checkpoint)
+            yield _with_stored_key(part, keys)
 
 
-def _with_stored_key(part: WeightPart, checkpoint: Checkpoint) -> WeightPart:
+def _with_stored_key(part: WeightPart, keys: Collection[str]) -> WeightPart:
     """Returns the part with the key that the checkpoint has for it, which may be an alias."""
     aliases = [part.key.replace(*names) for names in _ALIASES]
-    key = next((alias for alias in aliases if alias in checkpoint.files), part.key)
+    key = next((alias for alias in aliases if alias in keys), part.key)
     return replace(part, key=key)
 
 
