@@ -510,13 +510,15 @@ class FusedLayeredDraft(FusedCode, LayeredDraft):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedRoundDraft(FusedCode, RoundDraft):
-    """Norms and residual sums of the head are fused into its kernels."""
+    """Norms and residual sums of a `SplitHeadLayer` are fused into its kernels."""
 
     def level(
         self, batch: ForwardBatch, hidden: Tensor, sources: Tensor | None, wanted: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         head, layer = self.head, self.head.layers[0]
-        assert isinstance(layer, SplitHeadLayer)
+        if not isinstance(layer, SplitHeadLayer):
+            states, _ = RoundDraft.level(self, batch, hidden, sources, wanted)
+            return states, head.vocabulary.normed(states)
         rows = HeadRows(batch.token_ids, head.embedding, hidden, sources)
         stream, update = layer.advance(rows, self._context(batch))
         norm = layer.state_norm or next(iter(head.vocabulary.norms), None)

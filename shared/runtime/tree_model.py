@@ -17,7 +17,7 @@ from shared.layers.tensor_group import TensorGroup
 from shared.models.decoder import Decoder
 from shared.models.heads.dflash import DflashHead
 from shared.models.heads.feature_spec import FeatureSpec
-from shared.models.heads.head import DraftHead, SplitHeadLayer
+from shared.models.heads.head import DraftHead
 from shared.runtime.round_batches import RoundBatches, RoundShape
 from shared.runtime.tree_draft import (
     BlockDraft,
@@ -183,8 +183,8 @@ class HeadModel(_AnyHead, TreeModel):
         self, batches: RoundBatches, source_rows: Tensor | None, kind: PassKind = PassKind()
     ) -> RoundDraft:
         assert source_rows is not None, "a head reads features"
-        draft, is_split = RoundDraft, isinstance(self.head.layers[0], SplitHeadLayer)
-        if is_split and not kind.is_plain:
+        draft = RoundDraft
+        if not kind.is_plain:
             draft = fastest(RoundDraft, batches.shape, self.pool.device)
         return draft(self.head, self.pool, batches, source_rows, kind.is_split)
 

@@ -87,7 +87,7 @@ def load_block_pair(target: Path, folder: Path, head: TinyDflash, device: torch.
     )
 
 
-def load_layered_pair(folder: Path, mtp: TinyMtp, device: torch.device) -> Pair:
+def load_mtp_pair(folder: Path, mtp: TinyMtp, device: torch.device) -> Pair:
     """Does the same as `load_pair` for a target with its own next-token layers."""
     write_mtp(folder, mtp)
     tensors = TargetFolder(folder, dtype=torch.float32, device=device)

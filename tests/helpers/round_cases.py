@@ -15,7 +15,7 @@ from tests.helpers.device_rounds import (
     DeviceRounds,
     Pair,
     load_block_pair,
-    load_layered_pair,
+    load_mtp_pair,
     load_pair,
     token_tree,
 )
@@ -45,10 +45,12 @@ HEADS = {
     ),
 }
 BLOCKS = TinyDflash(vocab_size=VOCAB_SIZE, mask_token_id=VOCAB_SIZE - 1)
-_LAYERED_TARGET = TinyShape(vocab_size=VOCAB_SIZE, num_layers=4)
+_MTP_TARGET = TinyShape(vocab_size=VOCAB_SIZE, num_layers=4)
+MTP = {"mtp": TinyMtp(shape=_MTP_TARGET), "mtp mimo": TinyMtp("mimo", shape=_MTP_TARGET)}
+"""Heads of one next-token layer, which draft trees."""
 LAYERED = {
-    "mtp 2": TinyMtp(num_layers=2, shape=_LAYERED_TARGET),
-    "mtp 3": TinyMtp("mimo", num_layers=3, shape=_LAYERED_TARGET),
+    "mtp 2": TinyMtp(num_layers=2, shape=_MTP_TARGET),
+    "mtp 3": TinyMtp("mimo", num_layers=3, shape=_MTP_TARGET),
 }
 """Heads of several layers, which draft chains in rounds."""
 TREE = TreeShape(3, 3, 9)
@@ -73,8 +75,8 @@ SAMPLINGS = {
 
 
 def load_pairs(factory: pytest.TempPathFactory, device: torch.device) -> dict[str, Pair]:
-    """Returns pairs by name: a small target with each of `HEADS` and `LAYERED`, with a head that
-    drafts blocks ("dflash"), and a target with linear attention ("recurrent")."""
+    """Returns pairs by name: a small target with each of `HEADS`, `MTP` and `LAYERED`, with a head
+    that drafts blocks ("dflash"), and a target with linear attention ("recurrent")."""
     shape = TinyShape(vocab_size=VOCAB_SIZE, num_layers=6)
     folder = write_checkpoint(factory.mktemp("target"), shape=shape)
     pairs = {
@@ -87,10 +89,11 @@ def load_pairs(factory: pytest.TempPathFactory, device: torch.device) -> dict[st
     recurrent = write_checkpoint(factory.mktemp("recurrent"), "qwen3_5", shape)
     pair = load_pair(recurrent, factory.mktemp("head"), HEADS["eagle3"], device)
     blocks = load_block_pair(folder, factory.mktemp("head"), BLOCKS, device)
-    layered = {
-        name: load_layered_pair(factory.mktemp(name), mtp, device) for name, mtp in LAYERED.items()
+    layers = {
+        name: load_mtp_pair(factory.mktemp(name), mtp, device)
+        for name, mtp in (MTP | LAYERED).items()
     }
-    return pairs | layered | {"recurrent": pair, "dflash": blocks}
+    return pairs | layers | {"recurrent": pair, "dflash": blocks}
 
 
 def prompts(count: int) -> list[list[int]]:

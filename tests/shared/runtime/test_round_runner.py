@@ -57,6 +57,8 @@ CASES = [
     *((head, TreeShape(5, 1, 6), "greedy") for head in ("eagle", "eagle3.1")),
     *((head, TREE, "mixed") for head in ("eagle", "eagle3.1", "recurrent")),
     *(("recurrent", shape, "sampled") for shape in (SMALL, TreeShape(5, 1, 6))),
+    *(("mtp", shape, "mixed") for shape in (TREE, TreeShape(5, 1, 6))),
+    *(("mtp mimo", shape, "sampled") for shape in (SMALL, TreeShape(3, 1, 4))),
     *(
         (name, shape, kind)
         for name in ("dflash", *LAYERED)
@@ -71,6 +73,7 @@ INTERPRETED = [
     ("eagle3", TreeShape(1, 1, 2), "cut"),
     ("eagle3", SMALL, "mixed"),
     ("recurrent", SMALL, "sampled"),
+    ("mtp mimo", SMALL, "sampled"),
     ("dflash", CHAINS[1], "sampled"),
     ("mtp 2", CHAINS[1], "sampled"),
 ]

@@ -15,6 +15,7 @@ from tests.helpers.round_cases import (
     GREEDY,
     HEADS,
     LAYERED,
+    MTP,
     NUM_ROUNDS,
     PAGE_SIZE,
     SAMPLINGS,
@@ -33,7 +34,9 @@ CUDA = torch.device("cuda")
 CASES = [
     *itertools.product(["eagle3"], SHAPES, ["greedy", "sampled", "mixed"]),
     *itertools.product(["dflash", *LAYERED], CHAINS, ["greedy", "sampled"]),
-    *itertools.product(["eagle", "eagle3.1", "recurrent"], [TreeShape(5, 1, 6), TREE], ["mixed"]),
+    *itertools.product(
+        ["eagle", "eagle3.1", "recurrent", *MTP], [TreeShape(5, 1, 6), TREE], ["mixed"]
+    ),
 ]
 
 
@@ -77,7 +80,7 @@ def test_first_round_may_read_the_end_of_a_prompt(pairs: dict[str, Pair], shape:
 
 # torch says of the mode itself that it is a prototype.
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@pytest.mark.parametrize("name", ["eagle3", "recurrent", "dflash", "mtp 3"])
+@pytest.mark.parametrize("name", ["eagle3", "mtp", "recurrent", "dflash", "mtp 3"])
 def test_a_launch_waits_for_nothing(pairs: dict[str, Pair], name: str) -> None:
     shape = CHAINS[0] if name in LAYERED else TREE
     rounds = DeviceRounds(pairs[name], shape, PAGE_SIZE, is_recorded=False)
