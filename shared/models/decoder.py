@@ -138,7 +138,7 @@ class Decoder:
         embedded, wanted = self._embed(batch.token_ids), frozenset(capture_layers)
         advance = self._run_layers if self.shard.num_stages == 1 else self._run_stages
         hidden, update = advance(embedded, context, wanted, captured)
-        captured[self.config.num_layers], normed = self.norm.add_parts(hidden, update)
+        captured[self.config.num_layers], normed = self.norm.add(hidden, update)
         features = tuple(captured[index] for index in capture_layers)
         return DecoderOutput(normed, features)
 

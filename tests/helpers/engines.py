@@ -158,6 +158,7 @@ def leases_over(pool: KvPool, num_pages: Sequence[int] | None = None) -> KvLease
             PageGroup(group.page_range[: count - 1])
             for group, count in zip(leases._groups, num_pages, strict=True)
         )
+        leases.num_pages = sum(num_pages) - len(num_pages)  # without padding pages
     return leases
 
 
