@@ -201,7 +201,15 @@ class Answer:
             record = RequestRecord(self._endpoint, self.plan, gateway.metrics, gateway.tracer)
             self._record = record
             try:
-                self._submit(record.traceparent)
+                for index, generation in enumerate(self.plan.generations):
+                    generation = replace(
+                        generation,
+                        traceparent=record.traceparent,
+                        timeout_s=gateway.settings.request_timeout_s,
+                        never_learnt=self._quota is not None and self._quota.never_learnt,
+                    )
+                    deliver = partial(self._inbox.put, index)
+                    self._routed.append(gateway.pool.submit(generation, self.plan.model, deliver))
                 await self.step()
                 yield
             except BaseException as raised:
@@ -212,17 +220,6 @@ class Answer:
                 num_output = record.end(self.choices, error)
                 if self._quota is not None and num_output:  # a request without output is free
                     self._quota.charge(self.plan.num_prompt_tokens + num_output)
-
-    def _submit(self, traceparent: str | None) -> None:
-        for index, generation in enumerate(self.plan.generations):
-            deliver = partial(self._inbox.put, index)
-            generation = replace(
-                generation,
-                traceparent=traceparent,
-                timeout_s=self._gateway.settings.request_timeout_s,
-                never_learnt=self._quota is not None and self._quota.never_learnt,
-            )
-            self._routed.append(self._gateway.pool.submit(generation, self.plan.model, deliver))
 
     async def step(self) -> Collection[Choice]:
         """Waits for events and applies them; returns the changed choices, each once.

@@ -183,7 +183,7 @@ class OpenRequests:
     def end(self, key: int, event: Event) -> None:
         """Ends a request, whether it is queued, running or unread; `event` is its last event."""
         self._stop(key)
-        self.stream.put(key, event)
+        self.stream.put([(key, event)])
 
     def cancel_all(self) -> None:
         """Cancels all open requests."""
