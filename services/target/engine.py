@@ -17,9 +17,9 @@ from torch import Tensor
 
 from services.target.drafts.attachment import Attachment, AttachmentStatus, Offer
 from services.target.drafts.feature_store import MAX_LAYERS, FeatureSpec
-from services.target.engine_gauges import EngineGauges
 from services.target.requests.request import EventSink, GenerationRequest
 from services.target.step_loop import StepLoop
+from services.target.step_report import EngineGauges
 from services.target.weight_control import WeightControl
 from services.target.weight_stager import RankStages
 from shared.candidate_columns import CandidateColumns
