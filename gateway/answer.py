@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ from gateway.metrics import RequestRecord
 from gateway.planner import Plan
 from gateway.pool import RoutedGeneration
 from shared.generation import Delta, PromptScored, Started
+from shared.rpc.lifecycle import Lifecycle
 
 if TYPE_CHECKING:
     from gateway.serving import Gateway
@@ -106,26 +107,20 @@ class Inbox:
 class OpenAnswers:
     """The open answers: one for each HTTP request, with any number of choices."""
 
-    def __init__(self) -> None:
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self._lifecycle = lifecycle
         self._answers: set[Answer] = set()
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    @property
-    def num_open(self) -> int:
-        return len(self._answers)
 
     @contextmanager
     def holding(self, answer: Answer) -> Iterator[None]:
         """Counts an answer as open."""
         self._answers.add(answer)
-        self._idle.clear()
+        self._lifecycle.count(1)
         try:
             yield
         finally:
             self._answers.discard(answer)
-            if not self._answers:
-                self._idle.set()
+            self._lifecycle.count(-1)
 
     def abort(self, request_id: str | None, owner: str | None = None) -> int:
         """Aborts the answers with this id or `x-request-id`; returns how many there were.
@@ -143,12 +138,6 @@ class OpenAnswers:
         for answer in matches:
             answer.abort()
         return len(matches)
-
-    async def wait_idle(self, grace_s: float) -> int:
-        """Waits until no answer is open, at most `grace_s` seconds; returns how many are left."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), grace_s)
-        return self.num_open
 
 
 class Answer:
@@ -201,7 +190,15 @@ class Answer:
             record = RequestRecord(self._endpoint, self.plan, gateway.metrics, gateway.tracer)
             self._record = record
             try:
-                self._submit(record.traceparent)
+                for index, generation in enumerate(self.plan.generations):
+                    generation = replace(
+                        generation,
+                        traceparent=record.traceparent,
+                        timeout_s=gateway.settings.request_timeout_s,
+                        never_learnt=self._quota is not None and self._quota.never_learnt,
+                    )
+                    deliver = partial(self._inbox.put, index)
+                    self._routed.append(gateway.pool.submit(generation, self.plan.model, deliver))
                 await self.step()
                 yield
             except BaseException as raised:
@@ -212,17 +209,6 @@ class Answer:
                 num_output = record.end(self.choices, error)
                 if self._quota is not None and num_output:  # a request without output is free
                     self._quota.charge(self.plan.num_prompt_tokens + num_output)
-
-    def _submit(self, traceparent: str | None) -> None:
-        for index, generation in enumerate(self.plan.generations):
-            deliver = partial(self._inbox.put, index)
-            generation = replace(
-                generation,
-                traceparent=traceparent,
-                timeout_s=self._gateway.settings.request_timeout_s,
-                never_learnt=self._quota is not None and self._quota.never_learnt,
-            )
-            self._routed.append(self._gateway.pool.submit(generation, self.plan.model, deliver))
 
     async def step(self) -> Collection[Choice]:
         """Waits for events and applies them; returns the changed choices, each once.

@@ -106,7 +106,7 @@ async def serve(settings: GatewaySettings, place: WorkerPlace | None = None) -> 
     stop = asyncio.Event()
     stop_on_signals(stop)
     gateway = _compose(settings, place)
-    hooks = AdminHooks(drain=gateway.open_answers.wait_idle, gauges=lambda: _gauges(gateway))
+    hooks = AdminHooks(drain=gateway.lifecycle.wait_idle, gauges=lambda: _gauges(gateway))
     info = ProcessInfo("gateway", gateway.version, gateway.start_time_s, shown_settings(settings))
     maintenance = await maintenance_server(info, gateway.lifecycle, hooks)
     app = create_app(gateway)
@@ -130,7 +130,7 @@ async def serve(settings: GatewaySettings, place: WorkerPlace | None = None) -> 
         await http.run_until(stop)
     finally:
         await gateway.lifecycle.drain()
-        await gateway.open_answers.wait_idle(settings.drain_grace_s)
+        await gateway.lifecycle.wait_idle(settings.drain_grace_s)
         for server in servers:
             await server.stop(_FLUSH_GRACE_S)
         await gateway.pool.close()
@@ -192,7 +192,7 @@ def stop_with_parent(stop: asyncio.Event) -> None:
 
 async def _gauges(gateway: Gateway) -> Mapping[str, float]:
     return {
-        "open_request_count": gateway.open_answers.num_open,
+        "open_request_count": gateway.lifecycle.num_open,
         "live_generation_count": gateway.pool.num_live,
         "waiting_generation_count": gateway.pool.num_waiting,
     }

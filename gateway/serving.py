@@ -46,7 +46,7 @@ class Gateway:
     metrics: GatewayMetrics = field(init=False)
     planner: Planner = field(init=False)
     lifecycle: Lifecycle = field(init=False, default_factory=lambda: Lifecycle([]))
-    open_answers: OpenAnswers = field(init=False, default_factory=OpenAnswers)
+    open_answers: OpenAnswers = field(init=False)
     schema_checks: SchemaChecks = field(init=False, default_factory=SchemaChecks)
     version: str = field(init=False, default_factory=package_version)
     start_time_s: float = field(init=False, default_factory=time.time)
@@ -54,6 +54,7 @@ class Gateway:
     def __post_init__(self) -> None:
         self.metrics = GatewayMetrics(self.pool, self.quotas)
         self.planner = Planner(self.text, self.settings)
+        self.open_answers = OpenAnswers(self.lifecycle)
 
     def target_admins(self) -> list[TargetAdmin]:
         """Returns the targets' maintenance ports.

@@ -171,7 +171,7 @@ class TargetLink:
     def cancel(self, request_id: int) -> None:
         """Cancels a request; does nothing when it has ended."""
         if self._forget(request_id):
-            self._unsent.put_nowait(cancel_message(request_id))
+            self._unsent.put_nowait(pb.SessionRequest(cancel=pb.Cancel(request_id=request_id)))
 
     async def ask_model(self) -> TargetModel | None:
         """Asks the target for its model, whose weights may have changed since the handshake, and
@@ -381,11 +381,6 @@ def submit_message(request_id: int, generation: Generation) -> pb.SessionRequest
     if generation.timeout_s is not None:
         submit.timeout_duration.FromNanoseconds(round(generation.timeout_s * 1e9))
     return pb.SessionRequest(submit=submit)
-
-
-def cancel_message(request_id: int) -> pb.SessionRequest:
-    """Returns the message that aborts a generation."""
-    return pb.SessionRequest(cancel=pb.Cancel(request_id=request_id))
 
 
 def model_from_message(message: pb.GetModelResponse, name: str) -> TargetModel:

@@ -72,9 +72,7 @@ class CandidateColumns:
 
     @classmethod
     def of(cls, candidates: Iterable[Candidate]) -> CandidateColumns:
-        """Returns candidates as columns; columns are returned as they are."""
-        if isinstance(candidates, CandidateColumns):
-            return candidates
+        """Returns candidates as columns."""
         return cls.of_rows([_row(candidate) for candidate in candidates])
 
     @classmethod

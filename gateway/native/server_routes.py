@@ -93,7 +93,7 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
             "status": gateway.lifecycle.state.value,
             "start_time": gateway.start_time_s,
             "models": sorted(gateway.pool.models()),
-            "open_request_count": gateway.open_answers.num_open,
+            "open_request_count": gateway.lifecycle.num_open,
             "targets": list(map(_target, gateway.pool.links, models)),
             # Load-testing tools read the mean acceptance length since start-up from here.
             "internal_states": [{"avg_spec_accept_length": speculation.mean_accepted_length}],
@@ -101,7 +101,7 @@ def add_server_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/load", tags=["server"])
     async def load() -> dict[str, int]:
-        return {"server_load": gateway.open_answers.num_open}
+        return {"server_load": gateway.lifecycle.num_open}
 
     @app.get("/v1/loads", tags=["server"])
     async def loads() -> dict[str, Any]:

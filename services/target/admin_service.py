@@ -10,11 +10,10 @@ from typing import Any
 
 from services.target.drafts.attachment import AttachmentStatus, IdleReason
 from services.target.engine import Engine
-from services.target.engine_gauges import EngineGauges
 from services.target.metrics import shape_figures, wanted_figures
 from services.target.requests.request_messages import duration_message
 from services.target.settings import TargetSettings
-from services.target.step_report import shape_name
+from services.target.step_report import EngineGauges, shape_name
 from services.target.weight_control import MemoryTag, PauseMode, Updated, WeightControl
 from services.target.weight_stager import GroupTerms, TensorToCome, WeightStager
 from services.target.weight_updates import WeightUpdates

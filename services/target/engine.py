@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from services.target.drafts.attachment import Attachment, AttachmentStatus, Offer
 from services.target.drafts.feature_store import MAX_LAYERS, FeatureSpec
-from services.target.engine_gauges import EngineGauges
 from services.target.requests.request import EventSink, GenerationRequest
 from services.target.step_loop import StepLoop
+from services.target.step_report import EngineGauges
 from services.target.weight_control import WeightControl
 from services.target.weight_stager import RankStages
 from shared.candidate_columns import CandidateColumns
@@ -28,7 +28,7 @@ from shared.inbox import Inbox
 from shared.models.heads.target_tensors import Table
 from shared.runtime.device import launch_on
 from shared.runtime.memory import Shortage, is_shortage
-from shared.tokens import NO_REPORT, Candidate, DraftReport, TreeShape
+from shared.tokens import NO_REPORT, DraftReport, TreeShape
 
 logger = logging.getLogger(__name__)
 
@@ -123,12 +123,12 @@ class Engine:
     def offer(
         self,
         attachment_id: str,
-        candidates: CandidateColumns | Iterable[Candidate],
+        candidates: CandidateColumns,
         report: DraftReport = NO_REPORT,
     ) -> None:
         """Takes candidate trees and a report of a draft; a step in progress still sees them."""
-        columns = CandidateColumns.of(candidates)
-        self._loop.drafts.offers.append(Offer(attachment_id, columns, report, self._loop.clock()))
+        offer = Offer(attachment_id, candidates, report, self._loop.clock())
+        self._loop.drafts.offers.append(offer)
         self._inbox.post(self._loop.drafts.take_offers)
 
     def release(self, attachment_id: str, sequence_ids: Sequence[int]) -> None:

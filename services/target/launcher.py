@@ -52,22 +52,6 @@ def sequence_rows(entry: ScheduledSequence) -> SequenceRows:
     )
 
 
-def kv_moves(
-    entry: ScheduledSequence, accepted_nodes: SequenceOf[int], page_size: int
-) -> list[tuple[int, int]]:
-    """Returns the (from, to) slots that move the KV of the accepted nodes into path order.
-
-    Nodes were computed in tree order; after the verdict the KV of the accepted path must follow the
-    committed tokens. Nodes that are in the right slot already are left out.
-    """
-    node_slots = entry.slots(page_size)[entry.num_rows :]
-    return [
-        (node_slots[node], node_slots[index])
-        for index, node in enumerate(accepted_nodes)
-        if node != index
-    ]
-
-
 def _tail_mask(entry: ScheduledSequence) -> Array:
     """Returns the attention mask of the rows: committed rows are causal; a node sees every
     committed row, its ancestors and itself."""
@@ -247,13 +231,14 @@ class Launcher:
         return build_batch(rows, page_size=self._runner.page_size, device=self._runner.device)
 
     def keep_accepted(self, decided: SequenceOf[tuple[ScheduledSequence, Decision]]) -> None:
-        """Moves the KV and the features of accepted nodes into path order."""
-        moves = [
-            move
-            for entry, decision in decided
-            if decision.accepted_nodes
-            for move in kv_moves(entry, decision.accepted_nodes, self._runner.page_size)
-        ]
+        """Moves the KV and the features of accepted nodes, which were computed in tree order, into
+        path order behind the committed tokens."""
+        moves: list[tuple[int, int]] = []
+        for entry, decision in decided:
+            if decision.accepted_nodes:
+                slots = entry.slots(self._runner.page_size)[entry.num_rows :]
+                path = enumerate(decision.accepted_nodes)
+                moves += [(slots[node], slots[index]) for index, node in path if node != index]
         if moves:
             self._features.move(*self._runner.move(moves))
 

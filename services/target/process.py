@@ -221,7 +221,7 @@ class TargetProcess:
 
     async def _drain(self, grace_s: float) -> int:
         """Waits for requests, then asks drafts to leave; returns the number of requests left."""
-        num_left = await self._admission.wait_idle(grace_s)
+        num_left = await self._lifecycle.wait_idle(grace_s)
         self._speculation.drain(grace_s=1.0)
         return num_left
 

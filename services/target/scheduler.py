@@ -185,9 +185,12 @@ class Scheduler:
         if has_pending or not is_complete or num_rows > MAX_COMMITTED_ROWS_BESIDE_TREE:
             tree = EMPTY_TREE
         tree, node_indices = pruned(tree, num_remaining - 1)
-        if node_indices and not self._fits(sequence, num_rows + len(tree)):
+        num_tokens = sequence.num_computed + num_rows + len(tree)
+        # A tree must fit without preemption: no sequence is preempted for drafted tokens.
+        if node_indices and not self._leases.try_grow(sequence.open_lease, num_tokens):
+            num_tokens -= len(tree)
             tree, node_indices = EMPTY_TREE, ()
-        if self._make_room(sequence, num_rows + len(tree), step):
+        if self._make_room(sequence, num_tokens, step):
             start = sequence.num_computed
             scored = scored_rows(sequence, start, num_rows) if sequence.is_scoring else range(0)
             step.scheduled.append(
@@ -196,21 +199,12 @@ class Scheduler:
                 )
             )
 
-    def _fits(self, sequence: Sequence, num_rows: int) -> bool:
-        """Grows the lease to cover more rows; False if there are too few pages. A tree must fit
-        without preemption: no sequence is preempted for drafted tokens."""
-        try:
-            self._leases.grow(sequence.open_lease, sequence.num_computed + num_rows)
-        except OutOfPages:
-            return False
-        return True
-
-    def _make_room(self, sequence: Sequence, num_rows: int, step: PlanInProgress) -> bool:
-        """Grows the lease. If pages are missing, it preempts the youngest sequences, in the end the
-        sequence itself; returns False then."""
-        group = sequence.open_lease.group
-        while not self._fits(sequence, num_rows):
-            victim = self._victim(group, step)
+    def _make_room(self, sequence: Sequence, num_tokens: int, step: PlanInProgress) -> bool:
+        """Grows the lease to `num_tokens`. If pages are missing, it preempts the youngest
+        sequences, in the end the sequence itself; returns False then."""
+        lease = sequence.open_lease
+        while not self._leases.try_grow(lease, num_tokens):
+            victim = self._victim(lease.group, step)
             if self.lanes.holds(victim):
                 self.lanes.evict(victim)  # may free pages: sequences may have ended
                 continue

@@ -19,7 +19,6 @@ from services.target.drafts.attachments import Attachments
 from services.target.drafts.draft_exchange import DraftExchange
 from services.target.drafts.draft_policy import ALWAYS
 from services.target.drafts.feature_store import FeatureFeed, FeatureSpec
-from services.target.engine_gauges import EngineGauges
 from services.target.launcher import LaunchedStep, Launcher
 from services.target.requests.event_stream import Subscriptions
 from services.target.requests.request import EventSink, ModelLimits
@@ -31,7 +30,7 @@ from services.target.scheduler import AllLanes, Scheduler
 from services.target.sequence import Sequence as TargetSequence
 from services.target.speculation_state import SpeculationState
 from services.target.step_plan import narrowed
-from services.target.step_report import Clock, HostGap, StepReport
+from services.target.step_report import Clock, EngineGauges, HostGap, StepReport
 from services.target.verifier import Verifier
 from services.target.weight_control import MemoryTag, MovableMemory, WeightControl, WeightVersion
 from shared.errors import OutriderError

@@ -154,9 +154,8 @@ def paged_attention(
         from shared.kernels.attention_triton import split_attention
 
         return split_attention(queries, keys, values, plan, scale=scale, cache_scales=cache_scales)
-    cache = _Cache(keys, values if value_dim is None else values[..., :value_dim], cache_scales)
-    softmax = _Softmax(scale, cap, sinks)
-    results = [_attend(queries, cache, tile, softmax) for tile in plan.tiles]
+    cache, softmax = (keys, values[..., :value_dim]), _Softmax(scale, cap, sinks)
+    results = [_attend(queries, cache, cache_scales, tile, softmax) for tile in plan.tiles]
     flat = results[0] if len(results) == 1 else torch.cat(results)
     return flat.index_select(0, plan.result_rows).to(queries.dtype)
 
@@ -168,11 +167,6 @@ class _Softmax:
     scale: float
     cap: float | None
     sinks: Tensor | None
-
-    def scaled(self, scores: Tensor) -> Tensor:
-        """Scales and caps `scores` in place."""
-        scores.mul_(self.scale)
-        return scores if self.cap is None else scores.div_(self.cap).tanh_().mul_(self.cap)
 
     def sink_scores(self, num_sequences: int, num_kv_heads: int, num_rows: int) -> Tensor | None:
         """Returns `[B * Hkv, groups * R, 1]` float32."""
@@ -203,28 +197,21 @@ def _with_prompts(
     return results[:-1]
 
 
-@dataclass(frozen=True, slots=True)
-class _Cache:
-    """Keys and values of one layer, `[num_slots, Hkv, D]` each."""
+def _attend(
+    queries: Tensor,
+    cache: tuple[Tensor, Tensor],
+    scales: CacheScales | None,
+    tile: AttentionTile,
+    softmax: _Softmax,
+) -> Tensor:
+    """Returns `[B * R, Hq, V]` float32. The query heads of a key head are rows of one product.
 
-    keys: Tensor
-    values: Tensor
-    scales: CacheScales | None
-
-    def rows(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns keys and values at `slots` `[N]` in float32, `[N, Hkv, D]` each."""
-        scales = self.scales
-        return (
-            load(self.keys, slots, None if scales is None else scales.keys),
-            load(self.values, slots, None if scales is None else scales.values),
-        )
-
-
-def _attend(queries: Tensor, cache: _Cache, tile: AttentionTile, softmax: _Softmax) -> Tensor:
-    """Returns `[B * R, Hq, V]` float32. The query heads of a key head are rows of one product."""
+    Args:
+        cache: keys and values of one layer, `[num_slots, Hkv, D]` and `[num_slots, Hkv, V]`.
+    """
     num_sequences, _, _, num_rows, num_keys = tile.bias.shape
     _, num_heads, head_dim = queries.shape
-    num_kv_heads = cache.keys.shape[1]
+    num_kv_heads = cache[0].shape[1]
     num_groups = num_heads // num_kv_heads
     folded = (num_sequences * num_kv_heads, num_groups * num_rows, head_dim)
     tile_queries = (
@@ -234,9 +221,12 @@ def _attend(queries: Tensor, cache: _Cache, tile: AttentionTile, softmax: _Softm
         .permute(0, 2, 3, 1, 4)
         .reshape(folded)
     )
-    keys, values = cache.rows(tile.key_slots)
+    keys = load(cache[0], tile.key_slots, None if scales is None else scales.keys)
+    values = load(cache[1], tile.key_slots, None if scales is None else scales.values)
     tile_keys, tile_values = _by_head(keys, num_sequences), _by_head(values, num_sequences)
-    scores = softmax.scaled(torch.bmm(tile_queries, tile_keys.transpose(1, 2)))
+    scores = torch.bmm(tile_queries, tile_keys.transpose(1, 2)).mul_(softmax.scale)
+    if softmax.cap is not None:
+        scores.div_(softmax.cap).tanh_().mul_(softmax.cap)
     scores.view(num_sequences, num_kv_heads, num_groups, num_rows, num_keys).add_(tile.bias)
     sinks = softmax.sink_scores(num_sequences, num_kv_heads, num_rows)
     attended = _weighted_mean(scores, tile_values, sinks)

@@ -47,18 +47,17 @@ class OutOfPages(Exception):
 
 
 class PagePool:
-    """The free list of some pages; each page is either free or has exactly one holder."""
+    """The free list of some pages; each page is either free or has exactly one holder.
+
+    Attributes:
+        free: the free pages; the last one is taken next.
+    """
 
     def __init__(self, pages: Iterable[int]) -> None:
-        self._free = list(pages)[::-1]
-        self._is_free = bytearray(max(self._free, default=PADDING_PAGE) + 1)
-        for page in self._free:
+        self.free = list(pages)[::-1]
+        self._is_free = bytearray(max(self.free, default=PADDING_PAGE) + 1)
+        for page in self.free:
             self._is_free[page] = 1
-        self.num_pages = len(self._free)
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
         """Takes `count` pages.
@@ -66,9 +65,9 @@ class PagePool:
         Raises:
             OutOfPages: fewer are free; nothing was taken.
         """
-        if count > len(self._free):
-            raise OutOfPages(count, len(self._free))
-        pages = [self._free.pop() for _ in range(count)]
+        if count > len(self.free):
+            raise OutOfPages(count, len(self.free))
+        pages = [self.free.pop() for _ in range(count)]
         for page in pages:
             self._is_free[page] = 0
         return pages
@@ -78,7 +77,7 @@ class PagePool:
         for page in pages:
             assert not self._is_free[page], f"page {page} released twice"
             self._is_free[page] = 1
-            self._free.append(page)
+            self.free.append(page)
 
 
 @dataclass(slots=True, eq=False)
@@ -167,7 +166,7 @@ class PrefixCache:
         those are enough."""
         leaves = [
             (node.last_used, id(node), node)
-            for node in self._nodes()
+            for node in self.nodes()
             if not node.children and node.num_locks == 0
         ]
         heapq.heapify(leaves)
@@ -188,17 +187,6 @@ class PrefixCache:
         self.num_pages -= len(evicted)
         return evicted
 
-    def locked_pages(self) -> Iterator[int]:
-
-        for node in self._nodes():
-            if node.num_locks:
-                yield from node.pages
-
-    def all_pages(self) -> Iterator[int]:
-
-        for node in self._nodes():
-            yield from node.pages
-
     def _split(self, node: PrefixNode, num_pages: int) -> PrefixNode:
         parent = node.parent
         assert parent is not None
@@ -216,7 +204,8 @@ class PrefixCache:
         parent.children[upper.chunks[0]] = upper
         return upper
 
-    def _nodes(self) -> Iterator[PrefixNode]:
+    def nodes(self) -> Iterator[PrefixNode]:
+        """Yields every node below the root."""
         stack = list(self._root.children.values())
         while stack:
             node = stack.pop()
@@ -262,7 +251,7 @@ class PageGroup:
     @property
     def num_available(self) -> int:
         """Pages that are free, or cached and unlocked."""
-        return self.pages.num_free + self.cache.num_pages - self.cache.num_locked_pages
+        return len(self.pages.free) + self.cache.num_pages - self.cache.num_locked_pages
 
     def allocate(self, count: int) -> list[int]:
         """Takes `count` pages, evicting unused prefixes if need be.
@@ -272,9 +261,10 @@ class PageGroup:
         """
         if count > self.num_available:
             raise OutOfPages(count, self.num_available)
-        if count > self.pages.num_free:
+        num_missing = count - len(self.pages.free)
+        if num_missing > 0:
             min_evicted = len(self.page_range) // _MIN_EVICTED_SHARE
-            self.pages.release(self.cache.evict(max(count - self.pages.num_free, min_evicted)))
+            self.pages.release(self.cache.evict(max(num_missing, min_evicted)))
         return self.pages.allocate(count)
 
     def flush(self) -> int:
@@ -346,6 +336,8 @@ class KvLeases:
         num_groups: the pages are cut into this many equal ranges, whose first page is padding.
 
     Attributes:
+        num_pages: pages of all groups, without their padding pages.
+        num_group_pages: pages of one group: the most that one lease can have.
         num_returns: how often pages were freed or prefixes published. Until it changes, a lease
             that did not fit still does not fit.
     """
@@ -360,24 +352,16 @@ class KvLeases:
             PageGroup(range(padding + 1, padding + size))
             for padding in range(PADDING_PAGE, num_pages, size)
         )
+        self.num_group_pages = size - 1
+        self.num_pages = num_groups * self.num_group_pages
         self._caches_prefixes = prefix_cache
         self._leases: dict[int, KvLease] = {}
         self._branches: dict[int, KvBranch] = {}
         self.num_returns = 0
 
     @property
-    def num_pages(self) -> int:
-        """Pages of all groups, without their padding pages."""
-        return sum(len(group.page_range) for group in self._groups)
-
-    @property
-    def num_group_pages(self) -> int:
-        """Pages of one group: the most that one lease can have."""
-        return len(self._groups[0].page_range)
-
-    @property
     def num_free_pages(self) -> int:
-        return sum(group.pages.num_free for group in self._groups)
+        return sum(len(group.pages.free) for group in self._groups)
 
     @property
     def num_cached_pages(self) -> int:
@@ -550,17 +534,18 @@ class KvLeases:
         for group in self._groups:
             leases = [lease for lease in self._leases.values() if lease.group is group]
             branches = [branch for branch in self._branches.values() if branch.group is group]
-            cached = [page for cache in group.caches for page in cache.all_pages()]
+            nodes = [node for cache in group.caches for node in cache.nodes()]
+            cached = [page for node in nodes for page in node.pages]
             held = [page for lease in leases for page in lease.pages[lease.num_shared_pages :]]
             held += [page for branch in branches for page in branch.pages]
-            owned, num_free, total = cached + held, group.pages.num_free, len(group.page_range)
+            owned, num_free, total = cached + held, len(group.pages.free), len(group.page_range)
             assert len(set(owned)) == len(owned), "a page has two owners"
             assert all(page in group.page_range for page in owned), "a page is in another group"
             assert len(cached) == sum(cache.num_pages for cache in group.caches)
             assert len(owned) + num_free == total, (
                 f"free {num_free} + cached {len(cached)} + held {len(held)} is not total {total}"
             )
-            locked = {page for cache in group.caches for page in cache.locked_pages()}
+            locked = {page for node in nodes if node.num_locks for page in node.pages}
             shared = {page for lease in leases for page in lease.pages[: lease.num_shared_pages]}
             assert locked == shared, "locks and leases disagree"
             assert len(locked) == sum(cache.num_locked_pages for cache in group.caches)

@@ -107,10 +107,12 @@ class KvPool:
 
     Attributes:
         num_pages: pages of this pool, the padding page included.
+        page_size: tokens in a page.
         storage: `[num_planes, num_layers, num_pages * page_size, num_kv_heads, head_dim]`, keys
             first.
         keys: one `[num_pages * page_size, num_kv_heads, head_dim]` tensor per layer.
         values: likewise; the keys themselves where the layout has no values.
+        scales: one for each layer; None in it unless the cache is e4m3.
         states: see `StateStore`; None where the layout has no recurrent states.
     """
 
@@ -136,6 +138,7 @@ class KvPool:
         )
         self.layout = layout
         self.num_pages = num_pages
+        self.page_size = layout.page_size
         self.num_ranks = num_ranks
         self._rank = rank
         self.device = device
@@ -145,15 +148,11 @@ class KvPool:
         self.states = (
             None if layout.states is None else StateStore(layout.states, num_states, device)
         )
-        self._scales = (
-            None
+        self.scales: tuple[CacheScales | None, ...] = (
+            (None,) * layout.num_layers
             if scales is None
             else tuple(map(CacheScales, scales[0].unbind(), scales[1].unbind()))
         )
-
-    @property
-    def page_size(self) -> int:
-        return self.layout.page_size
 
     @property
     def num_leased_pages(self) -> int:
@@ -207,13 +206,9 @@ class KvPool:
         local = numbers - self._rank * self.num_pages * per_page
         return local.masked_fill_((local < 0) | (local >= self.num_pages * per_page), 0)
 
-    def scales(self, layer: int) -> CacheScales | None:
-        """Returns the scales of one layer; None unless the cache is e4m3."""
-        return None if self._scales is None else self._scales[layer]
-
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Stores `keys` and `values` `[T, num_kv_heads, head_dim]` at `slots` `[T]` int64."""
-        scales = self.scales(layer)
+        scales = self.scales[layer]
         store(self.keys[layer], slots, keys, None if scales is None else scales.keys)
         store(self.values[layer], slots, values, None if scales is None else scales.values)
 

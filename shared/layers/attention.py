@@ -190,7 +190,7 @@ class Attention:
             context.tables_of(shape),
             (pool.keys[self.layer], pool.values[self.layer]),
             context.batch.slots,
-            pool.scales(self.layer),
+            pool.scales[self.layer],
         )
         attended = paged_attention(
             queries,
@@ -198,7 +198,7 @@ class Attention:
             pool.values[self.layer],
             context.plans[shape.sliding_window],
             scale=shape.head_dim**-0.5 if shape.scale is None else shape.scale,
-            cache_scales=pool.scales(self.layer),
+            cache_scales=pool.scales[self.layer],
             cap=shape.cap,
             sinks=self.sinks,
         )

@@ -123,7 +123,7 @@ def _enter(
 ) -> tuple[Tensor, Tensor]:
     """Returns the stream `hidden + update`, and the next block's input: the stream after `norm`."""
     if norm is not None:
-        return norm.add_parts(hidden, update)
+        return norm.add(hidden, update)
     stream = stream_of(hidden, update)
     return stream, stream
 

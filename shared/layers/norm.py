@@ -21,22 +21,22 @@ class RmsNorm:
         return rms_norm(hidden, self.weight, self.eps)
 
     def add(
-        self, hidden: Tensor, update: Tensor | Partials | None, rows: Tensor | None = None
+        self,
+        hidden: Tensor | Part,
+        update: Tensor | Partials | Part | None,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns `hidden + update` and its norm, `[T, D]` each; `hidden` alone without an update.
 
         Args:
-            rows: `[T]` int64, the rows to compute; None takes all.
+            hidden, update: one of the two may be this process's part of a sum over a group.
+            rows: `[T]` int64, the rows to compute; None takes all. Not with a part of a sum.
         """
-        return add_rms_norm(hidden, update, self.weight, self.eps, rows)
-
-    def add_parts(
-        self, hidden: Tensor | Part, update: Tensor | Partials | Part | None
-    ) -> tuple[Tensor, Tensor]:
-        """As `add`, but one of the two may be this process's part of a sum over a group."""
         if isinstance(hidden, Part):
             assert update is None
+            assert rows is None
             return hidden.group.add_norm(hidden.values, None, self.weight, self.eps)
         if isinstance(update, Part):
+            assert rows is None
             return update.group.add_norm(update.values, hidden, self.weight, self.eps)
-        return self.add(hidden, update)
+        return add_rms_norm(hidden, update, self.weight, self.eps, rows)

@@ -138,7 +138,7 @@ class Decoder:
         embedded, wanted = self._embed(batch.token_ids), frozenset(capture_layers)
         advance = self._run_layers if self.shard.num_stages == 1 else self._run_stages
         hidden, update = advance(embedded, context, wanted, captured)
-        captured[self.config.num_layers], normed = self.norm.add_parts(hidden, update)
+        captured[self.config.num_layers], normed = self.norm.add(hidden, update)
         features = tuple(captured[index] for index in capture_layers)
         return DecoderOutput(normed, features)
 
@@ -231,16 +231,14 @@ class Decoder:
 
     def _embed(self, token_ids: Tensor) -> Tensor | Part:
         """Returns `[T, H]`; in a group one process has a token's row, and the others add zeros."""
-        if self.group is None:
-            return self._scale(embeddings(token_ids, self.embedding))
-        first_token = self.group.rank * len(self.embedding)
-        rows = self._scale(own_embeddings(token_ids, self.embedding, first_token))
-        return Part(rows, self.group)
-
-    def _scale(self, rows: Tensor) -> Tensor:
-        """Multiplies by the embedding scale, rounded to the model's dtype as in training."""
-        scale = self.config.embedding_scale
-        return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype).item()
+        group, scale = self.group, self.config.embedding_scale
+        if group is None:
+            rows = embeddings(token_ids, self.embedding)
+        else:
+            rows = own_embeddings(token_ids, self.embedding, group.rank * len(self.embedding))
+        if scale != 1.0:  # rounded to the model's dtype, as in training
+            rows = rows * torch.tensor(scale, dtype=rows.dtype).item()
+        return rows if group is None else Part(rows, group)
 
     def _context(
         self, batch: ForwardBatch, pool: KvPool, states: StateInputs | None, *, has_routes: bool

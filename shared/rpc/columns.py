@@ -31,17 +31,17 @@ _OUTCOMES = {
 _OUTCOME_OF: dict[int, Outcome] = {number: outcome for outcome, number in _OUTCOMES.items()}
 
 
+@dataclass(frozen=True, slots=True)
 class ColumnReader:
     """Reads the columns of one message.
 
-    Args:
+    Attributes:
         count: entries of each column.
     """
 
-    def __init__(self, message: Any, count: int, refusal: Refusal) -> None:
-        self._message = message
-        self._count = count
-        self._refusal = refusal
+    message: Any
+    count: int
+    refusal: Refusal
 
     def required(self, name: str) -> list[Any]:
         """Returns a column.
@@ -50,9 +50,9 @@ class ColumnReader:
             InvalidArgument: it is not as long as the others.
         """
         # A slice copies a repeated field in one call; iteration costs a call per element.
-        column: list[Any] = getattr(self._message, name)[:]
-        if len(column) != self._count:
-            raise self._refusal(f"{name} has {len(column)} entries; it must have {self._count}")
+        column: list[Any] = getattr(self.message, name)[:]
+        if len(column) != self.count:
+            raise self.refusal(f"{name} has {len(column)} entries; it must have {self.count}")
         return column
 
     def optional(self, name: str, absent: T) -> list[T]:
@@ -61,7 +61,7 @@ class ColumnReader:
         Raises:
             InvalidArgument: it is neither empty nor as long as the others.
         """
-        return self.required(name) if getattr(self._message, name) else [absent] * self._count
+        return self.required(name) if getattr(self.message, name) else [absent] * self.count
 
     def offsets(self, name: str, *columns: str) -> list[int]:
         """Returns a column of offsets: where the values of each entry begin in `columns`.
@@ -69,24 +69,24 @@ class ColumnReader:
         Raises:
             InvalidArgument: the offsets do not ascend from 0 to the length of `columns`.
         """
-        offsets: list[int] = getattr(self._message, name)[:]
-        if not self._count and not offsets:
+        offsets: list[int] = getattr(self.message, name)[:]
+        if not self.count and not offsets:
             offsets = [0]
-        if len(offsets) != self._count + 1:
-            raise self._refusal(
+        if len(offsets) != self.count + 1:
+            raise self.refusal(
                 f"{name} has {len(offsets)} entries; it must have one more than "
-                f"there are sequence ids, {self._count + 1}"
+                f"there are sequence ids, {self.count + 1}"
             )
         if offsets[0] != 0:
-            raise self._refusal(f"{name} begins at {offsets[0]}; it must begin at 0")
+            raise self.refusal(f"{name} begins at {offsets[0]}; it must begin at 0")
         for place in np.flatnonzero(np.diff(offsets) < 0)[:1].tolist():
-            raise self._refusal(
+            raise self.refusal(
                 f"{name} descends from {offsets[place]} to {offsets[place + 1]} at {place + 1}"
             )
         for column in columns:
-            length = len(getattr(self._message, column))
+            length = len(getattr(self.message, column))
             if length != offsets[-1]:
-                raise self._refusal(f"{name} ends at {offsets[-1]}; {column} has {length} entries")
+                raise self.refusal(f"{name} ends at {offsets[-1]}; {column} has {length} entries")
         return offsets
 
     def shapes(self, numbers: str, shapes: str) -> list[TreeShape | None]:
@@ -96,11 +96,11 @@ class ColumnReader:
         Raises:
             InvalidArgument: there is no such shape, or it is out of range.
         """
-        distinct = [None, *map(shape_from_message, getattr(self._message, shapes))]
+        distinct = [None, *map(shape_from_message, getattr(self.message, shapes))]
         indices = self.optional(numbers, 0)
         for index in indices:
             if not 0 <= index < len(distinct):
-                raise self._refusal(f"{numbers} holds {index}; {shapes} has {len(distinct) - 1}")
+                raise self.refusal(f"{numbers} holds {index}; {shapes} has {len(distinct) - 1}")
         return [distinct[index] for index in indices]
 
 

@@ -1,4 +1,4 @@
-"""Lifecycle of a process: starting, active, draining, and its ordered shutdown."""
+"""Lifecycle of a process: its state, its open requests, and its ordered shutdown."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import enum
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 
 from grpc import aio
 from grpc_health.v1 import health_pb2
@@ -31,10 +32,16 @@ class Lifecycle:
     """Holds the state of a process and reports it by all of its health services.
 
     Health is SERVING only in ACTIVE. The empty service name is the whole process.
+
+    Attributes:
+        num_open: requests that have not ended; a drain waits for them.
     """
 
     def __init__(self, service_names: Iterable[str]) -> None:
         self.state = State.STARTING
+        self.num_open = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
         self._names = ("", *service_names)
         self._health: list[HealthServicer] = []
 
@@ -59,6 +66,20 @@ class Lifecycle:
         """
         if self.state is State.DRAINING:
             raise Unavailable.draining()
+
+    def count(self, num_more: int) -> None:
+        """Counts opened requests; -1 for a request that has ended. Called on the event loop."""
+        self.num_open += num_more
+        if self.num_open:
+            self._is_idle.clear()
+        else:
+            self._is_idle.set()
+
+    async def wait_idle(self, timeout_s: float) -> int:
+        """Waits at most `timeout_s` until no request is open; returns how many still are."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._is_idle.wait(), timeout_s)
+        return self.num_open
 
     async def _enter(self, state: State) -> None:
         self.state = state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -232,7 +232,7 @@ def row_sampling(
         penalties=Penalties(*columns[:, 4:, None].float().unbind(1)) if has_penalties else None,
         bias=_bias(params, row_counts, device),
         allowed=_allowed(params, row_counts, device),
-        banned=_banned(_with_bad_words(params, row_counts, banned_token_ids), device),
+        banned=_banned(params, row_counts, banned_token_ids, device),
         has_top_k=any(p.top_k for p in drawing),
         max_top_k=max(p.top_k for p in drawing) if has_all_top_k else None,
         has_top_p=any(p.top_p < 1.0 for p in drawing),
@@ -318,27 +318,24 @@ def _allowed(
     )
 
 
-def _with_bad_words(
-    params: Sequence[SamplingParams], row_counts: Sequence[int], banned: Sequence[Iterable[int]]
-) -> Sequence[Iterable[int]]:
-    """Returns the banned tokens of each row, its bad words of one token included."""
-    if not any(p.bad_words for p in params):
-        return banned
-    owners = _repeated(params, row_counts)
-    banned = banned or [()] * len(owners)
-    return [sorted({*ids, *p.bad_token_ids}) for ids, p in zip(banned, owners, strict=True)]
-
-
 def _repeated(values: Sequence[_T], row_counts: Sequence[int]) -> list[_T]:
     """Returns the value of each sequence once for each of its rows."""
     return [value for value, count in zip(values, row_counts, strict=True) for _ in range(count)]
 
 
 def _banned(
-    banned_token_ids: Sequence[Iterable[int]], device: torch.device
+    params: Sequence[SamplingParams],
+    row_counts: Sequence[int],
+    banned: Sequence[Sequence[int]],
+    device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    rows = [row for row, ids in enumerate(banned_token_ids) for _ in ids]
-    token_ids = [token_id for ids in banned_token_ids for token_id in ids]
+    """Returns the banned tokens of each row, its bad words of one token included."""
+    if any(p.bad_words for p in params):
+        owners = _repeated(params, row_counts)
+        pairs = zip(banned or [()] * len(owners), owners, strict=True)
+        banned = [sorted({*ids, *p.bad_token_ids}) for ids, p in pairs]
+    rows = [row for row, ids in enumerate(banned) for _ in ids]
+    token_ids = [token_id for ids in banned for token_id in ids]
     if not rows:
         return None
     amounts = torch.full((len(rows),), -math.inf, device=device)

@@ -278,9 +278,8 @@ def row_parents(tree: TokenTree) -> tuple[int | None, ...]:
 def row_paths(tree: TokenTree) -> tuple[tuple[int, ...], ...]:
     """Returns the token ids from the root's child down to each row; empty for the root."""
     paths: list[tuple[int, ...]] = [()]
-    for token_id, parent in zip(tree.token_ids, row_parents(tree)[1:], strict=True):
-        assert parent is not None
-        paths.append((*paths[parent], token_id))
+    for token_id, parent in zip(tree.token_ids, tree.parent_indices, strict=True):
+        paths.append((*paths[0 if parent is None else parent + 1], token_id))
     return tuple(paths)
 
 
@@ -346,7 +345,12 @@ def rows_of_parents(token_ids: Tensor, parents: Tensor, max_depth: int) -> TreeR
     Args:
         max_depth: greatest depth of any node.
     """
-    visible = _ancestors(parents, max_depth)
+    rows = torch.arange(parents.shape[1], device=parents.device)
+    ancestors = rows.expand_as(parents)
+    visible = (ancestors.unsqueeze(2) == rows) | (rows == 0)
+    for _ in range(max_depth - 1):
+        ancestors = parents.gather(1, ancestors)
+        visible = visible | (ancestors.unsqueeze(2) == rows)
     return TreeRows(token_ids, parents, visible.sum(dim=2) - 1, visible)
 
 
@@ -373,14 +377,3 @@ def accept_rows(tree: TreeRows, drawn: Tensor, max_depth: int) -> AcceptedRows:
     is_committed = steps <= counts.unsqueeze(1)
     token_ids = torch.where(is_committed, drawn.gather(1, rows), 0)
     return AcceptedRows(counts=counts, rows=rows, token_ids=token_ids)
-
-
-def _ancestors(parents: Tensor, max_depth: int) -> Tensor:
-    """Returns `[B, T, T]` bool, each row's ancestors and itself, from parents `[B, T]`."""
-    rows = torch.arange(parents.shape[1], device=parents.device)
-    ancestors = rows.expand_as(parents)
-    visible = (ancestors.unsqueeze(2) == rows) | (rows == 0)
-    for _ in range(max_depth - 1):
-        ancestors = parents.gather(1, ancestors)
-        visible = visible | (ancestors.unsqueeze(2) == rows)
-    return visible

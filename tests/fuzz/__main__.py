@@ -156,7 +156,7 @@ async def _fuzz(flags: argparse.Namespace, folder: Path, found: Findings) -> Non
         await gateway.lifecycle.activate()
         http = HttpServer(create_app(gateway), listen("127.0.0.1", 0), gateway.settings)
         http.start()
-        hooks = AdminHooks(drain=gateway.open_answers.wait_idle)
+        hooks = AdminHooks(drain=gateway.lifecycle.wait_idle)
         info = ProcessInfo("gateway", "0", 1.0, {})
         maintenance = await maintenance_server(info, Lifecycle([]), hooks)
         address = f"127.0.0.1:{bind(maintenance, '127.0.0.1:0')}"
@@ -197,7 +197,7 @@ async def _fuzz(flags: argparse.Namespace, folder: Path, found: Findings) -> Non
             async with Connection(http.port) as connection:
                 if await connection.request("GET", "/health", b"") != 200:
                     found.add("the gateway is not healthy at the end", b"")
-        await eventually(lambda: gateway.open_answers.num_open == 0)
+        await eventually(lambda: gateway.lifecycle.num_open == 0)
         if pool.num_live or pool.links[0].num_reserved_tokens:
             found.add(f"{pool.num_live} requests are live at the end", b"")
         await http.stop(1)

@@ -166,7 +166,7 @@ async def test_a_key_reaches_its_own_requests_only(
     async with httpx.AsyncClient(base_url=serve(gateway), timeout=30.0) as client:
         headers = {**alice, "x-request-id": "mine"}
         mine = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT, headers=headers))
-        await eventually(lambda: gateway.open_answers.num_open == 1)
+        await eventually(lambda: gateway.lifecycle.num_open == 1)
         for body in ({"rid": "mine"}, {"abort_all": True}):
             told = await client.post("/abort_request", json=body, headers=bob)
             assert told.json() == {"aborted_request_count": 0}

@@ -68,7 +68,7 @@ async def test_a_client_that_leaves_a_stream_cancels_each_choice_once(
     await stream.close()
     await target.until(lambda: len(target.cancelled) == 3)
     assert sorted(target.cancelled) == [submit.request_id for submit in target.submits]
-    await eventually(lambda: gateway.open_answers.num_open == 0)
+    await eventually(lambda: gateway.lifecycle.num_open == 0)
     assert gateway.pool.num_live == 0
 
 
@@ -82,7 +82,7 @@ async def test_a_client_that_leaves_before_the_end_of_a_whole_answer_cancels_it(
     await target.until(lambda: len(target.submits) == 1)
     request.cancel()
     await target.until(lambda: target.cancelled == [1])
-    await eventually(lambda: gateway.open_answers.num_open == 0)
+    await eventually(lambda: gateway.lifecycle.num_open == 0)
 
 
 async def test_an_answer_that_ended_is_not_cancelled(
@@ -203,7 +203,7 @@ async def test_tokens_are_written_as_they_arrive_without_waking_the_task(
     assert text == ("there and then the " if stop else "there and then the other thing")
     assert choices[-1].finish_reason == "stop"
     assert at_once
-    await eventually(lambda: gateway.open_answers.num_open == 0)
+    await eventually(lambda: gateway.lifecycle.num_open == 0)
 
 
 async def test_what_fails_while_it_is_written_at_once_ends_the_stream_with_an_error(

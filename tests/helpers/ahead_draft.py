@@ -14,6 +14,7 @@ from services.target.drafts.attachment import (
 )
 from services.target.drafts.feature_store import FeatureSpec
 from services.target.engine import Engine
+from shared.candidate_columns import CandidateColumns
 from shared.tokens import Candidate, Condition, TokenTree, Verdict
 
 DEPTH = 3
@@ -76,7 +77,11 @@ class AheadDraft:
     def release(self) -> None:
         """Sends the held candidates."""
         while self.held:
-            (self.offer or self.engine.offer)(self.name, self.held.pop(0))
+            candidates = self.held.pop(0)
+            if self.offer is None:
+                self.engine.offer(self.name, CandidateColumns.of(candidates))
+            else:
+                self.offer(self.name, candidates)
 
     def _answer(self, verdict: Verdict) -> None:
         sequence_id, number = verdict.sequence_id, self._numbers[verdict.sequence_id]

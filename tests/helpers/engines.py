@@ -27,6 +27,7 @@ from services.target.scheduler import Scheduler, SchedulerLimits
 from services.target.step_loop import StepLoop
 from services.target.step_report import StepReport
 from services.target.verifier import VerificationMode, Verifier
+from shared.candidate_columns import CandidateColumns
 from shared.generation import Delta, Failed, PromptScored, PromptScoring
 from shared.inbox import Inbox
 from shared.kv.leases import KvLeases, PageGroup, PagePool
@@ -158,6 +159,7 @@ def leases_over(pool: KvPool, num_pages: Sequence[int] | None = None) -> KvLease
             PageGroup(group.page_range[: count - 1])
             for group, count in zip(leases._groups, num_pages, strict=True)
         )
+        leases.num_pages = sum(num_pages) - len(num_pages)  # without padding pages
     return leases
 
 
@@ -360,7 +362,7 @@ class ScriptedDraft:
             del self.committed[sequence_id]
         batch = self.disturb([c for c in candidates if c.sequence_id in self.committed])
         if batch:
-            self.engine.offer(self.name, batch)
+            self.engine.offer(self.name, CandidateColumns.of(batch))
         return True
 
     def close(self) -> None:

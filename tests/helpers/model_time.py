@@ -13,6 +13,7 @@ from services.target.adaptive_config import AdaptiveConfig
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage, DraftTimeout
 from services.target.engine import Engine
 from services.target.requests.request import Finished, GenerationRequest
+from shared.candidate_columns import CandidateColumns
 from shared.generation import Failed
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
@@ -154,8 +155,8 @@ class TimedDraft:
             Candidate(number, round_, len(self._committed[number]), self._tree(number, shape))
             for number, round_ in rounds
         ]
-        report = replace(self.report, draft_s=duration_s)
-        self.clock.at(self._free_s, lambda: self.engine.offer(self.name, batch, report))
+        columns, report = CandidateColumns.of(batch), replace(self.report, draft_s=duration_s)
+        self.clock.at(self._free_s, lambda: self.engine.offer(self.name, columns, report))
 
     def _tree(self, sequence_id: int, shape: TreeShape) -> TokenTree:
         tokens = self._committed[sequence_id]

@@ -23,6 +23,7 @@ from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMe
 from services.target.drafts.draft_policy import ALWAYS
 from services.target.engine import Engine
 from services.target.requests.request import Event, Finished, GenerationRequest
+from shared.candidate_columns import CandidateColumns
 from shared.generation import Delta
 from shared.kv.batch import ForwardBatch
 from shared.kv.pool import KvPool
@@ -425,7 +426,8 @@ class ModelledDraft:
     def _offer(self, batch: Sequence[Candidate], report: DraftReport) -> None:
         late_s = self.kind.late_s(self.clock.now_s)
         if not math.isinf(late_s):
-            offer = partial(self.engine.offer, self.kind.name, batch, report)
+            columns = CandidateColumns.of(batch)
+            offer = partial(self.engine.offer, self.kind.name, columns, report)
             self.clock.at(self.clock.now_s + late_s, offer) if late_s else offer()
 
     def _report(self, draft_s: float | None) -> DraftReport:

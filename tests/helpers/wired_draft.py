@@ -18,6 +18,7 @@ from services.target.drafts.assignments import MAX_CONDITIONAL_CANDIDATES
 from services.target.drafts.attachment import Attachment, DraftIdentity, DraftMessage, DraftTimeout
 from services.target.drafts.draft_messages import draft_messages, feature_spec
 from services.target.engine import Engine
+from shared.candidate_columns import CandidateColumns
 from shared.pb.outrider.speculation.v1 import speculation_service_pb2 as pb
 from shared.rpc.columns import TreeLimits, candidates_from_message
 from shared.tokens import Candidate, TreeShape
@@ -101,7 +102,7 @@ class WiredDraft:
 
     def offer(self, candidates: tuple[Candidate, ...]) -> None:
         """Hands candidates to the target."""
-        self.engine.offer(self.name, candidates)
+        self.engine.offer(self.name, CandidateColumns.of(candidates))
 
     def _deliver(self, output: Output) -> None:
         if isinstance(output, SequencesReleased):

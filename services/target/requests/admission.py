@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
 from dataclasses import dataclass
 
 from services.target.engine import Engine
@@ -108,39 +107,14 @@ class RequestRecord:
         self._span.end(attributes, self._error)
 
 
+@dataclass(frozen=True, slots=True)
 class Admission:
-    """What requests need on the event loop before they are queued; shared by all services.
+    """What requests need on the event loop before they are queued; shared by all services."""
 
-    Attributes:
-        num_open: requests that have not ended; a drain waits for them.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        grammars: GrammarCompiler,
-        lifecycle: Lifecycle,
-        telemetry: RequestTelemetry,
-    ) -> None:
-        self.engine, self.grammars, self.lifecycle = engine, grammars, lifecycle
-        self.telemetry = telemetry
-        self.num_open = 0
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
-
-    def count(self, num_more: int) -> None:
-        """Counts opened requests; -1 for a request that has ended."""
-        self.num_open += num_more
-        if self.num_open:
-            self._is_idle.clear()
-        else:
-            self._is_idle.set()
-
-    async def wait_idle(self, timeout_s: float) -> int:
-        """Waits at most `timeout_s` until no request is open; returns how many still are."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._is_idle.wait(), timeout_s)
-        return self.num_open
+    engine: Engine
+    grammars: GrammarCompiler
+    lifecycle: Lifecycle
+    telemetry: RequestTelemetry
 
 
 class OpenRequests:
@@ -161,7 +135,7 @@ class OpenRequests:
         """Opens a request, which counts from here on, failed or not; see `RequestRecord`."""
         record = RequestRecord(self.admission.telemetry, request_id, num_prompt, parent)
         self._records[key] = record
-        self.admission.count(1)
+        self.admission.lifecycle.count(1)
         return record
 
     def take(self, key: int, event: Event) -> bool:
@@ -183,7 +157,7 @@ class OpenRequests:
     def end(self, key: int, event: Event) -> None:
         """Ends a request, whether it is queued, running or unread; `event` is its last event."""
         self._stop(key)
-        self.stream.put(key, event)
+        self.stream.put([(key, event)])
 
     def cancel_all(self) -> None:
         """Cancels all open requests."""
@@ -195,4 +169,4 @@ class OpenRequests:
 
     def _close(self, key: int) -> None:
         self._records.pop(key).end()
-        self.admission.count(-1)
+        self.admission.lifecycle.count(-1)

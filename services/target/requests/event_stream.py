@@ -121,7 +121,7 @@ class EventStream:
     def deliver(self, events: SequenceOf[KeyedEvent]) -> None:
         """Takes the events of one step; called on the engine thread."""
         try:
-            self._loop.call_soon_threadsafe(self._append, events)
+            self._loop.call_soon_threadsafe(self.put, events)
         except RuntimeError:
             # The loop was closed by a stopping server; nobody reads any more.
             if not self._loop.is_closed():
@@ -134,14 +134,11 @@ class EventStream:
         batch, self._pending = self._pending, []
         return batch
 
-    def put(self, key: int, event: Event) -> None:
-        """Appends an event; called on the event loop."""
-        self._append(((key, event),))
+    def put(self, events: SequenceOf[KeyedEvent]) -> None:
+        """Appends events; called on the event loop."""
+        self._pending.extend(events)
+        self._has_pending.set()
 
     def wake(self) -> None:
         """Makes `next_batch` return, perhaps without events."""
-        self._has_pending.set()
-
-    def _append(self, events: SequenceOf[KeyedEvent]) -> None:
-        self._pending.extend(events)
         self._has_pending.set()

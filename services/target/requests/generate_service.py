@@ -121,7 +121,7 @@ class OpenSession(OpenRequests):
                 request = replace(request, grammar=compiled)
             admission.engine.submit(request, self.stream, submit.request_id)
         except OutriderError as error:
-            self.stream.put(submit.request_id, Failed(error))
+            self.stream.put([(submit.request_id, Failed(error))])
 
     def _expire(self, key: int, timeout_s: float) -> None:
         message = f"the request took longer than the {timeout_s:g} s it was given"

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from services.target.engine_gauges import EngineGauges
 from services.target.requests.admission import RequestRecord
 from services.target.requests.request import GenerationRequest, ModelLimits
 from services.target.settings import TargetSettings
+from services.target.step_report import EngineGauges
 from services.target.vllm.open_choices import ChoiceOutput
 from shared.errors import InvalidArgument
 from shared.generation import Delta, PromptScoring, check_num_top

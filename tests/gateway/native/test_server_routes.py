@@ -155,7 +155,7 @@ async def test_an_aborted_request_ends_with_an_error_and_stops_on_the_target(
         assert events(response.content)[-1]["error"]["code"] == "request_aborted"
     else:
         assert (await error_of(response))[::2] == (410, "request_aborted")
-    assert gateway.open_answers.num_open == 0
+    assert gateway.lifecycle.num_open == 0
     assert b'outcome="aborted"' in (await client.get("/metrics")).content
 
 

@@ -243,7 +243,7 @@ async def test_a_failure_in_the_background_is_kept(
     queued = await respond(keeper, background=True)
     await eventually(lambda: keeping.pool.links[0].num_tokens > 0)
     await target.break_sessions()
-    await eventually(lambda: keeping.open_answers.num_open == 0)
+    await eventually(lambda: keeping.lifecycle.num_open == 0)
     failed = Response.model_validate((await keeper.get(f"/v1/responses/{queued['id']}")).json())
     assert failed.status == "failed"
     assert failed.error is not None
@@ -263,7 +263,7 @@ async def test_a_response_in_the_background_holds_a_place_of_its_key(
         refused = await client.post("/v1/responses", json=BODY)
         assert (await error_of(refused))[::2] == (429, "concurrency_limit_exceeded")
         target.release.set()
-        await eventually(lambda: gateway.open_answers.num_open == 0)
+        await eventually(lambda: gateway.lifecycle.num_open == 0)
         await respond(client)
 
 

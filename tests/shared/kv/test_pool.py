@@ -51,7 +51,7 @@ def test_narrow_pool_stores_the_nearest_e4m3_of_each_head_and_moves_bytes() -> N
     keys = torch.tensor([[[0.5, -1.0, 224.0, 1e6], [2.0, 3.9, 896.0, -1e6]]])
     pool.write(1, torch.tensor([5]), keys, keys / 2)
     pool.move(torch.tensor([5]), torch.tensor([7]))
-    scales = pool.scales(1)
+    scales = pool.scales[1]
     assert scales is not None
     found = load(pool.keys[1], torch.tensor([7]), scales.keys)
     expected = [[0.5, -1.0, 224.0, 224.0], [2.0, 4.0, 896.0, -896.0]]

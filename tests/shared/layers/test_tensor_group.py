@@ -70,9 +70,8 @@ def test_a_norm_takes_the_sum_of_parts(dtype: torch.dtype) -> None:
     total = plain_sum(parts)
     part = Part(parts[0], group)
     for found, expected in (
-        (norm.add_parts(hidden, part), norm.add(hidden, total)),
-        (norm.add_parts(part, None), norm.add(total, None)),
-        (norm.add_parts(hidden, total), norm.add(hidden, total)),
+        (norm.add(hidden, part), norm.add(hidden, total)),
+        (norm.add(part, None), norm.add(total, None)),
     ):
         assert torch.equal(found[0], expected[0])
         assert torch.equal(found[1], expected[1])

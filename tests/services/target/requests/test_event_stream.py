@@ -25,7 +25,7 @@ async def test_a_reader_that_does_not_read_may_not_ask_for_more() -> None:
     stream = EventStream(asyncio.get_running_loop(), max_unread_events=3)
     for _ in range(3):
         stream.check_room()
-        stream.put(1, EVENT)
+        stream.put([(1, EVENT)])
     with pytest.raises(QueueFull, match="3 events of this session are unread; it may leave 3"):
         stream.check_room()
     await stream.next_batch()

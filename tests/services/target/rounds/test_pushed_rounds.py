@@ -21,6 +21,7 @@ from services.target.rounds.pushed_rounds import EarlyLaunch, PushedSteps
 from services.target.rounds.pushed_trees import MIN_ALTERNATING
 from services.target.step_report import StepReport
 from services.target.verifier import VerificationMode
+from shared.candidate_columns import CandidateColumns
 from shared.models.decoder import Decoder
 from shared.runtime.round_graphs import RoundGraphs
 from shared.runtime.selection_runner import SelectionRunner
@@ -281,17 +282,15 @@ def test_a_sequence_that_misses_delays_no_other(decoder: Decoder) -> None:
 def test_a_stale_fence_is_never_verified(decoder: Decoder) -> None:
     """Trees for other states than the one the verdict leaves, as of a draft that counts wrong."""
     setup = Setup(decoder)
-    source, offer = random.Random(3), setup.engine.offer
+    source = random.Random(3)
 
     def falsify(attachment_id: str, candidates: Sequence[Candidate]) -> None:
         off = [int(source.random() < 0.3) for _ in candidates]
-        offer(
-            attachment_id,
-            [
-                replace(each, committed_token_count=each.committed_token_count + by)
-                for each, by in zip(candidates, off, strict=True)
-            ],
-        )
+        falsified = [
+            replace(each, committed_token_count=each.committed_token_count + by)
+            for each, by in zip(candidates, off, strict=True)
+        ]
+        setup.engine.offer(attachment_id, CandidateColumns.of(falsified))
 
     setup.draft.offer = falsify
     collector = Collector()
@@ -321,7 +320,7 @@ def test_an_ending_that_cannot_be_is_no_hit(decoder: Decoder) -> None:
                     [replace(condition, node_index=9), replace(condition, bonus_token_id=2**32 - 1)]
                 )
             falsified.append(replace(each, condition=condition))
-        setup.engine.offer(attachment_id, falsified)
+        setup.engine.offer(attachment_id, CandidateColumns.of(falsified))
 
     setup.draft.offer = falsify
     collector = Collector()
@@ -353,7 +352,7 @@ def test_nothing_is_prepared_behind_an_empty_tree_with_a_name(decoder: Decoder) 
                 replace(each, tree=EMPTY_TREE),
                 replace(each, tree=tree, candidate_id=own_id + 1, condition=named),
             ]
-        setup.engine.offer(attachment_id, falsified)
+        setup.engine.offer(attachment_id, CandidateColumns.of(falsified))
 
     setup.draft.offer = falsify
     setup.draft.recovers = True
