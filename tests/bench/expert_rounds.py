@@ -46,14 +46,14 @@ BATCHES = (1, 8, 32, 64)
 TOKENS_A_ROUND = 2.5
 ROOM_TOKENS = (NUM_ROUNDS + 4) * CHAIN.num_draft_tokens
 """Tokens of a sequence behind its context: those of a timed run, and of rounds under way."""
-COURSE_S = 20.0
+POLICY_S = 20.0
 """Time for which the policy chooses steps."""
 NUM_RUNS = 3
 _GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class PolicyRun:
     """What the target's policy makes of measured times.
 
     Attributes:
@@ -77,12 +77,12 @@ def _name(choice: Choice) -> str:
     return "plain" if choice is None else shape_name(choice)
 
 
-def policy_course(
+def run_policy(
     costs: CostTable,
     seconds: Mapping[Choice, float],
     counts: Sequence[Sequence[int]],
     batch: int,
-) -> Course:
+) -> PolicyRun:
     """Returns what the policy chooses for greedy lanes, with its probes.
 
     Args:
@@ -95,7 +95,7 @@ def policy_course(
     now_s, num_tokens = 0.0, 0
     before: Choice = shapes[0]
     for accepted in itertools.cycle(counts):
-        if now_s >= COURSE_S:
+        if now_s >= POLICY_S:
             break
         choice = policy.choose(batch, 0, shapes, now_s)
         took_s = seconds[choice]
@@ -110,7 +110,7 @@ def policy_course(
         now_s += took_s
         times[choice] += took_s
         before = choice
-    return Course(num_tokens / now_s, {choice: own / now_s for choice, own in times.items()})
+    return PolicyRun(num_tokens / now_s, {choice: own / now_s for choice, own in times.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class RoundsLine:
     num_tokens: float
     head_ms: float
     depth: float
-    course: Course
+    policy_run: PolicyRun
 
     @property
     def plain_rate(self) -> float:
@@ -166,7 +166,7 @@ class RoundsLine:
 
     @property
     def chosen_over_plain(self) -> float:
-        return self.course.tokens_per_s / self.plain_rate
+        return self.policy_run.tokens_per_s / self.plain_rate
 
     def _full_ms(self, time_ms: float) -> float:
         return self.head_ms + (time_ms - self.head_ms) * self.depth
@@ -186,7 +186,7 @@ class RoundsLine:
             f"{self.at_full_depth:.2f} ×",
             f"{self.at_the_floor:.2f} ×",
             f"{self.chosen_over_plain:.2f} ×",
-            f"{self.course}",
+            f"{self.policy_run}",
         )
         return f"| {' | '.join(cells)} |"
 
@@ -282,7 +282,7 @@ class ExpertRounds:
             num_tokens=num_tokens,
             head_ms=head_bytes / self._bandwidth,
             depth=self._shape.layers_most / len(decoder.layers),
-            course=policy_course(self._costs(batch), seconds, self._counts, batch),
+            policy_run=run_policy(self._costs(batch), seconds, self._counts, batch),
         )
 
     def _forward(self, tokens: Sequence[Sequence[int]]) -> tuple[float, StepFloor]:

@@ -17,7 +17,7 @@ from shared.runtime.round_state import RoundSampling
 from shared.runtime.runner import ModelRunner
 from tests.bench import expert_rounds, simulated_rounds
 from tests.bench.expert_floors import StepFloor, level_bytes, tensors_of
-from tests.bench.expert_rounds import BATCHES, CHAIN, HEADER, Course, RoundsLine
+from tests.bench.expert_rounds import BATCHES, CHAIN, HEADER, PolicyRun, RoundsLine
 from tests.bench.expert_shapes import GLM_45_AIR, SHAPES, ExpertShape
 from tests.bench.experts import ShapeBench
 from tests.bench.simulated_rounds import NUM_ROUNDS, level_rate, spread_counts
@@ -96,7 +96,7 @@ def test_rounds_commit_as_many_tokens_as_simulated_and_are_chosen_when_they_pay(
         assert line.over_plain == pytest.approx(2.5 * PLAIN_MS / 16.0)
         # All layers are built.
         assert line.at_full_depth == pytest.approx(line.over_plain)
-        assert line.course.most == CHAIN
+        assert line.policy_run.most == CHAIN
         assert 0.97 * line.over_plain < line.chosen_over_plain <= line.over_plain
         # Rows that differ, as requests' do, choose experts of their own.
         assert line.plain.hits > 12 or line.batch == 1
@@ -107,7 +107,7 @@ def test_rounds_commit_as_many_tokens_as_simulated_and_are_chosen_when_they_pay(
 def test_plain_steps_are_chosen_when_rounds_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     for line in _lines(GLM_45_AIR, 60.0, monkeypatch):
         assert line.over_plain == pytest.approx(2.5 * PLAIN_MS / 60.0)
-        assert line.course.most is None
+        assert line.policy_run.most is None
         assert 0.97 < line.chosen_over_plain <= 1.0
 
 
@@ -124,7 +124,7 @@ def test_layers_that_are_not_built_count_in_forwards_alone() -> None:
         num_tokens=5.0,
         head_ms=1.0,
         depth=2.0,
-        course=Course(200.0, {None: 1.0}),
+        policy_run=PolicyRun(200.0, {None: 1.0}),
     )
     assert line.over_plain == pytest.approx(2.5 * 10.0 / 16.0)
     assert line.at_full_depth == pytest.approx(2.5 * 19.0 / 28.0)
@@ -142,7 +142,7 @@ def test_a_batch_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -
             raise RuntimeError("out of luck")
         real(runner, num_sequences, sampling)
 
-    monkeypatch.setattr(expert_rounds, "policy_course", lambda *_: Course(1.0, {None: 1.0}))
+    monkeypatch.setattr(expert_rounds, "run_policy", lambda *_: PolicyRun(1.0, {None: 1.0}))
     monkeypatch.setattr(RoundRunner, "capture", failing)
     first, *others = bench.rounds()
     assert isinstance(first, RoundsLine)
