@@ -64,7 +64,7 @@ def experts_hit(decoder: Decoder, pool: KvPool, batch: ForwardBatch) -> list[int
     return counts
 
 
-def expected_hits(num_experts: int, num_chosen: int, num_rows: int) -> float:
+def expected_hits(num_experts: int, num_chosen: int, num_rows: float) -> float:
     """Returns how many experts rows choose that know nothing of each other."""
     return num_experts * (1.0 - (1.0 - num_chosen / num_experts) ** num_rows)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 import traceback
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -91,7 +91,7 @@ def run_policy(
         counts: `[R][S]`, nodes accepted of chains of any depth, round after round.
     """
     shapes = tuple(choice for choice in seconds if choice is not None)
-    policy, times = LanePolicy(shapes, costs), Counter[Choice]()
+    policy, times = LanePolicy(shapes, costs), defaultdict[Choice, float](float)
     now_s, num_tokens = 0.0, 0
     before: Choice = shapes[0]
     for accepted in itertools.cycle(counts):
