@@ -15,7 +15,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from services.draft.drafter_factory import build_drafter, use_device, worker_identity
+from services.draft.drafter_factory import (
+    build_drafter,
+    outcome_budget,
+    use_device,
+    worker_identity,
+)
 from services.draft.drafters.drafter import Drafter
 from services.draft.drafters.model_factory import Host
 from services.draft.drafters.multi_layer import MultiLayerDrafter
@@ -277,7 +282,7 @@ def build_embedded_draft(
         max_sequences=draft_settings.max_running_requests,
         recorder=recorder,
         is_pinned=draft_settings.is_shape_pinned,
-        outcome_budget=draft_settings.speculative_outcome_budget,
+        outcome_budget=outcome_budget(draft_settings),
         enter_thread=partial(use_device, draft_settings),
     )
     engine.start()

@@ -136,6 +136,23 @@ def compiles_kernels(settings: DraftSettings) -> bool:
     return device_named(settings.device).type == "cuda"
 
 
+OUTCOME_BUDGET = 8
+"""Verdicts of a sequence that a language model on a GPU prepares for, with a target elsewhere."""
+
+
+def outcome_budget(settings: DraftSettings) -> int:
+    """Returns for how many verdicts of a sequence trees are prepared to be pushed.
+
+    With a target on this host, a language model takes part in the target's rounds, which draft
+    ahead by themselves.
+    """
+    if settings.speculative_outcome_budget is not None:
+        return settings.speculative_outcome_budget
+    is_model = settings.algorithm is Algorithm.STANDALONE
+    is_ahead = is_model and settings.has_distant_target and compiles_kernels(settings)
+    return OUTCOME_BUDGET if is_ahead else 0
+
+
 def worker_identity(
     settings: DraftSettings, limits: DrafterLimits, *, worker_id: str
 ) -> WorkerIdentity:
@@ -152,7 +169,7 @@ def worker_identity(
         max_sequences=settings.max_running_requests,
         max_context_tokens=limits.max_context_tokens,
         feature_spec=limits.feature_spec,
-        # With an outcome budget trees are pushed, so the head takes part in no rounds.
+        # Who sets an outcome budget wants pushed trees, so the head takes part in no rounds.
         mapped_head=None if settings.speculative_outcome_budget else limits.mapped_head,
         shape=settings.shape,
     )

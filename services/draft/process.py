@@ -14,7 +14,7 @@ from grpc import aio
 
 from services.draft.attach_client import AttachClient, Backoff, ReloadTables
 from services.draft.draft_service import DraftBackend, DraftServicer
-from services.draft.drafter_factory import compiles_kernels, use_device
+from services.draft.drafter_factory import compiles_kernels, outcome_budget, use_device
 from services.draft.drafters.drafter import Drafter
 from services.draft.engine import DraftEngine
 from services.draft.events import WorkerIdentity
@@ -96,7 +96,7 @@ class DraftProcess:
             chunk_tokens=self._settings.chunked_prefill_size,
             max_sequences=self._settings.max_running_requests,
             is_pinned=self._settings.is_shape_pinned,
-            outcome_budget=self._settings.speculative_outcome_budget,
+            outcome_budget=outcome_budget(self._settings),
             are_rows_cheap=is_on_gpu or not self._settings.algorithm.has_model,
             recorder=self._recorder,
             enter_thread=functools.partial(use_device, self._settings),

@@ -134,9 +134,10 @@ class DraftSettings(DialingSettings):
     speculative_num_draft_tokens: int | None = setting(
         None, "tree rows verified in a round, root included", minimum=2, maximum=257
     )
-    speculative_outcome_budget: int = setting(
-        0,
-        "outcomes per sequence to prepare pushed trees for during verification; 0 drafts after it",
+    speculative_outcome_budget: int | None = setting(
+        None,
+        "outcomes per sequence to prepare pushed trees for during verification; "
+        "unset: 8 for STANDALONE on a GPU with a target on another host, else 0",
         minimum=0,
         maximum=MAX_BUDGET,
     )
@@ -246,6 +247,12 @@ class DraftSettings(DialingSettings):
     def target_tokenizer(self) -> Path | None:
         """Folder of the target's tokenizer, if one is set."""
         return self.tokenizer or self.target_model_path
+
+    @property
+    def has_distant_target(self) -> bool:
+        """Whether an address of a target does not name this host as such."""
+        hosts = {address.rpartition(":")[0] for address in self.target}
+        return not hosts <= {"127.0.0.1", "[::1]", "localhost", "unix"}
 
     @property
     def given_shape(self) -> GivenShape:

@@ -208,7 +208,7 @@ class Bench:
             chunk_tokens=settings.chunked_prefill_size,
             max_sequences=settings.max_running_requests,
             is_pinned=True,
-            outcome_budget=settings.speculative_outcome_budget,
+            outcome_budget=settings.speculative_outcome_budget or 0,
         )
         draft.start()
         warm_up(draft, drafter.limits.feature_spec)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from services.draft.algorithm import Algorithm
-from services.draft.drafter_factory import check_no_states, target_vocabulary
+from services.draft.drafter_factory import check_no_states, outcome_budget, target_vocabulary
 from services.draft.drafters.contexts import CONTEXT_MARGIN
 from services.draft.drafters.dflash import DflashDrafter
 from services.draft.drafters.drafter import Drafter
@@ -263,7 +263,7 @@ def reserved_for_model(
 
 def _num_growers(settings: DraftSettings) -> int:
     """Passes that draft ahead have a grower with memory of its own."""
-    return 2 if settings.speculative_outcome_budget else 1
+    return 2 if outcome_budget(settings) else 1
 
 
 def build_model_drafter(

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from services.draft import drafter_factory
 from services.draft.algorithm import Algorithm
+from services.draft.drafter_factory import OUTCOME_BUDGET, outcome_budget
 from services.draft.settings import DraftSettings, with_local_models
 from shared.errors import SettingsError
 from shared.model_options import AttentionBackend, Dtype
@@ -276,3 +278,25 @@ def test_other_spellings_of_flags_are_known() -> None:
 
 def test_standalone_is_the_default_algorithm() -> None:
     assert _read().speculative_algorithm is Algorithm.STANDALONE
+
+
+@pytest.mark.parametrize(
+    ("arguments", "budget"),
+    [
+        ((), 0),
+        (("--target", "localhost:1", "--target", "unix:/tmp/a"), 0),
+        (("--target", "host-a:50051"), OUTCOME_BUDGET),
+        (("--target", "127.0.0.1:1", "--target", "10.0.0.7:1"), OUTCOME_BUDGET),
+        (("--target", "host-a:50051", "--speculative-outcome-budget", "0"), 0),
+        (("--speculative-outcome-budget", "3"), 3),
+        (("--target", "host-a:50051", "--speculative-algorithm", "EAGLE3"), 0),
+    ],
+)
+def test_a_language_model_on_a_gpu_drafts_ahead_for_a_target_elsewhere(
+    arguments: tuple[str, ...], budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = _read(*arguments)
+    is_asked = settings.speculative_outcome_budget is not None
+    assert outcome_budget(settings) == (budget if is_asked else 0), "there is no GPU"
+    monkeypatch.setattr(drafter_factory, "compiles_kernels", lambda settings: True)
+    assert outcome_budget(settings) == budget
