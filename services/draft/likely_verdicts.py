@@ -13,9 +13,9 @@ from shared.tokens import Condition, TokenTree
 MAX_BUDGET = 64
 """Largest outcome budget: verdicts per sequence and round."""
 
-MAX_TOTAL_OUTCOMES = 256
-"""Most verdicts to prepare for, of all sequences together, though at least one of each. A few
-hundred rows add little to the time of a draft's forward; more rows add more."""
+MAX_TOTAL_OUTCOMES = 64
+"""Most verdicts to prepare for, of all sequences together, though at least one of each. More rows
+would add little to a forward on a GPU, but each costs the host about as much as a sequence."""
 
 
 def shared_budget(budget: int, num_sequences: int, *, are_rows_cheap: bool = True) -> int:
