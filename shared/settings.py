@@ -19,6 +19,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -195,6 +196,14 @@ def _parsed(
             shown = "(not shown)" if field.is_secret else repr(",".join(texts))
             problems.append(f"{source} is {shown}; it must be {error}")
     return values
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether an IP address is this host's own. A Unix socket has an empty one."""
+    try:
+        return not host or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def address_problems(flag: str, addresses: Iterable[str]) -> tuple[str, ...]:

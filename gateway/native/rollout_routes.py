@@ -11,7 +11,6 @@ import base64
 import binascii
 from collections.abc import Awaitable, Callable, Sequence
 from functools import wraps
-from ipaddress import ip_address
 from typing import Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
@@ -33,6 +32,7 @@ from gateway.native.schema import (
 from gateway.serving import Gateway
 from shared.errors import FailedPrecondition, InvalidArgument, OutriderError, PermissionDenied
 from shared.rpc.admin_client import TargetAdmin, TensorToCome
+from shared.settings import is_loopback
 
 T = TypeVar("T")
 Reply = dict[str, Any]
@@ -237,21 +237,13 @@ def check_may_change_weights(request: Request, gateway: Gateway) -> None:
     """
     check_may_operate("change weights or hold generation")
     host = "" if request.client is None else request.client.host
-    if gateway.settings.remote_operators or _is_local(host):
+    if gateway.settings.remote_operators or is_loopback(host):
         return
     raise PermissionDenied(
         f"weights are changed and generation is held from this host only, and {host} is another; "
         f"start the gateway with --remote-operators and --api-key-file",
         reason="OPERATOR_REMOTE",
     )
-
-
-def _is_local(host: str) -> bool:
-    """Returns whether a client is on this host. A Unix socket has an empty host."""
-    try:
-        return not host or ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 async def _call_all_settled(

@@ -14,8 +14,8 @@ MAX_BUDGET = 64
 """Largest outcome budget: verdicts per sequence and round."""
 
 MAX_TOTAL_OUTCOMES = 64
-"""Most verdicts to prepare for, of all sequences together, though at least one of each. More rows
-would add little to a forward on a GPU, but each costs the host about as much as a sequence."""
+"""Most verdicts to prepare for, of all sequences together, though at least one of each. A forward
+on a GPU takes more rows in little more time, but each verdict costs time of the draft's host."""
 
 
 def shared_budget(budget: int, num_sequences: int, *, are_rows_cheap: bool = True) -> int:

@@ -35,7 +35,7 @@ from shared.model_options import (
     Quantisation,
 )
 from shared.ngram import MatchType, NgramOptions
-from shared.settings import DialingSettings, load_settings, setting
+from shared.settings import DialingSettings, is_loopback, load_settings, setting
 from shared.tokens import TreeShape
 
 MOST_PAGE_TOKENS = 256
@@ -250,9 +250,9 @@ class DraftSettings(DialingSettings):
 
     @property
     def has_distant_target(self) -> bool:
-        """Whether an address of a target does not name this host as such."""
-        hosts = {address.rpartition(":")[0] for address in self.target}
-        return not hosts <= {"127.0.0.1", "[::1]", "localhost", "unix"}
+        """Whether the address of a target is none that only this host has."""
+        hosts = [address.rpartition(":")[0].strip("[]") for address in self.target]
+        return not all(host in ("localhost", "unix") or is_loopback(host) for host in hosts)
 
     @property
     def given_shape(self) -> GivenShape:

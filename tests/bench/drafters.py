@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.draft.drafter_factory import build_drafter, worker_identity
+from services.draft.drafter_factory import build_drafter, outcome_budget, worker_identity
 from services.draft.drafters.drafter import Drafter, Proposal
 from services.draft.engine import DraftEngine
 from services.draft.sequence import DraftSequence
@@ -208,7 +208,7 @@ class Bench:
             chunk_tokens=settings.chunked_prefill_size,
             max_sequences=settings.max_running_requests,
             is_pinned=True,
-            outcome_budget=settings.speculative_outcome_budget or 0,
+            outcome_budget=outcome_budget(settings),
         )
         draft.start()
         warm_up(draft, drafter.limits.feature_spec)

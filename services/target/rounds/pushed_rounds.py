@@ -393,9 +393,8 @@ class PushedSteps(RoundSteps[PushedLanes]):
             self._attachments.readiness.disregard()
         return shape
 
-    def _was_launched(self, round_: LaunchedRound) -> None:
-        round_.start_s = self._clock()
-        round_.host_gap_s = self._host_gap.launched(round_.start_s)
+    def _was_launched(self, round_: LaunchedRound, now_s: float) -> None:
+        round_.start_s = now_s
 
     def _observe(
         self, round_: LaunchedRound, results: SequenceOf[RoundResult], took: DeviceTime

@@ -284,7 +284,9 @@ class RoundSteps(ABC, Generic[L]):
         """
         num_before = lanes.num_pending
         was_possible = lanes.launch()
-        self._was_launched(round_)
+        now_s = self._clock()
+        self._was_launched(round_, now_s)
+        round_.host_gap_s = self._host_gap.launched(now_s)
         self._launched.append(round_)
         if lanes.runner.awaits_masks:
             self._drain(lanes)
@@ -294,11 +296,9 @@ class RoundSteps(ABC, Generic[L]):
             self._launched.pop()  # there was no memory, or no room
         return was_possible
 
-    def _was_launched(self, round_: LaunchedRound) -> None:
+    def _was_launched(self, round_: LaunchedRound, now_s: float) -> None:
         """Notes that a round is queued, at least up to its draws."""
-        now_s = self._clock()
         self._wait.observe_launch(now_s - round_.start_s)
-        round_.host_gap_s = self._host_gap.launched(now_s)
 
     def _drain(self, lanes: L) -> None:
         while lanes.num_pending:

@@ -285,6 +285,7 @@ def test_standalone_is_the_default_algorithm() -> None:
     [
         ((), 0),
         (("--target", "localhost:1", "--target", "unix:/tmp/a"), 0),
+        (("--target", "[::1]:1", "--target", "127.0.1.1:1"), 0),
         (("--target", "host-a:50051"), OUTCOME_BUDGET),
         (("--target", "127.0.0.1:1", "--target", "10.0.0.7:1"), OUTCOME_BUDGET),
         (("--target", "host-a:50051", "--speculative-outcome-budget", "0"), 0),
