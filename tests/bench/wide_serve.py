@@ -1,10 +1,10 @@
 """`outrider serve`, but for two things that a benchmark needs.
 
-    python -m tests.bench.wide_serve serve [--targets N] FLAGS
+    python -m tests.bench.wide_serve serve [--targets N] [--drafts M] FLAGS
 
 Services also load folders that describe wide models, see `wide_loading`: a 70B in bfloat16 is made
-on its GPUs in seconds, and on no disk. And one draft can feed N targets, each on a GPU of its own,
-behind one gateway; the draft has the GPU after theirs.
+on its GPUs in seconds, and on no disk. And M equal drafts can feed N targets, each on a GPU of its
+own, behind one gateway; the drafts have the GPUs after those of the targets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from services.stack import Child, ChildSpec, Part
 
 _OWN_SPEC, _OWN_PARTS = serve._spec, serve.parts
 _LOADING = ("services.target", "services.draft")
-_PORTS_A_TARGET = 10
+_PORTS_A_TARGET, _PORTS_A_DRAFT = 10, 100
 
 
 def spec(plan: Plan, name: str, module: str, arguments: tuple[str, ...]) -> ChildSpec:
@@ -32,8 +32,8 @@ def spec(plan: Plan, name: str, module: str, arguments: tuple[str, ...]) -> Chil
     return _OWN_SPEC(plan, name, "tests.bench.service", (service, *arguments))
 
 
-def parts(num_targets: int, plan: Plan) -> tuple[Part, ...]:
-    """Returns the parts of a stack with so many targets."""
+def parts(num_targets: int, num_drafts: int, plan: Plan) -> tuple[Part, ...]:
+    """Returns the parts of a stack with so many targets, and so many of each of its drafts."""
     first, *drafts, gateway = _OWN_PARTS(plan)
     target, is_gpu = plan.target, plan.target.device != "cpu"
     targets, admins, dialled = [first], list[str](), list[str]()
@@ -54,21 +54,22 @@ def parts(num_targets: int, plan: Plan) -> tuple[Part, ...]:
         child = spec(plan, f"target-{number}", "services.target", (*plan.target_arguments, *own))
         targets.append(Part(Child(child), partial(probe.grpc_is_serving, address)))
 
-    async def are_attached() -> bool:
-        found = [await probe.has_attachments(each, len(drafts)) for each in admins]
+    async def are_attached(number: int) -> bool:
+        found = [await probe.has_attachments(each, number) for each in admins]
         return all(found)
 
-    device = [f"--device=cuda:{num_targets}"] * is_gpu
-    fed = [
-        replace(
-            part,
-            child=Child(
-                spec(plan, draft.name, "services.draft", (*draft.arguments, *dialled, *device))
-            ),
-            is_ready=are_attached,
-        )
-        for draft, part in zip(plan.remote_drafts, drafts, strict=True)
-    ]
+    fed: list[Part] = []
+    for draft, part in zip(plan.remote_drafts, drafts, strict=True):
+        for number in range(num_drafts):
+            own = [*draft.arguments, *dialled]
+            own += [f"--device=cuda:{num_targets + number}"] * is_gpu
+            name, offset = draft.name, _PORTS_A_DRAFT * number
+            if number:
+                own += [f"--port={draft.settings.port + offset}"]
+                own += [f"--maintenance-port={draft.settings.admin_port + offset}"]
+                name = f"{draft.name}-{number}"
+            process = Child(spec(plan, name, "services.draft", tuple(own)))
+            fed.append(replace(part, child=process, is_ready=partial(are_attached, len(fed) + 1)))
     arguments = (*plan.gateway_arguments, *dialled)
     in_front = Child(spec(plan, "gateway", "gateway", arguments))
     return (*targets, *fed, replace(gateway, child=in_front))
@@ -77,10 +78,11 @@ def parts(num_targets: int, plan: Plan) -> tuple[Part, ...]:
 def _main() -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--targets", type=int, default=1)
+    parser.add_argument("--drafts", type=int, default=1)
     flags, sys.argv[1:] = parser.parse_known_args()
     serve._spec = spec
-    if flags.targets > 1:
-        serve.parts = partial(parts, flags.targets)
+    if flags.targets > 1 or flags.drafts > 1:
+        serve.parts = partial(parts, flags.targets, flags.drafts)
     return main()
 
 

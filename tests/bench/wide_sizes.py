@@ -31,6 +31,7 @@ SIZES = {
     "8b": PairSize(SHAPE_8B, SHAPE_1B, 32_000),
     "32b": PairSize(SHAPE_32B, SHAPE_1B, 32_000),
     "70b": PairSize(SHAPE_70B, SHAPE_1B, 32_000),
+    "70b-with-8b": PairSize(SHAPE_70B, SHAPE_8B, 32_000),
     # As many bytes as each of four GPUs has of a 70B.
     "70b-quarter": PairSize(replace(SHAPE_70B, num_layers=20), SHAPE_1B, 32_000),
     "trial": PairSize(

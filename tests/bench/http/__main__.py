@@ -38,7 +38,7 @@ _TOKENS = {True: (512, 256), False: (128, 48)}  # of a prompt and of an answer
 _BURST = {True: 64, False: 8}
 _NUM_REPEATED = 8
 _MOST_PROCESSES = 6
-_MODELS = ("8b", "32b", "70b", "70b-quarter", "trial", "demo")
+_MODELS = ("8b", "32b", "70b", "70b-with-8b", "70b-quarter", "trial", "demo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Plan:
         num_windows: of each closed loop.
         open_percents: of the knee's requests a second.
         serve_flags: of `outrider serve`, beside a mode's.
-        num_targets: behind one gateway, with one draft; see `wide_serve`.
+        num_targets, num_drafts: behind one gateway; see `wide_serve`.
     """
 
     modes: tuple[Mode, ...]
@@ -66,6 +66,7 @@ class Plan:
     start_timeout_s: float
     serve_flags: tuple[str, ...] = ()
     num_targets: int = 1
+    num_drafts: int = 1
 
 
 @dataclass(slots=True)
@@ -90,8 +91,8 @@ class Bench:
             timeout_s, temperature = self.plan.start_timeout_s, self.plan.temperature
             flags = [*mode.flags(self.models), *self.plan.serve_flags]
             launcher = self.models.launcher
-            if self.plan.num_targets > 1:
-                flags.append(f"--targets={self.plan.num_targets}")
+            if self.plan.num_targets > 1 or self.plan.num_drafts > 1:
+                flags += [f"--targets={self.plan.num_targets}", f"--drafts={self.plan.num_drafts}"]
                 launcher = WIDE_LAUNCHER
             async with (
                 clients(self.plan.num_processes) as processes,
@@ -304,7 +305,8 @@ def parse(arguments: list[str], *, has_gpu: bool) -> argparse.Namespace:
     add("--model", choices=_MODELS, default="8b" if has_gpu else "demo")
     add("--widen", type=Path, metavar="DIR", help="keep the 8B there; unset, a folder in TMPDIR")
     add("--serve", type=shlex.split, default=[], metavar="FLAGS", help="of `outrider serve`")
-    add("--targets", type=int, default=1, help="on a GPU each, with one draft on the next")
+    add("--targets", type=int, default=1, help="on a GPU each")
+    add("--drafts", type=int, default=1, help="equal ones, on a GPU each after the targets'")
     add("--log-dir", type=Path, default=Path(".run/bench-http"))
     add("--out", type=Path, help="file for the rows in JSON")
     add("--start-timeout-s", type=float, default=300.0)
@@ -342,6 +344,7 @@ def plan_of(flags: argparse.Namespace) -> Plan:
         start_timeout_s=flags.start_timeout_s,
         serve_flags=tuple(flags.serve),
         num_targets=flags.targets,
+        num_drafts=flags.drafts,
     )
 
 
