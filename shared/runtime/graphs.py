@@ -12,7 +12,7 @@ import gc
 import logging
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Generic, TypeVar
@@ -30,6 +30,7 @@ from shared.layers.tensor_group import TensorGroup
 from shared.models.config import ModelConfig
 from shared.models.decoder import Decoder, DecoderOutput
 from shared.runtime.memory import CacheSize, Shortage
+from shared.runtime.ring_memory import CudaMemory
 
 logger = logging.getLogger(__name__)
 
@@ -407,8 +408,6 @@ class GraphStore(Generic[Key, Graph]):
 _FIRST_ROWS = 8
 # Most sets of captured layers that have graphs; forwards with other sets run without.
 _MAX_CAPTURE_KINDS = 3
-# Hidden states, and the usual number of features that a head reads.
-_PROMPT_RESULTS = 4
 # Largest planned step: computed rows, rows that draw, and bytes of such a row for each logit.
 _STEP_ROWS, _DRAWN_ROWS, _DRAWN_BYTES = 8192, 256, 24
 
@@ -431,7 +430,8 @@ class CapturedForward:
 class ForwardGraphs:
     """All graphs of one decoder over one pool.
 
-    Results lie in fixed memory and are valid until the next run.
+    All graphs share the memory of intermediate values and results, so results are valid until the
+    next run of any graph.
 
     Args:
         cache: cache settings that out-of-memory warnings give advice on; None names no settings.
@@ -451,10 +451,7 @@ class ForwardGraphs:
             is_shared=decoder.group is not None,
             advise=(cache or CacheSize(pool.storage.nbytes)).advice,
         )
-        # Results of forwards with prompts, by captured layers: hidden states, then features.
-        self._prompt_results: dict[tuple[int, ...], list[Tensor]] = {}
         self._uncaptured: list[GraphKey] = []
-        self._reserved: Tensor | None = None
 
     def capture(
         self,
@@ -549,46 +546,27 @@ class ForwardGraphs:
         return captured
 
     def _graph_of(self, key: GraphKey) -> CapturedForward | None:
-        if key not in self._graphs:
-            self._reserved = None
-            if self._graphs.of(key) is None:
-                self._uncaptured.clear()
-            else:
-                self._reserve_memory()
-        return self._graphs.of(key)
-
-    def _reserve_memory(self) -> None:
-        """Reserves memory for the results of the uncaptured graphs, which a draft would otherwise
-        take for its cache."""
-        config, itemsize = self._decoder.config, self._decoder.dtype.itemsize
-        keys = [key for key in self._uncaptured if key not in self._graphs and not key.has_prompts]
-        size_bytes = sum(
-            key.num_rows
-            * (
-                4 * config.vocab_size
-                + (1 + len(key.capture_layers)) * itemsize * config.hidden_size
-            )
-            for key in keys
-        )
-        # With less memory than that, some of these graphs still fit.
-        with suppress(torch.OutOfMemoryError):
-            self._reserved = torch.empty(size_bytes, dtype=torch.uint8, device=self._pool.device)
+        captured = self._graphs.of(key)
+        if captured is None:
+            self._uncaptured.clear()
+        return captured
 
     @torch.inference_mode()
     def _capture(self, key: GraphKey) -> CapturedForward:
         bucket = self._inputs.bucket(key)
         self._inputs.fill_empty(bucket)
         # An eager run loads kernels and allocates the workspaces of products outside of the graph.
-        output, _ = self._forward(bucket, key)
-        results = self._prompt_results_of(key, output) if key.has_prompts else None
+        self._forward(bucket, key)
         graph = torch.cuda.CUDAGraph()
         with capturing(graph, self._memory, group=self._decoder.group):
             output, logits = self._forward(bucket, key)
-            if results is not None:
-                for result, tensor in zip(results, _tensors(output), strict=True):
-                    result.copy_(tensor)
-                output = DecoderOutput(results[0], tuple(results[1:]))
-        return CapturedForward(graph, bucket, logits, output.hidden, output.features)
+        return CapturedForward(
+            graph,
+            bucket,
+            None if logits is None else unowned_view(logits),
+            unowned_view(output.hidden),
+            tuple(map(unowned_view, output.features)),
+        )
 
     def _forward(self, bucket: ForwardBatch, key: GraphKey) -> tuple[DecoderOutput, Tensor | None]:
         """Returns the output, and the logits of all logit rows; None for a forward with prompts."""
@@ -601,18 +579,15 @@ class ForwardGraphs:
         logits = self._decoder.logits(output.hidden.index_select(0, bucket.logit_rows))
         return output, logits
 
-    def _prompt_results_of(self, key: GraphKey, output: DecoderOutput) -> list[Tensor]:
-        """Returns the result tensors of a forward with prompts, which all its graphs share."""
-        if key.capture_layers not in self._prompt_results:
-            self._prompt_results[key.capture_layers] = [
-                tensor.new_empty((self.limits.max_prompt_rows, *tensor.shape[1:]))
-                for tensor in _tensors(output)
-            ]
-        return [tensor[: key.num_rows] for tensor in self._prompt_results[key.capture_layers]]
 
-
-def _tensors(output: DecoderOutput) -> tuple[Tensor, ...]:
-    return (output.hidden, *output.features)
+def unowned_view(tensor: Tensor) -> Tensor:
+    """Returns a view of a graph's result that does not keep its memory allocated. Graphs of other
+    sizes, which never run at the same time, use that memory, too."""
+    assert tensor.is_contiguous()
+    elements = tensor.view(-1).view(torch.uint8)
+    memory = CudaMemory(elements.data_ptr(), len(elements))
+    elements = torch.as_tensor(memory, device=tensor.device)
+    return elements.view(tensor.dtype).view(tensor.shape)
 
 
 def graph_memory_bytes(config: ModelConfig, limits: GraphLimits, dtype: torch.dtype) -> int:
@@ -625,8 +600,7 @@ def graph_memory_bytes(config: ModelConfig, limits: GraphLimits, dtype: torch.dt
     attention = part_rows * config.num_heads * partial * 4
     logits = rows * config.vocab_size * (4 + dtype.itemsize)
     wide = 8 * config.hidden_size + 3 * config.intermediate_size
-    results = _PROMPT_RESULTS * prompt_rows * config.hidden_size * dtype.itemsize
-    blocks = max(rows, prompt_rows) * wide * dtype.itemsize + results
+    blocks = max(rows, prompt_rows) * wide * dtype.itemsize
     masks = rows * limits.max_tail_width * 9
     return attention + logits + blocks + masks
 

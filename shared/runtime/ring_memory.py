@@ -169,16 +169,12 @@ def _mapped(path: Path, flags: int, size_bytes: int) -> Tensor:
 
 
 class CudaMemory:
-    """GPU memory in the form that `torch.as_tensor` takes; the tensor does not own it.
+    """Bytes of a GPU in the form that `torch.as_tensor` takes; the tensor does not own them."""
 
-    Args:
-        kind: type of its elements, in numpy's notation.
-    """
-
-    def __init__(self, pointer: int, count: int, kind: str = "|u1") -> None:
+    def __init__(self, pointer: int, size_bytes: int) -> None:
         self.__cuda_array_interface__ = {
-            "shape": (count,),
-            "typestr": kind,
+            "shape": (size_bytes,),
+            "typestr": "|u1",
             "data": (pointer, False),
             "version": 3,
         }

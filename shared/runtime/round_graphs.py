@@ -16,9 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shared.runtime.graphs import capturing
+from shared.runtime.graphs import capturing, unowned_view
 from shared.runtime.lane_sampling import LaneMasks, LaneSampling, QueuedLogprobs
-from shared.runtime.ring_memory import CudaMemory
 from shared.runtime.round_batches import RoundTree
 from shared.runtime.round_state import RoundSampling, RoundState
 from shared.runtime.round_verification import (
@@ -262,18 +261,8 @@ class RoundGraphs:
             verified = self._verification.forward(tree)
         with capturing(commit, self._memory, group=self._group):
             committed = self._verification.finish(state, tree, verified.output, drawn)
-        logits = _unowned_view(verified.logits)
+        logits = unowned_view(verified.logits)
         return CapturedRound(draft, forward, commit, state, tree, logits, drawn, committed)
-
-
-def _unowned_view(tensor: Tensor) -> Tensor:
-    """Returns a view that does not keep the memory of a graph's logits, the largest of its outputs,
-    allocated: graphs of other sizes, which never run at the same time, write theirs there."""
-    assert tensor.is_contiguous()
-    words = tensor.view(-1).view(torch.int16)
-    memory = CudaMemory(words.data_ptr(), len(words), "<i2")
-    words = torch.as_tensor(memory, device=tensor.device)
-    return words.view(tensor.dtype).view(tensor.shape)
 
 
 def num_computed(num_slots: int, max_slots: int) -> int:
