@@ -314,6 +314,24 @@ def keys_of(limits: GraphLimits, capture_layers: tuple[int, ...]) -> list[GraphK
     ]
 
 
+def largest_keys(keys: Sequence[GraphKey]) -> list[GraphKey]:
+    """Returns those of some keys, ascending, that no other one exceeds in rows and sequences; the
+    largest first.
+
+    Graphs share their memory, and one whose largest intermediate value is larger than that of all
+    graphs before it takes a new piece. Captured first, these keys leave room for all others.
+    """
+    largest: list[GraphKey] = []
+    for key in reversed(keys):
+        if not any(
+            other.num_rows >= key.num_rows and other.num_sequences >= key.num_sequences
+            for other in largest
+            if (other.has_tail, other.has_prompts) == (key.has_tail, key.has_prompts)
+        ):
+            largest.append(key)
+    return largest
+
+
 def key_of(
     batch: ForwardBatch, limits: GraphLimits, capture_layers: tuple[int, ...]
 ) -> GraphKey | None:
@@ -483,7 +501,7 @@ class ForwardGraphs:
         has_trees: bool = True,
         show_progress: bool = False,
     ) -> None:
-        """Captures the largest bucket, whose memory the others reuse, and the buckets of a few
+        """Captures the largest buckets, whose memory the others reuse, and the buckets of a few
         rows, which the first requests need. `capture_next` captures the others; a forward that
         needs one of them earlier captures it itself.
 
@@ -492,9 +510,11 @@ class ForwardGraphs:
         """
         before = torch.cuda.mem_get_info(self._pool.device)[0]
         keys = keys_of(self.limits, capture_layers)
-        largest, *others = reversed([key for key in keys if has_trees or not key.has_tail])
+        keys = [key for key in keys if has_trees or not key.has_tail]
+        first = largest_keys(keys)
+        others = [key for key in reversed(keys) if key not in first]
         self._uncaptured = [key for key in others if key.num_rows > _FIRST_ROWS]
-        first = [largest, *(key for key in others if key.num_rows <= _FIRST_ROWS)]
+        first += [key for key in others if key.num_rows <= _FIRST_ROWS]
         for key in tqdm(
             first, desc="first CUDA graphs", unit="graph", disable=None if show_progress else True
         ):

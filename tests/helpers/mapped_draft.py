@@ -37,6 +37,7 @@ class MappedDraft:
 
     Attributes:
         commands: all commands received.
+        num_opened: sequences that it was to push trees for.
         spans: name, start and end of its work in rounds.
         spoils: changes the trees `[S, 2, T]` before they are written.
         is_frozen: it does not react to announced rounds.
@@ -58,6 +59,7 @@ class MappedDraft:
         """
         head = pair.head
         self.commands: list[MappedCommand] = []
+        self.num_opened = 0
         self.spans: list[tuple[str, float, float]] = []
         self.spoils: Callable[[Tensor], Tensor] = lambda trees: trees
         self.is_full = False
@@ -99,6 +101,7 @@ class MappedDraft:
         """Takes the commands after a round trip through their wire form."""
         if self.is_full:
             return False
+        self.num_opened += len(message.opened)
         for sent in message.commands:
             command = command_from_message(command_message(sent))
             assert command is not None

@@ -198,7 +198,7 @@ class DraftExchange:
 
     def map_head(self, attachment_id: str, pages: SequenceOf[int]) -> None:
         """Opens rounds with the head of a draft that has prepared for them; sequences get lanes
-        there from now on.
+        there from now on. Without memory for them, the draft pushes its trees.
 
         Args:
             pages: pages of the draft's KV cache for the rounds alone; empty if it could not
@@ -207,20 +207,25 @@ class DraftExchange:
         attachment = self.attachments.drafts.get(attachment_id)
         if attachment is None or attachment.mapped is None or attachment.rounds is not None:
             return
-        if not pages:
-            attachment.mapped.head.close()
-            attachment.mapped = None
-            self._pushed.open(attachment)
-            return
-        attachment.rounds = replace(attachment.mapped.source, pages=pages)
-        self._pushed.settle()
-        try:
-            self._rounds.open(attachment)
-        except RuntimeError as error:
-            self._warn_of(error)
-            return
         name = attachment.identity.worker_id
-        logger.info("the head of %s takes part in rounds through mapped memory", name)
+        if pages:
+            attachment.rounds = replace(attachment.mapped.source, pages=pages)
+            self._pushed.settle()
+            try:
+                self._rounds.open(attachment)
+            except RuntimeError as error:
+                advice = self._cache.advice(Shortage.of(error))
+                logger.warning(
+                    "no memory for rounds with the head of %s, which pushes its trees: %s",
+                    *(name, advice),
+                )
+                attachment.rounds = None
+            else:
+                logger.info("the head of %s takes part in rounds through mapped memory", name)
+                return
+        attachment.mapped.head.close()
+        attachment.mapped = None
+        self._pushed.open(attachment)
 
     @property
     def _has_head(self) -> bool:

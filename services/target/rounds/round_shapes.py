@@ -294,36 +294,47 @@ class RoundShapes:
 
     def _capture_all(self) -> None:
         """Captures all graphs that rounds may need, so that none is captured under traffic. The
-        largest graph comes first, because the others share its memory."""
+        largest graph comes first, because the others share its memory.
+
+        Raises:
+            RuntimeError: there is no memory for rounds of any shape and size.
+        """
+        lacking: RuntimeError | None = None
         for shape in self._turning():
-            advice = None
+            shortage = None
             for count in reversed(round_sizes(self._capacities[shape])):
                 if count <= self._capacities[shape]:
-                    advice = self._capture(shape, count) or advice
-            if advice is not None:
+                    shortage = self._capture(shape, count) or shortage
+            lacking = shortage or lacking
+            if shortage is not None:
                 logger.warning(
                     "no memory for rounds with trees of %s and more than %d sequences: left out. "
                     "%s",
-                    *(_name(shape), self._capacities[shape], advice),
+                    *(_name(shape), self._capacities[shape]),
+                    self._cache.advice(Shortage.of(shortage)),
                 )
+        if lacking is not None and not self.max_sequences:
+            raise lacking
 
-    def _capture(self, shape: TreeShape, num_sequences: int) -> str | None:
+    def _capture(self, shape: TreeShape, num_sequences: int) -> RuntimeError | None:
         """Captures the graphs of one size of the current shape. Where these do not fit the memory,
-        lowers the shape's capacity to the next smaller size, and returns advice."""
+        lowers the shape's capacity to the next smaller size, and returns the error."""
         before = self._num_reserved_bytes()
         try:
             self._check_room()
             for kind in CAPTURED_KINDS:
                 self.runner.capture(num_sequences, kind)
         except RuntimeError as error:
-            advice = self._cache.advice(Shortage.of(error))
+            shortage = Shortage.of(error)
             if self.runner.is_waited_for:
-                logger.critical("no memory for rounds of the group: %s", advice)
+                logger.critical(
+                    "no memory for rounds of the group: %s", self._cache.advice(shortage)
+                )
                 raise
             sizes = round_sizes(self._capacities[shape])
             self._capacities[shape] = max((s for s in sizes if s < num_sequences), default=0)
             torch.cuda.empty_cache()
-            return advice
+            return error.with_traceback(None)
         taken = (self._num_reserved_bytes() - before) / 2**30
         logger.debug("rounds, %s, %d sequences: %.2f GiB", _name(shape), num_sequences, taken)
         return None

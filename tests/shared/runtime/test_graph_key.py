@@ -14,6 +14,7 @@ from shared.runtime.graphs import (
     GraphLimits,
     key_of,
     keys_of,
+    largest_keys,
     prompt_row_buckets,
     row_buckets,
     sequence_buckets,
@@ -110,3 +111,24 @@ def test_trees_and_few_rows_take_the_graphs_that_they_take_without_prompts() -> 
     rng = random.Random(1)
     for sequences in ([chunk(0, 16)], [tree(rng, start=9, num_nodes=10), chunk(0, 30)]):
         assert _key(sequences, WITH_PROMPTS) == _key(sequences)
+
+
+def test_the_largest_graphs_leave_room_for_all_others() -> None:
+    limits = GraphLimits(512, 256, 144, 8192, 2048)
+    keys = keys_of(limits, ())
+    largest = largest_keys(keys)
+    sizes = [(key.num_rows, key.num_sequences) for key in largest]
+    assert sizes == [(2048, 64), (1280, 256), (512, 256), (256, 256)]
+
+    def has_room(key: GraphKey, first: list[GraphKey]) -> bool:
+        kind = (key.has_tail, key.has_prompts)
+        return any(
+            (other.has_tail, other.has_prompts) == kind
+            and other.num_rows >= key.num_rows
+            and other.num_sequences >= key.num_sequences
+            for other in first
+        )
+
+    assert all(has_room(key, largest) for key in keys)
+    # The one with the most rows alone does not: it has fewer sequences.
+    assert not all(has_room(key, [keys[-1]]) for key in keys if key.has_prompts)

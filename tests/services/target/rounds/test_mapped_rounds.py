@@ -22,6 +22,7 @@ from shared.models.loader import load_decoder
 from shared.runtime import mapped_rounds
 from shared.runtime.mapped_rounds import MappedRound, OpenMapped
 from shared.runtime.round_batches import MAX_PENDING_ROUNDS
+from shared.runtime.round_runner import RoundRunner
 from shared.tokens import SamplingParams, StopParams, TreeShape
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 from tests.helpers.device_rounds import Pair
@@ -254,6 +255,23 @@ def test_a_draft_that_comes_back_finds_everything_made(pair: Pair) -> None:
         assert second.attachment.mapped is mapped
         assert setup.answers(SAMPLINGS[0]) == _plain(pair, SAMPLINGS[0])
         assert setup.num_accepted > 0
+
+
+def test_without_memory_for_its_rounds_a_draft_pushes_its_trees(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run_out(runner: RoundRunner, num_sequences: int, sampling: object) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 64.00 MiB")
+
+    monkeypatch.setattr(RoundRunner, "capture", run_out)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    with _setup(pair) as setup:
+        draft = setup.attach("draft")
+        assert "the head of draft, which pushes its trees: 64.00 MiB more wanted" in caplog.text
+        assert draft.attachment.mapped is draft.attachment.rounds is None
+        # It is asked for trees as a draft on another host is.
+        assert setup.answers(SAMPLINGS[0]) == _plain(pair, SAMPLINGS[0])
+        assert draft.num_opened == len(PROMPTS)
 
 
 def test_a_second_word_that_it_is_ready_changes_nothing(pair: Pair) -> None:

@@ -61,12 +61,13 @@ def test_what_does_not_fit_at_some_size_goes_on_below_it(
     assert "no memory for rounds of 3 sequences with trees of 3 steps, 1 wide" in caplog.text
 
 
-def _refuse(shape: TreeShape, most: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Has memory for graphs of a shape for so many sequences; returns what is asked for."""
+def _refuse(shape: TreeShape | None, most: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Has memory for graphs of a shape, or of every shape, for so many sequences; returns what is
+    asked for."""
     asked = []
 
     def capture(runner: RoundRunner, num_sequences: int, sampling: object) -> None:
-        if runner.shape.tree == shape:
+        if shape in (None, runner.shape.tree):
             asked.append(num_sequences)
             if num_sequences > most:
                 raise torch.OutOfMemoryError("no room")
@@ -92,6 +93,16 @@ def test_a_shape_whose_graphs_do_not_fit_is_left_out(
     assert max(asked) <= 12
     told = f"trees of 3 steps, 1 wide, 4 rows and more than {fits} sequences: left out"
     assert told in caplog.text
+
+
+def test_without_memory_for_any_round_there_are_none(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _refuse(None, 1, monkeypatch)
+    assert _shapes(pair).max_sequences == 1
+    _refuse(None, 0, monkeypatch)
+    with pytest.raises(torch.OutOfMemoryError):
+        _shapes(pair)
 
 
 def test_every_graph_is_there_at_the_start(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
