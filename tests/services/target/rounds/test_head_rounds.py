@@ -13,7 +13,7 @@ from llguidance import LLParserLimits
 from services.target.adaptive_config import DEFAULT_CONFIG
 from services.target.drafts.attachment import Attachment
 from services.target.engine import Engine
-from services.target.grammars.matcher import GrammarMatcher, MaskExecutor, Masks
+from services.target.grammars.matcher import MaskedTree, MaskExecutor, Masks
 from services.target.requests.request import GenerationRequest
 from services.target.rounds.policy import LanePolicy
 from services.target.rounds.round_factory import RoundFactory
@@ -23,7 +23,7 @@ from shared.runtime.host_copy import DeviceMark, HostCopy
 from shared.runtime.round_head import CatchUp, HeadBacklog
 from shared.runtime.round_runner import RoundRunner
 from shared.runtime.runner import ModelRunner
-from shared.tokens import SamplingParams, StopParams, TokenTree, TreeShape
+from shared.tokens import SamplingParams, StopParams, TreeShape
 from tests.helpers.device_rounds import Pair, record_num_computed
 from tests.helpers.engines import (
     VOCAB_SIZE,
@@ -256,19 +256,16 @@ def test_lanes_follow_grammars_and_rules(
     pair: Pair, most_masks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a matcher stops in the middle of a tree, the path ends and the next round goes on."""
-    tree_masks = MaskExecutor.tree_masks
+    fill = MaskExecutor.fill
 
-    def first_masks(
-        executor: MaskExecutor, matchers: Sequence[GrammarMatcher], trees: Sequence[TokenTree]
-    ) -> list[Masks]:
-        found = tree_masks(executor, matchers, trees)
-        for masks in found:
-            masks[most_masks:] = 0
-        return found
+    def first_masks(executor: MaskExecutor, trees: Sequence[MaskedTree], masks: Masks) -> None:
+        fill(executor, trees, masks)
+        for masked in trees:
+            masks[masked.rows][most_masks:] = 0
 
     requests = masked_requests()
     expected = run_plain(pair.decoder, requests)
-    monkeypatch.setattr(MaskExecutor, "tree_masks", first_masks)
+    monkeypatch.setattr(MaskExecutor, "fill", first_masks)
     setup, collector = _setup(pair, is_poisoned=True), Collector()
     for key, each in enumerate(requests):
         setup.engine.submit(each, collector, key)
