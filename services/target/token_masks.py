@@ -10,14 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.target.grammars.matcher import MaskExecutor, Masks
+from services.target.grammars.matcher import MaskedTree, MaskExecutor, Masks
 from services.target.sequence import Sequence, TokenRules
 from services.target.step_plan import ScheduledSequence
-from shared.kv.upload import uploaded
+from shared.kv.upload import uploaded_numbers
+from shared.runtime.host_copy import UploadMemory
 from shared.speculation.row_masks import (
     ALL_TOKENS,
     WORD_BITS,
-    MaskedRows,
+    TreeMasks,
     mask_logits,
     num_mask_words,
 )
@@ -43,8 +44,7 @@ class RowMasks:
     def applied(self, logits: Tensor) -> Tensor:
         """Returns a copy of `logits` `[R, V]` without the tokens that rows may not draw."""
         masked = logits.clone()
-        if len(self.rows):
-            mask_logits(masked, self.rows, self.words)
+        mask_logits(masked, self.rows, self.words)
         return masked
 
     def cut(self, path: AcceptedPath, tree: TokenTree, first_row: int) -> AcceptedPath:
@@ -65,44 +65,50 @@ class TokenMasks:
     def __init__(self) -> None:
         self._executor = MaskExecutor()
 
-    def of(self, drawn: SequenceOf[ScheduledSequence], logits: Tensor) -> RowMasks:
-        """Queues the upload of the masks of a planned step. At least one sequence has a mask."""
+    def of(
+        self, drawn: SequenceOf[ScheduledSequence], logits: Tensor, memory: UploadMemory
+    ) -> RowMasks:
+        """Queues the upload of the masks of a planned step. At least one sequence has a mask.
+
+        Args:
+            memory: see `of_trees`.
+        """
         starts = itertools.accumulate((1 + len(entry.tree) for entry in drawn), initial=0)
         masked = [
             (entry, start)
             for entry, start in zip(drawn, starts, strict=False)
             if entry.sequence.is_masked
         ]
-        lanes = [(entry.sequence, entry.tree) for entry, _ in masked]
-        parts = [
-            MaskedRows(range(start, start + len(words)), words)
-            for (_, start), words in zip(
-                masked, self.of_lanes(lanes, logits.shape[-1]), strict=True
-            )
-        ]
-        joined = MaskedRows.joined(parts)
-        is_open = joined.words.any(axis=1)
-        rows, may_draw = np.array(joined.rows, np.int64), np.ones(len(logits), np.bool_)
-        may_draw[rows] = is_open
-        open_rows, words = uploaded((rows[is_open], joined.words[is_open]), logits.device)
-        return RowMasks(open_rows, words, may_draw)
+        trees = [(entry.sequence, entry.tree) for entry, _ in masked]
+        masks = self.of_trees(trees, logits.shape[-1], memory)
+        own = [start + row for entry, start in masked for row in range(1 + len(entry.tree))]
+        rows, may_draw = np.array(own, np.int64), np.ones(len(logits), np.bool_)
+        may_draw[rows] = masks.is_open
+        return RowMasks(uploaded_numbers(own, logits.device), masks.words, may_draw)
 
-    def of_lanes(
-        self, lanes: SequenceOf[tuple[Sequence, TokenTree]], vocab_size: int
-    ) -> list[Masks]:
-        """Returns the masks of each sequence by grammar and rules: root first, then nodes."""
-        matched = [(seq.matcher, tree) for seq, tree in lanes if seq.matcher is not None]
-        allowed = iter(self._executor.tree_masks(*zip(*matched, strict=True)) if matched else ())
-        lane_masks: list[Masks] = []
-        for sequence, tree in lanes:
+    def of_trees(
+        self, trees: SequenceOf[tuple[Sequence, TokenTree]], vocab_size: int, memory: UploadMemory
+    ) -> TreeMasks:
+        """Queues the upload of the masks of each sequence's tree, by grammar and rules.
+
+        Args:
+            memory: where the masks are written; its last upload has run, or the host waits for it.
+        """
+        *starts, num_rows = itertools.accumulate((1 + len(tree) for _, tree in trees), initial=0)
+        words = memory.array((num_rows, num_mask_words(vocab_size)))
+        matched: list[MaskedTree] = []
+        for (sequence, tree), start in zip(trees, starts, strict=True):
             if sequence.matcher is None:
-                masks = np.full((1 + len(tree), num_mask_words(vocab_size)), ALL_TOKENS, np.int32)
+                words[start : start + 1 + len(tree)] = ALL_TOKENS
             else:
-                masks = next(allowed)
+                matched.append(MaskedTree(sequence.matcher, tree, start))
+        self._executor.fill(matched, words)
+        for (sequence, tree), start in zip(trees, starts, strict=True):
             if sequence.rules is not None:
-                _apply_rules(sequence.rules, tree, masks)
-            lane_masks.append(masks)
-        return lane_masks
+                _apply_rules(sequence.rules, tree, words[start : start + 1 + len(tree)])
+        is_open: NDArray[np.bool_] = np.any(words, axis=1)
+        words[~is_open] = ALL_TOKENS
+        return TreeMasks(memory.uploaded(words), is_open)
 
 
 def _apply_rules(rules: TokenRules, tree: TokenTree, masks: Masks) -> None:

@@ -11,8 +11,9 @@ from torch import Tensor
 from services.target.draw import CoupledDraw, Draw, FreshDraw, FreshRule, RowDistributions
 from services.target.settings import VerificationMode as VerificationMode
 from services.target.step_plan import ScheduledSequence
-from services.target.token_masks import TokenMasks
+from services.target.token_masks import RowMasks, TokenMasks
 from shared.kv.upload import uploaded_numbers
+from shared.runtime.host_copy import UploadMemory
 from shared.speculation.rejection import BLOCK, REJECTION
 from shared.speculation.row_sampling import RowSampling, TokenCounts, histogram, row_sampling
 from shared.speculation.tree import row_paths
@@ -146,6 +147,7 @@ class Verifier:
         self._sampling: RowSampling | None = None
         self._counts = RunningCounts()
         self.masks = TokenMasks()
+        self._mask_memory: UploadMemory | None = None
 
     @torch.inference_mode()
     def draw(
@@ -170,7 +172,7 @@ class Verifier:
             counts = self._counts.of(drawn, input_ids, logits.shape[-1])
         # On a GPU the host computes masks while the queued forward runs.
         is_masked = any(entry.sequence.is_masked for entry in drawn)
-        masks = self.masks.of(drawn, logits) if is_masked else None
+        masks = self._masks_of(drawn, logits) if is_masked else None
         ends = itertools.accumulate(1 + len(entry.tree) for entry in drawn)
         rows = [
             slice(end - 1 - len(entry.tree), end) for entry, end in zip(drawn, ends, strict=True)
@@ -181,6 +183,11 @@ class Verifier:
             if self._rule is None
             else FreshDraw(distributions, self._rule)
         )
+
+    def _masks_of(self, drawn: SequenceOf[ScheduledSequence], logits: Tensor) -> RowMasks:
+        if self._mask_memory is None:
+            self._mask_memory = UploadMemory(logits.device)
+        return self.masks.of(drawn, logits, self._mask_memory)
 
     def _sampling_of(
         self, drawn: SequenceOf[ScheduledSequence], device: torch.device

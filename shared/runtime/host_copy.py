@@ -7,7 +7,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -25,6 +27,11 @@ class PinnedMemory:
         self._elements = torch.empty(size, dtype=dtype, pin_memory=True)
         self._views: dict[tuple[int, ...], Tensor] = {}
         self._event_behind = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    @property
+    def size(self) -> int:
+        """Most elements of a copy."""
+        return len(self._elements)
 
     def of(self, shape: tuple[int, ...]) -> Tensor:
         """Returns the first elements as a tensor of `shape`; views are kept, for few shapes."""
@@ -153,6 +160,38 @@ class UploadRing:
         if padded not in self._parts:
             self._parts[padded] = _Part.of(self._target[:padded])
         return self._parts[padded]
+
+
+class UploadMemory:
+    """Host memory that is written in place and uploaded without another copy on the host.
+
+    A large array is otherwise copied several times, to new memory each time, whose first use costs
+    more than the copy.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pinned: PinnedMemory | None = None
+
+    def array(self, shape: tuple[int, ...]) -> NDArray[np.int32]:
+        """Returns an int32 array of undefined contents. Waits until the last upload has run."""
+        if self._device.type != "cuda":
+            return np.empty(shape, np.int32)
+        size = math.prod(shape)
+        if self._pinned is not None:
+            self._pinned.wait()
+        if self._pinned is None or self._pinned.size < size:
+            self._pinned = PinnedMemory(1 << (size - 1).bit_length(), torch.int32)
+        array: NDArray[np.int32] = self._pinned.of(shape).numpy()
+        return array
+
+    def uploaded(self, array: NDArray[np.int32]) -> Tensor:
+        """Queues the upload of the array returned last, which must not be written afterwards."""
+        if self._pinned is None:
+            return torch.from_numpy(array)
+        tensor = self._pinned.of(array.shape).to(self._device, non_blocking=True)
+        self._pinned.queued()
+        return tensor
 
 
 # Rows in pieces, which may lie on several devices.

@@ -18,7 +18,7 @@ from shared.kv.upload import uploaded, uploaded_numbers
 from shared.runtime.host_copy import HostCopy, PinnedMemory
 from shared.runtime.round_state import LENGTH, NewLane, RoundState
 from shared.speculation.logprobs import packed_logprobs, unpacked_logprobs
-from shared.speculation.row_masks import MaskedRows, mask_logits
+from shared.speculation.row_masks import TreeMasks, mask_logits
 from shared.speculation.row_sampling import (
     RowSampling,
     TokenCounts,
@@ -34,9 +34,6 @@ from shared.tokens import TokenLogprobs, TokenTree
 #
 # Grammars run on the host. It gets the trees as soon as they have grown, and computes the masks of
 # their rows while the target computes the rows.
-
-LaneMasks = Mapping[int, MaskedRows]
-"""Masks of tree rows, by lane."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +60,18 @@ class LaneTree:
         nodes = {row: node for node, row in enumerate(rows, -1)}
         above = tuple(nodes[parents[row]] if parents[row] else None for row in rows[1:])
         return cls(TokenTree(tokens, above), rows)
+
+
+@dataclass(frozen=True, slots=True)
+class LaneMasks:
+    """Masks of the trees of some lanes.
+
+    Attributes:
+        rows: rows of the trees, by lane, in the order of `masks`.
+    """
+
+    rows: Mapping[int, Sequence[int]]
+    masks: TreeMasks
 
 
 class TreeCopies:
@@ -121,17 +130,15 @@ class AppliedMasks:
             num_rows: T.
             scored: slots of requests that want log probabilities.
         """
-        joined = MaskedRows.joined([mask.behind(slot * num_rows) for slot, mask in masks.items()])
-        rows, words = np.array(joined.rows, np.int64), joined.words
-        may_draw = words.any(axis=1)
+        own = [slot * num_rows + row for slot, rows in masks.rows.items() for row in rows]
+        rows = np.array(own, np.int64)
         # A root draws in any case: if no token is allowed after it, its sequence ends.
-        is_barred = ~may_draw & (rows % num_rows > 0)
+        is_barred = ~masks.masks.is_open & (rows % num_rows > 0)
         scored_rows = [slot * num_rows + row for slot in scored for row in range(num_rows)]
-        arrays = (rows[may_draw], words[may_draw], rows[is_barred], np.array(scored_rows, np.int64))
-        places, bits, barred, kept = uploaded(arrays, logits.device)
+        arrays = (rows, rows[is_barred], np.array(scored_rows, np.int64))
+        places, barred, kept = uploaded(arrays, logits.device)
         raw = (kept, logits.index_select(0, kept)) if scored_rows else None
-        if len(places):  # else no masked row may draw any token
-            mask_logits(logits, places, bits)
+        mask_logits(logits, places, masks.masks.words)
         return cls(logits, barred, raw)
 
     def drawn(self, tokens: Tensor) -> None:
@@ -228,7 +235,7 @@ class LaneSampling:
             masks: by slot.
             num_rows: T.
         """
-        scored = [slot for slot in self._num_top if slot in masks]
+        scored = [slot for slot in self._num_top if slot in masks.rows]
         return AppliedMasks.of(logits, masks, num_rows, scored)
 
     def redraw(self, drawn: Tensor, logits: Tensor, state: RoundState, tree: TreeRows) -> None:

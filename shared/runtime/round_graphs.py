@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +30,6 @@ from shared.speculation.tree import TreeRows
 ROUND_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 72, 96, 128, 144, 192, 256)
 """Numbers of slots that rounds compute; above them, as many as there are sequences."""
 
-_NO_MASKS: LaneMasks = MappingProxyType({})
 _MOST_GREEDY_SLOTS = 32
 """Most slots with graphs for greedy drafts. Above, the time for noise is negligible in a round."""
 
@@ -164,14 +162,14 @@ class RoundGraphs:
         sampling: RoundSampling,
         lanes: LaneSampling | None = None,
         chunks: RoundChunks | None = None,
-        masks: LaneMasks = _NO_MASKS,
+        masks: LaneMasks | None = None,
     ) -> RoundOutput:
         """Runs the rest of the round behind its forward.
 
         Args:
             sampling: kind of sampling of all lanes, except for those that `lanes` redraws.
             chunks: the chunks of the forward.
-            masks: masks of the lanes that the host restricts, by slot.
+            masks: masks of the lanes that the host restricts, by slot; None for none.
 
         Returns:
             The result; with graphs it is valid until the next round.
@@ -226,12 +224,12 @@ class RoundGraphs:
         sampling: RoundSampling,
         lanes: LaneSampling | None,
         chunks: RoundChunks | None,
-        masks: LaneMasks,
+        masks: LaneMasks | None,
         drawn: Tensor,
     ) -> None:
         state, rows = grown.state, grown.tree.rows
         applied = None
-        if masks and lanes is not None:
+        if masks is not None and lanes is not None:
             applied = lanes.masked(logits, masks, drawn.shape[1])
         if self._group is None or self._group.rank == 0:
             drawn.copy_(self._verification.draw(logits, state, rows, sampling))

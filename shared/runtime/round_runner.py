@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shared.kv.pool import KvPool
 from shared.models.decoder import Decoder
-from shared.runtime.host_copy import HostCopy, PinnedMemory
+from shared.runtime.host_copy import HostCopy, PinnedMemory, UploadMemory
 from shared.runtime.lane_sampling import (
     LaneMasks,
     LaneSampling,
@@ -355,6 +355,7 @@ class RoundRunner:
 
     Attributes:
         is_ahead: whether the next trees grow while the trees before them are verified.
+        mask_memory: where the masks for `finish` are written.
     """
 
     def __init__(
@@ -394,6 +395,7 @@ class RoundRunner:
         self._open: _OpenRound | None = None
         max_rows = max(sized.max_sequences * sized.shape.num_tree_rows for sized in sized_shapes)
         self._tree_copies = TreeCopies(max_rows, self._device)
+        self.mask_memory = UploadMemory(self._device)
         # For sequences whose prompts the last launched round ended, and the next round ends.
         self._backlogs: dict[int, HeadBacklog] = {}
         self._next_backlogs: dict[int, HeadBacklog] = {}
@@ -606,7 +608,7 @@ class RoundRunner:
         self._current.graphs.forward(grown.chunks)
         self._open = _OpenRound(grown, slots)
         if not slots:
-            self.finish({})
+            self.finish()
 
     def _grow(self) -> None:
         """Queues the first part of a round, which grows the trees of all placed sequences."""
@@ -640,11 +642,11 @@ class RoundRunner:
         return dict(zip(opened.masked, trees, strict=True))
 
     @torch.inference_mode()
-    def finish(self, masks: LaneMasks) -> None:
+    def finish(self, masks: LaneMasks | None = None) -> None:
         """Queues the draws and the commit of the launched round.
 
         Args:
-            masks: masks of tree rows, by sequence.
+            masks: masks of the trees of masked lanes, by sequence; None if none is left.
 
         Raises:
             torch.OutOfMemoryError: nothing was launched.
@@ -652,10 +654,11 @@ class RoundRunner:
         opened, self._open = self._open, None
         assert opened is not None, "nothing was launched"
         grown = opened.grown
-        by_slot = {opened.masked[sequence_id]: rows for sequence_id, rows in masks.items()}
-        output = self._current.graphs.commit(
-            grown.sampling, self._slots.lanes, grown.chunks, by_slot
-        )
+        if masks is not None:
+            slots = map(opened.masked.__getitem__, masks.rows)
+            by_slot = dict(zip(slots, masks.rows.values(), strict=True))
+            masks = LaneMasks(by_slot, masks.masks)
+        output = self._current.graphs.commit(grown.sampling, self._slots.lanes, grown.chunks, masks)
         grown.announced.close()
         self._backlogs, self._next_backlogs = self._next_backlogs, {}
         self._slots.launched(output, self.shape.max_committed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,32 +20,18 @@ def num_mask_words(vocab_size: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class MaskedRows:
-    """Masks of N rows, on the host.
+class TreeMasks:
+    """Masks of the rows of trees, tree behind tree: each root's row, then its nodes'.
 
     Attributes:
-        rows: row indices in a tree, or in a step.
-        words: `[N, W]`, bit i % 32 of word i // 32 is set if the row may draw token i; all zeros in
-            a row that must not draw. Tokens behind the last word are forbidden.
+        words: `[N, W]` int32 on the device, bit i % 32 of word i // 32 is set if the row may draw
+            token i; all bits in a row that must not draw. Tokens behind the last word are
+            forbidden.
+        is_open: `[N]` bool on the host, False in a row that must not draw.
     """
 
-    rows: Sequence[int]
-    words: NDArray[np.int32]
-
-    def behind(self, first_row: int) -> MaskedRows:
-        """Returns the same masks with `first_row` added to their rows."""
-        return MaskedRows([first_row + row for row in self.rows], self.words)
-
-    @classmethod
-    def joined(cls, parts: Sequence[MaskedRows]) -> MaskedRows:
-        """Joins parts, at least one, to the width of the widest: rules know no vocabulary size."""
-        width = max(part.words.shape[1] for part in parts)
-        rows = [row for part in parts for row in part.rows]
-        words, first = np.zeros((len(rows), width), np.int32), 0
-        for part in parts:
-            words[first : first + len(part.rows), : part.words.shape[1]] = part.words
-            first += len(part.rows)
-        return cls(rows, words)
+    words: Tensor
+    is_open: NDArray[np.bool_]
 
 
 def mask_logits(logits: Tensor, rows: Tensor, words: Tensor) -> None:
@@ -57,7 +42,7 @@ def mask_logits(logits: Tensor, rows: Tensor, words: Tensor) -> None:
 
     Args:
         rows: `[N]` int64.
-        words: `[N, W]` int32, see `MaskedRows`; no row of zeros.
+        words: `[N, W]` int32, see `TreeMasks`; no row of zeros.
     """
     if logits.is_cuda:
         from shared.speculation.draw_triton import fused_mask

@@ -8,7 +8,13 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from services.target.grammars.matcher import CompiledGrammar, GrammarMatcher, MaskExecutor
+from services.target.grammars.matcher import (
+    CompiledGrammar,
+    GrammarMatcher,
+    MaskedTree,
+    MaskExecutor,
+    Masks,
+)
 from services.target.grammars.source import SpecialTokens, grammar_source
 from shared.grammar import Grammar, GrammarKind
 from shared.tokens import TokenTree
@@ -52,7 +58,13 @@ def compiled(kind: GrammarKind, text: str, limits: LLParserLimits | None = None)
 
 def tree_tokens(matcher: GrammarMatcher, tree: TokenTree) -> list[set[int] | None]:
     """Returns the tokens that may follow the root and each node; None if no token may follow."""
-    [masks] = MaskExecutor().tree_masks([matcher], [tree])
+    masks = np.full((1 + len(tree), matcher.num_words), -1, np.int32)
+    MaskExecutor().fill([MaskedTree(matcher, tree, 0)], masks)
+    return row_tokens(masks)
+
+
+def row_tokens(masks: Masks) -> list[set[int] | None]:
+    """Returns the tokens of each row of masks; None for none."""
     bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
     return [set(np.flatnonzero(row).tolist()) or None for row in bits]
 

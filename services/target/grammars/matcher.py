@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,8 +124,30 @@ def shown_reason(error: str) -> str:
     return error.split("\n<", 1)[0][:_MAX_REASON_CHARACTERS]
 
 
-_MaskJob = tuple[GrammarMatcher, SequenceOf[int], TokenTree, Masks]
-"""A matcher, the nodes of one path of its tree, the tree, and the array for the tree's masks."""
+class MaskedTree(NamedTuple):
+    """A tree, the matcher at its root, and the row of the root's mask among those of all trees; the
+    nodes' rows follow."""
+
+    matcher: GrammarMatcher
+    tree: TokenTree
+    first_row: int
+
+    @property
+    def rows(self) -> slice:
+        """The rows of root and nodes."""
+        return slice(self.first_row, self.first_row + 1 + len(self.tree))
+
+
+class _Path(NamedTuple):
+    """One path of a tree, as nodes below the root."""
+
+    masked: MaskedTree
+    nodes: list[int]
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether its nodes are the first of the tree, so that their rows follow the root's."""
+        return self.nodes == list(range(len(self.nodes)))
 
 
 class MaskExecutor:
@@ -133,65 +156,81 @@ class MaskExecutor:
     def __init__(self) -> None:
         self._executor: LLExecutor | None = None
 
-    def tree_masks(
-        self, matchers: SequenceOf[GrammarMatcher], trees: SequenceOf[TokenTree]
-    ) -> list[Masks]:
-        """Returns the masks of each tree: the root's row first, then the nodes' rows.
+    def fill(self, trees: SequenceOf[MaskedTree], masks: Masks) -> None:
+        """Writes the masks of trees to their rows.
 
         A row of zeros must not draw: the grammar forbids its node or an ancestor, or the matcher
         met a bound there.
+
+        Args:
+            masks: written in the rows of the trees alone; contiguous.
         """
-        tree_masks = [
-            np.zeros((1 + len(tree), matcher.num_words), np.int32)
-            for matcher, tree in zip(matchers, trees, strict=True)
-        ]
-        tree_paths = [_paths(tree) for tree in trees]
+        for masked in trees:
+            masks[masked.rows] = 0
+        tree_paths = [_paths(masked.tree) for masked in trees]
         # One path of each tree at a time, because a matcher has only one position.
         for turn in range(max(map(len, tree_paths), default=0)):
-            jobs = [
-                (matchers[index], paths[turn], trees[index], tree_masks[index])
-                for index, paths in enumerate(tree_paths)
-                if turn < len(paths) and not matchers[index].inner.is_error()
+            paths = [
+                _Path(masked, own[turn])
+                for masked, own in zip(trees, tree_paths, strict=True)
+                if turn < len(own) and not masked.matcher.inner.is_error()
             ]
-            self._compute(jobs)
-        for matcher, masks in zip(matchers, tree_masks, strict=True):
-            matcher.finish_tree(masks[0])
-        return tree_masks
+            self._compute(paths, masks)
+        for masked in trees:
+            masked.matcher.finish_tree(masks[masked.first_row])
 
-    def _compute(self, jobs: SequenceOf[_MaskJob]) -> None:
+    def _compute(self, paths: SequenceOf[_Path], masks: Masks) -> None:
         """Computes the masks on one path of each tree."""
+        begin_s = time.monotonic()
+        in_order = [path for path in paths if path.is_in_order]
+        self._run(in_order, [path.masked.first_row for path in in_order], masks)
+        # The executor writes the rows of a path one behind the other.
+        scattered = [path for path in paths if not path.is_in_order]
+        *starts, num_rows = itertools.accumulate(
+            (1 + len(path.nodes) for path in scattered), initial=0
+        )
+        rows = np.zeros((num_rows, masks.shape[1]), np.int32)
+        self._run(scattered, starts, rows)
+        if time.monotonic() - begin_s > _MAX_MASKS_S:
+            for path in paths:
+                path.masked.matcher.check_time()
+        for path in in_order:
+            first = path.masked.first_row
+            _repair(path, masks[first : first + 1 + len(path.nodes)])
+        for path, start in zip(scattered, starts, strict=True):
+            first, own = path.masked.first_row, rows[start : start + 1 + len(path.nodes)]
+            _repair(path, own)
+            masks[[first, *(first + 1 + node for node in path.nodes)]] = own
+
+    def _run(self, paths: SequenceOf[_Path], starts: SequenceOf[int], rows: Masks) -> None:
+        """Writes the masks on each path to rows from its start on."""
         if self._executor is None:
             from llguidance import LLExecutor
 
             self._executor = LLExecutor(num_threads=_NUM_THREADS)
         plain: list[tuple[LLMatcher, int]] = []
         drafted: list[tuple[LLMatcher, int, list[int]]] = []
-        num_rows = 0
-        for matcher, path, tree, _ in jobs:
-            tokens = [tree.token_ids[node] for node in path]
-            if tokens:
-                drafted.append((matcher.inner, num_rows, tokens))
+        for (masked, nodes), start in zip(paths, starts, strict=True):
+            assert masked.matcher.num_words == rows.shape[1], "masks of another vocabulary"
+            if nodes:
+                tokens = [masked.tree.token_ids[node] for node in nodes]
+                drafted.append((masked.matcher.inner, start, tokens))
             else:
-                plain.append((matcher.inner, num_rows))
-            num_rows += 1 + len(tokens)
-        num_words = jobs[0][0].num_words if jobs else 0
-        rows = np.zeros((num_rows, num_words), np.int32)
-        output = (rows.ctypes.data, rows.itemsize * num_words, num_rows)
-        begin_s = time.monotonic()
+                plain.append((masked.matcher.inner, start))
+        output = (rows.ctypes.data, rows.itemsize * rows.shape[1], len(rows))
         if plain:
             self._executor.unsafe_compute_mask_ptr(plain, *output)
         if drafted:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *output)
-        if time.monotonic() - begin_s > _MAX_MASKS_S:
-            for matcher, *_ in jobs:
-                matcher.check_time()
-        first = 0
-        for matcher, path, _, masks in jobs:
-            end = first + 1 + len(path)
-            if matcher.failure is None:
-                matcher.repair_masks(rows[first:end])
-                masks[[0, *(node + 1 for node in path)]] = rows[first:end]
-            first = end
+
+
+def _repair(path: _Path, masks: Masks) -> None:
+    """See `GrammarMatcher.repair_masks`; clears the masks of a grammar that has failed."""
+    matcher = path.masked.matcher
+    if matcher.failure is None:
+        matcher.repair_masks(masks)
+    else:
+        masks[:] = 0
 
 
 def _paths(tree: TokenTree) -> list[list[int]]:

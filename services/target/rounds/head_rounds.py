@@ -248,6 +248,7 @@ class HeadSteps(RoundSteps[HeadLanes]):
         # Whether trees were late, so that sequences take plain steps for a while.
         self._is_late = False
         self._resumes_s, self._pause_s = -math.inf, FIRST_LATE_PAUSE_S
+        self._plain_read_s = -math.inf  # when the last plain step was read
 
     def open(self, attachment: Attachment) -> None:
         """Makes lanes with the head of a draft, if the draft shares it."""
@@ -348,19 +349,23 @@ class HeadSteps(RoundSteps[HeadLanes]):
         Args:
             is_awaited: see `DeviceTimes.read`.
         """
-        now_s = self._clock()
+        now_s, last_s = self._clock(), self._times.end_s
         if self._is_plain_decode(step):
-            seconds = now_s - self._times.began_s(step.start_s)
             assert self.policy is not None
-            self.policy.observe_time(None, step.num_rows, seconds)
+            # The host plans a step with masks when it has read the step before: what it does
+            # between them counts, if that was a plain step too.
+            is_next = not step.allows_run_ahead and last_s == self._plain_read_s
+            if self._times.is_behind(step.start_s) or is_next:
+                self.policy.observe_time(None, step.num_rows, now_s - last_s)
+            self._plain_read_s = now_s
         took = self._times.read(step.start_s, now_s, is_awaited=is_awaited)
         self._wait.observe_planned(step.num_rows, took)
 
     def _is_plain_decode(self, step: LaunchedStep) -> bool:
         """Whether a planned step that was just read is a plain step for the policy: one token for
         every running sequence, and nothing else."""
-        lanes, is_behind = self._lanes, self._times.is_behind(step.start_s)
-        if self.policy is None or lanes is None or lanes.runner.num_placed or not is_behind:
+        lanes = self._lanes
+        if self.policy is None or lanes is None or lanes.runner.num_placed:
             return False
         return step.num_rows == len(step.drawn) == self._scheduler.num_running
 

@@ -16,9 +16,9 @@ from services.target.requests.request import GenerationRequest
 from services.target.sequence import Sequence
 from services.target.token_masks import TokenMasks
 from shared.kv.leases import KvLeases
+from shared.runtime.lane_sampling import LaneMasks
 from shared.runtime.round_runner import RoundRunner
 from shared.runtime.round_state import NewLane, SequenceRound
-from shared.speculation.row_masks import MaskedRows
 
 MIN_SPARSE = 16
 """With fewer slots than this, empty slots cost next to nothing."""
@@ -243,7 +243,7 @@ class RoundLanes(ABC):
             return self.runner.longest(sequence.sequence_id)
         return len(sequence.token_ids)
 
-    def _tree_masks(self) -> dict[int, MaskedRows]:
+    def _tree_masks(self) -> LaneMasks | None:
         """Returns the masks by sequence for the trees of the round whose draws wait for them."""
         masked = [
             (lane.sequence, lane_tree)
@@ -251,11 +251,12 @@ class RoundLanes(ABC):
             if self.runner.holds(sequence_id)
             and (lane := self._lanes[sequence_id]).sequence.is_masked
         ]
-        masks = self._masks.of_lanes(
+        if not masked:
+            return None
+        masks = self._masks.of_trees(
             [(sequence, lane_tree.tree) for sequence, lane_tree in masked],
             self.runner.target_vocab_size,
+            self.runner.mask_memory,
         )
-        return {
-            sequence.sequence_id: MaskedRows(lane_tree.rows, words)
-            for (sequence, lane_tree), words in zip(masked, masks, strict=True)
-        }
+        rows = {sequence.sequence_id: lane_tree.rows for sequence, lane_tree in masked}
+        return LaneMasks(rows, masks)

@@ -123,10 +123,11 @@ class LanePolicy:
         if expected_s is None:
             return
         size = _size(num_lanes)
-        offset_s = min(max(seconds - expected_s, 0.0), expected_s)
         num_timed = self._num_timed[size, choice]
         offsets_s = self._offsets_s.setdefault(size, {})
         mean_s = offsets_s.get(choice, 0.0)
+        # A single step may take any time; steps that all take long raise the bound.
+        offset_s = min(max(seconds - expected_s, 0.0), expected_s + 2.0 * mean_s)
         change_s = max(OFFSET_SMOOTHING, 1.0 / (num_timed + 1)) * (offset_s - mean_s)
         offsets_s[choice] = mean_s + change_s
         self._num_timed[size, choice] += 1
@@ -162,23 +163,32 @@ class LanePolicy:
     ) -> None:
         """Begins a probe of the choice with the best optimistic throughput, if it may be the
         fastest."""
-        hopes = {
+        expected = self._expected(num_greedy, num_drawn, fitting, is_hopeful=True)
+        hopes: dict[Choice, float] = {
             choice: rate * self._freshness(choice, now_s)
-            for choice, rate in self._expected(
-                num_greedy, num_drawn, fitting, is_hopeful=True
-            ).items()
+            for choice, rate in expected.items()
             if choice not in (None, self._choice)
         }
+        # What rounds take beyond the table, such as for masks of many rows, plain steps may not
+        # take. Once they are timed, `_decide` sees to it.
+        is_plain_known = None in self._offsets_s.get(_size(num_greedy + num_drawn), {})
+        if None in expected and self._choice is not None and not is_plain_known:
+            hopes[None] = expected[None]
         rates, current = self._rates, self._rates[self._choice]
-        probe = max(hopes, key=lambda choice: hopes[choice], default=None)
-        if probe is None or hopes[probe] < PROBE_WORTH * current:
+        if not hopes:
+            return
+        probe = max(hopes, key=lambda choice: hopes[choice])
+        if hopes[probe] < PROBE_WORTH * current:
             return
         self._probe, self._num_probe_steps = probe, PROBE_ROUNDS
-        seconds = self.costs.seconds(probe, num_greedy + num_drawn) or 0.0
+        num_lanes = num_greedy + num_drawn
+        seconds = self.costs.seconds(probe, num_lanes) or 0.0
         # The tokens that the probe is expected to lose, as time of the current choice. After plain
         # steps all sequences have to be given lanes, which takes about a round.
         lost_s = PROBE_ROUNDS * seconds * max(1.0 - rates[probe] / current, 0.0)
-        lost_s += 0.0 if self._choice else seconds
+        if None in (probe, self._choice):
+            shape = self._choice if probe is None else probe
+            lost_s += self.costs.seconds(shape, num_lanes) or 0.0
         self.probe_s += lost_s
         self._may_probe_s = now_s + max(lost_s / PROBE_SHARE, PROBE_PAUSE_S)
 
@@ -218,7 +228,9 @@ class LanePolicy:
             rates[shape] = math.inf if seconds is None else tokens / (seconds + offset_s)
         plain_s = self.costs.seconds(None, num_lanes)
         if plain_s is not None and (candidates.may_pause or not rates):
-            rates[None] = num_lanes / (plain_s + self._offset_s(None, size))
+            is_from_table = is_hopeful and None not in timed
+            offset_s = 0.0 if is_from_table else self._offset_s(None, size)
+            rates[None] = num_lanes / (plain_s + offset_s)
         return rates or {None: 1.0}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shared.runtime.host_copy import UploadRing
+from shared.runtime.host_copy import UploadMemory, UploadRing
 
 
 def test_each_copy_replaces_the_beginning_of_the_target() -> None:
@@ -14,3 +14,12 @@ def test_each_copy_replaces_the_beginning_of_the_target() -> None:
         numbers = list(range(size, 2 * size))
         assert ring.copy(numbers) is None
         assert target[:size].tolist() == numbers
+
+
+def test_what_was_uploaded_stays_when_the_next_array_is_written() -> None:
+    memory = UploadMemory(torch.device("cpu"))
+    first = memory.array((2, 3))
+    first[:] = 7
+    uploaded = memory.uploaded(first)
+    memory.array((2, 3))[:] = 8
+    assert uploaded.tolist() == [[7] * 3] * 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shared.runtime.host_copy import HostCopy, PinnedMemory, UploadRing
+from shared.runtime.host_copy import HostCopy, PinnedMemory, UploadMemory, UploadRing
 
 pytestmark = pytest.mark.gpu
 
@@ -34,3 +34,17 @@ def test_a_copy_to_kept_memory_is_there_once_it_was_waited_for() -> None:
         assert not copy.is_done
         assert copy.read().tolist() == [[number + 1] * shape[1]] * shape[0]
         assert copy.is_done
+
+
+def test_what_is_written_in_place_arrives_although_the_memory_is_written_again() -> None:
+    """Each upload is behind a kernel that takes long; the third needs more memory."""
+    memory, arrived = UploadMemory(torch.device("cuda")), []
+    shapes = (4, 16), (3, 5), (100, 64), (4, 16)
+    for number, shape in enumerate(shapes, 1):
+        array = memory.array(shape)
+        array[:] = number
+        torch.cuda._sleep(CYCLES)
+        arrived.append(memory.uploaded(array))
+    for number, (shape, tensor) in enumerate(zip(shapes, arrived, strict=True), 1):
+        assert tensor.shape == shape
+        assert tensor.unique().tolist() == [number]

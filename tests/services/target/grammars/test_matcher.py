@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLParserLimits
 
-from services.target.grammars.matcher import GrammarMatcher
+from services.target.grammars.matcher import GrammarMatcher, MaskedTree, MaskExecutor
 from shared.grammar import GrammarKind
 from shared.tokens import EMPTY_TREE, TokenTree
 from tests.helpers.grammars import (
@@ -19,6 +20,7 @@ from tests.helpers.grammars import (
     compiled,
     is_forced,
     regex,
+    row_tokens,
     spelled,
     tree_tokens,
 )
@@ -27,6 +29,7 @@ from tests.helpers.grammars import (
 LANGUAGE = {"ab", "abc", "abcd", "abxy", "x", "xx", "xxy", "0121"}
 PATTERN = "|".join(sorted(LANGUAGE))
 VOCABULARY = range(len(SPELLINGS))
+GARBAGE = 0x2A2A2A2A
 
 
 def _is_exact(ids: set[int] | None, output: Sequence[int]) -> bool:
@@ -93,6 +96,25 @@ def test_node_masks_are_exact_and_leave_no_trace(tree: TokenTree, start: tuple[i
         elif EOS not in path:
             assert _is_exact(masks[node + 1], output)
             assert masks[node + 1] == tree_tokens(_matcher(tuple(output)), EMPTY_TREE)[0]
+
+
+@settings(max_examples=50)
+@given(trees=st.lists(_trees(), min_size=1, max_size=4), gap=st.integers(0, 2))
+def test_masks_of_many_trees_are_those_of_each_whatever_the_memory_held(
+    trees: list[TokenTree], gap: int
+) -> None:
+    """Rows between the trees belong to others: they stay as they are."""
+    starts = [(), (5,), (1, 2), (19,)]
+    matchers = [_matcher(start) for start, _ in zip(starts, trees, strict=False)]
+    ends = list(itertools.accumulate(1 + len(tree) + gap for tree in trees))
+    masks = np.full((ends[-1], matchers[0].num_words), GARBAGE, np.int32)
+    firsts = [end - 1 - len(tree) for end, tree in zip(ends, trees, strict=True)]
+    masked = list(map(MaskedTree, matchers, trees, firsts))
+    MaskExecutor().fill(masked, masks)
+    for each, start in zip(masked, starts, strict=False):
+        assert row_tokens(masks[each.rows]) == tree_tokens(_matcher(start), each.tree)
+        masks[each.rows] = GARBAGE
+    assert (masks == GARBAGE).all()
 
 
 def test_outputs_of_one_grammar_do_not_disturb_each_other() -> None:

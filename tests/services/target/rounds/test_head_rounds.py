@@ -13,9 +13,9 @@ from llguidance import LLParserLimits
 from services.target.adaptive_config import DEFAULT_CONFIG
 from services.target.drafts.attachment import Attachment
 from services.target.engine import Engine
-from services.target.grammars.matcher import GrammarMatcher, MaskExecutor, Masks
+from services.target.grammars.matcher import MaskedTree, MaskExecutor, Masks
 from services.target.requests.request import GenerationRequest
-from services.target.rounds.policy import LanePolicy
+from services.target.rounds.policy import Choice, LanePolicy
 from services.target.rounds.round_factory import RoundFactory
 from services.target.step_report import StepReport
 from shared.grammar import GrammarKind
@@ -23,7 +23,7 @@ from shared.runtime.host_copy import DeviceMark, HostCopy
 from shared.runtime.round_head import CatchUp, HeadBacklog
 from shared.runtime.round_runner import RoundRunner
 from shared.runtime.runner import ModelRunner
-from shared.tokens import SamplingParams, StopParams, TokenTree, TreeShape
+from shared.tokens import SamplingParams, StopParams, TreeShape
 from tests.helpers.device_rounds import Pair, record_num_computed
 from tests.helpers.engines import (
     VOCAB_SIZE,
@@ -256,19 +256,16 @@ def test_lanes_follow_grammars_and_rules(
     pair: Pair, most_masks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a matcher stops in the middle of a tree, the path ends and the next round goes on."""
-    tree_masks = MaskExecutor.tree_masks
+    fill = MaskExecutor.fill
 
-    def first_masks(
-        executor: MaskExecutor, matchers: Sequence[GrammarMatcher], trees: Sequence[TokenTree]
-    ) -> list[Masks]:
-        found = tree_masks(executor, matchers, trees)
-        for masks in found:
-            masks[most_masks:] = 0
-        return found
+    def first_masks(executor: MaskExecutor, trees: Sequence[MaskedTree], masks: Masks) -> None:
+        fill(executor, trees, masks)
+        for masked in trees:
+            masks[masked.rows][most_masks:] = 0
 
     requests = masked_requests()
     expected = run_plain(pair.decoder, requests)
-    monkeypatch.setattr(MaskExecutor, "tree_masks", first_masks)
+    monkeypatch.setattr(MaskExecutor, "fill", first_masks)
     setup, collector = _setup(pair, is_poisoned=True), Collector()
     for key, each in enumerate(requests):
         setup.engine.submit(each, collector, key)
@@ -286,6 +283,35 @@ def test_lanes_follow_grammars_and_rules(
     assert all(each.num_verified_rounds > 0 for each in stats)
     num_accepted = sum(each.num_accepted for each in stats)
     assert num_accepted > 4 if most_masks > 1 else num_accepted == 0
+
+
+@pytest.mark.parametrize("is_masked", [False, True], ids=["unmasked", "masked"])
+def test_plain_steps_are_timed_from_read_to_read(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, *, is_masked: bool
+) -> None:
+    """A step with masks is launched after the step before is read. If its time began there, plain
+    steps would seem as fast with masks as without; and without any time, as the table says."""
+    timed: list[float] = []
+
+    def observe(policy: LanePolicy, choice: Choice, num_lanes: int, seconds: float) -> None:
+        assert (choice, num_lanes) == (None, 2)
+        timed.append(seconds)
+
+    monkeypatch.setattr(LanePolicy, "choose", lambda *_: None)
+    monkeypatch.setattr(LanePolicy, "observe_time", observe)
+    grammar = regex("[abc]*") if is_masked else None
+    requests = [
+        request([1, 2, 3 + key], stop=StopParams(12, ignore_eos=True), grammar=grammar)
+        for key in range(2)
+    ]
+    setup = _setup(pair, other_trees=OTHER_TREES)
+    run(setup.engine, requests)
+    plain = [report for report in setup.reports if report.num_rows == 2]
+    assert len(plain) == 11
+    ends_s = [report.end_s for report in plain]
+    assert len(timed) >= len(plain) - 1  # the first may come behind a prompt
+    # The clock's reads between a step's read and its report are all that may differ.
+    assert sum(timed[-10:]) == pytest.approx(ends_s[-1] - ends_s[0], abs=2.0)
 
 
 def test_grammar_that_cannot_be_followed_ends_its_lane_alone(pair: Pair) -> None:

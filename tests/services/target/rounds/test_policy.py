@@ -10,7 +10,7 @@ import pytest
 
 from services.target.adaptive_config import AdaptiveConfig, Candidates
 from services.target.costs import CostTable
-from services.target.rounds.policy import Acceptance, Choice, LanePolicy
+from services.target.rounds.policy import PROBE_ROUNDS, Acceptance, Choice, LanePolicy
 from shared.tokens import TreeShape
 
 LONG, SHORT, TREE = TreeShape(5, 1, 6), TreeShape(1, 1, 2), TreeShape(5, 4, 8)
@@ -163,6 +163,27 @@ def test_what_one_shape_takes_beyond_the_table_is_its_own() -> None:
     world = World(lambda now_s: 0.6, own_s=lambda choice, _: 0.003 if choice == LONG else 0.0)
     world.run(policy, 8, 2.0)
     assert _usual(world.run(policy, 8, 2.0)) == SHORT
+
+
+@pytest.mark.parametrize(
+    ("num_lanes", "rate", "row_ms", "are_rounds_better"),
+    [(8, 0.3, 5.0, False), (1, 0.3, 20.0, False), (8, 0.8, 0.5, True), (64, 0.8, 0.0, True)],
+)
+def test_rounds_whose_masks_take_longer_than_the_device_are_given_up(
+    num_lanes: int, rate: float, row_ms: float, *, are_rounds_better: bool
+) -> None:
+    """Masks take a time for each row, of which the table knows nothing. That plain steps have fewer
+    rows is known once they are tried."""
+
+    def masks_s(choice: Choice, num_lanes: int) -> float:
+        return row_ms / 1e3 * (1 if choice is None else choice.num_draft_tokens)
+
+    policy, world = LanePolicy(SHAPES, _costs()), World(lambda now_s: rate, own_s=masks_s)
+    first = world.run(policy, num_lanes, 5.0)
+    choices = world.run(policy, num_lanes, 5.0)
+    assert (_usual(choices) is not None) is are_rounds_better
+    if are_rounds_better:
+        assert (first + choices).count(None) <= PROBE_ROUNDS
 
 
 def test_what_shapes_take_beyond_the_table_is_known_by_size() -> None:
