@@ -164,6 +164,10 @@ class Engine:
         """Frees every cached page that no sequence reads; returns their number."""
         return self._inbox.call(self._flush)
 
+    def renew_policies(self) -> Future[None]:
+        """Forgets how fast drafts have been."""
+        return self._inbox.call(self._loop.attachments.drafts.renew_policies)
+
     def between_steps(self, function: Callable[[], None]) -> Future[None]:
         """Calls a function on the engine thread, between two launches of steps."""
         return self._inbox.call(function)

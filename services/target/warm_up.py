@@ -39,7 +39,7 @@ def warm_up_tokens(engine: Engine, chunk_tokens: int) -> int:
 
 async def warm_up(engine: Engine, num_prompt_tokens: int, most_at_once: int = 1) -> None:
     """Generates with prompts of many lengths and every kind of sampling; on a CPU only with the
-    longest prompt. The prefix cache is flushed at the end.
+    longest prompt. At the end the prefix cache is flushed, and what drafts took is forgotten.
 
     Args:
         num_prompt_tokens: length of the longest prompt.
@@ -52,6 +52,7 @@ async def warm_up(engine: Engine, num_prompt_tokens: int, most_at_once: int = 1)
     if engine.device.type == "cuda":
         await _warm_up_groups(engine, num_prompt_tokens, most_at_once)
     await asyncio.wrap_future(engine.flush_prefix_cache())
+    await asyncio.wrap_future(engine.renew_policies())
 
 
 async def _warm_up_groups(engine: Engine, num_prompt_tokens: int, most_at_once: int) -> None:

@@ -633,12 +633,7 @@ class DraftRegistry:
         """Adds a draft that attached. Drafts of one kind share a policy."""
         same = next((draft for draft in self.live if draft.kind == attachment.kind), None)
         if same is None:
-            attachment.policy = DraftPolicy(
-                attachment.base_shape,
-                self._config,
-                always_up_to=self._always_up_to,
-                costs=self.costs,
-            )
+            attachment.policy = self._new_policy(attachment)
         else:
             attachment.policy = same.policy
             attachment.policy.drafts_changed()
@@ -651,6 +646,21 @@ class DraftRegistry:
         attachment = self._attachments.pop(attachment_id, None)
         self._publish_algorithms()
         return attachment
+
+    def renew_policies(self) -> None:
+        """Forgets what policies have measured: in a warm-up kernels are compiled and graphs
+        captured, so trees seem slow."""
+        renewed: dict[object, DraftPolicy] = {}
+        for draft in self.live:
+            if draft.kind not in renewed:
+                renewed[draft.kind] = self._new_policy(draft)
+                renewed[draft.kind].is_pinned = draft.policy.is_pinned
+            draft.policy = renewed[draft.kind]
+
+    def _new_policy(self, draft: Attachment) -> DraftPolicy:
+        return DraftPolicy(
+            draft.base_shape, self._config, always_up_to=self._always_up_to, costs=self.costs
+        )
 
     def check_algorithm(self, algorithm: str | None) -> None:
         """Checks the algorithm that a request names. A draft that left may come back, so its

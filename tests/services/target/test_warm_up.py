@@ -14,6 +14,7 @@ from services.target.warm_up import warm_up, warm_up_tokens
 from shared.errors import EngineFailed
 from shared.models.decoder import Decoder
 from tests.helpers.engines import build_engine, tiny_decoder
+from tests.helpers.one_draft import make_attachment
 
 CONTEXT = 100
 
@@ -45,6 +46,22 @@ async def test_a_whole_chunk_is_computed_and_forgotten(
     assert (gauges.num_running, gauges.num_cached_pages) == (0, 0)
     assert sum(report.num_rows for report in reports) >= 61
     assert sum(report.num_committed for report in reports) == 2
+
+
+async def test_what_a_draft_took_in_the_warm_up_is_forgotten(engine: Engine) -> None:
+    drafts = [make_attachment(name) for name in ("a", "b")]
+    for draft in drafts:
+        engine.attach(draft)
+    engine.gauges().result(timeout=60)
+    before = drafts[0].policy
+    assert drafts[1].policy is before
+    before.is_pinned = True
+    for _ in range(20):
+        before.observe_round(before.base, 1, 5.0, has_tree=True)
+    await warm_up(engine, 60)
+    assert drafts[0].policy is drafts[1].policy is not before
+    assert drafts[0].policy.is_pinned
+    assert not drafts[0].policy.times.measured()
 
 
 def test_on_a_gpu_a_prompt_is_as_long_as_a_step_can_take(
