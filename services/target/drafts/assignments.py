@@ -63,7 +63,6 @@ class Assignment:
         stale_in_round: a candidate for another state has arrived since the last verdict.
         late_candidate: a candidate for the current round that arrived while a step computed it.
         late_subtree: the part of the previous round's late candidate that fits the current round.
-        is_moved: the sequence had output when it was assigned, so the draft has to catch up.
         num_received: unconditional candidates received, for any round.
         num_requested: trees requested since the assignment, or since a pause.
         num_features_sent: position after the last feature row that was sent; None before any.
@@ -82,16 +81,12 @@ class Assignment:
     stale_in_round: bool = False
     late_candidate: Candidate | None = None
     late_subtree: TokenTree = EMPTY_TREE
-    is_moved: bool = field(init=False)
     num_received: int = 0
     num_requested: int = 1
     num_features_sent: int | None = None
     _pushed: dict[ConditionKey, tuple[CandidateColumns, int]] = field(default_factory=dict)
     _sealed: dict[ConditionKey, Candidate] = field(default_factory=dict)
     _last_verdict: _LastVerdict | None = None
-
-    def __post_init__(self) -> None:
-        self.is_moved = self.sequence.has_output
 
     @property
     def tree(self) -> TokenTree:
@@ -180,6 +175,12 @@ class Assignment:
     def is_missed(self) -> bool:
         """Whether the candidate that the current round waited for has not arrived."""
         return self.candidate is None and not (self.requested.is_paused or self.is_excused)
+
+    @property
+    def has_waited(self) -> bool:
+        """Whether the current round has waited for a tree: its draft was neither reading, nor in a
+        warm-up, nor silent."""
+        return self.verdict_s is not None and self.deadline_s > self.verdict_s
 
     def fences(self, run: Run) -> bool:
         """Whether candidates are for the current state of the sequence."""

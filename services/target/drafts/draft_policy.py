@@ -23,17 +23,20 @@ MIN_GAIN, MARGIN = 1.03, 0.1
 as high, after so many measured steps: few steps are poor evidence."""
 FEWEST_ROUNDS = 4
 """Rounds of each sequence that a choice, or a trial, needs before it is judged."""
+LEAST_STEPS = 2
+"""Measured steps of a choice that tell something: one may have stalled."""
 SKIPPED_ROUNDS, COLD_STEPS = 2, 4
 """Rounds at the beginning of a trial, and steps at the beginning of the first choice, that are not
 measured: steps start or stop running ahead, and kernels are compiled."""
-TRIAL_SHARE, ALLOWANCE_S = 0.015, 0.2
+TRIAL_SHARE, ALLOWANCE_S = 0.015, 0.1
 """Share of the time that trials may cost, and the largest unused budget, which is also the first
 one."""
 LEAST_COST = 0.1
 """Share of its duration that a trial is charged at least. Few rounds underestimate the cost, and
 the draft's work before and after them slows other rounds down."""
 MOST_COST_S = 0.1
-"""A trial that has cost so much ends: drafts compile kernels for a shape that is new to them."""
+"""A trial that has cost so much ends: drafts compile kernels for a shape that is new to them. One
+of trees ends sooner where a wait in vain costs less."""
 FIRST_LIMIT_S, LAST_LIMIT_S = 1.0, 8.0
 """Longest duration of a trial. It doubles while drafts do not answer within a trial."""
 TRIAL_PAUSE_S, LAST_PAUSE_S = 0.25, 20.0
@@ -46,8 +49,6 @@ LOST_SHARE = 0.5
 """A trial ends at once if its throughput is below this share of the current choice's."""
 HOPE = 0.15
 """Added to the acceptance rates of a choice in an optimistic estimate."""
-SLOW_S = 15.0
-"""Trees that were too slow at any acceptance rate are tried again after so long."""
 WINDOW = 64
 """Last steps that are kept for each choice and batch size."""
 CHANGE = 1.5
@@ -202,12 +203,14 @@ class _Trial:
 
     Attributes:
         num_rounds: with this choice, a sequence.
+        num_other_rounds: with trees of other shapes: the draft has yet to prepare this one.
         num_tokens: committed since the trial began, a sequence.
     """
 
     choice: Choice
     began_s: float
     num_rounds: float = 0.0
+    num_other_rounds: float = 0.0
     num_tokens: float = 0.0
 
 
@@ -340,8 +343,8 @@ class DraftPolicy:
         self._num_step_tokens += num_tokens
 
     def observe_excused(self, num_tokens: int) -> None:
-        """Adds a round without a tree whose draft reads a prompt or warms up. Its time says nothing
-        about the choice; its tokens count for the cost of a trial."""
+        """Adds a round without a tree whose draft reads a prompt or warms up, or, in a trial, is
+        silent. Its time says nothing about the choice; its tokens count for the cost of a trial."""
         self._num_step_tokens += num_tokens
 
     def observe_accepted(self, shape: TreeShape, num_accepted: int) -> None:
@@ -369,10 +372,9 @@ class DraftPolicy:
         gap_s, batch = now_s - self._turned_s, num_sequences + num_reading
         if gap_s > IDLE_S:
             self._trial = None
-        elif self._trial is not None and not self._num_sequences:
-            self._trial.began_s += (
-                gap_s  # nothing was decoding, so this time costs the trial nothing
-            )
+        elif self._trial is not None and (self._is_void or not self._num_sequences):
+            # Graphs were captured, or nothing was decoding: that costs the trial nothing.
+            self._trial.began_s += gap_s
         self._turned_s, self._worthwhile_wait_s = now_s, None
         has_news = self._add_step(num_sequences, batch)
         if not batch:
@@ -423,6 +425,8 @@ class DraftPolicy:
                 trial.num_rounds += step.num_rounds / num_decoding
                 if is_skipped:
                     continue
+            elif trial is not None and choice is not None:
+                trial.num_other_rounds += step.num_rounds / num_decoding
             self.times.at(choice, num_sequences).add(step)
         return bool(by_choice)
 
@@ -431,9 +435,13 @@ class DraftPolicy:
         current = self._rate(self.choice, num_sequences)
         elapsed_s = now_s - trial.began_s
         lost_s = max(elapsed_s - (trial.num_tokens / current if current else math.inf), 0.0)
-        has_its_rounds = trial.num_rounds >= SKIPPED_ROUNDS + FEWEST_ROUNDS
+        num_rounds = max(trial.num_rounds, trial.num_other_rounds)
+        has_its_rounds = num_rounds >= SKIPPED_ROUNDS + FEWEST_ROUNDS
         is_done = has_its_rounds or self._is_lost(trial, num_sequences, current)
-        if not (is_done or elapsed_s > self._limit_s or lost_s > MOST_COST_S):
+        most_s = MOST_COST_S
+        if trial.choice is not None:
+            most_s = min(most_s, self.worthwhile_wait_s)
+        if not (is_done or elapsed_s > self._limit_s or lost_s > most_s):
             return
         self._trial = None
         self._limit_s = FIRST_LIMIT_S if is_done else min(2.0 * self._limit_s, LAST_LIMIT_S)
@@ -455,7 +463,7 @@ class DraftPolicy:
             current: throughput of one sequence with the current choice; None while unknown.
         """
         num_steps = len(self.times.at(trial.choice, num_sequences))
-        if current is None or num_steps < 2:  # one may have stalled
+        if current is None or num_steps < LEAST_STEPS:
             return False
         rate = self._rate(trial.choice, num_sequences)
         return rate is not None and rate < LOST_SHARE * current
@@ -472,12 +480,16 @@ class DraftPolicy:
             self._try(num_sequences, now_s)
 
     def _switch(self, num_sequences: int) -> None:
-        """Switches to the fastest choice with enough measured steps at this batch size."""
+        """Switches to the fastest choice with enough measured steps at this batch size. Where no
+        round has had a tree lately, plain steps are no slower."""
+        lacking = self._lacking_trees(num_sequences)
+        if self.choice in lacking:
+            self.choice = None
         rates = {
             choice: rate
             for choice, rate in self._rates(num_sequences).items()
-            if len(self.times.at(choice, num_sequences)) >= FEWEST_ROUNDS - 1
-            or (choice is None and self.costs.plain)
+            if (choice is None and self.costs.plain)
+            or (choice not in lacking and len(self.times.at(choice, num_sequences)) >= LEAST_STEPS)
         }
         current = self._rate(self.choice, num_sequences) or 0.0
         best = max(rates, key=lambda choice: rates[choice], default=self.choice)
@@ -486,6 +498,18 @@ class DraftPolicy:
         gain = MIN_GAIN + MARGIN / math.sqrt(len(self.times.at(best, num_sequences)) or 1)
         if rates[best] > gain * current:
             self.choice = best
+
+    def _lacking_trees(self, num_sequences: int) -> set[Choice]:
+        """Returns the trees that plain steps can replace and that drafts have failed to send in all
+        measured rounds at a batch size."""
+        options = self._options(num_sequences)
+        trees = [choice for choice in options if choice is not None and None in options]
+        by_tree = {tree: self.times.at(tree, num_sequences) for tree in trees}
+        return {
+            tree
+            for tree, rounds in by_tree.items()
+            if len(rounds) >= FEWEST_ROUNDS and rounds.mean is not None and not rounds.mean.trees
+        }
 
     def _try(self, num_sequences: int, now_s: float) -> None:
         """Begins a trial of a choice that may be the fastest: plain steps if they were not measured
@@ -533,17 +557,15 @@ class DraftPolicy:
         unseen_s = now_s - self._seen_s.get(choice, now_s)
         hope = HOPE
         if self.choice is None:
-            # Without verified trees nothing shows whether drafts are accepted by now.
+            # Without trees nothing shows how fast drafts are by now, or whether they are accepted.
             hope = min(HOPE + unseen_s / FORGET_S, 1.0)
-        rate = self._rate(choice, num_sequences, hope=hope)
-        if rate is not None:
-            is_old = self.choice is None and unseen_s >= SLOW_S
-            return math.inf if is_old else rate * (1.0 + unseen_s / FORGET_S)
+        elif (rate := self._rate(choice, num_sequences, hope=hope)) is not None:
+            return rate * (1.0 + unseen_s / FORGET_S)
         plain = self._round(None, num_sequences, self.choice)
         if choice is None or plain is None:
             return math.inf
         # A round with a tree takes at least as long as a plain step.
-        return self._acceptance.tokens(choice, is_greedy=True, hope=HOPE) / plain.seconds
+        return self._acceptance.tokens(choice, is_greedy=True, hope=hope) / plain.seconds
 
     def _rate(
         self, choice: Choice, num_sequences: int, hope: float = 0.0, *, is_scaled: bool = True

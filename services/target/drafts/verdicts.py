@@ -133,7 +133,9 @@ class Verdicts:
         if is_paused:
             is_excused = has_tree  # the draft pushed it before it knew that no tree is wanted
         else:
-            is_excused = assignment.is_excused and not has_tree and assignment.is_moved
+            # A trial shows nothing while its draft is silent.
+            is_silent = policy.is_trying and not assignment.has_waited
+            is_excused = not has_tree and (assignment.is_excused or is_silent)
         if is_excused or round_s is None or assignment.was_warming(now_s):
             policy.observe_excused(num_committed)
         else:

@@ -310,6 +310,43 @@ def test_a_step_that_captured_graphs_is_disregarded() -> None:
         assert bool(policy.times.measured()) is not is_void
 
 
+def test_capturing_graphs_costs_a_trial_nothing() -> None:
+    world = World(DraftPolicy(BASE), 0.75, _dear)
+    while not world.policy.is_trying:
+        world.serve(0.0001)
+    before_s = world.policy.trial_s
+    world.policy.disregard()
+    world.now_s += 0.8 * IDLE_S
+    while world.policy.is_trying:
+        world.serve(0.0001)
+    assert world.policy.trial_s - before_s < MOST_COST_S
+
+
+def test_trees_that_never_come_are_no_choice() -> None:
+    """Rounds without them are about as fast as plain steps, but no faster."""
+    policy, now_s = DraftPolicy(BASE), 0.0
+    for _ in range(COLD_STEPS + FEWEST_ROUNDS):
+        now_s += PLAIN_S
+        policy.observe_round(BASE, 1, PLAIN_S, has_tree=False)
+        policy.turn(1, now_s)
+    assert policy.choice is None
+
+
+def test_a_trial_ends_where_the_draft_sends_other_trees() -> None:
+    """It has yet to prepare the shape on trial."""
+    config = AdaptiveConfig({1: Candidates(steps=(3, 5), may_pause=False)})
+    policy, now_s, num_rounds = DraftPolicy(BASE, config), 0.0, 0
+    while not policy.is_trying:
+        now_s += PLAIN_S
+        policy.observe_round(BASE, 3, PLAIN_S, has_tree=True)
+        policy.turn(1, now_s)
+    while policy.is_trying:
+        now_s, num_rounds = now_s + PLAIN_S, num_rounds + 1
+        policy.observe_round(BASE, 3, PLAIN_S, has_tree=True)
+        policy.turn(1, now_s)
+    assert num_rounds <= 2 * FEWEST_ROUNDS
+
+
 def test_the_first_steps_are_not_measured() -> None:
     policy = DraftPolicy(BASE)
     for seconds in [9.0] * COLD_STEPS + [0.01] * 3:

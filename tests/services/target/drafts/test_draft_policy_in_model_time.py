@@ -127,7 +127,7 @@ def test_without_a_bound_waiting_for_a_late_draft_can_be_dear(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: one run in which the draft is waited for again and again."""
-    split, seed = _late_from(3.0, 0.05, 1), 2
+    split, seed = _late_from(3.0, 0.05, 1), 4
     plain = serve(decoder, split, 3.0, None, is_plain=True, seed=seed).rate(1.0, 3.0)
     bounded = serve(decoder, split, 5.0, DEFAULT_CONFIG, seed=seed)
     monkeypatch.setattr(DraftPolicy, "worthwhile_wait_s", math.inf)
@@ -162,6 +162,29 @@ def test_a_draft_that_drafts_ahead_is_taken_up_although_each_shape_is_captured_f
     assert _gain(plain, adaptive, 0.0, 1.0) > 0.9
     assert _gain(plain, adaptive, 1.0, 3.0) > 1.4
     assert _gain(plain, adaptive, 5.0, 8.0) > 2.0, "another depth is captured once more"
+
+
+@pytest.mark.parametrize(("num_cold", "warm_s"), [(0, 1), (40, 4)], ids=["warm", "slow at first"])
+@pytest.mark.parametrize("delay_s", [0.0, 0.0005, 0.002])
+def test_a_fresh_distant_draft_is_used_at_once_and_stays_in_use(
+    decoder: Decoder, delay_s: float, num_cold: int, warm_s: int
+) -> None:
+    """One request at a time. New answers, whose prompts the draft has to read, and trees that are
+    ten times slower at first say nothing about the trees to come."""
+    split = on_two_gpus(0.92, capture_s=0.0)
+    draft = replace(split.drafts[0], hop_s=0.0006 + delay_s, prompt_s=0.015)
+    split = replace(split, drafts=(draft,), num_tokens=512)
+    plain = serve(decoder, split, 3.0, None, is_plain=True).rate(1.0, 3.0)
+    best = max(
+        serve(decoder, split, 4.0, None, pinned=TreeShape(depth, 1, depth + 1)).rate(2.0, 4.0)
+        for depth in (3, 5, 7)
+    )
+    assert best > 2.3 * plain
+    fresh = replace(split, drafts=(replace(draft, num_cold=num_cold),))
+    served = serve(decoder, fresh, 14.0, DEFAULT_CONFIG)
+    assert served.rate(warm_s, 14.0) > 0.9 * best
+    for start_s in range(warm_s, 14):
+        assert served.rate(start_s, start_s + 1.0) > 0.75 * best
 
 
 def test_a_pinned_draft_is_asked_for_no_other_shape(decoder: Decoder) -> None:
