@@ -343,8 +343,8 @@ class DraftPolicy:
         self._num_step_tokens += num_tokens
 
     def observe_excused(self, num_tokens: int) -> None:
-        """Adds a round without a tree whose draft reads a prompt or warms up, or, in a trial, is
-        silent. Its time says nothing about the choice; its tokens count for the cost of a trial."""
+        """Adds a round without a tree whose draft reads a prompt or warms up, or is silent in a
+        trial. Its time says nothing about the choice; its tokens count for the cost of a trial."""
         self._num_step_tokens += num_tokens
 
     def observe_accepted(self, shape: TreeShape, num_accepted: int) -> None:
@@ -559,8 +559,10 @@ class DraftPolicy:
         if self.choice is None:
             # Without trees nothing shows how fast drafts are by now, or whether they are accepted.
             hope = min(HOPE + unseen_s / FORGET_S, 1.0)
-        elif (rate := self._rate(choice, num_sequences, hope=hope)) is not None:
-            return rate * (1.0 + unseen_s / FORGET_S)
+        elif choice not in self._lacking_trees(num_sequences):
+            rate = self._rate(choice, num_sequences, hope=hope)
+            if rate is not None:
+                return rate * (1.0 + unseen_s / FORGET_S)
         plain = self._round(None, num_sequences, self.choice)
         if choice is None or plain is None:
             return math.inf
