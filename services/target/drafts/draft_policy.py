@@ -35,8 +35,8 @@ LEAST_COST = 0.1
 """Share of its duration that a trial is charged at least. Few rounds underestimate the cost, and
 the draft's work before and after them slows other rounds down."""
 MOST_COST_S = 0.1
-"""A trial that has cost so much ends: drafts compile kernels for a shape that is new to them. One
-of trees ends sooner where a wait in vain costs less."""
+"""A trial that has cost so much ends, and is charged no more: kernels are compiled for a shape that
+is new. A trial of trees ends sooner where a wait in vain costs less."""
 FIRST_LIMIT_S, LAST_LIMIT_S = 1.0, 8.0
 """Longest duration of a trial. It doubles while drafts do not answer within a trial."""
 TRIAL_PAUSE_S, LAST_PAUSE_S = 0.25, 20.0
@@ -448,7 +448,7 @@ class DraftPolicy:
         if trial.choice is None:
             lost_s += elapsed_s  # drafts have to catch up afterwards
         self.trial_s += lost_s
-        cost_s = max(lost_s, LEAST_COST * elapsed_s) / TRIAL_SHARE
+        cost_s = max(min(lost_s, MOST_COST_S), LEAST_COST * elapsed_s) / TRIAL_SHARE
         # The unused budget pays for the trial, or else the time until the next one.
         self._paid_s = max(self._paid_s, now_s - ALLOWANCE_S / TRIAL_SHARE) + cost_s
         pause_s = min(self._paid_s - now_s, cost_s, LAST_PAUSE_S)
