@@ -35,8 +35,8 @@ LEAST_COST = 0.1
 """Share of its duration that a trial is charged at least. Few rounds underestimate the cost, and
 the draft's work before and after them slows other rounds down."""
 MOST_COST_S = 0.1
-"""A trial that has cost so much ends: drafts compile kernels for a shape that is new to them. One
-of trees ends sooner where a wait in vain costs less."""
+"""A trial that has cost so much ends, and is charged no more: kernels are compiled for a shape that
+is new. A trial of trees ends sooner where a wait in vain costs less."""
 FIRST_LIMIT_S, LAST_LIMIT_S = 1.0, 8.0
 """Longest duration of a trial. It doubles while drafts do not answer within a trial."""
 TRIAL_PAUSE_S, LAST_PAUSE_S = 0.25, 20.0
@@ -343,8 +343,8 @@ class DraftPolicy:
         self._num_step_tokens += num_tokens
 
     def observe_excused(self, num_tokens: int) -> None:
-        """Adds a round without a tree whose draft reads a prompt or warms up, or, in a trial, is
-        silent. Its time says nothing about the choice; its tokens count for the cost of a trial."""
+        """Adds a round without a tree whose draft reads a prompt or warms up, or is silent in a
+        trial. Its time says nothing about the choice; its tokens count for the cost of a trial."""
         self._num_step_tokens += num_tokens
 
     def observe_accepted(self, shape: TreeShape, num_accepted: int) -> None:
@@ -448,7 +448,7 @@ class DraftPolicy:
         if trial.choice is None:
             lost_s += elapsed_s  # drafts have to catch up afterwards
         self.trial_s += lost_s
-        cost_s = max(lost_s, LEAST_COST * elapsed_s) / TRIAL_SHARE
+        cost_s = max(min(lost_s, MOST_COST_S), LEAST_COST * elapsed_s) / TRIAL_SHARE
         # The unused budget pays for the trial, or else the time until the next one.
         self._paid_s = max(self._paid_s, now_s - ALLOWANCE_S / TRIAL_SHARE) + cost_s
         pause_s = min(self._paid_s - now_s, cost_s, LAST_PAUSE_S)
@@ -559,8 +559,10 @@ class DraftPolicy:
         if self.choice is None:
             # Without trees nothing shows how fast drafts are by now, or whether they are accepted.
             hope = min(HOPE + unseen_s / FORGET_S, 1.0)
-        elif (rate := self._rate(choice, num_sequences, hope=hope)) is not None:
-            return rate * (1.0 + unseen_s / FORGET_S)
+        elif choice not in self._lacking_trees(num_sequences):
+            rate = self._rate(choice, num_sequences, hope=hope)
+            if rate is not None:
+                return rate * (1.0 + unseen_s / FORGET_S)
         plain = self._round(None, num_sequences, self.choice)
         if choice is None or plain is None:
             return math.inf

@@ -133,8 +133,9 @@ class Verdicts:
         if is_paused:
             is_excused = has_tree  # the draft pushed it before it knew that no tree is wanted
         else:
-            # A trial shows nothing while its draft is silent.
-            is_silent = policy.is_trying and not assignment.has_waited
+            # Instead of plain steps, trees are tried until a silent draft sends some.
+            is_tried = policy.is_trying and policy.choice is None
+            is_silent = is_tried and not assignment.has_waited
             is_excused = not has_tree and (assignment.is_excused or is_silent)
         if is_excused or round_s is None or assignment.was_warming(now_s):
             policy.observe_excused(num_committed)

@@ -123,6 +123,15 @@ def test_a_draft_that_becomes_late_or_silent_costs_next_to_nothing(
     assert _gain(plain, served, 3.0, 7.0) > 0.96
 
 
+def test_a_draft_that_falls_silent_in_a_trial_of_other_trees_costs_next_to_nothing(
+    decoder: Decoder,
+) -> None:
+    split, seed = _late_from(3.0, math.inf, 32), 1
+    plain = serve(decoder, split, 3.0, None, is_plain=True, seed=seed).rate(1.0, 3.0)
+    served = serve(decoder, split, 7.0, DEFAULT_CONFIG, seed=seed)
+    assert _gain(plain, served, 3.0, 7.0) > 0.95
+
+
 def test_without_a_bound_waiting_for_a_late_draft_can_be_dear(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
