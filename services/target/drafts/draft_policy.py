@@ -448,7 +448,7 @@ class DraftPolicy:
         if trial.choice is None:
             lost_s += elapsed_s  # drafts have to catch up afterwards
         self.trial_s += lost_s
-        cost_s = max(min(lost_s, MOST_COST_S), LEAST_COST * elapsed_s) / TRIAL_SHARE
+        cost_s = min(max(lost_s, LEAST_COST * elapsed_s), MOST_COST_S) / TRIAL_SHARE
         # The unused budget pays for the trial, or else the time until the next one.
         self._paid_s = max(self._paid_s, now_s - ALLOWANCE_S / TRIAL_SHARE) + cost_s
         pause_s = min(self._paid_s - now_s, cost_s, LAST_PAUSE_S)
