@@ -511,9 +511,30 @@ class DraftPolicy:
             if len(rounds) >= FEWEST_ROUNDS and rounds.mean is not None and not rounds.mean.trees
         }
 
+    def _is_credible(self, choice: Choice, num_sequences: int) -> bool:
+        """Whether the measured time of a choice tells how fast it is. Not where no round had a
+        tree, nor where rounds took much longer than those of other trees suggest, with the same
+        time for each level: then kernels were compiled, or graphs captured."""
+        if choice in self._lacking_trees(num_sequences):
+            return False
+        own = self.times.at(choice, num_sequences).mean
+        plain = self._round(None, num_sequences, self.choice)
+        if choice is None or own is None or plain is None:
+            return True
+        for other in self._options(num_sequences):
+            rounds = self.times.at(other, num_sequences)
+            if other in (None, choice) or rounds.mean is None or len(rounds) < LEAST_STEPS:
+                continue
+            draft_s = max(rounds.mean.seconds - plain.seconds, 0.0)
+            draft_s *= max(choice.num_steps / other.num_steps, 1.0)
+            if own.seconds > OUTLIER * (plain.seconds + draft_s):
+                return False
+        return True
+
     def _try(self, num_sequences: int, now_s: float) -> None:
         """Begins a trial of a choice that may be the fastest: plain steps if they were not measured
-        at this batch size, else the choice with the oldest measurement."""
+        at this batch size, else the choice with the oldest measurement. Those without a credible
+        one come first, and of these the one whose depth is nearest to that of the current trees."""
         current = self._rate(self.choice, num_sequences) or 0.0
         choices = [
             choice
@@ -525,8 +546,14 @@ class DraftPolicy:
             return
         if None in choices and not len(self.times.at(None, num_sequences)):
             choices = [None]
-        oldest = min(choices, key=lambda choice: self._seen_s.get(choice, -math.inf))
-        self._begin_trial(oldest, num_sequences, now_s)
+        depth = (self.choice or self.base).num_steps
+
+        def order(choice: Choice) -> tuple[float, int]:
+            is_known = choice in self._seen_s and self._is_credible(choice, num_sequences)
+            distance = abs((0 if choice is None else choice.num_steps) - depth)
+            return self._seen_s[choice] if is_known else -math.inf, distance
+
+        self._begin_trial(min(choices, key=order), num_sequences, now_s)
 
     def _try_promising(self, num_sequences: int, now_s: float) -> None:
         """After a change of the batch size: begins a trial of the choice that was fastest at other
@@ -559,7 +586,7 @@ class DraftPolicy:
         if self.choice is None:
             # Without trees nothing shows how fast drafts are by now, or whether they are accepted.
             hope = min(HOPE + unseen_s / FORGET_S, 1.0)
-        elif choice not in self._lacking_trees(num_sequences):
+        elif self._is_credible(choice, num_sequences):
             rate = self._rate(choice, num_sequences, hope=hope)
             if rate is not None:
                 return rate * (1.0 + unseen_s / FORGET_S)

@@ -196,6 +196,27 @@ def test_a_fresh_distant_draft_is_used_at_once_and_stays_in_use(
         assert served.rate(start_s, start_s + 1.0) > 0.75 * best
 
 
+@pytest.mark.parametrize(("size", "settled_s", "gain"), [(8, 4.0, 1.5), (32, 10.0, 1.2)])
+def test_a_draft_that_was_slow_at_first_is_not_judged_by_that(
+    decoder: Decoder, size: int, settled_s: float, gain: float
+) -> None:
+    """A large target, and a large draft that answers each verdict."""
+
+    def step_s(rows: int) -> float:
+        return 0.019 + 0.00004 * rows + 0.00008 * max(rows - 64, 0)
+
+    def tree_s(steps: int, size: int) -> float:
+        return 0.001 + steps * (0.0028 + 0.00002 * size)
+
+    draft = Kind(
+        tree_s, lambda now_s, stream: 0.92, hop_s=0.0007, prompt_s=0.02, num_cold=6, cold=20.0,
+        capture_s=0.3,
+    )  # fmt: skip
+    split = Split(step_s, (draft,), lambda now_s: size, num_tokens=256, noise=0.05)
+    plain, adaptive = _served(decoder, split, 14.0)
+    assert _gain(plain, adaptive, settled_s, 14.0) > gain
+
+
 def test_a_pinned_draft_is_asked_for_no_other_shape(decoder: Decoder) -> None:
     served = serve(decoder, on_cpu(0.8), 2.5, DEFAULT_CONFIG, pinned=TreeShape(2, 1, 3))
     assert {shape.num_steps for _, shape in served.drafts[0].shapes} == {2}
