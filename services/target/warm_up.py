@@ -39,7 +39,7 @@ def warm_up_tokens(engine: Engine, chunk_tokens: int) -> int:
 
 async def warm_up(engine: Engine, num_prompt_tokens: int, most_at_once: int = 1) -> None:
     """Generates with prompts of many lengths and every kind of sampling; on a CPU only with the
-    longest prompt. At the end the prefix cache is flushed, and what drafts took is forgotten.
+    longest prompt. At the end the prefix cache is flushed, and how fast drafts were is forgotten.
 
     Args:
         num_prompt_tokens: length of the longest prompt.

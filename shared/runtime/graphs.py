@@ -315,11 +315,11 @@ def keys_of(limits: GraphLimits, capture_layers: tuple[int, ...]) -> list[GraphK
 
 
 def largest_keys(keys: Sequence[GraphKey]) -> list[GraphKey]:
-    """Returns those of some keys, ascending, that no other one exceeds in rows and sequences; the
-    largest first.
+    """Returns the keys, of `keys` in ascending order, that no larger one of the same kind covers;
+    the largest first. A key covers those with at most as many rows and sequences.
 
-    Graphs share their memory, and one whose largest intermediate value is larger than that of all
-    graphs before it takes a new piece. Captured first, these keys leave room for all others.
+    Graphs share memory. A graph that needs a larger tensor than every graph before it allocates
+    memory for it. If these keys are captured first, the others need none.
     """
     largest: list[GraphKey] = []
     for key in reversed(keys):

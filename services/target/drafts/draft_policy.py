@@ -482,14 +482,16 @@ class DraftPolicy:
     def _switch(self, num_sequences: int) -> None:
         """Switches to the fastest choice with enough measured steps at this batch size. Where no
         round has had a tree lately, plain steps are no slower."""
-        lacking = self._lacking_trees(num_sequences)
-        if self.choice in lacking:
+        if self._lacks_trees(self.choice, num_sequences):
             self.choice = None
         rates = {
             choice: rate
             for choice, rate in self._rates(num_sequences).items()
             if (choice is None and self.costs.plain)
-            or (choice not in lacking and len(self.times.at(choice, num_sequences)) >= LEAST_STEPS)
+            or (
+                len(self.times.at(choice, num_sequences)) >= LEAST_STEPS
+                and not self._lacks_trees(choice, num_sequences)
+            )
         }
         current = self._rate(self.choice, num_sequences) or 0.0
         best = max(rates, key=lambda choice: rates[choice], default=self.choice)
@@ -499,23 +501,19 @@ class DraftPolicy:
         if rates[best] > gain * current:
             self.choice = best
 
-    def _lacking_trees(self, num_sequences: int) -> set[Choice]:
-        """Returns the trees that plain steps can replace and that drafts have failed to send in all
-        measured rounds at a batch size."""
-        options = self._options(num_sequences)
-        trees = [choice for choice in options if choice is not None and None in options]
-        by_tree = {tree: self.times.at(tree, num_sequences) for tree in trees}
-        return {
-            tree
-            for tree, rounds in by_tree.items()
-            if len(rounds) >= FEWEST_ROUNDS and rounds.mean is not None and not rounds.mean.trees
-        }
+    def _lacks_trees(self, choice: Choice, num_sequences: int) -> bool:
+        """Whether plain steps can replace trees of a shape, and no measured round at a batch size
+        had one of them."""
+        if choice is None or None not in self._options(num_sequences):
+            return False
+        rounds = self.times.at(choice, num_sequences)
+        return len(rounds) >= FEWEST_ROUNDS and rounds.mean is not None and not rounds.mean.trees
 
     def _is_credible(self, choice: Choice, num_sequences: int) -> bool:
         """Whether the measured time of a choice tells how fast it is. Not where no round had a
         tree, nor where rounds took much longer than those of other trees suggest, with the same
         time for each level: then kernels were compiled, or graphs captured."""
-        if choice in self._lacking_trees(num_sequences):
+        if self._lacks_trees(choice, num_sequences):
             return False
         own = self.times.at(choice, num_sequences).mean
         plain = self._round(None, num_sequences, self.choice)

@@ -251,16 +251,20 @@ class HeadSteps(RoundSteps[HeadLanes]):
         self._plain_read_s = -math.inf  # when the last plain step was read
 
     def open(self, attachment: Attachment) -> None:
-        """Makes lanes with the head of a draft, if the draft shares it."""
-        lanes = self._make_lanes(attachment)
+        """Makes lanes with the head of a draft, if the draft shares it.
+
+        Raises:
+            RuntimeError: there is no memory for rounds; then there are no lanes.
+        """
+        lanes, policy = self._make_lanes(attachment), None
         if lanes is None:
             return
-        self._attachment, self._lanes, self.policy = attachment, lanes, None
         shapes = lanes.shapes
         if not shapes.is_pinned or len(shapes.shapes) > 1:
             config = ALWAYS_TREES if shapes.is_pinned else self._config
-            self.policy = LanePolicy(shapes.shapes, shapes.costs(), config)
-        shapes.head.warmed_up(None if self.policy is None else self.policy.costs.seconds)
+            policy = LanePolicy(shapes.shapes, shapes.costs(), config)
+        shapes.head.warmed_up(None if policy is None else policy.costs.seconds)
+        self._attachment, self._lanes, self.policy = attachment, lanes, policy
 
     @property
     def is_open(self) -> bool:

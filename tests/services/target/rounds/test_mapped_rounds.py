@@ -257,16 +257,22 @@ def test_a_draft_that_comes_back_finds_everything_made(pair: Pair) -> None:
         assert setup.num_accepted > 0
 
 
+@pytest.mark.parametrize(
+    "lacking", [(RoundRunner, "capture"), (RoundShapes, "costs")], ids=["graphs", "measurement"]
+)
 def test_without_memory_for_its_rounds_a_draft_pushes_its_trees(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    pair: Pair,
+    lacking: tuple[type, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def run_out(runner: RoundRunner, num_sequences: int, sampling: object) -> None:
+    def run_out(*_: object) -> None:
         raise torch.OutOfMemoryError("Tried to allocate 64.00 MiB")
 
-    monkeypatch.setattr(RoundRunner, "capture", run_out)
+    monkeypatch.setattr(*lacking, run_out)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     with _setup(pair) as setup:
-        draft = setup.attach("draft")
+        draft = setup.attach("draft", is_pinned=False)
         assert "the head of draft, which pushes its trees: 64.00 MiB more wanted" in caplog.text
         assert draft.attachment.mapped is draft.attachment.rounds is None
         # It is asked for trees as a draft on another host is.
