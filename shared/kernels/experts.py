@@ -71,12 +71,11 @@ class ExpertWeight:
             return cls(experts, None, None, bias, num_saved)
         values = weight.new_empty(weight.shape, dtype=stored)
         scales = weight.new_empty((*weight.shape[:2], 1), dtype=torch.float32)
-        num_saved, is_packed = 0, False
         for index, matrix in enumerate(weight):
-            expert = QuantisedWeight.of(matrix, stored)
+            expert = StoredMatrix.rounded(matrix, stored)
             values[index], scales[index] = expert.values, expert.scales
-            num_saved, is_packed = num_saved + expert.num_saved_bytes, expert.is_packed
-        return cls((), values, scales, bias, num_saved, is_packed=is_packed)
+        matrices = values.flatten(0, 1), scales.flatten(0, 1)
+        return cls.kept(StoredMatrix(*matrices, weight.dtype), len(weight), bias)
 
     @classmethod
     def kept(

@@ -227,3 +227,32 @@ def fill_tables(  # type: ignore[no-untyped-def]
     tl.store(cos + own + HALF, row_cos, mask=is_column)
     tl.store(signed_sin + own, -row_sin, mask=is_column)
     tl.store(signed_sin + own + HALF, row_sin, mask=is_column)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def round_rows(  # type: ignore[no-untyped-def]
+    rows, results, scales, num_rows, num_blocks, stride, LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr, NUM_BLOCKS: tl.constexpr, SIZE: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Rounds NUM_BLOCKS blocks of a row to e4m3; see `quantised.quantised_rows`.
+
+    Args:
+        SIZE: a block's, or the next power of two of a row's that is one block.
+    """
+    begin(IS_DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    blocks = tl.program_id(1) * NUM_BLOCKS + tl.arange(0, NUM_BLOCKS)
+    columns = tl.arange(0, SIZE)
+    is_block = blocks < num_blocks
+    width = stride // num_blocks
+    is_element = is_block[:, None] & (columns < width)[None, :]
+    places = blocks[:, None] * width + columns[None, :]
+    values = tl.load(rows + row * stride + places, mask=is_element, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(values), axis=1)
+    limits = tl.full(largest.shape, LARGEST, tl.float32)
+    largest = tl.maximum(largest, SMALLEST)
+    own, inverse = tl.div_rn(largest, limits), tl.div_rn(limits, largest)
+    rounded = (values * inverse[:, None]).to(tl.float8e4nv)
+    tl.store(results + row * stride + places, rounded, mask=is_element)
+    tl.store(scales + blocks.to(tl.int64) * num_rows + row, own, mask=is_block)

@@ -7,21 +7,28 @@ import torch
 import triton
 from torch import Tensor
 
-from shared.kernels.cache import CacheScales
+from shared.kernels.cache import LARGEST, CacheScales
 from shared.kernels.fused_jit import (
     add_norm,
     embed_own,
     fill_tables,
     join_inputs,
     rotate_store,
+    round_rows,
     silu_product,
 )
 from shared.kernels.launch import dependent_launch
+from shared.kernels.linear import WORD_BLOCK
 from shared.kernels.pointwise import Partials
+from shared.kernels.quantised import SMALLEST
 
 _BLOCK_HEADS = 8
 _WIDE_BLOCK = 2048
 _SILU_BLOCK = 1024
+# Blocks that a program rounds, where a row has several.
+_ROUNDED_BLOCKS = 16
+# Elements that a warp rounds.
+_ROUNDED_PER_WARP, _MAX_WARPS = 512, 32
 
 
 def norm_warps(block: int) -> int:
@@ -166,3 +173,21 @@ def fused_silu_mul(gate_up: Tensor) -> Tensor:
             **dependent_launch(gate_up.device, num_rows),
         )  # fmt: skip
     return result
+
+
+def fused_quantised_rows(rows: Tensor, *, is_by_block: bool) -> tuple[Tensor, Tensor]:
+    rows = rows.contiguous()
+    num_rows, num_columns = rows.shape
+    num_blocks = num_columns // WORD_BLOCK if is_by_block else 1
+    values = torch.empty_like(rows, dtype=torch.float8_e4m3fn)
+    scales = torch.empty((num_blocks, num_rows), dtype=torch.float32, device=rows.device)
+    if num_rows:
+        own_blocks = _ROUNDED_BLOCKS if is_by_block else 1
+        size = WORD_BLOCK if is_by_block else triton.next_power_of_2(num_columns)
+        round_rows[(num_rows, triton.cdiv(num_blocks, own_blocks))](
+            rows, values, scales, num_rows, num_blocks, num_columns,
+            LARGEST=LARGEST, SMALLEST=SMALLEST, NUM_BLOCKS=own_blocks, SIZE=size,
+            num_warps=max(4, min(own_blocks * size // _ROUNDED_PER_WARP, _MAX_WARPS)),
+            **dependent_launch(rows.device, num_rows),
+        )  # fmt: skip
+    return values, scales

@@ -1,4 +1,5 @@
-"""Triton kernel of products of many rows, with the bits of the kernel for few rows.
+"""Triton kernel of products of many rows with weights in 16 bits or e4m3, with the bits of the
+kernel for few rows.
 
 Sums along K are those of `batch_invariant_triton`: one matrix instruction after another within
 segments, which depend on the weight's shape, and the segments in order. Tiles only affect speed.
@@ -26,8 +27,15 @@ from shared.kernels.fused_jit import silu_times
 from shared.kernels.launch import dependent_launch
 from shared.kernels.linear import BatchInvariantOperand
 from shared.kernels.pointwise import Partials
+from shared.kernels.quantised import quantised_rows
+from shared.kernels.widened_jit import (
+    scaled,
+    scales_of_channels,
+    scales_of_rows,
+    with_e4m3_block,
+)
 
-_TILE_ROWS, _NUM_WARPS = 128, 8
+_TILE_ROWS = 128
 # Row tiles that are multiplied with the same channels of a weight in turn, so that both stay in the
 # L2 cache.
 _GROUP = 16
@@ -47,10 +55,10 @@ class Sum(enum.Enum):
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def many_rows_product(  # type: ignore[no-untyped-def]
-    inputs, more_inputs, weights, bias, results,
+    inputs, more_inputs, row_scales, weights, scales, bias, results,
     num_rows, num_channels, depth, segment, num_segments,
     IS_SPREAD: tl.constexpr, IS_IN_TURN: tl.constexpr, IS_GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, IS_FLAT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, IS_FLAT: tl.constexpr, IS_E4M3: tl.constexpr, SCALE_ROWS: tl.constexpr,
     TILE_ROWS: tl.constexpr, MORE_ROWS: tl.constexpr, TILE_CHANNELS: tl.constexpr,
     STEP: tl.constexpr, GROUP: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -59,6 +67,7 @@ def many_rows_product(  # type: ignore[no-untyped-def]
     Args:
         inputs: descriptor of `[T, K]` in tiles `[TILE_ROWS, STEP]`.
         more_inputs: the same in tiles `[MORE_ROWS, STEP]`, which follow those of `inputs`.
+        row_scales, scales, IS_E4M3, SCALE_ROWS: see `batch_invariant_triton.product`.
         weights: descriptor of `[N, K]` in tiles `[TILE_CHANNELS, STEP]`.
         IS_GATED: the first half of the channels are gates of the second half. `weights` are
             `[2, N / 2, K]`, a tile has equally many of both, and `results` are `[T, N / 2]`. There
@@ -74,6 +83,8 @@ def many_rows_product(  # type: ignore[no-untyped-def]
     num_tiles = row_tiles * channel_tiles
     num_units = num_tiles * num_segments if IS_SPREAD else num_tiles
     size = num_rows.to(tl.int64) * num_results
+    is_by_segment: tl.constexpr = IS_E4M3 and SCALE_ROWS == 0
+    tile_rows, tile_channels = tl.arange(0, TILE_ROWS), tl.arange(0, TILE_CHANNELS)
     for unit in tl.range(tl.program_id(0), num_units, tl.num_programs(0), flatten=IS_FLAT):
         tile = unit % num_tiles if IS_SPREAD else unit
         group = tile // (GROUP * channel_tiles)
@@ -89,6 +100,12 @@ def many_rows_product(  # type: ignore[no-untyped-def]
         part = tl.zeros([TILE_ROWS, TILE_CHANNELS], tl.float32)
         more = tl.zeros([MORE_ROWS, TILE_CHANNELS], tl.float32) if MORE_ROWS > 0 else 0.0
         total, end = tl.zeros_like(part) if IS_IN_TURN else 0.0, segment
+        rows, channels = row + tile_rows, channel + tile_channels
+        if IS_GATED:
+            channels = channel + tile_channels % own + tile_channels // own * num_results
+        # Channels past the end repeat the first ones, see `batch_invariant_triton.product`.
+        channels = channels % num_channels
+        is_row = rows < num_rows
         for start in tl.range(first, last, STEP):
             some = inputs.load([row, start])
             if IS_GATED:
@@ -96,14 +113,23 @@ def many_rows_product(  # type: ignore[no-untyped-def]
                 factors = tl.reshape(pairs, [TILE_CHANNELS, STEP]).T
             else:
                 factors = weights.load([channel, start]).T
-            part = tl.dot(some, factors, part)
+            before = tl.zeros_like(part) if SCALE_ROWS > 0 else part
+            block = tl.dot(some, factors, before)
+            of_channels = scales_of_channels(
+                scales, channels, channel, start, depth, SCALE_ROWS, IS_GATED
+            )
+            of_rows = scales_of_rows(row_scales, rows, is_row, start, num_rows, SCALE_ROWS)
+            part = with_e4m3_block(part, block, of_channels, of_rows, SCALE_ROWS, IS_GATED, 0)
             if MORE_ROWS > 0:
                 more = tl.dot(more_inputs.load([row + TILE_ROWS, start]), factors, more)
             if IS_IN_TURN:
                 if start + STEP == end:
-                    total += part
+                    total += rescaled(
+                        part, row_scales + rows, is_row, scales + channels, is_by_segment
+                    )
                     part = tl.zeros_like(part)
                     end += segment
+        part = rescaled(part, row_scales + rows, is_row, scales + channels, is_by_segment)
         if IS_IN_TURN:
             # Adds the last segment, if it is shorter than the others.
             part += total
@@ -113,6 +139,14 @@ def many_rows_product(  # type: ignore[no-untyped-def]
                 more, target, bias, row + TILE_ROWS, channel, num_rows, num_results,
                 IS_GATED, HAS_BIAS, own,
             )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def rescaled(part, of_rows, is_row, of_channels, IS_SCALED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As `scaled`, with the factors' places: they take no registers before they are needed."""
+    row_factors = early(of_rows, is_row, IS_SCALED)
+    channel_factors = early(of_channels, tl.full(part.shape[1:], True, tl.int1), IS_SCALED)
+    return scaled(part, row_factors, channel_factors, IS_SCALED)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -179,15 +213,19 @@ class Tiling:
         channels: channels of the weight in a tile.
         step: columns that are multiplied at once.
         stages: pipeline stages: steps whose weights and rows are in flight.
-        more_rows: rows of a tile besides its first 128.
+        rows: rows of a tile.
+        more_rows: rows of a tile besides these.
         num_programs: programs that fit on a multiprocessor.
+        num_warps: of a program.
     """
 
     channels: int
     step: int
     stages: int
+    rows: int = _TILE_ROWS
     more_rows: int = 0
     num_programs: int = 1
+    num_warps: int = 8
 
 
 # Measured on an H100 with the matrices of an 8B model. A tile of 256 channels reads the fewest
@@ -196,16 +234,35 @@ _BROAD, _NARROW = Tiling(256, 64, 4), Tiling(128, 64, 5)
 _SHORT, _SHORT_SPREAD = Tiling(128, 64, 3, num_programs=2), Tiling(128, 128, 3)
 _TALL = Tiling(128, 64, 5, more_rows=64)
 _MOST_TALL_ROWS = 192
+# The same with e4m3.
+_BROAD_E4M3, _NARROW_E4M3 = Tiling(256, 128, 3), Tiling(128, 128, 4)
+_SHORT_E4M3 = Tiling(128, 128, 4, rows=64, num_programs=2, num_warps=4)
+_MOST_SHORT_ROWS, _MOST_SHORT_ROWS_IN_BLOCKS = 512, 256
 # Fixed cost of a tile, in channels.
 _TILE_COST = 32
 
 
 @functools.cache
 def tiling_of(
-    num_rows: int, num_channels: int, num_parts: int, num_multiprocessors: int, sum_: Sum
+    num_rows: int,
+    num_channels: int,
+    num_parts: int,
+    num_multiprocessors: int,
+    sum_: Sum,
+    *,
+    is_e4m3: bool = False,
+    has_blocks: bool = False,
 ) -> Tiling:
-    """Returns the tiling of a product of these sizes that writes `num_parts` parts."""
-    if sum_ is not Sum.IN_TURN and num_rows <= _MOST_TALL_ROWS:
+    """Returns the tiling of a product of these sizes that writes `num_parts` parts.
+
+    Args:
+        has_blocks: blocks have scales, so that a program has two sums of each element.
+    """
+    if is_e4m3 and num_rows <= (_MOST_SHORT_ROWS_IN_BLOCKS if has_blocks else _MOST_SHORT_ROWS):
+        return _SHORT_E4M3
+    if is_e4m3 and (has_blocks or sum_ is Sum.IN_TURN):
+        return _NARROW_E4M3
+    if not is_e4m3 and sum_ is not Sum.IN_TURN and num_rows <= _MOST_TALL_ROWS:
         if num_rows > _TILE_ROWS:
             return _TALL
         return _SHORT_SPREAD if sum_ is Sum.SPREAD else _SHORT
@@ -215,7 +272,8 @@ def tiling_of(
         num_turns: int = triton.cdiv(num_tiles * num_parts, num_multiprocessors)
         return num_turns * (tiling.channels + _TILE_COST)
 
-    return min(_BROAD, _NARROW, key=cost)
+    broad, narrow = (_BROAD_E4M3, _NARROW_E4M3) if is_e4m3 else (_BROAD, _NARROW)
+    return min(broad, narrow, key=cost)
 
 
 def _launch(
@@ -229,13 +287,17 @@ def _launch(
 ) -> None:
     values, segments = weight.values, weight.segments
     num_rows, (num_channels, depth) = len(inputs), values.shape
+    row_scales, is_e4m3, scale_rows = results, weight.is_e4m3, weight.scale_rows
+    if is_e4m3:
+        inputs, row_scales = quantised_rows(inputs, is_by_block=scale_rows > 0)
     inputs = _copyable(inputs)
     num_multiprocessors = _num_multiprocessors(inputs.device)
     is_spread = sum_ is Sum.SPREAD
     num_parts = segments.count if is_spread else 1
-    tiling = tiling_of(num_rows, num_channels, num_parts, num_multiprocessors, sum_)
+    sizes = num_rows, num_channels, num_parts, num_multiprocessors
+    tiling = tiling_of(*sizes, sum_, is_e4m3=is_e4m3, has_blocks=scale_rows > 0)
     channels, step = tiling.channels, tiling.step
-    num_units = triton.cdiv(num_rows, _TILE_ROWS + tiling.more_rows) * num_parts
+    num_units = triton.cdiv(num_rows, tiling.rows + tiling.more_rows) * num_parts
     if is_gated:
         half = num_channels // 2
         whole = [2, half, depth], [half * depth, depth, 1], [2, channels // 2, step]
@@ -244,18 +306,20 @@ def _launch(
     else:
         weights = TensorDescriptor.from_tensor(values, [channels, step])
         num_units *= triton.cdiv(num_channels, channels)
-    tile_rows = tiling.more_rows or _TILE_ROWS
     launch = dependent_launch(inputs.device, num_rows, most_rows=_MOST_SPREAD_ROWS)
     many_rows_product[(min(num_units, num_multiprocessors * tiling.num_programs),)](
-        TensorDescriptor.from_tensor(inputs, [_TILE_ROWS, step]),
-        TensorDescriptor.from_tensor(inputs, [tile_rows, step]),
-        weights, results if bias is None else bias, results,
+        TensorDescriptor.from_tensor(inputs, [tiling.rows, step]),
+        TensorDescriptor.from_tensor(inputs, [tiling.more_rows or tiling.rows, step]),
+        row_scales, weights, results if weight.scales is None else weight.scales,
+        results if bias is None else bias, results,
         num_rows, num_channels, depth, segments.length, segments.count,
         IS_SPREAD=is_spread, IS_IN_TURN=sum_ is Sum.IN_TURN, IS_GATED=is_gated,
         HAS_BIAS=bias is not None, IS_FLAT=sum_ is Sum.WHOLE and num_rows > _MOST_TALL_ROWS,
-        TILE_ROWS=_TILE_ROWS, MORE_ROWS=tiling.more_rows, TILE_CHANNELS=channels,
+        IS_E4M3=is_e4m3, SCALE_ROWS=scale_rows,
+        TILE_ROWS=tiling.rows, MORE_ROWS=tiling.more_rows, TILE_CHANNELS=channels,
         STEP=step, GROUP=_GROUP,
-        num_warps=_NUM_WARPS, num_stages=tiling.stages, **launch,
+        num_warps=tiling.num_warps, num_stages=tiling.stages, enable_fp_fusion=not is_e4m3,
+        **launch,
     )  # fmt: skip
 
 

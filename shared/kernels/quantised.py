@@ -1,11 +1,14 @@
 """Products with a constant weight matrix in 8 bits.
 
 Each row of the matrix, that is each output channel, has a scale, chosen so that its largest element
-uses the whole range. Matrices of some checkpoints have a scale per block instead. Activations are
-not quantised. Products in float32 on the CPU are batch-invariant: a row has the same bits for every
-number of rows. In half precision on Hopper and later GPUs, products are batch-invariant as long as
-the kernel widens the 8 bits in registers: for up to 512 rows, or for all numbers of rows on
-request. For more rows the library's products are faster, with weights widened in memory.
+uses the whole range. Matrices of some checkpoints have a scale per block instead.
+
+In half precision on Hopper and later GPUs, products with e4m3 are computed in e4m3: rows of
+activations are rounded too, see `quantised_rows`. They are batch-invariant: a row has the same bits
+for every number of rows. Elsewhere, and with int8, activations are not rounded. Products with int8
+are batch-invariant as long as the kernel widens the 8 bits in registers: for up to 512 rows, or for
+all numbers of rows on request. For more rows the library's products are faster, with weights
+widened in memory. Products in float32 on the CPU are batch-invariant.
 """
 
 from __future__ import annotations
@@ -17,19 +20,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shared.kernels.cache import LARGEST, widened
-from shared.kernels.kernel_settings import runs_triton
+from shared.kernels.kernel_settings import dispatched, runs_triton
 from shared.kernels.linear import (
     WORD_BLOCK,
     BatchInvariantOperand,
     batch_invariant_linear,
     batch_invariant_product,
+    gated_product,
     has_batch_invariant_product,
     keeps_row_bits,
+    parts_of_product,
     scale_rows,
     tile_counters,
 )
+from shared.kernels.pointwise import Partials, silu_mul
 
 _LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: LARGEST}
+# The least that the largest element of rounded activations counts as, so that scales are finite.
+SMALLEST = 2.0**-100
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
 # Rows that are rounded together, a multiple of a block; they are held in float32 meanwhile.
 _ROUNDED_ROWS = 64 * WORD_BLOCK
@@ -99,7 +107,8 @@ class QuantisedWeight:
             `[ceil(N / 128), ceil(K / 128)]`, or of one channel, `[N, ceil(K / 128)]`.
         counters: see `tile_counters`.
         dtype: dtype of the original weight.
-        is_packed: whether `values` are in the order of `in_words`.
+        has_kernel: whether a kernel computes products in half precision; `values` of int8 are in
+            the order of `in_words` then.
         is_batch_invariant: a row has the same bits for every number of rows.
     """
 
@@ -107,7 +116,7 @@ class QuantisedWeight:
     scales: Tensor
     counters: Tensor
     dtype: torch.dtype
-    is_packed: bool
+    has_kernel: bool
     is_batch_invariant: bool = False
 
     @classmethod
@@ -120,10 +129,22 @@ class QuantisedWeight:
     @classmethod
     def kept(cls, matrix: StoredMatrix) -> QuantisedWeight:
         """Prepares a matrix for its device, without changing its numbers."""
-        is_packed = keeps_row_bits(matrix.device, matrix.dtype, matrix.shape[1])
-        values = in_words(matrix.values) if is_packed else matrix.values
+        has_kernel = keeps_row_bits(matrix.device, matrix.dtype, matrix.shape[1])
+        is_packed = has_kernel and matrix.values.dtype is torch.int8
+        values = in_words(matrix.values) if is_packed else matrix.values.contiguous()
         counters = tile_counters(len(values), values.device)
-        return cls(values, matrix.scales, counters, matrix.dtype, is_packed)
+        return cls(values, matrix.scales, counters, matrix.dtype, has_kernel)
+
+    def operand_for(self, dtype: torch.dtype) -> BatchInvariantOperand | None:
+        """Returns the weight for the kernel; None if that does not multiply inputs in `dtype`."""
+        if not self.has_kernel or dtype not in _HALF_PRECISION:
+            return None
+        return BatchInvariantOperand(self.values, self.scales, self.counters)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether `values` are in the order of `in_words`."""
+        return self.has_kernel and self.values.dtype is torch.int8
 
     @property
     def num_saved_bytes(self) -> int:
@@ -246,19 +267,49 @@ def quantised_linear(inputs: Tensor, weight: QuantisedWeight, bias: Tensor | Non
     """Returns `inputs @ weight.T + bias`: `[T, K]` to `[T, N]`.
 
     On a GPU of compute capability 9.0 or above, in half precision, the product reads 8 bits per
-    element, if K is a multiple of 128. For many rows, see `QuantisedWeight.is_widened`, the library
-    multiplies one widened piece after another. Elsewhere the weight is dequantised for each
-    product, which saves memory but no time.
+    element, if K is a multiple of 128. For many rows with int8, see `QuantisedWeight.is_widened`,
+    the library multiplies one widened piece after another. Elsewhere the weight is dequantised for
+    each product, which saves memory but no time.
     """
-    if weight.is_packed and inputs.dtype in _HALF_PRECISION:
+    operand = weight.operand_for(inputs.dtype)
+    if operand is not None:
         if weight.is_widened(len(inputs)):
             return _product_of_pieces(inputs, weight, bias)
-        operand = BatchInvariantOperand(weight.values, weight.scales, weight.counters)
         return batch_invariant_linear(inputs, operand, bias)
     expanded = weight.dequantised(inputs.dtype)
     if has_batch_invariant_product(inputs.device, inputs.dtype):
         return batch_invariant_product(inputs, expanded, bias)
     return F.linear(inputs, expanded, bias)
+
+
+def quantised_partials(inputs: Tensor, weight: QuantisedWeight) -> Tensor | Partials:
+    """Returns `quantised_linear` without a bias, as `Partials` where that is faster."""
+    parts = parts_of_product(inputs, weight.operand_for(inputs.dtype))
+    return quantised_linear(inputs, weight, None) if parts is None else parts
+
+
+def quantised_gated(inputs: Tensor, weight: QuantisedWeight) -> Tensor:
+    """Returns `silu_mul` of `quantised_linear` without a bias, with a fused kernel if there is
+    one."""
+    gated = gated_product(inputs, weight.operand_for(inputs.dtype))
+    return silu_mul(quantised_linear(inputs, weight, None)) if gated is None else gated
+
+
+@dispatched("fused_triton")
+def quantised_rows(rows: Tensor, *, is_by_block: bool) -> tuple[Tensor, Tensor]:
+    """Rounds rows `[T, K]` of activations to e4m3, with scales that depend on nothing but the row.
+
+    Returns:
+        `[T, K]` e4m3, and float32 scales: `[1, T]`, or `[K / 128, T]`, one for 128 columns.
+    """
+    size = WORD_BLOCK if is_by_block else rows.shape[1]
+    blocks = rows.float().view(len(rows), -1, size)
+    largest = blocks.abs().amax(2, keepdim=True)
+    # A tensor: torch would divide by a number inexactly on a GPU.
+    limits = torch.full_like(largest, LARGEST)
+    largest = largest.clamp_min_(SMALLEST)
+    values, scales = (blocks * (limits / largest)).to(torch.float8_e4m3fn), largest / limits
+    return values.flatten(1), scales.squeeze(2).t().contiguous()
 
 
 def _product_of_pieces(inputs: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:

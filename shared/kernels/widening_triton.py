@@ -1,4 +1,4 @@
-"""Triton kernel that widens 8-bit weights in memory, for products of the library."""
+"""Triton kernel that widens int8 weights in memory, for products of the library."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PROGRAM_BLOCKS = 64
 @triton.jit  # type: ignore[untyped-decorator]
 def widen(  # type: ignore[no-untyped-def]
     words, scales, wide, num_blocks,
-    DEPTH: tl.constexpr, SCALE_ROWS: tl.constexpr, IS_E4M3: tl.constexpr,
+    DEPTH: tl.constexpr, SCALE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr, PROGRAM_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Writes `wide` `[N, K]`, block after block of 128 columns.
@@ -39,7 +39,7 @@ def widen(  # type: ignore[no-untyped-def]
     quarter: tl.constexpr = BLOCK // 4
     own_words = tl.load(words + first * quarter + tl.arange(0, quarter)[None, :])
     dtype = wide.dtype.element_ty
-    numbers = unpacked(own_words, tl.zeros([1], dtype), IS_E4M3).to(tl.float32)
+    numbers = unpacked(own_words, tl.zeros([1], dtype), False).to(tl.float32)
     places = first * BLOCK + tl.arange(0, BLOCK)[None, :]
     tl.store(wide + places, (numbers * factors[:, None]).to(dtype))
 
@@ -55,6 +55,5 @@ def launch_widening(values: Tensor, scales: Tensor, wide: Tensor) -> None:
     widen[(triton.cdiv(num_blocks, _PROGRAM_BLOCKS),)](
         values.view(torch.int32), scales, wide, num_blocks,
         DEPTH=depth, SCALE_ROWS=scale_rows(scales, num_channels),
-        IS_E4M3=values.dtype is torch.float8_e4m3fn,
         BLOCK=WORD_BLOCK, PROGRAM_BLOCKS=_PROGRAM_BLOCKS,
     )  # fmt: skip

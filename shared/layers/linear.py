@@ -17,7 +17,9 @@ from shared.kernels.quantised import (
     QuantisedWeight,
     StoredMatrix,
     largest_elements,
+    quantised_gated,
     quantised_linear,
+    quantised_partials,
 )
 from shared.kv.pool import OwnRows
 from shared.layers.tensor_group import Part, TensorGroup
@@ -102,17 +104,15 @@ class Linear:
 
     def gated(self, inputs: Tensor) -> Tensor:
         """Returns `silu_mul` of the product, `[T, K]` to `[T, N / 2]`."""
-        if (
-            self.bias is not None
-            or self.group is not None
-            or isinstance(self.weight, QuantisedWeight)
-        ):
+        if self.bias is not None or self.group is not None:
             return silu_mul(self(inputs))
+        if isinstance(self.weight, QuantisedWeight):
+            return quantised_gated(inputs, self.weight)
         return gated_linear(inputs, self.weight)
 
     def _partials(self, inputs: Tensor) -> Tensor | Partials:
         if isinstance(self.weight, QuantisedWeight):
-            return quantised_linear(inputs, self.weight, None)
+            return quantised_partials(inputs, self.weight)
         return linear_partials(inputs, self.weight)
 
     def _product(self, inputs: Tensor, bias: Tensor | None) -> Tensor:

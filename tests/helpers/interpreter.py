@@ -10,6 +10,9 @@ For each operation the interpreter also builds a table of numpy's types; this mo
 lookups. It also caches what depends on a shape only: its sizes as constants, and whether a block
 may have that shape.
 
+Its conversion to e4m3 loses carries of the mantissa and does not break ties to even, as devices do;
+this module uses torch's.
+
 For each sum and product of integers the interpreter computes whether it overflows, but asserts
 nothing outside its debug mode; this module skips that. It also skips broadcasts of blocks that
 already have the same shape.
@@ -25,8 +28,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+
+from shared.kernels.cache import LARGEST
 
 
 @functools.cache
@@ -147,8 +153,20 @@ def _get_np_dtype(dtype: Any) -> Any:
     return _np_dtype(scalar)
 
 
+_original_convert = interpreter._convert_float
+
+
+def _convert(values: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+    """Does what the interpreter's `_convert_float` does, but rounds to e4m3 as devices do."""
+    if target != interpreter.tl.float8e4nv or source != interpreter.tl.float32:
+        return _original_convert(values, source, target, rounding_mode)
+    numbers = torch.from_numpy(np.array(values, dtype=np.float32)).clamp(-LARGEST, LARGEST)
+    return numbers.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+
 def look_up_once() -> None:
-    """Replaces functions of the interpreter by cached ones, in this process."""
+    """Replaces functions of the interpreter by cached or better ones, in this process."""
+    interpreter._convert_float = _convert
     interpreter._patch_builtin = _patch_builtin
     interpreter._patch_lang = _patch_lang
     interpreter._get_np_dtype = _get_np_dtype

@@ -5,8 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shared.kernels.quantised import QuantisedWeight, quantised_rows
+
 ROUNDING = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
 """Largest `product_error` of results that are rounded to a type."""
+E4M3_ROUNDING = 4e-3
+"""Largest `product_error` of products of e4m3 with e4m3, which are added with 14 bits."""
+
+
+def multiplied(inputs: Tensor, weight: QuantisedWeight) -> Tensor:
+    """Returns the numbers that a kernel multiplies with `weight`, `[T, K]` float32: for e4m3 those
+    that the inputs are rounded to."""
+    if not weight.has_kernel or weight.is_packed:
+        return inputs.float()
+    is_by_block = weight.scales.shape[1] > 1 or len(weight.scales) < len(weight.values)
+    values, scales = quantised_rows.plain(inputs, is_by_block=is_by_block)
+    return values.float() * scales.t().repeat_interleave(inputs.shape[1] // len(scales), 1)
 
 
 def product_error(

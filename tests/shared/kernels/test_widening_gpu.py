@@ -1,4 +1,4 @@
-"""Products of many rows with 8-bit weights that are widened in memory, piece by piece."""
+"""Products of many rows with int8 weights that are widened in memory, piece by piece."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from shared.kernels.quantised import QuantisedWeight, StoredMatrix, quantised_li
 from tests.helpers.kernel_device import kernel_device
 from tests.helpers.products import ROUNDING, product_error
 
-STORED = (torch.int8, torch.float8_e4m3fn)
 # Channels that share a scale of 128 columns; None has one a channel.
 ROWS = (None, 128, 1)
 # bfloat16 is widened in assembler.
@@ -38,26 +37,23 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator(device).manual_seed(seed), device=device)
 
 
-def _weight(
-    size: tuple[int, int], stored: torch.dtype, rows: int | None, dtype: torch.dtype
-) -> QuantisedWeight:
+def _weight(size: tuple[int, int], rows: int | None, dtype: torch.dtype) -> QuantisedWeight:
     """Channels and columns of very different size, so that no scale can be another's."""
     channels, depth = size
     exact = _random(*size) * torch.logspace(-1, 1, channels, device=kernel_device()).unsqueeze(1)
     exact *= torch.logspace(-0.5, 0.5, depth, device=kernel_device())
-    return QuantisedWeight.kept(StoredMatrix.rounded(exact.to(dtype), stored, block_rows=rows))
+    return QuantisedWeight.kept(StoredMatrix.rounded(exact.to(dtype), torch.int8, block_rows=rows))
 
 
 @pytest.mark.gpu
 @pytest.mark.interpreter
-@pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [*SIZES, *LARGE])
 def test_pieces_are_widened_to_the_bits_of_plain_torch(
-    size: tuple[int, int], dtype: torch.dtype, rows: int | None, stored: torch.dtype
+    size: tuple[int, int], dtype: torch.dtype, rows: int | None
 ) -> None:
-    weight = _weight(size, stored, rows, dtype)
+    weight = _weight(size, rows, dtype)
     expected, first = weight.dequantised(dtype), 0
     for piece in weight.pieces():
         count = len(piece.values)
@@ -71,14 +67,13 @@ def test_pieces_are_widened_to_the_bits_of_plain_torch(
 
 @pytest.mark.gpu
 @pytest.mark.interpreter
-@pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [*SIZES, *LARGE])
 def test_products_are_those_of_the_stored_numbers(
-    size: tuple[int, int], dtype: torch.dtype, rows: int | None, stored: torch.dtype
+    size: tuple[int, int], dtype: torch.dtype, rows: int | None
 ) -> None:
-    weight = _weight(size, stored, rows, dtype)
+    weight = _weight(size, rows, dtype)
     expanded = weight.dequantised(torch.float32)
     inputs, bias = _random(MANY_ROWS, size[1], seed=1).to(dtype), _random(size[0], seed=2).to(dtype)
     assert weight.is_widened(len(inputs))
@@ -92,7 +87,7 @@ def test_products_are_those_of_the_stored_numbers(
 @pytest.mark.parametrize("rows", ROWS)
 def test_a_graph_multiplies_what_it_is_given(rows: int | None) -> None:
     sizes = (6144, 4096), (4096, 6144)
-    first, other = (_weight(size, torch.float8_e4m3fn, rows, torch.bfloat16) for size in sizes)
+    first, other = (_weight(size, rows, torch.bfloat16) for size in sizes)
     inputs = _random(MANY_ROWS, 4096, seed=1).bfloat16()
 
     def products() -> Tensor:
@@ -111,7 +106,7 @@ def test_a_graph_multiplies_what_it_is_given(rows: int | None) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_product_takes_a_piece_beside_its_result(has_bias: bool) -> None:
-    weight = _weight((6144, 4096), torch.float8_e4m3fn, 128, torch.bfloat16)
+    weight = _weight((6144, 4096), 128, torch.bfloat16)
     inputs = _random(2048, 4096, seed=1).bfloat16()
     bias = _random(6144, seed=2).bfloat16() if has_bias else None
     quantised_linear(inputs, weight, bias)  # makes the library's workspace
@@ -126,7 +121,7 @@ def test_a_product_takes_a_piece_beside_its_result(has_bias: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", ROWS)
 def test_rows_keep_their_bits_where_that_is_asked_for(rows: int | None) -> None:
-    weight = _weight((4096, 4096), torch.float8_e4m3fn, rows, torch.bfloat16)
+    weight = _weight((4096, 4096), rows, torch.bfloat16)
     inputs = _random(MANY_ROWS, 4096, seed=1).bfloat16()
     few = quantised_linear(inputs[:8], weight, None)
     steady = quantised_linear(inputs, replace(weight, is_batch_invariant=True), None)
