@@ -316,10 +316,12 @@ def keys_of(limits: GraphLimits, capture_layers: tuple[int, ...]) -> list[GraphK
 
 def largest_keys(keys: Sequence[GraphKey]) -> list[GraphKey]:
     """Returns the keys, of `keys` in ascending order, that no larger one of the same kind covers;
-    the largest first. A key covers those with at most as many rows and sequences.
+    those with the most sequences first, then with the most rows. A key covers those with at most
+    as many rows and sequences.
 
     Graphs share memory. A graph that needs a larger tensor than every graph before it allocates
-    memory for it. If these keys are captured first, the others need none.
+    memory for it. If these keys are captured first, the others need none. The largest tensors are
+    attention's partial results, which grow with the sequences.
     """
     largest: list[GraphKey] = []
     for key in reversed(keys):
@@ -329,7 +331,7 @@ def largest_keys(keys: Sequence[GraphKey]) -> list[GraphKey]:
             if (other.has_tail, other.has_prompts) == (key.has_tail, key.has_prompts)
         ):
             largest.append(key)
-    return largest
+    return sorted(largest, key=lambda key: key.num_sequences, reverse=True)
 
 
 def key_of(
