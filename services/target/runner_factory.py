@@ -262,6 +262,9 @@ def _pool(
         logger.info("--max-running-requests %d: states take %s", num_states, in_words(state_bytes))
     shard = decoder.shard
     rank, num_ranks = (shard.rank, shard.size) if shard.spreads_sequences else (0, 1)
+    # Rank 0 keeps the features for all ranks.
+    token_bytes_elsewhere = num_ranks * feature_bytes
+    free_bytes = free_memory_bytes(decoder.device)
     num_pages = num_pages_for(
         layout,
         decoder.device,
@@ -270,17 +273,17 @@ def _pool(
         max_sequence_length=min(max_context, settings.max_total_tokens or max_context),
         reserved_bytes=reserved_bytes,
         step_bytes=step_memory_bytes(decoder),
-        # Rank 0 keeps the features for all ranks.
-        token_bytes_elsewhere=num_ranks * feature_bytes,
+        token_bytes_elsewhere=token_bytes_elsewhere,
+        free_bytes=free_bytes,
     )
     if decoder.group is not None:
         # Only rank 0 leases pages, so all ranks must have the same number.
         num_pages = decoder.group.least(num_pages, decoder.device)
-    cache = CacheSize(
-        num_pages * layout.page_size_bytes,
-        fraction_in_force(settings.mem_fraction_static, decoder.device),
-        settings.max_total_tokens,
-    )
+    fraction = fraction_in_force(settings.mem_fraction_static, decoder.device)
+    if decoder.device.type == "cuda":  # a default share leaves room for a step
+        page_bytes = layout.page_size_bytes + layout.page_size * token_bytes_elsewhere
+        fraction = min(fraction, num_pages * page_bytes / (free_bytes - reserved_bytes))
+    cache = CacheSize(num_pages * layout.page_size_bytes, fraction, settings.max_total_tokens)
     scales: Tensor | None = kv_scales(decoder) if layout.is_e4m3 else None
     with refusing_shortage(
         lambda shortage: f"no memory for the KV cache: {cache.advice(shortage)}"

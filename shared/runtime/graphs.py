@@ -316,10 +316,12 @@ def keys_of(limits: GraphLimits, capture_layers: tuple[int, ...]) -> list[GraphK
 
 def largest_keys(keys: Sequence[GraphKey]) -> list[GraphKey]:
     """Returns the keys, of `keys` in ascending order, that no larger one of the same kind covers;
-    the largest first. A key covers those with at most as many rows and sequences.
+    those with the most sequences first, then with the most rows. A key covers those with at most
+    as many rows and sequences.
 
     Graphs share memory. A graph that needs a larger tensor than every graph before it allocates
-    memory for it. If these keys are captured first, the others need none.
+    memory for it. If these keys are captured first, the others need none. The largest tensors are
+    attention's partial results, which grow with the sequences.
     """
     largest: list[GraphKey] = []
     for key in reversed(keys):
@@ -329,7 +331,7 @@ def largest_keys(keys: Sequence[GraphKey]) -> list[GraphKey]:
             if (other.has_tail, other.has_prompts) == (key.has_tail, key.has_prompts)
         ):
             largest.append(key)
-    return largest
+    return sorted(largest, key=lambda key: key.num_sequences, reverse=True)
 
 
 def key_of(
@@ -613,21 +615,44 @@ def unowned_view(tensor: Tensor) -> Tensor:
 def graph_memory_bytes(config: ModelConfig, limits: GraphLimits, dtype: torch.dtype) -> int:
     """Estimates the memory of the largest graph beside weights and cache; other graphs share it."""
     rows, prompt_rows = limits.max_rows, limits.max_prompt_rows
-    groups = config.num_heads // config.num_kv_heads
-    partial = num_splits(limits.max_context_tokens) * (config.head_dim + 2)
     many_rows = min(max(rows, prompt_rows), _MANY_SEQUENCES_ROWS)
-    part_rows = num_part_rows(many_rows, limits.max_sequences, groups)
-    attention = part_rows * config.num_heads * partial * 4
+    context_tokens = limits.max_context_tokens
+    attention = _partial_bytes(config, many_rows, limits.max_sequences, context_tokens)
     logits = rows * config.vocab_size * (4 + dtype.itemsize)
-    wide = 8 * config.hidden_size + 3 * config.intermediate_size
-    blocks = max(rows, prompt_rows) * wide * dtype.itemsize
+    blocks = max(rows, prompt_rows) * _row_elements(config) * dtype.itemsize
     masks = rows * limits.max_tail_width * 9
     return attention + logits + blocks + masks
 
 
+def round_graph_bytes(
+    decoder: Decoder, num_rows: int, num_sequences: int, max_context_tokens: int
+) -> int:
+    """Estimates the memory of the graphs of a round beside weights and caches. Those of smaller
+    rounds share it."""
+    config, shard = decoder.config, decoder.shard
+    attention = _partial_bytes(config, num_rows, num_sequences, max_context_tokens)
+    elements = config.vocab_size + _row_elements(config, shard.size)
+    return attention // shard.of_attention.size + num_rows * elements * decoder.dtype.itemsize
+
+
 def step_memory_bytes(decoder: Decoder) -> int:
-    """Estimates the memory of the largest planned step beside graphs, weights and caches."""
+    """Estimates the memory of the largest planned step beside graphs, weights and caches. Such a
+    step fits no graph: it has trees, or prompts beside many decoding sequences. The engine ends if
+    it lacks memory."""
     config, size = decoder.config, decoder.shard.size
-    wide = 8 * config.hidden_size + 3 * config.intermediate_size // size
     drawn = _DRAWN_ROWS * config.vocab_size * _DRAWN_BYTES
-    return _STEP_ROWS * wide * 2 + num_widened_bytes(decoder) + drawn
+    return _STEP_ROWS * _row_elements(config, size) * 2 + num_widened_bytes(decoder) + drawn
+
+
+def _partial_bytes(
+    config: ModelConfig, num_rows: int, num_sequences: int, max_context_tokens: int
+) -> int:
+    """Returns the size of attention's partial results for plain rows and trees."""
+    part_rows = num_part_rows(num_rows, num_sequences, config.num_heads // config.num_kv_heads)
+    num_parts = part_rows * config.num_heads * num_splits(max_context_tokens)
+    return num_parts * (config.head_dim + 2) * 4
+
+
+def _row_elements(config: ModelConfig, num_ranks: int = 1) -> int:
+    """Returns the elements of a row that a block of the decoder holds at once."""
+    return 8 * config.hidden_size + 3 * config.intermediate_size // num_ranks

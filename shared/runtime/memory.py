@@ -69,7 +69,7 @@ class CacheSize:
 
     Attributes:
         size_bytes: size of keys and values.
-        fraction: `--mem-fraction-static` in force; None if it was not set.
+        fraction: the value of `--mem-fraction-static` that gives this size; None if unknown.
         max_total_tokens: the setting; if set, it alone decides the size.
     """
 
@@ -102,7 +102,7 @@ class CacheSize:
                 f"the KV cache of {in_words(self.size_bytes)} has to take "
                 f"{in_words(missing_bytes)} less: lower --mem-fraction-static"
             )
-        return f"lower --mem-fraction-static from {self.fraction:g} to {most:g} or less"
+        return f"lower --mem-fraction-static from {self.fraction:.3g} to {most:g} or less"
 
 
 def is_shortage(error: RuntimeError) -> bool:

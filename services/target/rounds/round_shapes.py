@@ -12,8 +12,8 @@ import torch
 
 from services.target.costs import CostTable
 from shared.kv.batch import empty_decode_batch
-from shared.runtime.graphs import step_memory_bytes
-from shared.runtime.memory import Shortage, free_memory_bytes
+from shared.runtime.graphs import round_graph_bytes, step_memory_bytes
+from shared.runtime.memory import Shortage, free_memory_bytes, in_words
 from shared.runtime.outcome_chains import MAX_LANES_AHEAD
 from shared.runtime.round_graphs import ROUND_SIZES
 from shared.runtime.round_head import HeadPlace
@@ -294,34 +294,52 @@ class RoundShapes:
 
     def _capture_all(self) -> None:
         """Captures all graphs that rounds may need, so that none is captured under traffic. The
-        largest graph comes first, because the others share its memory.
+        largest graphs of all shapes come first, because the others share their memory.
 
         Raises:
             RuntimeError: there is no memory for rounds of any shape and size.
         """
-        lacking: RuntimeError | None = None
-        for shape in self._turning():
-            shortage = None
-            for count in reversed(round_sizes(self._capacities[shape])):
-                if count <= self._capacities[shape]:
-                    shortage = self._capture(shape, count) or shortage
-            lacking = shortage or lacking
-            if shortage is not None:
-                logger.warning(
-                    "no memory for rounds with trees of %s and more than %d sequences: left out. "
-                    "%s",
-                    *(_name(shape), self._capacities[shape]),
-                    self._cache.advice(Shortage.of(shortage)),
-                )
-        if lacking is not None and not self.max_sequences:
-            raise lacking
+        current, free_bytes = self.shape, self._free_bytes()
+        sizes = [
+            (shape, count)
+            for shape, most in self._capacities.items()
+            for count in round_sizes(most)
+        ]
+        shortages: dict[TreeShape, RuntimeError] = {}
+        is_largest = True
+        for shape, count in sorted(sizes, key=self._graph_bytes, reverse=True):
+            self.turn_to(shape)
+            shortage = self._capture(shape, count, is_largest=is_largest)
+            if shortage is None:
+                is_largest = False
+            else:
+                shortages[shape] = shortage
+        self.turn_to(current)
+        for shape, shortage in shortages.items():
+            logger.warning(
+                "no memory for rounds of more than %d sequences with trees of %s and for planned "
+                "steps beside them: %s",
+                *(self._capacities[shape], _name(shape)),
+                self._cache.advice(Shortage.of(shortage)),
+            )
+        if shortages and not self.max_sequences:
+            raise shortages[current]
+        if self._is_cuda:
+            taken_bytes = free_bytes - self._free_bytes()
+            logger.info("CUDA graphs of rounds take %s", in_words(taken_bytes))
 
-    def _capture(self, shape: TreeShape, num_sequences: int) -> RuntimeError | None:
+    def _capture(
+        self, shape: TreeShape, num_sequences: int, *, is_largest: bool
+    ) -> RuntimeError | None:
         """Captures the graphs of one size of the current shape. Where these do not fit the memory,
-        lowers the shape's capacity to the next smaller size, and returns the error."""
-        before = self._num_reserved_bytes()
+        lowers the shape's capacity to the next smaller size, and returns the error.
+
+        Args:
+            is_largest: no graphs are captured yet whose memory these could share.
+        """
         try:
-            self._check_room()
+            if is_largest:
+                self._check_room(shape, num_sequences)
             for kind in CAPTURED_KINDS:
                 self.runner.capture(num_sequences, kind)
         except RuntimeError as error:
@@ -335,29 +353,37 @@ class RoundShapes:
             self._capacities[shape] = max((s for s in sizes if s < num_sequences), default=0)
             torch.cuda.empty_cache()
             return error.with_traceback(None)
-        taken = (self._num_reserved_bytes() - before) / 2**30
-        logger.debug("rounds, %s, %d sequences: %.2f GiB", _name(shape), num_sequences, taken)
         return None
 
-    def _check_room(self) -> None:
-        """Checks that planned steps have enough memory beside the graphs.
+    def _check_room(self, shape: TreeShape, num_sequences: int) -> None:
+        """Checks that a planned step has enough memory beside the graphs of one size.
 
         Raises:
-            OutOfMemoryError: they have not.
+            OutOfMemoryError: it has not.
         """
-        if self._device.type != "cuda":
+        if not self._is_cuda:
             return
-        free_bytes = free_memory_bytes(self._device)
-        required_bytes = step_memory_bytes(self._target.decoder)
+        free_bytes, graph_bytes = self._free_bytes(), self._graph_bytes((shape, num_sequences))
+        required_bytes = graph_bytes + step_memory_bytes(self._target.decoder)
         if free_bytes < required_bytes:
             message = (
                 f"Tried to allocate {required_bytes} bytes. of which {free_bytes} bytes is free"
             )
             raise torch.OutOfMemoryError(message)
 
-    def _num_reserved_bytes(self) -> int:
-        is_cuda = self._device.type == "cuda"
-        return torch.cuda.memory_reserved(self._device) if is_cuda else 0
+    def _graph_bytes(self, size: tuple[TreeShape, int]) -> int:
+        """Estimates the memory of the graphs of a shape and a number of sequences."""
+        shape, num_sequences = size
+        sizes, decoder = self.runner.shape_of(shape), self._target.decoder
+        num_rows = num_sequences * sizes.num_tree_rows
+        return round_graph_bytes(decoder, num_rows, num_sequences, sizes.max_kv_length)
+
+    def _free_bytes(self) -> int:
+        return free_memory_bytes(self._device) if self._is_cuda else 0
+
+    @property
+    def _is_cuda(self) -> bool:
+        return self._device.type == "cuda"
 
 
 def _name(shape: TreeShape) -> str:

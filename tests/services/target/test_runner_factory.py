@@ -15,6 +15,8 @@ from services.target.settings import DraftNeeds, TargetSettings
 from shared.errors import SettingsError
 from shared.layers.tensor_group import TensorGroup
 from shared.model_options import KvDtype, Quantisation
+from shared.models.decoder import Decoder
+from shared.runtime.memory import Shortage
 from tests.helpers.checkpoints import TinyShape, write_checkpoint
 
 POSITIONS = 128
@@ -66,7 +68,7 @@ def test_a_cache_that_does_not_fit_is_refused_with_the_setting(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner_factory, "KvPool", _run_out)
-    monkeypatch.setattr("shared.runtime.memory.free_memory_bytes", lambda device: 8 * 2**30)
+    monkeypatch.setattr(runner_factory, "free_memory_bytes", lambda device: 8 * 2**30)
     settings = TargetSettings(model_path=folder, device="cpu", mem_fraction_static=0.5)
     with pytest.raises(SettingsError, match=r"no memory for the KV cache: 2\.00 GiB more wanted"):
         build_runner(settings)
@@ -77,7 +79,7 @@ def test_a_draft_in_this_process_has_its_features_counted(
 ) -> None:
     """Of a share that holds 20 pages, features of 32 numbers a token take a fifth."""
     page_bytes = build_runner(_settings(folder)).runner.pool.layout.page_size_bytes
-    monkeypatch.setattr("shared.runtime.memory.free_memory_bytes", lambda device: 40 * page_bytes)
+    monkeypatch.setattr(runner_factory, "free_memory_bytes", lambda device: 40 * page_bytes)
     settings = TargetSettings(model_path=folder, device="cpu", mem_fraction_static=0.5)
     num_pages = [
         build_runner(settings, draft=DraftNeeds(layers)).runner.pool.num_pages
@@ -92,10 +94,27 @@ def test_the_cache_leaves_room_for_the_weights_of_a_draft(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page_bytes = build_runner(_settings(folder)).runner.pool.layout.page_size_bytes
-    monkeypatch.setattr("shared.runtime.memory.free_memory_bytes", lambda device: 40 * page_bytes)
+    monkeypatch.setattr(runner_factory, "free_memory_bytes", lambda device: 40 * page_bytes)
     settings = TargetSettings(model_path=folder, device="cpu", mem_fraction_static=0.5)
     draft = DraftNeeds(weight_bytes=10 * page_bytes)
     assert build_runner(settings, draft=draft).runner.pool.num_pages == 15
+
+
+def test_advice_names_the_share_that_a_default_leaves_beside_a_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache of 50 of 100 pages, where a step takes the other 50, has no share of 0.85."""
+    decoder = build_runner(_settings(folder)).runner.decoder
+    page_bytes = decoder.kv_layout(16).page_size_bytes
+    monkeypatch.setattr(Decoder, "device", torch.device("cuda"))
+    monkeypatch.setattr(runner_factory, "free_memory_bytes", lambda device: 110 * page_bytes)
+    monkeypatch.setattr(runner_factory, "step_memory_bytes", lambda decoder: 50 * page_bytes)
+    monkeypatch.setattr(runner_factory, "KvPool", lambda *_, **__: None)
+    settings = TargetSettings(model_path=folder, device="cuda")
+    _, cache = runner_factory._pool(settings, decoder, 16, 10 * page_bytes, 0)
+    assert cache.size_bytes == 50 * page_bytes
+    advice = cache.advice(Shortage(10 * page_bytes, 0))
+    assert "lower --mem-fraction-static from 0.5 to 0.4 or less" in advice
 
 
 def test_features_are_counted_for_the_pages_of_all_ranks(
@@ -107,7 +126,7 @@ def test_features_are_counted_for_the_pages_of_all_ranks(
         1, 2, lambda gathered, part: gathered.copy_(part.repeat(2)), spreads_sequences=True
     )
     page_bytes = decoder.kv_layout(16).page_size_bytes
-    monkeypatch.setattr("shared.runtime.memory.free_memory_bytes", lambda device: 40 * page_bytes)
+    monkeypatch.setattr(runner_factory, "free_memory_bytes", lambda device: 40 * page_bytes)
     settings = TargetSettings(model_path=folder, device="cpu", mem_fraction_static=0.5)
     pool, _ = runner_factory._pool(settings, replace(decoder, group=group), 16, 0, 32 * 4)
     assert pool.num_pages == 20 * page_bytes // (page_bytes + 2 * 16 * 32 * 4)
