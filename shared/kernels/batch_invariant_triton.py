@@ -52,6 +52,7 @@ _WIDE_TILE = 128
 _STAGES = {16: 4, 32: 4, 64: 3}
 _WORD_STAGES = {16: 6, 32: 4, 64: 4, _WIDE_TILE: 3}
 _E4M3_STAGES = {16: 4, 32: 4, 64: 4}
+_MOST_GATED_ROWS_IN_BLOCKS = 32
 # The most rows of dependent launches with 8-bit weights; 0 is none.
 _MOST_WORD_ROWS = 0
 
@@ -263,8 +264,10 @@ def launch_gated(inputs: Tensor, weight: BatchInvariantOperand) -> Tensor | None
     """Computes `silu_mul` of `launch` without a bias, with its bits; None if `launch` is faster."""
     if _takes_many(inputs, weight):
         return launch_many_gated(inputs, weight)
-    # Measured: gating and dependent launches make products with int8 weights slower.
-    if weight.segments.count > 1 or _is_words(weight):
+    # Measured: gating and dependent launches make products with int8 weights slower, and gating
+    # those of more than a few rows with blocks.
+    is_slower = weight.scale_rows > 0 and len(inputs) > _MOST_GATED_ROWS_IN_BLOCKS
+    if weight.segments.count > 1 or _is_words(weight) or is_slower:
         return None
     results = inputs.new_empty(len(inputs), len(weight.values) // 2)
     _launch(inputs, weight, None, results, None, is_gated=True)

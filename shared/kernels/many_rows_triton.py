@@ -187,7 +187,8 @@ def launch_many_parts(inputs: Tensor, weight: BatchInvariantOperand) -> Partials
 
 def launch_many_gated(inputs: Tensor, weight: BatchInvariantOperand) -> Tensor | None:
     """As `batch_invariant_triton.launch_gated`."""
-    if weight.segments.count > 1:
+    # A tile of gates and values in blocks has two scales, which makes products slower.
+    if weight.segments.count > 1 or weight.scale_rows > 0:
         return None
     results = inputs.new_empty(len(inputs), len(weight.values) // 2)
     _launch(inputs, weight, None, results, Sum.WHOLE, is_gated=True)
@@ -235,9 +236,8 @@ _SHORT, _SHORT_SPREAD = Tiling(128, 64, 3, num_programs=2), Tiling(128, 128, 3)
 _TALL = Tiling(128, 64, 5, more_rows=64)
 _MOST_TALL_ROWS = 192
 # The same with e4m3.
-_BROAD_E4M3, _NARROW_E4M3 = Tiling(256, 128, 3), Tiling(128, 128, 4)
+_BROAD_E4M3 = Tiling(256, 128, 3)
 _SHORT_E4M3 = Tiling(128, 128, 4, rows=64, num_programs=2, num_warps=4)
-_MOST_SHORT_ROWS, _MOST_SHORT_ROWS_IN_BLOCKS = 512, 256
 # Fixed cost of a tile, in channels.
 _TILE_COST = 32
 
@@ -256,24 +256,22 @@ def tiling_of(
     """Returns the tiling of a product of these sizes that writes `num_parts` parts.
 
     Args:
-        has_blocks: blocks have scales, so that a program has two sums of each element.
+        has_blocks: blocks of e4m3 have scales, so that a program has two sums of each element.
     """
-    if is_e4m3 and num_rows <= (_MOST_SHORT_ROWS_IN_BLOCKS if has_blocks else _MOST_SHORT_ROWS):
+    if has_blocks:
         return _SHORT_E4M3
-    if is_e4m3 and (has_blocks or sum_ is Sum.IN_TURN):
-        return _NARROW_E4M3
     if not is_e4m3 and sum_ is not Sum.IN_TURN and num_rows <= _MOST_TALL_ROWS:
         if num_rows > _TILE_ROWS:
             return _TALL
         return _SHORT_SPREAD if sum_ is Sum.SPREAD else _SHORT
 
     def cost(tiling: Tiling) -> int:
-        num_tiles = triton.cdiv(num_rows, _TILE_ROWS) * triton.cdiv(num_channels, tiling.channels)
-        num_turns: int = triton.cdiv(num_tiles * num_parts, num_multiprocessors)
+        num_tiles = triton.cdiv(num_rows, tiling.rows) * triton.cdiv(num_channels, tiling.channels)
+        num_programs = num_multiprocessors * tiling.num_programs
+        num_turns: int = triton.cdiv(num_tiles * num_parts, num_programs)
         return num_turns * (tiling.channels + _TILE_COST)
 
-    broad, narrow = (_BROAD_E4M3, _NARROW_E4M3) if is_e4m3 else (_BROAD, _NARROW)
-    return min(broad, narrow, key=cost)
+    return min((_BROAD_E4M3, _SHORT_E4M3) if is_e4m3 else (_BROAD, _NARROW), key=cost)
 
 
 def _launch(
