@@ -165,8 +165,8 @@ class Engine:
         return self._inbox.call(self._flush)
 
     def renew_policies(self) -> Future[None]:
-        """Forgets how fast drafts have been."""
-        return self._inbox.call(self._loop.attachments.drafts.renew_policies)
+        """Forgets how fast drafts have been, and how much of their trees was accepted."""
+        return self._inbox.call(self._loop.renew_policies)
 
     def between_steps(self, function: Callable[[], None]) -> Future[None]:
         """Calls a function on the engine thread, between two launches of steps."""

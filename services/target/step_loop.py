@@ -395,6 +395,11 @@ class StepLoop:
         if not self._is_computing:
             self._host_gap.read(self.clock())
 
+    def renew_policies(self) -> None:
+        """Forgets what policies have observed."""
+        self.attachments.drafts.renew_policies()
+        self._rounds.renew_policy()
+
     def _quiesce(self) -> None:
         """Reads and commits every launched step and round, and sends the results."""
         self._settle()

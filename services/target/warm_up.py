@@ -52,6 +52,7 @@ async def warm_up(engine: Engine, num_prompt_tokens: int, most_at_once: int = 1)
     if engine.device.type == "cuda":
         await _warm_up_groups(engine, num_prompt_tokens, most_at_once)
     await asyncio.wrap_future(engine.flush_prefix_cache())
+    # Kernels were compiled and graphs captured, and texts of one token are no user's.
     await asyncio.wrap_future(engine.renew_policies())
 
 

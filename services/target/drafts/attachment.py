@@ -648,8 +648,7 @@ class DraftRegistry:
         return attachment
 
     def renew_policies(self) -> None:
-        """Forgets what policies have measured: in a warm-up kernels are compiled and graphs
-        captured, so trees seem slow."""
+        """Forgets what policies have measured."""
         renewed: dict[object, DraftPolicy] = {}
         for draft in self.live:
             if draft.kind not in renewed:

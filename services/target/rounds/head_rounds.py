@@ -256,15 +256,22 @@ class HeadSteps(RoundSteps[HeadLanes]):
         Raises:
             RuntimeError: there is no memory for rounds; then there are no lanes.
         """
-        lanes, policy = self._make_lanes(attachment), None
+        lanes = self._make_lanes(attachment)
         if lanes is None:
             return
-        shapes = lanes.shapes
-        if not shapes.is_pinned or len(shapes.shapes) > 1:
-            config = ALWAYS_TREES if shapes.is_pinned else self._config
-            policy = LanePolicy(shapes.shapes, shapes.costs(), config)
-        shapes.head.warmed_up(None if policy is None else policy.costs.seconds)
+        policy = self._new_policy(lanes.shapes)
+        lanes.shapes.head.warmed_up(None if policy is None else policy.costs.seconds)
         self._attachment, self._lanes, self.policy = attachment, lanes, policy
+
+    def renew_policy(self) -> None:
+        """Forgets what the policy has observed."""
+        self.policy = None if self._lanes is None else self._new_policy(self._lanes.shapes)
+
+    def _new_policy(self, shapes: RoundShapes) -> LanePolicy | None:
+        if shapes.is_pinned and len(shapes.shapes) == 1:
+            return None
+        config = ALWAYS_TREES if shapes.is_pinned else self._config
+        return LanePolicy(shapes.shapes, shapes.costs(), config)
 
     @property
     def is_open(self) -> bool:

@@ -437,6 +437,30 @@ def test_time_between_two_results_is_that_of_a_round(pair: Pair) -> None:
     assert set(gaps_s) <= {0.0, 1.0}
 
 
+def test_policy_forgets_what_it_observed_when_told(pair: Pair) -> None:
+    """As after a warm-up, whose texts are no user's."""
+    setup = _setup(pair, other_trees=OTHER_TREES)
+    policies: list[LanePolicy] = []
+
+    def each_step(step: int) -> None:
+        policy = setup.engine._loop._rounds.policy
+        if policy is not None:  # the draft is attached
+            policies.append(policy)
+        if step == 8:
+            setup.engine.renew_policies()
+
+    requests = _requests(SAMPLINGS["greedy"], StopParams(40))
+    collector = run(setup.engine, requests, each_step=each_step)
+    assert _tokens(collector, len(requests)) == _plain(pair, requests)
+    first, last = policies[0], policies[-1]
+    assert last is not first
+    assert last.costs is first.costs
+    fresh = LanePolicy((TREE,), first.costs)
+    for policy in (first, last):
+        rates = policy._acceptance.rates(TREE, is_greedy=True)
+        assert rates != fresh._acceptance.rates(TREE, is_greedy=True), "it has observed rounds"
+
+
 def test_device_waits_for_no_host_while_rounds_and_prompts_follow_each_other(pair: Pair) -> None:
     setup, collector = _setup(pair), Collector()
     setup.engine.submit(request(PROMPTS[0], stop=StopParams(40)), collector, 0)
