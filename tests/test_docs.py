@@ -31,7 +31,7 @@ from shared.settings import load_settings
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-MOST_WORDS = 18_400  # of all pages in docs/
+MOST_WORDS = 18_500  # of all pages in docs/
 
 SERVICES = {
     "target": TargetSettings,
