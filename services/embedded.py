@@ -43,8 +43,7 @@ from services.draft.events import (
     WorkerIdentity,
 )
 from services.draft.head_weights import HeadWeights
-from services.draft.metrics import DraftMetrics, engine_figures
-from services.draft.recorder import DraftRecorder
+from services.draft.metrics import DraftMetrics, DraftRecorder
 from services.draft.settings import DraftSettings
 from services.draft.warm_up import warm_up
 from services.target.adaptive_config import DEFAULT_CONFIG
@@ -295,7 +294,7 @@ def build_embedded_draft(
     _follow_weights(target, settings, draft_settings, drafter, engine)
     weights = HeadWeights(draft_settings, drafter, engine, on_target=target.between_steps)
     port = EmbeddedDraft(target, engine, worker, attachment_terms(settings), rounds, weights)
-    return BuiltDraft(port, shown, DraftMetrics(recorder.counters, lambda: engine_figures(engine)))
+    return BuiltDraft(port, shown, DraftMetrics(recorder.counters, engine.figures))
 
 
 def _host(target: Engine, settings: TargetSettings, draft_settings: DraftSettings) -> Host:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -30,7 +30,7 @@ from services.draft.events import (
     SequencesOpened,
 )
 from services.draft.mapped_heads import MappedHeads
-from services.draft.recorder import DraftRecorder
+from services.draft.metrics import DraftRecorder
 from services.draft.rounds import Rounds
 from services.draft.sequence_table import SequenceTable
 from shared.errors import EngineFailed, OutriderError
@@ -38,6 +38,7 @@ from shared.inbox import Inbox
 from shared.tokens import SamplingParams, TreeShape
 
 log = logging.getLogger(__name__)
+_GAUGES_TIMEOUT_S = 1.0
 
 T = TypeVar("T")
 Deliver = Callable[[Output], None]
@@ -240,6 +241,13 @@ class DraftEngine:
                 **self._drafter.gauges(),
             }
         )
+
+    def figures(self) -> Mapping[str, float]:
+        """Returns the live figures; empty where the engine does not answer within a second."""
+        try:
+            return self.gauges().result(_GAUGES_TIMEOUT_S)
+        except (OutriderError, TimeoutError):
+            return {}
 
     def between_rounds(self, function: Callable[[], T]) -> Future[T]:
         """Calls a function on the engine thread between two forwards.

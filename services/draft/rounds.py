@@ -17,7 +17,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from services.draft.drafters.drafter import Drafter, Lookahead, Proposal, VerifiedTree
+from services.draft.drafters.drafter import Drafter, Proposal, VerifiedTree
 from services.draft.events import CandidatesReady, Output, ProbeDone
 from services.draft.likely_verdicts import shared_budget
 from services.draft.sequence import DraftSequence, InFlightTree, drop_unknown_tokens
@@ -382,8 +382,15 @@ class Rounds:
             return False
         start_s = self._clock()
         for sequence in unprepared:
-            # May wait for the device to find the continuations of the in-flight tree's nodes.
-            self._begin_lookahead(lookahead, sequence)
+            budget, in_flight = self._budget(sequence), sequence.in_flight
+            if not budget or in_flight is None:
+                continue
+            budget = shared_budget(budget, len(self._table), are_rows_cheap=self.are_rows_cheap)
+            budget = min(budget, sequence.max_conditional)
+            if budget:
+                # May wait for the device to find the continuations of the in-flight tree's nodes.
+                shape = self._shape_for(sequence)
+                lookahead.begin(VerifiedTree(sequence, in_flight.tree, shape, budget))
         if lookahead.has_work:
             begun_s = self._clock()
             proposals = lookahead.advance()
@@ -392,16 +399,6 @@ class Rounds:
             self._table.recorder.drafted_ahead(num_pushed, end_s - start_s)
             self.send(proposals, self._report(end_s - begun_s))
         return lookahead.has_work or bool(self._table.unprepared)
-
-    def _begin_lookahead(self, lookahead: Lookahead, sequence: DraftSequence) -> None:
-        budget = self._budget(sequence)
-        if not budget or sequence.in_flight is None:
-            return
-        budget = shared_budget(budget, len(self._table), are_rows_cheap=self.are_rows_cheap)
-        budget = min(budget, sequence.max_conditional)
-        if budget:
-            tree, shape = sequence.in_flight.tree, self._shape_for(sequence)
-            lookahead.begin(VerifiedTree(sequence, tree, shape, budget))
 
     def _budget(self, sequence: DraftSequence) -> int:
         """Returns the most verdicts to prepare for on a sequence's tree: the outcome budget, or
@@ -433,7 +430,8 @@ class Rounds:
             start_s = self._clock()
             proposed = self._drafter.propose(batch, shape) if batch else []
             elapsed_s = self._clock() - start_s
-            self._add_draft_time(batch, elapsed_s)
+            for sequence in batch:
+                sequence.draft_s += elapsed_s
             if proposed:
                 self._table.recorder.proposed(proposed, elapsed_s)
             proposals += [Proposal(p.sequence, p.tree, p.condition, shape) for p in proposed]
@@ -446,7 +444,8 @@ class Rounds:
         start_s = self._clock()
         num_computed = self._drafter.catch_up(batch, self._chunk_tokens) if batch else 0
         elapsed_s = self._clock() - start_s
-        self._add_draft_time(batch, elapsed_s)
+        for sequence in batch:
+            sequence.draft_s += elapsed_s
         if num_computed:
             self._table.recorder.caught_up(num_computed, elapsed_s)
         return num_computed
@@ -485,10 +484,6 @@ class Rounds:
                 return False
             self._table.release(victim)
         return True
-
-    def _add_draft_time(self, batch: Iterable[DraftSequence], elapsed_s: float) -> None:
-        for sequence in batch:
-            sequence.draft_s += elapsed_s
 
     def _shape_for(self, sequence: DraftSequence) -> TreeShape:
         requested = None if self.is_pinned else sequence.tree_request.shape

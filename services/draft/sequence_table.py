@@ -24,9 +24,9 @@ from services.draft.events import (
     SequencesReleased,
     WeightsUpdated,
 )
-from services.draft.recorder import DraftRecorder
+from services.draft.metrics import DraftRecorder
 from services.draft.sequence import DraftSequence, SequenceKey
-from shared.tokens import Outcome, TreeShape, Verdict
+from shared.tokens import Outcome, TreeShape
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ class SequenceTable:
         self.unprepared: dict[SequenceKey, DraftSequence] = {}
         self.recorder = recorder or DraftRecorder()
         self._drafter = drafter
+        self._vocab_size = drafter.limits.vocab_size
         self._max_sequences = max_sequences
         self._deliver = deliver
         self._links: dict[int, LinkTerms] = {}
@@ -151,11 +152,14 @@ class SequenceTable:
             self._deliver(SequencesReleased(event.link, tuple(refused)))
 
     def _open(self, link: int, terms: LinkTerms, opening: Opening) -> bool:
+        """Opens a sequence; returns False where it is refused."""
         key = SequenceKey(link, opening.sequence_id)
         # An id that is open already is a bug of the target: both sequences are released.
         was_held = key in self._sequences
         self.close(key)
-        if was_held or self._is_full(link, terms) or not self._are_valid(opening.token_ids):
+        num_on_link = sum(1 for held in self._sequences if held.link == link)
+        is_full = len(self) >= self._max_sequences or num_on_link >= terms.max_sequences
+        if was_held or is_full or not self._are_valid(opening.token_ids):
             return False
         sequence = DraftSequence(
             key=key,
@@ -183,16 +187,11 @@ class SequenceTable:
             self._drafter.add_features(sequence, opening.features)
         return True
 
-    def _is_full(self, link: int, terms: LinkTerms) -> bool:
-        num_on_link = sum(1 for key in self._sequences if key.link == link)
-        return len(self) >= self._max_sequences or num_on_link >= terms.max_sequences
-
     def _are_valid(self, token_ids: Sequence[int]) -> bool:
         """Whether there are tokens, and the drafter has an embedding for each of them."""
-        vocab_size = self._drafter.limits.vocab_size
         if not token_ids or min(token_ids) < 0:
             return False
-        return vocab_size is None or max(token_ids) < vocab_size
+        return self._vocab_size is None or max(token_ids) < self._vocab_size
 
     def _decide(self, key: SequenceKey, result: RoundResult) -> None:
         sequence, verdict = self._sequences.get(key), result.verdict
@@ -213,7 +212,14 @@ class SequenceTable:
         sequence.round = verdict.round + 1
         sequence.tree_request = verdict.tree_request
         self._sequences.move_to_end(key)
-        self._advance_in_flight(sequence, verdict)
+        # The tree that was pushed for the verdict, if one was, is the next one to be verified.
+        in_flight, sequence.in_flight = sequence.in_flight, None
+        self.unprepared.pop(key, None)
+        if in_flight is not None and not verdict.tree_request.is_paused:
+            sequence.in_flight = in_flight.successor(verdict)
+        if sequence.in_flight is not None:
+            self.recorder.lookahead_hit()
+            self.unprepared[key] = sequence
         self.due[key] = sequence
         is_ahead = sequence.in_flight is not None or verdict.outcome is Outcome.VERIFIED_NEXT_READY
         if is_ahead or verdict.tree_request.is_paused:
@@ -221,13 +227,3 @@ class SequenceTable:
             # makes the sequence due again.
             del self.due[key]
         self._drafter.commit(sequence, verdict, result.features)
-
-    def _advance_in_flight(self, sequence: DraftSequence, verdict: Verdict) -> None:
-        """Makes the tree that was pushed for the verdict the in-flight tree, if one was pushed."""
-        in_flight, sequence.in_flight = sequence.in_flight, None
-        self.unprepared.pop(sequence.key, None)
-        if in_flight is not None and not verdict.tree_request.is_paused:
-            sequence.in_flight = in_flight.successor(verdict)
-        if sequence.in_flight is not None:
-            self.recorder.lookahead_hit()
-            self.unprepared[sequence.key] = sequence

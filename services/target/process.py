@@ -28,8 +28,7 @@ from shared.pb.outrider.speculation.v1 import speculation_service_pb2, speculati
 from shared.pb.outrider.target.v1 import target_service_pb2, target_service_pb2_grpc
 from shared.pb.vllm.grpc.engine import vllm_engine_pb2, vllm_engine_pb2_grpc
 from shared.rpc.channel import MAX_MESSAGE_BYTES, USUAL_MESSAGE_BYTES
-from shared.rpc.lifecycle import Lifecycle, stop_servers
-from shared.rpc.server import bind, create_server
+from shared.rpc.server import Lifecycle, bind, create_server, stop_servers
 from shared.telemetry.start_up import start_phase
 from shared.telemetry.tracing import NO_TRACER, Tracer
 from shared.telemetry.vllm_metrics import VllmMetrics

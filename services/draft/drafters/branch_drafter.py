@@ -22,7 +22,6 @@ from services.draft.drafters.contexts import ContextDrafter, Contexts, GrownRows
 from services.draft.drafters.drafter import DrafterLimits, Lookahead, Proposal, VerifiedTree
 from services.draft.drafters.pass_trees import (
     Branch,
-    BranchQueue,
     BranchRequest,
     PassTrees,
     grown_shape,
@@ -56,6 +55,21 @@ class BranchPass:
     unneeded: list[Branch] = field(default_factory=list)
 
 
+def _take(queue: dict[SequenceKey, list[BranchRequest]], count: int) -> list[BranchRequest]:
+    """Removes and returns up to `count` waiting requests whose trees have the same shape."""
+    batch: list[BranchRequest] = []
+    for key, requests in list(queue.items()):
+        room = count - len(batch)
+        if batch and requests and requests[0].verified.shape != batch[0].verified.shape:
+            continue
+        batch += requests[:room]
+        if len(requests) > room:
+            queue[key] = requests[room:]
+            break
+        del queue[key]
+    return batch
+
+
 class BranchPasses:
     """Runs passes over the branch requests that wait, as many requests as fit a pass.
 
@@ -64,7 +78,7 @@ class BranchPasses:
         make_room: frees pages of less important branches; returns whether there were any.
 
     Attributes:
-        queue: branch requests that wait for a pass.
+        queue: branch requests that wait for a pass, of each sequence.
         under_way: the current pass, if there is one.
     """
 
@@ -76,7 +90,7 @@ class BranchPasses:
         num_choices: Callable[[TreeShape], int],
         make_room: Callable[[], bool],
     ) -> None:
-        self.queue = BranchQueue()
+        self.queue: dict[SequenceKey, list[BranchRequest]] = {}
         self.under_way: BranchPass | None = None
         self._trees, self._contexts = trees, contexts
         self._num_choices, self._make_room = num_choices, make_room
@@ -149,8 +163,18 @@ class BranchPasses:
 
     def _begin(self) -> BranchPass | None:
         """Begins a pass for waiting requests; None where there are no pages for any of them."""
-        requests = self.queue.take(self._trees.max_sequences)
-        branches = [branch for branch in map(self._open_branch, requests) if branch is not None]
+        branches: list[Branch] = []
+        for request in _take(self.queue, self._trees.max_sequences):
+            parent = None if request.parent is None else request.parent.kv
+            sequence, shape = request.verified.sequence, request.verified.shape
+            # Where tree rows are not kept, the leaves need none: nothing continues from them.
+            num_levels = shape.num_steps if self._contexts.keeps_tree_rows else shape.num_steps - 1
+            place = parent, request.rows.rows_by_path[request.accepted], num_levels * shape.topk
+            kv = self._contexts.branch(sequence, *place)
+            if kv is None and parent is None and self._make_room():
+                kv = self._contexts.branch(sequence, *place)
+            if kv is not None:
+                branches.append(Branch(request, kv))
         if not branches:
             return None
         requests = [branch.request for branch in branches]
@@ -162,15 +186,6 @@ class BranchPasses:
         ]
         trees = self._trees.begin(requests, rows, self._num_choices(requests[0].verified.shape))
         return BranchPass(trees, branches)
-
-    def _open_branch(self, request: BranchRequest) -> Branch | None:
-        parent = None if request.parent is None else request.parent.kv
-        sequence, path_rows = request.verified.sequence, request.rows.rows_to(request.accepted)
-        num_rows = self._trees.num_branch_rows(request.verified.shape)
-        kv = self._contexts.branch(sequence, parent, path_rows, num_rows)
-        if kv is None and parent is None and self._make_room():
-            kv = self._contexts.branch(sequence, parent, path_rows, num_rows)
-        return None if kv is None else Branch(request, kv)
 
     def _end(self, branch_pass: BranchPass) -> None:
         """Frees the branches that the pass does not write to any more."""
@@ -360,7 +375,7 @@ class TreeDrafter(ContextDrafter):
         return None if self._model.group is not None else self._model
 
     def reserve(self, sequence: DraftSequence, shape: TreeShape) -> bool:
-        shape = self._grown_shape(shape)
+        shape = grown_shape(shape, self._model.vocab_size)
         # Where the drafter prepares for verdicts, the rows of a tree's leaves are computed, too.
         is_ahead = self._branches is not None and self._branches.budget > 0
         num_levels = shape.num_steps if is_ahead else shape.num_steps - 1
@@ -388,6 +403,3 @@ class TreeDrafter(ContextDrafter):
     def _propose(self, sequences: Sequence[DraftSequence], shape: TreeShape) -> list[Proposal]:
         assert self._branches is not None
         return self._branches.propose(sequences, shape)
-
-    def _grown_shape(self, shape: TreeShape) -> TreeShape:
-        return grown_shape(shape, self._model.vocab_size)

@@ -68,40 +68,6 @@ class Branch:
         return self.grown
 
 
-class BranchQueue:
-    """Branch requests that wait for a pass, sequence by sequence."""
-
-    def __init__(self) -> None:
-        self._by_key: dict[SequenceKey, list[BranchRequest]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._by_key)
-
-    def put(self, key: SequenceKey, requests: list[BranchRequest]) -> None:
-        """Replaces the waiting requests of a sequence."""
-        self._by_key[key] = requests
-
-    def drop(self, key: SequenceKey) -> None:
-        self._by_key.pop(key, None)
-
-    def clear(self) -> None:
-        self._by_key.clear()
-
-    def take(self, count: int) -> list[BranchRequest]:
-        """Removes and returns up to `count` requests whose trees have the same shape."""
-        batch: list[BranchRequest] = []
-        for key, requests in list(self._by_key.items()):
-            room = count - len(batch)
-            if batch and requests and requests[0].verified.shape != batch[0].verified.shape:
-                continue
-            batch += requests[:room]
-            if len(requests) > room:
-                self._by_key[key] = requests[room:]
-                break
-            del self._by_key[key]
-        return batch
-
-
 def with_descendants(branches: Iterable[Branch]) -> Iterator[Branch]:
     """Yields branches and all their descendants."""
     for branch in branches:
@@ -219,12 +185,6 @@ class PassTrees:
         walked = self._grower.walk(rows, sources, trees, shape, num_choices=num_choices)
         self._settle(sequences)
         return list(map(GrownRows, walked))
-
-    def num_branch_rows(self, shape: TreeShape) -> int:
-        """Returns how many rows of a branch's tree are computed. Where tree rows are not kept, the
-        leaves need none: nothing continues from them."""
-        num_levels = shape.num_steps if self._contexts.keeps_tree_rows else shape.num_steps - 1
-        return num_levels * shape.topk
 
     def begin(
         self, requests: Sequence[BranchRequest], rows: Sequence[OpenSequence], num_choices: int

@@ -13,7 +13,7 @@ from services.target.requests.event_stream import EventStream
 from services.target.requests.request import Event, Finished
 from services.target.step_report import Clock
 from shared.generation import Delta, Failed, Started
-from shared.rpc.lifecycle import Lifecycle
+from shared.rpc.server import Lifecycle
 from shared.telemetry.tracing import NO_TRACER, Tracer, current_request_id
 from shared.telemetry.vllm_metrics import VllmMetrics
 

@@ -9,8 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from services.draft.drafters.drafter import Proposal
 from services.draft.events import Opening
-from services.draft.metrics import DraftMetrics
-from services.draft.recorder import DraftRecorder
+from services.draft.metrics import DraftMetrics, DraftRecorder
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.tokens import Outcome, SamplingParams, TokenTree, Verdict
 
@@ -33,7 +32,7 @@ def _scrape(recorder: DraftRecorder) -> str:
 
 
 def test_rounds_are_counted_by_outcome(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "services.draft.recorder")
+    caplog.set_level(logging.INFO, "services.draft.metrics")
     recorder, sequence = DraftRecorder(), _sequence()
     recorder.opened(KEY, Opening(7, (1, 2), 2, SamplingParams(), 0, request_id="abc"))
     recorder.proposed([Proposal(sequence, TREE), Proposal(sequence, TREE)], 0.003)
