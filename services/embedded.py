@@ -33,7 +33,6 @@ from services.draft.events import (
     FeatureRows,
     FeaturesArrived,
     LinkTerms,
-    Opening,
     Output,
     RoundResult,
     RoundsDecided,
@@ -54,7 +53,6 @@ from services.target.drafts.attachment import (
     DraftIdentity,
     DraftMessage,
     DraftTimeout,
-    OpenedSequence,
 )
 from services.target.drafts.attachment import FeatureRows as TargetRows
 from services.target.drafts.feature_store import FeatureSpec
@@ -191,7 +189,7 @@ def _events(link: int, message: DraftMessage) -> list[Event]:
     if message.closed:
         events.append(SequencesClosed(link, message.closed))
     if message.opened:
-        events.append(SequencesOpened(link, tuple(map(_opening, message.opened))))
+        events.append(SequencesOpened(link, message.opened))
     features = {rows.sequence_id: rows for rows in message.features}
     results: list[RoundResult] = []
     for verdict in message.verdicts:
@@ -213,20 +211,6 @@ def _features_arrived(link: int, rows: TargetRows) -> list[Event]:
     if not len(rows.rows):
         return []
     return [FeaturesArrived(link, rows.sequence_id, FeatureRows(rows.position_offset, rows.rows))]
-
-
-def _opening(sequence: OpenedSequence) -> Opening:
-    return Opening(
-        sequence_id=sequence.sequence_id,
-        token_ids=sequence.token_ids,
-        num_prompt_tokens=sequence.num_prompt_tokens,
-        sampling=sequence.sampling,
-        round=sequence.round,
-        tree_request=sequence.tree_request,
-        request_id=sequence.request_id,
-        traceparent=sequence.traceparent,
-        cache_salt=sequence.cache_salt,
-    )
 
 
 # Flags of a draft's own process, without effect in the target's.

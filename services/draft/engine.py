@@ -24,8 +24,8 @@ from services.draft.events import (
     LinkOpened,
     LinkTerms,
     MappedCommandArrived,
-    Opening,
     Output,
+    Probe,
     ProbeDone,
     SequencesOpened,
 )
@@ -179,13 +179,11 @@ class DraftEngine:
         future.add_done_callback(self._probes.discard)
         size = self._drafter.limits.vocab_size or _UNLIMITED_VOCAB
         terms = LinkTerms(size, MAX_TREE_NODES, max_sequences=1, mirrors_noise=True)
-        opening = Opening(
-            0, token_ids, len(token_ids), sampling, 0, shape, is_probe=True, features=features
-        )
+        probe = Probe(0, token_ids, len(token_ids), sampling, 0, shape=shape, features=features)
         try:
             link = self.open_link(terms, lambda output: _resolve_probe(future, output))
             future.add_done_callback(lambda _: self.close_link(link))
-            self.submit(SequencesOpened(link, (opening,)))
+            self.submit(SequencesOpened(link, (probe,)))
         except OutriderError:
             future.cancel()
             raise

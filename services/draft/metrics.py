@@ -17,12 +17,12 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from services.draft.drafters.drafter import Proposal
-from services.draft.events import Opening
+from services.draft.events import Probe
 from services.draft.sequence import DraftSequence, SequenceKey
 from shared.telemetry.start_up import RoundLog
 from shared.telemetry.tracing import NO_REQUEST, NO_TRACER, Span, Tracer, current_request_id
 from shared.telemetry.vllm_metrics import StepHistogram
-from shared.tokens import Outcome, Verdict
+from shared.tokens import OpenedSequence, Outcome, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -98,9 +98,9 @@ class DraftRecorder:
         assert self._log is not None
         self._log.span(name, end_s - start_s, end_s=end_s)
 
-    def opened(self, key: SequenceKey, opening: Opening) -> None:
+    def opened(self, key: SequenceKey, opening: OpenedSequence) -> None:
         """A target opened a sequence. Probes come from no target and are not recorded."""
-        if opening.is_probe:
+        if isinstance(opening, Probe):
             return
         self.counters.num_opened += 1
         attributes: dict[str, str | int] = {

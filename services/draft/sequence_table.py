@@ -13,8 +13,8 @@ from services.draft.events import (
     LinkClosed,
     LinkOpened,
     LinkTerms,
-    Opening,
     Output,
+    Probe,
     ProbeDone,
     RoundResult,
     RoundsDecided,
@@ -26,7 +26,7 @@ from services.draft.events import (
 )
 from services.draft.metrics import DraftRecorder
 from services.draft.sequence import DraftSequence, SequenceKey
-from shared.tokens import Outcome, TreeShape
+from shared.tokens import OpenedSequence, Outcome, TreeShape
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ class SequenceTable:
         if refused:
             self._deliver(SequencesReleased(event.link, tuple(refused)))
 
-    def _open(self, link: int, terms: LinkTerms, opening: Opening) -> bool:
+    def _open(self, link: int, terms: LinkTerms, opening: OpenedSequence) -> bool:
         """Opens a sequence; returns False where it is refused."""
         key = SequenceKey(link, opening.sequence_id)
         # An id that is open already is a bug of the target: both sequences are released.
@@ -161,6 +161,7 @@ class SequenceTable:
         is_full = len(self) >= self._max_sequences or num_on_link >= terms.max_sequences
         if was_held or is_full or not self._are_valid(opening.token_ids):
             return False
+        probe = opening if isinstance(opening, Probe) else None
         sequence = DraftSequence(
             key=key,
             token_ids=list(opening.token_ids),
@@ -170,8 +171,8 @@ class SequenceTable:
             mirrors_noise=terms.mirrors_noise,
             vocab_size=terms.vocab_size,
             max_nodes=terms.max_nodes,
-            shape=opening.shape,
-            is_probe=opening.is_probe,
+            shape=None if probe is None else probe.shape,
+            is_probe=probe is not None,
             tree_request=opening.tree_request,
             cache_salt=opening.cache_salt,
             max_conditional=terms.max_conditional,
@@ -183,8 +184,8 @@ class SequenceTable:
         if not sequence.tree_request.is_paused:
             self.due[key] = sequence
         self._drafter.open(sequence)
-        if opening.features is not None:
-            self._drafter.add_features(sequence, opening.features)
+        if probe is not None and probe.features is not None:
+            self._drafter.add_features(sequence, probe.features)
         return True
 
     def _are_valid(self, token_ids: Sequence[int]) -> bool:

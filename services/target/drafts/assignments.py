@@ -8,7 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 
-from services.target.drafts.attachment import Attachment, DraftRegistry, OpenedSequence
+from services.target.drafts.attachment import Attachment, DraftRegistry
 from services.target.sequence import Sequence
 from services.target.step_plan import NO_CUT_TREE, narrowed
 from services.target.step_report import Foreseen
@@ -19,6 +19,7 @@ from shared.tokens import (
     EMPTY_TREE,
     Candidate,
     Choice,
+    OpenedSequence,
     Outcome,
     TokenTree,
     TreeRequest,

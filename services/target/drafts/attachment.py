@@ -17,11 +17,9 @@ from services.target.step_report import OutcomeTally
 from shared.candidate_columns import CandidateColumns
 from shared.errors import InvalidArgument
 from shared.tokens import (
-    ANY_TREE,
     NO_REPORT,
     DraftReport,
-    SamplingParams,
-    TreeRequest,
+    OpenedSequence,
     TreeShape,
     Verdict,
 )
@@ -230,21 +228,6 @@ class FeatureRows:
     def end(self) -> int:
         """The position after the last row."""
         return self.position_offset + self.num_rows
-
-
-@dataclass(frozen=True, slots=True)
-class OpenedSequence:
-    """A sequence as it is sent to a draft."""
-
-    sequence_id: int
-    token_ids: tuple[int, ...]
-    num_prompt_tokens: int
-    sampling: SamplingParams
-    round: int
-    tree_request: TreeRequest = ANY_TREE
-    request_id: str = ""
-    traceparent: str | None = None
-    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

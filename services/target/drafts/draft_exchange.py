@@ -18,7 +18,6 @@ from services.target.drafts.attachment import (
     Idle,
     IdleReason,
     Offer,
-    OpenedSequence,
 )
 from services.target.drafts.attachments import Attachments
 from services.target.drafts.feature_store import FeatureFeed
@@ -31,6 +30,7 @@ from services.target.weight_control import WeightVersion
 from shared.errors import FailedPrecondition
 from shared.runtime.host_copy import HostCopy
 from shared.runtime.memory import CacheSize, Shortage
+from shared.tokens import OpenedSequence
 
 logger = logging.getLogger(__name__)
 
