@@ -57,9 +57,9 @@ from services.target.drafts.attachment import (
 from services.target.drafts.attachment import FeatureRows as TargetRows
 from services.target.drafts.feature_store import FeatureSpec
 from services.target.engine import Engine
+from services.target.engine_factory import round_memory_bytes
 from services.target.process import attachment_terms
 from services.target.rounds.round_shapes import MAX_ROWS, RoundSource, capacities
-from services.target.runner_factory import round_memory_bytes
 from services.target.settings import DeviceRoundsChoice, TargetSettings, rejection_flag
 from services.target.verifier import VerificationMode
 from shared.errors import EngineFailed, FailedPrecondition, QueueFull, SettingsError, Unavailable

@@ -1,5 +1,5 @@
 """gRPC servers with health, reflection and an interceptor, which sets the request id of a call and
-turns errors into statuses."""
+turns errors into statuses; the lifecycle of their process and its ordered shutdown."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ from shared.errors import (
 from shared.rpc.channel import MAX_MESSAGE_BYTES, server_credentials, server_options
 from shared.rpc.status import Metadata, abort_arguments, enter_request
 from shared.tls import ServerTls
+
+logger = logging.getLogger(__name__)
 
 # Time to send the last responses. Streams of health watchers never end by themselves, so a longer
 # grace would always be used up.
@@ -142,7 +144,6 @@ async def stop_servers(
         await server.stop(_RESPONSE_GRACE_S)
 
 
-logger = logging.getLogger(__name__)
 Context = aio.ServicerContext[Any, Any]
 Behaviour = Callable[[Any, Context], Any]
 

@@ -487,12 +487,12 @@ def _is_wanted(attachment: Attachment, sequence: Sequence) -> bool:
     """Whether a draft may take a sequence and its trees are wanted."""
     if not attachment.takes(sequence):
         return False
-    return sequence.request.num_draft_steps is not None or attachment.policy.is_on
+    return sequence.request.num_draft_steps is not None or attachment.policy.current is not None
 
 
 def _is_unwanted(assignment: Assignment) -> bool:
     """Whether the draft's trees are no longer wanted for the sequence."""
-    return not (assignment.has_fixed_depth or assignment.attachment.policy.is_on)
+    return not (assignment.has_fixed_depth or assignment.attachment.policy.current is not None)
 
 
 def _speed(attachment: Attachment) -> float:

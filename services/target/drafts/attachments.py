@@ -81,7 +81,11 @@ class Readiness:
                 waiting.append(assignment)
         if 2 * len(waiting) <= num_sequences:
             return False
-        self._hold_until_s = max(map(_expected_s, waiting))
+        for assignment in waiting:
+            if assignment.verdict_s is not None:  # else nothing tells when its tree arrives
+                usual_s = assignment.attachment.timeout.response_s or 0.0
+                expected_s = assignment.verdict_s + GATHERING_RESPONSES * usual_s
+                self._hold_until_s = max(self._hold_until_s, expected_s)
         return now_s < self._hold_until_s
 
     def is_ready(self, sequence: Sequence, now_s: float) -> bool:
@@ -104,13 +108,6 @@ class Readiness:
             assignment = self._assignments.get(sequence.sequence_id)
             if assignment is not None:
                 assignment.is_stepping = True
-
-
-def _expected_s(waiting: Assignment) -> float:
-    """Returns the time by which a tree has usually arrived."""
-    if waiting.verdict_s is None:
-        return -math.inf
-    return waiting.verdict_s + GATHERING_RESPONSES * (waiting.attachment.timeout.response_s or 0.0)
 
 
 def _take(
