@@ -48,7 +48,11 @@ _UNLIMITED_VOCAB = 2**31
 
 
 class DraftEngine:
-    """Owns the drafter, its thread, and the bounded inbox of that thread."""
+    """Owns the drafter, its thread, and the bounded inbox of that thread.
+
+    Attributes:
+        has_failed: whether the thread ended by an error.
+    """
 
     def __init__(
         self,
@@ -95,7 +99,7 @@ class DraftEngine:
         self._stop = threading.Event()
         self._callbacks: dict[int, Deliver] = {}
         self._link_numbers = itertools.count(1)
-        self._has_failed = self._has_ended = False
+        self.has_failed = self._has_ended = False
         self._prepares_when_idle = False
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
 
@@ -111,10 +115,6 @@ class DraftEngine:
     @property
     def num_sequences(self) -> int:
         return len(self._table)
-
-    @property
-    def has_failed(self) -> bool:
-        return self._has_failed
 
     def start(self) -> None:
         self._thread.start()
@@ -284,7 +284,7 @@ class DraftEngine:
             # Losing the draft costs its targets speed, never a token. Going on with state that may
             # be inconsistent could cost more.
             log.exception("the draft engine failed")
-            self._has_failed = True
+            self.has_failed = True
         finally:
             self._has_ended = True
             self._inbox.close(EngineFailed.of)

@@ -140,10 +140,6 @@ class DraftRecorder:
         current_request_id.reset(token)
         record.span.end({f"outrider.{name}": value for name, value in figures.items()})
 
-    def released(self) -> None:
-        """A sequence was given back to its target."""
-        self.counters.num_released += 1
-
     def proposed(self, proposals: Sequence[Proposal], elapsed_s: float) -> None:
         """The drafter proposed a batch of trees."""
         counters = self.counters
@@ -167,10 +163,6 @@ class DraftRecorder:
         self.counters.prepared_s += elapsed_s
         if self._log is not None:
             self._log.span("prepare", elapsed_s, trees=0)
-
-    def lookahead_hit(self) -> None:
-        """A verdict arrived for which a tree had been pushed."""
-        self.counters.num_lookahead_hits += 1
 
     def caught_up(self, num_tokens: int, elapsed_s: float) -> None:
         """The drafter computed committed tokens."""

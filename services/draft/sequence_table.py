@@ -119,7 +119,7 @@ class SequenceTable:
 
     def release(self, sequence: DraftSequence) -> None:
         """Gives a sequence back to its target, which then decodes it without candidates."""
-        self.recorder.released()
+        self.recorder.counters.num_released += 1
         self.close(sequence.key)
         link, sequence_id = sequence.key.link, sequence.key.sequence_id
         if sequence.is_probe:
@@ -219,7 +219,7 @@ class SequenceTable:
         if in_flight is not None and not verdict.tree_request.is_paused:
             sequence.in_flight = in_flight.successor(verdict)
         if sequence.in_flight is not None:
-            self.recorder.lookahead_hit()
+            self.recorder.counters.num_lookahead_hits += 1
             self.unprepared[key] = sequence
         self.due[key] = sequence
         is_ahead = sequence.in_flight is not None or verdict.outcome is Outcome.VERIFIED_NEXT_READY

@@ -10,8 +10,8 @@ from services.target.drafts.attachments import Attachments
 from services.target.drafts.feature_store import FeatureFeed, FeatureSpec
 from services.target.draw import Decision
 from services.target.launcher import LaunchedStep
-from services.target.requests.event_stream import Subscriptions
 from services.target.requests.request import Finished
+from services.target.scheduler import Subscriptions
 from services.target.sequence import Sequence
 from services.target.step_plan import ScheduledSequence
 from services.target.step_report import Clock, StepReport

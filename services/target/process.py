@@ -17,8 +17,7 @@ from services.target.drafts.attachment import AttachmentTerms
 from services.target.drafts.speculation_service import SpeculationServicer
 from services.target.engine import Engine
 from services.target.grammars.compiler import GrammarCompiler, GrammarLimits
-from services.target.requests.admission import Admission, RequestTelemetry
-from services.target.requests.event_stream import EventStream
+from services.target.requests.admission import Admission, EventStream, RequestTelemetry
 from services.target.requests.generate_service import ServedModel, TargetServicer
 from services.target.requests.request import Finished, GenerationRequest
 from services.target.settings import TargetSettings

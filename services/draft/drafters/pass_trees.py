@@ -100,18 +100,17 @@ class PassTrees:
     Args:
         generator: random generator on the host, for chains drawn for targets that verify by the
             draft's distributions. Seeded by the system when left out.
+
+    Attributes:
+        max_sequences: most trees of one pass.
     """
 
     def __init__(
         self, grower: TreeGrower, contexts: Contexts, generator: torch.Generator | None = None
     ) -> None:
+        self.max_sequences = grower.limits.max_sequences
         self._grower, self._split = grower, grower.split()
         self._contexts, self._generator = contexts, generator or fresh_generator()
-
-    @property
-    def max_sequences(self) -> int:
-        """Most trees of one pass."""
-        return self._grower.limits.max_sequences
 
     def shape(self, shape: TreeShape) -> TreeShape:
         """See `grown_shape`."""
@@ -181,9 +180,12 @@ class PassTrees:
             sequences: at most `max_sequences`; see `grow`.
             shape: see `TreeGrower.walk`.
         """
-        rows, sources = self._open(sequences, shape)
+        # After a prompt, or a deeper tree of another draft, more rows are open than fit a pass.
+        max_rows = self._grower.max_open_rows(shape)
+        rows, sources = self._contexts.open_pass(sequences, max_rows)
         walked = self._grower.walk(rows, sources, trees, shape, num_choices=num_choices)
-        self._settle(sequences)
+        for sequence in sequences:
+            self._contexts.settle(sequence)
         return list(map(GrownRows, walked))
 
     def begin(
@@ -226,22 +228,15 @@ class PassTrees:
         num_choices: int,
         scores: DraftScores | None = None,
     ) -> list[GrownRows]:
-        rows, sources = self._open(sequences, shape)
+        # After a prompt, or a deeper tree of another draft, more rows are open than fit a pass.
+        max_rows = self._grower.max_open_rows(shape)
+        rows, sources = self._contexts.open_pass(sequences, max_rows)
         growing = self._grower.begin(rows, sources, shape, num_choices=num_choices, scores=scores)
         growing.queue()
         # The device computes meanwhile.
-        self._settle(sequences)
+        for sequence in sequences:
+            self._contexts.settle(sequence)
         grown = list(map(GrownRows, growing.read()))
         for sequence, rows_of_tree in zip(sequences, grown, strict=True):
             self._contexts.set_subtree(sequence, rows_of_tree)
         return grown
-
-    def _open(
-        self, sequences: Sequence[DraftSequence], shape: TreeShape
-    ) -> tuple[list[OpenSequence], list[Tensor]]:
-        # After a prompt, or a deeper tree of another draft, more rows are open than fit a pass.
-        return self._contexts.open_pass(sequences, self._grower.max_open_rows(shape))
-
-    def _settle(self, sequences: Sequence[DraftSequence]) -> None:
-        for sequence in sequences:
-            self._contexts.settle(sequence)

@@ -327,11 +327,6 @@ class Assignments:
         """Returns the assignment of a sequence; None when it has no draft."""
         return self._by_sequence_id.get(sequence_id)
 
-    def candidate_tree(self, sequence: Sequence) -> TokenTree:
-        """Returns the tree for the sequence's current round, perhaps empty."""
-        assignment = self.get(sequence.sequence_id)
-        return EMPTY_TREE if assignment is None else assignment.tree
-
     def tree(self, sequence: Sequence) -> TokenTree:
         """Returns the tree to verify in the sequence's current round, perhaps empty: its candidate,
         or else the subtree of the candidate that was late for the previous round."""
@@ -342,7 +337,8 @@ class Assignments:
 
     def has_tree(self, sequence: Sequence) -> bool:
         """Whether the sequence has a candidate tree for the current round."""
-        return bool(self.candidate_tree(sequence).token_ids)
+        assignment = self.get(sequence.sequence_id)
+        return assignment is not None and bool(assignment.tree.token_ids)
 
     def assign(self, sequence: Sequence, now_s: float) -> None:
         """Assigns a sequence to a draft with room, if it has none and trees are wanted: to the

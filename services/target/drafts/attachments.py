@@ -312,7 +312,7 @@ class Verdicts:
         `sequence.round` is the next round already.
 
         Args:
-            accepted_node_indices: indices into `Assignments.candidate_tree`.
+            accepted_node_indices: indices into `Assignment.tree`.
             since_s: time of the verdict on the previous round; None for the first one.
         """
         round_s = None if since_s is None else now_s - since_s

@@ -13,8 +13,7 @@ from typing import Any
 from google.protobuf.duration_pb2 import Duration
 from grpc import aio
 
-from services.target.requests.admission import Admission, OpenRequests, RequestRecord
-from services.target.requests.event_stream import KeyedEvent
+from services.target.requests.admission import Admission, KeyedEvent, OpenRequests, RequestRecord
 from services.target.requests.request import Event, Finished, GenerationRequest, ModelLimits
 from shared.errors import DeadlineExceeded, InvalidArgument, OutriderError
 from shared.generation import Delta, Failed, PromptScored, PromptScoring, RoundTrace, Started

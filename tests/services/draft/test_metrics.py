@@ -41,7 +41,7 @@ def test_rounds_are_counted_by_outcome(caplog: pytest.LogCaptureFixture) -> None
     recorder.drafted_ahead(2, 0.5)
     recorder.drafted_ahead(0, 0.25)
     recorder.caught_up(5, 0.125)
-    recorder.released()
+    recorder.counters.num_released += 1
     recorder.closed(sequence)
     recorder.closed(sequence)
     text = _scrape(recorder)
