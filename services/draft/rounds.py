@@ -266,7 +266,13 @@ class Rounds:
         self._preparation.begin_step()
         if self._table.is_serving:
             self._last_served_s = self._clock()
-        due = [sequence for sequence in self._table.due.values() if not self._resume(sequence)]
+        # Due trees that grow already are sent when they are complete.
+        lookahead = self._drafter.lookahead
+        due = [
+            sequence
+            for sequence in self._table.due.values()
+            if lookahead is None or not lookahead.resume(sequence)
+        ]
         backlogs = [(sequence, self._drafter.backlog(sequence)) for sequence in due]
         ready = [sequence for sequence, backlog in backlogs if backlog <= self._num_ready_tokens]
         batch = self._proposal_batch(ready)
@@ -406,16 +412,6 @@ class Rounds:
         requested = None if self.is_pinned else sequence.tree_request.num_outcomes
         budget = self.outcome_budget
         return budget if requested is None else min(budget, requested)
-
-    def _resume(self, sequence: DraftSequence) -> bool:
-        """Continues a due tree from rows computed ahead; False where there are none."""
-        lookahead = self._drafter.lookahead
-        return (
-            lookahead is not None
-            and not sequence.is_probe
-            and lookahead.budget > 0
-            and lookahead.resume(sequence, self._shape_for(sequence))
-        )
 
     def _propose(self, ready: Sequence[DraftSequence]) -> list[Proposal]:
         by_shape: dict[tuple[TreeShape, bool], list[DraftSequence]] = {}

@@ -74,12 +74,12 @@ class BranchPasses:
     """Runs passes over the branch requests that wait, as many requests as fit a pass.
 
     Args:
-        num_choices: how many tokens to find after each row of a tree, see `TreeGrower.begin`.
         make_room: frees pages of less important branches; returns whether there were any.
 
     Attributes:
         queue: branch requests that wait for a pass, of each sequence.
         under_way: the current pass, if there is one.
+        budget: see `Lookahead`.
     """
 
     def __init__(
@@ -87,13 +87,13 @@ class BranchPasses:
         trees: PassTrees,
         contexts: Contexts,
         *,
-        num_choices: Callable[[TreeShape], int],
         make_room: Callable[[], bool],
     ) -> None:
         self.queue: dict[SequenceKey, list[BranchRequest]] = {}
         self.under_way: BranchPass | None = None
         self._trees, self._contexts = trees, contexts
-        self._num_choices, self._make_room = num_choices, make_room
+        self.budget = 0
+        self._make_room = make_room
 
     @property
     def is_idle(self) -> bool:
@@ -184,7 +184,7 @@ class BranchPasses:
             )
             for branch in branches
         ]
-        trees = self._trees.begin(requests, rows, self._num_choices(requests[0].verified.shape))
+        trees = self._trees.begin(requests, rows, self.budget)
         return BranchPass(trees, branches)
 
     def _end(self, branch_pass: BranchPass) -> None:
@@ -204,12 +204,9 @@ class BranchLookahead(Lookahead, ABC):
     _contexts: Contexts
 
     def __init__(self, trees: PassTrees, contexts: Contexts) -> None:
-        self._budget = 0
         self._trees, self._contexts = trees, contexts
         self._shares = RankShares()
-        self._passes = BranchPasses(
-            trees, contexts, num_choices=self._num_branch_choices, make_room=self._drop_children
-        )
+        self._passes = BranchPasses(trees, contexts, make_room=self._drop_children)
         # The computed rows of the trees under verification.
         self._rows: dict[SequenceKey, GrownRows] = {}
         # Branches that still grow although their verdicts have arrived: their trees are due now.
@@ -217,11 +214,11 @@ class BranchLookahead(Lookahead, ABC):
 
     @property
     def budget(self) -> int:
-        return self._budget
+        return self._passes.budget
 
     @budget.setter
     def budget(self, budget: int) -> None:
-        self._budget = budget
+        self._passes.budget = budget
         if not budget:
             self._give_up()
 
@@ -245,7 +242,7 @@ class BranchLookahead(Lookahead, ABC):
         trees = [*(rows.tree for rows in grown), *self._trees.grow_scored(rest, shape)]
         return list(map(Proposal, (*whole, *rest), trees))
 
-    def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
+    def resume(self, sequence: DraftSequence) -> bool:
         """Whether the tree for the current round grows already."""
         return sequence.key in self._decided
 
@@ -309,10 +306,6 @@ class BranchLookahead(Lookahead, ABC):
         request = branch.request
         is_next = self._rows.get(request.key) is request.rows
         return is_next or self._decided.get(request.key) is branch
-
-    def _num_branch_choices(self, shape: TreeShape) -> int:
-        """Returns how many tokens to find after each row of a branch, see `TreeGrower.begin`."""
-        return 0
 
     def _drop_children(self) -> bool:
         """Frees the children of all branches; returns whether there were any."""

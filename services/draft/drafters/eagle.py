@@ -79,7 +79,7 @@ class HeadBranches(BranchLookahead):
         if rows is not None and under_way is not None and under_way.trees.is_half_done:
             growing = self._passes.growing_branch(rows, path)
         # Without a budget no pass finds continuations, so there are no ranks to count.
-        if self._budget and rows is not None:
+        if self.budget and rows is not None:
             self._observe(rows, path)
         self.drop(sequence)
         if growing is not None:

@@ -189,18 +189,21 @@ class PassTrees:
         return list(map(GrownRows, walked))
 
     def begin(
-        self, requests: Sequence[BranchRequest], rows: Sequence[OpenSequence], num_choices: int
+        self, requests: Sequence[BranchRequest], rows: Sequence[OpenSequence], budget: int
     ) -> GrowingTrees:
         """Begins to grow a tree in each branch, all of one shape, after the bonus token of its
         verdict. The pass can pause while other trees are grown; the next `begin` ends it."""
         self._contexts.apply_moves()
-        states: Sequence[Tensor] = ()
+        shape = requests[0].verified.shape
+        states, choices = list[Tensor](), num_choices(shape, budget)
         if not self._contexts.keeps_tree_rows:
-            # The states of the accepted nodes stand in for features.
+            # The states of the accepted nodes stand in for features. Only the trees are kept, so
+            # nothing continues from their rows.
+            choices = 0
             states = PassRows.states(
                 request.rows.pass_row(request.accepted) for request in requests
             )
-        return self._split.begin(rows, states, requests[0].verified.shape, num_choices=num_choices)
+        return self._split.begin(rows, states, shape, num_choices=choices)
 
     def _batches(self, sequences: Sequence[DraftSequence]) -> Iterator[Sequence[DraftSequence]]:
         """Yields the sequences in batches of one pass."""

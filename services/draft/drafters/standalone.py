@@ -22,7 +22,7 @@ from services.draft.drafters.branch_drafter import (
 )
 from services.draft.drafters.contexts import BranchKv, Contexts, GrownRows, Path
 from services.draft.drafters.drafter import Proposal, VerifiedTree
-from services.draft.drafters.pass_trees import Branch, PassTrees, num_choices, with_descendants
+from services.draft.drafters.pass_trees import Branch, PassTrees, with_descendants
 from services.draft.events import FeatureRows
 from services.draft.sequence import DraftSequence, SequenceKey, drop_unknown_tokens
 from shared.kv.batch import build_batch
@@ -31,7 +31,7 @@ from shared.runtime.runner import ModelRunner
 from shared.runtime.tree_grower import TreeGrower
 from shared.runtime.tree_model import DecoderModel
 from shared.runtime.tree_pass import OpenSequence
-from shared.tokens import TreeShape, Verdict
+from shared.tokens import Verdict
 
 
 class StandaloneContexts(Contexts):
@@ -272,9 +272,6 @@ class BranchDrafter(BranchLookahead):
     def _free(self, branches: Iterable[Branch]) -> None:
         for branch in with_descendants(branches):
             self._passes.free(branch)
-
-    def _num_branch_choices(self, shape: TreeShape) -> int:
-        return num_choices(shape, self.budget)
 
 
 log = logging.getLogger(__name__)

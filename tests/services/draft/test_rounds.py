@@ -227,7 +227,7 @@ class _NotingLookahead:
     def begin(self, verified: VerifiedTree) -> None:
         self.budgets.append(verified.budget)
 
-    def resume(self, sequence: DraftSequence, shape: TreeShape) -> bool:
+    def resume(self, sequence: DraftSequence) -> bool:
         return False
 
     def advance(self) -> list[Proposal]:
