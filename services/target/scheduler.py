@@ -16,7 +16,6 @@ from services.target.drafts.attachment import DraftRegistry
 from services.target.requests.request import Event, EventSink, GenerationRequest, ModelLimits
 from services.target.sequence import Sequence
 from services.target.step_plan import (
-    PlanInProgress,
     ScheduledSequence,
     StepPlan,
     pruned,
@@ -166,17 +165,16 @@ class Scheduler:
             is_ready: False leaves a running sequence out of this step: it waits for its draft.
             candidate: returns the tree for a sequence's current round, perhaps empty.
         """
-        step = PlanInProgress(self._limits.max_step_rows)
+        step = StepPlan(self._limits.max_step_rows)
         for sequence in tuple(self._running):
             if self.lanes.holds(sequence) or sequence.lease is None or not is_ready(sequence):
                 continue
             self._schedule(sequence, candidate(sequence), step)
         if not step.preempted:
             self._admit(candidate, step)
-        drawn = tuple(entry for entry in step.scheduled if entry.is_complete)
-        return StepPlan(tuple(step.scheduled), drawn, tuple(step.admitted), tuple(step.preempted))
+        return step
 
-    def _schedule(self, sequence: Sequence, tree: TokenTree, step: PlanInProgress) -> None:
+    def _schedule(self, sequence: Sequence, tree: TokenTree, step: StepPlan) -> None:
         num_remaining = sequence.num_remaining
         if num_remaining == 0:
             return  # its last token has been drawn, but not read yet
@@ -197,13 +195,14 @@ class Scheduler:
         if self._make_room(sequence, num_tokens, step):
             start = sequence.num_computed
             scored = scored_rows(sequence, start, num_rows) if sequence.is_scoring else range(0)
-            step.scheduled.append(
-                ScheduledSequence(
-                    sequence, start, num_rows, tree, node_indices, is_complete, scored
-                )
+            entry = ScheduledSequence(
+                sequence, start, num_rows, tree, node_indices, is_complete, scored
             )
+            step.scheduled.append(entry)
+            if is_complete:
+                step.drawn.append(entry)
 
-    def _make_room(self, sequence: Sequence, num_tokens: int, step: PlanInProgress) -> bool:
+    def _make_room(self, sequence: Sequence, num_tokens: int, step: StepPlan) -> bool:
         """Grows the lease to `num_tokens`. If pages are missing, it preempts the youngest
         sequences, in the end the sequence itself; returns False then."""
         lease = sequence.open_lease
@@ -218,7 +217,7 @@ class Scheduler:
                 return False
         return True
 
-    def _victim(self, group: PageGroup, step: PlanInProgress) -> Sequence:
+    def _victim(self, group: PageGroup, step: StepPlan) -> Sequence:
         """Returns the youngest running sequence of the lowest priority, among the sequences with
         pages in `group` that are not scheduled in this step yet."""
         scheduled = {id(entry.sequence) for entry in step.scheduled}
@@ -239,7 +238,7 @@ class Scheduler:
         # Before the sequences of its own priority, which are younger.
         self._waiting.insert(_num_up_to(self._waiting, sequence.request.priority - 1), sequence)
 
-    def _admit(self, candidate: Callable[[Sequence], TokenTree], step: PlanInProgress) -> None:
+    def _admit(self, candidate: Callable[[Sequence], TokenTree], step: StepPlan) -> None:
         while (
             self._waiting
             and len(self._running) < self._limits.max_running
